@@ -1,0 +1,1 @@
+"""The federation without network, configuration files or privacy mechanisms: types, methods, models, the round loop."""

@@ -1,0 +1,79 @@
+"""Arithmetic on named tensors: what a method does to models without knowing their structure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fl_core.errors import ProtocolError
+from fl_core.types import Tensors
+
+
+def read(model: nn.Module) -> dict[str, Tensor]:
+    """Copy every floating-point parameter and buffer of `model`.
+
+    Integer buffers (BatchNorm's `num_batches_tracked`) are left out: they are counters, an average of them means
+    nothing, and no forward pass of ours reads them.
+    """
+    return {name: v.detach().clone() for name, v in model.state_dict().items() if v.is_floating_point()}
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """Copy the trainable parameters alone, without buffers."""
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def write(model: nn.Module, values: Tensors) -> None:
+    """Overwrite parameters and buffers by name, in place; raises ProtocolError (E-WIRE-02) on a name or shape apart.
+
+    Guarantees: everything that `read` returns is overwritten when `values` came from a `read` of the same model.
+    """
+    state = model.state_dict(keep_vars=False)
+    with torch.no_grad():
+        for name, value in values.items():
+            if name not in state or state[name].shape != value.shape:
+                found = tuple(state[name].shape) if name in state else "no such tensor"
+                raise ProtocolError("E-WIRE-02", f"expected {name} {tuple(value.shape)} in the model, found {found}")
+            state[name].copy_(value)
+
+
+def add(a: Tensors, b: Tensors, scale: float = 1.0) -> dict[str, Tensor]:
+    """Return a + scale * b."""
+    return {name: v + scale * b[name] for name, v in a.items()}
+
+
+def sub(a: Tensors, b: Tensors) -> dict[str, Tensor]:
+    """Return a - b."""
+    return {name: v - b[name] for name, v in a.items()}
+
+
+def scale(a: Tensors, factor: float) -> dict[str, Tensor]:
+    """Return factor * a."""
+    return {name: factor * v for name, v in a.items()}
+
+
+def zeros(a: Tensors) -> dict[str, Tensor]:
+    """Return zeros of the same names and shapes."""
+    return {name: torch.zeros_like(v) for name, v in a.items()}
+
+
+def only(a: Tensors, keep: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Return the entries whose name `keep` accepts."""
+    return {name: v for name, v in a.items() if keep(name)}
+
+
+def sq_dist(a: Mapping[str, Tensor], b: Tensors) -> Tensor:
+    """Return sum ||a - b||_2^2 over all entries of `a`, differentiable."""
+    return torch.stack([(v - b[name]).square().sum() for name, v in a.items()]).sum()
+
+
+def all_finite(a: Tensors) -> bool:
+    """Tell whether no entry is NaN or infinite."""
+    return all(bool(torch.isfinite(v).all()) for v in a.values())
+
+
+def count(a: Tensors) -> int:
+    """Count the numbers in all entries."""
+    return sum(v.numel() for v in a.values())
