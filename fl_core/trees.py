@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 
 import torch
@@ -77,3 +78,12 @@ def all_finite(a: Tensors) -> bool:
 def count(a: Tensors) -> int:
     """Count the numbers in all entries."""
     return sum(v.numel() for v in a.values())
+
+
+def digest(a: Tensors) -> str:
+    """Return the SHA-256, in hex, over names, types, shapes and bytes in the order of the names."""
+    h = hashlib.sha256()
+    for name, v in sorted(a.items()):
+        h.update(f"{name}|{v.dtype}|{tuple(v.shape)}|".encode())
+        h.update(v.detach().cpu().contiguous().numpy().tobytes())
+    return h.hexdigest()

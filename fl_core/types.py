@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -121,6 +121,13 @@ class Losses(NamedTuple):
         return mean if self.coupled is None else mean + self.coupled
 
 
+class TaskKind(Enum):
+    """What a silo is asked to do in a round: train (and evaluate what it received), or only evaluate."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+
+
 class Split(Enum):
     """Which of a silo's examples a `sum` query runs over."""
 
@@ -219,7 +226,7 @@ class Examples(ABC):
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Read all examples once, in order, without augmentation."""
-        for index in torch.split(torch.arange(len(self)), size):  # type: ignore[no-untyped-call]
+        for index in torch.split(torch.arange(len(self)), size):
             if len(index):
                 yield self.batch(index)
 
@@ -241,12 +248,3 @@ class TrainConfig:
     max_steps: int = 0
     clip_norm: float = 0.0
     augment: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Silo:
-    """One member of a run's roster: the name it is known by and its nominal size (public, rounded by policy)."""
-
-    name: str
-    size: float = 0.0
-    prototypes: bool = field(default=True)

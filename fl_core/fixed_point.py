@@ -1,0 +1,166 @@
+"""The exact grid on which bundles are summed.
+
+A value v becomes the integer rint(v * 2^f); integers are added, so the sum does not depend on the order of arrival,
+needs one accumulator, and a masked and a plain run on the same grid agree to the last bit. Per segment s (a part's
+totals, or its weight) with bound B_s, for at most n silos,
+
+    f_s = floor(log2((2^(w-1) - 1) / (n * B_s)))        w = 64 (`ring64`, plain runs) or 32 (`ring32`, masked runs)
+
+so n values inside their bound never overflow. Values outside it are clipped, counted and reported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fl_core.errors import ConfigError, ProtocolError
+from fl_core.types import Bundle, Layout, Part, PartSpec
+
+RING64_BOUND = 2.0**24
+"""Bound of every segment of a plain run: weight times value of one silo, 16.7 million."""
+
+Ring = Literal["ring64", "ring32"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The public grid of a run, frozen in its manifest.
+
+    bounds: segment -> B_s, where a segment is a part's name or "<part>.weight"; a segment that is not named takes
+    2^24 on ring64 and is an error on ring32, which has no room to spare.
+    """
+
+    ring: Ring = "ring64"
+    n_max: int = 1
+    bounds: Mapping[str, float] = field(default_factory=dict)
+
+    def bound(self, segment: str) -> float:
+        """Return B_s, rounded down to what the grid can hold."""
+        if segment in self.bounds:
+            return self.bounds[segment]
+        if self.ring == "ring32":
+            raise ConfigError("E-CFG-06", f"ring32 needs a bound for {segment!r}; it has bounds for {[*self.bounds]}")
+        return RING64_BOUND
+
+    def frac_bits(self, segment: str) -> int:
+        """Return f_s; raises ConfigError (E-CFG-06) when a bound leaves no resolution at all."""
+        top = 2 ** (63 if self.ring == "ring64" else 31) - 1
+        bits = math.floor(math.log2(top / (self.n_max * self.bound(segment))))
+        if bits < 0:
+            raise ConfigError("E-CFG-06", f"{self.ring} cannot hold {self.n_max} silos with bound {self.bound(segment)}")
+        return bits
+
+    def encode(self, segment: str, value: Tensor) -> tuple[Tensor, int]:
+        """Put a float tensor on the grid: int64 units of 2^-f and the number of values that were clipped.
+
+        Raises ProtocolError (E-WIRE-05) when a value is NaN or infinite: one such value would poison the sum.
+        """
+        peak = float(value.abs().max()) if value.numel() else 0.0
+        if not math.isfinite(peak):
+            raise ProtocolError("E-WIRE-05", f"expected finite numbers in {segment!r}, found NaN or infinity")
+        bound, clipped = self.bound(segment), 0
+        scaled = value.double().mul_(2.0 ** self.frac_bits(segment)).round_()
+        if peak > bound:
+            clipped = int((value.abs() > bound).sum())
+            limit = math.floor(bound * 2.0 ** self.frac_bits(segment))
+            scaled.clamp_(-limit, limit)
+        return scaled.to(torch.int64), clipped
+
+    def decode(self, segment: str, units: Tensor) -> Tensor:
+        """Turn a sum of units back into float64; ring32 sums are read modulo 2^32 as signed integers."""
+        if self.ring == "ring32":
+            units = torch.remainder(units + 2**31, 2**32) - 2**31
+        return units.double().mul_(2.0 ** -self.frac_bits(segment))
+
+
+class Accumulator:
+    """One exact sum over the bundles of a round, folded on arrival and then forgotten.
+
+    Guarantees: the same bundles in any order give the same bytes; memory is one sum, whatever the number of silos;
+    a bundle that does not fit the layout, or holds a NaN, changes nothing.
+    """
+
+    def __init__(self, layout: Layout, grid: Grid) -> None:
+        self.layout = layout
+        self.grid = grid
+        self.clipped = 0
+        self.count = 0
+        self._sum = {
+            part: ({n: torch.zeros(s, dtype=torch.int64) for n, s in spec.shapes.items()},
+                   torch.zeros(spec.weight_shape, dtype=torch.int64))
+            for part, spec in layout.items()
+        }  # fmt: skip
+
+    def fold(self, bundle: Bundle) -> None:
+        """Add one silo's bundle: float parts are put on the grid here, integer parts are on it already."""
+        check_layout(bundle, self.layout)
+        for name, part in bundle.items():  # all checks before the first addition
+            for value in (*part.total.values(), part.weight):
+                if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                    raise ProtocolError("E-WIRE-05", f"expected finite numbers in {name!r}, found NaN or infinity")
+        for name, part in bundle.items():
+            totals, weight = self._sum[name]
+            for key, value in part.total.items():
+                self._add(totals[key], name, value)
+            self._add(weight, f"{name}.weight", part.weight)
+        self.count += 1
+
+    def _add(self, into: Tensor, segment: str, value: Tensor) -> None:
+        if value.is_floating_point():
+            value, clipped = self.grid.encode(segment, value)
+            self.clipped += clipped
+        into.add_(value)
+
+    def total(self) -> Bundle:
+        """Return the sum so far, still in integer units."""
+        return {name: Part(dict(totals), weight) for name, (totals, weight) in self._sum.items()}
+
+
+class FixedPoint:
+    """The guard that encodes: at the silo when a mask follows, on arrival in a plain run."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self.clipped = 0
+
+    def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002
+        """Put every part on the grid."""
+        return {name: self._encode(name, part) for name, part in bundle.items()}
+
+    def _encode(self, name: str, part: Part) -> Part:
+        total = {}
+        for key, value in part.total.items():
+            total[key], clipped = self.grid.encode(name, value)
+            self.clipped += clipped
+        weight, clipped = self.grid.encode(f"{name}.weight", part.weight)
+        self.clipped += clipped
+        return Part(total, weight)
+
+    def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
+        """Read the sum back as float64."""
+        return {
+            name: Part(
+                {key: self.grid.decode(name, v) for key, v in part.total.items()},
+                self.grid.decode(f"{name}.weight", part.weight),
+            )
+            for name, part in total.items()
+        }
+
+    def sensitivity(self) -> Mapping[str, float]:
+        """Report none: coding is no privacy mechanism."""
+        return {}
+
+
+def check_layout(bundle: Bundle, layout: Layout) -> None:
+    """Raise ProtocolError (E-WIRE-02) unless the bundle has exactly the parts, names and shapes of the layout."""
+    if set(bundle) != set(layout):
+        raise ProtocolError("E-WIRE-02", f"expected the parts {sorted(layout)}, found {sorted(bundle)}")
+    for name, part in bundle.items():
+        if (found := PartSpec.of(part)) != layout[name]:
+            raise ProtocolError("E-WIRE-02", f"part {name!r}: expected {layout[name]}, found {found}")

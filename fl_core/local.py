@@ -1,0 +1,144 @@
+"""The two doors to a silo's examples without differential privacy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fl_core import rng
+from fl_core.errors import DataError
+from fl_core.types import (
+    Examples,
+    ExampleSums,
+    LossFn,
+    PenaltyFn,
+    Query,
+    Split,
+    Tensors,
+    TrainConfig,
+    Turn,
+)
+
+EVAL_BATCH = 512
+
+
+class PlainData:
+    """`SiloData` over one silo's examples, for one turn.
+
+    Every call of `sgd` draws its batches from a stream of its own, so an extra pass of a method does not change
+    the batches of the others (a method with its extra term at 0 stays bit-identical to FedAvg).
+    """
+
+    def __init__(
+        self, train: Examples, test: Examples, config: TrainConfig, turn: Turn, device: torch.device | None = None
+    ) -> None:
+        self.lr = config.lr * config.lr_decay**turn.fed.round
+        self.batch_size = config.batch_size
+        self._examples = {Split.TRAIN: train, Split.TEST: test}
+        self._config = config
+        self._turn = turn
+        self._device = device or torch.device("cpu")
+        self._calls = 0
+        self._counts: Tensor | None = None
+
+    def planned_steps(self, epochs: float | None = None) -> int:
+        """Return the optimiser steps of an `sgd` call: whole batches, the last may be short, cut at `max_steps`."""
+        n = len(self._examples[Split.TRAIN])
+        steps = round((self._config.epochs if epochs is None else epochs) * -(-n // self._config.batch_size))
+        return min(steps, self._config.max_steps) if self._config.max_steps else steps
+
+    def sgd(
+        self,
+        model: nn.Module,
+        loss: LossFn,
+        *,
+        epochs: float | None = None,
+        penalty: PenaltyFn | None = None,
+        shift: Tensors | None = None,
+        only: Callable[[str], bool] | None = None,
+    ) -> int:
+        """Train `model` in place with SGD and return the steps taken.
+
+        Momentum starts at zero in every call. A batch of one example is skipped where the model has BatchNorm,
+        which has no variance to normalise it by, and is not counted.
+        """
+        path = ("round", self._turn.fed.round, "silo", self._turn.silo, "sgd", self._calls)
+        self._calls += 1
+        order, augment = rng.stream(self._turn.seed, *path, "order"), None
+        if self._config.augment:
+            augment = rng.stream(self._turn.seed, *path, "augment")
+        named = {name: p for name, p in model.named_parameters() if only is None or only(name)}
+        optimiser = torch.optim.SGD(
+            named.values(), self.lr, momentum=self._config.momentum, weight_decay=self._config.weight_decay
+        )
+        lonely = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+        model.train()
+        steps = 0
+        with rng.torch_scope(self._turn.seed, *path, "dropout"):
+            for index in self._batches(order, self.planned_steps(epochs)):
+                if lonely and len(index) == 1:
+                    continue
+                x, y = self._read(Split.TRAIN, index, augment)
+                optimiser.zero_grad(set_to_none=True)
+                objective = loss(model, x, y).objective()
+                if penalty is not None:
+                    objective = objective + penalty(model)
+                objective.backward()  # type: ignore[no-untyped-call]
+                self._correct(named, shift)
+                optimiser.step()
+                steps += 1
+        return steps
+
+    def _batches(self, order: torch.Generator, steps: int) -> list[Tensor]:
+        """Deal shuffled epochs into batches until `steps` are planned."""
+        n, size = len(self._examples[Split.TRAIN]), self._config.batch_size
+        if n == 0:
+            raise DataError("E-DATA-08", "expected at least one training example at this silo, found none")
+        batches: list[Tensor] = []
+        while len(batches) < steps:
+            batches += torch.split(torch.randperm(n, generator=order), size)
+        return batches[:steps]
+
+    def _correct(self, named: dict[str, nn.Parameter], shift: Tensors | None) -> None:
+        """Clip the gradient where the schedule says so, then add the data-free shift."""
+        if self._config.clip_norm:
+            torch.nn.utils.clip_grad_norm_(list(named.values()), self._config.clip_norm)
+        for name, value in (shift or {}).items():
+            if name in named and (grad := named[name].grad) is not None:
+                grad.add_(value.to(grad.device))
+
+    def _read(self, split: Split, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        x, y = self._examples[split].batch(index, augment)
+        return x.to(self._device), y.to(self._device)
+
+    def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:  # noqa: ARG002
+        """Sum a query over one split, without augmentation; `bound` is what a private door clips to and does nothing here."""
+        total: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for index in torch.split(torch.arange(len(self._examples[split])), EVAL_BATCH):
+                x, y = self._read(split, index)
+                for name, value in sum_batch(query, x, y).items():
+                    total[name] = total[name] + value if name in total else value
+        return {name: value.cpu() for name, value in total.items()}
+
+    def size(self) -> float:
+        """Return the number of training examples."""
+        return float(len(self._examples[Split.TRAIN]))
+
+    def class_counts(self) -> Tensor:
+        """Return the training examples per class (C,)."""
+        if self._counts is None:
+            labels = self._examples[Split.TRAIN].labels
+            self._counts = torch.bincount(labels, minlength=self._turn.fed.n_classes).float()
+        return self._counts
+
+
+def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:
+    """Evaluate a query on one batch and sum over its examples."""
+    if isinstance(query, ExampleSums):
+        return {name: rows.sum(0) for name, rows in query.rows(x, y).items()}
+    vectors = query.vectors(x, y)
+    total = vectors.new_zeros(query.n_classes, vectors.shape[1]).index_add_(0, y, vectors)
+    return {"sum": total, "count": torch.bincount(y, minlength=query.n_classes).to(vectors.dtype)}

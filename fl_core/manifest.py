@@ -1,0 +1,115 @@
+"""The run manifest: everything that was agreed before round 0, frozen; both sides refuse to go on when digests differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import cast
+
+from fl_core import cohort
+from fl_core.errors import ConfigError, ProtocolError
+from fl_core.fixed_point import Grid, Ring
+from fl_core.spec import layout_from_json, layout_to_json
+from fl_core.types import Layout, Schema, TrainConfig
+
+FORMAT = 1
+Option = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A named entry of a registry (method, model, privacy profile) with its options."""
+
+    name: str
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One silo of the run: its name, and whether it was drawn to submit prototypes."""
+
+    name: str
+    prototypes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RunManifest:
+    """What a run is. Two manifests with equal digests are the same run, up to its id.
+
+    rounds T; cohort: silos per round (0: all); quorum: silos that must deliver (0: the whole cohort);
+    deadline_s: seconds after which a round closes with the quorum; threads: CPU threads of local training
+    (0: the machine's own number), which decides the last bit of sums and so belongs to the run.
+    """
+
+    name: str
+    method: Choice
+    model: Choice
+    data: str
+    schema: Schema
+    train: TrainConfig
+    rounds: int
+    seed: int
+    members: tuple[Member, ...]
+    layout: Layout
+    grid: Grid
+    privacy: Choice
+    cohort: int = 0
+    quorum: int = 0
+    deadline_s: float = 86400.0
+    threads: int = 0
+    image_size: int | None = None
+    software: str = ""
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """Write canonical JSON: sorted keys, no spaces; equal manifests give equal text."""
+        raw = asdict(self) | {"layout": layout_to_json(self.layout)}
+        return json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the canonical JSON, in hex."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @classmethod
+    def from_json(cls, text: str) -> RunManifest:
+        """Read a manifest; raises ProtocolError (E-WIRE-06) on unknown, missing or misshapen fields."""
+        try:
+            raw = json.loads(text)
+            if raw.get("format") != FORMAT:
+                raise ProtocolError(
+                    "E-WIRE-01", f"expected a manifest of format {FORMAT}, found {raw.get('format')}: upgrade this side"
+                )
+            if unknown := set(raw) - {f.name for f in fields(cls)}:
+                raise ProtocolError("E-WIRE-06", f"the manifest has unknown fields {sorted(unknown)}: upgrade this side")
+            return cls(
+                **raw
+                | {
+                    "method": Choice(**raw["method"]),
+                    "model": Choice(**raw["model"]),
+                    "privacy": Choice(**raw["privacy"]),
+                    "schema": Schema(tuple(raw["schema"]["shape"]), tuple(raw["schema"]["classes"])),
+                    "train": TrainConfig(**raw["train"]),
+                    "members": tuple(Member(**m) for m in raw["members"]),
+                    "layout": layout_from_json(raw["layout"]),
+                    "grid": Grid(cast(Ring, raw["grid"]["ring"]), raw["grid"]["n_max"], raw["grid"]["bounds"]),
+                }
+            )
+        except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+            raise ProtocolError("E-WIRE-06", f"expected a run manifest, found something else: {error}") from error
+
+    def index(self, silo: str) -> int:
+        """Return a member's index in the roster; raises ConfigError (E-RUN-05) for a stranger."""
+        for k, member in enumerate(self.members):
+            if member.name == silo:
+                return k
+        raise ConfigError("E-RUN-05", f"expected one of {[m.name for m in self.members]}, found {silo!r}")
+
+
+def members(names: Sequence[str], seed: int, prototype_share: float) -> tuple[Member, ...]:
+    """Freeze a roster, with the silos that submit prototypes drawn from the seed."""
+    if len(set(names)) != len(names) or not names:
+        raise ConfigError("E-CFG-07", f"expected at least one silo and each once, found {list(names)}")
+    drawn = cohort.prototype_submitters(seed, names, prototype_share)
+    return tuple(Member(name, submits) for name, submits in zip(names, drawn, strict=True))

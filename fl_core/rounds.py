@@ -1,0 +1,175 @@
+"""The only round loop: sample, broadcast, sum on arrival, unguard, merge, checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from fl_core import cohort
+from fl_core.errors import FederationError, UnavailableError
+from fl_core.fixed_point import Accumulator, Grid
+from fl_core.protocols import Guard, Method, SiloPort
+from fl_core.types import Bundle, Federation, Layout, State, TaskKind
+from fl_core.worker import METRICS
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The public course of a run: rounds T, cohort size per round (0: all) and the quorum that closes a round."""
+
+    rounds: int
+    seed: int
+    n_classes: int
+    cohort: int = 0
+    quorum: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """What is known of one round after its close.
+
+    correct, examples: (C,) over the union of the test sets, for the model *before* the round's training;
+    missing: silo -> reason; clipped: values that the grid cut off.
+    """
+
+    round: int
+    kind: TaskKind
+    correct: tuple[float, ...]
+    examples: tuple[float, ...]
+    included: tuple[str, ...]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    clipped: int = 0
+
+    @property
+    def accuracy(self) -> float:
+        """Return correct / examples over all classes, 0 without test examples."""
+        return sum(self.correct) / n if (n := sum(self.examples)) else 0.0
+
+    def class_accuracy(self) -> list[float | None]:
+        """Return the accuracy per class, None where no silo has a test example."""
+        return [c / n if n else None for c, n in zip(self.correct, self.examples, strict=True)]
+
+
+class Observer(Protocol):
+    """What happens beside the arithmetic of a round: storage, progress. Called from the loop's own thread."""
+
+    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+        """Note that a round begins, before anything is sent."""
+        ...
+
+    def arrived(self, name: str) -> None:
+        """Note that a silo's bundle has been folded."""
+        ...
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        """Persist the state after the round; the next round begins when this returns."""
+        ...
+
+
+class Silent:
+    """An observer that does nothing."""
+
+    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+        """Do nothing."""
+
+    def arrived(self, name: str) -> None:
+        """Do nothing."""
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Everything that a round needs besides the state: the loop holds no state of its own, so it can be resumed.
+
+    arrival: guards whose outgoing half runs on arrival (the fixed-point grid of a plain run is folded by the
+    accumulator itself); incoming: the guards to undo on the sum, in the order of their application.
+    parallel: how many silos work at once (1 in one process, all of them over the network).
+    """
+
+    method: Method
+    schedule: Schedule
+    layout: Layout
+    grid: Grid
+    incoming: Sequence[Guard]
+    ports: Sequence[SiloPort]
+    parallel: int = 1
+
+    def run(self, server: State, observer: Observer, start: int = 0) -> State:
+        """Run the rounds from `start` to the end and the closing evaluation; return the final server state.
+
+        Raises UnavailableError (E-RUN-03) when fewer silos than the quorum deliver; the state of the last closed
+        round is with the observer, and `start` continues from there.
+        """
+        for t in range(start, self.schedule.rounds):
+            server = self.round(server, t, TaskKind.TRAIN, observer)
+        return self.round(server, self.schedule.rounds, TaskKind.EVALUATE, observer)
+
+    def round(self, server: State, t: int, kind: TaskKind, observer: Observer) -> State:
+        """Run one round and return the state after it."""
+        plan = self.schedule
+        train = kind is TaskKind.TRAIN
+        ids = cohort.sample(plan.seed, t, len(self.ports), plan.cohort if train else 0)
+        fed = Federation(len(self.ports), plan.n_classes, plan.rounds, t, len(ids))
+        names = [self.ports[k].name for k in ids]
+        observer.opened(fed, kind, names)
+        layout = self.layout if train else {METRICS: self.layout[METRICS]}
+        total, included, missing, clipped = self._gather(self.method.broadcast(server), fed, kind, ids, layout, observer)
+        needed = min(plan.quorum or len(ids), len(ids))
+        if len(included) < needed:
+            raise UnavailableError(
+                "E-RUN-03",
+                f"round {t}: expected updates of at least {needed} of {len(ids)} silos, found {len(included)}; "
+                + "; ".join(f"{name}: {why}" for name, why in missing.items()),
+            )
+        metrics = total[METRICS]
+        if train:
+            rest = {name: part for name, part in total.items() if name != METRICS}
+            server = self.method.merge(server, rest, fed)
+        record = RoundRecord(
+            t, kind, _floats(metrics.total["correct"]), _floats(metrics.weight), tuple(sorted(included)), missing, clipped
+        )
+        observer.closed(record, server)
+        return server
+
+    def _gather(
+        self, msg: State, fed: Federation, kind: TaskKind, ids: Sequence[int], layout: Layout, observer: Observer
+    ) -> tuple[Bundle, list[str], dict[str, str], int]:
+        """Fold bundles as they arrive, one at a time; a bundle that does not fit is refused and the round survives."""
+        sums, included, missing = Accumulator(layout, self.grid), list[str](), dict[str, str]()
+        for name, reply in self._replies([self.ports[k] for k in ids], msg, fed, kind):
+            try:
+                sums.fold(reply.result())
+            except FederationError as error:
+                missing[name] = str(error)
+                continue
+            included.append(name)
+            observer.arrived(name)
+        total = sums.total()
+        for guard in reversed(self.incoming):
+            total = guard.incoming(total, len(included), fed.round)
+        return total, included, missing, sums.clipped
+
+    def _replies(
+        self, ports: Sequence[SiloPort], msg: State, fed: Federation, kind: TaskKind
+    ) -> Iterator[tuple[str, Future[Bundle]]]:
+        """Yield each silo's reply when it is there, at most `parallel` silos at work."""
+        waiting = list(reversed(ports))
+        with ThreadPoolExecutor(self.parallel, thread_name_prefix="port") as pool:
+            running: dict[Future[Bundle], str] = {}
+            while waiting or running:
+                while waiting and len(running) < self.parallel:
+                    port = waiting.pop()
+                    running[pool.submit(port.round, msg, fed, kind)] = port.name
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for reply in sorted(done, key=lambda r: running[r]):
+                    yield running.pop(reply), reply
+
+
+def _floats(values: Tensor) -> tuple[float, ...]:
+    return tuple(float(v) for v in values)

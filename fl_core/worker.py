@@ -1,0 +1,65 @@
+"""A silo's whole round. The same code runs in simulation and in a hospital."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fl_core.fixed_point import check_layout
+from fl_core.protocols import Guard, Method, SiloData
+from fl_core.types import Bundle, ClassSums, Layout, Outcome, Part, Split, State, TaskKind, Turn
+
+METRICS = "metrics"
+"""The part that every bundle carries: correct answers over test examples, per class."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What a silo works with in one run: the method, a scratch model, its outgoing guards and the agreed layout."""
+
+    method: Method
+    model: nn.Module
+    layout: Layout
+    guards: Sequence[Guard] = ()
+
+
+def work(bench: Bench, msg: State, state: State | None, data: SiloData, turn: Turn, kind: TaskKind) -> Outcome:
+    """Evaluate what was broadcast, train if asked to, and guard what leaves.
+
+    Returns the bundle that may leave and the silo's next state, which the caller commits only once the round's
+    close names this silo. `bench.model` is scratch: nothing is read from it.
+    Raises ProtocolError (E-WIRE-02) when the method's bundle does not have the run's layout.
+    """
+    method, model, fed = bench.method, bench.model, turn.fed
+    state = method.init_silo(model, fed) if state is None else state
+    bundle: dict[str, Part] = {METRICS: evaluate(method.global_model(model, msg), data, fed.n_classes)}
+    layout = {METRICS: bench.layout[METRICS]}
+    if kind is TaskKind.TRAIN:
+        local, state = method.local(model, msg, state, data, turn)
+        bundle |= local
+        layout = dict(bench.layout)
+    check_layout(bundle, layout)
+    guarded: Bundle = bundle
+    for guard in bench.guards:
+        guarded = guard.outgoing(guarded, turn.silo, fed.round)
+    return Outcome(guarded, state)
+
+
+def evaluate(model: nn.Module, data: SiloData, n_classes: int) -> Part:
+    """Count correct answers per class on the silo's test split, as one joint query.
+
+    Returns Part({"correct": (C,)}, weight = test examples per class (C,)): an accuracy is a mean of parts, taken
+    over the union of all silos' test sets and never a mean of accuracies.
+    """
+    model.eval()
+
+    def correct(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = model(x)
+        return (logits.argmax(1) == y).float().unsqueeze(1)
+
+    sums = data.sum(ClassSums(correct, n_classes), bound=1.0, split=Split.TEST)
+    return Part({"correct": sums["sum"].squeeze(1)}, sums["count"])
