@@ -1,0 +1,121 @@
+"""EfficientNet-B0 on any input size. Tan and Le (2019), built from torchvision's blocks.
+
+FedMR on skin lesions: features 1280 - dropout - Linear(1280, 640) - Linear(640, 8); FedGELA: projection (84,).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torchvision.models.efficientnet import EfficientNet, MBConv, MBConvConfig
+from torchvision.ops import FrozenBatchNorm2d
+
+from fl_core.errors import ConfigError
+from fl_core.models.options import image_shape, in_range, one_of
+from fl_core.models.split import SplitModel, assemble
+from fl_core.types import Schema, Tensors
+
+FEATURES = 1280
+# expand ratio, kernel, stride, channels in, channels out, layers: table 1 of the paper
+STAGES = (
+    (1, 3, 1, 32, 16, 1),
+    (6, 3, 2, 16, 24, 2),
+    (6, 5, 2, 24, 40, 2),
+    (6, 3, 2, 40, 80, 3),
+    (6, 5, 1, 80, 112, 3),
+    (6, 5, 2, 112, 192, 4),
+    (6, 3, 1, 192, 320, 1),
+)
+
+
+class _Block(MBConv):  # type: ignore[misc]  # torchvision has no annotations
+    """MBConv whose residual sum is out of place: torchvision's `+=` breaks hooks that keep activations."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        out: Tensor = self.block(input)
+        return self.stochastic_depth(out) + input if self.use_res_connect else out
+
+
+@dataclass(frozen=True, slots=True)
+class EfficientNetB0:
+    """torchvision's EfficientNet-B0 features, dropout, a projection and a linear head.
+
+    weights:    "none", or a local file with torchvision's state dict (.pth or .safetensors), whose classifier is
+                left out. A silo needs no file: the first broadcast overwrites every parameter and buffer.
+    norm:       "batch"; "group" (gcd(groups, channels) groups), to train from scratch without mixing examples;
+                "frozen": BatchNorm with fixed statistics and scale, for pretrained weights without mixing examples.
+    dropout:    before the projection.   stochastic_depth: of the last block, rising linearly from 0.
+    """
+
+    weights: str = "none"
+    norm: str = "batch"
+    groups: int = 32
+    projection: tuple[int, ...] = (640,)
+    head_bias: bool = True
+    dropout: float = 0.2
+    stochastic_depth: float = 0.2
+
+    def build(self, schema: Schema) -> SplitModel:
+        """Make the model for 3 channels and 32 pixels or more; raises ConfigError (E-CFG-22, -23, -24)."""
+        one_of("efficientnet_b0", "norm", self.norm, ("batch", "group", "frozen"))
+        in_range("efficientnet_b0", "groups", self.groups, 1, 320)
+        in_range("efficientnet_b0", "dropout", self.dropout, 0.0, 0.99)
+        in_range("efficientnet_b0", "stochastic_depth", self.stochastic_depth, 0.0, 0.99)
+        image_shape("efficientnet_b0", schema, channels={3}, sizes=range(32, 2049))
+        stages = [MBConvConfig(*stage[:3], *stage[3:5], stage[5], block=_Block) for stage in STAGES]
+        net = EfficientNet(stages, self.dropout, self.stochastic_depth, num_classes=2, norm_layer=self._norm())
+        if self.weights != "none":
+            self._load(net)
+        for module in net.modules():
+            if hasattr(module, "inplace"):
+                module.inplace = False
+        body = nn.Sequential(net.features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(self.dropout))
+        return assemble(body, FEATURES, self.projection, len(schema.classes), head_bias=self.head_bias)
+
+    def _norm(self) -> Callable[[int], nn.Module]:
+        if self.norm == "batch":
+            return nn.BatchNorm2d
+        if self.norm == "frozen":
+            return lambda channels: FrozenBatchNorm2d(channels)
+        return lambda channels: nn.GroupNorm(math.gcd(self.groups, channels), channels)
+
+    def _load(self, net: nn.Module) -> None:
+        """Overwrite the features by a local state dict; all of its names and shapes must fit."""
+        if self.norm == "group":
+            raise ConfigError(
+                "E-CFG-24",
+                "efficientnet_b0: pretrained weights were found together with norm=group, which throws the pretrained "
+                "features away: use norm=frozen (private runs) or norm=batch, or weights=none",
+            )
+        given = _read_state(Path(self.weights))
+        wanted = {k: v for k, v in net.state_dict().items() if k.startswith("features.")}
+        wrong = [k for k, v in wanted.items() if k not in given or given[k].shape != v.shape]
+        # A frozen layer counts no batches, a pretrained file does.
+        extra = {k for k in given if not k.startswith("classifier.") and not k.endswith("num_batches_tracked")}
+        wrong += sorted(extra - set(wanted))
+        if wrong:
+            raise ConfigError(
+                "E-CFG-24",
+                f"efficientnet_b0.weights: expected torchvision's EfficientNet-B0 in {self.weights}, found "
+                f"{len(wrong)} tensors missing, unknown or of another shape ({', '.join(wrong[:3])}): give that file",
+            )
+        net.load_state_dict({k: given[k] for k in wanted}, strict=False)
+
+
+def _read_state(path: Path) -> Tensors:
+    """Read a state dict of tensors without running any code it may hold."""
+    if not path.is_file():
+        raise ConfigError("E-CFG-24", f"expected a file of weights at {path}, found none: weights is a local path")
+    try:
+        state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    except Exception as error:  # unpickling and safetensors raise types of their own; the cause is kept
+        raise ConfigError("E-CFG-24", f"expected a state dict in {path}, found {error}: export it again") from error
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise ConfigError("E-CFG-24", f"expected name -> tensor in {path}, found {type(state).__name__}: export it")
+    return state

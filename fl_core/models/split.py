@@ -1,0 +1,63 @@
+"""The one shape of every model: body, projection, head. Methods name the parts, never the architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class SplitModel(nn.Module):
+    """Classify in two steps: `features` makes z (B, d), the input of the head; the head makes logits (B, C).
+
+    body:       x (B, *shape) -> (B, d0)
+    projection: (B, d0) -> (B, d); `nn.Identity` when there is none
+    head:       (B, d) -> (B, C)
+
+    Guarantees: `forward` equals head(features); no module works in place on its input, so that hooks which keep
+    activations (per-example gradients) can be put on any layer.
+    """
+
+    def __init__(
+        self, body: nn.Module, projection: nn.Module, head: nn.Module, feature_dim: int, n_classes: int
+    ) -> None:
+        super().__init__()
+        self.body = body
+        self.projection = projection
+        self.head = head
+        self.feature_dim = feature_dim
+        self.n_classes = n_classes
+
+    def features(self, x: Tensor) -> Tensor:
+        """Return the input of the head (B, d)."""
+        z: Tensor = self.projection(self.body(x))
+        return z
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (B, C)."""
+        logits: Tensor = self.head(self.features(x))
+        return logits
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Tell whether any layer normalises by batch statistics: such a layer mixes the examples of a batch."""
+        return any(isinstance(m, _BatchNorm) for m in self.modules())
+
+
+def assemble(
+    body: nn.Module, body_dim: int, projection: Sequence[int], n_classes: int, *, head_bias: bool
+) -> SplitModel:
+    """Put a linear projection of these widths (ReLU between, none after) and a linear head on a body.
+
+    No width: no projection. One: FedMR's Linear(1280, 640), FedGELA's Linear(512, 84). Two: FedCD's
+    Linear(84, 84)-ReLU-Linear(84, 256).
+    """
+    layers: list[nn.Module] = []
+    dim = body_dim
+    for width in projection:
+        layers += [nn.ReLU()] if layers else []
+        layers.append(nn.Linear(dim, width))
+        dim = width
+    between = nn.Sequential(*layers) if layers else nn.Identity()
+    return SplitModel(body, between, nn.Linear(dim, n_classes, bias=head_bias), dim, n_classes)

@@ -1,0 +1,254 @@
+"""The models: exact sizes of the papers, one shape for all, equal weights from equal seeds, clear refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fl_core import trees
+from fl_core.errors import ConfigError
+from fl_core.models import MODELS, SplitModel, build_model, describe
+from fl_core.types import Schema
+
+SHAPES = {"digits_cnn": (1, 8, 8), "simple_cnn": (3, 32, 32), "resnet18": (3, 32, 32), "efficientnet_b0": (3, 64, 64)}
+
+
+def schema(shape: tuple[int, ...], classes: int = 10) -> Schema:
+    return Schema(shape, tuple(map(str, range(classes))))
+
+
+def small(name: str, seed: int = 0, **options: object) -> SplitModel:
+    return build_model(name, options, schema(SHAPES[name]), seed)
+
+
+# name, options, shape, classes, parameters, total with buffers: FedMR table 3 (A.2) and the other counts (A.3)
+COUNTS = [
+    ("resnet18", {}, (1, 28, 28), 10, 11_172_810, 11_182_430),
+    ("resnet18", {}, (3, 32, 32), 10, 11_173_962, 11_183_582),
+    ("efficientnet_b0", {}, (3, 64, 64), 8, 4_832_516, 4_874_581),
+    ("efficientnet_b0", {"projection": []}, (3, 200, 200), 1000, 5_288_548, 5_330_613),
+    ("efficientnet_b0", {"projection": []}, (3, 200, 200), 8, 4_017_796, 4_059_861),
+    # FedGELA's 4,115,152 is the network up to its fixed classifier: Linear(84, 8) adds 680
+    ("efficientnet_b0", {"projection": [84]}, (3, 64, 64), 8, 4_115_152 + 680, 4_157_217 + 680),
+    ("resnet18", {"projection": [84]}, (3, 32, 32), 10, 11_211_924 + 850, 11_221_544 + 850),
+    ("resnet18", {"projection": [512]}, (3, 32, 32), 100, 11_431_488 + 51_300, 11_441_108 + 51_300),
+    ("resnet18", {"norm": "group", "head_bias": False}, (3, 64, 64), 200, 11_271_232, 11_271_232),
+    ("simple_cnn", {}, (3, 32, 32), 10, 62_006, 62_006),
+    ("simple_cnn", {"projection": [84]}, (3, 32, 32), 10, 68_296 + 850, 68_296 + 850),
+    ("simple_cnn", {"projection": [84, 256], "head_bias": False}, (3, 32, 32), 30, 97_736, 97_736),
+    ("simple_cnn", {"projection": [84, 256]}, (3, 32, 32), 10, 92_626, 92_626),
+    ("simple_cnn", {"projection": [84, 256], "head_bias": False}, (1, 28, 28), 78, 92_444, 92_444),
+    ("digits_cnn", {}, (1, 8, 8), 10, 38_378, 38_378),
+    ("digits_cnn", {"norm": "none"}, (1, 8, 8), 10, 38_282, 38_282),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "shape", "classes", "parameters", "total"), COUNTS)
+def test_exact_parameter_counts(name, options, shape, classes, parameters, total) -> None:
+    facts = describe(name, schema(shape, classes), options)
+    assert (facts.parameters, facts.total_with_buffers) == (parameters, total)
+
+
+def test_bodies_have_the_published_sizes() -> None:
+    def count(model: SplitModel) -> int:
+        return sum(v.numel() for v in model.body.state_dict().values())
+
+    assert count(build_model("resnet18", {}, schema((3, 32, 32)), 0)) == 11_178_452
+    assert count(build_model("resnet18", {}, schema((1, 28, 28)), 0)) == 11_177_300
+    assert count(build_model("efficientnet_b0", {}, schema((3, 64, 64)), 0)) == 4_049_613
+    assert count(build_model("simple_cnn", {}, schema((3, 32, 32)), 0)) == 61_156
+
+
+def test_resnet18_with_group_norm_has_no_buffers_and_512_features() -> None:
+    model = small("resnet18", norm="group", groups=2)
+    assert not list(model.buffers())
+    assert not model.has_batch_norm
+    assert model.feature_dim == 512
+    assert {m.num_groups for m in model.modules() if isinstance(m, nn.GroupNorm)} == {2}
+    assert small("resnet18").has_batch_norm
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_is_head_of_features(name: str) -> None:
+    model = small(name).eval()
+    x = torch.rand(3, *SHAPES[name])
+    kept = x.clone()
+    z = model.features(x)
+    assert z.shape == (3, model.feature_dim) == (3, describe(name, schema(SHAPES[name])).feature_dim)
+    assert torch.equal(model(x), model.head(z))
+    assert model(x).shape == (3, model.n_classes) == (3, 10)
+    assert torch.equal(x, kept)
+    assert torch.isfinite(z).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_seeds_give_equal_weights(name: str) -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    first = trees.read(small(name, seed=3))
+    torch.rand(7)
+    again, other = trees.read(small(name, seed=3)), trees.read(small(name, seed=4))
+    assert all(torch.equal(v, again[k]) for k, v in first.items())
+    assert any(not torch.equal(v, other[k]) for k, v in first.items())
+    torch.random.set_rng_state(before)
+    small(name)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {}) for name in MODELS]
+    + [("efficientnet_b0", {"stochastic_depth": 0.0}), ("efficientnet_b0", {"norm": "group"})],
+)
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_no_module_works_in_place_on_its_input(name: str, options: dict[str, object]) -> None:
+    model = small(name, **options).train()
+    x = torch.rand(4, *SHAPES[name])
+
+    def keep(module: nn.Module, given: tuple[torch.Tensor, ...], made: torch.Tensor) -> None:
+        kept.append((module, given[0], given[0]._version, made, made._version))
+
+    kept: list[tuple[nn.Module, torch.Tensor, int, torch.Tensor, int]] = []
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_forward_hook(keep)
+            module.register_full_backward_hook(lambda *_: None)  # fails on an in-place change of a hooked output
+    model(x).square().sum().backward()
+    changed = [m for m, given, v, made, w in kept if given._version != v or made._version != w]
+    assert kept
+    assert not changed
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_resnet_block_is_the_published_sum() -> None:
+    """Against a second composition from torch's functions, in float64."""
+    model = small("resnet18").double().eval()
+    block = model.body[5]  # first block of the second stage: stride 2, with a shortcut
+    x = torch.rand(2, 64, 8, 8, dtype=torch.float64)
+    f = nn.functional
+
+    def norm(v: torch.Tensor, bn: nn.BatchNorm2d) -> torch.Tensor:
+        return f.batch_norm(v, bn.running_mean, bn.running_var, bn.weight, bn.bias, eps=1e-5)
+
+    y = f.relu(norm(f.conv2d(x, block.first[0].weight, stride=2, padding=1), block.first[1]))
+    y = norm(f.conv2d(y, block.second[0].weight, padding=1), block.second[1])
+    y = f.relu(y + norm(f.conv2d(x, block.shortcut[0].weight, stride=2), block.shortcut[1]))
+    assert torch.allclose(block(x), y, atol=1e-12)
+
+
+def test_efficientnet_equals_torchvision(tmp_path: Path) -> None:
+    """The same features as the package's own network with the same weights, loaded from a local file."""
+    from torchvision.models import efficientnet_b0
+
+    torch.manual_seed(1)
+    theirs = efficientnet_b0(weights=None).eval()
+    x = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        for bn in theirs.modules():  # statistics that are not the neutral ones
+            if isinstance(bn, nn.BatchNorm2d):
+                bn.running_mean.normal_(0, 0.05)
+                bn.running_var.uniform_(0.8, 1.2)
+        expected = theirs.avgpool(theirs.features(x)).flatten(1)
+    torch.save(theirs.state_dict(), tmp_path / "b0.pth")
+    save_file({k: v.clone() for k, v in theirs.state_dict().items()}, tmp_path / "b0.safetensors")
+    for file in ("b0.pth", "b0.safetensors"):
+        ours = small("efficientnet_b0", weights=str(tmp_path / file), projection=[]).eval()
+        assert torch.allclose(ours.features(x), expected, atol=1e-6)
+    frozen = small("efficientnet_b0", weights=str(tmp_path / "b0.pth"), norm="frozen", projection=[]).eval()
+    assert torch.allclose(frozen.features(x), expected, atol=1e-5)
+    assert not frozen.has_batch_norm
+    assert frozen.train().features(x).shape == (2, 1280)
+    assert sum(p.numel() for p in frozen.body.parameters()) + 1280 * 8 + 8 == 3_975_780  # privacy: 8 classes
+
+
+def test_efficientnet_refuses_weights_that_do_not_fit(tmp_path: Path) -> None:
+    def refuse(match: str, **options: object) -> None:
+        with pytest.raises(ConfigError, match=match) as caught:
+            small("efficientnet_b0", **options)
+        assert caught.value.code == "E-CFG-24"
+
+    refuse("found none", weights=str(tmp_path / "absent.pth"))
+    junk = tmp_path / "junk.pth"
+    junk.write_bytes(b"not a state dict")
+    refuse("junk.pth", weights=str(junk))
+    torch.save({"features.0.0.weight": torch.zeros(3)}, tmp_path / "other.pth")
+    refuse("tensors missing", weights=str(tmp_path / "other.pth"))
+    torch.save([1, 2], tmp_path / "list.pth")
+    refuse("name -> tensor", weights=str(tmp_path / "list.pth"))
+    refuse("norm=frozen", weights=str(tmp_path / "other.pth"), norm="group")
+
+
+def test_efficientnet_takes_any_side_from_32() -> None:
+    model = build_model("efficientnet_b0", {}, schema((3, 32, 32), 8), 0).eval()
+    assert model(torch.rand(2, 3, 32, 32)).shape == (2, 8)
+    assert model(torch.rand(1, 3, 75, 75)).shape == (1, 8)
+
+
+REFUSED = [
+    ("resnet8", {}, (3, 32, 32), "E-CFG-20", "did you mean 'resnet18'"),
+    ("resnet18", {"norms": "group"}, (3, 32, 32), "E-CFG-21", "did you mean 'norm'"),
+    ("resnet18", {"norm": "grup"}, (3, 32, 32), "E-CFG-22", "did you mean 'group'"),
+    ("resnet18", {"norm": 3}, (3, 32, 32), "E-CFG-22", "expected str"),
+    ("resnet18", {"groups": 3}, (3, 32, 32), "E-CFG-22", "divisor of 64"),
+    ("resnet18", {"groups": 0}, (3, 32, 32), "E-CFG-22", "divisor of 64"),
+    ("resnet18", {"groups": True}, (3, 32, 32), "E-CFG-22", "expected int"),
+    ("resnet18", {"head_bias": "no"}, (3, 32, 32), "E-CFG-22", "expected bool"),
+    ("resnet18", {"projection": [0]}, (3, 32, 32), "E-CFG-22", "positive integers"),
+    ("resnet18", {"projection": 84}, (3, 32, 32), "E-CFG-22", "positive integers"),
+    ("efficientnet_b0", {"dropout": 1.5}, (3, 64, 64), "E-CFG-22", "0.0 to 0.99"),
+    ("digits_cnn", {"norm": "layer"}, (1, 8, 8), "E-CFG-22", "valid: batch, group, none"),
+    ("digits_cnn", {}, (3, 8, 8), "E-CFG-23", "1 channel"),
+    ("digits_cnn", {}, (1, 28, 28), "E-CFG-23", "side of 8 pixels"),
+    ("simple_cnn", {}, (3, 64, 64), "E-CFG-23", "28 or 32"),
+    ("simple_cnn", {}, (3, 28, 32), "E-CFG-23", "square"),
+    ("resnet18", {}, (3, 4, 4), "E-CFG-23", "8 to 1024"),
+    ("resnet18", {}, (20,), "E-CFG-23", r"found \(20,\)"),
+    ("efficientnet_b0", {}, (1, 64, 64), "E-CFG-23", "3 channel"),
+    ("efficientnet_b0", {}, (3, 16, 16), "E-CFG-23", "32 to 2048"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "shape", "code", "match"), REFUSED)
+def test_what_cannot_be_built_is_refused(name, options, shape, code, match) -> None:
+    with pytest.raises(ConfigError, match=match) as caught:
+        build_model(name, options, schema(shape), seed=0)
+    assert caught.value.code == code
+
+
+def test_one_class_is_no_classification() -> None:
+    with pytest.raises(ConfigError, match="at least 2 classes"):
+        build_model("digits_cnn", {}, schema((1, 8, 8), 1), seed=0)
+
+
+def test_an_integer_is_taken_where_a_number_is_asked() -> None:
+    assert describe("efficientnet_b0", schema((3, 32, 32)), {"dropout": 0}).feature_dim == 640
+
+
+def test_digits_cnn_norms() -> None:
+    assert small("digits_cnn", norm="batch").has_batch_norm
+    assert not small("digits_cnn").has_batch_norm
+    assert not list(small("digits_cnn").buffers())
+    assert not any(isinstance(m, nn.GroupNorm) for m in small("digits_cnn", norm="none").modules())
+
+
+def test_digits_cnn_learns() -> None:
+    """A real fit, not only shapes: ten epochs over 300 real digits, then 1,000 digits it has not seen."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    x = torch.tensor(x[:1300] / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
+    y = torch.tensor(y[:1300])
+    model = small("digits_cnn")
+    step = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+    for _ in range(10):
+        for index in torch.arange(300).split(50):
+            step.zero_grad()
+            nn.functional.cross_entropy(model(x[index]), y[index]).backward()
+            step.step()
+    right = model(x).argmax(1) == y
+    assert right[:300].float().mean() > 0.95
+    assert right[300:].float().mean() > 0.80
