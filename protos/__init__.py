@@ -1,0 +1,1 @@
+"""What both sides share on the wire: messages, codec, identities."""

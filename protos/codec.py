@@ -1,0 +1,111 @@
+"""State and Bundle <-> bytes: safetensors, never pickle.
+
+A file holds the tensors under running numbers and one metadata entry, the list of their paths, so that a name may
+contain any character. Equal states give equal bytes, hence equal digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from fl_core.errors import ProtocolError
+from fl_core.types import Bundle, Part, State
+
+TensorPath = Sequence[str]
+
+
+def pack_state(state: State) -> bytes:
+    """Write a State; groups and names in sorted order."""
+    return _pack([((group, name), v) for group, values in sorted(state.items()) for name, v in sorted(values.items())],
+                 groups=sorted(state))  # fmt: skip
+
+
+def pack_bundle(bundle: Bundle) -> bytes:
+    """Write a Bundle; parts in sorted order, each total before its weight."""
+    entries: list[tuple[TensorPath, Tensor]] = []
+    for name, part in sorted(bundle.items()):
+        entries += [((name, "total", key), v) for key, v in sorted(part.total.items())]
+        entries.append(((name, "weight"), part.weight))
+    return _pack(entries, groups=sorted(bundle))
+
+
+def _pack(entries: Sequence[tuple[TensorPath, Tensor]], groups: Sequence[str]) -> bytes:
+    tensors = {f"{i:06d}": v.detach().cpu().contiguous() for i, (_, v) in enumerate(entries)}
+    header = json.dumps({"groups": list(groups), "paths": [list(path) for path, _ in entries]}, separators=(",", ":"))
+    return bytes(save(tensors, metadata={"consilium": header}))
+
+
+def _paths(file: Path) -> tuple[list[str], list[list[str]]]:
+    """Read the header alone; raises ProtocolError (E-WIRE-06) when the file is not ours."""
+    try:
+        with safe_open(file, "pt") as f:
+            header = json.loads((f.metadata() or {})["consilium"])
+            groups, paths = list(header["groups"]), [list(path) for path in header["paths"]]
+            if sorted(f.keys()) != [f"{i:06d}" for i in range(len(paths))]:
+                raise ValueError("the header and the tensors disagree")
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ProtocolError("E-WIRE-06", f"expected tensors of Consilium in {file.name}, found: {error}") from error
+    return groups, paths
+
+
+def read_state(file: Path) -> State:
+    """Read a State; raises ProtocolError (E-WIRE-06) when the file holds something else."""
+    groups, paths = _paths(file)
+    state: dict[str, dict[str, Tensor]] = {group: {} for group in groups}
+    with safe_open(file, "pt") as f:
+        for i, path in enumerate(paths):
+            if len(path) != 2 or path[0] not in state:
+                raise ProtocolError("E-WIRE-06", f"expected group and name, found the path {path}")
+            state[path[0]][path[1]] = f.get_tensor(f"{i:06d}")
+    return state
+
+
+class FileBundle(Mapping[str, Part]):
+    """A bundle that stays on disk: a part is read when it is asked for, so twelve waiting bundles cost no memory."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        groups, paths = _paths(file)
+        self._index: dict[str, dict[str | None, str]] = {name: {} for name in groups}
+        for i, path in enumerate(paths):
+            if len(path) not in (2, 3) or path[0] not in self._index or path[1] not in ("total", "weight"):
+                raise ProtocolError("E-WIRE-06", f"expected a part of a bundle, found the path {path}")
+            self._index[path[0]][path[2] if path[1] == "total" else None] = f"{i:06d}"
+        if missing := [name for name, keys in self._index.items() if None not in keys]:
+            raise ProtocolError("E-WIRE-06", f"expected a weight with every part, found none for {missing}")
+
+    def __getitem__(self, name: str) -> Part:
+        with safe_open(self._file, "pt") as f:
+            tensors: dict[str | None, Tensor] = {key: f.get_tensor(i) for key, i in self._index[name].items()}
+        weight = tensors.pop(None)
+        return Part({key: v for key, v in tensors.items() if key is not None}, weight)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+
+def digest(data: bytes | memoryview) -> str:
+    """Return the SHA-256 in hex: the address of an object."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file in hex, without reading it into memory at once."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def contribution_id(run_id: str, round: int, kind: str, silo: str, base_digest: str) -> str:
+    """Return H(run, round, kind, silo, base model): the name of the one update that a silo may send for a task."""
+    raw = json.dumps([run_id, round, kind, silo, base_digest], separators=(",", ":"))
+    return hashlib.sha256(b"contribution|" + raw.encode()).hexdigest()

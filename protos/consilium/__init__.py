@@ -1,0 +1,1 @@
+"""Generated messages; `make protos` writes them."""

@@ -1,0 +1,59 @@
+"""Signed receipts: a hospital's proof that its update was taken, made after the update is on the coordinator's disk."""
+
+from __future__ import annotations
+
+import json
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fl_core.errors import RefusedError
+from protos.consilium.v1 import federation_pb2 as pb
+
+
+def canonical_text(receipt: pb.Receipt) -> bytes:
+    """Write what is signed: the fields before the signer, as JSON with sorted keys."""
+    fields = {
+        "contribution_id": receipt.contribution_id,
+        "run_id": receipt.run_id,
+        "round": receipt.round,
+        "kind": pb.TaskKind.Name(receipt.kind),
+        "silo": receipt.silo,
+        "manifest_digest": receipt.manifest_digest,
+        "object_digest": receipt.object_digest,
+        "size": receipt.size,
+        "at_unix": receipt.at_unix,
+    }
+    return b"receipt|" + json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def sign(receipt: pb.Receipt, key_pem: bytes, certificate_pem: bytes) -> pb.Receipt:
+    """Return the receipt with the coordinator's certificate and signature."""
+    key = serialization.load_pem_private_key(key_pem, None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise TypeError("expected an elliptic-curve key")
+    signed = pb.Receipt()
+    signed.CopyFrom(receipt)
+    signed.signer_pem = certificate_pem
+    signed.signature = key.sign(canonical_text(receipt), ec.ECDSA(hashes.SHA256()))
+    return signed
+
+
+def verify(receipt: pb.Receipt, authority_pem: bytes, consortium: str) -> None:
+    """Raise RefusedError (E-ID-20) unless the coordinator of this consortium, under the pinned authority, signed it."""
+    try:
+        signer = x509.load_pem_x509_certificate(receipt.signer_pem)
+        signer.verify_directly_issued_by(x509.load_pem_x509_certificate(authority_pem))
+        names = signer.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        key = signer.public_key()
+        if f"coordinator://{consortium}" not in names.get_values_for_type(x509.UniformResourceIdentifier):
+            raise ValueError("the signer is not the coordinator")
+        if not isinstance(key, ec.EllipticCurvePublicKey):
+            raise TypeError("the signer's key is of another kind")
+        key.verify(receipt.signature, canonical_text(receipt), ec.ECDSA(hashes.SHA256()))
+    except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound) as error:
+        raise RefusedError(
+            "E-ID-20", f"expected a receipt signed by coordinator://{consortium}, found {error or 'a wrong signature'}"
+        ) from error

@@ -1,0 +1,45 @@
+"""Our errors <-> the status of a call. Its text begins with the code, so a reason crosses the wire whole."""
+
+from __future__ import annotations
+
+import re
+
+from fl_core.errors import (
+    ConfigError,
+    DataError,
+    FederationError,
+    ProtocolError,
+    RefusedError,
+    StateError,
+    UnavailableError,
+)
+
+_STATUS: tuple[tuple[type[FederationError], str], ...] = (
+    (RefusedError, "PERMISSION_DENIED"),
+    (ProtocolError, "INVALID_ARGUMENT"),
+    (ConfigError, "INVALID_ARGUMENT"),
+    (DataError, "INVALID_ARGUMENT"),
+    (StateError, "FAILED_PRECONDITION"),
+    (UnavailableError, "UNAVAILABLE"),
+)
+
+RETRY = frozenset(
+    {"UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "INTERNAL", "UNKNOWN", "RESOURCE_EXHAUSTED", "CANCELLED"}
+)
+"""Statuses after which a silo tries again, without end. All others are answers: trying again gives the same."""
+
+
+def to_status(error: FederationError) -> tuple[str, str]:
+    """Return the name of the gRPC status and its text."""
+    return next((name for kind, name in _STATUS if isinstance(error, kind)), "INTERNAL"), str(error)
+
+
+def from_status(status: str, details: str | None) -> FederationError:
+    """Rebuild the error that the other side raised; without a code it is E-NET-01 (unavailable) or E-WIRE-10."""
+    match = re.match(r"(E-[A-Z]+-\d\d): (.*)", details or "", re.DOTALL)
+    if match is None:
+        if status in RETRY:
+            return UnavailableError("E-NET-01", f"the other side does not answer ({status}): {details}")
+        return ProtocolError("E-WIRE-10", f"the other side answered {status}: {details}")
+    kinds: dict[str, type[FederationError]] = {name: kind for kind, name in reversed(_STATUS)}
+    return kinds.get(status, UnavailableError)(match[1], match[2])
