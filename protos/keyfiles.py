@@ -1,0 +1,111 @@
+"""Private keys on disk: written so that nobody else can read them at any moment, and never half.
+
+A file appears under its name only when all its bytes are on the disk (write aside, fsync, rename, fsync of the
+folder), and it has mode 0600 from its first byte. A file that others can read is not used.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from fl_core.errors import StateError
+
+OTHERS = 0o077
+
+
+class Credentials(NamedTuple):
+    """A private key, the certificate that goes with it and the authority that signed it, all PEM.
+
+    Guarantees: the key does not show in a repr, so not in a log line or a traceback either.
+    """
+
+    key_pem: bytes
+    cert_pem: bytes
+    ca_pem: bytes
+
+    def __repr__(self) -> str:
+        """Show that it exists, not what it is."""
+        return "Credentials(<private key hidden>)"
+
+
+def private_folder(folder: Path) -> Path:
+    """Make `folder` (and its parents) for its owner alone; raises StateError (E-STATE-42) when others may enter it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if stat.S_IMODE(folder.stat().st_mode) & OTHERS:
+        raise StateError(
+            "E-STATE-42",
+            f"expected the folder of private keys {folder} to be open to its owner alone, found mode "
+            f"{stat.S_IMODE(folder.stat().st_mode):04o}; run: chmod 700 {shlex.quote(str(folder))}",
+        )
+    return folder
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` at once, mode 0600, in a folder that only its owner may enter.
+
+    Guarantees: at no moment is a byte of `data` readable by others; after a crash the file holds all of its old or
+    all of its new content.
+    """
+    private_folder(path.parent)
+    _replace(path, data, 0o600)
+
+
+def write_public(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` at once, mode 0644: for certificates and other files that hold no secret."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _replace(path, data, 0o644)
+
+
+def read_private(path: Path) -> bytes:
+    """Read a private file; raises StateError when it is missing (E-STATE-43) or others may read it (E-STATE-42)."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StateError(
+            "E-STATE-43", f"expected a private key file at {path}, found none that can be opened ({error.strerror})"
+        ) from None
+    with os.fdopen(fd, "rb") as file:
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        if mode & OTHERS:
+            raise StateError(
+                "E-STATE-42",
+                f"expected {path} to be readable by its owner alone, found mode {mode:04o}: others on this machine "
+                f"may have read the key. Run: chmod 600 {shlex.quote(str(path))} , and replace the key if that matters",
+            )
+        return file.read()
+
+
+def remove(path: Path) -> None:
+    """Delete `path` if it is there, and make that last."""
+    if path.exists():
+        path.unlink()
+        _sync_folder(path.parent)
+
+
+def _replace(path: Path, data: bytes, mode: int) -> None:
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.unlink(missing_ok=True)  # what a crash left; O_EXCL below then also refuses a link planted meanwhile
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, mode)
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,60 @@
+"""A consortium in a folder, a clock that tests turn, and a silo that has joined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from coordinator.pki import Authority
+from protos.invitation import InvitationToken
+from protos.roster import Member, SignedRoster
+from silo.identity import SiloIdentity
+
+
+@dataclass
+class Clock:
+    """The time that a test decides."""
+
+    now: datetime
+
+    def __call__(self) -> datetime:
+        return self.now
+
+    def advance(self, **span: float) -> None:
+        self.now += timedelta(**span)
+
+
+def today() -> Clock:
+    return Clock(datetime.now(UTC).replace(microsecond=0))
+
+
+def authority(home: Path, clock: Clock, consortium: str = "demo", **lifetimes) -> Authority:
+    from coordinator.pki import Lifetimes
+
+    return Authority.create(home, consortium, ["fl.example.org:8443", "10.1.2.3:8443"], Lifetimes(**lifetimes), clock)
+
+
+def member(ca: Authority, cert: bytes, links=()) -> Member:
+    return Member.of(cert, ca.clock().isoformat(), tuple(links))
+
+
+def join(ca: Authority, home: Path, name: str, others: tuple[Member, ...] = (), version: int = 1) -> SiloIdentity:
+    """Go through the enrolment of `name`, without a network."""
+    silo = SiloIdentity(home, ca.clock)
+    token = InvitationToken.decode(ca.invite(name).token, ca.clock())
+    material = silo.join_material(token)
+    cert = ca.sign_silo(material.csr_pem, name)
+    silo.install(cert, token.ca_pem, roster(ca, [member(ca, cert), *others], version))
+    return silo
+
+
+def roster(ca: Authority, members, version: int, revoked=()) -> SignedRoster:
+    return ca.roster(list(members), list(revoked), version)
+
+
+def certified(ca: Authority, name: str) -> bytes:
+    """Make a silo's certificate whose key nobody keeps."""
+    from protos import certificates
+
+    return ca.sign_silo(certificates.make_request(certificates.new_key()), name)
