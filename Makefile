@@ -1,0 +1,53 @@
+# Every target works alone on a fresh machine with Python 3.11+, make and git; what is missing is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PROTO := protos/consilium/v1/federation.proto
+
+.PHONY: help setup demo test test-all check bench protos lock docs clean
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/'
+
+setup: $(STAMP)  ## Install everything into .venv
+
+# The stamp is older than the lock whenever the lock changed: then the environment is brought in line with it.
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Consilium needs Python 3.11 or newer: make PYTHON=python3.12 setup"; exit 2; }
+	@$(PYTHON) -m uv --version >/dev/null 2>&1 || $(PYTHON) -m pip install --quiet uv || { \
+	  $(PYTHON) -m venv $(VENV)/.uv && $(VENV)/.uv/bin/pip install --quiet uv; }
+	@UV="$(PYTHON) -m uv"; $$UV --version >/dev/null 2>&1 || UV=$(VENV)/.uv/bin/uv; \
+	test -x $(BIN)/python || $$UV venv --quiet --allow-existing --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV); \
+	$$UV pip sync --quiet --python $(BIN)/python --require-hashes requirements.lock && \
+	$$UV pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@touch $(STAMP)
+
+demo: setup  ## One federation on this machine: coordinator, six hospitals, mutual TLS; FedMR and FedAvg
+	@$(BIN)/coordinator demo --out runs/demo
+
+test: setup  ## The tests, under 8 minutes on 2 cores
+	@$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: setup  ## The tests with the slow ones
+	@$(BIN)/python -m pytest -q
+
+check: setup  ## Style, types, layers, generated code, configuration
+	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python -m tests.regenerate --check
+	@$(BIN)/python -m pytest -q tests/test_configs.py tests/test_style.py
+
+bench: setup  ## The benchmarks, with their numbers
+	@$(BIN)/python -m benchmarks.round_trip --silos 3 --params 11183582 --json
+	@$(BIN)/python -m benchmarks.fedmr_digits
+
+protos: setup  ## Regenerate the protocol code and the error pages
+	@$(BIN)/python -m tests.regenerate
+
+lock: setup  ## Resolve the dependencies anew
+	@$(PYTHON) -m uv pip compile pyproject.toml --extra dev --python-version 3.11 --universal --generate-hashes \
+	  --no-emit-index-url -c constraints.txt -o requirements.lock --quiet
+
+clean:  ## Remove what make made
+	rm -rf $(VENV) runs build dist *.egg-info

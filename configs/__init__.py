@@ -1,0 +1,1 @@
+"""The configuration groups: method, data, model, federation, privacy, experiment."""

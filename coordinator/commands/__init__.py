@@ -1,0 +1,1 @@
+"""The commands of `coordinator`, grouped by who uses them."""

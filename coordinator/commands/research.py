@@ -1,0 +1,128 @@
+"""Commands without a service: simulate, demo, methods, models, explain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from fl_core.explanations import EXPLANATIONS, explain_text
+
+from coordinator import display, simulation
+from coordinator.config import compose_spec
+from coordinator.plan import schema_of
+from coordinator.spec import RunSpec
+from fl_core.errors import ConfigError
+from fl_core.methods import METHODS
+from fl_core.models import MODELS, describe
+from fl_core.rounds import RoundRecord
+from fl_core.types import Federation, State, TaskKind
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+class _Lines:
+    """One line per round on stderr, so that stdout holds the result alone."""
+
+    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+        """Note nothing."""
+
+    def arrived(self, name: str) -> None:
+        """Note nothing."""
+
+    def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
+        """Print the accuracy of the model that the round began with."""
+        display.ERR.print(f"round {record.round:>3}  accuracy {display.percent(record.accuracy)}")
+
+
+def simulate(
+    overrides: Annotated[list[str] | None, typer.Argument(help="method=fedmr data=digits federation=p5c2 ...")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a federation in this process, with the code that the hospitals run."""
+    spec = compose_spec(overrides or [])
+    result = simulation.run(spec, data_root, None if as_json else _Lines())
+    summary = result.summary()
+    if as_json:
+        display.print_json(summary)
+        return
+    rows = [(name, display.percent(-1 if a is None else a)) for name, a in zip(
+        result.manifest.schema.classes, result.records[-1].class_accuracy(), strict=True)]  # fmt: skip
+    display.OUT.print(display.table("Accuracy by class", ("class", "accuracy"), rows))
+    display.OUT.print(
+        f"global accuracy {display.percent(result.accuracies[-1])}, "
+        f"best {display.percent(max(result.accuracies[1:]))}, model {result.model_digest[:16]}"
+    )
+
+
+def methods(as_json: Json = False) -> None:
+    """List the methods: what the server must see, whether the loss mixes examples, what a silo sends."""
+    rows = []
+    for name, kind in METHODS.items():
+        method = kind()
+        rows.append({
+            "name": name, "exposure": method.exposure.value, "coupling": method.coupling.value,
+            "sends": list(method.sends), "personal_model": method.has_personal_model,
+            "summary": (kind.__doc__ or "").split("\n")[0],
+        })  # fmt: skip
+    if as_json:
+        display.print_json(rows)
+        return
+    head = ("method", "server sees", "loss per", "silo sends", "personal model", "")
+    lines = [
+        (str(r["name"]), str(r["exposure"]), str(r["coupling"]), ", ".join(METHODS[str(r["name"])]().sends),
+         "yes" if r["personal_model"] else "no", str(r["summary"]))
+        for r in rows
+    ]  # fmt: skip
+    display.OUT.print(display.table("Methods", head, lines))
+
+
+def models(
+    overrides: Annotated[list[str] | None, typer.Argument(help="data=isic2019 ...: count for these examples")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the models that take the chosen data's examples, with their parameter counts."""
+    spec = compose_spec(overrides or [])
+    rows = [row for name in MODELS if (row := _model_row(name, spec))]
+    if as_json:
+        display.print_json(rows)
+        return
+    head = ("model", "feature dimension", "parameters", "with buffers")
+    lines = [(str(r["name"]), str(r["feature_dim"]), f"{r['parameters']:,}", f"{r['total']:,}") for r in rows]
+    display.OUT.print(display.table(f"Models for {spec.data['name']}", head, lines))
+
+
+def _model_row(name: str, spec: RunSpec) -> dict[str, object] | None:
+    options = {k: v for k, v in spec.model.items() if k != "name"} if name == spec.model["name"] else {}
+    try:
+        facts = describe(name, schema_of(spec), options)
+    except ConfigError:  # this architecture cannot take examples of this shape
+        return None
+    return {
+        "name": name, "feature_dim": facts.feature_dim, "parameters": facts.parameters,
+        "total": facts.total_with_buffers,
+    }  # fmt: skip
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the summary and the picture.")] = Path("runs/demo"),
+    rounds: Annotated[int, typer.Option(help="Rounds per method.", min=1)] = 20,
+    as_json: Json = False,
+) -> None:
+    """Run a whole federation on this machine: a coordinator and six hospitals over mutual TLS, FedMR and FedAvg."""
+    from coordinator.demo import run_demo
+
+    raise typer.Exit(run_demo(out, rounds, as_json))
+
+
+def explain(
+    code: Annotated[str | None, typer.Argument(help="A code such as E-TLS-03; none lists all.")] = None,
+) -> None:
+    """Explain an error code: what it means, why it happens, what to do. Works offline."""
+    if code is None:
+        rows = [(c, e.title) for c, e in sorted(EXPLANATIONS.items())]
+        display.OUT.print(display.table("Error codes", ("code", "meaning"), rows))
+        return
+    display.OUT.print(explain_text(code), soft_wrap=True)

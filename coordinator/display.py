@@ -1,0 +1,188 @@
+"""What a person sees: tables and live progress on a terminal, plain lines when piped."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from protos.consilium.v1 import federation_pb2 as pb
+
+OUT = Console(highlight=False)
+ERR = Console(stderr=True, highlight=False)
+
+
+def print_json(value: object) -> None:
+    """Print one JSON value on one line, for machines."""
+    sys.stdout.write(json.dumps(value, sort_keys=True) + "\n")
+    sys.stdout.flush()
+
+
+def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Make a table with left-aligned text."""
+    made = Table(*head, title=title, title_justify="left")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def clock(unix: float) -> str:
+    """Write a moment in local time, or a dash for none."""
+    return datetime.fromtimestamp(unix).astimezone().strftime("%Y-%m-%d %H:%M:%S") if unix else "-"
+
+
+def size(count: float) -> str:
+    """Write a number of bytes."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return ""
+
+
+def span(seconds: float) -> str:
+    """Write a duration."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def percent(share: float) -> str:
+    """Write an accuracy, or a dash when there is none yet."""
+    return "-" if share < 0 else f"{100 * share:.2f} %"
+
+
+def run_json(info: pb.RunInfo) -> Mapping[str, object]:
+    """Turn a run into a JSON object."""
+    return {
+        "run": info.run_id, "name": info.name, "state": info.state, "reason": info.reason, "method": info.method,
+        "data": info.data, "rounds": info.rounds, "closed": info.closed,
+        "global_accuracy": None if info.accuracy < 0 else info.accuracy,
+        "best_global_accuracy": None if info.best_accuracy < 0 else info.best_accuracy,
+        "created": info.created_unix, "ended": info.ended_unix or None, "bytes_up": info.bytes_up,
+        "bytes_down": info.bytes_down, "manifest_digest": info.manifest_digest,
+        "model_digest": info.model_digest or None,
+    }  # fmt: skip
+
+
+def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
+    """Turn a round into a JSON object; the accuracy is that of the model before the round's training."""
+    examples = sum(info.examples)
+    return {
+        "round": info.round, "kind": pb.TaskKind.Name(info.kind).lower(), "included": list(info.included),
+        "missing": dict(info.missing), "clipped": info.clipped, "correct": list(info.correct),
+        "examples": list(info.examples), "accuracy": sum(info.correct) / examples if examples else None,
+        "opened": info.opened_unix, "closed": info.closed_unix or None,
+    }  # fmt: skip
+
+
+def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
+    """Turn a silo into a JSON object."""
+    return {
+        "name": info.name, "state": info.state, "fingerprint": info.fingerprint,
+        "certificate_until": info.certificate_until_unix, "last_seen": info.last_seen_unix or None,
+        "data": info.data.name or None, "classes": list(info.data.classes), "nominal_size": info.data.nominal_size,
+        "activity": pb.Activity.Name(info.activity).lower(), "run": info.run_id or None, "round": info.round,
+        "software": info.software,
+    }  # fmt: skip
+
+
+def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
+    """List runs, one a row."""
+    return table(
+        "Runs",
+        ("run", "state", "method", "data", "round", "accuracy", "best", "up / down", "started"),
+        (
+            (r.run_id, r.state, r.method, r.data, f"{r.closed}/{r.rounds}", percent(r.accuracy),
+             percent(r.best_accuracy), f"{size(r.bytes_up)} / {size(r.bytes_down)}", clock(r.created_unix))
+            for r in runs
+        ),
+    )  # fmt: skip
+
+
+def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
+    """List silos, one a row."""
+    return table(
+        "Silos",
+        ("silo", "state", "data", "size", "doing", "last seen", "certificate until", "fingerprint"),
+        (
+            (s.name, s.state, s.data.name or "-", f"{s.data.nominal_size:.0f}" if s.data.nominal_size else "-",
+             doing(s), clock(s.last_seen_unix), clock(s.certificate_until_unix), s.fingerprint[:23])
+            for s in silos
+        ),
+    )  # fmt: skip
+
+
+def doing(silo: pb.SiloInfo) -> str:
+    """Say what a silo is doing, with its progress."""
+    if silo.state != "online":
+        return silo.state
+    word = pb.Activity.Name(silo.activity).lower()
+    if word in ("idle", "activity_unspecified"):
+        return "present"
+    share = f" {100 * silo.done // silo.total} %" if silo.total else ""
+    return f"{word} (round {silo.round}){share}"
+
+
+class Watcher:
+    """Live progress of one run: a table that repaints itself on a terminal, one line per change when piped."""
+
+    def __init__(self, console: Console = OUT) -> None:
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._info = pb.RunInfo(accuracy=-1, best_accuracy=-1)
+        self._silos: dict[str, str] = {}
+        self._started = time.time()
+
+    def __enter__(self) -> Watcher:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, event: pb.Event) -> None:
+        """Take one event and show what it changes."""
+        if event.HasField("info"):
+            self._info = event.info
+        for silo in event.silos:
+            self._silos[silo.name] = doing(silo)
+        if event.silo:
+            self._silos[event.silo] = event.kind if not event.text else f"{event.kind}: {event.text}"
+        if self._live:
+            self._live.update(self._table())
+        elif event.kind != "silo":
+            self._console.print(self._line(event), soft_wrap=True)
+
+    def _left(self) -> str:
+        info = self._info
+        if not info.closed or info.state != "running":
+            return "-"
+        return span((time.time() - info.created_unix) / info.closed * (info.rounds - info.closed))
+
+    def _line(self, event: pb.Event) -> str:
+        info = self._info
+        text = f"{clock(event.at_unix)}  {event.kind:<9} round {event.round}/{info.rounds}"
+        if event.silo:
+            text += f"  {event.silo}"
+        if event.kind == "closed":
+            text += f"  accuracy {percent(info.accuracy)}  up {size(info.bytes_up)}  down {size(info.bytes_down)}"
+            text += f"  left {self._left()}"
+        return f"{text}  {event.text}" if event.text else text
+
+    def _table(self) -> Table:
+        info = self._info
+        title = (
+            f"{info.run_id}  {info.state}  round {info.closed}/{info.rounds}  accuracy {percent(info.accuracy)} "
+            f"(best {percent(info.best_accuracy)})  up {size(info.bytes_up)}  down {size(info.bytes_down)}  "
+            f"left {self._left()}"
+        )
+        return table(title, ("silo", "doing"), sorted(self._silos.items()))

@@ -1,0 +1,105 @@
+"""Export of a finished model: the tensors as safetensors and a model card that says where they come from."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from fl_core import trees
+from fl_core.errors import StateError
+from fl_core.manifest import RunManifest
+from protos.codec import read_state
+from protos.consilium.v1 import federation_pb2 as pb
+
+
+def export(detail: pb.RunDetail, state_file: Path, out: Path) -> tuple[Path, Path]:
+    """Write `<out>/<run>.safetensors` and `<out>/<run>.md`; return both paths.
+
+    Raises StateError (E-STATE-31) when the stored state is not the one that the run recorded.
+    """
+    info, manifest = detail.info, RunManifest.from_json(detail.manifest_json)
+    weights = dict(read_state(state_file)["w"])
+    if (found := trees.digest(weights)) != info.model_digest:
+        raise StateError(
+            "E-STATE-31", f"expected the model {info.model_digest[:16]}, found {found[:16]}: fetch it again"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    tensors, card = out / f"{info.run_id}.safetensors", out / f"{info.run_id}.md"
+    facts = {
+        "run": info.run_id, "method": info.method, "model": manifest.model.name,
+        "classes": list(manifest.schema.classes), "manifest_digest": info.manifest_digest,
+        "model_digest": info.model_digest,
+    }  # fmt: skip
+    save_file(weights, tensors, metadata={"consilium": json.dumps(facts, sort_keys=True)})
+    card.write_text(model_card(info, manifest, detail.rounds))
+    return tensors, card
+
+
+def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> str:
+    """Write the card in Markdown: method, configuration digest, rounds, who took part when, metrics, privacy."""
+    trained = [r for r in rounds if r.kind == pb.TRAIN]
+    took_part = Counter(name for r in trained for name in r.included)
+    last = rounds[-1] if rounds else pb.RoundInfo()
+    lines = [
+        f"# {info.name} ({info.run_id})",
+        "",
+        f"Exported {datetime.now(UTC):%Y-%m-%d %H:%M} UTC. State of the run: {info.state}, "
+        f"{len(trained)} of {info.rounds} rounds.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| method | {manifest.method.name} {_options(manifest.method.options)} |",
+        f"| model | {manifest.model.name} {_options(manifest.model.options)} |",
+        f"| data | {manifest.data}, examples of shape {tuple(manifest.schema.shape)} |",
+        f"| local training | {manifest.train} |",
+        f"| seed | {manifest.seed} |",
+        f"| configuration digest | `{info.manifest_digest}` |",
+        f"| model digest | `{info.model_digest}` |",
+        f"| software | {manifest.software} |",
+        f"| privacy | {_privacy(manifest)} |",
+        f"| aggregation grid | {manifest.grid.ring}; values clipped over the run: {sum(r.clipped for r in rounds)} |",
+        f"| traffic | {info.bytes_up} bytes up, {info.bytes_down} bytes down |",
+        "",
+        "## Accuracy on the union of the hospitals' test sets",
+        "",
+        f"Global: {_share(sum(last.correct), sum(last.examples))} (best over rounds: "
+        f"{100 * max(info.best_accuracy, 0):.2f} %; the best is a selection on test data).",
+        "",
+        "| class | test examples | accuracy |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {n:.0f} | {_share(c, n)} |"
+            for name, c, n in zip(manifest.schema.classes, last.correct, last.examples, strict=False)
+        ),
+        "",
+        "## Who took part",
+        "",
+        "| hospital | rounds | submitted prototypes | missed rounds |",
+        "|---|---|---|---|",
+        *(
+            f"| {m.name} | {took_part[m.name]} | {'yes' if m.prototypes else 'no'} | "
+            f"{', '.join(f'{r.round} ({r.missing[m.name]})' for r in trained if m.name in r.missing) or '-'} |"
+            for m in manifest.members
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _options(options: object) -> str:
+    return json.dumps(options, sort_keys=True) if options else ""
+
+
+def _privacy(manifest: RunManifest) -> str:
+    if manifest.privacy.name == "none":
+        return "none: updates were sent without noise or mask; the coordinator could read each one"
+    return f"{manifest.privacy.name} {_options(manifest.privacy.options)}"
+
+
+def _share(correct: float, examples: float) -> str:
+    return f"{100 * correct / examples:.2f} %" if examples else "no test examples"

@@ -1,0 +1,60 @@
+"""The consortium's command line: `coordinator`."""
+
+from __future__ import annotations
+
+from protos.tls import require_tls13
+
+require_tls13()  # before anything imports gRPC
+
+import importlib  # noqa: E402
+import sys  # noqa: E402
+
+import click  # noqa: E402
+import typer  # noqa: E402
+
+from fl_core.errors import ConfigError, DataError, FederationError  # noqa: E402
+
+MODULES = {
+    "consortium": ("init", "invite", "revoke", "serve"),
+    "lead": ("run", "watch", "status", "runs", "show", "abort", "export", "silos"),
+    "research": ("simulate", "demo", "methods", "models", "explain"),
+}
+"""Which module of `coordinator.commands` holds which command: one command loads one module, so that it starts fast."""
+
+
+def build(words: list[str]) -> typer.Typer:
+    """Make the application with the command that is called, or with all of them for the help."""
+    app = typer.Typer(
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        help="Run a federation of hospitals: identities, runs, simulation. Every error has a code; see `explain`.",
+    )
+    app.callback()(lambda: None)
+    wanted = next((word for word in words if not word.startswith("-")), None)
+    known = {command: module for module, commands in MODULES.items() for command in commands}
+    for module in [known[wanted]] if wanted in known else MODULES:
+        loaded = importlib.import_module(f"coordinator.commands.{module}")
+        for command in MODULES[module]:
+            app.command(name=command)(getattr(loaded, command))
+    return app
+
+
+def main() -> None:
+    """Run the command line; expected errors end with one line on stderr, with status 2 for what the user can change."""
+    try:
+        build(sys.argv[1:])(standalone_mode=False)
+    except FederationError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2 if isinstance(error, ConfigError | DataError) else 1)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""From what the lead asks for to the frozen manifest: what can be refused is refused here, before round 0."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from importlib import metadata
+
+import privacy.plan
+from coordinator.spec import RunSpec
+from fl_core import datasets
+from fl_core.errors import ConfigError
+from fl_core.fixed_point import Grid
+from fl_core.manifest import Choice, Member, Option, RunManifest, members
+from fl_core.methods import METHODS, build_method
+from fl_core.models import build_model
+from fl_core.spec import derive_layout
+from fl_core.types import Schema
+
+
+def software() -> str:
+    """Return the name and version of this software, as manifests carry it."""
+    return f"consilium-fl {metadata.version('consilium-fl')}"
+
+
+def schema_of(spec: RunSpec) -> Schema:
+    """Return the shape and label space that every silo of the run must hold."""
+    size, classes = spec.data.get("image_size"), spec.data.get("classes")
+    if size is not None and not isinstance(size, int):
+        raise ConfigError("E-CFG-41", f"expected data.image_size in pixels, found {size!r}")
+    if classes is not None and not isinstance(classes, list | tuple):
+        raise ConfigError("E-CFG-41", f"expected data.classes=[name,name,...], found {classes!r}")
+    return datasets.schema_of(
+        str(spec.data["name"]), image_size=size, classes=None if classes is None else [str(c) for c in classes]
+    )
+
+
+def manifest_from(spec: RunSpec, names: Sequence[str]) -> RunManifest:
+    """Freeze a run over the silos `names`, in this order.
+
+    Raises ConfigError when the method, the model, the data and the privacy profile do not go together; RefusedError
+    (E-PRIV-01) for a profile that this version does not know.
+    """
+    schema = schema_of(spec)
+    method = _method_choice(spec, names)
+    model = _choice(spec.model)
+    built = build_model(model.name, model.options, schema, spec.seed)
+    layout = derive_layout(build_method(method.name, method.options), built, schema)
+    if max(spec.cohort, spec.quorum) > len(names):
+        raise ConfigError(
+            "E-CFG-43",
+            f"expected cohort and quorum of at most {len(names)} silos, found {spec.cohort} and {spec.quorum}",
+        )
+    manifest = RunManifest(
+        name=spec.name or f"{method.name}-{spec.data['name']}",
+        method=method,
+        model=model,
+        data=str(spec.data["name"]),
+        schema=schema,
+        train=spec.train,
+        rounds=spec.rounds,
+        seed=spec.seed,
+        members=_members(spec, names),
+        layout=layout,
+        grid=Grid("ring64", len(names)),
+        privacy=_choice(spec.privacy),
+        cohort=spec.cohort,
+        quorum=spec.quorum,
+        deadline_s=spec.deadline_s,
+        threads=spec.threads,
+        image_size=None if spec.data.get("image_size") is None else int(str(spec.data["image_size"])),
+        software=software(),
+    )
+    privacy.plan.build(manifest)
+    return RunManifest.from_json(manifest.to_json())
+
+
+def _method_choice(spec: RunSpec, names: Sequence[str]) -> Choice:
+    """Name the method; with a share that selects nobody, prototypes are off and do not travel at all."""
+    choice = _choice(spec.method)
+    build_method(choice.name, choice.options)
+    if "prototypes" in {f.name for f in fields(METHODS[choice.name])} and not any(
+        m.prototypes for m in _members(spec, names)
+    ):
+        return Choice(choice.name, {**choice.options, "prototypes": False})
+    return choice
+
+
+def _members(spec: RunSpec, names: Sequence[str]) -> tuple[Member, ...]:
+    return members(names, spec.seed, spec.prototype_share)
+
+
+def _choice(group: Mapping[str, object]) -> Choice:
+    options: dict[str, Option] = {}
+    for key, value in group.items():
+        if key == "name":
+            continue
+        if isinstance(value, tuple):
+            value = list(value)
+        if not isinstance(value, str | int | float | bool | list | None):
+            raise ConfigError("E-CFG-41", f"expected a plain value for {group['name']}.{key}, found {value!r}")
+        options[key] = value
+    return Choice(str(group["name"]), options)
+
+
+def roster(spec: RunSpec, enrolled: Sequence[str]) -> list[str]:
+    """Choose the run's silos: those that the spec names, or all that fit; in the natural order of their names."""
+    chosen = list(enrolled if spec.silos is None else spec.silos)
+    if strangers := [name for name in chosen if name not in enrolled]:
+        raise ConfigError(
+            "E-RUN-05",
+            f"expected silos that are enrolled and whose data fits this run ({', '.join(enrolled) or 'none is'}), "
+            f"found {', '.join(strangers)}: start them with data of {spec.data['name']!r}, or leave them out",
+        )
+    if not chosen:
+        raise ConfigError(
+            "E-RUN-07", f"expected at least one enrolled silo that serves {spec.data['name']!r} data, found none: "
+            "invite hospitals (coordinator invite NAME) and start them (silo serve --data ...)"
+        )  # fmt: skip
+    return sorted(chosen, key=natural)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Order names as people do: hospital2 before hospital10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]

@@ -1,0 +1,90 @@
+"""The YAML groups agree with the dataclasses that they fill, and misspelt words are refused with the nearest one."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from coordinator.config import choices, compose_spec
+from coordinator.spec import RunSpec
+from fl_core.errors import ConfigError
+from fl_core.methods import METHODS
+from fl_core.models import MODELS
+from fl_core.types import TrainConfig
+from privacy.plan import PROFILES
+
+ROOT = Path(__file__).resolve().parents[1] / "configs"
+
+
+def _yaml(path: str) -> dict[str, object]:
+    raw = OmegaConf.to_container(OmegaConf.load(ROOT / path))
+    assert isinstance(raw, dict)
+    return {str(k): v for k, v in raw.items()}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_method_yaml_has_the_fields_and_defaults_of_its_dataclass(name: str) -> None:
+    raw = _yaml(f"method/{name}.yaml")
+    assert raw.pop("name") == name
+    assert raw == {f.name: getattr(METHODS[name](), f.name) for f in fields(METHODS[name])}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_yaml_has_the_fields_and_defaults_of_its_dataclass(name: str) -> None:
+    raw = _yaml(f"model/{name}.yaml")
+    assert raw.pop("name") == name
+    values = {f.name: getattr(MODELS[name](), f.name) for f in fields(MODELS[name])}
+    assert raw == {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def test_every_registered_name_has_a_file_and_every_file_a_registered_name() -> None:
+    assert choices("method") == sorted(METHODS)
+    assert choices("model") == sorted(MODELS)
+    assert choices("privacy") == sorted(PROFILES)
+
+
+def test_train_section_has_the_fields_and_defaults_of_train_config() -> None:
+    raw = _yaml("config.yaml")["train"]
+    assert isinstance(raw, dict)
+    assert raw == {f.name: f.default for f in fields(TrainConfig)}
+
+
+@pytest.mark.parametrize("data", choices("data"))
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_composes_with_every_data_set(method: str, data: str) -> None:
+    spec = compose_spec([f"method={method}", f"data={data}"])
+    assert RunSpec.from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize("name", choices("experiment"))
+def test_every_experiment_composes(name: str) -> None:
+    assert compose_spec([f"experiment={name}"]).rounds >= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["metod=fedmr"], "E-CFG-40", "did you mean 'method'"),
+        (["method=fedrm"], "E-CFG-42", "did you mean method=fedmr"),
+        (["method=fedmr", "method.mu11=1"], "E-CFG-42", "mu11"),
+        (["train.lrr=0.1"], "E-CFG-42", "train.lrr"),
+        (["rounds=ten"], "E-CFG-41", "whole number for rounds"),
+        (["rounds=0"], "E-CFG-41", "rounds >= 1"),
+        (["train.lr=-1"], "E-CFG-41", "train.lr > 0"),
+        (["+extra=1"], "E-CFG-42", "not added"),
+        (["rounds"], "E-CFG-42", "KEY=VALUE"),
+        (["federation=p5x2"], "E-CFG-42", "p5c2"),
+    ],
+)
+def test_a_wrong_word_is_refused_with_what_would_be_right(words: list[str], code: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_spec(words)
+    assert caught.value.code == code
+    assert says in str(caught.value)
+
+
+def test_a_partition_without_a_file_of_its_own_can_be_named() -> None:
+    assert compose_spec(["federation=p7c3"]).federation["name"] == "p7c3"
