@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,23 +13,13 @@ import typer
 
 from coordinator import display
 from coordinator.client import LeadClient
+from coordinator.commands.options import Home, Json, home_of
 from coordinator.config import compose_spec
 from coordinator.export import export as export_model
 from fl_core.errors import ConfigError
 from protos.consilium.v1 import federation_pb2 as pb
 
-HOME_ENV = "CONSILIUM_COORDINATOR_HOME"
-
-Home = Annotated[
-    Path | None, typer.Option(help=f"The coordinator's folder (default: ${HOME_ENV} or ~/.consilium/coordinator).")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Run = Annotated[str, typer.Argument(help="A run's id or name, or `latest`.")]
-
-
-def home_of(given: Path | None) -> Path:
-    """Return the coordinator's home folder."""
-    return given or Path(os.environ.get(HOME_ENV) or Path.home() / ".consilium" / "coordinator")
 
 
 @contextmanager

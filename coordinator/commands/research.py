@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from fl_core.explanations import EXPLANATIONS, explain_text
 
 from coordinator import display, simulation
+from coordinator.commands.options import Json
 from coordinator.config import compose_spec
 from coordinator.plan import schema_of
 from coordinator.spec import RunSpec
 from fl_core.errors import ConfigError
+from fl_core.explanations import EXPLANATIONS, explain_text
 from fl_core.methods import METHODS
 from fl_core.models import MODELS, describe
 from fl_core.rounds import RoundRecord
 from fl_core.types import Federation, State, TaskKind
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
 class _Lines:

@@ -1,0 +1,111 @@
+"""Commands on the coordinator's own machine: init, invite, revoke, serve. They need the authority's folder."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import closing
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+
+from coordinator import display
+from coordinator.commands.options import Home, Json, home_of
+from coordinator.pki import Authority
+from coordinator.records import InvitationRow
+from coordinator.store import Store
+from fl_core.errors import ConfigError
+from protos.identity import check_name, colons
+
+LEAD = "lead"
+
+
+def init(
+    consortium: Annotated[str, typer.Argument(help="The consortium's name: lower-case letters, digits, hyphens.")],
+    address: Annotated[
+        list[str], typer.Option(help="HOST:PORT under which hospitals reach this service; may be repeated.")
+    ],
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """Create the consortium: its certificate authority, the service's certificate and the lead's. Once."""
+    place = home_of(home)
+    authority = Authority.create(place, consortium, address)
+    authority.issue_lead(LEAD)
+    if as_json:
+        display.print_json({"consortium": consortium, "home": str(place), "fingerprint": authority.fingerprint})
+        return
+    display.OUT.print(f"created the consortium {consortium} in {place}", soft_wrap=True)
+    display.OUT.print(f"authority  {colons(authority.fingerprint)}", soft_wrap=True)
+    display.OUT.print("next: coordinator serve, and coordinator invite NAME for each hospital")
+
+
+def invite(
+    name: Annotated[str, typer.Argument(help="The hospital's name in the consortium.")],
+    hours: Annotated[float, typer.Option(help="How long the invitation may be used.", min=0.01)] = 72,
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """Print a one-time token with which a hospital joins. Send it over a channel you trust."""
+    place = home_of(home)
+    authority = Authority.open(place)
+    check_name(name)
+    with closing(Store(place)) as store:
+        if store.members.is_member(name):
+            raise ConfigError(
+                "E-ID-30",
+                f"expected a name that is not taken, found the member {name!r}: a silo renews its certificate by "
+                f"itself; if its machine is lost, first: coordinator revoke {name}",
+            )
+        made = authority.invite(name, timedelta(hours=hours))
+        issued, expires = authority.clock().timestamp(), made.expires.timestamp()
+        store.members.invite(InvitationRow(made.serial, name, issued, expires))
+    if as_json:
+        display.print_json({
+            "name": name, "token": made.token, "expires": made.expires.timestamp(),
+            "authority_fingerprint": authority.fingerprint,
+        })  # fmt: skip
+        return
+    typer.echo(made.token)
+    display.ERR.print(f"for {name}, once, until {display.clock(made.expires.timestamp())}: silo join TOKEN")
+    display.ERR.print(f"tell them the authority's fingerprint by another way: {colons(authority.fingerprint)}")
+
+
+def revoke(
+    name: Annotated[str, typer.Argument(help="The hospital to exclude.")],
+    reason: Annotated[str, typer.Option(help="Why; the hospital and the roster will say it.")] = "revoked by the lead",
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """Exclude a hospital: effective on its next call and heartbeat, without a restart, touching nobody else."""
+    place = home_of(home)
+    Authority.open(place)
+    with closing(Store(place)) as store:
+        known = store.members.revoke(name, reason)
+        withdrawn = [i for i in store.members.invitations() if i.name == name]
+    if not known and not withdrawn:
+        raise ConfigError("E-ID-31", f"expected an enrolled hospital, found {name!r}: coordinator silos lists them")
+    if as_json:
+        display.print_json({"name": name, "revoked": known, "reason": reason})
+    else:
+        display.OUT.print(f"{name} is revoked: {reason}")
+
+
+def serve(
+    bind: Annotated[str, typer.Option(help="Address to listen on; port 0 lets the system choose.")] = "0.0.0.0:8443",
+    home: Home = None,
+) -> None:
+    """Run the service until it is told to stop (SIGTERM, Ctrl-C). Runs that were under way continue."""
+    from coordinator.server import CoordinatorServer
+
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    server = CoordinatorServer(home_of(home), bind)
+    port = server.start()
+    display.ERR.print(f"serving on {bind.rsplit(':', 1)[0]}:{port}; stop with Ctrl-C")
+    while not stop.wait(3600):
+        pass
+    display.ERR.print("stopping: runs continue when the service is started again")
+    server.stop()
