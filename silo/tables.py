@@ -1,0 +1,114 @@
+"""The silo's database: which tables there are, and how SQLite is made to keep its word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import DatabaseError
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from fl_core.errors import StateError
+
+VERSION = 1
+
+
+class Base(DeclarativeBase):
+    """The tables of one silo."""
+
+
+class RunRow(Base):
+    """A run that this silo took part in. state_*: what the silo keeps between rounds, as of the last committed one."""
+
+    __tablename__ = "runs"
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(default="")
+    manifest_digest: Mapped[str] = mapped_column(default="")
+    state: Mapped[str] = mapped_column(default="running")
+    reason: Mapped[str] = mapped_column(default="")
+    started: Mapped[float] = mapped_column(default=0.0)
+    ended: Mapped[float | None] = mapped_column(default=None)
+    state_digest: Mapped[str | None] = mapped_column(default=None)
+    state_round: Mapped[int | None] = mapped_column(default=None)
+
+
+class BaseRow(Base):
+    """A model that was broadcast, kept because a task may need it again."""
+
+    __tablename__ = "bases"
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    run_id: Mapped[str] = mapped_column(index=True)
+    digest: Mapped[str]
+
+
+class TaskRow(Base):
+    """A task: its outbox entry while the round is open, and for ever what came of it."""
+
+    __tablename__ = "tasks"
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    round: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    manifest_digest: Mapped[str] = mapped_column(default="")
+    base_digest: Mapped[str] = mapped_column(default="")
+    contribution_id: Mapped[str] = mapped_column(default="")
+    object_digest: Mapped[str] = mapped_column(default="")
+    size: Mapped[int] = mapped_column(default=0)
+    state_digest: Mapped[str | None] = mapped_column(default=None)
+    evaluation: Mapped[str] = mapped_column(default="")
+    staged: Mapped[float | None] = mapped_column(default=None)
+    receipt: Mapped[bytes | None] = mapped_column(default=None)
+    refused: Mapped[str | None] = mapped_column(default=None)
+    closed: Mapped[float | None] = mapped_column(default=None)
+    included: Mapped[bool | None] = mapped_column(default=None)
+
+
+class ContactRow(Base):
+    """The last session with the coordinator (one row)."""
+
+    __tablename__ = "contact"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    address: Mapped[str] = mapped_column(default="")
+    software: Mapped[str] = mapped_column(default="")
+    since: Mapped[float | None] = mapped_column(default=None)
+    until: Mapped[float | None] = mapped_column(default=None)
+    why: Mapped[str] = mapped_column(default="")
+
+
+def open_database(path: Path) -> Engine:
+    """Open or create the database; raises StateError (E-STATE-62) on a damaged file or one of a newer version.
+
+    Guarantees: a transaction that was committed survives a crash of the machine (WAL, synchronous=FULL).
+    """
+    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 30.0})
+    event.listen(engine, "connect", _configure)
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    try:
+        with engine.begin() as connection:
+            found = int(connection.execute(text("PRAGMA user_version")).scalar_one())
+            if found > VERSION:
+                raise StateError(
+                    "E-STATE-62",
+                    f"expected {path} of version {VERSION} or older, found version {found}: a newer `silo` wrote it; "
+                    "use that one again, or upgrade this one",
+                )
+            Base.metadata.create_all(connection)
+            connection.execute(text(f"PRAGMA user_version = {VERSION}"))
+    except DatabaseError as error:
+        raise StateError(
+            "E-STATE-62",
+            f"expected the silo's database in {path}, found a file that SQLite cannot use ({error.orig}): restore it "
+            "from a backup, or move it away and serve again (open rounds are then trained anew)",
+        ) from error
+    return engine
+
+
+def _configure(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+    """Leave transactions to us, and let none be acknowledged before it is on the disk."""
+    # pysqlite would begin lazily and deferred; two threads that read and then write could then never finish.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=30000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()

@@ -1,0 +1,312 @@
+"""The silo's memory: each transition survives a crash at every write; nothing is acknowledged before it is kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from sqlalchemy import event
+
+from fl_core.errors import ProtocolError, StateError
+from fl_core.types import Part, TaskKind
+from protos import codec
+from silo.objects import Objects
+from silo.outbox import Finished, Outbox
+from silo.store import Store
+from silo.tasks import Evaluation, TaskKey
+
+FACTS = Evaluation(("a", "b"), (1.0, 0.0), (2.0, 0.0))
+M, B = "a" * 64, "b" * 64
+
+
+def key(round=0, run="run-1", kind=TaskKind.TRAIN):
+    return TaskKey(run, round, kind)
+
+
+def finished(value: float) -> Finished:
+    bundle = {
+        "metrics": Part({"correct": torch.ones(2)}, torch.ones(2)),
+        "delta": Part.of({"w": torch.ones(3) * value}),
+    }
+    return Finished(bundle, {"own": {"w": torch.full((2,), value)}}, FACTS)
+
+
+def opened(home: Path) -> Outbox:
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return Outbox(Store(home / "silo.db"), Objects(home / "objects"), "center1")
+
+
+def value(outbox: Outbox, run="run-1") -> float | None:
+    state = outbox.state(run)
+    return None if state is None else float(state["own"]["w"][0])
+
+
+class Snapshots:
+    """Copies the home at every moment at which something reaches the disk: what a kill at that moment leaves."""
+
+    def __init__(self, home: Path, into: Path, store: Store, patch: pytest.MonkeyPatch) -> None:
+        self.home, self.into, self.taken = home, into, []
+        fsync, replace = os.fsync, Path.replace
+        patch.setattr(os, "fsync", lambda fd: (self.take("before fsync"), fsync(fd), self.take("after fsync")))
+        patch.setattr(
+            Path, "replace", lambda a, b: (self.take("before rename"), replace(a, b), self.take("renamed"))[1]
+        )
+        event.listen(store._engine, "commit", lambda _: self.take("before commit"))
+
+    def take(self, what: str) -> None:
+        target = self.into / f"{len(self.taken)}"
+        shutil.copytree(self.home, target)
+        self.taken.append(what)
+
+    def homes(self):
+        self.take("at the end")
+        return [(what, self.into / str(n)) for n, what in enumerate(self.taken)]
+
+
+def crash_points(tmp_path, patch, prepare, step):
+    """Run `step` after `prepare` and give the home as a kill at each write would leave it."""
+    outbox = opened(tmp_path / "home")
+    prepare(outbox)
+    with patch.context() as inner:
+        snapshots = Snapshots(tmp_path / "home", tmp_path / "copies", outbox.store, inner)
+        step(outbox)
+        homes = snapshots.homes()
+    outbox.store.close_database()
+    return homes
+
+
+def stage(outbox: Outbox, round=0, value=1.0, base=B, kind=TaskKind.TRAIN):
+    return outbox.stage(key(round, kind=kind), M, base, finished(value))
+
+
+def test_a_crash_while_staging_loses_the_update_whole_or_not_at_all(tmp_path, monkeypatch):
+    homes = crash_points(tmp_path, monkeypatch, lambda o: None, stage)
+    found = []
+    for what, home in homes:
+        again = opened(home)
+        entry = again.find(key(), B)
+        found.append(entry is not None)
+        if entry is not None:
+            assert codec.file_digest(again.bundle(entry)) == entry.object_digest, what
+        again.sweep()
+        assert {p.name for p in (home / "objects").iterdir()} == again.store.referenced(), what
+        assert stage(again).object_digest, what  # and the work can be done again
+        assert again.store.close(key(), included=True)
+        assert value(again) == 1.0
+    assert len(homes) > 8
+    assert found == sorted(found)
+    assert found[-1]
+    assert not found[0]
+
+
+def test_a_crash_while_committing_leaves_the_old_state_or_the_new_one(tmp_path, monkeypatch):
+    def prepare(outbox):
+        stage(outbox, 0, 1.0)
+        outbox.store.close(key(0), included=True)
+        stage(outbox, 1, 2.0)
+
+    homes = crash_points(tmp_path, monkeypatch, prepare, lambda o: o.store.close(key(1), included=True))
+    for what, home in homes:
+        again = opened(home)
+        assert (value(again), again.find(key(1), B) is None) in [(1.0, False), (2.0, True)], what
+        again.store.close(key(1), included=True)  # the coordinator names the round again in the next session
+        assert value(again) == 2.0, what
+    assert value(opened(homes[0][1])) == 2.0
+
+
+def test_a_crash_while_discarding_never_commits(tmp_path, monkeypatch):
+    def prepare(outbox):
+        stage(outbox, 0, 1.0)
+        outbox.store.close(key(0), included=True)
+        stage(outbox, 1, 2.0)
+
+    for what, home in crash_points(tmp_path, monkeypatch, prepare, lambda o: o.store.close(key(1), included=False)):
+        again = opened(home)
+        assert value(again) == 1.0, what
+        again.store.close(key(1), included=False)
+        assert value(again) == 1.0, what
+        assert again.store.outbox() == []
+
+
+def test_a_crash_while_keeping_a_receipt_leaves_the_entry_in_the_outbox(tmp_path, monkeypatch):
+    homes = crash_points(tmp_path, monkeypatch, stage, lambda o: o.store.deliver(key(), b"receipt"))
+    for what, home in homes:
+        entry = opened(home).find(key(), B)
+        assert entry is not None, what
+        assert entry.receipt in (None, b"receipt"), what
+
+
+def test_a_close_seen_twice_is_harmless(tmp_path):
+    outbox = opened(tmp_path)
+    stage(outbox)
+    assert outbox.store.close(key(), included=True)
+    assert not outbox.store.close(key(), included=False)
+    assert value(outbox) == 1.0
+    assert outbox.store.closed(key())
+
+
+def test_a_state_never_replaces_that_of_a_later_round(tmp_path):
+    outbox = opened(tmp_path)
+    stage(outbox, 0, 1.0)
+    stage(outbox, 1, 2.0)
+    outbox.store.close(key(1), included=True)
+    outbox.store.close(key(0), included=True)
+    assert value(outbox) == 2.0
+
+
+def test_a_close_of_a_round_that_was_never_trained_is_remembered(tmp_path):
+    outbox = opened(tmp_path)
+    assert outbox.store.close(key(), included=False)
+    stage(outbox)
+    assert outbox.find(key(), B) is None
+    assert value(outbox) is None
+
+
+def test_an_evaluation_stages_no_state(tmp_path):
+    outbox = opened(tmp_path)
+    entry = stage(outbox, 3, 9.0, kind=TaskKind.EVALUATE)
+    assert entry.state_digest is None
+    outbox.store.close(entry.key, included=True)
+    assert value(outbox) is None
+
+
+def test_an_update_from_another_base_is_not_sent_for_this_one(tmp_path):
+    outbox = opened(tmp_path)
+    stage(outbox, base=B)
+    assert outbox.find(key(), "c" * 64) is None
+    stage(outbox, value=5.0, base="c" * 64)
+    assert outbox.find(key(), B) is None
+    assert len(outbox.store.outbox()) == 1
+
+
+def test_a_damaged_bundle_is_noticed_before_it_is_sent(tmp_path):
+    outbox = opened(tmp_path)
+    entry = stage(outbox)
+    path = outbox.objects.path(entry.object_digest)
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(StateError, match="E-STATE-63"):
+        outbox.bundle(entry)
+    path.unlink()
+    with pytest.raises(StateError, match="missing"):
+        outbox.bundle(entry)
+
+
+def test_the_newest_two_bases_of_a_run_are_kept(tmp_path):
+    outbox = opened(tmp_path)
+    digests = [outbox.objects.put(bytes([n])) for n in range(4)]
+    outbox.store.note_run("run-1", "first", outbox.objects.put(b"manifest"))
+    for digest in [*digests, digests[-1]]:
+        outbox.store.note_base("run-1", digest)
+    outbox.objects.partial("e" * 64).write_bytes(b"half")
+    assert outbox.sweep() == 2 + 4
+    assert [outbox.objects.has(d) for d in digests] == [False, False, True, True]
+
+
+def test_ended_runs_keep_their_last_state_and_only_the_newest_three(tmp_path):
+    ticks = iter(range(1000))
+    store = Store(tmp_path / "silo.db", clock=lambda: float(next(ticks)))
+    outbox = Outbox(store, Objects(tmp_path / "objects"), "center1")
+    for n in range(5):
+        run = f"run-{n}"
+        store.note_run(run, run, outbox.objects.put(f"manifest {n}".encode()))
+        store.note_base(run, outbox.objects.put(f"base {n}".encode()))
+        outbox.stage(TaskKey(run, 0, TaskKind.TRAIN), M, B, finished(float(n)))
+        store.close(TaskKey(run, 0, TaskKind.TRAIN), included=True)
+        store.end_run(run, "finished", "")
+    outbox.sweep()
+    kept = [store.committed(f"run-{n}") for n in range(5)]
+    assert [outbox.objects.has(found[0]) for found in kept if found] == [False, False, True, True, True]
+    assert outbox.objects.has(codec.digest(b"manifest 4"))
+    assert not outbox.objects.has(codec.digest(b"base 4"))
+
+
+@pytest.mark.parametrize(("state", "left"), [("finished", 1), ("aborted", 0), ("failed", 0)])
+def test_only_a_finished_run_still_waits_for_its_closes(tmp_path, state, left):
+    outbox = opened(tmp_path)
+    stage(outbox)
+    outbox.store.end_run("run-1", state, "why")
+    assert len(outbox.store.outbox()) == left
+
+
+def test_included_updates_without_a_receipt_are_listed_until_it_is_there(tmp_path):
+    outbox = opened(tmp_path)
+    stage(outbox)
+    outbox.store.close(key(), included=True)
+    assert [e.key for e in outbox.store.unproven()] == [key()]
+    outbox.store.deliver(key(), b"receipt")
+    assert outbox.store.unproven() == []
+    assert outbox.store.receipts() == [b"receipt"]
+
+
+def test_history_tells_what_was_measured(tmp_path):
+    outbox = opened(tmp_path)
+    outbox.store.note_run("run-1", "fedavg-digits", M)
+    stage(outbox)
+    outbox.store.close(key(), included=True)
+    (run,) = outbox.store.history()
+    (task,) = run.tasks
+    assert (run.name, run.state, run.state_round) == ("fedavg-digits", "running", 0)
+    assert task.evaluation == FACTS
+    assert task.included is True
+
+
+def test_threads_that_read_and_write_do_not_lose_each_other(tmp_path):
+    outbox = opened(tmp_path)
+    failures = []
+
+    def work(n: int) -> None:
+        try:
+            for round in range(10):
+                outbox.store.close(key(round, f"run-{n}"), included=False)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert failures == []
+    assert all(outbox.store.closed(key(r, f"run-{n}")) for r in range(10) for n in range(4))
+
+
+def test_files_are_for_their_owner_alone(tmp_path):
+    outbox = opened(tmp_path)
+    entry = stage(outbox)
+    assert stat.S_IMODE(outbox.objects.folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(outbox.objects.path(entry.object_digest).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("name", ["../silo.db", "", "A" * 64, "a" * 63])
+def test_an_object_is_named_by_a_digest_alone(tmp_path, name):
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
+        Objects(tmp_path / "objects").path(name)
+
+
+def test_a_file_that_is_no_database_is_an_error_with_a_way_back(tmp_path):
+    (tmp_path / "silo.db").write_bytes(b"not a database" * 1000)
+    with pytest.raises(StateError, match="E-STATE-62"):
+        Store(tmp_path / "silo.db")
+
+
+def test_a_database_of_a_newer_version_is_left_alone(tmp_path):
+    import sqlite3
+
+    store = Store(tmp_path / "silo.db")
+    store.close_database()
+    with sqlite3.connect(tmp_path / "silo.db") as db:
+        db.execute("PRAGMA user_version = 99")
+    with pytest.raises(StateError, match="version 99"):
+        Store(tmp_path / "silo.db")
+
+
+def test_commits_are_synchronous(tmp_path):
+    store = Store(tmp_path / "silo.db")
+    with store._engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
