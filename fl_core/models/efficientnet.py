@@ -5,16 +5,12 @@ FedMR on skin lesions: features 1280 - dropout - Linear(1280, 640) - Linear(640,
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torchvision.models.efficientnet import EfficientNet, MBConv, MBConvConfig
-from torchvision.ops import FrozenBatchNorm2d
 
 from fl_core.errors import ConfigError
 from fl_core.models.options import image_shape, in_range, one_of
@@ -22,24 +18,6 @@ from fl_core.models.split import SplitModel, assemble
 from fl_core.types import Schema, Tensors
 
 FEATURES = 1280
-# expand ratio, kernel, stride, channels in, channels out, layers: table 1 of the paper
-STAGES = (
-    (1, 3, 1, 32, 16, 1),
-    (6, 3, 2, 16, 24, 2),
-    (6, 5, 2, 24, 40, 2),
-    (6, 3, 2, 40, 80, 3),
-    (6, 5, 1, 80, 112, 3),
-    (6, 5, 2, 112, 192, 4),
-    (6, 3, 1, 192, 320, 1),
-)
-
-
-class _Block(MBConv):  # type: ignore[misc]  # torchvision has no annotations
-    """MBConv whose residual sum is out of place: torchvision's `+=` breaks hooks that keep activations."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        out: Tensor = self.block(input)
-        return self.stochastic_depth(out) + input if self.use_res_connect else out
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +46,15 @@ class EfficientNetB0:
         in_range("efficientnet_b0", "dropout", self.dropout, 0.0, 0.99)
         in_range("efficientnet_b0", "stochastic_depth", self.stochastic_depth, 0.0, 0.99)
         image_shape("efficientnet_b0", schema, channels={3}, sizes=range(32, 2049))
-        stages = [MBConvConfig(*stage[:3], *stage[3:5], stage[5], block=_Block) for stage in STAGES]
-        net = EfficientNet(stages, self.dropout, self.stochastic_depth, num_classes=2, norm_layer=self._norm())
+        from fl_core.models.mbconv import b0_features  # torchvision takes seconds to import: only for those who use it
+
+        features = b0_features(self.norm, self.groups, self.stochastic_depth)
         if self.weights != "none":
-            self._load(net)
-        for module in net.modules():
-            if hasattr(module, "inplace"):
-                module.inplace = False
-        body = nn.Sequential(net.features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(self.dropout))
+            self._load(features)
+        body = nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(self.dropout))
         return assemble(body, FEATURES, self.projection, len(schema.classes), head_bias=self.head_bias)
 
-    def _norm(self) -> Callable[[int], nn.Module]:
-        if self.norm == "batch":
-            return nn.BatchNorm2d
-        if self.norm == "frozen":
-            return lambda channels: FrozenBatchNorm2d(channels)
-        return lambda channels: nn.GroupNorm(math.gcd(self.groups, channels), channels)
-
-    def _load(self, net: nn.Module) -> None:
+    def _load(self, features: nn.Module) -> None:
         """Overwrite the features by a local state dict; all of its names and shapes must fit."""
         if self.norm == "group":
             raise ConfigError(
@@ -94,7 +63,7 @@ class EfficientNetB0:
                 "features away: use norm=frozen (private runs) or norm=batch, or weights=none",
             )
         given = _read_state(Path(self.weights))
-        wanted = {k: v for k, v in net.state_dict().items() if k.startswith("features.")}
+        wanted = {f"features.{k}": v for k, v in features.state_dict().items()}
         wrong = [k for k, v in wanted.items() if k not in given or given[k].shape != v.shape]
         # A frozen layer counts no batches, a pretrained file does.
         extra = {k for k in given if not k.startswith("classifier.") and not k.endswith("num_batches_tracked")}
@@ -105,7 +74,7 @@ class EfficientNetB0:
                 f"efficientnet_b0.weights: expected torchvision's EfficientNet-B0 in {self.weights}, found "
                 f"{len(wrong)} tensors missing, unknown or of another shape ({', '.join(wrong[:3])}): give that file",
             )
-        net.load_state_dict({k: given[k] for k in wanted}, strict=False)
+        features.load_state_dict({k.removeprefix("features."): given[k] for k in wanted})
 
 
 def _read_state(path: Path) -> Tensors:

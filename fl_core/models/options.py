@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, TypeVar
 
 from fl_core.errors import ConfigError
 from fl_core.types import Schema
+from fl_core.words import nearest
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
-
-
-def nearest(word: str, valid: Collection[str]) -> str:
-    """Name the valid words, the nearest one first when it is near enough."""
-    near = difflib.get_close_matches(word, list(valid), n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}valid: {', '.join(sorted(valid)) or 'none'}"
 
 
 def from_mapping(cls: type[T], owner: str, values: Mapping[str, object]) -> T:
