@@ -1,0 +1,146 @@
+"""Data by reference: parse it, check it, load it, or know its schema without having it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fl_core.datasets import digits, folder, isic2019, manifest_csv
+from fl_core.datasets.base import SiloDataset, TensorExamples
+from fl_core.datasets.federations import federation_text, parse_federation
+from fl_core.datasets.images import ImageExamples, ImageTransform
+from fl_core.datasets.refs import DataRef, Source, federation, parse
+from fl_core.datasets.scan import Problem, Report, Scan
+from fl_core.errors import ConfigError, DataError
+from fl_core.types import Schema
+from fl_core.words import nearest
+
+__all__ = [
+    "DATA_ROOT",
+    "DataRef",
+    "ImageExamples",
+    "Problem",
+    "Report",
+    "SiloDataset",
+    "Source",
+    "TensorExamples",
+    "check",
+    "federation",
+    "federation_text",
+    "load",
+    "parse",
+    "parse_federation",
+    "schema_of",
+]
+
+DATA_ROOT = "CONSILIUM_DATA_ROOT"
+SIZES = range(8, 2049)
+
+
+def load(
+    reference: str,
+    *,
+    data_root: Path | None = None,
+    classes: Sequence[str] | None = None,
+    image_size: int | None = None,
+) -> SiloDataset:
+    """Load a silo's data, images lazily; existence and labels of all of them are verified first.
+
+    data_root:  where named data sets lie; None takes the environment variable CONSILIUM_DATA_ROOT
+    classes:    the run's label space, in order; None takes the data set's own
+    image_size: pixels; None takes the data set's default
+    Raises ConfigError (E-CFG-30 to E-CFG-32) for what is asked, one DataError (E-DATA-..) for all that is wrong.
+    """
+    ref = parse(reference)
+    _settings(ref.source, classes, image_size)
+    if ref.source is Source.DIGITS:
+        assert ref.federation is not None
+        assert ref.silo is not None
+        return digits.load(ref.federation, ref.silo, classes)
+    return _scan(ref, data_root, classes).dataset(_transform(ref.source, image_size))
+
+
+def check(
+    reference: str,
+    *,
+    data_root: Path | None = None,
+    classes: Sequence[str] | None = None,
+    image_size: int | None = None,
+    deep: bool = False,
+) -> Report:
+    """Look at a silo's data without training; the same settings as `load`.
+
+    deep: decode every image to its end. Raises where there is nothing to look at (E-DATA-01, -02, -09); all other
+    faults are in the report's `problems`.
+    """
+    ref = parse(reference)
+    _settings(ref.source, classes, image_size)
+    if ref.source is Source.DIGITS:
+        assert ref.federation is not None
+        assert ref.silo is not None
+        return digits.check(ref.federation, ref.silo, classes)
+    scan = _scan(ref, data_root, classes)
+    return scan.deep_report() if deep else scan.report()
+
+
+def schema_of(data: str, *, classes: Sequence[str] | None = None, image_size: int | None = None) -> Schema:
+    """Give the schema of a data set by its name (digits, isic2019, folder, manifest), without the data.
+
+    Raises ConfigError: E-CFG-30 for an unknown name, E-CFG-32 for a folder or manifest without `classes`.
+    """
+    if data not in {source.value for source in Source}:
+        raise ConfigError("E-CFG-30", f"there is no data {data!r}: {nearest(data, [s.value for s in Source])}")
+    source = Source(data)
+    _settings(source, classes, image_size)
+    own = {Source.DIGITS: digits.CLASSES, Source.ISIC2019: isic2019.CLASSES}.get(source)
+    space = tuple(classes) if classes else own
+    if space is None:
+        raise ConfigError(
+            "E-CFG-32", f"{data}: expected `classes`, the label space of the run, found none: list every class by name"
+        )
+    if source is Source.DIGITS:
+        return Schema(digits.SHAPE, space)
+    size = _transform(source, image_size).size
+    return Schema((3, size, size), space)
+
+
+def _settings(source: Source, classes: Sequence[str] | None, image_size: int | None) -> None:
+    """Refuse a label space with a class named twice, and an image size that cannot be."""
+    if classes is not None and (isinstance(classes, str) or len(set(classes)) != len(classes) or len(classes) < 2):
+        raise ConfigError("E-CFG-32", f"classes: expected at least two different names, found {classes!r}: correct it")
+    if image_size is None:
+        return
+    sizes = range(8, 9) if source is Source.DIGITS else SIZES
+    if image_size not in sizes:
+        raise ConfigError(
+            "E-CFG-32",
+            f"{source.value}: expected image_size {sizes[0]} to {sizes[-1]} or null, found {image_size}: change it",
+        )
+
+
+def _transform(source: Source, image_size: int | None) -> ImageTransform:
+    return isic2019.transform(image_size) if source is Source.ISIC2019 else folder.transform(image_size)
+
+
+def _scan(ref: DataRef, data_root: Path | None, classes: Sequence[str] | None) -> Scan:
+    if ref.source is Source.ISIC2019:
+        assert ref.silo is not None
+        return isic2019.scan(_root(data_root), ref.silo, classes)
+    assert ref.path is not None
+    found = folder.scan(ref.path, classes) if ref.source is Source.FOLDER else manifest_csv.scan(ref.path, classes)
+    if ref.federation is None or ref.silo is None:
+        return found
+    return found.dealt(ref.federation, ref.silo, str(ref))
+
+
+def _root(given: Path | None) -> Path:
+    if given is not None:
+        return given
+    if named := os.environ.get(DATA_ROOT):
+        return Path(named)
+    raise DataError(
+        "E-DATA-01",
+        f"expected the folder of the data sets, found neither a data root among the arguments (--data-root) nor the "
+        f"environment variable {DATA_ROOT}: give one of them",
+    )

@@ -1,0 +1,99 @@
+"""1,797 real handwritten digits, 8x8, from scikit-learn; dealt to simulated hospitals. Runs without any data on disk.
+
+Alpaydin and Kaynak (1998), "Optical recognition of handwritten digits", UCI machine learning repository.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_core import rng
+from fl_core.datasets.augment import DIGITS
+from fl_core.datasets.base import SiloDataset, TensorExamples, fingerprint
+from fl_core.datasets.federations import Federated
+from fl_core.datasets.scan import Report, problem
+from fl_core.types import Schema, Split
+
+CLASSES = tuple("0123456789")
+SHAPE = (1, 8, 8)
+TEST_SHARE = 0.2
+
+
+class _Share(NamedTuple):
+    """One silo's digits: x (n, 1, 8, 8) in [0, 1] and the digit names, train and test."""
+
+    origin: str
+    space: tuple[str, ...]
+    pixels: tuple[Tensor, Tensor]
+    names: tuple[list[str], list[str]]
+
+
+def load(federation: Federated, silo: int, classes: Sequence[str] | None) -> SiloDataset:
+    """Deal the digits and take one silo's.
+
+    classes: the run's label space, the ten digits by default; raises DataError (E-DATA-05) when a digit of this silo
+    is not among them.
+    """
+    share = _share(federation, silo, classes)
+    report = _report(share)
+    report.require_sound()
+    train, test = (
+        TensorExamples(x, torch.tensor([share.space.index(n) for n in names], dtype=torch.int64), how=DIGITS)
+        for x, names in zip(share.pixels, share.names, strict=True)
+    )
+    return SiloDataset(Schema(SHAPE, share.space), train, test, share.origin, report.fingerprint)
+
+
+def check(federation: Federated, silo: int, classes: Sequence[str] | None) -> Report:
+    """Count one silo's digits."""
+    return _report(_share(federation, silo, classes))
+
+
+def _share(federation: Federated, silo: int, classes: Sequence[str] | None) -> _Share:
+    """Hold out a stratified fifth, the same in every run, and deal both splits."""
+    from sklearn.datasets import load_digits  # takes a second to import: only for those who load digits
+
+    images, digits = load_digits(return_X_y=True)
+    x = torch.tensor(images / 16, dtype=torch.float32).reshape(-1, *SHAPE)
+    train, test = [], []
+    for c in range(len(CLASSES)):
+        index = rng.numpy_stream(0, "digits", "split", c).permutation(np.flatnonzero(digits == c))
+        cut = round(TEST_SHARE * len(index))
+        test.append(index[:cut])
+        train.append(index[cut:])
+    at = [np.sort(np.concatenate(split)) for split in (train, test)]
+    part = federation.deal(digits[at[0]], digits[at[1]], len(CLASSES))[silo]
+    mine = at[0][part.train], at[1][part.test]
+    names = [[CLASSES[c] for c in digits[index]] for index in mine]
+    origin = f"digits/{federation.text}/{silo}"
+    return _Share(origin, tuple(classes or CLASSES), (x[mine[0]], x[mine[1]]), (names[0], names[1]))
+
+
+def _report(share: _Share) -> Report:
+    """Count the examples per split and class, and those of digits outside the label space."""
+    both = [*share.names[0], *share.names[1]]
+    strange = [name for name in both if name not in share.space]
+    problems = problem(
+        "E-DATA-05",
+        f"digits outside the label space ({', '.join(share.space)})",
+        [f"{name!r}: {strange.count(name)}" for name in sorted(set(strange))],
+        "Start a run whose `classes` name them",
+        len(strange),
+    )
+    pixels = [(x * 16).to(torch.uint8).numpy().tobytes() for x in share.pixels]
+    return Report(
+        share.origin,
+        share.space,
+        {
+            s: tuple(n.count(c) for c in share.space)
+            for s, n in zip((Split.TRAIN, Split.TEST), share.names, strict=True)
+        },
+        problems,
+        sizes={SHAPE[1:]: len(both)},
+        fingerprint=fingerprint(*pixels, *share.names),
+    )

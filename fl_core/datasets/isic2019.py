@@ -1,0 +1,121 @@
+"""Fed-ISIC2019 in FLamby's folder layout: dermoscopy images of eight diagnoses from six centres.
+
+Ogier du Terrail et al. (2022), "FLamby". The folder holds `ISIC_2019_Training_Input_preprocessed/*.jpg`, the file
+`train_test_split` (image, one-hot MEL..SCC and UNK, target, center, fold, fold2) and, if the privacy unit is to be
+the lesion, `groups.csv` (image, lesion_id). One silo is one centre; only its own images have to be there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from fl_core.datasets.augment import LESIONS
+from fl_core.datasets.images import ImageTransform
+from fl_core.datasets.scan import Item, Problem, Scan, problem, straddling
+from fl_core.datasets.tables import Row, read_table
+from fl_core.errors import DataError
+from fl_core.types import Split
+
+CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
+CENTERS = 6
+IMAGES = "ISIC_2019_Training_Input_preprocessed"
+SPLIT_FILE = "train_test_split"
+GROUP_FILE = "groups.csv"
+DEFAULT_SIZE = 200
+_COLUMNS = (*CLASSES, "UNK")
+
+
+def transform(image_size: int | None) -> ImageTransform:
+    """FLamby's geometry at any size: of 224 pixels a crop of 200."""
+    return ImageTransform(image_size or DEFAULT_SIZE, margin=224 / 200, how=LESIONS)
+
+
+def scan(root: Path, center: int, classes: Sequence[str] | None) -> Scan:
+    """Read one centre's rows; raises DataError (E-DATA-02, E-DATA-09) when the layout itself is not there."""
+    folder = _locate(root)
+    rows = read_table(folder / SPLIT_FILE, ("image", "target", "center", "fold"))
+    stored = {file.stem: file for file in (folder / IMAGES).glob("*.jpg")}
+    groups = _groups(folder / GROUP_FILE)
+    mine = [row for row in rows if row["center"] in (str(center), f"{center}.0")]
+    if not mine:
+        raise DataError(
+            "E-DATA-08",
+            f"expected rows of centre {center} in {folder / SPLIT_FILE}, found the centres "
+            f"{', '.join(sorted({row['center'] for row in rows}))}: take one of these, or the whole data set",
+        )
+    sound = [row for row in mine if not _contradiction(row)]
+    items = tuple(_item(row, folder, groups) for row in sound)
+    missing = [item.name for item in items if item.name not in stored]
+    problems = (
+        *_disagreements(rows, mine, set(stored)),
+        *problem(
+            "E-DATA-03",
+            f"images of centre {center} in {SPLIT_FILE} without a file in {IMAGES}",
+            missing,
+            "Restore these files, or remove their rows",
+        ),
+    )
+    torn = straddling(items)
+    notes = (f"{len(torn)} lesions have images in train and in test, as FLamby's split has it",) if torn else ()
+    return Scan(f"isic2019/center{center}", tuple(classes or CLASSES), items, problems, notes)
+
+
+def _locate(root: Path) -> Path:
+    """Find the folder: `root` itself or `root/isic2019`."""
+    for folder in (root, root / "isic2019"):
+        if (folder / SPLIT_FILE).is_file() and (folder / IMAGES).is_dir():
+            return folder
+    raise DataError(
+        "E-DATA-02",
+        f"expected {SPLIT_FILE} and {IMAGES}/ in {root} or {root / 'isic2019'}, found neither place complete: point "
+        "the data root at FLamby's Fed-ISIC2019 folder or its parent",
+    )
+
+
+def _groups(file: Path) -> dict[str, str]:
+    """Read image -> lesion; empty without the file."""
+    return {r["image"]: r["lesion_id"] for r in read_table(file, ("image", "lesion_id"))} if file.exists() else {}
+
+
+def _item(row: Row, folder: Path, groups: dict[str, str]) -> Item:
+    name = row["image"]
+    split = Split(row["fold"])
+    return Item(folder / IMAGES / f"{name}.jpg", name, _COLUMNS[_target(row)], split, groups.get(name) or None)
+
+
+def _target(row: Row) -> int:
+    """Read the class index; -1 when it is none."""
+    text = row["target"].removesuffix(".0")
+    return int(text) if text.isdecimal() and int(text) < len(_COLUMNS) else -1
+
+
+def _contradiction(row: Row) -> str:
+    """Say how a row contradicts itself; empty when it does not."""
+    if _target(row) < 0:
+        return f"target {row['target']!r}"
+    if row["fold"] not in ("train", "test"):
+        return f"fold {row['fold']!r}"
+    center = row["center"].removesuffix(".0")
+    if "fold2" in row and row["fold2"] != f"{row['fold']}_{center}":
+        return f"fold2 {row['fold2']!r}, fold {row['fold']!r}, center {center!r}"
+    hot = [c for c in _COLUMNS if row.get(c, "0") in ("1", "1.0")]
+    if "MEL" in row and hot != [_COLUMNS[_target(row)]]:
+        return f"target {row['target']} but marked {'+'.join(hot) or 'nothing'}"
+    return ""
+
+
+def _disagreements(rows: Sequence[Row], mine: Sequence[Row], stored: set[str]) -> tuple[Problem, ...]:
+    """Find rows that contradict themselves, images listed twice, and images that no row lists."""
+    wrong = [f"{row['image']}: {said}" for row in mine if (said := _contradiction(row))]
+    own = {row["image"] for row in mine}
+    times = Counter(row["image"] for row in rows)
+    twice = sorted(name for name in own if times[name] > 1)
+    unlisted = sorted(stored - set(times))
+    repair = f"Take {SPLIT_FILE} from the same release of the data set as the images"
+    return (
+        *problem("E-DATA-07", f"rows of {SPLIT_FILE} that contradict themselves", wrong, repair),
+        *problem("E-DATA-07", f"images listed more than once in {SPLIT_FILE}", twice, repair),
+        *problem("E-DATA-07", f"images that no row of {SPLIT_FILE} lists", unlisted, f"{repair}, or move them away"),
+    )

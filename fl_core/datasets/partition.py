@@ -1,0 +1,153 @@
+"""Dealing labelled examples to silos: class-disjoint (PrCs), Dirichlet, equal shares, six hospitals.
+
+Everything here works on labels alone and returns indices, so it can be checked without an image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_core import rng
+from fl_core.errors import ConfigError
+
+Indices = NDArray[np.int64]
+Labels = NDArray[np.int64]
+
+TRIES = 1000
+
+
+def assign_classes(n_classes: int, silos: int, per_silo: int, seed: int) -> tuple[tuple[int, ...], ...]:
+    """Choose the classes of each silo (PrCs): walk the silos, first every class once, then random ones not yet held.
+
+    Guarantees: exactly `per_silo` classes each; every class has a holder; disjoint when silos * per_silo == C.
+    Raises ConfigError (E-CFG-31) when that is impossible. Source: the FedMR and FedGELA papers' P5C2, P10C3, ...
+    """
+    if not 1 <= per_silo <= n_classes or silos * per_silo < n_classes:
+        raise ConfigError(
+            "E-CFG-31",
+            f"p{silos}c{per_silo} of {n_classes} classes: expected at most {n_classes} classes per silo and at least "
+            f"{n_classes} places, found {per_silo} and {silos * per_silo}: some class would have no silo",
+        )
+    random = rng.numpy_stream(seed, "partition", "classes")
+    fresh = 0
+    held: list[tuple[int, ...]] = []
+    for _ in range(silos):
+        mine: list[int] = []
+        while len(mine) < per_silo:
+            if fresh < n_classes:
+                mine.append(fresh)
+                fresh += 1
+            else:
+                mine.append(int(random.choice([c for c in range(n_classes) if c not in mine])))
+        held.append(tuple(mine))
+    return tuple(held)
+
+
+def deal_classes(
+    labels: Labels, held: Sequence[Sequence[int]], seed: int, purpose: str, *, double: bool = False
+) -> list[Indices]:
+    """Deal each class in equal shares to the silos that hold it, in their order.
+
+    purpose: "train" or "test"; each has a stream of its own, the classes held are the same.
+    double: deal everything twice, independently, as the official FedMR code does by accident: sizes double and the
+        silos overlap. To reproduce its numbers only.
+    """
+    dealt: list[list[Indices]] = [[] for _ in held]
+    for copy in range(2 if double else 1):
+        for c in range(1 + max(max(mine) for mine in held)):
+            index = np.flatnonzero(labels == c)
+            rng.numpy_stream(seed, "partition", purpose, copy, c).shuffle(index)
+            holders = [k for k, mine in enumerate(held) if c in mine]
+            for k, share in zip(holders, np.array_split(index, max(1, len(holders))), strict=False):
+                dealt[k].append(share)
+    return [np.concatenate([*shares, np.empty(0, np.int64)]).astype(np.int64) for shares in dealt]
+
+
+def disjoint_classes(n_classes: int, silos: int) -> tuple[tuple[int, ...], ...]:
+    """Cut the classes, in order, into shares as equal as can be: no class has two holders (10 in 6: 2,2,2,2,1,1)."""
+    if n_classes < silos:
+        raise ConfigError(
+            "E-CFG-31",
+            f"expected at least one class per silo, found {n_classes} classes for {silos} silos: use p{{r}}c1",
+        )
+    return tuple(tuple(int(c) for c in share) for share in np.array_split(np.arange(n_classes), silos))
+
+
+class DirichletDeal(NamedTuple):
+    """Indices per silo, the proportions (C, silos) as drawn, before the size gate, and how often it was drawn."""
+
+    parts: list[Indices]
+    proportions: NDArray[np.float64]
+    attempts: int
+
+
+def deal_dirichlet(
+    labels: Labels,
+    n_classes: int,
+    silos: int,
+    beta: float,
+    random: np.random.RandomState,
+    *,
+    min_size: int = 10,
+    min_classes: int = 1,
+) -> DirichletDeal:
+    """Deal every class by proportions ~ Dir(beta), closed to silos that have their N / silos already.
+
+    Drawn anew, at most 1000 times, until each silo has `min_size` examples and `min_classes` classes (2 for FedNH).
+    Raises ConfigError (E-CFG-31) when that never happens. Source: MOON; FedMR, FedGELA and FedCD use the same.
+    Guarantees: the parts are disjoint and their union is everything.
+    """
+    if beta <= 0 or silos < 1 or silos * min_size > len(labels) or min_classes > n_classes:
+        raise ConfigError(
+            "E-CFG-31",
+            f"expected beta > 0 and at least {min_size} examples and {min_classes} classes for each of {silos} silos, "
+            f"found {beta=}, {len(labels)} examples of {n_classes} classes: deal to fewer silos",
+        )
+    for attempt in range(1, TRIES + 1):
+        parts: list[Indices] = [np.empty(0, np.int64) for _ in range(silos)]
+        drawn = []
+        for c in range(n_classes):
+            index = np.flatnonzero(labels == c)
+            random.shuffle(index)
+            drawn.append(random.dirichlet(np.repeat(beta, silos)))
+            parts = _append(parts, index, drawn[-1], len(labels))
+        kinds = min(len(np.unique(labels[part])) for part in parts)
+        if min(map(len, parts)) >= min_size and kinds >= min_classes:
+            return DirichletDeal(parts, np.stack(drawn), attempt)
+    raise ConfigError(
+        "E-CFG-31",
+        f"no draw of {TRIES} gave each of {silos} silos {min_size} examples and {min_classes} classes with {beta=}: "
+        "raise beta or deal to fewer silos",
+    )
+
+
+def deal_like(labels: Labels, proportions: NDArray[np.float64], random: np.random.RandomState) -> list[Indices]:
+    """Deal another split by the same proportions, with its own size gate; a silo may get nothing."""
+    parts: list[Indices] = [np.empty(0, np.int64) for _ in range(proportions.shape[1])]
+    for c, p in enumerate(proportions):
+        index = np.flatnonzero(labels == c)
+        random.shuffle(index)
+        parts = _append(parts, index, p, len(labels))
+    return parts
+
+
+def _append(parts: list[Indices], index: Indices, p: NDArray[np.float64], total: int) -> list[Indices]:
+    """Cut one class by proportions p, 0 for silos that are full, and append the cuts."""
+    below = np.array([len(part) < total / len(parts) for part in parts])
+    open_p = p * below
+    # When all mass fell on full silos, share among the others.
+    open_p = open_p / open_p.sum() if open_p.sum() > 0 else below / max(1, below.sum())
+    cuts = (np.cumsum(open_p) * len(index)).astype(int)[:-1]
+    return [np.concatenate([part, cut]) for part, cut in zip(parts, np.split(index, cuts), strict=True)]
+
+
+def deal_equally(labels: Labels, silos: int, seed: int, purpose: str) -> list[Indices]:
+    """Deal a random permutation in equal shares: independent and identically distributed silos."""
+    if not 1 <= silos <= len(labels):
+        raise ConfigError("E-CFG-31", f"expected 1 to {len(labels)} silos for as many examples, found {silos}")
+    order = rng.numpy_stream(seed, "partition", purpose).permutation(len(labels))
+    return [part.astype(np.int64) for part in np.array_split(order, silos)]

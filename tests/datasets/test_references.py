@@ -1,0 +1,184 @@
+"""References to data, federations and schemas: what they mean, and what a misspelt one answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fl_core.datasets import DATA_ROOT, Source, federation, federation_text, load, parse, schema_of
+from fl_core.errors import ConfigError, DataError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize(
+    ("reference", "canonical"),
+    [
+        ("digits/p5c2/3", "digits/p5c2/3"),
+        ("digits/hospital2", "digits/hospitals6/2"),
+        ("digits/hospitals6/0", "digits/hospitals6/0"),
+        ("digits/p7c3@4/6", "digits/p7c3@4/6"),
+        ("digits/dirichlet-0.5-10/9", "digits/dirichlet-0.5-10/9"),
+        ("isic2019/center3", "isic2019/center3"),
+        ("folder:/data/skin", "folder:/data/skin"),
+        ("folder:/data/cifar10#p5c2/4", "folder:/data/cifar10#p5c2/4"),
+        ("manifest:rel/list.csv", "manifest:rel/list.csv"),
+    ],
+)
+def test_references_round_trip(reference: str, canonical: str) -> None:
+    assert str(parse(reference)) == canonical
+    assert parse(canonical) == parse(reference)
+
+
+def test_a_home_folder_is_expanded() -> None:
+    assert parse("folder:~/skin").path == Path.home() / "skin"
+
+
+@pytest.mark.parametrize(
+    ("reference", "match"),
+    [
+        ("digit/p5c2/0", "did you mean 'digits/p5c2/0'"),
+        ("isic2019/centre3", "did you mean 'isic2019/center3'"),
+        ("isic2019/center6", "center0 to center5"),
+        ("isic2019", "valid forms"),
+        ("isic2019/center-1", "valid forms"),
+        ("foldr:/x", "did you mean 'folder:'"),
+        ("folder:", "expected a path"),
+        ("manifest:#p5c2/1", "expected a path"),
+        ("digits/p5c2", "p5c2/0 to p5c2/4"),
+        ("digits/p5c2/5", "p5c2/0 to p5c2/4"),
+        ("digits/p5c2/-1", "p5c2/0 to p5c2/4"),
+        ("digits/hospital6", "hospitals6/0 to hospitals6/5"),
+        ("digits/p5x2/0", "did you mean 'p5c2'"),
+        ("", "valid forms: digits/p5c2/3"),
+    ],
+)
+def test_misspelt_references_are_refused(reference: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match) as caught:
+        parse(reference)
+    assert caught.value.code == "E-CFG-30"
+
+
+def test_federation_names_all_silos() -> None:
+    assert federation("digits", "p5c2") == [f"digits/p5c2/{k}" for k in range(5)]
+    assert federation("digits", "p7c3") == [f"digits/p7c3/{k}" for k in range(7)]
+    assert federation("digits", "dirichlet-0.5-10@2")[9] == "digits/dirichlet-0.5-10@2/9"
+    assert federation("isic2019", "centers") == [f"isic2019/center{k}" for k in range(6)]
+    assert federation("isic2019", "centers-1-2-5") == ["isic2019/center1", "isic2019/center2", "isic2019/center5"]
+    assert federation("folder:/c", "p2c5") == ["folder:/c#p2c5/0", "folder:/c#p2c5/1"]
+    for data, name in (("digits", "p5c2"), ("isic2019", "centers"), ("folder:/c", "iid-3")):
+        assert [str(parse(reference)) for reference in federation(data, name)] == federation(data, name)
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "match"),
+    [
+        ("digitz", "p5c2", "did you mean 'digits'"),
+        ("folder", "p5c2", "folder:PATH"),
+        ("digits", "centers", "there is no federation"),
+        ("isic2019", "p5c2", "centers-1-2-5"),
+        ("isic2019", "centers-1-1", "different centres"),
+        ("isic2019", "centers-7", "different centres"),
+    ],
+)
+def test_impossible_federations_are_refused(data: str, name: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match) as caught:
+        federation(data, name)
+    assert caught.value.code == "E-CFG-30"
+
+
+def test_schema_without_the_data() -> None:
+    digits = schema_of("digits")
+    assert digits.shape == (1, 8, 8)
+    assert digits.classes == tuple("0123456789")
+    isic = schema_of("isic2019")
+    assert isic.shape == (3, 200, 200)
+    assert isic.classes == ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
+    assert schema_of("isic2019", image_size=64).shape == (3, 64, 64)
+    assert schema_of("folder", classes=["a", "b"], image_size=32).shape == (3, 32, 32)
+    assert schema_of("manifest", classes=["a", "b"]).classes == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "size", "code", "match"),
+    [
+        ("isic", None, None, "E-CFG-30", "isic2019"),
+        ("folder", None, 32, "E-CFG-32", "label space"),
+        ("manifest", ["a", "a"], 32, "E-CFG-32", "two different names"),
+        ("folder", ["a"], 32, "E-CFG-32", "two different names"),
+        ("folder", "ab", 32, "E-CFG-32", "two different names"),
+        ("digits", None, 28, "E-CFG-32", "8 to 8 or null"),
+        ("isic2019", None, 4, "E-CFG-32", "8 to 2048"),
+    ],
+)
+def test_impossible_schemas_are_refused(name, classes, size, code, match) -> None:
+    with pytest.raises(ConfigError, match=match) as caught:
+        schema_of(name, classes=classes, image_size=size)
+    assert caught.value.code == code
+
+
+def test_load_refuses_the_same_settings() -> None:
+    with pytest.raises(ConfigError, match="image_size"):
+        load("digits/hospital0", image_size=28)
+    with pytest.raises(ConfigError, match="two different names"):
+        load("folder:/x", classes=["a", "a"])
+
+
+def test_a_missing_data_root_names_both_ways_to_give_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DATA_ROOT, raising=False)
+    with pytest.raises(DataError, match=r"(?s)--data-root.*CONSILIUM_DATA_ROOT") as caught:
+        load("isic2019/center3")
+    assert caught.value.code == "E-DATA-01"
+
+
+def test_every_data_configuration_states_its_fields() -> None:
+    files = {file.stem: yaml.safe_load(file.read_text()) for file in (CONFIGS / "data").glob("*.yaml")}
+    assert set(files) == {source.value for source in Source}
+    for name, config in files.items():
+        config = config.get("data", config)
+        assert set(config) == {"name", "image_size", "classes"}
+        assert config["name"] == name
+        schema = schema_of(name, classes=config["classes"] or ["a", "b"], image_size=config["image_size"])
+        assert schema.shape == schema_of(name, classes=["a", "b"]).shape  # the file repeats the default
+
+
+FEDERATIONS = {
+    "hospitals6": "hospitals6",
+    "p5c2": "p5c2",
+    "p10c2": "p10c2",
+    "p10c3": "p10c3",
+    "p10c5": "p10c5",
+    "dirichlet": "dirichlet-0.5-10",
+    "iid": "iid-10",
+    "centers": "centers-0-1-2-3-4-5",
+}
+
+
+def test_every_federation_configuration_names_a_federation() -> None:
+    files = {file.stem: yaml.safe_load(file.read_text()) for file in (CONFIGS / "federation").glob("*.yaml")}
+    assert {name: federation_text(config) for name, config in files.items()} == FEDERATIONS
+    for name, text in FEDERATIONS.items():
+        assert federation("isic2019" if name == "centers" else "digits", text)
+    assert federation("isic2019", "centers") == federation("isic2019", FEDERATIONS["centers"])
+
+
+def test_federation_configurations_by_field() -> None:
+    assert federation_text({"name": "p7c3", "partition_seed": 5}) == "p7c3@5"
+    assert federation_text({"name": "dirichlet", "beta": 1, "silos": 4, "partition_seed": 2}) == "dirichlet-1-4@2"
+    assert federation_text({"name": "centers", "centers": [1, 5]}) == "centers-1-5"
+    assert federation_text({"name": "centers-1-5"}) == "centers-1-5"
+    assert federation_text({"name": "dirichlet-0.1-4", "partition_seed": 0}) == "dirichlet-0.1-4"
+    for config, match in (
+        ({"name": "p5c3x"}, "there is no federation"),
+        ({"name": "p5c2", "silos": 5}, "no field 'silos'"),
+        ({"name": "dirichlet", "silos": 5}, "federation.beta"),
+        ({"name": "dirichlet", "beta": "a lot", "silos": 5}, "federation.beta"),
+        ({"name": "p5c2", "partition_seed": -1}, "partition_seed"),
+        ({"name": "p5c2", "partition_seed": None}, "partition_seed"),
+        ({"name": "centers", "centers": []}, "centers"),
+        ({}, "there is no federation"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            federation_text(config)

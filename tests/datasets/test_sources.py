@@ -1,0 +1,344 @@
+"""Folders, manifests and the FLamby layout: what is read, and every fault that is found before any training."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_images import isic_row, truncate, write_csv, write_image, write_isic
+
+from fl_core.datasets import DATA_ROOT, check, federation, load
+from fl_core.errors import DataError
+from fl_core.types import Split
+
+HEADER = ("path", "label", "group", "split")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for label, n in (("benign", 10), ("melanoma", 5)):
+        for k in range(n):
+            write_image(tmp_path / "skin" / label / f"{k}.jpg", 50 + 10 * k)
+    return tmp_path / "skin"
+
+
+@pytest.fixture
+def split_folder(tmp_path: Path) -> Path:
+    for split, n in (("train", 4), ("test", 2)):
+        for label in ("benign", "melanoma"):
+            for k in range(n):
+                write_image(tmp_path / "skin" / split / label / f"{k}.png", 50 + 10 * k)
+    return tmp_path / "skin"
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    rows = [(f"img/{k}.png", "ab"[k % 2], f"patient{k // 2}", "train" if k < 8 else "test") for k in range(12)]
+    for row in rows:
+        write_image(tmp_path / row[0])
+    return write_csv(tmp_path / "list.csv", HEADER, rows)
+
+
+def isic_rows() -> list[list[object]]:
+    rows = [isic_row(f"ISIC_{k:03d}", k % 3, 3, "train" if k < 9 else "test") for k in range(12)]
+    return [*rows, *(isic_row(f"ISIC_{k:03d}", 1, 1, "train") for k in range(100, 103))]
+
+
+def refuse(match: str, code: str, reference: str, **options: object) -> None:
+    with pytest.raises(DataError, match=match) as caught:
+        load(reference, **options)
+    assert caught.value.code == code
+
+
+# ---- folder
+
+
+def test_folder_holds_out_a_stratified_fifth(folder: Path) -> None:
+    silo = load(f"folder:{folder}", image_size=16)
+    assert silo.schema.classes == ("benign", "melanoma")
+    assert silo.schema.shape == (3, 16, 16)
+    assert torch.bincount(silo.train.labels).tolist() == [8, 4]
+    assert torch.bincount(silo.test.labels).tolist() == [2, 1]
+    assert not set(silo.train.paths) & set(silo.test.paths)
+    x, y = silo.train.batch(torch.tensor([0, 9]))
+    assert x.shape == (2, 3, 16, 16)
+    assert y.tolist() == [0, 1]
+    assert any("held out" in note for note in check(f"folder:{folder}").notes)
+
+
+def test_folder_moved_elsewhere_is_the_same_data(folder: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(folder, moved)
+    one, other = load(f"folder:{folder}"), load(f"folder:{moved}")
+    assert one.fingerprint == other.fingerprint
+    assert [p.name for p in one.test.paths] == [p.name for p in other.test.paths]
+    write_image(moved / "benign" / "0.jpg", 255, (31, 31))
+    assert load(f"folder:{moved}").fingerprint != one.fingerprint
+
+
+def test_folder_with_a_train_and_test_level(split_folder: Path) -> None:
+    silo = load(f"folder:{split_folder}", image_size=16)
+    assert torch.bincount(silo.train.labels).tolist() == [4, 4]
+    assert torch.bincount(silo.test.labels).tolist() == [2, 2]
+    assert all(path.parent.parent.name == "test" for path in silo.test.paths)
+
+
+def test_a_hospital_that_lacks_a_class_declares_all_of_them(folder: Path) -> None:
+    silo = load(f"folder:{folder}", classes=["melanoma", "nevus", "benign"])
+    assert silo.schema.classes == ("melanoma", "nevus", "benign")
+    assert torch.bincount(silo.train.labels, minlength=3).tolist() == [4, 0, 8]
+
+
+def test_folder_finds_images_below_a_class_and_skips_other_files(folder: Path) -> None:
+    write_image(folder / "benign" / "patient7" / "x.JPG")
+    (folder / "benign" / "notes.txt").write_text("n")
+    (folder / "benign" / ".hidden.jpg").write_text("n")
+    assert sum(map(sum, check(f"folder:{folder}").counts.values())) == 16
+
+
+def test_folder_classes_outside_the_label_space_are_counted(folder: Path) -> None:
+    refuse(r"E-DATA-05.*'melanoma': 5", "E-DATA-05", f"folder:{folder}", classes=["benign", "nevus"])
+
+
+def test_folder_faults(folder: Path, split_folder: Path, tmp_path: Path) -> None:
+    refuse("expected a folder", "E-DATA-02", f"folder:{tmp_path / 'absent'}")
+    (tmp_path / "void").mkdir()
+    refuse("one subfolder per class", "E-DATA-02", f"folder:{tmp_path / 'void'}")
+
+
+def test_folder_with_stray_images_and_subfolders(split_folder: Path) -> None:
+    write_image(split_folder / "stray.png")
+    write_image(split_folder / "validation" / "benign" / "1.png")
+    report = check(f"folder:{split_folder}")
+    assert [p.code for p in report.problems] == ["E-DATA-07", "E-DATA-07"]
+    assert report.problems[0].first == ("stray.png",)
+    assert report.problems[1].first == ("'validation': 1",)
+
+
+def test_folder_without_a_test_level_has_an_empty_split(split_folder: Path) -> None:
+    shutil.rmtree(split_folder / "test")
+    refuse(r"splits without any usable image: 1 \(test\)", "E-DATA-08", f"folder:{split_folder}")
+
+
+def test_folder_of_one_image_per_class_has_an_empty_test_split(tmp_path: Path) -> None:
+    write_image(tmp_path / "c" / "a" / "1.png")
+    write_image(tmp_path / "c" / "b" / "1.png")
+    refuse("without any usable image", "E-DATA-08", f"folder:{tmp_path / 'c'}")
+
+
+def test_corrupt_images_are_found_by_a_deep_check_alone(folder: Path) -> None:
+    truncate(write_image(folder / "benign" / "3.jpg", size=(64, 64)))
+    (folder / "melanoma" / "1.jpg").write_text("<html>")
+    assert check(f"folder:{folder}").problems == ()
+    report = check(f"folder:{folder}", deep=True)
+    assert [(p.code, p.count) for p in report.problems] == [("E-DATA-04", 2)]
+    assert any(name.startswith("benign/3.jpg: ") for name in report.problems[0].first)
+    assert report.sizes == {(20, 16): 13}
+    with pytest.raises(DataError, match=r"melanoma/1.jpg"):
+        report.require_sound()
+    silo = load(f"folder:{folder}", image_size=16)
+    bad = {folder / "benign" / "3.jpg", folder / "melanoma" / "1.jpg"}
+    for examples in (silo.train, silo.test):
+        for k, path in enumerate(examples.paths):
+            if path in bad:
+                with pytest.raises(DataError, match=path.name):
+                    examples.batch(torch.tensor([k]))
+            else:
+                examples.batch(torch.tensor([k]))
+
+
+def test_a_folder_can_be_dealt_to_simulated_hospitals(tmp_path: Path) -> None:
+    for split, n in (("train", 6), ("test", 3)):
+        for label in "abcd":
+            for k in range(n):
+                write_image(tmp_path / split / label / f"{k}.png")
+    silos = [load(reference, image_size=8) for reference in federation(f"folder:{tmp_path}", "p2c2")]
+    assert [sorted(set(s.train.labels.tolist())) for s in silos] == [[0, 1], [2, 3]]
+    assert [len(s.train) for s in silos] == [12, 12]
+    assert len({path for s in silos for path in s.train.paths}) == 24
+    assert all(s.schema.classes == tuple("abcd") for s in silos)
+    assert all(set(s.test.labels.tolist()) == set(s.train.labels.tolist()) for s in silos)
+    assert silos[0].fingerprint != silos[1].fingerprint
+    refuse("'d': 9", "E-DATA-05", f"folder:{tmp_path}#p2c2/0", classes=["a", "b", "c"])
+
+
+# ---- manifest
+
+
+def test_manifest_is_read_relative_to_itself(manifest: Path) -> None:
+    silo = load(f"manifest:{manifest}", image_size=16)
+    assert silo.schema.classes == ("a", "b")
+    assert silo.train.labels.tolist() == [0, 1] * 4
+    assert silo.train.groups == tuple(f"patient{k // 2}" for k in range(8))
+    assert silo.test.batch(torch.tensor([3]))[0].shape == (1, 3, 16, 16)
+    assert check(f"manifest:{manifest}").groups == 6
+
+
+def test_manifest_without_groups(tmp_path: Path) -> None:
+    rows = [("x.png", "a", "", "train"), ("y.png", "b", "", "test")]
+    for row in rows:
+        write_image(tmp_path / row[0])
+    silo = load(f"manifest:{write_csv(tmp_path / 'l.csv', HEADER, rows)}", classes=["a", "b"])
+    assert silo.train.groups is None
+    assert check(f"manifest:{tmp_path / 'l.csv'}").groups is None
+
+
+def test_manifest_written_by_a_spreadsheet(tmp_path: Path) -> None:
+    write_image(tmp_path / "x, 1.png")
+    write_image(tmp_path / "y.png")
+    text = '\ufeffpath,label,group,split,remark\r\n"x, 1.png", a ,,train,ok\r\ny.png,b,,test,\r\n,,,,\r\n'
+    (tmp_path / "l.csv").write_text(text, encoding="utf-8")
+    assert len(load(f"manifest:{tmp_path / 'l.csv'}").train) == 1
+
+
+def test_all_problems_of_a_manifest_come_in_one_report(tmp_path: Path) -> None:
+    rows = [
+        ("here.png", "a", "p1", "train"),
+        ("here.png", "a", "p1", "train"),
+        ("gone1.png", "a", "p2", "train"),
+        ("gone2.png", "b", "p2", "test"),
+        ("other.png", "zebra", "", "test"),
+        ("third.png", "b", "p4", "validation"),
+    ]
+    for name in ("here.png", "other.png", "third.png"):
+        write_image(tmp_path / name)
+    file = write_csv(tmp_path / "l.csv", HEADER, rows)
+    report = check(f"manifest:{file}", classes=["a", "b"])
+    found = {(p.code, p.count, p.first) for p in report.problems}
+    assert found == {
+        ("E-DATA-07", 1, ("third.png: 'validation'",)),
+        ("E-DATA-07", 1, ("here.png",)),
+        ("E-DATA-03", 2, ("gone1.png", "gone2.png")),
+        ("E-DATA-06", 1, ("p2",)),
+        ("E-DATA-05", 1, ("'zebra': 1",)),
+        ("E-DATA-06", 1, ("other.png",)),
+    }
+    with pytest.raises(DataError) as caught:
+        load(f"manifest:{file}", classes=["a", "b"])
+    assert all(p.code in str(caught.value) and str(p.count) in str(caught.value) for p in report.problems)
+
+
+def test_groups_never_straddle_train_and_test(manifest: Path) -> None:
+    manifest.write_text(manifest.read_text().replace("patient5", "patient0"))
+    refuse(r"groups with images in both train and test: 1 \(patient0\)", "E-DATA-06", f"manifest:{manifest}")
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "match"),
+    [
+        (None, "E-DATA-02", "expected a CSV file"),
+        ("", "E-DATA-09", "expected the columns"),
+        ("path;label;group;split\nx.png;a;;train\n", "E-DATA-09", "separated by commas"),
+        ("path,label,split\nx.png,a,train\n", "E-DATA-09", "without group"),
+        ("path,label,group,split\nx.png,a,train\n", "E-DATA-09", r"lines 2\)"),
+        ("path,label,group,split\n", "E-DATA-08", "train, test"),
+        (b"path,label,group,split\n\xff\xfe,a,,train\n", "E-DATA-09", "UTF-8"),
+        ('path,label,group,split\n"x.png,a,,train\n', "E-DATA-09", "Export it again"),
+    ],
+)
+def test_malformed_manifests(tmp_path: Path, text: str | bytes | None, code: str, match: str) -> None:
+    file = tmp_path / "l.csv"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    refuse(match, code, f"manifest:{file}", classes=["a", "b"])
+
+
+def test_long_lists_are_cut_and_counted(tmp_path: Path) -> None:
+    rows = [(f"{k}.png", "a", "", "train") for k in range(40)]
+    file = write_csv(tmp_path / "l.csv", HEADER, rows)
+    refuse(r"without a file: 40 \(0.png, 1.png, 2.png, 3.png, 4.png, \.\.\.\)", "E-DATA-03", f"manifest:{file}")
+
+
+# ---- Fed-ISIC2019
+
+
+def test_isic_reads_one_centre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_isic(tmp_path, isic_rows())
+    for root in (tmp_path, folder):
+        silo = load("isic2019/center3", data_root=root, image_size=32)
+        assert silo.schema.shape == (3, 32, 32)
+        assert silo.train.labels.tolist() == [k % 3 for k in range(9)]
+        assert silo.test.labels.tolist() == [0, 1, 2]
+        assert silo.train.groups is None
+        assert silo.train.batch(torch.tensor([0, 5]))[0].shape == (2, 3, 32, 32)
+    monkeypatch.setenv(DATA_ROOT, str(tmp_path))
+    assert len(load("isic2019/center3").train) == 9
+    assert load("isic2019/center3", image_size=16).train.batch(torch.tensor([0]))[0].shape == (1, 3, 16, 16)
+
+
+def test_isic_groups_are_lesions_and_torn_ones_are_noted(tmp_path: Path) -> None:
+    folder = write_isic(tmp_path, isic_rows())
+    groups = [(f"ISIC_{k:03d}", f"lesion{k // 2}") for k in range(12)]
+    write_csv(folder / "groups.csv", ("image", "lesion_id"), groups)
+    silo = load("isic2019/center3", data_root=tmp_path)
+    assert silo.train.groups == tuple(f"lesion{k // 2}" for k in range(9))
+    report = check("isic2019/center3", data_root=tmp_path)
+    assert report.groups == 6
+    assert report.notes == ("1 lesions have images in train and in test, as FLamby's split has it",)
+    write_csv(folder / "groups.csv", ("image", "lesion_id"), groups[:-2])
+    refuse("without a group", "E-DATA-06", "isic2019/center3", data_root=tmp_path)
+
+
+def test_isic_needs_the_images_of_its_own_centre_alone(tmp_path: Path) -> None:
+    folder = write_isic(tmp_path, isic_rows())
+    images = folder / "ISIC_2019_Training_Input_preprocessed"
+    (images / "ISIC_100.jpg").unlink()
+    assert check("isic2019/center3", data_root=tmp_path).problems == ()
+    (images / "ISIC_004.jpg").unlink()
+    refuse(r"1 \(ISIC_004\)", "E-DATA-03", "isic2019/center3", data_root=tmp_path)
+
+
+def test_isic_split_file_that_disagrees(tmp_path: Path) -> None:
+    rows = isic_rows()
+    rows[0][10] = 5  # the target is not the marked class
+    rows[1][12] = "valid"
+    rows[2][13] = "train_1"
+    rows[3][10] = "x"
+    rows.append(list(rows[4]))
+    folder = write_isic(tmp_path, [r for r in rows if r[10] != "x"])
+    write_csv(folder / "train_test_split", list_header(folder), rows)
+    images = folder / "ISIC_2019_Training_Input_preprocessed"
+    write_image(images / "ISIC_003.jpg")
+    write_image(images / "ISIC_777.jpg")
+    report = check("isic2019/center3", data_root=tmp_path)
+    assert [(p.code, p.count) for p in report.problems] == [("E-DATA-07", 4), ("E-DATA-07", 1), ("E-DATA-07", 1)]
+    assert "ISIC_000: target 5 but marked MEL" in report.problems[0].first
+    assert report.problems[1].first == ("ISIC_004",)
+    assert report.problems[2].first == ("ISIC_777",)
+    refuse("ISIC_777", "E-DATA-07", "isic2019/center3", data_root=tmp_path)
+
+
+def list_header(folder: Path) -> list[str]:
+    return (folder / "train_test_split").read_text().splitlines()[0].split(",")
+
+
+def test_isic_unknown_class_is_no_diagnosis(tmp_path: Path) -> None:
+    write_isic(tmp_path, [*isic_rows(), isic_row("ISIC_500", 8, 3, "train")])
+    refuse("'UNK': 1", "E-DATA-05", "isic2019/center3", data_root=tmp_path)
+
+
+def test_isic_faults_of_the_layout(tmp_path: Path) -> None:
+    refuse("expected train_test_split and", "E-DATA-02", "isic2019/center3", data_root=tmp_path)
+    folder = write_isic(tmp_path, isic_rows())
+    refuse("found the centres 1, 3", "E-DATA-08", "isic2019/center0", data_root=tmp_path)
+    refuse(r"1 \(test\)", "E-DATA-08", "isic2019/center1", data_root=tmp_path)
+    write_csv(folder / "train_test_split", ("image", "label"), [])
+    refuse("without target, center, fold", "E-DATA-09", "isic2019/center3", data_root=tmp_path)
+
+
+def test_isic_corrupt_image(tmp_path: Path) -> None:
+    folder = write_isic(tmp_path, isic_rows())
+    file = folder / "ISIC_2019_Training_Input_preprocessed" / "ISIC_002.jpg"
+    truncate(write_image(file, size=(64, 64)))
+    report = check("isic2019/center3", data_root=tmp_path, deep=True)
+    assert [(p.code, p.count) for p in report.problems] == [("E-DATA-04", 1)]
+    with pytest.raises(DataError, match=r"ISIC_002\.jpg"):
+        load("isic2019/center3", data_root=tmp_path).train.batch(torch.tensor([2]))
+
+
+def test_counts_are_in_the_order_of_the_label_space(split_folder: Path) -> None:
+    (split_folder / "train" / "benign" / "0.png").unlink()
+    report = check(f"folder:{split_folder}", classes=["melanoma", "x", "benign"])
+    assert report.counts == {Split.TRAIN: (4, 0, 3), Split.TEST: (2, 0, 2)}
