@@ -1,0 +1,96 @@
+"""Every command of the README is run, verbatim but for the address of the machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from e2e.world import BIN, ENV, ROOT, free_port, until
+from PIL import Image
+
+README = (ROOT / "README.md").read_text()
+QUICKSTART = README[README.index("## Quickstart") : README.index("## For researchers")]
+BLOCK = re.compile(r"```sh(?: ([a-z ]+))?\n(.*?)```", re.DOTALL)
+
+
+def _blocks(text: str) -> list[tuple[list[str], str]]:
+    return [(match[1].split() if match[1] else [], match[2]) for match in BLOCK.finditer(text)]
+
+
+def _images(folder: Path, classes: dict[str, tuple[int, int, int]]) -> None:
+    for name, colour in classes.items():
+        (folder / name).mkdir(parents=True)
+        for k in range(20):
+            shade = tuple(min(255, c + 3 * k) for c in colour)
+            Image.new("RGB", (48, 40), shade).save(folder / name / f"{k}.jpg")  # type: ignore[arg-type]
+
+
+class Machine:
+    """A home folder and a checkout: what a person at one of the two machines has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.env = {**ENV, "HOME": str(folder), "PATH": f"{BIN}{os.pathsep}{ENV['PATH']}"}
+        self.services: list[subprocess.Popen[bytes]] = []
+
+    def run(self, script: str) -> str:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script], cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=180
+        )  # fmt: skip
+        assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + done.stderr
+
+    def serve(self, script: str) -> Path:
+        log = self.folder / f"service{len(self.services)}.log"
+        with log.open("wb") as out:
+            self.services.append(
+                subprocess.Popen(["bash", "-c", f"exec {script.strip()}"], cwd=self.folder, env=self.env, stdout=out, stderr=out)
+            )  # fmt: skip
+        return log
+
+    def stop(self) -> None:
+        for service in reversed(self.services):
+            service.send_signal(signal.SIGTERM)
+        for service in self.services:
+            assert service.wait(30) is not None
+
+
+def test_every_command_of_the_quickstart_works(tmp_path: Path) -> None:
+    port = free_port()
+    machines = {"north": Machine(tmp_path / "north"), "south": Machine(tmp_path / "south")}
+    _images(tmp_path / "north/images", {"melanoma": (60, 20, 20), "nevus": (120, 80, 40)})
+    _images(tmp_path / "south/images", {"nevus": (120, 80, 40), "keratosis": (200, 180, 150)})
+    ran = 0
+    try:
+        for words, script in _blocks(QUICKSTART):
+            script = script.replace("consilium.example.org:8443", f"127.0.0.1:{port}")
+            script = script.replace("0.0.0.0:8443", f"127.0.0.1:{port}")
+            if words == ["both"]:
+                subprocess.run(["make", "--dry-run", "setup"], cwd=ROOT, check=True, capture_output=True)
+                assert script.splitlines()[0] == "make setup"
+            elif "service" in words:
+                log = machines[words[0]].serve(script)
+                until(lambda log=log: b"serving" in log.read_bytes() or b"connected" in log.read_bytes(), script)
+            else:
+                token = tmp_path / "north/south.token"
+                if words == ["south"] and not (tmp_path / "south/south.token").exists():
+                    (tmp_path / "south/south.token").write_text(token.read_text())
+                machines[words[0]].run(script)
+            ran += 1
+        assert list((tmp_path / "north/models").glob("*.safetensors"))
+    finally:
+        for machine in machines.values():
+            machine.stop()
+    assert ran == QUICKSTART.count("```sh")
+
+
+@pytest.mark.slow
+def test_every_command_for_researchers_works(tmp_path: Path) -> None:
+    for words, script in _blocks(README[README.index("## For researchers") :]):
+        assert words == ["simulate"]
+        assert "global accuracy" in Machine(tmp_path / "r").run(script)

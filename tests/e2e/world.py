@@ -1,0 +1,158 @@
+"""A federation of real processes on loopback: what the end-to-end tests drive, as its users would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).resolve().parents[2]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 60) -> Any:
+    """Wait for a condition with a deadline, and return its value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.05)
+    return value
+
+
+class World:
+    """Homes, processes and logs below one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.home = folder / "coordinator"
+        self.address = f"127.0.0.1:{free_port()}"
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def call(self, *words: str, ok: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [str(BIN / words[0]), *words[1:]], capture_output=True, text=True, env=ENV, timeout=timeout, cwd=self.folder
+        )
+        if ok:
+            assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def json(self, *words: str) -> Any:
+        return json.loads(self.call(*words, "--json").stdout.strip().splitlines()[-1])
+
+    def lead(self, *words: str) -> Any:
+        return self.json("coordinator", *words, "--home", str(self.home))
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def start(self, name: str, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [str(BIN / words[0]), *words[1:]], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                env=ENV | (env or {}), cwd=self.folder,
+            )  # fmt: skip
+        self.running[name] = process
+        return process
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> int:
+        process = self.running.pop(name)
+        process.send_signal(number)
+        return process.wait(30)
+
+    # ---- the federation ----
+
+    def init(self) -> None:
+        self.call("coordinator", "init", "test", "--address", self.address, "--home", str(self.home))
+
+    def serve(self) -> None:
+        (self.home / "service.json").unlink(missing_ok=True)
+        process = self.start("coordinator", "coordinator", "serve", "--home", str(self.home), "--bind", self.address)
+        until(lambda: self._up(process), "the coordinator")
+
+    def _up(self, process: subprocess.Popen[bytes]) -> bool:
+        assert process.poll() is None, self.log("coordinator")
+        return (self.home / "service.json").exists()
+
+    def invite(self, name: str) -> str:
+        return str(self.lead("invite", name)["token"])
+
+    def join(self, name: str) -> None:
+        self.call("silo", "join", self.invite(name), "--home", str(self.folder / name))
+
+    def silo(self, name: str, data: str, *more: str) -> None:
+        self.start(name, "silo", "serve", "--data", data, "--home", str(self.folder / name), *more)
+
+    def online(self, names: Sequence[str], seconds: float = 60) -> None:
+        def there() -> bool:
+            for name in names:
+                if name in self.running:
+                    assert self.running[name].poll() is None, self.log(name)
+            states = {s["name"]: s["state"] for s in self.lead("silos")["silos"]}
+            return all(states.get(name) == "online" for name in names)
+
+        until(there, f"{names} to be online", seconds)
+
+    def federation(self, data: Sequence[str], *more: str) -> list[str]:
+        """Start a coordinator and one silo per data reference, named hospital0, hospital1, ..."""
+        names = [f"hospital{k}" for k in range(len(data))]
+        self.init()
+        self.serve()
+        for name, reference in zip(names, data, strict=True):
+            self.join(name)
+            self.silo(name, reference, *more)
+        self.online(names)
+        return names
+
+    def submit(self, *overrides: str) -> str:
+        return str(self.lead("run", *overrides, "--detach")["run"])
+
+    def info(self, run: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.lead("show", run)
+        return found
+
+    def wait(self, run: str, state: str = "finished", seconds: float = 120) -> dict[str, Any]:
+        def there() -> dict[str, Any] | None:
+            for name, process in self.running.items():
+                assert process.poll() is None, self.log(name)
+            found = self.info(run)
+            assert found["state"] in ("waiting", "running", state), found["reason"]
+            return found if found["state"] == state else None
+
+        found: dict[str, Any] = until(there, f"{run} to be {state}", seconds)
+        return found
+
+    def stop(self) -> None:
+        for process in self.running.values():
+            if process.poll() is None:
+                process.terminate()
+        for process in self.running.values():
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.running.clear()
+
+
+@contextmanager
+def world(folder: Path) -> Iterator[World]:
+    made = World(folder)
+    try:
+        yield made
+    finally:
+        made.stop()
