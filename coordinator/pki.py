@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -90,9 +90,8 @@ class Authority:
         ca = issuing.authority(key, consortium, clock(), timedelta(days=limits.ca_days))
         keyfiles.write_private(aside / "ca.key", key_pem)
         keyfiles.write_public(aside / "ca.crt", certificates.to_pem(ca))
-        about = {"consortium": consortium, "addresses": list(map(str, where)), "lifetimes": asdict(limits)}
-        keyfiles.write_public(aside / "authority.json", json.dumps(about, indent=2).encode())
         building = cls(home, consortium, where, limits, clock)
+        building._write_about(aside)
         building._write_server(aside, ca, key)
         aside.rename(final)
         return building
@@ -129,6 +128,13 @@ class Authority:
     def fingerprint(self) -> str:
         """Hash the CA's certificate, lower-case hex: what the lead reads out and each silo compares."""
         return certificate_fingerprint(self.ca_pem)
+
+    def readdress(self, addresses: Sequence[str]) -> Authority:
+        """Change the addresses that new invitations carry, and issue the service a certificate for their names."""
+        moved = replace(self, addresses=tuple(Address.parse(a) for a in addresses))
+        moved._write_about(self.folder)
+        moved.issue_server()
+        return moved
 
     def issue_server(self) -> Credentials:
         """Issue the service's certificate with a new key, and put both in place at once."""
@@ -210,6 +216,14 @@ class Authority:
     def _issue(self, identity: Identity, public: ec.EllipticCurvePublicKey, days: float) -> bytes:
         ca, key = self._ca()
         return certificates.to_pem(issuing.leaf(ca, key, identity, public, self.clock(), timedelta(days=days)))
+
+    def _write_about(self, folder: Path) -> None:
+        about = {
+            "consortium": self.consortium,
+            "addresses": list(map(str, self.addresses)),
+            "lifetimes": asdict(self.lifetimes),
+        }
+        keyfiles.write_public(folder / "authority.json", json.dumps(about, indent=2).encode())
 
     def _write_server(self, folder: Path, ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey) -> None:
         key = certificates.new_key()

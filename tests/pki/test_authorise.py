@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from helpers_pki import today
+
+from coordinator.authorise import authorise
+from protos.identity import Identity, Kind, PeerCertificate
+
+CLOCK = today()
+
+
+def peer(kind=Kind.SILO, consortium="demo", name="a", **change):
+    values = {
+        "identity": Identity(kind, consortium, name),
+        "serial": "ab12",
+        "fingerprint": "cd" * 32,
+        "not_before": CLOCK() - timedelta(hours=1),
+        "not_after": CLOCK() + timedelta(days=1),
+    }
+    return PeerCertificate(**{**values, **change})
+
+
+def ask(who, kinds=(Kind.SILO, Kind.LEAD), revoked=(), member=True, now=None):
+    error = authorise(who, kinds, "demo", lambda s: s in revoked, lambda p: member, now or CLOCK())
+    return None if error is None else error.code
+
+
+@pytest.mark.parametrize("kind", [Kind.SILO, Kind.LEAD])
+def test_members_may(kind):
+    assert ask(peer(kind)) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [
+        ("E-ID-10", {"who": peer(consortium="other")}),
+        ("E-ID-11", {"who": peer(Kind.INVITE)}),
+        ("E-ID-11", {"who": peer(), "kinds": (Kind.LEAD,)}),
+        ("E-ID-11", {"who": peer(), "kinds": ()}),
+        ("E-TLS-08", {"who": peer(), "now": CLOCK() + timedelta(days=2)}),
+        ("E-TLS-08", {"who": peer(), "now": CLOCK() - timedelta(hours=2)}),
+        ("E-ID-12", {"who": peer(), "revoked": ("ab12",)}),
+        ("E-ID-12", {"who": peer(), "revoked": ("ab12",), "member": False}),
+        ("E-ID-13", {"who": peer(), "member": False}),
+        ("E-ID-13", {"who": peer(Kind.INVITE), "kinds": (Kind.INVITE,), "member": False}),
+    ],
+)
+def test_each_refusal_has_its_code(code, arguments):
+    assert ask(**arguments) == code
+
+
+def test_the_lists_are_asked_about_this_peer():
+    asked = []
+    who = peer()
+    authorise(who, [Kind.SILO], "demo", lambda s: asked.append(s) or False, lambda p: asked.append(p) or True, CLOCK())
+    assert asked == ["ab12", who]
+
+
+def test_messages_name_the_peer_and_the_remedy():
+    error = authorise(peer(), [Kind.SILO], "demo", lambda s: False, lambda p: False, CLOCK())
+    assert "silo://demo/a" in error.message
+    assert "invitation" in error.message

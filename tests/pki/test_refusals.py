@@ -1,0 +1,343 @@
+"""Every refusal, by a real coordinator in a process of its own, explained on both sides."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+
+import grpc
+import pytest
+from helpers_pki import authority, join, today
+from helpers_pki_server import Server
+
+from coordinator.pki import Authority
+from fl_core.errors import RefusedError, UnavailableError
+from protos.identity import Address, identity_of
+from protos.invitation import InvitationToken
+from protos.keyfiles import Credentials
+from protos.tls import diagnose
+from silo.credentials import channel_credentials, explain, name_options, silo_credentials
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def clock():
+    return today()
+
+
+@pytest.fixture(scope="module")
+def ca(tmp_path_factory, clock):
+    return authority(tmp_path_factory.mktemp("coordinator"), clock)
+
+
+@pytest.fixture(scope="module")
+def silo(ca, tmp_path_factory):
+    return join(ca, tmp_path_factory.mktemp("silo"), "a")
+
+
+@pytest.fixture(scope="module")
+def running(ca):
+    server = Server(ca.home)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server(running, ca, silo):
+    (ca.home / "members").write_text(silo.fingerprint())
+    (ca.home / "revoked").write_text("")
+    running.forget()
+    return running
+
+
+def call(port, credentials, method="/x/silo", name=None):
+    options = [*name_options(name), ("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+    with grpc.secure_channel(f"{HOST}:{port}", channel_credentials(credentials), options=options) as channel:
+        return channel.unary_unary(method)(b"", timeout=10)
+
+
+def refused_call(port, credentials, method="/x/silo", name=None) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(port, credentials, method, name)
+    return caught.value
+
+
+def test_a_member_is_let_in(server, silo):
+    assert call(server.port, silo.current_credentials()) == b"ok"
+    assert server.expect("call")["who"] == "silo://demo/a"
+    finding = explain(Address(HOST, server.port), silo.current_credentials())
+    assert finding.ok
+    assert not finding.worth_retrying
+
+
+def test_no_certificate(server, ca):
+    finding = diagnose(HOST, server.port, ca.ca_pem)
+    assert finding.code == "E-TLS-10"
+    assert "silo join" in finding.remedy
+    event = server.expect("refused")
+    assert event["code"] == "E-TLS-10"
+    assert event["peer"].startswith(HOST + ":")
+
+
+def expired(ca, tmp_path):
+    past = today()
+    past.advance(days=-200)
+    return join(Authority.open(ca.home, past), tmp_path / "old", "old")
+
+
+def test_expired_certificate(server, ca, tmp_path):
+    old = expired(ca, tmp_path)
+    credentials = old.current_credentials()
+    finding = explain(Address(HOST, server.port), credentials)
+    assert finding.code == "E-TLS-08"
+    assert f"{old.load().not_after:%Y-%m-%d}" in finding.explanation  # since when
+    assert "silo join" in finding.remedy
+    assert refused_call(server.port, credentials).code() == grpc.StatusCode.UNAVAILABLE
+    event = server.expect("refused")
+    assert event["code"] == "E-TLS-08"
+    assert "expired" in event["reason"]
+
+
+def test_expired_by_the_coordinators_clock_alone(server, ca, tmp_path):
+    """A silo whose clock stands still cannot know the reason; it says so and where the reason is to be found."""
+    old = expired(ca, tmp_path)
+    credentials = old.current_credentials()
+    far = today()
+    far.advance(days=-150)
+    key, cert, pem = credentials
+    finding = diagnose(HOST, server.port, pem, cert, key, clock=far)
+    assert finding.code == "E-TLS-12"
+    assert "clock" in finding.explanation
+    assert "log" in finding.remedy
+    assert server.expect("refused")["code"] == "E-TLS-08"
+
+
+def test_certificate_not_valid_yet(server, ca, tmp_path):
+    ahead = today()
+    ahead.advance(days=2)
+    early = join(Authority.open(ca.home, ahead), tmp_path / "early", "early")
+    finding = explain(Address(HOST, server.port), early.current_credentials())
+    assert finding.code == "E-TLS-08"
+    assert "clock" in finding.remedy
+    refused_call(server.port, early.current_credentials())
+    event = server.expect("refused")
+    assert event["code"] == "E-TLS-08"
+    assert "clock" in event["reason"]
+
+
+@pytest.mark.parametrize("consortium", ["demo", "other"])
+def test_certificate_of_another_authority(server, ca, tmp_path, clock, consortium):
+    other = authority(tmp_path / "other", clock, consortium)
+    key, cert, theirs = join(other, tmp_path / "s", "a").current_credentials()
+    finding = diagnose(HOST, server.port, ca.ca_pem, cert, key)  # the right CA pinned, another one's certificate
+    assert finding.code == "E-TLS-09"
+    refused_call(server.port, Credentials(key, cert, ca.ca_pem))
+    assert server.expect("refused")["code"] == "E-TLS-09"
+    finding = diagnose(HOST, server.port, theirs, cert, key)  # at home in the other consortium altogether
+    assert finding.code == "E-TLS-05"
+    assert "Consilium authority of demo" in finding.explanation or "another key" in finding.explanation
+    assert {server.expect("refused")["code"] for _ in range(2)} == {"E-TLS-13", "E-TLS-09"}
+    refused_call(server.port, Credentials(key, cert, theirs))
+    assert server.expect("refused")["code"] == "E-TLS-13"
+
+
+def test_wrong_host_name(server, ca, silo):
+    key, cert, pem = silo.current_credentials()
+    finding = diagnose(HOST, server.port, pem, cert, key, server_name="elsewhere.example.org")
+    assert finding.code == "E-TLS-07"
+    for name in ("elsewhere.example.org", "fl.example.org", "10.1.2.3", "localhost"):
+        assert name in finding.explanation
+    event = server.expect("refused")
+    assert (event["code"], event["peer"]) == ("E-TLS-07", None)
+    assert "'elsewhere.example.org'" in event["reason"]
+    assert server.expect("refused")["code"] == "E-TLS-13"  # then Python's TLS says goodbye; gRPC's just goes
+    server.forget()
+    error = refused_call(server.port, silo.current_credentials(), name="elsewhere.example.org")
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    assert server.expect("refused")["code"] == "E-TLS-07"
+    assert call(server.port, silo.current_credentials(), name="fl.example.org") == b"ok"
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "HTTP"), (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "speaks no TLS")],
+)
+def test_plaintext_client(server, first, reason):
+    with socket.create_connection((HOST, server.port), 10) as plain:
+        plain.sendall(first)
+        assert plain.recv(100) == b""
+        mine = f"{HOST}:{plain.getsockname()[1]}"
+    event = server.expect("refused")
+    assert event["code"] == "E-TLS-04"
+    assert reason in event["reason"]
+    assert event["peer"] == mine
+
+
+def test_plaintext_grpc_client(server):
+    with (
+        grpc.insecure_channel(f"{HOST}:{server.port}", options=[("grpc.enable_http_proxy", 0)]) as channel,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        channel.unary_unary("/x/silo")(b"", timeout=10)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert server.expect("refused")["code"] == "E-TLS-04"
+
+
+def tls_client(ca, silo, tmp_path, version):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = context.maximum_version = version
+    context.load_verify_locations(cadata=ca.ca_pem.decode())
+    context.set_alpn_protocols(["h2"])
+    context.load_cert_chain(silo.folder / "silo.pem")
+    return context
+
+
+def test_a_client_of_tls_12_is_refused(server, ca, silo, tmp_path):
+    """require_tls13 works: the same client is let in with TLS 1.3 and refused with 1.2."""
+    with socket.create_connection((HOST, server.port), 10) as raw:
+        context = tls_client(ca, silo, tmp_path, ssl.TLSVersion.TLSv1_3)
+        with context.wrap_socket(raw, server_hostname=HOST) as tls:
+            assert tls.version() == "TLSv1.3"
+            assert tls.recv(9)
+    with socket.create_connection((HOST, server.port), 10) as raw:
+        context = tls_client(ca, silo, tmp_path, ssl.TLSVersion.TLSv1_2)
+        with pytest.raises(OSError, match=r"EOF|ALERT|reset|HANDSHAKE"):
+            context.wrap_socket(raw, server_hostname=HOST)
+    event = server.expect("refused", code="E-TLS-11")
+    assert "TLS 1.3" in event["reason"]
+
+
+def test_a_port_probe_is_told_apart_from_a_bad_certificate(server):
+    socket.create_connection((HOST, server.port), 10).close()
+    event = server.expect("refused")
+    assert event["code"] == "E-TLS-13"
+    assert "probe" in event["reason"]
+
+
+def test_revoked(server, ca, silo):
+    (ca.home / "revoked").write_text(silo.load().serial)
+    error = refused_call(server.port, silo.current_credentials())
+    assert error.code() == grpc.StatusCode.PERMISSION_DENIED
+    assert "E-ID-12" in error.details()
+    assert server.expect("denied")["code"] == "E-ID-12"
+
+
+def test_no_member(server, ca, tmp_path):
+    stranger = join(ca, tmp_path / "s", "stranger")
+    error = refused_call(server.port, stranger.current_credentials())
+    assert "E-ID-13" in error.details()
+    assert "silo://demo/stranger" in error.details()
+    assert server.expect("denied")["code"] == "E-ID-13"
+
+
+def test_an_invitation_opens_enrolment_alone(server, ca):
+    token = InvitationToken.decode(ca.invite("new").token)
+    (ca.home / "members").write_text(token.certificate.fingerprint)
+    assert call(server.port, token.credentials, "/x/enrol") == b"ok"
+    error = refused_call(server.port, token.credentials, "/x/silo")
+    assert "E-ID-11" in error.details()
+    assert server.expect("denied")["code"] == "E-ID-11"
+
+
+def test_a_silo_cannot_enrol_as_an_invitation(server, silo):
+    error = refused_call(server.port, silo.current_credentials(), "/x/enrol")
+    assert "E-ID-11" in error.details()
+    assert server.expect("denied")["code"] == "E-ID-11"
+
+
+def test_a_lead_is_no_silo(server, ca):
+    error = refused_call(server.port, ca.issue_lead("anna"))
+    assert "E-ID-11" in error.details()
+
+
+def test_the_coordinators_certificate_is_no_clients(server, ca):
+    refused_call(server.port, ca.server_credentials())
+    assert server.expect("refused")["code"] == "E-TLS-14"
+
+
+def test_expired_server_certificate(tmp_path, clock):
+    past = today()
+    past.advance(days=-200)
+    old = authority(tmp_path / "ca", past)
+    silo = join(Authority.open(old.home, clock), tmp_path / "s", "a")
+    (old.folder / "ca.key").rename(tmp_path / "ca.key")  # kept elsewhere: this service cannot renew by itself
+    server = Server(old.home)
+    try:
+        finding = explain(Address(HOST, server.port), silo.current_credentials())
+        assert finding.code == "E-TLS-06"
+        assert f"{identity_of(old.server_credentials().cert_pem).not_after:%Y-%m-%d}" in finding.explanation
+        assert server.expect("refused")["code"] == "E-TLS-13"
+        refused_call(server.port, silo.current_credentials())
+    finally:
+        said = server.stop()
+    assert "E-TLS-06" in said  # the operator hears of it too
+
+
+def test_a_silo_cannot_play_the_coordinator(tmp_path, clock):
+    """Its certificate is of the right CA; neither its use nor its name lets it serve, even called localhost."""
+    ca = authority(tmp_path / "ca", clock)
+    impostor = join(ca, tmp_path / "impostor", "localhost")
+    (ca.folder / "ca.key").rename(tmp_path / "ca.key")
+    (ca.folder / "server.pem").write_bytes((impostor.folder / "silo.pem").read_bytes())
+    (ca.folder / "server.pem").chmod(0o600)
+    victim = impostor.current_credentials()
+    (ca.home / "members").write_text(impostor.fingerprint())
+    server = Server(ca.home)
+    try:
+        finding = diagnose(HOST, server.port, victim.ca_pem, victim.cert_pem, victim.key_pem, server_name="localhost")
+        assert finding.code in {"E-TLS-07", "E-TLS-14"}
+        error = refused_call(server.port, victim, name="localhost")
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+    finally:
+        server.stop()
+
+
+def test_other_lines_pass_unchanged_and_trace_lines_do_not(tmp_path, clock):
+    ca = authority(tmp_path / "ca", clock)
+    server = Server(ca.home)
+    for line in ("hello from C", "I1121 03:04:05.123456    77 other.cc:1] not about handshakes", "src/core/x", "é ö"):
+        server.say(line)
+    diagnose(HOST, server.port, ca.ca_pem)
+    server.expect("refused")
+    said = server.stop()
+    assert "hello from C\nI1121 03:04:05.123456    77 other.cc:1] not about handshakes\nsrc/core/x\né ö\n" in said
+    for sign in ("handshaker", "CallNext", "Source Location", "ssl_transport_security"):
+        assert sign not in said
+    assert said.count("E-TLS-10: refused a connection from 127.0.0.1:") == 1  # the line for a person
+    assert "PRIVATE" not in said
+
+
+def test_without_the_trace_the_reason_comes_without_the_peer(tmp_path, clock):
+    ca = authority(tmp_path / "ca", clock)
+    server = Server(ca.home, trace=False)
+    try:
+        assert diagnose(HOST, server.port, ca.ca_pem).code == "E-TLS-10"
+        event = server.expect("refused")
+        assert (event["code"], event["peer"]) == ("E-TLS-10", None)
+    finally:
+        server.stop()
+
+
+def test_findings_become_errors_by_what_the_reader_can_do(server, ca, silo):
+    finding = diagnose(HOST, server.port, ca.ca_pem)
+    assert isinstance(finding.error(), RefusedError)
+    with socket.create_server((HOST, 0)) as unused:
+        free = unused.getsockname()[1]
+    down = explain(Address(HOST, free), silo.current_credentials())
+    assert down.code == "E-TLS-01"
+    assert down.worth_retrying
+    assert isinstance(down.error(), UnavailableError)
+    assert down.error().code == "E-TLS-01"
+
+
+def test_credentials_of_a_silo(server, silo):
+    options = [("grpc.enable_http_proxy", 0)]
+    with grpc.secure_channel(f"{HOST}:{server.port}", silo_credentials(silo), options=options) as channel:
+        assert channel.unary_unary("/x/silo")(b"", timeout=10) == b"ok"

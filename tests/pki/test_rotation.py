@@ -1,0 +1,103 @@
+"""The service's certificate changes while it runs: new connections see the new one, old ones do not notice."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+
+import grpc
+import pytest
+from cryptography import x509
+from helpers_pki import authority, join, today
+from helpers_pki_server import Server
+
+from coordinator.credentials import ServerCertificate
+from coordinator.pki import Authority
+from fl_core.errors import StateError
+from protos.identity import identity_of, serial_of
+from silo.credentials import silo_credentials
+
+HOST = "127.0.0.1"
+
+
+def presented(port, ca, silo):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=ca.ca_pem.decode())
+    context.load_cert_chain(silo.folder / "silo.pem")
+    context.set_alpn_protocols(["h2"])
+    with socket.create_connection((HOST, port), 10) as raw, context.wrap_socket(raw, server_hostname=HOST) as tls:
+        return serial_of(x509.load_der_x509_certificate(tls.getpeercert(binary_form=True)))
+
+
+def test_a_renewed_certificate_counts_without_a_restart(tmp_path):
+    ca = authority(tmp_path / "ca", today())
+    silo = join(ca, tmp_path / "s", "a")
+    (ca.home / "members").write_text(silo.fingerprint())
+    server = Server(ca.home)
+    options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+    try:
+        first = presented(server.port, ca, silo)
+        assert first == identity_of(ca.server_credentials().cert_pem).serial
+        with grpc.secure_channel(f"{HOST}:{server.port}", silo_credentials(silo), options=options) as old:
+            assert old.unary_unary("/x/silo")(b"", timeout=10) == b"ok"
+            second = identity_of(ca.issue_server().cert_pem).serial
+            assert second != first
+            assert presented(server.port, ca, silo) == second
+            assert old.unary_unary("/x/silo")(b"", timeout=10) == b"ok"  # the old connection goes on
+        with grpc.secure_channel(f"{HOST}:{server.port}", silo_credentials(silo), options=options) as new:
+            assert new.unary_unary("/x/silo")(b"", timeout=10) == b"ok"
+        (ca.folder / "server.pem").write_bytes(b"damaged")  # the last good one stays in use, and the log says why
+        assert presented(server.port, ca, silo) == second
+    finally:
+        said = server.stop()
+    assert "E-STATE-43" in said
+
+
+def test_it_renews_itself_when_two_thirds_are_over(tmp_path):
+    """The service was made 61 days ago: its first handshake today is with a certificate made today."""
+    past = today()
+    past.advance(days=-61)
+    ca = authority(tmp_path / "ca", past)
+    made = identity_of(ca.server_credentials().cert_pem).serial
+    silo = join(Authority.open(ca.home, today()), tmp_path / "s", "a")
+    server = Server(ca.home)
+    try:
+        now = presented(server.port, ca, silo)
+    finally:
+        server.stop()
+    assert now != made
+    assert now == identity_of(ca.server_credentials().cert_pem).serial
+
+
+def test_when_it_is_due(tmp_path):
+    clock = today()
+    ca = authority(tmp_path / "ca", clock)
+    certificate = ServerCertificate(ca.home, clock)
+    assert certificate.configuration() is not None
+    assert certificate.changed() is None
+    clock.advance(days=59)
+    assert not certificate.renew_if_due()
+    assert certificate.changed() is None
+    clock.advance(days=2)
+    assert certificate.changed() is not None
+    assert certificate.changed() is None
+    assert not certificate.renew_if_due()
+
+
+def test_without_the_authoritys_key_it_says_so_once(tmp_path, caplog):
+    clock = today()
+    ca = authority(tmp_path / "ca", clock)
+    (ca.folder / "ca.key").unlink()
+    certificate = ServerCertificate(ca.home, clock)
+    certificate.configuration()
+    clock.advance(days=70)
+    for _ in range(3):
+        assert certificate.changed() is None
+    assert [r.getMessage()[:8] for r in caplog.records] == ["E-TLS-06"]
+
+
+def test_a_service_does_not_start_with_a_key_that_others_read(tmp_path):
+    ca = authority(tmp_path / "ca", today())
+    (ca.folder / "server.pem").chmod(0o644)
+    with pytest.raises(StateError, match="chmod 600"):
+        ServerCertificate(ca.home).configuration()
