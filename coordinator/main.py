@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from protos.tls import require_tls13
+import sys
+
+from coordinator.refusals import trace_handshakes
+from protos.tls import hush_core, require_tls13
 
 require_tls13()  # before anything imports gRPC
+if "serve" in sys.argv[1:2]:
+    trace_handshakes()  # the service explains whom it turned away
+else:
+    hush_core()
 
 import importlib  # noqa: E402
-import sys  # noqa: E402
 
 import click  # noqa: E402
 import typer  # noqa: E402

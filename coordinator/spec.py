@@ -37,26 +37,26 @@ class RunSpec:
 
     @classmethod
     def from_json(cls, text: str) -> RunSpec:
-        """Read what `to_json` wrote; raises ConfigError (E-CFG-40) on anything else."""
+        """Read what `to_json` wrote; raises ConfigError (E-CFG-45) on anything else."""
         try:
             raw = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError("E-CFG-40", f"expected a run's configuration as JSON, found: {error}") from error
+            raise ConfigError("E-CFG-45", f"expected a run's configuration as JSON, found: {error}") from error
         if not isinstance(raw, dict):
-            raise ConfigError("E-CFG-40", f"expected a run's configuration, found {type(raw).__name__}")
+            raise ConfigError("E-CFG-45", f"expected a run's configuration, found {type(raw).__name__}")
         return cls.from_mapping(raw)
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, object]) -> RunSpec:
-        """Check a mapping; raises ConfigError (E-CFG-40) that names the unknown key and the nearest valid one."""
+        """Check a mapping; raises ConfigError (E-CFG-45) that names the unknown key and the nearest valid one."""
         refuse_unknown(raw, [f.name for f in fields(cls)], "the configuration")
         train = raw.get("train")
         if not isinstance(train, Mapping):
-            raise ConfigError("E-CFG-40", f"expected the training schedule under `train`, found {train!r}")
+            raise ConfigError("E-CFG-45", f"expected the training schedule under `train`, found {train!r}")
         refuse_unknown(train, [f.name for f in fields(TrainConfig)], "train")
         silos = raw.get("silos")
         if silos is not None and not (isinstance(silos, list | tuple) and all(isinstance(s, str) for s in silos)):
-            raise ConfigError("E-CFG-40", f"expected silos=[name,name,...] or null, found {silos!r}")
+            raise ConfigError("E-CFG-45", f"expected silos=[name,name,...] or null, found {silos!r}")
         spec = cls(
             method=_group(raw, "method"),
             model=_group(raw, "model"),
@@ -110,18 +110,18 @@ class RunSpec:
 
 
 def refuse_unknown(raw: Mapping[str, object], valid: Collection[str], where: str) -> None:
-    """Raise ConfigError (E-CFG-40) on a key that does not exist, with the nearest one that does."""
+    """Raise ConfigError (E-CFG-45) on a key that does not exist, with the nearest one that does."""
     for key in raw:
         if key not in valid:
             near = difflib.get_close_matches(str(key), list(valid), 1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(sorted(valid))}"
-            raise ConfigError("E-CFG-40", f"{where} has no key {key!r}{hint}")
+            raise ConfigError("E-CFG-45", f"{where} has no key {key!r}{hint}")
 
 
 def _group(raw: Mapping[str, object], key: str) -> Mapping[str, object]:
     group = raw.get(key)
     if not isinstance(group, Mapping) or not isinstance(group.get("name"), str):
-        raise ConfigError("E-CFG-40", f"expected {key}=NAME, found {group!r}")
+        raise ConfigError("E-CFG-45", f"expected {key}=NAME, found {group!r}")
     return {str(k): v for k, v in group.items()}
 
 

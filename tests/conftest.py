@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from protos.tls import require_tls13
 
-import pytest
-import torch
-from hypothesis import settings
+require_tls13()  # before anything imports gRPC
+
+import os  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 settings.register_profile("ci", derandomize=True, max_examples=25, deadline=None)
 settings.register_profile("nightly", max_examples=500, deadline=None)

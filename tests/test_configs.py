@@ -67,7 +67,7 @@ def test_every_experiment_composes(name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["metod=fedmr"], "E-CFG-40", "did you mean 'method'"),
+        (["metod=fedmr"], "E-CFG-45", "did you mean 'method'"),
         (["method=fedrm"], "E-CFG-42", "did you mean method=fedmr"),
         (["method=fedmr", "method.mu11=1"], "E-CFG-42", "mu11"),
         (["train.lrr=0.1"], "E-CFG-42", "train.lrr"),

@@ -39,18 +39,16 @@ class Machine:
         self.services: list[subprocess.Popen[bytes]] = []
 
     def run(self, script: str) -> str:
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", script], cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=180
-        )  # fmt: skip
+        words = ["bash", "-euo", "pipefail", "-c", script]
+        done = subprocess.run(words, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
 
     def serve(self, script: str) -> Path:
         log = self.folder / f"service{len(self.services)}.log"
         with log.open("wb") as out:
-            self.services.append(
-                subprocess.Popen(["bash", "-c", f"exec {script.strip()}"], cwd=self.folder, env=self.env, stdout=out, stderr=out)
-            )  # fmt: skip
+            words = ["bash", "-c", f"exec {script.strip()}"]
+            self.services.append(subprocess.Popen(words, cwd=self.folder, env=self.env, stdout=out, stderr=out))
         return log
 
     def stop(self) -> None:
