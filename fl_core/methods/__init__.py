@@ -18,7 +18,9 @@ METHODS: Mapping[str, type[FedAvg]] = {"fedavg": FedAvg, "fedprox": FedProx, "fe
 def build_method(name: str, options: Mapping[str, object]) -> Method:
     """Make a method from its registered name and options; raises ConfigError (E-CFG-01) with the nearest valid name."""
     if name not in METHODS:
-        raise ConfigError("E-CFG-01", f"expected a method of {sorted(METHODS)}, found {name!r}{_nearest(name, METHODS)}")
+        raise ConfigError(
+            "E-CFG-01", f"expected a method of {sorted(METHODS)}, found {name!r}{_nearest(name, METHODS)}"
+        )
     valid = {f.name: f for f in fields(METHODS[name])}
     for option in options:
         if option not in valid:

@@ -1,4 +1,6 @@
-"""FedAvg. McMahan, Moore, Ramage, Hampson and Aguera y Arcas, "Communication-Efficient Learning of Deep Networks
+"""FedAvg: average what the silos trained.
+
+McMahan, Moore, Ramage, Hampson and Aguera y Arcas, "Communication-Efficient Learning of Deep Networks
 from Decentralized Data", AISTATS 2017, Algorithm 1.
 
     w_k     <- E epochs of SGD on CE from w            ClientUpdate
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 
 from fl_core import trees
 from fl_core.protocols import SiloData
@@ -41,7 +43,7 @@ class FedAvg:
     @staticmethod
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
         """Return the cross entropy of each example."""
-        return Losses(F.cross_entropy(model(x), y, reduction="none"))
+        return Losses(cross_entropy(model(x), y, reduction="none"))
 
     def init_server(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
         """Start from the initialised model."""

@@ -1,4 +1,6 @@
-"""FedProx. Li, Sahu, Zaheer, Sanjabi, Talwalkar and Smith, "Federated Optimization in Heterogeneous Networks",
+"""FedProx: FedAvg with a pull back to the received model.
+
+Li, Sahu, Zaheer, Sanjabi, Talwalkar and Smith, "Federated Optimization in Heterogeneous Networks",
 MLSys 2020, equation 2.
 
     min_w  CE(w) + mu/2 ||w - w^t||_2^2        squared, over all trainable parameters, buffers excluded

@@ -1,0 +1,150 @@
+"""FedMR: FedAvg with reshaped feature manifolds.
+
+Fan, Yao, Han, Zhang, Wang and Zhang, "Federated Learning under Partially Class-Disjoint Data via Manifold
+Reshaping", TMLR 2023, equations 3 to 5 and Algorithm 1 (losses: manifold.py, prototypes: prototypes.py).
+
+    min_w  CE(w) + mu1 L_intra(w) + mu2 L_inter(w; g)          (5), by E epochs of SGD from w
+    g_c    = sum_k p_k^c g_k^c, p_k^c = n_k^c / sum_k n_k^c    after training, in eval mode, over all of D_k
+    w, g travel down and up; w as in FedAvg
+
+Where the paper is silent or contradicts its own lemma, the default is what its text argues for and the printed form
+is an option: variance (`paper_literal_std`), pairs (`inter`), negatives (`negatives`); `intra="code"` is the official
+code's loss, which has no inter-class term.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fl_core import rng, trees
+from fl_core.errors import ConfigError
+from fl_core.methods import manifold, prototypes
+from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.manifold import IntraVariant, References
+from fl_core.protocols import SiloData
+from fl_core.types import Bundle, Coupling, Federation, Losses, LossFn, Outcome, State, Turn
+
+CHOICES = {
+    "intra": ("paper", "code"),
+    "inter": ("own_sample", "paired_sample"),
+    "inter_weighting": ("batch", "example"),
+    "negatives": ("all", "observed"),
+    "lite_scope": ("inter", "both"),
+}
+
+
+@dataclass(frozen=True)
+class FedMR(FedAvg):
+    """As FedAvg, except that features are decorrelated within classes and kept apart from other classes' prototypes.
+
+    mu1, mu2: weights of L_intra and L_inter, >= 0   eps: added to variances   warmup: rounds in which mu2 grows to
+    its value   lite: examples of a batch that L_inter is computed on, 0 for all (the paper's Lite 10, Lite 50)
+    prototypes: False is "prototypes off": L_intra alone, nothing else travels
+    inter_weighting: "batch" is equation 4; "example" averages each example over its own negatives.
+
+    Guarantees: mu1 = mu2 = 0 is FedAvg bit for bit; without prototypes the bundle is FedAvg's.
+    """
+
+    name: ClassVar[str] = "fedmr"
+    mu1: float = 1e-5
+    mu2: float = 0.1
+    intra: str = "paper"
+    inter: str = "own_sample"
+    inter_weighting: str = "batch"
+    negatives: str = "all"
+    no_margin: bool = False
+    paper_literal_std: bool = False
+    eps: float = 1e-8
+    warmup: int = 0
+    lite: int = 0
+    lite_scope: str = "inter"
+    prototypes: bool = True
+
+    def __post_init__(self) -> None:
+        if min(self.mu1, self.mu2, self.eps, self.warmup, self.lite) < 0:
+            raise ConfigError("E-CFG-02", f"expected mu1, mu2, eps, warmup and lite >= 0, found {self}")
+        for option, valid in CHOICES.items():
+            if (found := getattr(self, option)) not in valid:
+                raise ConfigError("E-CFG-02", f"fedmr.{option}: expected one of {valid}, found {found!r}")
+        if self.no_margin and self.inter == "paired_sample":
+            raise ConfigError("E-CFG-02", "no_margin pairs nothing: expected inter=own_sample, found paired_sample")
+
+    @property
+    def uses_prototypes(self) -> bool:
+        """Tell whether prototypes are measured and sent: only when a loss needs them."""
+        return self.prototypes and self.mu2 > 0
+
+    @property
+    def coupling(self) -> Coupling:
+        """Say that the batch is mixed by L_intra, and by L_inter unless its terms depend on one example each."""
+        alone = self.inter == "own_sample" and self.inter_weighting == "example"
+        return Coupling.BATCH if self.mu1 > 0 or (self.uses_prototypes and not alone) else Coupling.EXAMPLE
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Name what goes up, part by part."""
+        return ("delta", prototypes.PART) if self.uses_prototypes else ("delta",)
+
+    def init_server(self, model: nn.Module, fed: Federation) -> State:
+        """Start from the initialised model, with no prototype known."""
+        start = {"w": trees.read(model)}
+        unknown = prototypes.unknown(fed.n_classes, prototypes.features_of(model).feature_dim)
+        return {**start, prototypes.PART: unknown} if self.uses_prototypes else start
+
+    def broadcast(self, server: State) -> State:
+        """Send the model and the prototypes."""
+        return dict(server)
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        """Train with both losses, then measure prototypes around the received ones."""
+        trees.write(model, msg["w"])
+        data.sgd(model, self._objective(msg, data, turn))
+        delta = {"delta": self.delta(model, msg, data)}
+        if not self.uses_prototypes:
+            return Outcome(delta, silo)
+        state = msg[prototypes.PART]
+        part = prototypes.measure(model, state, data) if turn.prototypes else prototypes.withheld(state)
+        return Outcome({**delta, prototypes.PART: part}, silo)
+
+    def _references(self, msg: State, data: SiloData) -> References | None:
+        """Choose what L_inter measures against; None while no prototype is known."""
+        if not self.uses_prototypes or not bool((known := msg[prototypes.PART]["known"] > 0).any()):
+            return None
+        negatives = data.class_counts() > 0 if self.negatives == "observed" else known
+        return References(msg[prototypes.PART]["g"], known, negatives)
+
+    def _objective(self, msg: State, data: SiloData, turn: Turn) -> LossFn:
+        """Make equation 5 for one silo's round; L_inter is per example but for `paired_sample`."""
+        t, ref = turn.fed.round, self._references(msg, data)
+        mu2 = self.mu2 * (min(1.0, t / self.warmup) if self.warmup else 1.0)
+        draw = rng.stream(turn.seed, "round", t, "silo", turn.silo, "lite")
+        form = IntraVariant(self.intra == "code", self.paper_literal_std, self.eps)
+
+        def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+            split = prototypes.features_of(model)
+            z = split.features(x)
+            per_example, coupled = cross_entropy(split.head(z), y, reduction="none"), z.new_zeros(())
+            few = manifold.pick(len(y), self.lite, draw)
+            if self.mu1:
+                seen = few if self.lite_scope == "both" else slice(None)
+                coupled = coupled + self.mu1 * manifold.intra_loss(z[seen], y[seen], turn.fed.n_classes, form)
+            if ref is not None and mu2 and self.inter == "paired_sample":
+                coupled = coupled + mu2 * manifold.inter_paired(z[few], y[few], ref)
+            elif ref is not None and mu2:
+                equal = self.inter_weighting == "example"
+                terms = manifold.inter_terms(z[few], y[few], ref, no_margin=self.no_margin, equal_examples=equal)
+                per_example = per_example + mu2 * manifold.spread(terms, few, len(y))
+            return Losses(per_example, coupled if self.coupling is Coupling.BATCH else None)
+
+        return loss
+
+    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+        """Average models as FedAvg does, and prototypes by class counts; classes nobody reported keep theirs."""
+        after = super().merge(server, total, fed)
+        if not self.uses_prototypes:
+            return after
+        return {**after, prototypes.PART: prototypes.merged(server[prototypes.PART], total[prototypes.PART])}

@@ -1,0 +1,137 @@
+"""Small federations for tests of the core: the quadratic problem Q, made-up images, and whole manifests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fl_core.fixed_point import Grid
+from fl_core.manifest import Choice, Option, RunManifest, members
+from fl_core.methods import build_method
+from fl_core.models import build_model
+from fl_core.simulate import SiloShare
+from fl_core.spec import derive_layout
+from fl_core.types import Bundle, Examples, Federation, LossFn, PenaltyFn, Query, Schema, Split, Tensors, TrainConfig
+
+
+class Given(Examples):
+    """Examples in memory."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.labels = x, y
+
+    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        x = self.x[index]
+        return (x if augment is None else x + 0.01 * torch.rand(x.shape, generator=augment)), self.labels[index]
+
+
+class Scalar(nn.Module):
+    """One trainable number, in float64."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([start], dtype=torch.float64))
+
+
+class QData:
+    """Problem Q as a silo's doors: F(w) = a/2 (w - b)^2 by full-batch gradient descent, in float64."""
+
+    batch_size = 1
+
+    def __init__(self, a: float, b: float, n: float = 1.0, steps: int = 10, lr: float = 0.1) -> None:
+        self.a, self.b, self.n, self.steps, self.lr = a, b, n, steps, lr
+        self.path: list[float] = []
+
+    def planned_steps(self, epochs: float | None = None) -> int:
+        return self.steps
+
+    def sgd(
+        self, model: nn.Module, loss: LossFn, *, epochs: float | None = None, penalty: PenaltyFn | None = None,
+        shift: Tensors | None = None, only: Callable[[str], bool] | None = None,
+    ) -> int:  # fmt: skip
+        assert isinstance(model, Scalar)
+        optimiser = torch.optim.SGD(model.parameters(), self.lr)
+        for _ in range(self.steps):
+            optimiser.zero_grad()
+            objective = 0.5 * self.a * (model.w - self.b).square().sum()
+            if penalty is not None:
+                objective = objective + penalty(model)
+            objective.backward()
+            optimiser.step()
+            self.path.append(float(model.w.detach()))
+        return self.steps
+
+    def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
+        raise AssertionError("problem Q has no examples to sum over")
+
+    def size(self) -> float:
+        return self.n
+
+    def class_counts(self) -> Tensor:
+        raise AssertionError("problem Q has no classes")
+
+
+SCHEMA = Schema((1, 8, 8), ("a", "b", "c", "d"))
+NAMES = ("north", "east", "south")
+FED = Federation(n_silos=3, n_classes=4, rounds=3, round=1, cohort=3)
+
+
+def shares(seed: int = 0, n: int = 14) -> list[SiloShare]:
+    """Make three silos with two of four classes each; class c is bright in row c."""
+    draw = torch.Generator().manual_seed(seed)
+    result = []
+    for k in range(3):
+        y = torch.tensor([k, k + 1]).repeat(n // 2)
+        x = torch.rand(n, 1, 8, 8, generator=draw)
+        x[torch.arange(n), 0, 2 * y] += 1.0
+        result.append(SiloShare(Given(x, y), Given(x[: n // 2].clone(), y[: n // 2].clone())))
+    return result
+
+
+def manifest(
+    method: str = "fedavg",
+    options: Mapping[str, Option] | None = None,
+    *,
+    model: str = "digits_cnn",
+    train: TrainConfig | None = None,
+    rounds: int = 3,
+    seed: int = 0,
+    cohort: int = 0,
+    quorum: int = 0,
+    share: float = 1.0,
+    names: Sequence[str] = NAMES,
+    model_options: Mapping[str, Option] | None = None,
+) -> RunManifest:
+    """Freeze a run over the three silos."""
+    built = build_model(model, model_options or {}, SCHEMA, seed)
+    return RunManifest(
+        name="test",
+        method=Choice(method, options or {}),
+        model=Choice(model, model_options or {}),
+        data="made-up",
+        schema=SCHEMA,
+        train=train or TrainConfig(batch_size=4, epochs=1),
+        rounds=rounds,
+        seed=seed,
+        members=members(names, seed, share),
+        layout=derive_layout(build_method(method, options or {}), built, SCHEMA),
+        grid=Grid("ring64", len(names)),
+        privacy=Choice("none"),
+        cohort=cohort,
+        quorum=quorum,
+        threads=1,
+    )
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    """Tell whether two sets of tensors are equal to the last bit."""
+    return set(a) == set(b) and all(torch.equal(v, b[name]) for name, v in a.items())
+
+
+def same_bundle(a: Bundle, b: Bundle) -> bool:
+    """Tell whether two bundles are equal to the last bit."""
+    return set(a) == set(b) and all(
+        same(p.total, b[name].total) and torch.equal(p.weight, b[name].weight) for name, p in a.items()
+    )
