@@ -10,13 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fl_core.errors import ProtocolError
+from fl_core.kinds import Coupling as Coupling
+from fl_core.kinds import Exposure as Exposure
+from fl_core.kinds import Split as Split
+from fl_core.kinds import TaskKind as TaskKind
 
 Tensors = Mapping[str, Tensor]
 """Parameter name -> tensor; float32, or integers once on the fixed-point grid."""
@@ -91,20 +94,6 @@ Layout = Mapping[str, PartSpec]
 """Part name -> its spec: the layout of a run's bundles, frozen in the manifest."""
 
 
-class Exposure(Enum):
-    """What `merge` must see."""
-
-    SUM = "sum"
-    EACH = "each"
-
-
-class Coupling(Enum):
-    """Whether the loss of one example depends on the other examples of its batch."""
-
-    EXAMPLE = "example"
-    BATCH = "batch"
-
-
 class Losses(NamedTuple):
     """What a loss function returns: the two halves are bounded by different mechanisms under DP.
 
@@ -119,20 +108,6 @@ class Losses(NamedTuple):
         """Reduce to the scalar that a non-private step minimises: mean(per_example) + coupled."""
         mean = self.per_example.mean()
         return mean if self.coupled is None else mean + self.coupled
-
-
-class TaskKind(Enum):
-    """What a silo is asked to do in a round: train (and evaluate what it received), or only evaluate."""
-
-    TRAIN = "train"
-    EVALUATE = "evaluate"
-
-
-class Split(Enum):
-    """Which of a silo's examples a `sum` query runs over."""
-
-    TRAIN = "train"
-    TEST = "test"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,33 @@
+"""The closed choices, apart from the tensors: a command that only needs these does not load torch."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Exposure(Enum):
+    """What `merge` must see."""
+
+    SUM = "sum"
+    EACH = "each"
+
+
+class Coupling(Enum):
+    """Whether the loss of one example depends on the other examples of its batch."""
+
+    EXAMPLE = "example"
+    BATCH = "batch"
+
+
+class TaskKind(Enum):
+    """What a silo is asked to do in a round: train (and evaluate what it received), or only evaluate."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+
+
+class Split(Enum):
+    """Which of a silo's examples a `sum` query runs over."""
+
+    TRAIN = "train"
+    TEST = "test"
