@@ -1,0 +1,90 @@
+"""FedAvg on problem Q (T-AVG-1 to T-AVG-3) and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from helpers_core import FED, SCHEMA, QData, Scalar, same, shares
+
+from fl_core import trees
+from fl_core.local import PlainData
+from fl_core.methods.fedavg import FedAvg
+from fl_core.models import build_model
+from fl_core.types import Federation, Part, State, TrainConfig, Turn
+
+
+def round_of(method: FedAvg, server: State, silos: Sequence[QData]) -> State:
+    fed = Federation(len(silos), 2)
+    parts = [
+        method.local(Scalar(), method.broadcast(server), {}, data, Turn(fed, k, 0)).bundle["delta"]
+        for k, data in enumerate(silos)
+    ]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return method.merge(server, {"delta": total}, fed)
+
+
+def play(method: FedAvg, silos: Sequence[QData], rounds: int) -> list[float]:
+    server, path = method.init_server(Scalar(), Federation(len(silos), 2)), []
+    for _ in range(rounds):
+        server = round_of(method, server, silos)
+        path.append(float(server["w"]["w"]))
+    return path
+
+
+Q = (QData(1, 0), QData(4, 1))
+
+
+def test_t_avg_1_mean_is_weighed_by_examples() -> None:
+    zero = {"w": torch.zeros(1)}
+    total = Part.of({"w": torch.tensor([2.0])}, 1) + Part.of({"w": torch.tensor([6.0])}, 3)
+    assert FedAvg().merge({"w": zero}, {"delta": total}, FED)["w"]["w"].tolist() == [5.0]
+    sized = (QData(1, 2, n=1, steps=400), QData(1, 6, n=3, steps=400))  # each goes to its own optimum
+    assert play(FedAvg(), sized, 1) == pytest.approx([5], abs=1e-6)
+
+
+def test_t_avg_2_on_q_drifts_to_the_wrong_point() -> None:
+    path = play(FedAvg(), Q, 60)
+    assert path[:4] == pytest.approx([0.4969766912, 0.5851217339, 0.6007553616, 0.6035281814], abs=1e-6)
+    r = [(1 - 0.1 * a) ** 10 for a in (1, 4)]
+    limit = (1 - r[1]) / ((1 - r[0]) + (1 - r[1]))
+    assert limit == pytest.approx(0.6041260077)
+    assert path[-1] == pytest.approx(limit, abs=1e-6)
+
+
+def test_t_avg_3_identical_silos_are_centralised_training() -> None:
+    w = 0.0
+    for _ in range(10):
+        w -= 0.1 * 4 * (w - 1)
+    assert play(FedAvg(), [QData(4, 1), QData(4, 1), QData(4, 1)], 1) == pytest.approx([w], abs=1e-7)
+
+
+def test_one_silo_with_real_images_is_plain_sgd() -> None:
+    share, turn = shares()[0], Turn(FED, 0, 3)
+    config = TrainConfig(lr=0.05, batch_size=4, epochs=2)
+    start = trees.read(build_model("digits_cnn", {}, SCHEMA, 0))
+    model, server = build_model("digits_cnn", {}, SCHEMA, 1), {"w": start}
+    data = PlainData(share.train, share.test, config, turn)
+    bundle = FedAvg().local(model, server, {}, data, turn).bundle
+    after = FedAvg().merge(server, bundle, FED)["w"]
+    alone = build_model("digits_cnn", {}, SCHEMA, 0)
+    PlainData(share.train, share.test, config, turn).sgd(alone, FedAvg.loss)
+    assert all(torch.allclose(after[name], v, atol=1e-6) for name, v in trees.read(alone).items())
+    assert not same(after, start)
+
+
+def test_personal_model_is_the_locally_trained_one() -> None:
+    share, turn = shares()[0], Turn(FED, 0, 3)
+    model = build_model("digits_cnn", {}, SCHEMA, 0)
+    msg = {"w": trees.read(model)}
+
+    def data() -> PlainData:
+        return PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), turn)
+
+    personal = trees.read(FedAvg().personal(model, msg, {}, data(), turn))
+    trees.write(model, msg["w"])
+    data().sgd(model, FedAvg.loss)
+    assert same(personal, trees.read(model))

@@ -1,0 +1,102 @@
+"""FedProx on problem Q (T-PRX-1 to T-PRX-3) and mu = 0."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers_core import FED, SCHEMA, QData, Scalar, manifest, same, shares
+
+from fl_core import trees
+from fl_core.errors import ConfigError
+from fl_core.local import PlainData
+from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.fedprox import FedProx
+from fl_core.models import build_model
+from fl_core.simulate import History, simulate
+from fl_core.types import Federation, TrainConfig, Turn
+
+
+class Exact(QData):
+    """Minimises a/2 (w - b)^2 + penalty by Newton's method: one step, the objective is a parabola."""
+
+    def sgd(self, model, loss, *, penalty=None, **_):  # type: ignore[no-untyped-def]
+        assert isinstance(model, Scalar)
+        objective = 0.5 * self.a * (model.w - self.b).square().sum() + (penalty(model) if penalty else 0.0)
+        (slope,) = torch.autograd.grad(objective, model.w, create_graph=True)
+        (curve,) = torch.autograd.grad(slope.sum(), model.w)
+        with torch.no_grad():
+            model.w -= slope / curve
+        return 1
+
+
+def play(mu: float, kind: type[QData], rounds: int) -> list[float]:
+    method, fed, silos = FedProx(mu), Federation(2, 2), (kind(1, 0), kind(4, 1))
+    server, path = method.init_server(Scalar(), fed), []
+    for _ in range(rounds):
+        a, b = (
+            method.local(Scalar(), method.broadcast(server), {}, data, Turn(fed, k, 0)).bundle["delta"]
+            for k, data in enumerate(silos)
+        )
+        server = method.merge(server, {"delta": a + b}, fed)
+        path.append(float(server["w"]["w"]))
+    return path
+
+
+@pytest.mark.parametrize(("mu", "first", "limit"), [(1, 0.4, 8 / 13), (10, 0.1428571429, 0.7586206897)])
+def test_t_prx_1_exact_solve(mu: float, first: float, limit: float) -> None:
+    path = play(mu, Exact, 300)
+    assert path[0] == pytest.approx(first, abs=1e-6)
+    assert path[-1] == pytest.approx(limit, abs=1e-6)
+
+
+def test_t_prx_1_huge_mu_stays_at_the_global_model() -> None:
+    assert play(1e6, Exact, 1)[0] == pytest.approx(1.999992e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize(("mu", "first", "limit"), [(1, 0.399609375, 0.6416687560), (5, None, 0.7272935260)])
+def test_t_prx_2_gradient_descent(mu: float, first: float | None, limit: float) -> None:
+    path = play(mu, QData, 300)
+    if first is not None:
+        assert path[0] == pytest.approx(first, abs=1e-6)
+    assert path[-1] == pytest.approx(limit, abs=1e-6)
+
+
+def test_t_prx_3_large_mu_diverges_with_explicit_steps() -> None:
+    data, fed = QData(1, 1), Federation(1, 2)
+    FedProx(25).local(Scalar(), {"w": {"w": torch.zeros(1, dtype=torch.float64)}}, {}, data, Turn(fed, 0, 0))
+    fixed = 1 / 26  # of a (w - b) + mu w
+    distances = [abs(w - fixed) for w in data.path]
+    factors = [after / before for before, after in itertools.pairwise(distances)]
+    assert factors == pytest.approx([1.6] * 9)  # 1 - 0.1 (1 + 25) = -1.6
+
+
+def test_mu_zero_is_fedavg_bit_for_bit() -> None:
+    finals = [
+        simulate(manifest(name, options), shares(), History())["w"]
+        for name, options in (("fedavg", {}), ("fedprox", {"mu": 0.0}), ("fedprox", {"mu": 0.1}))
+    ]
+    assert same(finals[0], finals[1])
+    assert not same(finals[0], finals[2])
+
+
+def test_pull_leaves_buffers_alone_and_shortens_the_way() -> None:
+    share, turn = shares()[0], Turn(FED, 0, 0)
+    model = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0)
+    msg = {"w": trees.read(model)}
+
+    def moved(method: FedAvg) -> float:
+        data = PlainData(share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=3), turn)
+        method.local(model, msg, {}, data, turn)
+        start = {name: msg["w"][name] for name in trees.trainable(model)}
+        return float(trees.sq_dist(start, trees.read(model)))
+
+    assert moved(FedProx(1.0)) < moved(FedAvg())
+    assert any("running_mean" in name for name in msg["w"])
+
+
+def test_negative_mu_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        FedProx(-0.1)
+    assert caught.value.code == "E-CFG-02"
