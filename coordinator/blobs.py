@@ -1,0 +1,128 @@
+"""Objects as files: named by their SHA-256, written aside, and there either whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Container, Iterator
+from pathlib import Path
+from threading import RLock
+
+from fl_core.errors import ProtocolError, StateError
+from protos import codec
+
+QUOTA_BYTES = 8 << 30
+"""Default room for one silo's unfinished uploads."""
+
+
+class Blobs:
+    """A content-addressed folder: `objects/ab/abcd...` and, for uploads that are under way, `partial/<silo>/<id>`.
+
+    Guarantees: an object under its digest is whole and on the disk; adopting the same bytes twice is harmless.
+    """
+
+    def __init__(self, folder: Path, quota: int = QUOTA_BYTES) -> None:
+        self._objects, self._partials, self._aside = folder / "objects", folder / "partial", folder / "aside"
+        self.quota = quota
+        self.guard = RLock()
+        """Held while an object and its record are made or removed together, so that neither is without the other."""
+        shutil.rmtree(self._aside, ignore_errors=True)  # what a crash left half-written
+        for part in (self._objects, self._partials, self._aside):
+            part.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def path(self, digest: str) -> Path:
+        """Name the file of an object that is here; raises StateError (E-STATE-21) when it is not."""
+        if not (file := self._file(digest)).exists():
+            raise StateError(
+                "E-STATE-21", f"expected the object {digest[:16]} in {self._objects}, found none: restore the folder"
+            )
+        return file
+
+    def has(self, digest: str) -> bool:
+        """Tell whether an object is here."""
+        return self._file(digest).exists()
+
+    def put_bytes(self, data: bytes) -> str:
+        """Store an object and return its digest; on disk on return."""
+        digest = codec.digest(data)
+        if not self.has(digest):
+            aside = self._aside / secrets.token_hex(8)
+            with aside.open("xb", buffering=0) as f:
+                view = memoryview(data)
+                while view:
+                    view = view[f.write(view) :]
+                os.fsync(f.fileno())
+            self._place(aside, digest)
+        return digest
+
+    def partial(self, silo: str, contribution: str) -> Path:
+        """Name the file into which an upload grows; it need not exist yet."""
+        folder = self._partials / silo
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder / contribution
+
+    def have(self, silo: str, contribution: str) -> int:
+        """Count the bytes of an upload that are here."""
+        file = self._partials / silo / contribution
+        return file.stat().st_size if file.exists() else 0
+
+    def pending(self, silo: str) -> int:
+        """Count the bytes of all unfinished uploads of a silo."""
+        folder = self._partials / silo
+        return sum(f.stat().st_size for f in folder.iterdir()) if folder.exists() else 0
+
+    def adopt(self, partial: Path, digest: str, found: str | None = None) -> Path:
+        """Turn a finished upload into an object.
+
+        found: its digest where the receiver computed it on the way, else the file is read once more.
+        Raises ProtocolError (E-WIRE-04) and forgets the upload when the bytes are not those of `digest`.
+        """
+        found = codec.file_digest(partial) if found is None else found
+        if found != digest:
+            partial.unlink()
+            raise ProtocolError(
+                "E-WIRE-04",
+                f"expected an object with the SHA-256 {digest[:16]}, found {found[:16]}: it was damaged or changed; "
+                "open the contribution and send all of it again",
+            )
+        with partial.open("rb") as f:
+            os.fsync(f.fileno())
+        return self._place(partial, digest)
+
+    def discard(self, silo: str, contribution: str) -> None:
+        """Forget an unfinished upload."""
+        (self._partials / silo / contribution).unlink(missing_ok=True)
+
+    def remove(self, digest: str) -> None:
+        """Delete an object; the caller holds `guard` and has removed its last record."""
+        self._file(digest).unlink(missing_ok=True)
+
+    def sweep(self, keep: Container[str]) -> None:
+        """Delete every object that `keep` does not name: what a crash left without a record."""
+        for file in list(self._objects.glob("??/*")):
+            if file.name not in keep:
+                file.unlink()
+
+    def uploads(self) -> Iterator[tuple[str, str]]:
+        """List the unfinished uploads as (silo, contribution)."""
+        for folder in self._partials.iterdir():
+            for file in folder.iterdir():
+                yield folder.name, file.name
+
+    def _file(self, digest: str) -> Path:
+        if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+            raise ProtocolError("E-WIRE-15", f"expected a SHA-256 in lower-case hex, found {digest[:80]!r}")
+        return self._objects / digest[:2] / digest
+
+    def _place(self, aside: Path, digest: str) -> Path:
+        file = self._file(digest)
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        aside.replace(file)
+        for folder in (file.parent, self._objects):
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        return file

@@ -1,0 +1,95 @@
+"""One SQLite file, written to by many threads and by a second process (the command line) at once."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import RLock
+
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import DatabaseError
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from coordinator import tables
+from fl_core.errors import StateError
+
+_BUSY_SECONDS = 30.0
+
+
+class Database:
+    """Transactions on the coordinator's file.
+
+    Guarantees: what was written in a `write` block is on the disk when the block ends (WAL, synchronous=FULL), all
+    of it or nothing; a reader sees one moment and blocks nobody.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path = path
+        # Threads of this process queue here: SQLite's own waiting is a sleep, meant for the rare other process.
+        self._turn = RLock()
+        self._engine = _engine(path)
+        try:
+            self._prepare()
+        except DatabaseError as error:
+            raise StateError(
+                "E-STATE-22",
+                f"expected the coordinator's database in {path}, found a file that SQLite cannot use ({error.orig}): "
+                "restore it from a backup",
+            ) from error
+
+    def _prepare(self) -> None:
+        with self.write() as db:
+            found = int(db.exec_driver_sql("PRAGMA user_version").scalar_one())
+            if found > tables.VERSION:
+                raise StateError(
+                    "E-STATE-22",
+                    f"expected {self.path} of version {tables.VERSION} or older, found {found}: a newer version "
+                    "of this software wrote it; start that version again",
+                )
+            tables.metadata.create_all(db)
+            db.exec_driver_sql(f"PRAGMA user_version = {tables.VERSION}")
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """Open a transaction that only reads."""
+        with self._engine.connect() as db, db.begin():
+            yield db
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """Open a transaction that writes; no other writer is inside, in this process or another."""
+        with self._turn, self._engine.connect() as plain:
+            db = plain.execution_options(consilium_writes=True)
+            with db.begin():
+                yield db
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+
+def _engine(path: Path) -> Engine:
+    engine = create_engine(
+        f"sqlite:///{path}", connect_args={"timeout": _BUSY_SECONDS, "check_same_thread": False}, pool_size=16,
+        max_overflow=-1,
+    )  # fmt: skip
+
+    @event.listens_for(engine, "connect")
+    def _on_connect(connection: DBAPIConnection, entry: ConnectionPoolEntry) -> None:
+        del entry
+        if not isinstance(connection, sqlite3.Connection):
+            raise TypeError(f"expected a connection of sqlite3, found {type(connection).__name__}")
+        connection.isolation_level = None  # the driver's implicit BEGIN would come too late for a writer
+        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def _on_begin(connection: Connection) -> None:
+        writes = connection.get_execution_options().get("consilium_writes", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine

@@ -1,0 +1,150 @@
+"""A silo as the round loop sees it: offer the task, wait, and read the update from the disk when it is folded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+
+from coordinator.blobs import Blobs
+from coordinator.hub import Hub
+from coordinator.store import Store
+from coordinator.tasks import Task, TaskKey
+from fl_core.errors import ProtocolError
+from fl_core.manifest import RunManifest
+from fl_core.types import Bundle, Federation, Part, State, TaskKind
+from protos.codec import FileBundle, pack_state
+
+
+class Base(NamedTuple):
+    """What a round broadcasts, as an object."""
+
+    digest: str
+    size: int
+
+
+class StoredBundle(Mapping[str, Part]):
+    """An update on the disk. It is read once, when the loop folds it; until then only its index is in memory.
+
+    Raises ProtocolError: E-WIRE-06 when the file is no bundle, E-WIRE-16 when a part holds numbers of another kind
+    than this run's silos send.
+    """
+
+    def __init__(self, file: Path, allowed: frozenset[torch.dtype]) -> None:
+        self._file = FileBundle(file)
+        self._allowed = allowed
+        self._read: dict[str, Part] = {}
+
+    def __getitem__(self, name: str) -> Part:
+        """Read a part, and keep it: folding looks at each one three times."""
+        if name not in self._read:
+            try:
+                part = self._file[name]
+            except (SafetensorError, OSError, ValueError) as error:
+                raise ProtocolError("E-WIRE-06", f"part {name!r} cannot be read: {error}") from error
+            for value in (*part.total.values(), part.weight):
+                if value.dtype not in self._allowed:
+                    raise ProtocolError(
+                        "E-WIRE-16",
+                        f"part {name!r}: expected one of {sorted(map(str, self._allowed))}, found {value.dtype}",
+                    )
+            self._read[name] = part
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file)
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+
+def allowed_dtypes(manifest: RunManifest) -> frozenset[torch.dtype]:
+    """Say which numbers the bundles of a run hold: floats in plain runs; integers too where a mask can need them."""
+    plain = frozenset({torch.float32})
+    return plain if manifest.grid.ring == "ring64" else plain | {torch.int32, torch.int64}
+
+
+class Broadcasts:
+    """What each round of one run broadcasts: written and hashed once, for all silos of the cohort.
+
+    Guarantees: a broadcast whose tensors are those of a state that was just stored is that object, and costs nothing.
+    """
+
+    def __init__(self, run_id: str, deadline_s: float, store: Store, blobs: Blobs) -> None:
+        self._run_id = run_id
+        self._deadline_s = deadline_s
+        self._store = store
+        self._blobs = blobs
+        self._lock = threading.Lock()
+        self._stored: tuple[State, Base] | None = None
+        self._round: tuple[int, Base, float] | None = None
+
+    def remember(self, state: State, base: Base) -> None:
+        """Note that a state is on the disk as this object."""
+        with self._lock:
+            self._stored = (state, base)
+
+    def base(self, msg: State, round: int) -> tuple[Base, float]:
+        """Return a round's object and its deadline (time.monotonic()); the first caller makes both."""
+        with self._lock:
+            if self._round is None or self._round[0] != round:
+                self._round = (round, self._write(msg, round), time.monotonic() + self._deadline_s)
+            return self._round[1:]
+
+    def _write(self, msg: State, round: int) -> Base:
+        with self._blobs.guard:
+            base = self._known(msg)
+            if base is None:
+                data = pack_state(msg)
+                base = Base(self._blobs.put_bytes(data), len(data))
+            self._store.runs.set_base(self._run_id, round, base.digest, base.size)
+        return base
+
+    def _known(self, msg: State) -> Base | None:
+        if self._stored is None or set(msg) != set(self._stored[0]):
+            return None
+        state, base = self._stored
+        return base if all(msg[group] is state[group] for group in msg) else None
+
+
+@dataclass(slots=True)
+class GrpcPort:
+    """A silo at the other end of the wire; see `fl_core.protocols.SiloPort`.
+
+    Guarantees: the bundle is the silo's own, bit for bit; an update that was taken before a crash is not
+    asked for again.
+    """
+
+    name: str
+    run_id: str
+    manifest_digest: str
+    allowed: frozenset[torch.dtype]
+    broadcasts: Broadcasts
+    store: Store
+    blobs: Blobs
+    hub: Hub
+
+    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+        """Ask the silo for its update and return it, to be read when it is folded.
+
+        Raises FederationError when it refuses, is revoked or misses the round's deadline: the round goes on without it.
+        Raises Interrupted when the run was aborted or the service stops: the round ends unclosed.
+        """
+        base, due = self.broadcasts.base(msg, fed.round)
+        key = TaskKey(self.run_id, fed.round, kind, self.name)
+        task = Task(key, self.manifest_digest, base.digest, base.size, fed.cohort, due)
+        digest = self._taken(task)
+        if digest is None:
+            with self.hub.offered(task) as pending:
+                digest = self._taken(task) or pending.wait()  # it may have come between the two looks
+        return StoredBundle(self.blobs.path(digest), self.allowed)
+
+    def _taken(self, task: Task) -> str | None:
+        found = self.store.objects.contribution(task.contribution_id)
+        return None if found is None or found.receipt is None else found.object_digest

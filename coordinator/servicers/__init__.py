@@ -1,0 +1,1 @@
+"""The services of the wire, one file each."""

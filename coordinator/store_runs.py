@@ -1,0 +1,253 @@
+"""Runs, their rounds and events. Every method is one transaction; what it promises is on the disk when it returns."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy.dialects.sqlite import insert as upsert
+
+from coordinator.database import Database
+from coordinator.records import EventRow, ObjectKind, RoundRow, Run, RunState
+from coordinator.tables import events, objects, rounds, runs
+from fl_core.errors import ConfigError, StateError
+from fl_core.rounds import RoundRecord
+from fl_core.types import TaskKind
+
+
+class RunStore:
+    """The part of the store that a run lives in."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._db = database
+        self._clock = clock
+
+    # ---- runs ------------------------------------------------------------------------------------------------------
+
+    def add(self, run: Run, manifest_size: int) -> Run:
+        """Add a waiting run; the run that has this request id already is returned instead.
+
+        Raises ConfigError (E-RUN-15) when the same request id came with another configuration.
+        """
+        with self._db.write() as db:
+            known = _to_run(db.execute(select(runs).where(runs.c.request_id == run.request_id)).first())
+            if known is not None:
+                if known.spec != run.spec:
+                    raise ConfigError(
+                        "E-RUN-15",
+                        f"expected the request {run.request_id!r} to ask for what it asked for when it made "
+                        f"{known.id}, found another configuration: use a new request id for a new run",
+                    )
+                return known
+            while db.execute(select(runs.c.id).where(runs.c.id == run.id)).first():
+                run = replace(run, id=f"{run.id[:-5]}-{secrets.token_hex(2)}")
+            values = {c: getattr(run, c) for c in runs.c.keys()}  # noqa: SIM118
+            db.execute(insert(runs).values(**values | {"state": run.state.value, "created": self._clock()}))
+            _note_object(db, run.manifest_digest, run.id, ObjectKind.MANIFEST, 0, manifest_size)
+            self._event(
+                db, run.id, "submitted", text=f"{run.rounds} rounds of {run.method} with {len(run.members)} silos"
+            )
+            return _run(db, run.id)
+
+    def of_request(self, request_id: str) -> Run | None:
+        """Return the run that a submission made, if it did."""
+        with self._db.read() as db:
+            return _to_run(db.execute(select(runs).where(runs.c.request_id == request_id)).first())
+
+    def get(self, run_id: str) -> Run:
+        """Return a run by its id; raises ConfigError (E-RUN-10) when there is none."""
+        with self._db.read() as db:
+            return _run(db, run_id)
+
+    def find(self, query: str) -> Run:
+        """Return the newest run with this id or name, or the `latest` of all; raises ConfigError (E-RUN-10)."""
+        newest = runs.c.created.desc(), runs.c.id
+        with self._db.read() as db:
+            by_id = select(runs).where(runs.c.id == query)
+            wide = select(runs) if query == "latest" else select(runs).where(runs.c.name == query)
+            found = _to_run(db.execute(by_id).first() or db.execute(wide.order_by(*newest)).first())
+        if found is None:
+            raise ConfigError("E-RUN-10", f"expected the id or name of a run, found {query!r}: see `coordinator runs`")
+        return found
+
+    def all(self) -> list[Run]:
+        """Return all runs, newest first."""
+        with self._db.read() as db:
+            return [
+                r for row in db.execute(select(runs).order_by(runs.c.created.desc(), runs.c.id)) if (r := _to_run(row))
+            ]
+
+    def unfinished(self) -> list[Run]:
+        """Return the runs that are waiting or running, oldest first."""
+        return [run for run in reversed(self.all()) if not run.state.ended]
+
+    def begin(self, run_id: str, state_object: str, size: int) -> Run:
+        """Let a waiting run run, from the server state of round 0; a run that was begun before stays as it is.
+
+        Raises StateError (E-RUN-11) when the run has ended in between.
+        """
+        with self._db.write() as db:
+            run = _live(db, run_id)
+            if run.state_object is None:
+                _note_object(db, state_object, run_id, ObjectKind.STATE, 0, size)
+                db.execute(update(runs).where(runs.c.id == run_id).values(state_object=state_object))
+            db.execute(update(runs).where(runs.c.id == run_id).values(state=RunState.RUNNING.value))
+            return _run(db, run_id)
+
+    def end(self, run_id: str, state: RunState, reason: str, of: Iterable[RunState]) -> Run:
+        """End a run; raises StateError (E-RUN-11) unless it is in one of the states `of`."""
+        with self._db.write() as db:
+            _expect(run := _run(db, run_id), of, state.value)
+            values = {"state": state.value, "reason": reason, "ended": self._clock()}
+            db.execute(update(runs).where(runs.c.id == run_id).values(**values))
+            self._event(db, run_id, "ended", run.closed, text=f"{state.value}: {reason}" if reason else state.value)
+            return _run(db, run_id)
+
+    def revive(self, run_id: str) -> Run:
+        """Let a failed run wait again; raises StateError (E-RUN-11) when it has not failed."""
+        with self._db.write() as db:
+            _expect(run := _run(db, run_id), [RunState.FAILED], "resumed")
+            values = {"state": RunState.WAITING.value, "reason": "", "ended": 0.0}
+            db.execute(update(runs).where(runs.c.id == run_id).values(**values))
+            self._event(db, run_id, "submitted", run.closed, text=f"resumed after {run.closed} closed rounds")
+            return _run(db, run_id)
+
+    def add_traffic(self, run_id: str, down: int) -> None:
+        """Count bytes that went down."""
+        with self._db.write() as db:
+            db.execute(update(runs).where(runs.c.id == run_id).values(bytes_down=runs.c.bytes_down + down))
+
+    # ---- rounds ----------------------------------------------------------------------------------------------------
+
+    def open_round(self, run_id: str, round: int, kind: TaskKind, cohort: Sequence[str]) -> None:
+        """Note that a round is open; one that was open before stays open, with what it has received."""
+        with self._db.write() as db:
+            _live(db, run_id)
+            values = {
+                "run_id": run_id, "round": round, "kind": kind.value, "is_open": 1, "cohort": list(cohort),
+                "base_digest": "", "base_size": 0, "correct": [], "examples": [], "included": [], "missing": {},
+                "clipped": 0, "opened": self._clock(), "closed": 0.0,
+            }  # fmt: skip
+            if db.execute(upsert(rounds).values(**values).on_conflict_do_nothing()).rowcount:
+                self._event(db, run_id, "opened", round, text=f"{kind.value}: {len(cohort)} silos")
+
+    def set_base(self, run_id: str, round: int, digest: str, size: int) -> None:
+        """Note what a round broadcasts."""
+        with self._db.write() as db:
+            _note_object(db, digest, run_id, ObjectKind.BASE, round, size)
+            here = (rounds.c.run_id == run_id, rounds.c.round == round)
+            db.execute(update(rounds).where(*here).values(base_digest=digest, base_size=size))
+
+    def round(self, run_id: str, round: int) -> RoundRow | None:
+        """Return a round, open or closed."""
+        here = (rounds.c.run_id == run_id, rounds.c.round == round)
+        with self._db.read() as db:
+            row = db.execute(select(rounds).where(*here)).first()
+            return None if row is None else _to_round(row)
+
+    def rounds(self, run_id: str) -> list[RoundRow]:
+        """Return the closed rounds of a run, in order."""
+        closed = select(rounds).where(rounds.c.run_id == run_id, rounds.c.is_open == 0)
+        with self._db.read() as db:
+            return [_to_round(row) for row in db.execute(closed.order_by(rounds.c.round))]
+
+    def close_round(self, run_id: str, record: RoundRecord, state: tuple[str, int] | None, model_digest: str) -> Run:
+        """Close a round: its result, the server state after it (digest, size) and the run's progress, all or nothing.
+
+        The closing evaluation has no new state (None) and finishes the run.
+        Raises StateError (E-RUN-11) when the run has ended in between, for instance by an abort.
+        """
+        train, now = record.kind is TaskKind.TRAIN, self._clock()
+        with self._db.write() as db:
+            run = _live(db, run_id)
+            values = {
+                "is_open": 0, "correct": record.correct, "examples": record.examples, "included": record.included,
+                "missing": dict(record.missing), "clipped": record.clipped, "closed": now,
+            }  # fmt: skip
+            db.execute(update(rounds).where(rounds.c.run_id == run_id, rounds.c.round == record.round).values(**values))
+            best = max(run.best_accuracy, record.accuracy)
+            progress: dict[str, object] = {
+                "accuracy": record.accuracy,
+                "best_accuracy": best,
+                "model_digest": model_digest,
+            }
+            if state is not None:
+                _note_object(db, state[0], run_id, ObjectKind.STATE, record.round + 1, state[1])
+                progress["state_object"] = state[0]
+            if train:
+                progress["closed"] = record.round + 1
+            else:
+                progress |= {"state": RunState.FINISHED.value, "ended": now}
+            db.execute(update(runs).where(runs.c.id == run_id).values(**progress))
+            text = f"{len(record.included)} updates" + (f", {len(record.missing)} missing" if record.missing else "")
+            self._event(db, run_id, "closed", record.round, text=text)
+            if not train:
+                self._event(db, run_id, "ended", record.round, text=RunState.FINISHED.value)
+            return _run(db, run_id)
+
+    # ---- events ----------------------------------------------------------------------------------------------------
+
+    def event(self, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
+        """Add an event to a run."""
+        with self._db.write() as db:
+            self._event(db, run_id, kind, round, silo, text)
+
+    def events(self, run_id: str, after: int) -> list[EventRow]:
+        """Return the events of a run whose number is higher than `after`."""
+        later = select(events).where(events.c.run_id == run_id, events.c.number > after)
+        with self._db.read() as db:
+            return [EventRow(**row._mapping) for row in db.execute(later.order_by(events.c.number))]
+
+    def _event(self, db: Connection, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
+        add_event(db, self._clock(), run_id, kind, round, silo, text)
+
+
+def add_event(
+    db: Connection, at: float, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = ""
+) -> None:
+    """Add an event inside a transaction that is open."""
+    last = db.scalar(select(func.max(events.c.number)).where(events.c.run_id == run_id)) or 0
+    db.execute(
+        insert(events).values(run_id=run_id, number=last + 1, at=at, kind=kind, round=round, silo=silo, text=text)
+    )
+
+
+def _expect(run: Run, states: Iterable[RunState], verb: str) -> None:
+    valid = [s.value for s in states]
+    if run.state.value not in valid:
+        raise StateError(
+            "E-RUN-11", f"expected {run.id} to be {' or '.join(valid)}, found it {run.state.value}: it cannot be {verb}"
+        )
+
+
+def _live(db: Connection, run_id: str) -> Run:
+    _expect(run := _run(db, run_id), (RunState.WAITING, RunState.RUNNING), "continued")
+    return run
+
+
+def _run(db: Connection, run_id: str) -> Run:
+    found = _to_run(db.execute(select(runs).where(runs.c.id == run_id)).first())
+    if found is None:
+        raise ConfigError("E-RUN-10", f"expected the id of a run, found {run_id!r}: see `coordinator runs`")
+    return found
+
+
+def _to_run(row: Row[tuple[object, ...]] | None) -> Run | None:
+    if row is None:
+        return None
+    raw = row._mapping
+    return Run(**{**raw, "state": RunState(raw["state"]), "members": tuple(raw["members"])})
+
+
+def _to_round(row: Row[tuple[object, ...]]) -> RoundRow:
+    raw = dict(row._mapping)
+    raw |= {name: tuple(raw[name]) for name in ("cohort", "correct", "examples", "included")}
+    return RoundRow(**raw | {"kind": TaskKind(raw["kind"]), "is_open": bool(raw["is_open"])})
+
+
+def _note_object(db: Connection, digest: str, run_id: str, kind: ObjectKind, round: int, size: int) -> None:
+    values = {"digest": digest, "run_id": run_id, "kind": kind.value, "round": round, "size": size}
+    db.execute(upsert(objects).values(**values).on_conflict_do_nothing())

@@ -1,0 +1,86 @@
+"""Uploads under way: one writer each, hashed while they arrive."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from fl_core.errors import UnavailableError
+
+_TAKEOVER_S = 10.0
+
+
+@dataclass(slots=True)
+class Upload:
+    """The digest of an upload's first `hashed` bytes, and who writes it now."""
+
+    hashed: int = 0
+    _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+    writer: threading.Lock = field(default_factory=threading.Lock)
+    cancel: Callable[[], object] | None = None
+
+    def begin(self, have: int) -> None:
+        """Prepare for an upload that goes on at `have`; from 0 on the digest begins anew."""
+        if have == 0:
+            self.hashed, self._digest = 0, hashlib.sha256()
+
+    def result(self, size: int) -> str | None:
+        """Return the digest of the whole object if all of it passed through here, else None."""
+        return self._digest.hexdigest() if self.hashed == size else None
+
+    def note(self, at: int, data: bytes) -> None:
+        """Hash what was written at an offset; bytes that do not continue what was hashed leave the rest unhashed."""
+        if at == self.hashed:
+            self._digest.update(data)
+            self.hashed += len(data)
+
+
+class Hashing:
+    """A file that is hashed while it is written."""
+
+    def __init__(self, file: BinaryIO, at: int, upload: Upload) -> None:
+        self._file, self._at, self._upload = file, at, upload
+
+    def write(self, data: bytes) -> int:
+        """Write, then hash."""
+        self._file.write(data)
+        self._upload.note(self._at, data)
+        self._at += len(data)
+        return len(data)
+
+
+class Uploads:
+    """The uploads of all silos, by contribution."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._uploads: dict[str, Upload] = {}
+
+    @contextmanager
+    def writing(self, contribution: str, cancel: Callable[[], object] | None = None) -> Iterator[Upload]:
+        """Be the one writer of an upload; a stream that still writes it is of a connection that was cut, and is ended.
+
+        Raises UnavailableError (E-NET-22) when it does not end in time.
+        """
+        with self._lock:
+            upload = self._uploads.setdefault(contribution, Upload())
+            older = upload.cancel
+        if older is not None:
+            older()
+        if not upload.writer.acquire(timeout=_TAKEOVER_S):
+            raise UnavailableError("E-NET-22", "this update is being sent over another stream: try again")
+        try:
+            upload.cancel = cancel
+            yield upload
+        finally:
+            upload.cancel = None
+            upload.writer.release()
+
+    def forget(self, contribution: str) -> None:
+        """Drop an upload that is finished or will not be."""
+        with self._lock:
+            self._uploads.pop(contribution, None)

@@ -1,0 +1,64 @@
+"""What a lead sees: the store's values and the live silos, as messages."""
+
+from __future__ import annotations
+
+from coordinator.hub import Hub
+from coordinator.records import EventRow, RoundRow, Run, Silo
+from coordinator.store import Store
+from coordinator.tasks import WIRE
+from protos.consilium.v1 import federation_pb2 as pb
+
+
+def run_info(run: Run) -> pb.RunInfo:
+    """Write a run."""
+    return pb.RunInfo(
+        run_id=run.id, name=run.name, state=run.state.value, reason=run.reason, method=run.method, data=run.data,
+        rounds=run.rounds, closed=run.closed, accuracy=run.accuracy, best_accuracy=run.best_accuracy,
+        created_unix=run.created, ended_unix=run.ended, bytes_up=run.bytes_up, bytes_down=run.bytes_down,
+        manifest_digest=run.manifest_digest, model_digest=run.model_digest,
+        model_object=(run.state_object or "") if run.model_digest else "",
+    )  # fmt: skip
+
+
+def round_info(row: RoundRow) -> pb.RoundInfo:
+    """Write a closed round."""
+    return pb.RoundInfo(
+        round=row.round, kind=WIRE[row.kind], correct=row.correct, examples=row.examples, included=row.included,
+        missing=row.missing, clipped=row.clipped, opened_unix=row.opened, closed_unix=row.closed,
+    )  # fmt: skip
+
+
+def silo_info(silo: Silo, hub: Hub, now: float) -> pb.SiloInfo:
+    """Write a silo, with what it is doing now."""
+    found = hub.live(silo.name)
+    offer = pb.DataOffer(
+        name=silo.data.name, shape=silo.data.shape, classes=silo.data.classes, nominal_size=silo.data.nominal_size
+    )
+    info = pb.SiloInfo(
+        name=silo.name, state="revoked" if silo.revoked else "offline" if found is None else "online",
+        fingerprint=silo.certificate.fingerprint, certificate_until_unix=silo.certificate.until,
+        last_seen_unix=silo.last_seen if found is None else now - found[1], data=offer, software=silo.software,
+    )  # fmt: skip
+    if found is not None and not silo.revoked:
+        live = found[0]
+        info.activity, info.run_id, info.round = live.activity, live.run_id, live.round
+        info.done, info.total = live.done, live.total
+    return info
+
+
+def event(row: EventRow, store: Store) -> pb.Event:
+    """Write an event; the close of a round carries its result, and milestones the run as it is now."""
+    message = pb.Event(
+        number=row.number,
+        at_unix=row.at,
+        run_id=row.run_id,
+        kind=row.kind,
+        round=row.round,
+        silo=row.silo,
+        text=row.text,
+    )
+    if row.kind == "closed" and (found := store.runs.round(row.run_id, row.round)) is not None:
+        message.closed.CopyFrom(round_info(found))
+    if row.kind in ("submitted", "closed", "ended"):
+        message.info.CopyFrom(run_info(store.runs.get(row.run_id)))
+    return message

@@ -1,0 +1,34 @@
+"""The two ports agree: a run over gRPC and mutual TLS gives the bits of the same run in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers_core import NAMES, manifest, same, shares
+from helpers_grpc import ScriptedSilo, running, until
+
+from fl_core import trees
+from fl_core.methods import METHODS
+from fl_core.simulate import History, simulate
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(method: str, tmp_path: Path) -> None:
+    agreed = manifest(method, rounds=2)
+    history = History()
+    expected = simulate(agreed, shares(), history)
+    with running(tmp_path / "home", NAMES) as world:
+        silos = [ScriptedSilo(world, name, share) for name, share in zip(NAMES, shares(), strict=True)]
+        run = world.finished(world.submit(agreed).id)
+        found = world.model(run.id)
+        rounds = world.server.store.runs.rounds(run.id)
+        until(lambda: all(s.memory.ended == {run.id: "finished"} for s in silos), "the end at every silo")
+        for silo in silos:
+            silo.stop()
+    assert set(found) == set(expected)
+    assert all(same(found[group], expected[group]) for group in expected)
+    assert run.model_digest == trees.digest(expected["w"])
+    assert [r.correct for r in rounds] == [r.correct for r in history.records]
+    assert [r.included for r in rounds] == [tuple(sorted(NAMES))] * 3
+    assert all(not silo.memory.outbox for silo in silos)
