@@ -1,0 +1,256 @@
+"""What every registered method owes, whatever it computes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers_core import SCHEMA, Given, manifest, same, same_bundle, shares
+from torch import nn
+
+from fl_core import trees
+from fl_core.fixed_point import Accumulator, FixedPoint, Grid
+from fl_core.local import PlainData
+from fl_core.methods import METHODS, build_method
+from fl_core.models import build_model
+from fl_core.protocols import Method
+from fl_core.simulate import LocalPort, bench_of
+from fl_core.spec import derive_layout
+from fl_core.types import Bundle, Federation, Outcome, Part, PartSpec, State, TaskKind, TrainConfig, Turn
+from fl_core.worker import Bench, work
+
+TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
+OPTIONS = {"fedmr": {"mu1": 1e-4, "mu2": 0.5}}
+FED = Federation(n_silos=3, n_classes=4, rounds=5, round=2, cohort=3)
+
+
+def made(name: str) -> Method:
+    return build_method(name, OPTIONS.get(name, {}))
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    return build_model("digits_cnn", {"norm": "batch"}, SCHEMA, seed)
+
+
+def poisoned() -> nn.Module:
+    model = model_of(1)
+    with torch.no_grad():
+        for v in model.state_dict().values():
+            v.fill_(float("nan") if v.is_floating_point() else -7)
+    return model
+
+
+def server_of(method: Method) -> State:
+    """Make the state after one round, so that nothing in it is still at its start."""
+    start = method.init_server(model_of(), FED)
+    bundles = [local(method, start, k).bundle for k in range(3)]
+    return method.merge(start, total_of(bundles), FED)
+
+
+def total_of(bundles: list[Bundle]) -> Bundle:
+    total = dict(bundles[0])
+    for bundle in bundles[1:]:
+        total = {name: part + bundle[name] for name, part in total.items()}
+    return total
+
+
+def local(method: Method, server: State, k: int, model: nn.Module | None = None, silo: State | None = None) -> Outcome:
+    model = model_of() if model is None else model
+    share, turn = shares()[k], Turn(FED, k, 0)
+    silo = method.init_silo(model_of(), FED) if silo is None else silo
+    return method.local(model, method.broadcast(server), silo, PlainData(share.train, share.test, TRAIN, turn), turn)
+
+
+def copied(state: State) -> State:
+    return {group: {name: v.clone() for name, v in values.items()} for group, values in state.items()}
+
+
+def same_state(a: State, b: State) -> bool:
+    return set(a) == set(b) and all(same(values, b[group]) for group, values in a.items())
+
+
+every_method = pytest.mark.parametrize("name", METHODS)
+
+
+@every_method
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_derived_layout_is_the_layout_of_real_bundles(name: str, norm: str) -> None:
+    run = manifest(name, OPTIONS.get(name, {}), train=TRAIN, model_options={"norm": norm})
+    bench = bench_of(run)
+    server = made(name).init_server(bench.model, FED)
+    msg = made(name).broadcast(server)
+    for k, share in enumerate(shares()):
+        turn = Turn(FED, k, 0, prototypes=k != 1)
+        outcome = work(bench, msg, None, PlainData(share.train, share.test, TRAIN, turn), turn, TaskKind.TRAIN)
+        assert {part: PartSpec.of(p) for part, p in outcome.bundle.items()} == run.layout
+
+
+@every_method
+def test_a_method_names_what_it_sends(name: str) -> None:
+    layout = derive_layout(made(name), model_of(), SCHEMA)
+    assert sorted(layout) == sorted([*METHODS[name](**OPTIONS.get(name, {})).sends, "metrics"])
+
+
+@every_method
+def test_contents_of_the_scratch_model_change_nothing(name: str) -> None:
+    server = server_of(made(name))
+    for k in range(3):
+        clean, dirty = local(made(name), server, k), local(made(name), server, k, poisoned())
+        assert same_bundle(clean.bundle, dirty.bundle)
+        assert same_state(clean.state, dirty.state)
+
+
+@every_method
+def test_evaluation_reads_nothing_of_the_scratch_model(name: str) -> None:
+    method, share, turn = made(name), shares()[0], Turn(FED, 0, 0)
+    msg = method.broadcast(server_of(method))
+    layout = derive_layout(method, model_of(), SCHEMA)
+    parts = [
+        work(
+            Bench(method, model, layout), msg, None, PlainData(share.train, share.test, TRAIN, turn), turn,
+            TaskKind.EVALUATE,
+        ).bundle
+        for model in (model_of(), poisoned())
+    ]  # fmt: skip
+    assert set(parts[0]) == {"metrics"}
+    assert same_bundle(parts[0], parts[1])
+
+
+@every_method
+def test_local_mutates_nothing_of_its_arguments(name: str) -> None:
+    method = made(name)
+    server, silo = server_of(method), method.init_silo(model_of(), FED)
+    before_server, before_silo = copied(server), copied(silo)
+    local(method, server, 0, silo=silo)
+    assert same_state(server, before_server)
+    assert same_state(silo, before_silo)
+
+
+@every_method
+def test_bundles_do_not_share_memory_with_the_model(name: str) -> None:
+    method, model = made(name), model_of()
+    outcome = local(method, server_of(method), 0, model)
+    before = {part: {key: v.clone() for key, v in p.total.items()} for part, p in outcome.bundle.items()}
+    with torch.no_grad():
+        for v in model.state_dict().values():
+            v.zero_()
+    assert all(same(p.total, before[part]) for part, p in outcome.bundle.items())
+
+
+@every_method
+def test_merge_of_an_empty_cohort_changes_nothing(name: str) -> None:
+    method = made(name)
+    server = server_of(method)
+    nothing = {
+        part: Part({key: torch.zeros(s) for key, s in spec.shapes.items()}, torch.zeros(spec.weight_shape))
+        for part, spec in derive_layout(method, model_of(), SCHEMA).items()
+        if part != "metrics"
+    }
+    assert same_state(method.merge(server, nothing, replace(FED, cohort=0)), server)
+
+
+@every_method
+def test_merge_mutates_neither_the_state_nor_the_sum(name: str) -> None:
+    method = made(name)
+    server = server_of(method)
+    before, total = copied(server), total_of([local(method, server, k).bundle for k in range(2)])
+    kept = {part: Part({key: v.clone() for key, v in p.total.items()}, p.weight.clone()) for part, p in total.items()}
+    method.merge(server, total, FED)
+    assert same_state(server, before)
+    assert same_bundle(total, kept)
+
+
+@every_method
+def test_equal_inputs_give_equal_bytes(name: str) -> None:
+    method = made(name)
+    server = server_of(method)
+    first, second = local(method, server, 1), local(method, server, 1)
+    assert same_bundle(first.bundle, second.bundle)
+    assert same_state(server, server_of(method))
+
+
+@every_method
+def test_arrival_order_does_not_matter(name: str) -> None:
+    method = made(name)
+    server = server_of(method)
+    bundles = [local(method, server, k).bundle for k in range(3)]
+    layout = {part: spec for part, spec in derive_layout(method, model_of(), SCHEMA).items() if part != "metrics"}
+    grid = Grid("ring64", 3)
+    merged = []
+    for order in itertools.permutations(bundles):
+        sums = Accumulator(layout, grid)
+        for bundle in order:
+            sums.fold(bundle)
+        merged.append(method.merge(server, FixedPoint(grid).incoming(sums.total(), 3, 0), FED))
+    assert all(same_state(state, merged[0]) for state in merged)
+
+
+@every_method
+@pytest.mark.parametrize("ring", ["ring64", "ring32"])
+def test_integer_bundles_give_the_same_sum_as_float_bundles(name: str, ring: str) -> None:
+    """A mask needs integers at the silo: encoding there or on arrival must agree to the last bit, modulo the ring."""
+    method = made(name)
+    server = server_of(method)
+    bundles = [local(method, server, k).bundle for k in range(3)]
+    layout = {part: spec for part, spec in derive_layout(method, model_of(), SCHEMA).items() if part != "metrics"}
+    peak = {part: max(float(v.abs().max()) for b in bundles for v in b[part].total.values()) for part in layout}
+    bounds = {part: 1.01 * peak[part] + 1e-3 for part in layout} | {f"{part}.weight": 100.0 for part in layout}
+    grid = Grid("ring32" if ring == "ring32" else "ring64", 3, bounds)
+    plain, coded, masked = Accumulator(layout, grid), Accumulator(layout, grid), Accumulator(layout, grid)
+    masks = torch.Generator().manual_seed(0)
+    spent: list[Bundle] = []
+    for k, bundle in enumerate(bundles):
+        plain.fold(bundle)
+        units = FixedPoint(grid).outgoing(bundle, k, 0)
+        coded.fold(units)
+        mask = {part: _noise(p, masks) for part, p in units.items()} if k < 2 else _negative_sum(spent)
+        spent.append(mask)
+        masked.fold({part: _wrap(p + mask[part], ring) for part, p in units.items()})
+    sums = [FixedPoint(grid).incoming(a.total(), 3, 0) for a in (plain, coded)]
+    assert plain.clipped == 0
+    assert same_bundle(sums[0], sums[1])
+    if ring == "ring32":
+        assert same_bundle(sums[0], FixedPoint(grid).incoming(masked.total(), 3, 0))
+
+
+def _noise(part: Part, generator: torch.Generator) -> Part:
+    def draw(v: torch.Tensor) -> torch.Tensor:
+        return torch.randint(0, 2**32, v.shape, generator=generator)
+
+    return Part({key: draw(v) for key, v in part.total.items()}, draw(part.weight))
+
+
+def _negative_sum(parts: list[Bundle]) -> Bundle:
+    total = total_of(parts)
+    return {name: Part({k: -v for k, v in p.total.items()}, -p.weight) for name, p in total.items()}
+
+
+def _wrap(part: Part, ring: str) -> Part:
+    if ring == "ring64":
+        return part
+    return Part({key: v.remainder(2**32) for key, v in part.total.items()}, part.weight.remainder(2**32))
+
+
+@every_method
+def test_rounds_through_a_port_repeat(name: str) -> None:
+    run, share = manifest(name, OPTIONS.get(name, {}), train=TRAIN), shares()[0]
+    msg = made(name).broadcast(made(name).init_server(bench_of(run).model, FED))
+
+    def port() -> LocalPort:
+        return LocalPort("north", 0, share, bench_of(run), TRAIN, 0, True)
+
+    used = port()
+    used.round(msg, FED, TaskKind.EVALUATE)  # an evaluation leaves no trace
+    assert same_bundle(used.round(msg, FED, TaskKind.TRAIN), port().round(msg, FED, TaskKind.TRAIN))
+
+
+@every_method
+def test_a_silo_with_one_class_takes_part(name: str) -> None:
+    method, turn = made(name), Turn(FED, 0, 0)
+    server = server_of(method)
+    only = Given(torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.full((5,), 2))
+    data = PlainData(only, only, TRAIN, turn)
+    bundle = method.local(model_of(), method.broadcast(server), method.init_silo(model_of(), FED), data, turn).bundle
+    assert all(trees.all_finite(p.total) for p in bundle.values())
