@@ -23,6 +23,9 @@ from fl_core.types import (
 
 EVAL_BATCH = 512
 
+Progress = Callable[[int, int], None]
+"""Told (done, in all) after every step and every batch; it may raise to end the work there."""
+
 
 class PlainData:
     """`SiloData` over one silo's examples, for one turn.
@@ -32,7 +35,13 @@ class PlainData:
     """
 
     def __init__(
-        self, train: Examples, test: Examples, config: TrainConfig, turn: Turn, device: torch.device | None = None
+        self,
+        train: Examples,
+        test: Examples,
+        config: TrainConfig,
+        turn: Turn,
+        device: torch.device | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.lr = config.lr * config.lr_decay**turn.fed.round
         self.batch_size = config.batch_size
@@ -40,6 +49,7 @@ class PlainData:
         self._config = config
         self._turn = turn
         self._device = device or torch.device("cpu")
+        self._progress = progress or (lambda *_: None)
         self._calls = 0
         self._counts: Tensor | None = None
 
@@ -77,7 +87,8 @@ class PlainData:
         model.train()
         steps = 0
         with rng.torch_scope(self._turn.seed, *path, "dropout"):
-            for index in self._batches(order, self.planned_steps(epochs)):
+            batches = self._batches(order, self.planned_steps(epochs))
+            for done, index in enumerate(batches, start=1):
                 if lonely and len(index) == 1:
                     continue
                 x, y = self._read(Split.TRAIN, index, augment)
@@ -89,6 +100,7 @@ class PlainData:
                 self._correct(named, shift)
                 optimiser.step()
                 steps += 1
+                self._progress(done, len(batches))
         return steps
 
     def _batches(self, order: torch.Generator, steps: int) -> list[Tensor]:
@@ -117,10 +129,12 @@ class PlainData:
         """Sum a query over one split, without augmentation; `bound` is what a private door clips to and does nothing here."""
         total: dict[str, Tensor] = {}
         with torch.no_grad():
-            for index in torch.split(torch.arange(len(self._examples[split])), EVAL_BATCH):
+            batches = torch.split(torch.arange(len(self._examples[split])), EVAL_BATCH)
+            for done, index in enumerate(batches, start=1):
                 x, y = self._read(split, index)
                 for name, value in sum_batch(query, x, y).items():
                     total[name] = total[name] + value if name in total else value
+                self._progress(done, len(batches))
         return {name: value.cpu() for name, value in total.items()}
 
     def size(self) -> float:

@@ -105,7 +105,9 @@ class Store:
     def end_run(self, run_id: str, state: str, reason: str) -> None:
         """Note a run's end; an aborted or failed run takes its open tasks with it, unincluded."""
         with self._begin() as db:
-            row = _run(db, run_id, self._clock())
+            row = db.get(RunRow, run_id)
+            if row is None:  # a run of others, or one that ended before this silo had a task in it
+                return
             row.state, row.reason, row.ended = state, reason, row.ended or self._clock()
             if state != "finished":  # a finished run has closed all its rounds, and says so for each
                 for task in _open(db, run_id):

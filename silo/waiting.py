@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -89,7 +89,7 @@ class Backoff:
 
     base: float = 1.0
     cap: float = 60.0
-    uniform: Callable[[], float] = field(default_factory=lambda: random.Random().random)
+    uniform: Callable[[], float] = field(default_factory=lambda: secrets.SystemRandom().random)
     _tries: int = 0
 
     def next(self) -> float:

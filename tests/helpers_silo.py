@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -209,3 +210,79 @@ class Host:
 
 BYTES = bytes(range(256)) * (CHUNK_BYTES // 256 * 3 + 100)
 """A little more than three chunks."""
+
+
+# ---- the control plane ---------------------------------------------------------------------------------------------
+
+
+class FakeSession:
+    """One session as the coordinator sees it."""
+
+    def __init__(self, hello: pb.Hello) -> None:
+        self.hello = hello
+        self.received: list[pb.SiloMessage] = []
+        self.over = threading.Event()
+        self._out: queue.SimpleQueue[pb.CoordinatorMessage | None] = queue.SimpleQueue()
+
+    def send(self, **body: object) -> None:
+        self._out.put(pb.CoordinatorMessage(**body))
+
+    def end(self) -> None:
+        self._out.put(None)
+
+    def messages(self) -> Iterator[pb.CoordinatorMessage]:
+        while (message := self._out.get()) is not None:
+            yield message
+
+    def got(self, kind: str) -> list:
+        return [getattr(m, kind) for m in list(self.received) if m.WhichOneof("body") == kind]
+
+
+class FakeControl(rpc.ControlServicer):
+    """Sessions under a test's control. greet: what is sent after the welcome."""
+
+    def __init__(self, pulse_s: float = 0.05, recycle_s: float = 0.0) -> None:
+        self.pulse_s, self.recycle_s = pulse_s, recycle_s
+        self.sessions: list[FakeSession] = []
+        self.welcome: Callable[[pb.Hello], pb.CoordinatorMessage | None] = self._welcome
+        self.greet: Callable[[FakeSession], None] = lambda session: None
+        self.beats = True
+
+    def _welcome(self, hello: pb.Hello) -> pb.CoordinatorMessage:
+        facts = pb.Welcome(protocol=1, software="fake 1", pulse_seconds=self.pulse_s, recycle_seconds=self.recycle_s)
+        return pb.CoordinatorMessage(welcome=facts)
+
+    @property
+    def last(self) -> FakeSession:
+        return self.sessions[-1]
+
+    def Session(self, messages, context):
+        hello = next(messages).hello
+        session = FakeSession(hello)
+
+        def listen() -> None:
+            try:
+                for message in messages:
+                    session.received.append(message)
+            except grpc.RpcError:
+                pass
+            finally:
+                session.over.set()
+                session.end()
+
+        def beat() -> None:
+            while not session.over.wait(self.pulse_s):
+                if self.beats:
+                    session.send(pulse=pb.Pulse())
+
+        first = self.welcome(hello)
+        if first is None:
+            context.add_callback(session.over.set)
+            session.over.wait(20)
+            return
+        for body in (listen, beat):
+            threading.Thread(target=body, daemon=True).start()
+        yield first
+        self.sessions.append(session)
+        self.greet(session)
+        yield from session.messages()

@@ -1,0 +1,214 @@
+"""The commands of `silo`. Each prints tables or lines, or with --json one JSON object (`serve`: one per event)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fl_core import datasets
+from fl_core.errors import ConfigError, DataError, FederationError, StateError
+from protos.identity import colons, identity_of
+from silo import serving, show
+from silo.enrol import join as enrol
+from silo.home import Home, default_home
+from silo.identity import SiloIdentity
+from silo.service import Settings
+from silo.store import Store
+
+AtHome = Annotated[
+    Path | None,
+    typer.Option("--home", help="The silo's folder. Default: $CONSILIUM_SILO_HOME, else ~/.consilium/silo."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Root = Annotated[
+    Path | None,
+    typer.Option("--data-root", help="Where named data sets lie. Default: $CONSILIUM_DATA_ROOT."),
+]
+Reference = Annotated[
+    str, typer.Argument(help="digits/hospital2, isic2019/center3, folder:PATH or manifest:FILE.csv.", metavar="REF")
+]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="One hospital's part of a federation: join it, serve data that never leaves, see what came of it. "
+    "`coordinator explain CODE` explains every error.",
+)
+data = typer.Typer(no_args_is_help=True, help="Look at data before it is served.")
+app.add_typer(data, name="data")
+
+
+@app.command()
+def join(
+    token: Annotated[str | None, typer.Argument(help="The invitation, one line that begins with consilium1.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", help="A file that holds the invitation; - reads standard input.")
+    ] = None,
+    home: AtHome = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Make a new key although this home has a certificate.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Become a member: make a key that never leaves this machine and have it certified by the coordinator.
+
+    The invitation comes from the lead (coordinator invite NAME). An interrupted join can simply be repeated.
+    """
+    if (token is None) == (token_file is None):
+        raise ConfigError("E-CFG-62", "expected a TOKEN or --token-file FILE, and not both: give one of them")
+    text = token if token is not None else _read_token(token_file)
+    place = Home(home or default_home())
+    peer = enrol(text, place, again)
+    authority = SiloIdentity(place.path).ca_fingerprint()
+    if as_json:
+        show.print_json(
+            {
+                "silo": peer.identity.name,
+                "identity": peer.identity.uri,
+                "fingerprint": peer.fingerprint,
+                "authority_fingerprint": authority,
+                "certificate_until": peer.not_after.timestamp(),
+                "home": str(place.path),
+            }
+        )
+        return
+    show.show_facts(
+        [
+            ("joined", str(peer.identity)),
+            ("home", str(place.path)),
+            ("fingerprint", colons(peer.fingerprint)),
+            ("authority", colons(authority)),
+            ("certificate", f"until {peer.not_after:%Y-%m-%d %H:%M} UTC, renewed by `silo serve`"),
+            ("next", "compare the authority's fingerprint with the lead's, then: silo serve --data REF"),
+        ]
+    )
+
+
+def _read_token(file: Path | None) -> str:
+    if file is None or str(file) == "-":
+        return sys.stdin.read()
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "E-CFG-62", f"expected an invitation in {file}, found none that can be read: {error}"
+        ) from error
+
+
+@app.command()
+def serve(
+    data: Annotated[str, typer.Option("--data", help="What to serve, for instance isic2019/center3.", metavar="REF")],
+    data_root: Root = None,
+    home: AtHome = None,
+    device: Annotated[
+        str, typer.Option("--device", help="cpu, cuda, cuda:N, or auto: a GPU if there is one.")
+    ] = "auto",
+    nominal_size: Annotated[
+        float | None,
+        typer.Option("--nominal-size", help="Number of training examples to declare. Default: the true one."),
+    ] = None,
+    no_prototypes: Annotated[
+        bool, typer.Option("--no-prototypes", help="Never submit class prototypes, whatever a run asks for.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take part in runs until told to stop.
+
+    Ctrl-C or SIGTERM ends in good order: an upload under way is finished, training is handed back, finished work stays
+    on disk. A second one ends at once. Image size, label space and schedule come from each run's manifest.
+    """
+    settings = Settings(Home(home or default_home()), data, data_root, device, nominal_size, not no_prototypes)
+    serving.serve(settings, as_json)
+
+
+@data.command()
+def check(
+    reference: Reference,
+    data_root: Root = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Decode every image to its end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Look for everything that would stop a run; exit status 2 when something would."""
+    report = datasets.check(reference, data_root=data_root, deep=deep)
+    if as_json:
+        show.print_json(show.report_json(report))
+    else:
+        show.show_report(report)
+    report.require_sound()
+
+
+@data.command()
+def describe(reference: Reference, data_root: Root = None, as_json: AsJson = False) -> None:
+    """Show shape, classes and counts per split."""
+    loaded = datasets.load(reference, data_root=data_root)
+    report = datasets.check(reference, data_root=data_root)
+    if as_json:
+        show.print_json(show.report_json(report, loaded.schema))
+    else:
+        show.show_report(report, loaded.schema)
+
+
+@app.command()
+def status(home: AtHome = None, as_json: AsJson = False) -> None:
+    """Show identity, connection, outbox, and what this hospital measured of each model it received.
+
+    These measurements are in no message that names this hospital; they can be read here alone.
+    """
+    place = Home(home or default_home())
+    identity = SiloIdentity(place.path)
+    own = identity.load()
+    addresses = [str(address) for address in place.addresses()]
+    store = Store(place.database)
+    try:
+        if as_json:
+            show.print_json(show.status_json(own, addresses, identity.renewal_due(), store))
+        else:
+            show.show_status(own, addresses, identity.renewal_due(), store)
+    finally:
+        store.close_database()
+
+
+@app.command()
+def fingerprint(home: AtHome = None, as_json: AsJson = False) -> None:
+    """Show the fingerprints that two hospitals read to each other: own, the authority's, and every peer's."""
+    identity = SiloIdentity(Home(home or default_home()).path)
+    own, authority = identity.load(), identity.ca_fingerprint()
+    peers = {name: identity_of(pem).fingerprint for name, pem in sorted(identity.peers().items())}
+    if as_json:
+        show.print_json(
+            {"silo": own.identity.name, "fingerprint": own.fingerprint, "authority": authority, "roster": peers}
+        )
+        return
+    show.show_facts([(own.identity.name, colons(own.fingerprint)), ("authority", colons(authority))])
+    show.show_rows("Accepted peers", ("silo", "key"), [(name, colons(key)) for name, key in peers.items()])
+
+
+def run(words: list[str]) -> int:
+    """Run one command line and return its exit status.
+
+    | end                                     | status | on stderr              |
+    |-----------------------------------------|--------|------------------------|
+    | done                                    | 0      |                        |
+    | usage, configuration, data              | 2      | one line, with a code  |
+    | refused, unavailable, damaged state     | 1      | one line, with a code  |
+    | interrupted                             | 130    |                        |
+    """
+    try:
+        app(words, prog_name="silo")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    except FederationError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2 if isinstance(error, ConfigError | DataError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 1
+    except OSError as error:
+        sys.stderr.write(f"{StateError('E-STATE-64', f'expected a usable file system, found: {error}')}\n")
+        return 1
+    return 0

@@ -1,0 +1,203 @@
+"""What is to be done: offers come in, one task at a time goes out, and closed rounds are settled."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fl_core.errors import FederationError, ProtocolError
+from protos.consilium.v1 import federation_pb2 as pb
+from silo.notices import Say, notice
+from silo.store import Store
+from silo.tasks import TaskKey
+from silo.waiting import Stop
+
+Send = Callable[[pb.SiloMessage], None]
+_Name = tuple[TaskKey, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An offer that is being worked on, and the way to end that."""
+
+    key: TaskKey
+    offer: pb.Offer
+    stop: Stop = field(default_factory=Stop)
+
+
+class Desk:
+    """The silo's side of the control plane; called by the session's thread and by the worker's.
+
+    Guarantees: an offer that is seen twice is worked on once; a later round of a run supersedes an earlier one; a task
+    that was refused is refused again without another try; a close that meets a task under way ends it first and is
+    settled when it has ended.
+    """
+
+    def __init__(self, store: Store, send: Send, say: Say) -> None:
+        self._store = store
+        self._send = send
+        self._say = say
+        self._lock = threading.Condition()
+        self._waiting: dict[TaskKey, pb.Offer] = {}
+        self._current: Task | None = None
+        self._accepted = False
+        self._refused: dict[_Name, FederationError] = {}
+        self._closing: dict[TaskKey, bool] = {}
+        self._ending: dict[str, pb.RunEnded] = {}
+        self._shut = False
+        self._pulse = pb.Pulse(activity=pb.IDLE)
+        self.untidy = threading.Event()
+
+    # ---- from the coordinator ----------------------------------------------------------------------------------
+
+    def offer(self, offer: pb.Offer) -> None:
+        """Queue a task, or answer at once for one whose fate is known."""
+        key = TaskKey.of(offer)
+        with self._lock:
+            if self._shut:
+                return
+            if self._store.closed(key):
+                found = ProtocolError("E-RUN-33", f"expected a task of an open round, found {key}, closed here before")
+                self._answer(key, found)
+                return
+            if known := self._refused.get((key, offer.base_digest)):
+                self._answer(key, known)
+                return
+            if self._current is not None and self._current.key.run_id == key.run_id:
+                if self._same(self._current.offer, offer):
+                    if self._accepted:
+                        self._answer(key, None)
+                    return
+                if self._current.key.round > key.round:
+                    return
+                self._current.stop.set(f"{key} was offered instead")
+            for old in [k for k in self._waiting if k.run_id == key.run_id and k.round < key.round]:
+                del self._waiting[old]
+            self._waiting[key] = offer
+            self._lock.notify_all()
+
+    @staticmethod
+    def _same(a: pb.Offer, b: pb.Offer) -> bool:
+        return (a.round, a.kind, a.base_digest) == (b.round, b.kind, b.base_digest)
+
+    def round_closed(self, closed: pb.RoundClosed) -> None:
+        """Settle a round now, or as soon as the work on it has stopped."""
+        key = TaskKey.of(closed)
+        with self._lock:
+            self._waiting.pop(key, None)
+            if self._current is not None and self._current.key == key:
+                self._closing[key] = closed.included
+                self._current.stop.set(f"{key} is closed")
+            else:
+                self._settle(key, closed.included)
+
+    def run_ended(self, ended: pb.RunEnded) -> None:
+        """Leave a run: its offers, the work on it, and what an aborted one had staged."""
+        with self._lock:
+            for key in [k for k in self._waiting if k.run_id == ended.run_id]:
+                del self._waiting[key]
+            if self._current is not None and self._current.key.run_id == ended.run_id:
+                self._ending[ended.run_id] = ended
+                self._current.stop.set(f"run {ended.run_id} has ended: {ended.state}")
+            else:
+                self._leave(ended)
+
+    def pulse(self) -> pb.Pulse:
+        """Say what is being done."""
+        with self._lock:
+            pulse = pb.Pulse()
+            pulse.CopyFrom(self._pulse)
+            return pulse
+
+    # ---- for the worker ----------------------------------------------------------------------------------------
+
+    def take(self, seconds: float) -> Task | None:
+        """Wait for a task; None when there is none for so long. The caller must `finish` it."""
+        with self._lock:
+            if not self._waiting and not self._shut:
+                self._lock.wait(seconds)
+            key = next((k for k in self._waiting if not self._held(k)), None)
+            if key is None or self._shut:
+                return None
+            self._current = Task(key, self._waiting.pop(key))
+            self._accepted = False
+            return self._current
+
+    def held(self) -> bool:
+        """Tell whether a task waits for the close of the round before it, which the coordinator has not named yet."""
+        with self._lock:
+            return any(self._held(key) for key in self._waiting)
+
+    def _held(self, key: TaskKey) -> bool:
+        """Tell whether a state of an earlier round waits for its close: it decides what this round starts from."""
+        return any(
+            e.key.run_id == key.run_id and e.key.round < key.round and e.state_digest for e in self._store.outbox()
+        )
+
+    def finish(self, task: Task) -> None:
+        """Give a task back, whatever came of it; settle what had to wait for this."""
+        with self._lock:
+            self._current = None
+            if task.key in self._closing:
+                self._settle(task.key, self._closing.pop(task.key))
+            if task.key.run_id in self._ending:
+                self._leave(self._ending.pop(task.key.run_id))
+
+    def accept(self, task: Task) -> None:
+        """Tell the coordinator that the task is being done."""
+        with self._lock:
+            self._accepted = True
+            self._answer(task.key, None)
+
+    def refuse(self, task: Task, error: FederationError) -> None:
+        """Tell the coordinator, and everyone who asks again, why the task is not done here."""
+        with self._lock:
+            self._refused[task.key, task.offer.base_digest] = error
+            self._answer(task.key, error)
+        self._say(notice("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
+
+    def note(self, task: Task, activity: pb.Activity.ValueType, done: int = 0, total: int = 0) -> None:
+        """Note how far the work is, for the next pulse."""
+        with self._lock:
+            self._pulse = pb.Pulse(
+                activity=activity, run_id=task.key.run_id, round=task.key.round, done=done, total=total
+            )
+
+    def shut(self, reason: str) -> None:
+        """Take no more tasks and give the present one up; an upload under way may finish."""
+        with self._lock:
+            self._shut = True
+            self._waiting.clear()
+            if self._current is not None:
+                self._current.stop.set(reason, gently=self._pulse.activity == pb.UPLOADING)
+            self._lock.notify_all()
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _answer(self, key: TaskKey, error: FederationError | None) -> None:
+        answer = pb.Answer(run_id=key.run_id, round=key.round, kind=key.wire_kind, accepted=error is None)
+        if error is not None:
+            answer.code, answer.reason = error.code, error.message
+        self._send(pb.SiloMessage(answer=answer))
+
+    def _settle(self, key: TaskKey, included: bool) -> None:
+        if self._store.close(key, included):
+            self._say(
+                notice("closed", f"{key} closed, {'' if included else 'not '}included", key, {"included": included})
+            )
+        if (self._pulse.run_id, self._pulse.round) == (key.run_id, key.round):
+            self._pulse = pb.Pulse(activity=pb.IDLE)
+        self._refused = {name: error for name, error in self._refused.items() if name[0] != key}
+        self._send(pb.SiloMessage(settled=pb.Settled(run_id=key.run_id, round=key.round, kind=key.wire_kind)))
+        self.untidy.set()
+
+    def _leave(self, ended: pb.RunEnded) -> None:
+        self._store.end_run(ended.run_id, ended.state, ended.reason)
+        if self._pulse.run_id == ended.run_id:
+            self._pulse = pb.Pulse(activity=pb.IDLE)
+        self._refused = {name: error for name, error in self._refused.items() if name[0].run_id != ended.run_id}
+        why = f": {ended.reason}" if ended.reason else ""
+        facts = {"run": ended.run_id, "state": ended.state, "reason": ended.reason}
+        self._say(notice("ended", f"run {ended.run_id} {ended.state}{why}", facts=facts))
+        self.untidy.set()

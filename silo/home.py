@@ -1,0 +1,88 @@
+"""A silo's home on disk: where everything lies, who uses it now, and where the coordinator is.
+
+`identity/` key, certificate, authority, pinned roster    `silo.db` what is remembered    `objects/` files by digest
+`addresses.json` of the coordinator                       `serve.lock` held by a running service
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fl_core.errors import ConfigError, StateError
+from protos import keyfiles
+from protos.identity import Address
+
+VARIABLE = "CONSILIUM_SILO_HOME"
+
+
+def default_home() -> Path:
+    """Return the home that CONSILIUM_SILO_HOME names, else ~/.consilium/silo."""
+    named = os.environ.get(VARIABLE)
+    return Path(named).expanduser() if named else Path.home() / ".consilium" / "silo"
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The folder of one silo."""
+
+    path: Path
+
+    def make(self) -> Home:
+        """Create the folder, for its owner alone; raises StateError (E-STATE-42) when others may enter it."""
+        keyfiles.private_folder(self.path)
+        return self
+
+    @property
+    def database(self) -> Path:
+        """Name the database."""
+        return self.path / "silo.db"
+
+    @property
+    def objects(self) -> Path:
+        """Name the folder of files by digest."""
+        return self.path / "objects"
+
+    def write_addresses(self, addresses: tuple[Address, ...]) -> None:
+        """Remember where the coordinator is."""
+        keyfiles.write_public(self.path / "addresses.json", json.dumps([str(a) for a in addresses]).encode())
+
+    def addresses(self) -> tuple[Address, ...]:
+        """Read where the coordinator is; raises StateError (E-STATE-61) before `silo join`."""
+        path = self.path / "addresses.json"
+        try:
+            found = tuple(Address.parse(text) for text in json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError, ConfigError):
+            found = ()
+        if not found:
+            raise StateError(
+                "E-STATE-61", f"expected the coordinator's address in {path}, found none; run `silo join TOKEN`"
+            )
+        return found
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep every other service out of this home; raises StateError (E-STATE-60) when one is running.
+
+        The lock is the operating system's: it ends with the process, however that ends.
+        """
+        with (self.path / "serve.lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise StateError(
+                    "E-STATE-60",
+                    f"expected no other `silo serve` on {self.path}, found one (process {file.read().strip() or '?'}); "
+                    "stop it first, or use another home for another silo",
+                ) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+            file.truncate(0)

@@ -1,0 +1,21 @@
+"""The hospital's command line: `silo`."""
+
+from __future__ import annotations
+
+import sys
+
+from protos.tls import hush_core, require_tls13
+
+require_tls13()  # before anything imports gRPC
+hush_core()
+
+from silo.commands import run  # noqa: E402
+
+
+def main() -> None:
+    """Run the command line; see `silo.commands.run`."""
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""`silo serve`: the threads of one hospital's service, how they start and how they end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fl_core.datasets import Source
+from fl_core.errors import ConfigError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.diagnosis import Diagnosis
+from protos.identity import Address
+from silo.client import PROTOCOL, Client
+from silo.desk import Desk
+from silo.enrol import Keeper, pinned_version
+from silo.home import Home
+from silo.identity import SiloIdentity
+from silo.line import Dial, Lines, dial_with, explainer
+from silo.notices import Say, notice, trouble
+from silo.objects import Objects
+from silo.outbox import Outbox
+from silo.store import Store
+from silo.training import DataSource, Trainer, choose_device, software
+from silo.transfer import Patience, Transfer, Witness
+from silo.waiting import Stop
+from silo.worker import Worker
+
+LOOK_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a hospital decides about its service."""
+
+    home: Home
+    data: str
+    data_root: Path | None = None
+    device: str = "auto"
+    nominal_size: float | None = None
+    prototypes: bool = True
+
+    def source(self) -> DataSource:
+        """Make the data source; raises ConfigError (E-CFG-61) on a nominal size that is none."""
+        if self.nominal_size is not None and not self.nominal_size > 0:
+            raise ConfigError("E-CFG-61", f"expected a nominal size above 0, found {self.nominal_size:g}: change it")
+        return DataSource(self.data, self.data_root, self.nominal_size)
+
+
+def data_offer(source: DataSource) -> pb.DataOffer:
+    """Say about the data what is public by declaration; the shape of images depends on the run."""
+    schema = source.load().schema
+    shape = schema.shape if source.reference.source is Source.DIGITS else ()
+    return pb.DataOffer(
+        name=source.reference.source.value, shape=shape, classes=schema.classes, nominal_size=source.nominal_size
+    )
+
+
+class Service:
+    """One silo at work. `start`, then `wait`; `stop` ends it in good order; `error` says what ended it otherwise.
+
+    dial, explain: replaced in tests that need no TLS.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        say: Say,
+        patience: Patience | None = None,
+        dial: Dial | None = None,
+        explain: Callable[[Address], Diagnosis] | None = None,
+    ) -> None:
+        self._say = say
+        self._patience = patience or Patience()
+        self._identity = SiloIdentity(settings.home.path)
+        own = self._identity.load().identity
+        self.name, self._consortium = own.name, own.consortium
+        source = settings.source()
+        self._device = choose_device(settings.device)
+        self._offer = data_offer(source)
+        self.store = Store(settings.home.database)
+        credentials = self._identity.current_credentials
+        lines = Lines(settings.home.addresses(), dial or dial_with(credentials))
+        greeted = threading.Event()
+        self._client = Client(
+            lines,
+            self.store,
+            self._hello,
+            self._welcomed,
+            explain or explainer(credentials),
+            say,
+            self._patience,
+            greeted,
+        )
+        self._keeper = Keeper(self._identity, lines, say, self._client.renewed)
+        objects = Objects(settings.home.objects)
+        transfer = Transfer(lambda: lines.current().transfer, objects, self._patience, lambda e: say(trouble(e)))
+        self._desk = Desk(self.store, self._client.send, say)
+        trainer = Trainer(self.name, source, self._device, settings.prototypes)
+        outbox = Outbox(self.store, objects, self.name)
+        self._worker = Worker(self._desk, outbox, transfer, trainer, self._witness, say, self._client.recycle, greeted)
+        self._stop, self._over, self._ended = Stop(), threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin to work."""
+        says = f"{self.name} of {self._consortium} serves {self._offer.name} data on {self._device}"
+        self._say(notice("serving", says, facts={"silo": self.name, "device": str(self._device)}))
+        self._say(
+            notice(
+                "privacy",
+                "privacy: each run's manifest decides; the only profile of this version is 'none': updates leave as "
+                "exact float32 numbers, without noise and without mask, readable by the coordinator",
+                facts={"profile": "none"},
+            )
+        )
+        bodies: dict[str, Callable[[], None]] = {
+            "worker": lambda: self._worker.run(self._over),
+            "client": lambda: self._client.run(self._desk, self._stop),
+            "keeper": self._keep,
+        }
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True)
+            for name, body in bodies.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the service to end by itself; True when it has."""
+        return self._ended.wait(seconds)
+
+    def pulse(self) -> pb.Pulse:
+        """Say what is being done now."""
+        return self._desk.pulse()
+
+    def leave(self, reason: str) -> None:
+        """Begin to end: take no more tasks, give training up, let an upload under way finish."""
+        self._desk.shut(reason)
+        self._over.set()
+
+    def settled(self, seconds: float) -> bool:
+        """Wait for the work under way after `leave`; True when nothing is left."""
+        self._threads[0].join(seconds)
+        return not self._threads[0].is_alive()
+
+    def stop(self, reason: str = "the service is stopped") -> None:
+        """End everything in good order; what is staged stays on disk."""
+        self.leave(reason)
+        for thread in self._threads[:1]:
+            thread.join()
+        self._stop.set(reason)
+        for thread in self._threads[1:]:
+            thread.join()
+        self.store.close_database()
+
+    def _guarded(self, body: Callable[[], None]) -> None:
+        """Run a thread; what ends it unasked ends the service."""
+        try:
+            body()
+        except BaseException as error:
+            self.error = self.error or error
+        finally:
+            if not self._over.is_set():
+                self._ended.set()
+
+    def _keep(self) -> None:
+        while not self._stop.is_set:
+            self._keeper.look()
+            self._stop.wait(LOOK_S)
+
+    def _hello(self) -> pb.Hello:
+        return pb.Hello(
+            protocol_min=PROTOCOL,
+            protocol_max=PROTOCOL,
+            software=software(),
+            data=self._offer,
+            staged=[entry.key.ref for entry in self.store.outbox()],
+            roster_version=pinned_version(self._identity),
+        )
+
+    def _welcomed(self, welcome: pb.Welcome) -> None:
+        self._keeper.follow(welcome.signed_roster)
+
+    def _witness(self) -> Witness:
+        return Witness(self._identity.current_credentials().ca_pem, self._consortium, self.name)

@@ -1,0 +1,205 @@
+"""A task's arithmetic at the hospital: check the manifest, build what it names, and run `fl_core.worker.work`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from fl_core import cohort, datasets
+from fl_core.datasets import SiloDataset
+from fl_core.errors import ConfigError, DataError, ProtocolError, RefusedError
+from fl_core.local import PlainData, Progress
+from fl_core.manifest import RunManifest
+from fl_core.models import build_model
+from fl_core.simulate import bench_of
+from fl_core.spec import derive_layout
+from fl_core.types import Bundle, Federation, State, TaskKind, Turn
+from fl_core.worker import METRICS, Bench, work
+from privacy import plan
+from silo.outbox import Finished
+from silo.tasks import Evaluation, TaskKey
+
+
+def software() -> str:
+    """Return the name and version of this software, as manifests carry it."""
+    return f"consilium-fl {metadata.version('consilium-fl')}"
+
+
+def choose_device(name: str) -> torch.device:
+    """Read cpu, cuda, cuda:N or auto (a GPU where there is one).
+
+    Raises ConfigError (E-CFG-60) when it is something else or this machine has no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, number = name.partition(":")
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    sound = kind in ("cpu", "cuda") and (not number or (kind == "cuda" and number.isdecimal()))
+    if not sound or int(number or 0) >= count:
+        raise ConfigError(
+            "E-CFG-60",
+            f"expected --device cpu, auto or one of {count if kind == 'cuda' else torch.cuda.device_count()} GPUs "
+            f"(cuda, cuda:0, ...), found {name!r}",
+        )
+    return torch.device(name)
+
+
+class DataSource:
+    """The hospital's data, as each run wants it: its label space and its image size."""
+
+    def __init__(self, reference: str, data_root: Path | None = None, nominal_size: float | None = None) -> None:
+        self.reference = datasets.parse(reference)
+        self._data_root = data_root
+        self._nominal_size = nominal_size
+        self._last: tuple[tuple[tuple[str, ...] | None, int | None], SiloDataset] | None = None
+
+    def load(self, classes: tuple[str, ...] | None = None, image_size: int | None = None) -> SiloDataset:
+        """Load, or give again what was loaded last; raises ConfigError or DataError as `fl_core.datasets.load`."""
+        wanted = (classes, image_size)
+        if self._last is None or self._last[0] != wanted:
+            loaded = datasets.load(
+                str(self.reference), data_root=self._data_root, classes=classes, image_size=image_size
+            )
+            self._last = (wanted, loaded)
+        return self._last[1]
+
+    @property
+    def nominal_size(self) -> float:
+        """Return the declared number of training examples; the true one where nothing was declared."""
+        return float(len(self.load().train)) if self._nominal_size is None else self._nominal_size
+
+
+class _Notebook:
+    """A guard that changes nothing and writes down what was measured, before anything is noised or masked."""
+
+    def __init__(self) -> None:
+        self.metrics: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+
+    def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002
+        part = bundle[METRICS]
+        self.metrics = (
+            tuple(float(v) for v in part.total["correct"]),
+            tuple(float(v) for v in part.weight),
+        )
+        return bundle
+
+    def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
+        return total
+
+    def sensitivity(self) -> Mapping[str, float]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A silo's place in a run whose manifest fits: everything that is built once."""
+
+    manifest: RunManifest
+    index: int
+    dataset: SiloDataset
+    bench: Bench
+    notebook: _Notebook
+
+
+class Trainer:
+    """Runs tasks on one hospital's data.
+
+    device: where models are trained; prototypes: False is the hospital's own opt-out, for every run.
+    """
+
+    def __init__(self, silo: str, data: DataSource, device: torch.device, prototypes: bool = True) -> None:
+        self._silo = silo
+        self._data = data
+        self._device = device
+        self._prototypes = prototypes
+        self._seat: tuple[str, Seat] | None = None
+
+    def prepare(self, manifest: RunManifest) -> Seat:
+        """Check that this silo can do its part of a run, and build what it needs.
+
+        Raises RefusedError: E-PRIV-01 (before any data is touched) on a privacy profile unknown here, E-RUN-34 on
+        another version of the software; ConfigError (E-RUN-05) when this silo is no member; DataError when the data
+        cannot be loaded or is not what the run is about (E-DATA-30); ProtocolError (E-WIRE-02) on another layout.
+        """
+        digest = manifest.digest()
+        if self._seat is not None and self._seat[0] == digest:
+            return self._seat[1]
+        guards = plan.build(manifest).silo
+        if not _compatible(manifest.software, software()):
+            raise RefusedError(
+                "E-RUN-34", f"expected a run of {software()}, found one of {manifest.software}: upgrade the older side"
+            )
+        index = manifest.index(self._silo)
+        dataset = self._data.load(manifest.schema.classes, manifest.image_size)
+        if dataset.schema != manifest.schema:
+            raise DataError(
+                "E-DATA-30",
+                f"expected examples of {manifest.schema} for run {manifest.name!r}, found {dataset.schema} in "
+                f"{dataset.origin}: serve the data that the run is about",
+            )
+        bench = bench_of(manifest)
+        scratch = build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
+        if derive_layout(bench.method, scratch, manifest.schema) != manifest.layout:
+            raise ProtocolError(
+                "E-WIRE-02",
+                f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "
+                "both sides must run the same version",
+            )
+        bench.model.to(self._device)
+        notebook = _Notebook()
+        seat = Seat(manifest, index, dataset, dataclasses.replace(bench, guards=(notebook, *guards)), notebook)
+        self._seat = (digest, seat)
+        return seat
+
+    def train(
+        self, seat: Seat, key: TaskKey, size: int, msg: State, state: State | None, progress: Progress
+    ) -> Finished:
+        """Do one task. size: the cohort that the offer names; progress: told (steps done, steps in all).
+
+        Raises ProtocolError (E-RUN-33) on a round or cohort that the manifest's seed does not give.
+        Guarantees: equals `fl_core.simulate.LocalPort` for the same manifest and index, bit for bit on the CPU.
+        """
+        manifest = seat.manifest
+        fed = self._federation(seat, key, size)
+        turn = Turn(fed, seat.index, manifest.seed, manifest.members[seat.index].prototypes and self._prototypes)
+        with _threads(manifest.threads):
+            data = PlainData(seat.dataset.train, seat.dataset.test, manifest.train, turn, self._device, progress)
+            outcome = work(seat.bench, msg, state, data, turn, key.kind)
+        return Finished(outcome.bundle, outcome.state, Evaluation(manifest.schema.classes, *seat.notebook.metrics))
+
+    @staticmethod
+    def _federation(seat: Seat, key: TaskKey, size: int) -> Federation:
+        """Check an offer against the public facts, which everybody can compute."""
+        manifest, train = seat.manifest, key.kind is TaskKind.TRAIN
+        drawn = cohort.sample(manifest.seed, key.round, len(manifest.members), manifest.cohort if train else 0)
+        late = key.round >= manifest.rounds if train else key.round > manifest.rounds
+        if late or size != len(drawn) or seat.index not in drawn:
+            raise ProtocolError(
+                "E-RUN-33",
+                f"expected a {key.kind.value} task for silos {drawn} in round {key.round} of {manifest.rounds}, found "
+                f"one for silo {seat.index} in a cohort of {size}: the offer does not follow from the manifest",
+            )
+        return Federation(len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, len(drawn))
+
+
+def _compatible(theirs: str, ours: str) -> bool:
+    """Tell whether two versions compute the same: equal up to the patch level. A manifest without one fits any."""
+    return not theirs or theirs.rpartition(".")[0] == ours.rpartition(".")[0]
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Run with the manifest's number of CPU threads, which decides the last bit of sums; 0 leaves the machine's."""
+    before = torch.get_num_threads()
+    try:
+        if number:
+            torch.set_num_threads(number)
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,164 @@
+"""The thread that does the tasks: fetch, check, train, stage, send; one after the other."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fl_core.errors import FederationError, ProtocolError, RefusedError, StateError
+from fl_core.manifest import RunManifest
+from protos import codec
+from protos.consilium.v1 import federation_pb2 as pb
+from silo.desk import Desk, Task
+from silo.notices import Say, notice, trouble
+from silo.outbox import Outbox
+from silo.tasks import Entry
+from silo.training import Seat, Trainer
+from silo.transfer import Transfer, Witness
+from silo.waiting import StoppedError
+
+IDLE_S = 1.0
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Everything that one task needs; `run` is the body of the working thread.
+
+    witness: read for each use, since the identity may be renewed. recycle: asks for a new session, in which the
+    coordinator names every round that was closed.
+    """
+
+    desk: Desk
+    outbox: Outbox
+    transfer: Transfer
+    trainer: Trainer
+    witness: Callable[[], Witness]
+    say: Say
+    recycle: Callable[[], None]
+    greeted: threading.Event
+    """Set by the client when a session began: the moment to ask for receipts that were lost."""
+
+    def run(self, over: threading.Event) -> None:
+        """Work until `over` is set; an error of one task ends that task alone."""
+        self.outbox.sweep()
+        while not over.is_set():
+            task = self.desk.take(IDLE_S)
+            if task is None:
+                self._idle()
+                continue
+            try:
+                self._do(task)
+            except StoppedError as error:
+                self.say(notice("stopped", f"{task.key}: {error.reason}", task.key, {"reason": error.reason}))
+            except FederationError as error:
+                self.desk.refuse(task, error)
+            except Exception as error:  # a library's, a full disk's: the coordinator must know, the service goes on
+                log.exception("%s failed", task.key)
+                cause = f"{type(error).__name__}: {error}"
+                self.desk.refuse(task, StateError("E-RUN-31", f"the task failed at this silo: {cause}"))
+            finally:
+                self.desk.finish(task)
+                self._tidy()
+
+    def _do(self, task: Task) -> None:
+        """Send the update that is in the outbox, or make it first."""
+        entry = self.outbox.find(task.key, task.offer.base_digest)
+        if entry is None:
+            entry = self._make(task)
+        elif entry.refused is not None:
+            code, _, reason = entry.refused.partition(": ")
+            raise RefusedError(code, reason)
+        else:
+            self.desk.accept(task)
+        self._send(task, entry)
+
+    def _make(self, task: Task) -> Entry:
+        """Train, and have the result on disk before anything of it leaves."""
+        offer, key = task.offer, task.key
+        self.desk.note(task, pb.FETCHING)
+        seat = self._seat(task)
+        self.desk.accept(task)
+        self.outbox.store.note_base(key.run_id, offer.base_digest)
+        base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, self._meter(task, pb.FETCHING))
+        msg = codec.read_state(base)
+        self.say(notice("training", f"{key} of {seat.manifest.name}: training", key, {"name": seat.manifest.name}))
+        self.desk.note(task, pb.TRAINING)
+        state = self.outbox.state(key.run_id)
+        done = self.trainer.train(seat, key, offer.cohort, msg, state, self._meter(task, pb.TRAINING))
+        task.stop.check()
+        entry = self.outbox.stage(key, offer.manifest_digest, offer.base_digest, done)
+        right, all_of = sum(done.evaluation.correct), sum(done.evaluation.examples)
+        said = f"the received model is right on {right:.0f} of {all_of:.0f} own test examples"
+        self.say(notice("staged", f"{key}: {said}", key, {"correct": right, "examples": all_of, "bytes": entry.size}))
+        return entry
+
+    def _seat(self, task: Task) -> Seat:
+        """Fetch the manifest and take this silo's place in the run.
+
+        Raises RefusedError (E-RUN-35) when a run comes back under another manifest, and as `Trainer.prepare`.
+        """
+        digest, run_id = task.offer.manifest_digest, task.key.run_id
+        known = self.outbox.store.manifest_of(run_id)
+        if known not in (None, digest):
+            raise RefusedError(
+                "E-RUN-35", f"expected run {run_id} under the manifest {known[:16]}, found {digest[:16]}: ask the lead"
+            )
+        path = self.transfer.fetch(digest, 0, task.stop, self._meter(task, pb.FETCHING))
+        manifest = RunManifest.from_json(path.read_text(encoding="utf-8"))
+        if manifest.digest() != digest:
+            raise ProtocolError("E-WIRE-04", f"expected the manifest {digest} in canonical form, found another text")
+        seat = self.trainer.prepare(manifest)
+        self.outbox.store.note_run(run_id, manifest.name, digest)
+        return seat
+
+    def _send(self, task: Task, entry: Entry) -> None:
+        """Upload until the receipt is here; what the coordinator refuses waits for the round's close."""
+        task.stop.check()
+        self.desk.note(task, pb.UPLOADING, 0, entry.size)
+        meter = self._meter(task, pb.UPLOADING, checked=False)
+        try:
+            receipt = self.transfer.upload(entry, self.outbox.bundle(entry), self.witness(), task.stop, meter)
+        except FederationError as error:
+            # Nobody refuses an update by the certificate that brings it: that one comes again once it is repaired.
+            if not isinstance(error, StoppedError) and not error.code.startswith(("E-ID", "E-TLS")):
+                self.outbox.store.refuse(entry.key, str(error))
+                self.recycle()
+            raise
+        self.outbox.store.deliver(entry.key, receipt)
+        self.desk.note(task, pb.WAITING)
+        self.say(notice("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
+
+    def _meter(self, task: Task, activity: pb.Activity.ValueType, checked: bool = True) -> Callable[[int, int], None]:
+        """Make a progress callback; it ends training where it is when the task is given up."""
+
+        def moved(done: int, total: int) -> None:
+            if checked:
+                task.stop.check()
+            self.desk.note(task, activity, done, total)
+
+        return moved
+
+    def _idle(self) -> None:
+        """Between tasks: ask for receipts that were lost, and for the closes that a task waits for."""
+        if self.greeted.is_set():
+            self.greeted.clear()
+            for entry in self.outbox.store.unproven():
+                try:
+                    receipt = self.transfer.proof(entry, self.witness())
+                except FederationError as error:
+                    self.say(trouble(error))
+                    return
+                if receipt is not None:
+                    self.outbox.store.deliver(entry.key, receipt)
+        if self.desk.held():
+            self.recycle()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Delete files that nothing refers to; only this thread writes any."""
+        if self.desk.untidy.is_set():
+            self.desk.untidy.clear()
+            self.outbox.sweep()
