@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -50,10 +51,14 @@ class Grid:
 
     def frac_bits(self, segment: str) -> int:
         """Return f_s; raises ConfigError (E-CFG-06) when a bound leaves no resolution at all."""
-        top = 2 ** (63 if self.ring == "ring64" else 31) - 1
-        bits = math.floor(math.log2(top / (self.n_max * self.bound(segment))))
+        top, bound = 2 ** (63 if self.ring == "ring64" else 31) - 1, Fraction(self.bound(segment))
+        bits = math.floor(math.log2(top / (self.n_max * bound)))
+        if self.n_max * math.ceil(bound * Fraction(2) ** bits) > top:  # log2 rounds, and so does the value at the bound
+            bits -= 1
         if bits < 0:
-            raise ConfigError("E-CFG-06", f"{self.ring} cannot hold {self.n_max} silos with bound {self.bound(segment)}")
+            raise ConfigError(
+                "E-CFG-06", f"{self.ring} cannot hold {self.n_max} silos with bound {self.bound(segment)}"
+            )
         return bits
 
     def encode(self, segment: str, value: Tensor) -> tuple[Tensor, int]:

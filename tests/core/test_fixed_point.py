@@ -1,0 +1,155 @@
+"""The grid: exact sums, counted clipping, refused NaN, and the proof that n silos never overflow."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from helpers_core import same_bundle
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import units
+
+from fl_core.errors import ConfigError, ProtocolError
+from fl_core.fixed_point import RING64_BOUND, Accumulator, FixedPoint, Grid
+from fl_core.types import Part, PartSpec
+
+LAYOUT = {"p": PartSpec({"v": (2,)}, ())}
+values = st.floats(-1e4, 1e4, width=32)
+
+
+def bundle(v: float, w: float = 1.0) -> dict[str, Part]:
+    return {"p": Part({"v": torch.tensor([v, -v])}, torch.tensor(w))}
+
+
+@given(st.lists(values, min_size=1, max_size=8), st.sampled_from(["ring64", "ring32"]))
+def test_sum_is_exact(sent: list[float], ring: str) -> None:
+    grid = Grid("ring64" if ring == "ring64" else "ring32", 8, {"p": 1e4, "p.weight": 1.0})
+    sums = Accumulator(LAYOUT, grid)
+    for v in sent:
+        sums.fold(bundle(v))
+    bits = grid.frac_bits("p")
+    wanted = units(sent, bits)  # Python's integers
+    assert sums.total()["p"].total["v"].tolist() == [wanted, -wanted]
+    decoded = FixedPoint(grid).incoming(sums.total(), len(sent), 0)["p"]
+    assert Fraction(float(decoded.total["v"][0])) == Fraction(wanted, 2**bits)
+    assert abs(Fraction(wanted, 2**bits) - sum(map(Fraction, sent))) <= Fraction(len(sent), 2 ** (bits + 1))
+    assert float(decoded.weight) == len(sent)
+    assert sums.count == len(sent)
+    assert sums.clipped == 0
+
+
+@given(st.permutations([0.1, -7.3, 1e4, 2.0**-40, -1e4, 3.0]))
+def test_order_does_not_matter(order: list[float]) -> None:
+    def folded(sent: list[float]) -> Accumulator:
+        sums = Accumulator(LAYOUT, Grid(n_max=6))
+        for v in sent:
+            sums.fold(bundle(v))
+        return sums
+
+    assert same_bundle(folded(order).total(), folded(sorted(order)).total())
+
+
+@pytest.mark.parametrize("ring", ["ring64", "ring32"])
+@pytest.mark.parametrize("bound", [1e-3, 1.0, 3.7, 1e4])
+@pytest.mark.parametrize("n_max", [1, 3, 50, 1000])
+def test_as_many_silos_as_agreed_never_overflow(ring: str, bound: float, n_max: int) -> None:
+    """At both extremes, in Python's integers: n clip(+-B) stays inside the ring; one more bit would not."""
+    grid = Grid("ring64" if ring == "ring64" else "ring32", n_max, {"p": bound})
+    top = 2 ** (63 if ring == "ring64" else 31)
+    for extreme in (bound, -bound, 10 * bound, -10 * bound):
+        encoded, _ = grid.encode("p", torch.tensor([extreme], dtype=torch.float64))
+        assert -top <= n_max * int(encoded) <= top - 1
+    finer = grid.frac_bits("p") + 1
+    assert n_max * math.ceil(Fraction(bound) * 2**finer) > top - 1  # no resolution is given away
+
+
+@pytest.mark.parametrize("ring", ["ring64", "ring32"])
+def test_decoding_the_extremes_gives_them_back(ring: str) -> None:
+    grid = Grid("ring64" if ring == "ring64" else "ring32", 7, {"p": 100.0, "p.weight": 1.0})
+    for v in (100.0, -100.0):
+        sums = Accumulator(LAYOUT, grid)
+        for _ in range(7):
+            sums.fold(bundle(v))
+        assert FixedPoint(grid).incoming(sums.total(), 7, 0)["p"].total["v"].tolist() == [7 * v, -7 * v]
+
+
+def test_clipping_is_counted_and_cuts_at_the_bound() -> None:
+    grid = Grid("ring64", 2, {"p": 1.5, "p.weight": 10.0})
+    encoded, clipped = grid.encode("p", torch.tensor([1.5, 1.6, -100.0, -1.5, 0.2]))
+    assert clipped == 2
+    back = grid.decode("p", encoded)
+    assert back[:4].tolist() == pytest.approx([1.5, 1.5, -1.5, -1.5], abs=1e-9)
+    sums = Accumulator(LAYOUT, grid)
+    sums.fold(bundle(2.0, w=11.0))
+    assert sums.clipped == 3  # both totals and the weight
+    guard = FixedPoint(grid)
+    guard.outgoing(bundle(2.0, w=11.0), 0, 0)
+    assert guard.clipped == 3
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["total", "weight"])
+def test_nan_is_refused_and_changes_nothing(bad: float, where: str) -> None:
+    layout = {"a": LAYOUT["p"], "p": LAYOUT["p"]}
+    sums = Accumulator(layout, Grid(n_max=3))
+    sums.fold({"a": bundle(1.0)["p"], "p": bundle(2.0)["p"]})
+    before = {
+        name: Part({k: v.clone() for k, v in p.total.items()}, p.weight.clone()) for name, p in sums.total().items()
+    }
+    poison = bundle(bad)["p"] if where == "total" else bundle(1.0, w=bad)["p"]
+    with pytest.raises(ProtocolError) as caught:
+        sums.fold({"a": bundle(5.0)["p"], "p": poison})
+    assert caught.value.code == "E-WIRE-05"
+    assert same_bundle(sums.total(), before)
+    assert sums.count == 1
+    assert sums.clipped == 0
+    with pytest.raises(ProtocolError):
+        FixedPoint(Grid(n_max=3)).outgoing({"p": poison}, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {},
+        {"q": bundle(1.0)["p"]},
+        {"p": Part({"v": torch.zeros(3)}, torch.tensor(1.0))},
+        {"p": Part({"v": torch.zeros(2)}, torch.zeros(2))},
+        {"p": bundle(1.0)["p"], "q": bundle(1.0)["p"]},
+    ],
+)
+def test_a_bundle_of_another_layout_is_refused_and_changes_nothing(odd: dict[str, Part]) -> None:
+    sums = Accumulator(LAYOUT, Grid())
+    with pytest.raises(ProtocolError) as caught:
+        sums.fold(odd)
+    assert caught.value.code == "E-WIRE-02"
+    assert sums.count == 0
+    assert not sums.total()["p"].total["v"].any()
+
+
+def test_ring32_wraps_around() -> None:
+    """Masked units are any numbers below 2^32; only their sum modulo 2^32 means something."""
+    grid = Grid("ring32", 4, {"p": 10.0})
+    encoded, _ = grid.encode("p", torch.tensor([-9.5, 3.25, 0.0]))
+    mask = torch.tensor([2**32 - 1, 2**31, 12345])
+    masked = (encoded + mask).remainder(2**32)
+    assert bool((masked >= 0).all())
+    assert grid.decode("p", masked - mask).tolist() == pytest.approx([-9.5, 3.25, 0.0], abs=1e-7)
+    assert grid.decode("p", masked - mask + 5 * 2**32).tolist() == grid.decode("p", encoded).tolist()
+
+
+def test_grids_without_room_or_without_a_bound_are_refused() -> None:
+    for grid, segment in ((Grid("ring32", 10, {"p": 1.0}), "q"), (Grid("ring32", 1000, {"p": 1e9}), "p")):
+        with pytest.raises(ConfigError) as caught:
+            grid.encode(segment, torch.zeros(1))
+        assert caught.value.code == "E-CFG-06"
+    assert Grid().bound("anything") == RING64_BOUND
+
+
+def test_empty_tensors_and_no_silo_at_all() -> None:
+    assert Grid().encode("p", torch.zeros(0))[1] == 0
+    nothing = FixedPoint(Grid()).incoming(Accumulator(LAYOUT, Grid()).total(), 0, 0)["p"]
+    assert nothing.total["v"].tolist() == [0, 0]
+    assert float(nothing.weight) == 0

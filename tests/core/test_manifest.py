@@ -1,0 +1,97 @@
+"""The manifest: what both sides agreed on, and refuse to go on without."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from helpers_core import manifest
+
+from fl_core.errors import ConfigError, ProtocolError
+from fl_core.fixed_point import Grid
+from fl_core.manifest import Member, RunManifest, members
+from fl_core.types import TrainConfig
+
+
+def test_round_trip_is_exact() -> None:
+    run = replace(
+        manifest("fedmr", {"mu2": 0.25}, share=0.5),
+        grid=Grid("ring32", 3, {"delta": 1.25, "delta.weight": 100.0}),
+        image_size=64,
+        software="consilium-fl 1",
+    )
+    back = RunManifest.from_json(run.to_json())
+    assert back == run
+    assert back.to_json() == run.to_json()
+    assert back.digest() == run.digest()
+
+
+def test_digest_does_not_depend_on_the_order_of_options() -> None:
+    a, b = manifest("fedmr", {"mu1": 0.1, "mu2": 0.2}), manifest("fedmr", {"mu2": 0.2, "mu1": 0.1})
+    assert a.digest() == b.digest()
+
+
+def test_digest_is_stable() -> None:
+    """The same text on every machine and in every version of format 1."""
+    run = manifest()
+    text = run.to_json()
+    assert json.loads(text)["format"] == 1
+    assert ": " not in text
+    assert list(json.loads(text)) == sorted(json.loads(text))
+    small = replace(run, layout={}, members=(Member("a"),))
+    assert small.digest() == "0822031f875e88d639b84b29a08764a164ed64427f6ad07b84ed9fb36c807601"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rounds": 4}, {"seed": 1}, {"cohort": 2}, {"quorum": 1}, {"threads": 2}, {"name": "other"}, {"data": "x"},
+        {"train": TrainConfig(lr=0.5)}, {"layout": {}}, {"grid": Grid("ring64", 4)}, {"deadline_s": 1.0},
+        {"members": (Member("north"), Member("south"), Member("east"))}, {"image_size": 8}, {"software": "x"},
+    ],
+)  # fmt: skip
+def test_every_field_is_part_of_the_digest(change: dict[str, object]) -> None:
+    assert replace(manifest(), **change).digest() != manifest().digest()  # type: ignore[arg-type]
+
+
+def edited(**change: object) -> str:
+    return json.dumps(json.loads(manifest().to_json()) | change)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (edited(extra=1), "E-WIRE-06"),
+        (edited(format=2), "E-WIRE-01"),
+        (edited(train={"lr": 0.1, "speed": 3}), "E-WIRE-06"),
+        (edited(method={"title": "fedavg"}), "E-WIRE-06"),
+        (edited(layout={"delta": {"weight": 3, "tensors": []}}), "E-WIRE-06"),
+        (json.dumps({"format": 1}), "E-WIRE-06"),
+        ("{", "E-WIRE-06"),
+        ("[]", "E-WIRE-06"),
+        ("null", "E-WIRE-06"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(text: str, code: str) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        RunManifest.from_json(text)
+    assert caught.value.code == code
+
+
+def test_index_of_a_member_and_of_a_stranger() -> None:
+    assert [manifest().index(n) for n in ("north", "east", "south")] == [0, 1, 2]
+    with pytest.raises(ConfigError) as caught:
+        manifest().index("west")
+    assert caught.value.code == "E-RUN-05"
+
+
+def test_rosters() -> None:
+    assert [m.prototypes for m in members(["a", "b"], 0, 0.0)] == [False, False]
+    assert sum(m.prototypes for m in members([f"h{k}" for k in range(10)], 0, 0.8)) == 8
+    for names in ([], ["a", "a"]):
+        with pytest.raises(ConfigError) as caught:
+            members(names, 0, 1.0)
+        assert caught.value.code == "E-CFG-07"
+    with pytest.raises(ConfigError):
+        members(["a"], 0, 1.5)
