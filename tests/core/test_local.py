@@ -1,0 +1,189 @@
+"""The plain doors: schedule, streams, penalties, shifts and queries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_core import FED, SCHEMA, Given, same, shares
+from oracles import slow_class_sums
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fl_core import rng, trees
+from fl_core.errors import DataError
+from fl_core.local import PlainData
+from fl_core.models import build_model
+from fl_core.types import ClassSums, ExampleSums, Federation, Losses, Split, TrainConfig, Turn
+
+
+def ce(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+    return Losses(cross_entropy(model(x), y, reduction="none"))
+
+
+def examples(n: int, seed: int = 0) -> Given:
+    draw = rng.stream(seed, "x")
+    return Given(torch.rand(n, 1, 8, 8, generator=draw), torch.arange(n) % 4)
+
+
+def data(n: int = 10, turn: Turn | None = None, **schedule: float) -> PlainData:
+    config = TrainConfig(**({"batch_size": 4, "epochs": 1, "lr": 0.1} | schedule))  # type: ignore[arg-type]
+    return PlainData(examples(n), examples(6, seed=1), config, turn or Turn(FED, 0, 0))
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(4, 64))
+        self.b = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1) @ self.a.T + self.b
+
+
+@pytest.mark.parametrize(
+    ("n", "schedule", "epochs", "steps"),
+    [
+        (10, {}, None, 3),
+        (8, {}, None, 2),
+        (3, {}, None, 1),
+        (10, {"epochs": 5}, None, 15),
+        (10, {"epochs": 5, "max_steps": 7}, None, 7),
+        (10, {"max_steps": 7}, None, 3),
+        (10, {}, 2, 6),
+        (10, {}, 0.4, 1),
+        (10, {}, 0, 0),
+    ],
+)
+def test_planned_steps_are_the_steps_taken(
+    n: int, schedule: dict[str, float], epochs: float | None, steps: int
+) -> None:
+    silo = data(n, **schedule)
+    assert silo.planned_steps(epochs) == steps
+    assert silo.sgd(Linear(), ce, epochs=epochs) == steps
+
+
+def test_every_epoch_sees_every_example_once() -> None:
+    seen: list[int] = []
+
+    def spy(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+        seen.extend(int(v) for v in (x[:, 0, 0, 0] * 1e6).round())
+        return ce(model, x, y)
+
+    data(10, epochs=2).sgd(Linear(), spy)
+    every = sorted(int(v) for v in (examples(10).x[:, 0, 0, 0] * 1e6).round())
+    assert sorted(seen[:10]) == sorted(seen[10:]) == every
+    assert seen[:10] != seen[10:]
+
+
+def test_batch_norm_skips_a_lone_example_and_does_not_count_it() -> None:
+    model = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0)
+    silo = data(9)  # 4 + 4 + 1
+    assert silo.planned_steps() == 3
+    assert silo.sgd(model, ce) == 2
+    assert data(9).sgd(build_model("digits_cnn", {}, SCHEMA, 0), ce) == 3
+    assert trees.all_finite(trees.read(model))
+
+
+def test_learning_rate_falls_by_round() -> None:
+    late = data(turn=Turn(Federation(1, 4, 9, round=3), 0, 0), lr=0.8, lr_decay=0.5)
+    assert late.lr == pytest.approx(0.1)
+
+
+def test_an_extra_pass_does_not_change_the_others() -> None:
+    def trained(extra: bool) -> dict[str, Tensor]:
+        silo, model = data(), Linear()
+        silo.sgd(model, ce)
+        if extra:
+            silo.sum(ClassSums(lambda x, y: x.flatten(1), 4))
+            silo.class_counts()
+        silo.sgd(model, ce)
+        return trees.read(model)
+
+    assert same(trained(False), trained(True))
+    first, other = Linear(), Linear()
+    data().sgd(first, ce)
+    silo = data()
+    silo.sgd(other, ce)
+    silo.sgd(Linear(), ce)  # a pass over another model draws from a stream of its own
+    assert same(trees.read(first), trees.read(other))
+
+
+def test_silos_rounds_and_seeds_have_streams_of_their_own() -> None:
+    finals = []
+    for turn in (Turn(FED, 0, 0), Turn(FED, 1, 0), Turn(FED, 0, 1), Turn(Federation(3, 4, 3, 2, 3), 0, 0)):
+        model = Linear()
+        data(turn=turn).sgd(model, ce)
+        finals.append(trees.digest(trees.read(model)))
+    assert len(set(finals)) == 4
+
+
+def test_two_steps_with_penalty_shift_momentum_decay_and_clipping_equal_a_hand_derived_step() -> None:
+    lr, momentum, decay, clip = 0.1, 0.9, 0.01, 0.05
+    silo = data(4, epochs=2, lr=lr, momentum=momentum, weight_decay=decay, clip_norm=clip)
+    model, shift = Linear(), {"a": torch.full((4, 64), 0.3), "unknown": torch.ones(1)}
+    silo.sgd(model, ce, penalty=lambda m: 0.5 * (m.get_parameter("b") ** 2).sum(), shift=shift)
+    every = examples(4)  # one batch of four: the order does not matter
+    x, y = every.x.flatten(1), torch.nn.functional.one_hot(every.labels, 4).float()
+    a, b = torch.zeros(4, 64), torch.ones(4)
+    va, vb = torch.zeros(4, 64), torch.zeros(4)
+    for _ in range(2):
+        error = (torch.softmax(x @ a.T + b, 1) - y) / 4
+        ga, gb = error.T @ x, error.sum(0) + b
+        norm = (ga.square().sum() + gb.square().sum()).sqrt()
+        factor = min(1.0, clip / float(norm))
+        ga, gb = ga * factor + 0.3, gb * factor  # the shift is data-free and comes after clipping
+        va, vb = momentum * va + ga + decay * a, momentum * vb + gb + decay * b
+        a, b = a - lr * va, b - lr * vb
+    assert torch.allclose(model.a, a, atol=1e-5)
+    assert torch.allclose(model.b, b, atol=1e-5)
+
+
+def test_only_selects_what_moves() -> None:
+    model = Linear()
+    data().sgd(model, ce, only=lambda name: name == "a", shift={"b": torch.ones(4)})
+    assert torch.equal(model.b, torch.ones(4))
+    assert bool(model.a.abs().sum() > 0)
+
+
+def test_class_sums_equal_a_loop() -> None:
+    every = examples(11)
+    silo = PlainData(every, every, TrainConfig(), Turn(FED, 0, 0))
+    sums = silo.sum(ClassSums(lambda x, y: x.flatten(1), 5))
+    total, count = slow_class_sums(every.x.flatten(1), every.labels, 5)
+    assert torch.allclose(sums["sum"], total, atol=1e-5)
+    assert torch.equal(sums["count"], count)
+    assert torch.equal(silo.class_counts(), count[:4])
+    assert silo.size() == 11
+
+
+def test_example_sums_over_both_splits() -> None:
+    query = ExampleSums(lambda x, y: {"pixels": x.flatten(1), "ones": torch.ones(len(y))})
+    silo = data(10)
+    assert torch.allclose(silo.sum(query)["pixels"], examples(10).x.flatten(1).sum(0), atol=1e-5)
+    assert float(silo.sum(query, split=Split.TEST)["ones"]) == 6
+
+
+def test_queries_and_evaluation_are_never_augmented_but_training_is() -> None:
+    plain, varied = Linear(), Linear()
+    data().sgd(plain, ce)
+    silo = data(augment=True)
+    silo.sgd(varied, ce)
+    assert not same(trees.read(plain), trees.read(varied))
+    query = ClassSums(lambda x, y: x.flatten(1), 4)
+    assert torch.equal(silo.sum(query)["sum"], data().sum(query)["sum"])
+
+
+def test_global_random_state_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    data().sgd(build_model("digits_cnn", {}, SCHEMA, 0), ce)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_silo_without_training_examples_is_refused_and_one_without_test_examples_is_not() -> None:
+    empty = PlainData(examples(0), examples(0), TrainConfig(batch_size=4, epochs=1), Turn(FED, 0, 0))
+    with pytest.raises(DataError) as caught:
+        empty.sgd(Linear(), ce)
+    assert caught.value.code == "E-DATA-08"
+    share = shares()[0]
+    untested = PlainData(share.train, examples(0), TrainConfig(), Turn(FED, 0, 0))
+    assert untested.sum(ClassSums(lambda x, y: x.flatten(1)[:, :1], 4), split=Split.TEST)["count"].tolist() == [0] * 4

@@ -1,0 +1,192 @@
+"""The round loop: who takes part, who is missing, and what a resumed run computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from helpers_core import NAMES, manifest, same, shares
+
+from fl_core import cohort
+from fl_core.errors import ConfigError, UnavailableError
+from fl_core.manifest import RunManifest
+from fl_core.protocols import SiloPort
+from fl_core.rounds import RoundRecord
+from fl_core.simulate import History, engine_of, initial_state, local_ports
+from fl_core.types import Bundle, Federation, Part, State, TaskKind
+
+
+class Kept(History):
+    """Keeps the state after every round, and what was announced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[State] = []
+        self.seen: list[tuple[int, TaskKind, tuple[str, ...]]] = []
+        self.came: list[str] = []
+
+    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+        self.seen.append((fed.round, kind, tuple(names)))
+
+    def arrived(self, name: str) -> None:
+        self.came.append(name)
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        super().closed(record, server)
+        self.states.append(server)
+
+
+class Failing:
+    """A port that raises, or spoils what it sends, in some rounds."""
+
+    def __init__(self, inner: SiloPort, rounds: Sequence[int], spoil: bool = False) -> None:
+        self.name, self._inner, self._rounds, self._spoil = inner.name, inner, rounds, spoil
+
+    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+        if fed.round not in self._rounds:
+            return self._inner.round(msg, fed, kind)
+        if not self._spoil:
+            raise UnavailableError("E-NET-01", f"{self.name} is away")
+        bundle = dict(self._inner.round(msg, fed, kind))
+        delta = bundle["delta"]
+        bundle["delta"] = Part({k: v * float("nan") for k, v in delta.total.items()}, delta.weight)
+        return bundle
+
+
+def go(
+    run: RunManifest,
+    ports: Sequence[SiloPort] | None = None,
+    start: int = 0,
+    state: State | None = None,
+    parallel: int = 1,
+) -> tuple[State, Kept]:
+    kept = Kept()
+    ports = local_ports(run, shares()) if ports is None else ports
+    final = engine_of(run, ports, parallel).run(initial_state(run) if state is None else state, kept, start)
+    return final, kept
+
+
+def failing(run: RunManifest, which: int, rounds: Sequence[int], *, spoil: bool = False) -> list[SiloPort]:
+    ports: list[SiloPort] = list(local_ports(run, shares()))
+    ports[which] = Failing(ports[which], rounds, spoil)
+    return ports
+
+
+def test_rounds_evaluate_what_they_broadcast_and_end_with_an_evaluation() -> None:
+    final, kept = go(manifest(rounds=3))
+    assert [(r.round, r.kind) for r in kept.records] == [
+        (0, TaskKind.TRAIN), (1, TaskKind.TRAIN), (2, TaskKind.TRAIN), (3, TaskKind.EVALUATE)
+    ]  # fmt: skip
+    assert same(kept.states[2]["w"], final["w"])
+    assert sum(kept.records[0].examples) == sum(len(s.test) for s in shares())
+    assert len(kept.accuracies) == 4
+    assert kept.seen[0] == (0, TaskKind.TRAIN, NAMES)
+    assert kept.came.count("north") == 4
+
+
+def test_accuracy_is_over_the_union_of_the_test_sets() -> None:
+    record = RoundRecord(0, TaskKind.TRAIN, (3.0, 0.0, 1.0), (4.0, 0.0, 6.0), ("a",))
+    assert record.accuracy == 0.4
+    assert record.class_accuracy() == [0.75, None, 1 / 6]
+    assert RoundRecord(0, TaskKind.TRAIN, (0.0,), (0.0,), ()).accuracy == 0
+
+
+@pytest.mark.parametrize("spoil", [False, True])
+@pytest.mark.parametrize("method", ["fedavg", "fedmr"])
+def test_a_failing_silo_is_recorded_as_missing_and_the_round_survives(method: str, spoil: bool) -> None:
+    run = manifest(method, quorum=2)
+    final, kept = go(run, failing(run, 1, [1], spoil=spoil))
+    assert [r.included for r in kept.records] == [tuple(sorted(NAMES)), ("north", "south"), *[tuple(sorted(NAMES))] * 2]
+    assert list(kept.records[1].missing) == ["east"]
+    assert ("E-WIRE-05" if spoil else "E-NET-01") in kept.records[1].missing["east"]
+    absent, _ = go(run, failing(run, 1, [1], spoil=not spoil))
+    assert same(final["w"], absent["w"])  # a refused bundle leaves no trace, as if it had never been sent
+    assert not same(final["w"], go(run)[0]["w"])
+
+
+def test_a_round_below_its_quorum_stops_the_run_after_the_last_closed_round() -> None:
+    run = manifest(quorum=3)
+    kept = Kept()
+    with pytest.raises(UnavailableError) as caught:
+        engine_of(run, failing(run, 1, [1]), 1).run(initial_state(run), kept)
+    assert caught.value.code == "E-RUN-03"
+    assert "east" in str(caught.value)
+    assert len(kept.states) == 1
+    assert same(engine_of(run, local_ports(run, shares()), 1).run(kept.states[0], Kept(), 1)["w"], go(run)[0]["w"])
+
+
+def test_without_a_quorum_the_whole_cohort_must_deliver() -> None:
+    run = manifest(quorum=0)
+    with pytest.raises(UnavailableError):
+        go(run, failing(run, 0, [2]))
+
+
+def test_a_defect_of_the_program_is_not_taken_for_a_missing_silo() -> None:
+    run = manifest(quorum=1)
+    ports: list[SiloPort] = list(local_ports(run, shares()))
+
+    class Broken:
+        name = "north"
+
+        def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+            raise ZeroDivisionError
+
+    ports[0] = Broken()
+    with pytest.raises(ZeroDivisionError):
+        go(run, ports)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedmr"])
+@pytest.mark.parametrize("start", [1, 2, 3])
+def test_a_resumed_run_equals_the_straight_run_bit_for_bit(method: str, start: int) -> None:
+    run = manifest(method, rounds=3, cohort=2)
+    straight, kept = go(run)
+    resumed, again = go(run, start=start, state=kept.states[start - 1])
+    assert all(same(resumed[group], straight[group]) for group in straight)
+    assert again.accuracies == kept.accuracies[start:]
+
+
+def test_parallel_ports_give_the_same_bits() -> None:
+    run = manifest("fedmr")
+    # Ports of one bench share a scratch model, so each gets a bench of its own.
+    ports = [local_ports(run, shares())[k] for k in range(3)]
+    assert same(go(run, ports, parallel=3)[0]["w"], go(run)[0]["w"])
+
+
+def test_cohorts_are_sampled_without_replacement_and_repeat() -> None:
+    drawn = [cohort.sample(3, t, 10, 4) for t in range(50)]
+    assert drawn == [cohort.sample(3, t, 10, 4) for t in range(50)]
+    assert all(len(set(ids)) == 4 and ids == sorted(ids) for ids in drawn)
+    assert {k for ids in drawn for k in ids} == set(range(10))
+    assert len({tuple(ids) for ids in drawn}) > 20
+    assert cohort.sample(3, 0, 5, 0) == cohort.sample(3, 0, 5, 5) == list(range(5))
+    with pytest.raises(ConfigError) as caught:
+        cohort.sample(0, 0, 3, 4)
+    assert caught.value.code == "E-CFG-04"
+
+
+def test_only_the_cohort_trains_and_all_silos_are_evaluated_at_the_end() -> None:
+    _, kept = go(manifest(cohort=2, rounds=4))
+    asked = [names for _, _, names in kept.seen]
+    assert all(len(names) == 2 for names in asked[:4])
+    assert asked[4] == NAMES
+    assert len(set(asked[:4])) > 1
+
+
+def test_values_that_the_grid_cuts_off_are_reported() -> None:
+    run = manifest(rounds=1)
+    ports: list[SiloPort] = list(local_ports(run, shares()))
+
+    class Huge(Failing):
+        def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+            bundle = dict(self._inner.round(msg, fed, kind))
+            if kind is TaskKind.TRAIN:
+                total = {k: v.clone() for k, v in bundle["delta"].total.items()}
+                total["head.bias"] = torch.full_like(total["head.bias"], 1e12)
+                bundle["delta"] = Part(total, bundle["delta"].weight)
+            return bundle
+
+    ports[0] = Huge(ports[0], [])
+    _, kept = go(run, ports)
+    assert [r.clipped for r in kept.records] == [4, 0]

@@ -1,0 +1,103 @@
+"""Simulation: the hospital's own code, in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers_core import SCHEMA, manifest, same, shares
+
+from fl_core import trees
+from fl_core.errors import ProtocolError
+from fl_core.methods import build_method
+from fl_core.models import build_model
+from fl_core.simulate import History, bench_of, initial_state, local_ports, simulate
+from fl_core.spec import derive_layout, layout_from_json, layout_to_json
+from fl_core.types import Part, PartSpec, Schema, TrainConfig
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedmr"])
+def test_equal_manifests_give_equal_bits_and_other_seeds_do_not(method: str) -> None:
+    a, b, c = (simulate(manifest(method, seed=s), shares(), History()) for s in (0, 0, 1))
+    assert all(same(a[group], b[group]) for group in a)
+    assert not same(a["w"], c["w"])
+
+
+def test_fedavg_equals_a_loop_written_out_here() -> None:
+    """Train each silo from the same weights and average by size, without ports, grid, parts or guards."""
+    run = manifest(rounds=2, train=TrainConfig(lr=0.05, batch_size=4, epochs=2))
+    from fl_core.local import PlainData
+    from fl_core.methods.fedavg import FedAvg
+    from fl_core.types import Federation, Turn
+
+    model = build_model("digits_cnn", {}, SCHEMA, 0)
+    w = trees.read(model)
+    for t in range(2):
+        sums, n = trees.zeros(w), 0
+        for k, share in enumerate(shares()):
+            trees.write(model, w)
+            turn = Turn(Federation(3, 4, 2, t, 3), k, 0)
+            PlainData(share.train, share.test, run.train, turn).sgd(model, FedAvg.loss)
+            sums, n = trees.add(sums, trees.read(model), len(share.train)), n + len(share.train)
+        w = trees.scale(sums, 1 / n)
+    found = simulate(run, shares(), History())["w"]
+    assert all(torch.allclose(found[name], v, atol=1e-6) for name, v in w.items())
+
+
+def test_training_learns() -> None:
+    history = History()
+    simulate(manifest(rounds=6, train=TrainConfig(lr=0.05, batch_size=4, epochs=3)), shares(), history)
+    assert history.accuracies[0] < 0.5 < max(history.accuracies)
+
+
+def test_thread_count_is_the_manifests_inside_and_as_before_outside() -> None:
+    before = torch.get_num_threads()
+    seen: list[int] = []
+
+    class Watch(History):
+        def arrived(self, name: str) -> None:
+            seen.append(torch.get_num_threads())
+
+    simulate(replace(manifest(rounds=1), threads=2), shares(), Watch())
+    assert set(seen) == {2}
+    assert torch.get_num_threads() == before
+
+
+def test_initial_state_depends_on_the_seed_alone() -> None:
+    a = initial_state(manifest())
+    torch.rand(7)
+    assert same(a["w"], initial_state(manifest("fedprox"))["w"])
+    assert not same(a["w"], initial_state(manifest(seed=1))["w"])
+
+
+def test_a_bundle_that_is_not_the_agreed_one_is_refused_before_it_leaves() -> None:
+    run = manifest()
+    odd = replace(run, layout={**run.layout, "delta": PartSpec({"x": (1,)}, ())})
+    (port, *_) = local_ports(odd, shares())
+    from fl_core.types import Federation, TaskKind
+
+    with pytest.raises(ProtocolError) as caught:
+        port.round(build_method("fedavg", {}).broadcast(initial_state(run)), Federation(3, 4), TaskKind.TRAIN)
+    assert caught.value.code == "E-WIRE-02"
+
+
+def test_layouts_survive_json_and_ignore_data() -> None:
+    run = manifest("fedmr")
+    assert layout_from_json(layout_to_json(run.layout)) == run.layout
+    other = derive_layout(build_method("fedmr", {}), build_model("digits_cnn", {}, SCHEMA, 9), SCHEMA)
+    assert other == run.layout
+    assert run.layout["prototypes"] == PartSpec({"offset": (4, 64)}, (4,))
+    assert run.layout["metrics"] == PartSpec({"correct": (4,)}, (4,))
+
+
+def test_silos_share_one_scratch_model() -> None:
+    ports = local_ports(manifest(), shares())
+    assert len({id(port._bench.model) for port in ports}) == 1
+    assert bench_of(manifest()).model is not ports[0]._bench.model
+
+
+def test_two_blank_examples_are_enough_for_two_classes() -> None:
+    schema = Schema((1, 8, 8), ("a", "b"))
+    layout = derive_layout(build_method("fedmr", {}), build_model("digits_cnn", {"norm": "batch"}, schema, 0), schema)
+    assert Part.of({"offset": torch.zeros(2, 64)}, torch.zeros(2)).total.keys() == layout["prototypes"].shapes.keys()
