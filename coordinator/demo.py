@@ -238,8 +238,8 @@ def _tables(
          *(display.percent(-1 if scores[m][s.name] is None else float(scores[m][s.name] or 0)) for m in details))
         for s in silos
     ]  # fmt: skip
-    head = ("hospital", "certificate identity", "key fingerprint", *details)
-    display.OUT.print(display.table("Accuracy by hospital, on its own test images", head, by_silo))
+    columns = ("hospital", "certificate identity", "key fingerprint", *details)
+    display.OUT.print(display.table("Accuracy by hospital, on its own test images", columns, by_silo))
 
 
 def _picture(path: Path, series: Mapping[str, Sequence[float]]) -> None:

@@ -15,7 +15,6 @@ else:
 
 import importlib  # noqa: E402
 
-import click  # noqa: E402
 import typer  # noqa: E402
 
 from fl_core.errors import ConfigError, DataError, FederationError  # noqa: E402
@@ -49,17 +48,12 @@ def build(words: list[str]) -> typer.Typer:
 def main() -> None:
     """Run the command line; expected errors end with one line on stderr, with status 2 for what the user can change."""
     try:
-        build(sys.argv[1:])(standalone_mode=False)
+        build(sys.argv[1:])()
     except FederationError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2 if isinstance(error, ConfigError | DataError) else 1)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (click.exceptions.Abort, KeyboardInterrupt):
+    except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,10 @@ from fl_core.methods import METHODS, build_method
 from fl_core.models import build_model
 from fl_core.spec import derive_layout
 from fl_core.types import Schema
+from protos.consilium.v1 import federation_pb2 as pb
+
+IMAGES = {"folder", "manifest"}
+"""Two ways to lay out a hospital's own images: silos of both kinds fit one run."""
 
 
 def software() -> str:
@@ -104,20 +108,33 @@ def _choice(group: Mapping[str, object]) -> Choice:
     return Choice(str(group["name"]), options)
 
 
-def roster(spec: RunSpec, enrolled: Sequence[str]) -> list[str]:
-    """Choose the run's silos: those that the spec names, or all that fit; in the natural order of their names."""
-    chosen = list(enrolled if spec.silos is None else spec.silos)
-    if strangers := [name for name in chosen if name not in enrolled]:
+def compose(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
+    """Freeze what a lead submitted over the silos that fit; what `Lead.Submit` calls."""
+    spec = RunSpec.from_json(spec_json)
+    return manifest_from(spec, roster(spec, silos))
+
+
+def roster(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:
+    """Choose the run's silos, in the natural order of their names.
+
+    They are those that the spec names (they may be away and join later), or all that are online with data of the
+    run's kind. Raises ConfigError: E-RUN-05 for a stranger, E-RUN-07 when none is left.
+    """
+    kind = str(spec.data["name"])
+    fitting = {s.name: s.state for s in silos if s.data.name == kind or {s.data.name, kind} == IMAGES}
+    chosen = [name for name, state in fitting.items() if state == "online"] if spec.silos is None else list(spec.silos)
+    if strangers := sorted(set(chosen) - set(fitting)):
         raise ConfigError(
             "E-RUN-05",
-            f"expected silos that are enrolled and whose data fits this run ({', '.join(enrolled) or 'none is'}), "
-            f"found {', '.join(strangers)}: start them with data of {spec.data['name']!r}, or leave them out",
+            f"expected silos that are enrolled and serve {kind!r} data ({', '.join(sorted(fitting)) or 'none does'}), "
+            f"found {', '.join(strangers)}: start them with such data, or leave them out",
         )
     if not chosen:
         raise ConfigError(
-            "E-RUN-07", f"expected at least one enrolled silo that serves {spec.data['name']!r} data, found none: "
-            "invite hospitals (coordinator invite NAME) and start them (silo serve --data ...)"
-        )  # fmt: skip
+            "E-RUN-07",
+            f"expected at least one silo online that serves {kind!r} data, found none: invite hospitals (coordinator "
+            "invite NAME) and start them (silo serve --data ...); `coordinator silos` shows who is here",
+        )
     return sorted(chosen, key=natural)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fl_core.types import TaskKind
+from fl_core.kinds import TaskKind
 
 
 class RunState(Enum):

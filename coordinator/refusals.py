@@ -201,8 +201,8 @@ class RefusalLog:
         )
 
 
-def watch_refusals(callback: Callable[[Refusal], None], clock: Clock = utc_now) -> CoreLog:
-    """Report every refused handshake while the context lasts: to `callback` (all of them) and to the log (few).
+def watch_refusals(callback: Callable[[Refusal], None] | None = None, clock: Clock = utc_now) -> CoreLog:
+    """Report every refused handshake while the context lasts: to the log (few) and to `callback` (all of them).
 
     `callback` runs on the reader's thread and must not block; what it raises is logged.
     """
@@ -211,7 +211,8 @@ def watch_refusals(callback: Callable[[Refusal], None], clock: Clock = utc_now) 
     def report(refusal: Refusal) -> None:
         write(refusal)
         try:
-            callback(refusal)
+            if callback is not None:
+                callback(refusal)
         except Exception:
             log.exception("%s: a refusal could not be recorded", refusal.code)
 

@@ -13,7 +13,7 @@ from coordinator.records import Contribution, ObjectKind, RunState
 from coordinator.store_runs import add_event
 from coordinator.tables import contributions, objects, rounds, runs
 from fl_core.errors import ProtocolError, StateError
-from fl_core.types import TaskKind
+from fl_core.kinds import TaskKind
 
 KEEP_STATES = 2
 

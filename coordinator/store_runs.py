@@ -14,8 +14,8 @@ from coordinator.database import Database
 from coordinator.records import EventRow, ObjectKind, RoundRow, Run, RunState
 from coordinator.tables import events, objects, rounds, runs
 from fl_core.errors import ConfigError, StateError
-from fl_core.rounds import RoundRecord
-from fl_core.types import TaskKind
+from fl_core.kinds import TaskKind
+from fl_core.records import RoundRecord
 
 
 class RunStore:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fl_core.errors import FederationError, UnavailableError
-from fl_core.types import TaskKind
+from fl_core.kinds import TaskKind
 from protos import codec
 from protos.consilium.v1 import federation_pb2 as pb
 

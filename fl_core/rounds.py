@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from fl_core import cohort
 from fl_core.errors import FederationError, UnavailableError
 from fl_core.fixed_point import Accumulator, Grid
 from fl_core.protocols import Guard, Method, SiloPort
+from fl_core.records import RoundRecord as RoundRecord
 from fl_core.types import Bundle, Federation, Layout, State, TaskKind
 from fl_core.worker import METRICS
 
@@ -26,32 +27,6 @@ class Schedule:
     n_classes: int
     cohort: int = 0
     quorum: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RoundRecord:
-    """What is known of one round after its close.
-
-    correct, examples: (C,) over the union of the test sets, for the model *before* the round's training;
-    missing: silo -> reason; clipped: values that the grid cut off.
-    """
-
-    round: int
-    kind: TaskKind
-    correct: tuple[float, ...]
-    examples: tuple[float, ...]
-    included: tuple[str, ...]
-    missing: Mapping[str, str] = field(default_factory=dict)
-    clipped: int = 0
-
-    @property
-    def accuracy(self) -> float:
-        """Return correct / examples over all classes, 0 without test examples."""
-        return sum(self.correct) / n if (n := sum(self.examples)) else 0.0
-
-    def class_accuracy(self) -> list[float | None]:
-        """Return the accuracy per class, None where no silo has a test example."""
-        return [c / n if n else None for c, n in zip(self.correct, self.examples, strict=True)]
 
 
 class Observer(Protocol):
@@ -119,7 +94,9 @@ class Engine:
         names = [self.ports[k].name for k in ids]
         observer.opened(fed, kind, names)
         layout = self.layout if train else {METRICS: self.layout[METRICS]}
-        total, included, missing, clipped = self._gather(self.method.broadcast(server), fed, kind, ids, layout, observer)
+        total, included, missing, clipped = self._gather(
+            self.method.broadcast(server), fed, kind, ids, layout, observer
+        )
         needed = min(plan.quorum or len(ids), len(ids))
         if len(included) < needed:
             raise UnavailableError(
@@ -132,7 +109,13 @@ class Engine:
             rest = {name: part for name, part in total.items() if name != METRICS}
             server = self.method.merge(server, rest, fed)
         record = RoundRecord(
-            t, kind, _floats(metrics.total["correct"]), _floats(metrics.weight), tuple(sorted(included)), missing, clipped
+            t,
+            kind,
+            _floats(metrics.total["correct"]),
+            _floats(metrics.weight),
+            tuple(sorted(included)),
+            missing,
+            clipped,
         )
         observer.closed(record, server)
         return server

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fl_core.errors import ProtocolError
-from fl_core.types import TaskKind
+from fl_core.kinds import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 
 _KINDS = {pb.TRAIN: TaskKind.TRAIN, pb.EVALUATE: TaskKind.EVALUATE}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+import sys
 import threading
 from contextlib import closing
 from datetime import timedelta
@@ -34,10 +36,10 @@ def init(
     authority = Authority.create(place, consortium, address)
     authority.issue_lead(LEAD)
     if as_json:
-        display.print_json({"consortium": consortium, "home": str(place), "fingerprint": authority.fingerprint})
+        display.print_json({"consortium": consortium, "home": str(place), "fingerprint": authority.fingerprint()})
         return
     display.OUT.print(f"created the consortium {consortium} in {place}", soft_wrap=True)
-    display.OUT.print(f"authority  {colons(authority.fingerprint)}", soft_wrap=True)
+    display.OUT.print(f"authority  {colons(authority.fingerprint())}", soft_wrap=True)
     display.OUT.print("next: coordinator serve, and coordinator invite NAME for each hospital")
 
 
@@ -64,12 +66,12 @@ def invite(
     if as_json:
         display.print_json({
             "name": name, "token": made.token, "expires": made.expires.timestamp(),
-            "authority_fingerprint": authority.fingerprint,
+            "authority_fingerprint": authority.fingerprint(),
         })  # fmt: skip
         return
     typer.echo(made.token)
     display.ERR.print(f"for {name}, once, until {display.clock(made.expires.timestamp())}: silo join TOKEN")
-    display.ERR.print(f"tell them the authority's fingerprint by another way: {colons(authority.fingerprint)}")
+    display.ERR.print(f"tell them the authority's fingerprint by another way: {colons(authority.fingerprint())}")
 
 
 def revoke(
@@ -97,15 +99,21 @@ def serve(
     home: Home = None,
 ) -> None:
     """Run the service until it is told to stop (SIGTERM, Ctrl-C). Runs that were under way continue."""
-    from coordinator.server import CoordinatorServer
+    from coordinator.plan import compose, software
+    from coordinator.refusals import watch_refusals
+    from coordinator.server import CoordinatorServer, Settings
 
+    place = home_of(home)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    server = CoordinatorServer(home_of(home), bind)
-    port = server.start()
-    display.ERR.print(f"serving on {bind.rsplit(':', 1)[0]}:{port}; stop with Ctrl-C")
-    while not stop.wait(3600):
-        pass
-    display.ERR.print("stopping: runs continue when the service is started again")
-    server.stop()
+
+    with watch_refusals():
+        server = CoordinatorServer(place, bind, compose, Settings(software=software()))
+        port = server.start()
+        display.ERR.print(f"serving on {bind.rsplit(':', 1)[0]}:{port}; stop with Ctrl-C")
+        while not stop.wait(3600):
+            pass
+        display.ERR.print("stopping: runs continue when the service is started again")
+        server.stop()
