@@ -12,14 +12,14 @@ from typing import TypeVar
 
 import grpc
 
+from coordinator.home import ADDRESS_FILE
 from coordinator.pki import FOLDER, Authority
-from coordinator.server import ADDRESS_FILE
 from fl_core.errors import ConfigError, FederationError, ProtocolError, UnavailableError
 from protos import status, tls
 from protos.chunks import MAX_MESSAGE_BYTES, append_chunk
-from protos.codec import file_digest
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.digests import file_digest
 from protos.identity import Address
 from protos.keyfiles import Credentials
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 
 from fl_core.errors import ConfigError
-from fl_core.types import TrainConfig
+from fl_core.records import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)

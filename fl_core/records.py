@@ -1,4 +1,4 @@
-"""What is known of a round after its close: plain numbers, without torch."""
+"""Plain values that need no torch: the schema of examples, the local schedule, the record of a round."""
 
 from __future__ import annotations
 
@@ -6,6 +6,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fl_core.kinds import TaskKind
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The public description of the examples that every silo of a run must hold: shape of x and the label space."""
+
+    shape: tuple[int, ...]
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """The local schedule, equal at every silo.
+
+    lr is per step and falls by `lr_decay` per round; max_steps cuts an `sgd` call short (0: never);
+    clip_norm bounds the whole gradient of a step (0: off).
+    """
+
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 1e-5
+    batch_size: int = 128
+    epochs: int = 10
+    lr_decay: float = 1.0
+    max_steps: int = 0
+    clip_norm: float = 0.0
+    augment: bool = False
 
 
 @dataclass(frozen=True, slots=True)

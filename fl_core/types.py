@@ -20,6 +20,8 @@ from fl_core.kinds import Coupling as Coupling
 from fl_core.kinds import Exposure as Exposure
 from fl_core.kinds import Split as Split
 from fl_core.kinds import TaskKind as TaskKind
+from fl_core.records import Schema as Schema
+from fl_core.records import TrainConfig as TrainConfig
 
 Tensors = Mapping[str, Tensor]
 """Parameter name -> tensor; float32, or integers once on the fixed-point grid."""
@@ -174,14 +176,6 @@ LossFn = Callable[[nn.Module, Tensor, Tensor], Losses]
 PenaltyFn = Callable[[nn.Module], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Schema:
-    """The public description of the examples that every silo of a run must hold: shape of x and the label space."""
-
-    shape: tuple[int, ...]
-    classes: tuple[str, ...]
-
-
 class Examples(ABC):
     """A silo's examples of one split, read batch by batch.
 
@@ -204,22 +198,3 @@ class Examples(ABC):
         for index in torch.split(torch.arange(len(self)), size):
             if len(index):
                 yield self.batch(index)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainConfig:
-    """The local schedule, equal at every silo.
-
-    lr is per step and falls by `lr_decay` per round; max_steps cuts an `sgd` call short (0: never);
-    clip_norm bounds the whole gradient of a step (0: off).
-    """
-
-    lr: float = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 1e-5
-    batch_size: int = 128
-    epochs: int = 10
-    lr_decay: float = 1.0
-    max_steps: int = 0
-    clip_norm: float = 0.0
-    augment: bool = False

@@ -6,7 +6,6 @@ contain any character. Equal states give equal bytes, hence equal digests.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,9 @@ from torch import Tensor
 
 from fl_core.errors import ProtocolError
 from fl_core.types import Bundle, Part, State
+from protos.digests import contribution_id as contribution_id
+from protos.digests import digest as digest
+from protos.digests import file_digest as file_digest
 
 TensorPath = Sequence[str]
 
@@ -92,20 +94,3 @@ class FileBundle(Mapping[str, Part]):
 
     def __len__(self) -> int:
         return len(self._index)
-
-
-def digest(data: bytes | memoryview) -> str:
-    """Return the SHA-256 in hex: the address of an object."""
-    return hashlib.sha256(data).hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file in hex, without reading it into memory at once."""
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def contribution_id(run_id: str, round: int, kind: str, silo: str, base_digest: str) -> str:
-    """Return H(run, round, kind, silo, base model): the name of the one update that a silo may send for a task."""
-    raw = json.dumps([run_id, round, kind, silo, base_digest], separators=(",", ":"))
-    return hashlib.sha256(b"contribution|" + raw.encode()).hexdigest()

@@ -1,4 +1,7 @@
-"""Commands over the wire, with the lead's own certificate: run, watch, status, runs, show, abort, export, silos."""
+"""Commands over the wire, with the lead's own certificate: run, watch, status, runs, show, abort, export, silos.
+
+Hydra and torch are imported by the commands that need them: `status` answers in a second.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,6 @@ import typer
 from coordinator import display
 from coordinator.client import LeadClient
 from coordinator.commands.options import Home, Json, home_of
-from coordinator.config import compose_spec
-from coordinator.export import export as export_model
 from fl_core.errors import ConfigError
 from protos.consilium.v1 import federation_pb2 as pb
 
@@ -38,6 +39,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Compose a run, submit it to the running service and follow it. Ctrl-C leaves it running."""
+    from coordinator.config import compose_spec
+
     spec = compose_spec(overrides or [])
     with _client(home) as client:
         info = client.submit(spec.to_json(), uuid.uuid4().hex)
@@ -156,6 +159,8 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a run's newest model as safetensors, with a model card."""
+    from coordinator.export import export as export_model
+
     with _client(home) as client, TemporaryDirectory() as scratch:
         detail = client.show(run)
         if not detail.info.model_object:
