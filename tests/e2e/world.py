@@ -9,10 +9,15 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from coordinator.client import LeadClient
+from coordinator.config import compose_spec
+from coordinator.display import round_json, run_json
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +47,7 @@ class World:
         self.home = folder / "coordinator"
         self.address = f"127.0.0.1:{free_port()}"
         self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self._client: LeadClient | None = None
 
     def call(self, *words: str, ok: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
@@ -56,6 +62,13 @@ class World:
 
     def lead(self, *words: str) -> Any:
         return self.json("coordinator", *words, "--home", str(self.home))
+
+    @property
+    def client(self) -> LeadClient:
+        """Talk to the service as the lead, without starting a process for each question."""
+        if self._client is None:
+            self._client = LeadClient.open(self.home)
+        return self._client
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
@@ -102,8 +115,7 @@ class World:
             for name in names:
                 if name in self.running:
                     assert self.running[name].poll() is None, self.log(name)
-            states = {s["name"]: s["state"] for s in self.lead("silos")["silos"]}
-            return all(states.get(name) == "online" for name in names)
+            return all(self.states().get(name) == "online" for name in names)
 
         until(there, f"{names} to be online", seconds)
 
@@ -118,12 +130,15 @@ class World:
         self.online(names)
         return names
 
+    def states(self) -> dict[str, str]:
+        return {s.name: s.state for s in self.client.silos().silos}
+
     def submit(self, *overrides: str) -> str:
-        return str(self.lead("run", *overrides, "--detach")["run"])
+        return self.client.submit(compose_spec(overrides).to_json(), uuid.uuid4().hex).run_id
 
     def info(self, run: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.lead("show", run)
-        return found
+        detail = self.client.show(run)
+        return {**run_json(detail.info), "round": [dict(round_json(r)) for r in detail.rounds]}
 
     def wait(self, run: str, state: str = "finished", seconds: float = 120) -> dict[str, Any]:
         def there() -> dict[str, Any] | None:
@@ -137,6 +152,8 @@ class World:
         return found
 
     def stop(self) -> None:
+        if self._client is not None:
+            self._client.close()
         for process in self.running.values():
             if process.poll() is None:
                 process.terminate()
