@@ -91,7 +91,8 @@ class Hub:
         if older is None:
             self._tell(session.name, "here")
         else:
-            older.finish()
+            for message in older.hand_over():
+                session.send(message)
         self.bell.ring()
 
     def catch_up(self, session: Session, hello: pb.Hello, last_seen: float) -> None:

@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from coordinator.blobs import QUOTA_BYTES, Blobs
 from coordinator.credentials import ServerCertificate, server_credentials
 from coordinator.gate import Gate
+from coordinator.home import ADDRESS_FILE, LOCK_FILE
 from coordinator.hub import Hub
 from coordinator.interceptor import Interceptor
 from coordinator.membership import Membership
@@ -38,9 +39,16 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.identity import Address
 
 log = logging.getLogger(__name__)
-ADDRESS_FILE, LOCK_FILE = "service.json", "service.lock"
 _SERVICES = ("Enrolment", "Control", "Transfer", "Lead")
 _MIN_THREADS = 64
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +129,7 @@ class CoordinatorServer:
         server = grpc.server(
             ThreadPoolExecutor(threads, thread_name_prefix="rpc"),
             interceptors=[Interceptor(gate)],
-            options=[
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-                ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.so_reuseport", 0),
-            ],
+            options=CHANNEL_OPTIONS,
         )
         certificate = ServerCertificate(self.home)
         rpc.add_EnrolmentServicer_to_server(EnrolmentService(gate, membership), server)

@@ -67,6 +67,14 @@ class Session:
                 self.over, self.error = True, error
                 self._changed.notify_all()
 
+    def hand_over(self) -> list[pb.CoordinatorMessage]:
+        """End the session and give back what was never taken out of it."""
+        with self._changed:
+            left = list(self._out)
+            self._out.clear()
+            self.finish()
+            return left
+
     def wait_for_hello(self, seconds: float) -> pb.Hello | None:
         """Wait for the first message; None when it does not come in time or the session is over."""
         with self._changed:

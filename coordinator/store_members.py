@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from sqlalchemy import Connection, Row, RowMapping, func, insert, select, update
+from sqlalchemy import Connection, Integer, Row, RowMapping, func, insert, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.database import Database
@@ -51,9 +51,14 @@ class MemberStore:
             db.execute(update(certificates).where(certificates.c.serial == serial).values(first_used=now))
             if not held.enrolled:
                 return
-            older = select(certificates.c.serial).where(
-                certificates.c.name == name, certificates.c.issued <= held.issued, certificates.c.serial != serial
+            # SQLite numbers rows in the order of their making; two certificates may be of one second.
+            mine = (
+                select(literal_column("rowid", Integer))
+                .select_from(certificates)
+                .where(certificates.c.serial == serial)
             )
+            before = literal_column("certificates.rowid") < mine.scalar_subquery()
+            older = select(certificates.c.serial).where(certificates.c.name == name, before)
             gone = [_revoke(db, s, name, "replaced by a new enrolment", now) for s in db.scalars(older).all()]
             if any(gone):
                 _bump(db)

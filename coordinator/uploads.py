@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from io import FileIO
 
 from fl_core.errors import UnavailableError
 
@@ -42,12 +42,14 @@ class Upload:
 class Hashing:
     """A file that is hashed while it is written."""
 
-    def __init__(self, file: BinaryIO, at: int, upload: Upload) -> None:
+    def __init__(self, file: FileIO, at: int, upload: Upload) -> None:
         self._file, self._at, self._upload = file, at, upload
 
     def write(self, data: bytes) -> int:
-        """Write, then hash."""
-        self._file.write(data)
+        """Write all of it, unbuffered, then hash: what is hashed is in the file."""
+        left = memoryview(data)
+        while left:
+            left = left[self._file.write(left) :]
         self._upload.note(self._at, data)
         self._at += len(data)
         return len(data)

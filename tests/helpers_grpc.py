@@ -203,8 +203,9 @@ class ScriptedSilo:
         self._stop = threading.Event()
         self._offers: queue.Queue[pb.Offer | None] = queue.Queue()
         self.received: list[pb.CoordinatorMessage] = []
-        self.errors: list[grpc.RpcError] = []
-        self._call: grpc.Call | None = None
+        self.errors: list[Exception] = []
+        self._lock = threading.Lock()
+        self._channels: set[grpc.Channel] = set()
         self._threads = [threading.Thread(target=t, daemon=True) for t in (self._sessions, self._work)]
         for thread in self._threads:
             thread.start()
@@ -212,17 +213,36 @@ class ScriptedSilo:
     def stop(self) -> None:
         self._stop.set()
         self._offers.put(None)
-        if self._call is not None:
-            self._call.cancel()
+        with self._lock:
+            for ch in self._channels:
+                ch.close()  # ends every call over it, also one that nobody will ever answer
         for thread in self._threads:
             thread.join(10)
             assert not thread.is_alive()
+
+    @contextmanager
+    def _connected(self) -> Iterator[grpc.Channel]:
+        ch = channel(self.world.port, self.world.people[self.name])
+        with self._lock:
+            self._channels.add(ch)
+            if self._stop.is_set():
+                ch.close()
+        try:
+            yield ch
+        except ValueError as error:  # a call over a channel that `stop` has closed
+            if not self._stop.is_set():
+                raise
+            self.errors.append(error)
+        finally:
+            with self._lock:
+                self._channels.discard(ch)
+            ch.close()
 
     # ---- control ----
 
     def _sessions(self) -> None:
         while not self._stop.is_set():
-            with channel(self.world.port, self.world.people[self.name]) as ch:
+            with self._connected() as ch:
                 try:
                     self._session(rpc.ControlStub(ch))
                 except grpc.RpcError as error:
@@ -236,7 +256,6 @@ class ScriptedSilo:
         staged = [pb.RoundRef(run_id=k.run_id, round=k.round, kind=WIRE[k.kind]) for k in self.memory.outbox]
         out.put(pb.SiloMessage(hello=pb.Hello(protocol_min=1, protocol_max=1, software="scripted", staged=staged)))
         call = stub.Session(iter(out.get, None))
-        self._call = call
         try:
             for message in call:
                 self.received.append(message)
@@ -283,7 +302,7 @@ class ScriptedSilo:
         key = Key(offer.run_id, offer.round, KINDS[offer.kind])
         if key in self.memory.closed:
             return
-        with channel(self.world.port, self.world.people[self.name]) as ch:
+        with self._connected() as ch:
             stub = rpc.TransferStub(ch)
             if key not in self.memory.outbox:
                 self.memory.outbox[key] = self._train(stub, key, offer)

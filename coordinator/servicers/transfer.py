@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from io import FileIO
 from itertools import chain
 from typing import BinaryIO, cast
 
@@ -73,14 +74,13 @@ class TransferService(rpc.TransferServicer):
             return pb.PutReply(have=c.size)
         with self._uploads.writing(c.id, context.cancel) as upload:
             file = self._blobs.partial(c.silo, c.id)
-            with file.open("ab") as f:
+            with file.open("ab", buffering=0) as f:
                 have = self._append(c, chain([first], request_iterator), f, upload)
-                f.flush()
                 os.fsync(f.fileno())
         return pb.PutReply(have=have)
 
     @staticmethod
-    def _append(c: Contribution, chunks: Iterator[pb.Chunk], f: BinaryIO, upload: Upload) -> int:
+    def _append(c: Contribution, chunks: Iterator[pb.Chunk], f: FileIO, upload: Upload) -> int:
         have = f.tell()
         upload.begin(have)
         into = cast(BinaryIO, Hashing(f, have, upload))

@@ -1,0 +1,51 @@
+"""Objects on disk: whole under their digest, or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.blobs import Blobs
+from fl_core.errors import ProtocolError, StateError
+from protos import codec
+
+
+def test_an_object_is_under_its_digest_and_twice_is_once(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    digest = blobs.put_bytes(b"abc")
+    assert digest == codec.digest(b"abc") == blobs.put_bytes(b"abc")
+    assert blobs.path(digest).read_bytes() == b"abc"
+    assert not list((tmp_path / "aside").iterdir())
+
+
+def test_an_upload_is_adopted_only_with_its_digest(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    partial = blobs.partial("north", "c")
+    partial.write_bytes(b"abc")
+    assert (blobs.have("north", "c"), blobs.pending("north"), list(blobs.uploads())) == (3, 3, [("north", "c")])
+    with pytest.raises(ProtocolError, match="E-WIRE-04"):
+        blobs.adopt(partial, codec.digest(b"abd"))
+    assert blobs.have("north", "c") == 0
+    partial.write_bytes(b"abc")
+    assert blobs.adopt(partial, codec.digest(b"abc")).read_bytes() == b"abc"
+    assert list(blobs.uploads()) == []
+
+
+def test_a_digest_cannot_leave_the_folder_and_a_missing_object_is_named(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    for bad in ("../../etc/passwd", "A" * 64, "", "g" * 64):
+        with pytest.raises(ProtocolError, match="E-WIRE-15"):
+            blobs.path(bad)
+    with pytest.raises(StateError, match="E-STATE-21"):
+        blobs.path("0" * 64)
+
+
+def test_a_sweep_keeps_what_is_named_and_a_start_forgets_half_written_files(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    kept, gone = blobs.put_bytes(b"kept"), blobs.put_bytes(b"gone")
+    (tmp_path / "aside" / "half").write_bytes(b"ha")
+    blobs = Blobs(tmp_path)
+    blobs.sweep({kept})
+    assert (blobs.has(kept), blobs.has(gone)) == (True, False)
+    assert not list((tmp_path / "aside").iterdir())

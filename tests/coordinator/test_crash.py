@@ -1,0 +1,171 @@
+"""Power cuts: the service dies before or after every single write, is started again, and gives the same bits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import pytest
+from helpers_core import manifest, shares
+from helpers_grpc import Memory, ScriptedSilo, World, until
+from sqlalchemy import Connection
+
+from coordinator.records import RunState
+from coordinator.server import CoordinatorServer
+from fl_core import trees
+from fl_core.rounds import Silent
+from fl_core.simulate import simulate
+
+PEOPLE = ("north", "east")
+AGREED = manifest(rounds=2, names=PEOPLE)
+BLOBS = ("put_bytes", "adopt", "remove", "discard")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+class PowerCut(BaseException):
+    """Nothing after it happens: no handler of ours catches it."""
+
+
+class Power:
+    """Counts the writes of a service, and cuts the power at one of them; from then on nothing is written."""
+
+    def __init__(self, server: CoordinatorServer, at: int, after: bool) -> None:
+        self.cut = threading.Event()
+        self.count = 0
+        self.where = ""
+        self._at, self._after = at, after
+        self._lock = threading.RLock()
+        write = server.store.database.write
+
+        @contextmanager
+        def guarded() -> Iterator[Connection]:
+            with self._lock:  # in one process a second thread could otherwise write while the power is failing
+                self._before("transaction")
+                with write() as db:
+                    yield db
+                self._done()
+
+        server.store.database.write = guarded  # type: ignore[method-assign]
+        for name in BLOBS:
+            setattr(server.blobs, name, self._wrap(getattr(server.blobs, name), name))
+
+    def _wrap(self, inner: Callable[..., object], name: str) -> Callable[..., object]:
+        def call(*given: object) -> object:
+            with self._lock:
+                self._before(name)
+                result = inner(*given)
+                self._done()
+                return result
+
+        return call
+
+    def _before(self, what: str) -> None:
+        if self.cut.is_set():
+            raise PowerCut
+        self.count += 1
+        self.where = what
+        if self.count == self._at and not self._after:
+            self._fail()
+
+    def _done(self) -> None:
+        if self.count == self._at and self._after:
+            self._fail()
+
+    def _fail(self) -> None:
+        self.cut.set()
+        raise PowerCut
+
+
+def bury(server: CoordinatorServer) -> None:
+    """Take the dead service's port, threads and lock away; nothing of it is written any more."""
+    server._stopping.set()
+    with suppress(PowerCut):
+        server.runs.stop(5)
+    server.hub.close()
+    server.grpc.stop(0).wait()
+    server.store.database._engine.dispose()
+    server._lock.close()
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    return trees.digest(simulate(AGREED, shares()[:2], Silent())["w"])
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Enrol once: keys take longer than runs."""
+    return World.create(tmp_path_factory.mktemp("crash") / "home", PEOPLE)
+
+
+def start(world: World, memories: dict[str, Memory]) -> list[ScriptedSilo]:
+    return [ScriptedSilo(world, n, s, memories[n]) for n, s in zip(PEOPLE, shares(), strict=False)]
+
+
+def _settled(world: World, power: Power, run_id: str) -> bool:
+    return power.cut.is_set() or (world.run(run_id).state.ended and run_id not in world.server.runs._active)
+
+
+def _told(memories: dict[str, Memory], run_id: str) -> bool:
+    return all(m.ended.get(run_id) for m in memories.values())
+
+
+def live_through(world: World, at: Callable[[int], int], after: bool) -> tuple[str, int, list[int]]:
+    """Run to the end, cutting the power at write number `at(life)` of each life; 0: not in this one."""
+    memories = {name: Memory() for name in PEOPLE}
+    life, counts, people, run_id = 0, [], [], ""
+    while True:
+        server = world.start()
+        power = Power(server, at(life), after)
+        if not people:
+            people = start(world, memories)
+        else:
+            people = [ScriptedSilo(world, s.name, s.share, s.memory) for s in people]
+        with suppress(PowerCut):
+            run_id = world.submit(AGREED, f"{at(0)}{after}").id
+
+        until(partial(_settled, world, power, run_id), "the end or a power cut", 30)
+        ended = not power.cut.is_set()
+        if ended:
+            until(partial(_told, memories, run_id), "the end at every silo")
+            run = world.run(run_id)
+            assert run.state is RunState.FINISHED, run.reason
+            digest = run.model_digest
+        counts.append(power.count)
+        if not ended:
+            bury(server)  # before the silos: a call that died in the middle is answered by nobody
+        for silo in people:
+            silo.stop()
+        if ended:
+            world.stop()
+            assert all(len(m.trained) == len(set(m.trained)) == 3 for m in memories.values()), (
+                "a task was trained twice"
+            )
+            assert all(not m.outbox for m in memories.values())
+            return digest, life, counts
+        world.server = None
+        life += 1
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("every", [1, 5, 11])
+def test_dying_again_and_again_at_a_write_gives_the_same_model(
+    template: World, expected: str, every: int, after: bool
+) -> None:
+    """Each life gets one write further than the last, so that the lives together die at very different moments."""
+    digest, lives, _ = live_through(template, lambda life: every + 2 * life if life < 12 else 0, after)
+    assert digest == expected
+    assert lives > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("at", range(1, 75))
+def test_dying_once_at_any_write_gives_the_same_model(template: World, expected: str, at: int, after: bool) -> None:
+    digest, _, _ = live_through(template, lambda life: 0 if life else at, after)
+    assert digest == expected

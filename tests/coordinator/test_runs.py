@@ -1,0 +1,200 @@
+"""Runs: rounds that survive bad updates, refusals, aborts, failures and restarts."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import torch
+from helpers_core import NAMES, manifest, same, shares
+from helpers_grpc import FAST, Key, Memory, ScriptedSilo, World, running, until
+
+from coordinator.ports import StoredBundle
+from coordinator.records import RunState
+from coordinator.server import Settings
+from fl_core import trees
+from fl_core.errors import ConfigError, ProtocolError, StateError
+from fl_core.rounds import Silent
+from fl_core.simulate import simulate
+from fl_core.types import Bundle, Part, TaskKind
+from protos import codec
+from protos.consilium.v1 import federation_pb2 as pb
+
+
+def silos(world: World, memories: dict[str, Memory] | None = None, **script: object) -> list[ScriptedSilo]:
+    """Start the three silos; a script belongs to the first."""
+    return [
+        ScriptedSilo(world, name, share, (memories or {}).get(name), **(script if k == 0 else {}))
+        for k, (name, share) in enumerate(zip(NAMES, shares(), strict=True))
+    ]
+
+
+def stop(people: list[ScriptedSilo]) -> None:
+    for silo in people:
+        silo.stop()
+
+
+def spoil(kind: str) -> object:
+    """Make a script that breaks the first round's bundle in one way."""
+
+    def alter(key: Key, bundle: Bundle) -> Bundle:
+        if key.round:
+            return bundle
+        delta = bundle["delta"]
+        name, value = next(iter(delta.total.items()))
+        if kind == "nan":
+            return {**bundle, "delta": Part({**delta.total, name: value * float("nan")}, delta.weight)}
+        if kind == "shape":
+            return {**bundle, "delta": Part({**delta.total, name: torch.zeros(3)}, delta.weight)}
+        if kind == "integers":
+            return {**bundle, "delta": Part({k: v.to(torch.int64) for k, v in delta.total.items()}, delta.weight)}
+        if kind == "doubles":
+            return {**bundle, "delta": Part({k: v.double() for k, v in delta.total.items()}, delta.weight)}
+        return {"metrics": bundle["metrics"]}
+
+    return alter
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        ("nan", "E-WIRE-05"),
+        ("shape", "E-WIRE-02"),
+        ("integers", "E-WIRE-16"),
+        ("doubles", "E-WIRE-16"),
+        ("part", "E-WIRE-02"),
+    ],
+)
+def test_a_bad_update_is_refused_and_the_round_goes_on_with_the_quorum(tmp_path: Path, kind: str, code: str) -> None:
+    with running(tmp_path / "home", NAMES) as world:
+        people = silos(world, alter=spoil(kind))
+        run = world.finished(world.submit(manifest(rounds=2, quorum=2)).id)
+        first, second, last = world.server.store.runs.rounds(run.id)
+        assert first.missing["north"].startswith(code)
+        assert (first.included, second.included) == (("east", "south"), tuple(sorted(NAMES)))
+        key = Key(run.id, 0, TaskKind.TRAIN)
+        until(lambda: key in people[0].memory.closed and key in people[1].memory.closed, "the close")
+        assert (people[0].memory.closed[key], people[1].memory.closed[key]) == (False, True)
+        assert last.missing == {}
+        stop(people)
+
+
+def test_a_run_without_its_quorum_fails_and_can_be_resumed_without_training_anew(tmp_path: Path) -> None:
+    agreed = manifest(rounds=2)
+    expected = simulate(agreed, shares(), Silent())
+    willing = threading.Event()
+    with running(tmp_path / "home", NAMES) as world:
+        refuse = lambda offer: "" if willing.is_set() or offer.round == 0 else "not today"  # noqa: E731
+        people = silos(world, refuse=refuse)
+        run = world.ended(world.submit(agreed).id)
+        assert run.state is RunState.FAILED
+        assert "E-RUN-03" in run.reason
+        assert "not today" in run.reason
+        assert run.closed == 1
+        assert all(not silo.memory.ended for silo in people)  # what they have staged is needed
+        willing.set()
+        world.server.runs.resume(run.name)
+        done = world.finished(run.id)
+        assert done.model_digest == trees.digest(expected["w"])
+        assert all(len(silo.memory.trained) == 3 for silo in people)
+        with pytest.raises(StateError, match="E-RUN-11"):
+            world.server.runs.resume(run.id)
+        stop(people)
+
+
+def test_a_round_closes_with_the_quorum_at_its_deadline(tmp_path: Path) -> None:
+    with running(tmp_path / "home", NAMES) as world:
+        agreed = replace(manifest(rounds=1, quorum=2), deadline_s=1.5)
+        people = [ScriptedSilo(world, name, share) for name, share in list(zip(NAMES, shares(), strict=True))[:2]]
+        run = world.finished(world.submit(agreed).id)
+        assert {r.missing["south"][:8] for r in world.server.store.runs.rounds(run.id)} == {"E-RUN-13"}
+        stop(people)
+
+
+def test_an_abort_ends_a_run_in_any_state(tmp_path: Path) -> None:
+    with running(tmp_path / "home", NAMES, Settings(pulse_s=FAST.pulse_s, parallel_runs=1)) as world:
+        runs = world.server.runs
+        first, second = world.submit(manifest(rounds=1), "one"), world.submit(manifest(rounds=1), "two")
+        until(lambda: world.run(first.id).state is RunState.RUNNING and world.server.hub._pending, "the first to wait")
+        assert world.run(second.id).state is RunState.WAITING
+        assert runs.abort(second.id).state is RunState.ABORTED  # while it waits for its turn
+        assert runs.abort(first.id, "wrong data").reason == "wrong data"  # while a round is open
+        assert world.ended(first.id).state is RunState.ABORTED
+        people = silos(world)
+        until(lambda: all(set(s.memory.ended) == {first.id, second.id} for s in people), "everybody to know")
+        assert all(set(s.memory.ended.values()) == {"aborted"} and not s.memory.trained for s in people)
+        with pytest.raises(StateError, match="E-RUN-11"):
+            runs.abort(first.id)
+        third = world.finished(world.submit(manifest(rounds=1), "three").id)
+        with pytest.raises(StateError, match="E-RUN-11"):
+            runs.abort(third.id)
+        with pytest.raises(ConfigError, match="E-RUN-10"):
+            runs.abort("nothing")
+        stop(people)
+
+
+def test_two_submissions_with_one_request_id_are_one_run(tmp_path: Path) -> None:
+    with running(tmp_path / "home", NAMES) as world:
+        agreed = manifest(rounds=1)
+        world.manifests = {"a": agreed, "b": agreed}
+        stub = world.lead()
+        request = pb.SubmitRequest(spec_json="a", request_id="same")
+        calls = [stub.Submit.future(request) for _ in range(6)]
+        ids = {call.result(20).run_id for call in calls}
+        assert len(ids) == 1
+        assert [r.run_id for r in stub.Runs(pb.RunsRequest()).runs] == list(ids)
+        for bad in (pb.SubmitRequest(spec_json="b", request_id="same"), pb.SubmitRequest(spec_json="a")):
+            with pytest.raises(grpc.RpcError, match="E-RUN-15"):
+                stub.Submit(bad)
+        stranger = manifest(rounds=1, names=("north", "nobody"))
+        world.manifests["c"] = stranger
+        with pytest.raises(grpc.RpcError, match="E-RUN-05"):
+            stub.Submit(pb.SubmitRequest(spec_json="c", request_id="other"))
+
+
+def test_runs_side_by_side_give_the_bits_of_runs_alone(tmp_path: Path) -> None:
+    agreed = [manifest(rounds=1, seed=seed) for seed in (1, 2)]
+    expected = [simulate(a, shares(), Silent()) for a in agreed]
+    with running(tmp_path / "home", NAMES) as world:
+        people = silos(world)
+        runs = [world.submit(a, f"r{k}") for k, a in enumerate(agreed)]
+        for run, want in zip(runs, expected, strict=True):
+            assert world.finished(run.id).model_digest == trees.digest(want["w"])
+        stop(people)
+
+
+def test_a_finished_run_leaves_its_final_state_its_manifest_and_its_receipts(tmp_path: Path) -> None:
+    with running(tmp_path / "home", NAMES) as world:
+        people = silos(world)
+        run = world.finished(world.submit(manifest(rounds=3)).id)
+        files = {f.name for f in (world.home / "blobs" / "objects").glob("*/*")}
+        assert files == {run.state_object, run.manifest_digest}
+        assert list(world.server.blobs.uploads()) == []
+        entry = codec.contribution_id
+        bases = [world.server.store.runs.round(run.id, t).base_digest for t in range(4)]
+        kinds = ["train"] * 3 + ["evaluate"]
+        names = [entry(run.id, t, kinds[t], "north", bases[t]) for t in range(4)]
+        assert all(world.server.store.objects.contribution(name).receipt for name in names)
+        assert run.bytes_up == sum(world.server.store.objects.contribution(n).size for n in names) * 3
+        stop(people)
+
+
+def test_twelve_waiting_bundles_are_not_in_memory(tmp_path: Path) -> None:
+    big = {"delta": Part.of({"w": torch.ones(4 << 20)}, 2.0)}  # 16 MiB
+    files = []
+    for k in range(12):
+        file = tmp_path / str(k)
+        file.write_bytes(codec.pack_bundle(big))
+        files.append(file)
+    me = psutil.Process()
+    before = me.memory_info().rss
+    waiting = [StoredBundle(file, frozenset({torch.float32})) for file in files]
+    assert me.memory_info().rss - before < 8 << 20
+    assert same(waiting[3]["delta"].total, big["delta"].total)
+    assert waiting[3]["delta"] is waiting[3]["delta"]  # read once
+    with pytest.raises(ProtocolError, match="E-WIRE-16"):
+        StoredBundle(files[0], frozenset({torch.int64}))["delta"]

@@ -1,0 +1,315 @@
+"""Sessions: who may have one, what it brings, and how it ends."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+from helpers_core import NAMES, manifest
+from helpers_grpc import FAST, World, channel, credentials, running, send, until
+
+from coordinator.hub import Hub
+from coordinator.membership import Membership
+from coordinator.pki import Authority
+from coordinator.server import Settings
+from coordinator.sessions import Session
+from coordinator.store import Store
+from fl_core.errors import RefusedError
+from fl_core.rounds import RoundRecord
+from fl_core.types import TaskKind
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.identity import Identity, Kind, PeerCertificate
+from protos.invitation import InvitationToken
+
+DENIED = grpc.StatusCode.PERMISSION_DENIED
+
+
+class Line:
+    """A session by hand."""
+
+    def __init__(self, world: World, name: str, hello: pb.Hello | None = None, own=None, silent: bool = False) -> None:
+        self._out: queue.Queue[pb.SiloMessage | None] = queue.Queue()
+        self.got: list[pb.CoordinatorMessage] = []
+        self.error: grpc.RpcError | None = None
+        self.over = threading.Event()
+        self._silent = silent
+        self._channel = channel(world.port, own or world.people[name])
+        if hello is not None:
+            self.say(hello=hello)
+        self._call = rpc.ControlStub(self._channel).Session(iter(self._out.get, None))
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def say(self, **body: object) -> None:
+        self._out.put(pb.SiloMessage(**body))
+
+    def _read(self) -> None:
+        try:
+            for message in self._call:
+                self.got.append(message)
+                if message.HasField("pulse") and not self._silent:
+                    self.say(pulse=pb.Pulse(activity=pb.TRAINING, done=len(self.got)))
+        except grpc.RpcError as error:
+            self.error = error
+        self.over.set()
+
+    def kinds(self) -> list[str]:
+        return [str(m.WhichOneof("body")) for m in self.got]
+
+    def of(self, kind: str) -> list[pb.CoordinatorMessage]:
+        return [m for m in self.got if m.WhichOneof("body") == kind]
+
+    def close(self) -> None:
+        self._out.put(None)
+        self._call.cancel()
+        self._channel.close()
+        assert self.over.wait(10)
+
+    def failure(self) -> tuple[grpc.StatusCode, str]:
+        assert self.over.wait(10)
+        assert self.error is not None
+        return self.error.code(), self.error.details().split(":")[0]
+
+
+HELLO = pb.Hello(
+    protocol_min=1, protocol_max=1, software="by hand 1.0", data=pb.DataOffer(name="digits", shape=[1, 8, 8])
+)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with running(tmp_path / "home", NAMES) as found:
+        yield found
+
+
+def online(world: World, name: str) -> Callable[[], bool]:
+    return lambda: world.server.hub.live(name) is not None
+
+
+def test_a_session_begins_with_a_welcome_and_has_pulses_both_ways(world: World) -> None:
+    line = Line(world, "north", HELLO)
+    until(lambda: line.kinds().count("pulse") >= 3, "pulses")
+    welcome = line.got[0].welcome
+    assert (welcome.protocol, welcome.pulse_seconds, welcome.recycle_seconds) == (1, FAST.pulse_s, 300)
+    assert welcome.signed_roster
+    info = next(s for s in world.lead().Silos(pb.SilosRequest()).silos if s.name == "north")
+    assert (info.state, info.software, info.activity, list(info.data.shape)) == (
+        "online",
+        "by hand 1.0",
+        pb.TRAINING,
+        [1, 8, 8],
+    )
+    line.close()
+    until(lambda: not online(world, "north")(), "north to leave")
+    known = Line(world, "north", pb.Hello(protocol_min=1, protocol_max=1, roster_version=3))
+    until(lambda: known.got, "a welcome")
+    assert known.got[0].welcome.signed_roster == b""
+    known.close()
+
+
+def test_a_second_session_supersedes_the_first(world: World) -> None:
+    first = Line(world, "north", HELLO)
+    until(lambda: first.got, "a welcome")
+    second = Line(world, "north", HELLO)
+    until(lambda: second.got, "a welcome")
+    assert first.over.wait(10)
+    assert first.error is None
+    assert not second.over.is_set()
+    assert world.server.hub.live("north") is not None
+    second.close()
+
+
+def test_the_first_use_of_a_new_enrolment_shuts_the_old_key_out(world: World) -> None:
+    old, new = world.people["north"], credentials(world.home, "north")
+    here = Line(world, "north", HELLO, own=new)
+    until(lambda: here.got, "a welcome")
+    with pytest.raises(grpc.RpcError) as error:
+        rpc.TransferStub(channel(world.port, old)).Open(pb.OpenRequest())
+    assert (error.value.code(), error.value.details()[:7]) == (DENIED, "E-ID-12")
+    assert not here.over.is_set()
+    here.close()
+
+
+def test_two_machines_with_one_name_are_told(tmp_path: Path) -> None:
+    """The one with the newer certificate stays."""
+
+    def session(issued: int) -> Session:
+        start = datetime(2026, 1, issued, tzinfo=UTC)
+        who = Identity(Kind.SILO, "test", "north")
+        return Session(PeerCertificate(who, f"{issued:x}", "f", start, start + timedelta(days=90)))
+
+    hub = Hub(Store(tmp_path), 1.0)
+    newer, renewed = session(2), session(3)
+    hub.attach(newer)
+    with pytest.raises(RefusedError, match="E-ID-26"):
+        hub.attach(session(1))
+    assert not newer.over
+    newer.send(pb.CoordinatorMessage(pulse=pb.Pulse(round=7)))
+    hub.attach(renewed)
+    assert newer.over
+    assert renewed.next(0.0) == pb.CoordinatorMessage(pulse=pb.Pulse(round=7))  # nothing that was queued is lost
+    hub.store.close()
+
+
+def test_a_silent_peer_is_dropped_after_three_pulses(world: World) -> None:
+    line = Line(world, "north", HELLO, silent=True)
+    started = time.monotonic()
+    assert line.failure() == (grpc.StatusCode.UNAVAILABLE, "E-NET-21")
+    assert 2 * FAST.pulse_s < time.monotonic() - started < 20 * FAST.pulse_s
+    until(lambda: not online(world, "north")(), "north to leave")
+
+
+@pytest.mark.parametrize(
+    ("hello", "expected"),
+    [
+        (pb.Hello(protocol_min=2, protocol_max=9), (DENIED, "E-WIRE-01")),
+        (pb.Hello(protocol_min=0, protocol_max=0), (DENIED, "E-WIRE-01")),
+        (
+            pb.Hello(protocol_min=1, protocol_max=1, data=pb.DataOffer(classes=["x" * 999])),
+            (grpc.StatusCode.INVALID_ARGUMENT, "E-WIRE-13"),
+        ),
+    ],
+)
+def test_a_hello_that_cannot_be_is_refused_with_a_last_word(
+    world: World, hello: pb.Hello, expected: tuple[grpc.StatusCode, str]
+) -> None:
+    line = Line(world, "north", hello)
+    assert line.failure() == expected
+    assert line.got[-1].refusal.code == expected[1]
+    assert not online(world, "north")()
+
+
+def test_a_session_that_does_not_begin_with_a_hello_is_refused(world: World) -> None:
+    line = Line(world, "north")
+    line.say(pulse=pb.Pulse())
+    assert line.failure() == (grpc.StatusCode.INVALID_ARGUMENT, "E-WIRE-13")
+    mute = Line(world, "south")
+    assert mute.failure() == (grpc.StatusCode.INVALID_ARGUMENT, "E-WIRE-13")
+    twice = Line(world, "east", HELLO)
+    twice.say(hello=HELLO)
+    assert twice.failure() == (grpc.StatusCode.INVALID_ARGUMENT, "E-WIRE-13")
+
+
+def test_a_revoked_silo_is_dropped_at_the_next_heartbeat_and_refused_at_the_next_call(world: World) -> None:
+    line, stub = Line(world, "north", HELLO), world.transfer("north")
+    until(lambda: line.kinds().count("pulse") >= 2, "pulses")
+    before = len(line.got)
+    Membership(world.home, world.server.store).revoke("north", "test")
+    with pytest.raises(grpc.RpcError) as error:
+        stub.Open(pb.OpenRequest())
+    assert (error.value.code(), error.value.details()[:7]) == (DENIED, "E-ID-12")
+    assert line.failure() == (DENIED, "E-ID-12")
+    assert [m.WhichOneof("body") for m in line.got[before:]][-1] == "refusal"
+    assert len(line.got) - before <= 3
+    assert Line(world, "north", HELLO).failure() == (DENIED, "E-ID-12")
+    silo = next(s for s in world.lead().Silos(pb.SilosRequest()).silos if s.name == "north")
+    assert silo.state == "revoked"
+
+
+def test_a_task_of_a_revoked_silo_that_is_away_does_not_wait(world: World) -> None:
+    run = world.submit(manifest(rounds=1))
+    until(lambda: any(k.silo == "north" for k in world.server.hub._pending), "the tasks")
+    for name in NAMES:
+        world.server.store.members.revoke(name, "test")
+    ended = world.ended(run.id)
+    assert "E-RUN-03" in ended.reason
+    assert ended.reason.count("E-ID-12") == 3
+
+
+def test_roles_are_kept_apart(world: World) -> None:
+    """The table of docs/protocol.md, call by call."""
+    token = Authority.open(world.home).invite("west")
+    world.people["west"] = InvitationToken.decode(token.token).credentials
+    calls = {
+        "Join": lambda ch: rpc.EnrolmentStub(ch).Join(pb.JoinRequest()),
+        "Renew": lambda ch: rpc.EnrolmentStub(ch).Renew(pb.RenewRequest()),
+        "Session": lambda ch: list(rpc.ControlStub(ch).Session(iter([]))),
+        "Open": lambda ch: rpc.TransferStub(ch).Open(pb.OpenRequest()),
+        "Put": lambda ch: rpc.TransferStub(ch).Put(iter([])),
+        "Commit": lambda ch: rpc.TransferStub(ch).Commit(pb.CommitRequest()),
+        "Get": lambda ch: list(rpc.TransferStub(ch).Get(pb.GetRequest())),
+        "Submit": lambda ch: rpc.LeadStub(ch).Submit(pb.SubmitRequest()),
+        "Runs": lambda ch: rpc.LeadStub(ch).Runs(pb.RunsRequest()),
+        "Show": lambda ch: rpc.LeadStub(ch).Show(pb.RunQuery()),
+        "Watch": lambda ch: list(rpc.LeadStub(ch).Watch(pb.WatchRequest())),
+        "Abort": lambda ch: rpc.LeadStub(ch).Abort(pb.RunQuery()),
+        "Silos": lambda ch: rpc.LeadStub(ch).Silos(pb.SilosRequest()),
+    }
+    lead = {"Get", "Submit", "Runs", "Show", "Watch", "Abort", "Silos"}
+    allowed = {"north": {"Renew", "Session", "Open", "Put", "Commit", "Get"}, "lead": lead, "west": set()}
+    for who, may in allowed.items():
+        with channel(world.port, world.people[who]) as ch:
+            for name, call in calls.items():
+                try:
+                    call(ch)
+                    refused = False
+                except grpc.RpcError as error:
+                    refused = error.details().startswith(("E-ID-11", "E-ID-13"))
+                assert refused is (name not in may), (who, name)
+
+
+def test_a_certificate_of_another_consortium_gets_no_further_than_tls(world: World, tmp_path: Path) -> None:
+    Authority.create(tmp_path / "other", "test", ["127.0.0.1:1"])
+    stranger = credentials(tmp_path / "other", "north")._replace(ca_pem=world.people["north"].ca_pem)
+    assert Line(world, "north", HELLO, own=stranger).failure()[0] is grpc.StatusCode.UNAVAILABLE
+
+
+def test_offers_are_made_again_and_closes_are_told_after_a_reconnect(world: World) -> None:
+    run = world.submit(manifest(rounds=1, quorum=1, names=("north",)))
+    first = Line(world, "north", HELLO)
+    until(lambda: first.of("offer"), "an offer")
+    first.close()
+    second = Line(world, "north", HELLO)
+    until(lambda: second.of("offer"), "the offer again")
+    assert second.of("offer")[0].offer.base_digest == first.of("offer")[0].offer.base_digest
+    second.close()
+    until(lambda: not online(world, "north")(), "north to leave")
+    send(world.transfer("north"), "north", second.of("offer")[0].offer, b"no bundle at all")
+    ended = world.ended(run.id)
+    assert "E-WIRE-06" in ended.reason
+    world.server.runs.abort(run.id)
+    staged = [pb.RoundRef(run_id=run.id, round=0, kind=pb.TRAIN), pb.RoundRef(run_id="nothing", round=3, kind=pb.TRAIN)]
+    third = Line(world, "north", pb.Hello(protocol_min=1, protocol_max=1, staged=staged))
+    until(lambda: third.of("run_ended"), "the end")
+    assert (third.of("run_ended")[0].run_ended.state, third.of("round_closed")) == ("aborted", [])
+    third.close()
+
+
+def test_a_staged_round_is_answered_with_its_close(world: World) -> None:
+    store = world.server.store.runs
+    run = world.submit(manifest(rounds=2, quorum=1))
+    until(lambda: store.round(run.id, 0), "the round")
+    store.close_round(run.id, RoundRecord(0, TaskKind.TRAIN, (), (), ("north",), {"south": "late"}), None, "m")
+    staged = [pb.RoundRef(run_id=run.id, round=0, kind=kind) for kind in (pb.TRAIN, pb.EVALUATE, 9)]
+    for name, included in (("north", [True, False]), ("south", [False, False])):
+        line = Line(world, name, pb.Hello(protocol_min=1, protocol_max=1, staged=staged))
+        until(lambda line=line: len(line.of("round_closed")) == 2, "two closes")
+        assert [m.round_closed.included for m in line.of("round_closed")] == included
+        line.close()
+
+
+def test_a_refused_offer_is_seen_by_the_lead_with_its_reason(world: World) -> None:
+    run = world.submit(manifest(rounds=1, names=("north",)))
+    line = Line(world, "north", HELLO)
+    until(lambda: line.of("offer"), "an offer")
+    answer = pb.Answer(run_id=run.id, round=0, kind=pb.TRAIN, code="E-PRIV-09", reason="the policy says no")
+    line.say(answer=answer)
+    ended = world.ended(run.id)
+    assert "E-PRIV-09: the hospital refused: the policy says no" in ended.reason
+    assert [e.silo for e in world.server.store.runs.events(run.id, 0) if e.kind == "refused"] == ["north"]
+    line.close()
+
+
+def test_sessions_do_not_starve_other_calls(tmp_path: Path) -> None:
+    with running(tmp_path / "home", NAMES, Settings(pulse_s=1.0)) as world:
+        lines = [Line(world, name, HELLO) for name in NAMES for _ in range(10)]
+        until(lambda: all(online(world, name)() for name in NAMES), "all three")
+        assert len(world.lead().Silos(pb.SilosRequest(), timeout=5).silos) == 3
+        for line in lines:
+            line.close()

@@ -1,0 +1,250 @@
+"""The store's transactions: membership, runs, objects; from threads, processes and after damage."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from coordinator.records import Certificate, Contribution, InvitationRow, Run, RunState
+from coordinator.store import FILE, Store
+from fl_core.errors import ConfigError, ProtocolError, RefusedError, StateError
+from fl_core.rounds import RoundRecord
+from fl_core.types import TaskKind
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    found = Store(tmp_path, Clock())
+    yield found
+    found.close()
+
+
+def certificate(serial: str, key: str = "k", name: str = "north", issued: float = 1000.0, enrolled: bool = True):
+    return Certificate(serial, name, key, "PEM", issued, 9e9, enrolled)
+
+
+def enrol(store: Store, invitation: str = "i1", key: str = "k", serial: str = "c1", name: str = "north") -> Certificate:
+    return store.members.enrol(invitation, name, key, lambda: certificate(serial, key, name))
+
+
+def run_of(run_id: str = "run-0001", request: str = "r", spec: str = "{}") -> Run:
+    return Run(run_id, "run", request, spec, "{}", "m" * 64, "fedavg", "digits", 2, ("north", "south"))
+
+
+def opened(store: Store, run_id: str = "run-0001") -> None:
+    store.runs.add(run_of(run_id), 2)
+    store.runs.begin(run_id, "0" * 64, 5)
+    store.runs.open_round(run_id, 0, TaskKind.TRAIN, ["north", "south"])
+    store.runs.set_base(run_id, 0, "b" * 64, 7)
+
+
+def update(name: str = "c", digest: str = "d" * 64, run_id: str = "run-0001", silo: str = "north") -> Contribution:
+    return Contribution(name, run_id, 0, TaskKind.TRAIN, silo, "m" * 64, "b" * 64, digest, 10)
+
+
+def record(round: int = 0, kind: TaskKind = TaskKind.TRAIN) -> RoundRecord:
+    return RoundRecord(round, kind, (1.0, 2.0), (2.0, 4.0), ("north",), {"south": "late"}, 3)
+
+
+def test_an_invitation_gives_one_key_one_certificate(store: Store) -> None:
+    store.members.invite(InvitationRow("i1", "north", 0, 2000))
+    first = enrol(store)
+    assert enrol(store, serial="other") == first
+    with pytest.raises(RefusedError, match="E-ID-24"):
+        enrol(store, key="thief", serial="c9")
+    assert store.members.holds("north", "c1")
+    with pytest.raises(RefusedError, match="E-ID-24"):
+        enrol(store)
+
+
+def test_of_two_keys_that_race_for_an_invitation_one_wins(store: Store) -> None:
+    store.members.invite(InvitationRow("i1", "north", 0, 2000))
+    won, lost = list[str](), list[str]()
+
+    def race(key: str) -> None:
+        try:
+            won.append(enrol(store, key=key, serial=f"c-{key}").serial)
+        except RefusedError as error:
+            lost.append(error.code)
+
+    threads = [threading.Thread(target=race, args=(str(k),)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(won), lost) == (1, ["E-ID-24"] * 7)
+    assert store.members.version() == 1
+
+
+@pytest.mark.parametrize("how", ["unknown", "expired", "withdrawn", "other name"])
+def test_an_invitation_that_is_not_in_force_is_refused(store: Store, how: str) -> None:
+    if how != "unknown":
+        store.members.invite(
+            InvitationRow("i1", "north" if how != "other name" else "south", 0, 2000 if how != "expired" else 999)
+        )
+    if how == "withdrawn":
+        store.members.invite(InvitationRow("i2", "north", 0, 2000))
+    with pytest.raises(RefusedError, match="E-ID-25"):
+        enrol(store)
+    assert not store.members.is_member("north")
+
+
+def test_a_revocation_takes_every_certificate_and_open_invitation_of_a_name(store: Store) -> None:
+    store.members.invite(InvitationRow("i1", "north", 0, 2000))
+    enrol(store)
+    store.members.renew(certificate("c2", "k2", enrolled=False), (("old", "proof"),))
+    assert store.members.holds("north", "c1")
+    assert store.members.holds("north", "c2")
+    store.members.invite(InvitationRow("i2", "north", 0, 2000))
+    assert store.members.revoke("north", "left")
+    assert not store.members.holds("north", "c1")
+    assert not store.members.holds("north", "c2")
+    assert store.members.is_revoked("c1")
+    assert not store.members.is_invited("i2")
+    version, members, revoked = store.members.membership()
+    assert (version, members, {r.serial for r in revoked}) == (3, [], {"c1", "c2"})
+    assert not store.members.revoke("nobody", "")
+
+
+def test_the_first_use_of_a_new_enrolment_ends_the_older_certificates(store: Store) -> None:
+    for k in (1, 2):
+        store.members.invite(InvitationRow(f"i{k}", "north", 0, 2000))
+        enrol(store, f"i{k}", f"k{k}", f"c{k}")
+        if k == 1:
+            assert store.members.holds("north", "c1")
+    assert not store.members.is_revoked("c1")
+    assert store.members.holds("north", "c2")
+    assert store.members.is_revoked("c1")
+    assert not store.members.is_revoked("c2")
+
+
+def test_a_second_process_writes_the_same_file(store: Store, tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib\nfrom coordinator.store import Store\nfrom coordinator.records import InvitationRow\n"
+        "s = Store(pathlib.Path(sys.argv[1]))\n"
+        "for k in range(20): s.members.invite(InvitationRow(f'p{k}', f'other{k}', 0, 9e9))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    for k in range(20):
+        store.members.invite(InvitationRow(f"i{k}", f"mine{k}", 0, 9e9))
+    assert process.wait(30) == 0
+    assert len(store.members.invitations()) == 40
+
+
+def test_one_request_id_is_one_run(store: Store) -> None:
+    first = store.runs.add(run_of(), 2)
+    assert store.runs.add(run_of("run-0002"), 2) == first
+    with pytest.raises(ConfigError, match="E-RUN-15"):
+        store.runs.add(run_of("run-0003", spec="other"), 2)
+    taken = store.runs.add(run_of(request="r2"), 2)
+    assert taken.id != first.id
+    assert store.runs.find(first.id) == first
+    assert {store.runs.find("latest").id, store.runs.find("run").id} <= {first.id, taken.id}
+    with pytest.raises(ConfigError, match="E-RUN-10"):
+        store.runs.find("nothing")
+
+
+def test_a_round_closes_with_the_state_and_the_progress_or_not_at_all(store: Store) -> None:
+    opened(store)
+    run = store.runs.close_round("run-0001", record(), ("1" * 64, 5), "model")
+    assert (run.closed, run.state_object, run.model_digest, run.accuracy) == (1, "1" * 64, "model", 0.5)
+    row = store.runs.rounds("run-0001")[0]
+    assert (row.correct, row.missing, row.clipped, row.is_open) == ((1.0, 2.0), {"south": "late"}, 3, False)
+    store.runs.end("run-0001", RunState.ABORTED, "by me", [RunState.RUNNING])
+    with pytest.raises(StateError, match="E-RUN-11"):
+        store.runs.close_round("run-0001", record(1), ("2" * 64, 5), "other")
+    assert store.runs.get("run-0001").state_object == "1" * 64
+    assert [e.number for e in store.runs.events("run-0001", 0)] == [1, 2, 3, 4]
+    assert [e.kind for e in store.runs.events("run-0001", 2)] == ["closed", "ended"]
+
+
+def test_the_closing_evaluation_finishes_the_run(store: Store) -> None:
+    opened(store)
+    store.runs.open_round("run-0001", 2, TaskKind.EVALUATE, ["north"])
+    run = store.runs.close_round("run-0001", record(2, TaskKind.EVALUATE), None, "model")
+    assert (run.state, run.state_object) == (RunState.FINISHED, "0" * 64)
+
+
+def test_an_announced_object_is_fixed_once_it_is_taken(store: Store) -> None:
+    opened(store)
+    assert store.objects.announce(update()) == (update(), True)
+    assert store.objects.announce(update()) == (update(), False)
+    changed = update(digest="e" * 64)
+    assert store.objects.announce(changed) == (changed, True)
+    store.objects.commit(changed, 1.0, b"receipt")
+    assert store.objects.announce(changed)[0].receipt == b"receipt"
+    with pytest.raises(ProtocolError, match="E-WIRE-07"):
+        store.objects.announce(update())
+    assert store.runs.get("run-0001").bytes_up == 10
+
+
+def test_an_update_of_a_closed_round_or_of_another_base_is_refused(store: Store) -> None:
+    opened(store)
+    with pytest.raises(ProtocolError, match="E-WIRE-12"):
+        store.objects.announce(
+            Contribution("x", "run-0001", 0, TaskKind.TRAIN, "north", "m" * 64, "f" * 64, "d" * 64, 1)
+        )
+    with pytest.raises(StateError, match="did not ask"):
+        store.objects.announce(update(silo="west"))
+    store.objects.announce(update())
+    store.runs.close_round("run-0001", record(), ("1" * 64, 5), "model")
+    for attempt in (lambda: store.objects.announce(update()), lambda: store.objects.commit(update(), 1.0, b"r")):
+        with pytest.raises(StateError, match="E-RUN-06"):
+            attempt()
+    assert not store.objects.is_wanted("c")
+
+
+def test_what_is_closed_is_collected_and_shared_objects_stay(store: Store) -> None:
+    opened(store)
+    opened_two = run_of("run-0002", "r2")
+    store.runs.add(opened_two, 2)
+    store.runs.begin("run-0002", "0" * 64, 5)  # the same initial state
+    store.objects.announce(update())
+    store.objects.commit(update(), 1.0, b"r")
+    gone: list[str] = []
+    store.objects.collect("run-0001", gone.append)
+    assert gone == []
+    for t in range(3):
+        if t:
+            store.runs.open_round("run-0001", t, TaskKind.TRAIN, ["north"])
+        store.runs.close_round("run-0001", record(t), (str(t + 1) * 64, 5), "model")
+    store.objects.collect("run-0001", gone.append)
+    assert gone == ["1" * 64, "b" * 64, "d" * 64]  # round 0's state is still run-0002's
+    assert {"2" * 64, "3" * 64, "0" * 64, "m" * 64} == store.objects.named()
+    assert store.objects.contribution("c").receipt == b"r"
+    store.runs.end("run-0001", RunState.ABORTED, "", [RunState.RUNNING])
+    store.objects.collect("run-0001", gone.append)
+    assert gone[-1] == "2" * 64
+
+
+def test_who_may_read_an_object(store: Store) -> None:
+    opened(store)
+    assert store.objects.readable("b" * 64, "north") == "run-0001"
+    assert store.objects.readable("m" * 64, "south") == "run-0001"
+    assert store.objects.readable("b" * 64, "west") is None
+    assert store.objects.readable("0" * 64, "north") is None  # a server state is no silo's business
+    assert store.objects.readable("0" * 64, None) == "run-0001"
+
+
+def test_a_file_that_is_no_database_or_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b"this is no database, whatever its name says")
+    with pytest.raises(StateError, match="E-STATE-22"):
+        Store(tmp_path)
+    (tmp_path / FILE).unlink()
+    store = Store(tmp_path)
+    with store.database.write() as db:
+        db.exec_driver_sql("PRAGMA user_version = 99")
+    store.close()
+    with pytest.raises(StateError, match="newer version"):
+        Store(tmp_path)
