@@ -80,6 +80,7 @@ class Client:
 
     def _try(self, handler: Handler, backoff: Backoff) -> bool:
         """Open a session; False when that must be tried again later."""
+        self._recycle = False  # before the line is read: a renewal that comes meanwhile asks again
         line = self.lines.current()
         fresh = Session(line.control, handler, self._wake.set, lambda e: self.say(trouble(e)), self.clock)
         try:
@@ -99,12 +100,12 @@ class Client:
         old, self._session = self._session, fresh
         if old is not None:
             old.drop()
-        self.lines.retire()
+        self.lines.retire(used=line)
         backoff.reset()
         if old is None:
             said = f"connected to {line.address} ({welcome.software or 'no version given'})"
             self.say(notice("connected", said, facts={"address": str(line.address), "software": welcome.software}))
-        self._met, self._recycle = True, False
+        self._met = True
         self.store.met(str(line.address), welcome.software)
         self.greeted.set()
         return True

@@ -84,10 +84,11 @@ class Lines:
             self._line = None
             self._turn += int(elsewhere)
 
-    def retire(self) -> None:
-        """Close every line that was replaced."""
+    def retire(self, used: Line | None = None) -> None:
+        """Close every line that was replaced, but not the one that is `used`: it may have been replaced just now."""
         with self._lock:
-            old, self._retired = self._retired, []
+            old = [line for line in self._retired if line is not used]
+            self._retired = [line for line in self._retired if line is used]
         for line in old:
             line.channel.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fl_core.datasets import Source
 from fl_core.errors import ConfigError
+from fl_core.worker import work
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.diagnosis import Diagnosis
 from protos.identity import Address
@@ -22,7 +23,7 @@ from silo.notices import Say, notice, trouble
 from silo.objects import Objects
 from silo.outbox import Outbox
 from silo.store import Store
-from silo.training import DataSource, Trainer, choose_device, software
+from silo.training import DataSource, Trainer, Work, choose_device, software
 from silo.transfer import Patience, Transfer, Witness
 from silo.waiting import Stop
 from silo.worker import Worker
@@ -60,7 +61,7 @@ def data_offer(source: DataSource) -> pb.DataOffer:
 class Service:
     """One silo at work. `start`, then `wait`; `stop` ends it in good order; `error` says what ended it otherwise.
 
-    dial, explain: replaced in tests that need no TLS.
+    dial, explain: replaced in tests that need no TLS. do: a task's arithmetic, replaced in benchmarks.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Service:
         patience: Patience | None = None,
         dial: Dial | None = None,
         explain: Callable[[Address], Diagnosis] | None = None,
+        do: Work = work,
     ) -> None:
         self._say = say
         self._patience = patience or Patience()
@@ -97,7 +99,7 @@ class Service:
         objects = Objects(settings.home.objects)
         transfer = Transfer(lambda: lines.current().transfer, objects, self._patience, lambda e: say(trouble(e)))
         self._desk = Desk(self.store, self._client.send, say)
-        trainer = Trainer(self.name, source, self._device, settings.prototypes)
+        trainer = Trainer(self.name, source, self._device, settings.prototypes, do)
         outbox = Outbox(self.store, objects, self.name)
         self._worker = Worker(self._desk, outbox, transfer, trainer, self._witness, say, self._client.recycle, greeted)
         self._stop, self._over, self._ended = Stop(), threading.Event(), threading.Event()

@@ -12,11 +12,13 @@ from types import FrameType
 from rich.console import Console
 from rich.status import Status
 
+from fl_core.worker import work
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.identity import SiloIdentity
 from silo.notices import Notice
 from silo.service import Service, Settings
 from silo.show import moment, print_json
+from silo.training import Work
 
 POLL_S = 0.2
 _DOING = {
@@ -89,8 +91,8 @@ class Signals:
             os._exit(128 + number)
 
 
-def serve(settings: Settings, as_json: bool) -> None:
-    """Serve until told to stop; raises what ended the service otherwise.
+def serve(settings: Settings, as_json: bool, do: Work = work) -> None:
+    """Serve until told to stop; raises what ended the service otherwise. do: see `Service`.
 
     On the first SIGTERM or SIGINT an upload under way is finished, training is given up (the coordinator offers it
     again), and what is staged stays on disk.
@@ -98,7 +100,7 @@ def serve(settings: Settings, as_json: bool) -> None:
     SiloIdentity(settings.home.path).load()  # before anything is made in a home that is none
     with settings.home.make().locked():
         printer = Printer(as_json)
-        service = Service(settings, printer.say)
+        service = Service(settings, printer.say, do=do)
         try:
             with Signals() as signals:
                 service.start()

@@ -15,7 +15,7 @@ from pathlib import Path
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
-from fl_core.types import TaskKind
+from fl_core.kinds import TaskKind
 from silo.tables import BaseRow, ContactRow, RunRow, TaskRow, open_database
 from silo.tasks import Entry, Evaluation, TaskKey
 
@@ -106,9 +106,8 @@ class Store:
         """Note a run's end; an aborted or failed run takes its open tasks with it, unincluded."""
         with self._begin() as db:
             row = db.get(RunRow, run_id)
-            if row is None:  # a run of others, or one that ended before this silo had a task in it
-                return
-            row.state, row.reason, row.ended = state, reason, row.ended or self._clock()
+            if row is not None:  # else a run of others, or one that ended before this silo had a task in it
+                row.state, row.reason, row.ended = state, reason, row.ended or self._clock()
             if state != "finished":  # a finished run has closed all its rounds, and says so for each
                 for task in _open(db, run_id):
                     task.closed, task.included = self._clock(), False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,13 +17,17 @@ from fl_core.errors import ConfigError, DataError, ProtocolError, RefusedError
 from fl_core.local import PlainData, Progress
 from fl_core.manifest import RunManifest
 from fl_core.models import build_model
+from fl_core.protocols import SiloData
 from fl_core.simulate import bench_of
 from fl_core.spec import derive_layout
-from fl_core.types import Bundle, Federation, State, TaskKind, Turn
+from fl_core.types import Bundle, Federation, Outcome, State, TaskKind, Turn
 from fl_core.worker import METRICS, Bench, work
 from privacy import plan
 from silo.outbox import Finished
 from silo.tasks import Evaluation, TaskKey
+
+Work = Callable[[Bench, State, State | None, SiloData, Turn, TaskKind], Outcome]
+"""A silo's whole round: `fl_core.worker.work`, or what a benchmark does in its place."""
 
 
 def software() -> str:
@@ -110,14 +114,17 @@ class Seat:
 class Trainer:
     """Runs tasks on one hospital's data.
 
-    device: where models are trained; prototypes: False is the hospital's own opt-out, for every run.
+    device: where models are trained; prototypes: False is the hospital's own opt-out, for every run; do: the round.
     """
 
-    def __init__(self, silo: str, data: DataSource, device: torch.device, prototypes: bool = True) -> None:
+    def __init__(
+        self, silo: str, data: DataSource, device: torch.device, prototypes: bool = True, do: Work = work
+    ) -> None:
         self._silo = silo
         self._data = data
         self._device = device
         self._prototypes = prototypes
+        self._do = do
         self._seat: tuple[str, Seat] | None = None
 
     def prepare(self, manifest: RunManifest) -> Seat:
@@ -170,7 +177,7 @@ class Trainer:
         turn = Turn(fed, seat.index, manifest.seed, manifest.members[seat.index].prototypes and self._prototypes)
         with _threads(manifest.threads):
             data = PlainData(seat.dataset.train, seat.dataset.test, manifest.train, turn, self._device, progress)
-            outcome = work(seat.bench, msg, state, data, turn, key.kind)
+            outcome = self._do(seat.bench, msg, state, data, turn, key.kind)
         return Finished(outcome.bundle, outcome.state, Evaluation(manifest.schema.classes, *seat.notebook.metrics))
 
     @staticmethod

@@ -17,10 +17,27 @@ from tempfile import mkdtemp
 import grpc
 
 from coordinator.pki import Authority
+from fl_core import datasets
+from fl_core.fixed_point import Grid
+from fl_core.manifest import Choice, RunManifest, members
+from fl_core.methods import build_method
+from fl_core.models import build_model
+from fl_core.simulate import initial_state
+from fl_core.spec import derive_layout
+from fl_core.types import State, TrainConfig
+from fl_core.worker import work
 from protos import codec, receipts
 from protos.chunks import CHUNK_BYTES, append_chunk, read_chunks
+from protos.codec import pack_state
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.diagnosis import Diagnosis
+from protos.invitation import InvitationToken
+from silo.home import Home
+from silo.identity import SiloIdentity
+from silo.notices import Notice
+from silo.service import Service, Settings
+from silo.training import Work, software
 from silo.transfer import Patience
 
 CONSORTIUM = "council"
@@ -69,6 +86,7 @@ class FakeTransfer(rpc.TransferServicer):
         self.lose_receipt = 0
         self.spoil: Callable[[list[pb.Chunk]], list[pb.Chunk]] | None = None
         self.hold: threading.Event | None = None
+        self.held = {"Put", "Get"}
         self.holding = threading.Event()
         self.calls: list[str] = []
 
@@ -91,7 +109,7 @@ class FakeTransfer(rpc.TransferServicer):
         for chunk in chunks:
             if here is None:
                 here = self.uploads[chunk.object]
-            if self.hold is not None:
+            if self.hold is not None and "Put" in self.held:
                 self.holding.set()
                 self.hold.wait(20)
             passes = self.put_cut.before(len(here), max(1, len(chunk.data)))
@@ -125,7 +143,7 @@ class FakeTransfer(rpc.TransferServicer):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "E-RUN-99: no such object")
         chunks = list(chunks_of(self.objects[request.digest], request.digest, request.offset))
         for chunk in self.spoil(chunks) if self.spoil else chunks:
-            if self.hold is not None:
+            if self.hold is not None and "Get" in self.held:
                 self.holding.set()
                 self.hold.wait(20)
             passes = self.get_cut.before(chunk.offset, max(1, len(chunk.data)))
@@ -241,7 +259,7 @@ class FakeSession:
 class FakeControl(rpc.ControlServicer):
     """Sessions under a test's control. greet: what is sent after the welcome."""
 
-    def __init__(self, pulse_s: float = 0.05, recycle_s: float = 0.0) -> None:
+    def __init__(self, pulse_s: float = 0.5, recycle_s: float = 0.0) -> None:
         self.pulse_s, self.recycle_s = pulse_s, recycle_s
         self.sessions: list[FakeSession] = []
         self.welcome: Callable[[pb.Hello], pb.CoordinatorMessage | None] = self._welcome
@@ -282,7 +300,112 @@ class FakeControl(rpc.ControlServicer):
             return
         for body in (listen, beat):
             threading.Thread(target=body, daemon=True).start()
-        yield first
-        self.sessions.append(session)
         self.greet(session)
+        self.sessions.append(session)
+        yield first
         yield from session.messages()
+
+
+# ---- a hospital ----------------------------------------------------------------------------------------------------
+
+MEMBERS = ("center0", "center1", "center2")
+
+
+def enrolled(folder: Path, name: str = "center1") -> Home:
+    """Give a home whose silo has joined the tests' consortium, without a network."""
+    home = Home(folder).make()
+    identity = SiloIdentity(home.path)
+    if not identity.joined:
+        material = identity.join_material(InvitationToken.decode(authority().invite(name).token))
+        identity.install(authority().sign_silo(material.csr_pem, name), authority().ca_pem)
+        home.write_addresses(material.addresses)
+    return home
+
+
+def manifest(**other) -> RunManifest:
+    """Freeze a small run on the digits."""
+    schema = datasets.schema_of("digits")
+    method = other.pop("method", Choice("fedavg", {}))
+    built = build_model("digits_cnn", {}, schema, 3)
+    facts = {
+        "name": "small",
+        "method": method,
+        "model": Choice("digits_cnn", {}),
+        "data": "digits",
+        "schema": schema,
+        "train": TrainConfig(epochs=1, batch_size=64),
+        "rounds": 2,
+        "seed": 3,
+        "members": members(MEMBERS, 3, 1.0),
+        "layout": derive_layout(build_method(method.name, method.options), built, schema),
+        "grid": Grid("ring64", len(MEMBERS)),
+        "privacy": Choice("none", {}),
+        "threads": 1,
+        "software": software(),
+    }
+    return RunManifest(**{**facts, **other})
+
+
+class Hospital:
+    """A service at work, the coordinator that it talks to, and a run."""
+
+    def __init__(self, folder: Path, run: RunManifest | None = None, do: Work = work, **settings) -> None:
+        self.do = do
+        self.folder, self.settings = folder, settings
+        self.control, self.transfer = FakeControl(), FakeTransfer()
+        self.host = Host(self.transfer, self.control)
+        self.run_id = "run-1"
+        self.manifest = run or manifest()
+        self.digest = self.transfer.offer(self.manifest.to_json().encode())
+        self.server = initial_state(self.manifest)
+        self.notices: list[Notice] = []
+        self.service: Service | None = None
+
+    def start(self) -> Service:
+        place = Settings(enrolled(self.folder), **{"data": "digits/p3c4/1", "device": "cpu", **self.settings})
+        well = Diagnosis(None, "works", "all is well")
+        self.service = Service(
+            place, self.notices.append, PATIENCE, lambda _: self.host.channel(), lambda _: well, self.do
+        )
+        before = len(self.control.sessions)
+        self.service.start()
+        until(lambda: len(self.control.sessions) > before)
+        return self.service
+
+    def stop(self) -> None:
+        if self.service is not None:
+            self.service.stop()
+            self.service = None
+
+    def offer_of(self, round: int = 0, kind=pb.TRAIN, state: State | None = None, **other) -> pb.Offer:
+        base = pack_state(build_method("fedavg", {}).broadcast(self.server) if state is None else state)
+        facts = {
+            "run_id": self.run_id, "round": round, "kind": kind, "manifest_digest": self.digest,
+            "base_digest": self.transfer.offer(base), "base_size": len(base), "cohort": len(MEMBERS),
+        }  # fmt: skip
+        return pb.Offer(**{**facts, **other})
+
+    def offer(self, *args, **other) -> pb.Offer:
+        offer = self.offer_of(*args, **other)
+        self.control.last.send(offer=offer)
+        return offer
+
+    def close(self, round: int = 0, included: bool = True, kind=pb.TRAIN) -> None:
+        closed = pb.RoundClosed(run_id=self.run_id, round=round, kind=kind, included=included)
+        self.control.last.send(round_closed=closed)
+
+    def events(self) -> list[str]:
+        return [n.event for n in self.notices]
+
+    def sent(self, times: int = 1) -> None:
+        until(lambda: self.events().count("sent") >= times, what=str([n.text for n in self.notices]))
+
+    def answers(self) -> list[pb.Answer]:
+        return [a for s in self.control.sessions for a in s.got("answer")]
+
+    def settled(self, times: int = 1) -> None:
+        until(lambda: sum(len(s.got("settled")) for s in self.control.sessions) >= times)
+
+    def refused(self) -> pb.Answer:
+        until(lambda: any(not a.accepted for a in self.answers()), what=str([n.text for n in self.notices]))
+        return next(a for a in self.answers() if not a.accepted)

@@ -1,0 +1,165 @@
+"""The command line: what it prints, and how it fails: one line with a code, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers_silo import Hospital, authority, enrolled, until
+
+from silo.commands import run
+from silo.home import Home
+from silo.training import choose_device
+
+
+def fails(capsys, code, status, *words):
+    assert run(list(words)) == status
+    err = capsys.readouterr().err
+    assert err.startswith(f"{code}: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def answer(capsys, *words):
+    assert run([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["join", "nonsense"], "E-ID-01"),
+        (["join"], "E-CFG-62"),
+        (["join", "a", "--token-file", "b"], "E-CFG-62"),
+        (["join", "--token-file", "/nowhere/token"], "E-CFG-62"),
+        (["data", "check", "digit/hospital0"], "E-CFG-30"),
+        (["data", "describe", "isic2019/center9"], "E-CFG-30"),
+        (["data", "check", "folder:/nowhere"], "E-DATA-02"),
+    ],
+)
+def test_usage_and_data_errors_are_one_line_and_status_2(capsys, tmp_path, words, code):
+    fails(capsys, code, 2, *words)
+
+
+@pytest.mark.parametrize("words", [["status"], ["fingerprint"], ["serve", "--data", "digits/hospital0"]])
+def test_a_home_that_has_not_joined_is_status_1(capsys, tmp_path, words):
+    fails(capsys, "E-STATE-44", 1, *words, "--home", str(tmp_path / "home"))
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--data", "digits/hospital9"], "E-CFG-30"),
+        (["--data", "digits/hospital0", "--device", "tpu"], "E-CFG-60"),
+        (["--data", "digits/hospital0", "--device", "cuda:99"], "E-CFG-60"),
+        (["--data", "digits/hospital0", "--nominal-size", "-1"], "E-CFG-61"),
+    ],
+)
+def test_serve_refuses_settings_before_it_connects(capsys, tmp_path, words, code):
+    fails(capsys, code, 2, "serve", *words, "--home", str(enrolled(tmp_path).path))
+
+
+@pytest.mark.parametrize("words", [["serve"], ["status", "--hom", "x"], ["data"], ["sing"]])
+def test_a_wrong_command_line_is_status_2(capsys, words):
+    assert run(words) == 2
+
+
+def test_help_is_status_0(capsys):
+    assert run(["serve", "--help"]) == 0
+    assert "--no-prototypes" in capsys.readouterr().out
+
+
+def test_two_services_on_one_home_are_refused(capsys, tmp_path):
+    home = enrolled(tmp_path)
+    with home.locked():
+        said = fails(capsys, "E-STATE-60", 1, "serve", "--data", "digits/hospital0", "--home", str(tmp_path))
+    assert str(os.getpid()) in said
+    with Home(tmp_path).locked():
+        pass
+
+
+def test_data_describe_counts_classes_per_split(capsys):
+    found = answer(capsys, "data", "describe", "digits/hospital2")
+    assert found["shape"] == [1, 8, 8]
+    assert found["classes"] == list("0123456789")
+    assert sum(found["counts"]["train"]) > sum(found["counts"]["test"]) > 0
+    assert found["problems"] == []
+    assert run(["data", "check", "digits/hospital2"]) == 0
+    assert "class" not in capsys.readouterr().err
+
+
+def test_data_check_names_problems_and_ends_with_status_2(capsys, tmp_path):
+    from PIL import Image
+
+    for name in ("train/nevus", "test/nevus", "train/melanoma"):
+        (tmp_path / name).mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(tmp_path / name / "a.png")
+    (tmp_path / "train/nevus/broken.png").write_bytes(b"not an image")
+    assert run(["data", "check", f"folder:{tmp_path}", "--deep", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert "E-DATA-04" in [p["code"] for p in json.loads(captured.out)["problems"]]
+    assert captured.err.startswith("E-DATA-")
+
+
+def test_status_and_fingerprint_of_a_silo_that_has_worked(capsys, tmp_path):
+    hospital = Hospital(tmp_path / "home")
+    try:
+        hospital.start()
+        hospital.offer()
+        hospital.sent()
+        found = answer(capsys, "status", "--home", str(tmp_path / "home"))  # while the service runs
+        assert found["silo"] == "center1"
+        assert found["session"]["until"] is None
+        assert found["outbox"] == [
+            {"run": "run-1", "round": 0, "kind": "train", "refused": None, "receipt": True}
+            | {"bytes": found["outbox"][0]["bytes"]}
+        ]
+        hospital.close()
+        hospital.settled()
+    finally:
+        hospital.stop()
+        hospital.host.stop()
+    found = answer(capsys, "status", "--home", str(tmp_path / "home"))
+    (one,) = found["runs"]
+    (evaluation,) = one["evaluations"]
+    assert (one["run"], one["name"], found["receipts"], found["outbox"]) == ("run-1", "small", 1, [])
+    assert evaluation["included"] is True
+    assert len(evaluation["correct"]) == len(evaluation["examples"]) == 10
+    assert run(["status", "--home", str(tmp_path / "home")]) == 0
+    assert "round 1" in capsys.readouterr().out
+    keys = answer(capsys, "fingerprint", "--home", str(tmp_path / "home"))
+    assert keys["authority"] == authority().fingerprint()
+    assert keys["fingerprint"] == found["fingerprint"]
+
+
+def test_devices():
+    assert choose_device("cpu").type == "cpu"
+    assert choose_device("auto").type in ("cpu", "cuda")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_ends_in_good_order_on_a_signal(tmp_path, number):
+    home = enrolled(tmp_path / "home")
+    words = ["serve", "--data", "digits/hospital0", "--home", str(home.path), "--device", "cpu", "--json"]
+    log = (tmp_path / "log").open("w")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "no_proxy": "*"}
+    home.write_addresses(home.addresses())
+    silo = Path(sys.executable).with_name("silo")
+    process = subprocess.Popen([str(silo), *words], stdout=log, stderr=subprocess.STDOUT, env=env)
+    try:
+        until(lambda: "serving" in (tmp_path / "log").read_text() or process.poll() is not None, 60)
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        process.send_signal(number)
+        assert process.wait(30) == 0, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+    events = [json.loads(line)["event"] for line in (tmp_path / "log").read_text().splitlines()]
+    assert events[:2] == ["serving", "privacy"]

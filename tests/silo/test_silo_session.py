@@ -1,0 +1,332 @@
+"""The control session and the client that keeps one: hello, pulses, silence, recycling, and coming back."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+
+import pytest
+from helpers_silo import FakeControl, FakeTransfer, Host, until
+
+from fl_core.errors import FederationError, ProtocolError, RefusedError, UnavailableError
+from fl_core.rng import numpy_stream
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.diagnosis import Diagnosis
+from protos.identity import Address
+from silo.client import Client
+from silo.line import Lines
+from silo.store import Store
+from silo.transfer import Patience
+from silo.waiting import Backoff, IdleWatch, Stop, StoppedError, persist
+
+WELL = Diagnosis(None, "works", "all is well")
+QUICK = Patience(idle_s=5.0, backoff_s=0.001, backoff_cap_s=0.02)
+
+
+class Handler:
+    def __init__(self):
+        self.seen = []
+        self.fail = None
+
+    def offer(self, offer):
+        if self.fail:
+            raise self.fail
+        self.seen.append(offer)
+
+    def round_closed(self, closed):
+        self.seen.append(closed)
+
+    def run_ended(self, ended):
+        self.seen.append(ended)
+
+    def pulse(self):
+        return pb.Pulse(activity=pb.TRAINING, run_id="run-1", round=3, done=7, total=9)
+
+
+class Rig:
+    """A client on a thread of its own, and the coordinator that it talks to."""
+
+    def __init__(self, folder, control=None, patience=QUICK, finding=WELL):
+        self.control = control or FakeControl()
+        self.host = Host(FakeTransfer(), self.control)
+        self.handler, self.stop, self.notices = Handler(), Stop(), []
+        self.store = Store(folder / "silo.db")
+        self.greeted = threading.Event()
+        self.explained = []
+        self.staged = []
+        self.client = Client(
+            Lines([Address("127.0.0.1", 1)], lambda _: self.host.channel()),
+            self.store,
+            lambda: pb.Hello(protocol_min=1, protocol_max=1, staged=self.staged),
+            lambda welcome: None,
+            lambda address: (self.explained.append(address), finding)[1],
+            self.notices.append,
+            patience,
+            self.greeted,
+        )
+        self.error = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self):
+        try:
+            self.client.run(self.handler, self.stop)
+        except FederationError as error:
+            self.error = error
+
+    def start(self, sessions=1):
+        self.thread.start()
+        if sessions:
+            until(lambda: len(self.control.sessions) >= sessions)
+        return self
+
+    def codes(self):
+        return [n.facts.get("code") for n in self.notices]
+
+    def close(self):
+        self.stop.set("test over")
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        self.host.stop()
+
+
+@pytest.fixture
+def make(tmp_path):
+    rigs = []
+
+    def made(*args, **kwargs):
+        rigs.append(Rig(tmp_path, *args, **kwargs))
+        return rigs[-1]
+
+    yield made
+    for rig in rigs:
+        rig.close()
+
+
+def test_a_session_begins_with_hello_and_pulses_both_ways(make):
+    rig = make(FakeControl(pulse_s=0.2)).start()
+    until(lambda: len(rig.control.last.got("pulse")) >= 3)
+    assert rig.control.last.hello.protocol_max == 1
+    assert rig.control.last.got("pulse")[0].done == 7
+    assert rig.store.contact().address == "127.0.0.1:1"
+    assert rig.greeted.is_set()
+
+
+def test_messages_reach_the_handler_in_order_and_a_senseless_one_is_reported(make):
+    rig = make().start()
+    rig.control.last.send(offer=pb.Offer(run_id="run-1"))
+    rig.control.last.send(run_ended=pb.RunEnded(run_id="run-1"))
+    until(lambda: len(rig.handler.seen) == 2)
+    rig.handler.fail = ProtocolError("E-WIRE-06", "no sense")
+    rig.control.last.send(offer=pb.Offer(run_id="run-2"))
+    until(lambda: "E-WIRE-06" in rig.codes())
+    rig.client.send(pb.SiloMessage(answer=pb.Answer(run_id="run-1")))
+    until(lambda: rig.control.last.got("answer"))
+
+
+def test_it_comes_back_after_the_coordinator_was_restarted(make):
+    rig = make().start()
+    rig.host.stop()
+    until(lambda: "disconnected" in [n.event for n in rig.notices])
+    until(lambda: rig.codes().count("E-NET-01") >= 2)
+    rig.host.start()
+    until(lambda: len(rig.control.sessions) == 2)
+    assert rig.error is None
+
+
+def test_a_session_that_the_coordinator_ends_is_opened_anew(make):
+    rig = make().start()
+    rig.control.last.end()
+    until(lambda: len(rig.control.sessions) == 2)
+    assert "E-NET-14" in rig.codes()
+
+
+def test_a_coordinator_that_falls_silent_is_left(make):
+    control = FakeControl(pulse_s=0.05)
+    control.beats = False
+    rig = make(control).start(sessions=2)
+    assert "E-NET-12" in rig.codes()
+
+
+def test_a_coordinator_that_never_welcomes_is_left(make):
+    control = FakeControl()
+    control.welcome = lambda hello: None
+    rig = make(control, Patience(idle_s=0.1, backoff_s=0.001, backoff_cap_s=0.01)).start(sessions=0)
+    until(lambda: rig.codes().count("E-NET-13") >= 2)
+
+
+def test_a_session_is_recycled_by_opening_the_new_one_first(make):
+    control = FakeControl(recycle_s=0.1)
+    overlap = []
+    control.greet = lambda session: overlap.append([s.over.is_set() for s in control.sessions[-1:]])
+    rig = make(control).start(sessions=3)
+    until(lambda: control.sessions[0].over.is_set())
+    assert overlap[1:3] == [[False], [False]]
+    assert [n.event for n in rig.notices] == ["connected"]
+
+
+def test_a_recycling_that_fails_keeps_the_session_that_there_is(make):
+    control = FakeControl(recycle_s=0.05)
+    rig = make(control, Patience(idle_s=0.2, backoff_s=0.01, backoff_cap_s=0.02)).start()
+    control.welcome = lambda hello: None
+    until(lambda: "E-NET-13" in rig.codes())
+    assert not control.sessions[-1].over.is_set()
+    assert rig.explained == []
+
+
+def test_each_hello_names_what_is_staged_by_then(make):
+    rig = make().start()
+    rig.staged.append(pb.RoundRef(run_id="run-1", round=4, kind=pb.TRAIN))
+    rig.control.last.end()
+    until(lambda: len(rig.control.sessions) == 2)
+    assert [s.round for s in rig.control.last.hello.staged] == [4]
+
+
+def test_a_request_for_recycling_is_heard(make):
+    rig = make().start()
+    rig.client.recycle()
+    until(lambda: len(rig.control.sessions) == 2)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [("E-ID-12", RefusedError), ("E-WIRE-01", ProtocolError)], ids=["revoked", "protocol"]
+)
+def test_a_refusal_is_final(make, code, kind):
+    control = FakeControl()
+    control.welcome = lambda hello: pb.CoordinatorMessage(refusal=pb.Refusal(code=code, reason="no"))
+    control.greet = lambda session: session.end()
+    rig = make(control).start(sessions=0)
+    rig.thread.join(20)
+    assert isinstance(rig.error, kind)
+    assert rig.error.code == code
+
+
+def test_a_refusal_about_the_network_is_not(make):
+    rig = make().start()
+    rig.control.last.send(refusal=pb.Refusal(code="E-NET-20", reason="going down for maintenance"))
+    rig.control.last.end()
+    until(lambda: len(rig.control.sessions) == 2)
+    assert "E-NET-20" in rig.codes()
+
+
+def test_another_protocol_is_refused(make):
+    control = FakeControl()
+    control.welcome = lambda hello: pb.CoordinatorMessage(welcome=pb.Welcome(protocol=2, pulse_seconds=1))
+    rig = make(control).start(sessions=0)
+    rig.thread.join(20)
+    assert rig.error.code == "E-WIRE-01"
+
+
+def test_a_tls_failure_before_the_first_session_is_explained_and_ends_the_attempt(make):
+    rig = make(finding=Diagnosis("E-TLS-09", "another authority", "compare fingerprints"))
+    rig.host.stop()
+    rig.start(sessions=0)
+    rig.thread.join(20)
+    assert rig.error.code == "E-TLS-09"
+
+
+def test_a_tls_failure_after_a_session_is_told_and_waited_out(make):
+    rig = make(finding=Diagnosis("E-TLS-08", "the coordinator's certificate has expired", "renew it")).start()
+    rig.host.stop()
+    until(lambda: "E-TLS-08" in rig.codes())
+    rig.host.start()
+    until(lambda: len(rig.control.sessions) == 2)
+
+
+def test_leaving_says_so_and_closes_the_stream(make):
+    rig = make().start()
+    session = rig.control.last
+    rig.stop.set("shutting down")
+    rig.thread.join(20)
+    assert session.over.is_set()
+    assert rig.store.contact().why == "shutting down"
+    assert rig.error is None
+
+
+def test_a_new_line_is_used_after_a_renewal(make):
+    rig = make().start()
+    before = rig.client.lines.current()
+    rig.client.renewed()
+    until(lambda: len(rig.control.sessions) == 2)
+    assert rig.client.lines.current() is not before
+    until(lambda: rig.control.sessions[0].over.is_set())
+    assert "disconnected" not in [n.event for n in rig.notices]
+
+
+# ---- waiting -------------------------------------------------------------------------------------------------------
+
+
+def test_full_jitter_is_uniform_below_a_ceiling_that_doubles():
+    draw = numpy_stream(7, "jitter")
+    waits = []
+    for _ in range(4000):
+        backoff = Backoff(1.0, 60.0, draw.random)
+        waits.append([backoff.next() for _ in range(9)])
+    for n, ceiling in enumerate([1, 2, 4, 8, 16, 32, 60, 60, 60]):
+        column = sorted(w[n] for w in waits)
+        assert 0 <= column[0] <= column[-1] <= ceiling
+        assert statistics.fmean(column) == pytest.approx(ceiling / 2, rel=0.05)
+        worst = max(abs((i + 1) / len(column) - v / ceiling) for i, v in enumerate(column))
+        assert worst < 2.23 / len(column) ** 0.5  # Kolmogorov-Smirnov at 1e-4, for nine tests
+
+
+def test_backoff_never_ends_and_begins_anew_after_progress():
+    backoff = Backoff(1.0, 60.0, lambda: 1.0)
+    assert [backoff.next() for _ in range(2000)][-1] == 60.0
+    backoff.reset()
+    assert backoff.next() == 1.0
+
+
+def test_persist_repeats_what_is_unavailable_and_nothing_else():
+    answers = iter([UnavailableError("E-NET-01", "away"), UnavailableError("E-NET-01", "away"), 5])
+    told = []
+
+    def attempt():
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert persist(attempt, Backoff(0.0, 0.0), Stop(), told.append) == 5
+    assert len(told) == 2
+
+    def refused():
+        raise RefusedError("E-ID-12", "revoked")
+
+    with pytest.raises(RefusedError):
+        persist(refused, Backoff(0.0, 0.0), Stop(), told.append)
+
+
+def test_a_stop_wakes_a_wait_and_reaches_calls_that_begin_too_late():
+    stop, cancelled = Stop(), []
+    waiter = threading.Thread(target=lambda: cancelled.append(stop.wait(60)))
+    waiter.start()
+    stop.set("enough")
+    waiter.join(10)
+    with stop.cancels(lambda: cancelled.append("late")):
+        pass
+    assert cancelled == [True, "late"]
+    with pytest.raises(StoppedError, match="enough"):
+        stop.check()
+
+
+def test_an_idle_watch_counts_from_the_last_movement():
+    now, cancelled = [0.0], threading.Event()
+
+    class Call:
+        def cancel(self):
+            cancelled.set()
+
+    with IdleWatch(Call(), 0.05, lambda: now[0]) as watch:
+        now[0] = 0.04
+        watch.touch()
+        now[0] = 0.08
+        assert not cancelled.wait(0.12)
+        now[0] = 0.10
+        assert cancelled.wait(10)
+    assert watch.expired
+
+
+def test_the_channel_options_refuse_large_messages():
+    from silo.line import OPTIONS
+
+    assert dict(OPTIONS)["grpc.max_receive_message_length"] == 4 << 20
