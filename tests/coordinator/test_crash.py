@@ -165,7 +165,8 @@ def test_dying_again_and_again_at_a_write_gives_the_same_model(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("at", range(1, 75))
+@pytest.mark.parametrize("at", range(1, 61))
 def test_dying_once_at_any_write_gives_the_same_model(template: World, expected: str, at: int, after: bool) -> None:
-    digest, _, _ = live_through(template, lambda life: 0 if life else at, after)
+    digest, lives, _ = live_through(template, lambda life: 0 if life else at, after)
+    assert lives == 1  # a run of this kind makes 62 to 67 writes, so there was a power cut
     assert digest == expected
