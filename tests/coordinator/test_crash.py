@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -117,7 +118,7 @@ def _told(memories: dict[str, Memory], run_id: str) -> bool:
 
 def live_through(world: World, at: Callable[[int], int], after: bool) -> tuple[str, int, list[int]]:
     """Run to the end, cutting the power at write number `at(life)` of each life; 0: not in this one."""
-    memories = {name: Memory() for name in PEOPLE}
+    memories, request = {name: Memory() for name in PEOPLE}, uuid.uuid4().hex
     life, counts, people, run_id = 0, [], [], ""
     while True:
         server = world.start()
@@ -127,7 +128,7 @@ def live_through(world: World, at: Callable[[int], int], after: bool) -> tuple[s
         else:
             people = [ScriptedSilo(world, s.name, s.share, s.memory) for s in people]
         with suppress(PowerCut):
-            run_id = world.submit(AGREED, f"{at(0)}{after}").id
+            run_id = world.submit(AGREED, request).id
 
         until(partial(_settled, world, power, run_id), "the end or a power cut", 30)
         ended = not power.cut.is_set()
