@@ -101,12 +101,17 @@ class TransferService(rpc.TransferServicer):
             c = self._mine(c.id, context)
             if c.receipt is not None:  # a second Commit came before us
                 return pb.Receipt.FromString(c.receipt)
-            receipt = self._take(c, upload)
+            try:
+                receipt = self._take(c, upload)
+            except FileNotFoundError as error:  # its round ended while we read it, and its bytes are forgotten
+                raise _forgotten(c) from error
         self._uploads.forget(c.id)
         self._hub.delivered(TaskKey(c.run_id, c.round, c.kind, c.silo), c.object_digest)
         return receipt
 
     def _take(self, c: Contribution, upload: Upload) -> pb.Receipt:
+        if not self._store.objects.is_wanted(c.id):
+            raise _forgotten(c)
         have, partial = self._blobs.have(c.silo, c.id), self._blobs.partial(c.silo, c.id)
         if have != c.size:
             raise ProtocolError("E-WIRE-03", f"expected {c.size} bytes before a commit, found {have}: send the rest")
@@ -171,6 +176,12 @@ class TransferService(rpc.TransferServicer):
                 self._limits[c.run_id] = limit
         if not 0 < c.size <= limit:
             raise ProtocolError("E-WIRE-11", f"expected an update of at most {limit} bytes, found one of {c.size}")
+
+
+def _forgotten(c: Contribution) -> StateError:
+    return StateError(
+        "E-RUN-06", f"expected an open round, found that round {c.round} of {c.run_id} is over: discard this"
+    )
 
 
 def _announced(request: pb.OpenRequest, silo: str) -> Contribution:
