@@ -38,9 +38,9 @@ class Membership:
         return made
 
     def revoke(self, name: str, reason: str) -> None:
-        """Revoke a silo; effective at its next call and its session's next heartbeat.
+        """Revoke a silo, or withdraw an invitation; effective at its next call and its session's next heartbeat.
 
-        Raises ConfigError (E-ID-18) when there is no such silo.
+        Raises ConfigError (E-ID-18) when there is neither.
         """
         if not self.store.members.revoke(name, reason):
             known = ", ".join(s.name for s in self.store.members.silos()) or "none"

@@ -162,13 +162,16 @@ class MemberStore:
             return None if row is None else Certificate(**row._mapping)
 
     def revoke(self, name: str, reason: str) -> bool:
-        """Revoke a silo: all its certificates and open invitations, at once; False when there is neither."""
+        """Revoke a silo with all its certificates and withdraw its open invitations, at once.
+
+        Returns False when there is neither a silo nor an open invitation of this name.
+        """
         now = self._clock()
+        still_open = (invitations.c.name == name, invitations.c.used.is_(None), invitations.c.withdrawn.is_(None))
         with self._db.write() as db:
-            still_open = (invitations.c.name == name, invitations.c.used.is_(None), invitations.c.withdrawn.is_(None))
             withdrawn = db.execute(update(invitations).where(*still_open).values(withdrawn=now)).rowcount
             if _silo(db, name) is None:
-                return bool(withdrawn)
+                return withdrawn > 0
             for serial in db.scalars(select(certificates.c.serial).where(certificates.c.name == name)).all():
                 _revoke(db, serial, name, reason, now)
             db.execute(update(silos).where(silos.c.name == name).values(state="revoked"))

@@ -7,11 +7,14 @@ different paths give independent streams. Noise of differential privacy in deplo
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def derive(seed: int, *path: str | int) -> int:
@@ -41,9 +44,10 @@ def numpy_stream(seed: int, *path: str | int) -> np.random.Generator:
 def torch_scope(seed: int, *path: str | int) -> Iterator[None]:
     """Seed torch's global generators inside the block, and put them back after it.
 
-    For library code that takes no generator (weight initialisation, dropout).
+    For library code that takes no generator (weight initialisation, dropout). The generators are the process's, so
+    blocks of several threads follow one another.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=list(devices)):
+    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=list(devices)):
         torch.manual_seed(derive(seed, *path))
         yield

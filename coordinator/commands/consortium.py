@@ -14,8 +14,8 @@ import typer
 
 from coordinator import display
 from coordinator.commands.options import Home, Json, home_of
+from coordinator.membership import Membership
 from coordinator.pki import Authority
-from coordinator.records import InvitationRow
 from coordinator.store import Store
 from fl_core.errors import ConfigError
 from protos.identity import check_name, colons
@@ -60,9 +60,7 @@ def invite(
                 f"expected a name that is not taken, found the member {name!r}: a silo renews its certificate by "
                 f"itself; if its machine is lost, first: coordinator revoke {name}",
             )
-        made = authority.invite(name, timedelta(hours=hours))
-        issued, expires = authority.clock().timestamp(), made.expires.timestamp()
-        store.members.invite(InvitationRow(made.serial, name, issued, expires))
+        made = Membership(place, store).invite(name, timedelta(hours=hours))
     if as_json:
         display.print_json({
             "name": name, "token": made.token, "expires": made.expires.timestamp(),
@@ -84,12 +82,9 @@ def revoke(
     place = home_of(home)
     Authority.open(place)
     with closing(Store(place)) as store:
-        known = store.members.revoke(name, reason)
-        withdrawn = [i for i in store.members.invitations() if i.name == name]
-    if not known and not withdrawn:
-        raise ConfigError("E-ID-31", f"expected an enrolled hospital, found {name!r}: coordinator silos lists them")
+        Membership(place, store).revoke(name, reason)
     if as_json:
-        display.print_json({"name": name, "revoked": known, "reason": reason})
+        display.print_json({"name": name, "revoked": True, "reason": reason})
     else:
         display.OUT.print(f"{name} is revoked: {reason}")
 

@@ -95,7 +95,7 @@ def test_an_aborted_run_ends_and_the_silos_serve_the_next_one(earth: World) -> N
         (["run", "data=digits", "cohort=9"], "E-CFG-43", "at most 5"),
         (["show", "nothing"], "E-RUN", "nothing"),
         (["invite", "hospital0"], "E-ID-30", "coordinator revoke"),
-        (["revoke", "nobody"], "E-ID-31", "nobody"),
+        (["revoke", "nobody"], "E-ID-18", "nobody"),
         (["init", "again", "--address", "127.0.0.1:1"], "E-STATE", "authority"),
         (["serve", "--bind", "127.0.0.1:0"], "E-STATE", "serv"),
     ],
