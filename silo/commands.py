@@ -27,6 +27,10 @@ Root = Annotated[
     Path | None,
     typer.Option("--data-root", help="Where named data sets lie. Default: $CONSILIUM_DATA_ROOT."),
 ]
+Classes = Annotated[
+    str | None,
+    typer.Option("--classes", help="The run's label space, in order, for instance nevus,melanoma.", metavar="A,B,..."),
+]
 Reference = Annotated[
     str, typer.Argument(help="digits/hospital2, isic2019/center3, folder:PATH or manifest:FILE.csv.", metavar="REF")
 ]
@@ -129,11 +133,12 @@ def serve(
 def check(
     reference: Reference,
     data_root: Root = None,
+    classes: Classes = None,
     deep: Annotated[bool, typer.Option("--deep", help="Decode every image to its end.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Look for everything that would stop a run; exit status 2 when something would."""
-    report = datasets.check(reference, data_root=data_root, deep=deep)
+    report = datasets.check(reference, data_root=data_root, classes=_label_space(classes), deep=deep)
     if as_json:
         show.print_json(show.report_json(report))
     else:
@@ -142,14 +147,18 @@ def check(
 
 
 @data.command()
-def describe(reference: Reference, data_root: Root = None, as_json: AsJson = False) -> None:
+def describe(reference: Reference, data_root: Root = None, classes: Classes = None, as_json: AsJson = False) -> None:
     """Show shape, classes and counts per split."""
-    loaded = datasets.load(reference, data_root=data_root)
-    report = datasets.check(reference, data_root=data_root)
+    loaded = datasets.load(reference, data_root=data_root, classes=_label_space(classes))
+    report = datasets.check(reference, data_root=data_root, classes=_label_space(classes))
     if as_json:
         show.print_json(show.report_json(report, loaded.schema))
     else:
         show.show_report(report, loaded.schema)
+
+
+def _label_space(text: str | None) -> list[str] | None:
+    return None if text is None else [name.strip() for name in text.split(",")]
 
 
 @app.command()

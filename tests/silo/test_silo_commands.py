@@ -107,6 +107,18 @@ def test_data_check_names_problems_and_ends_with_status_2(capsys, tmp_path):
     assert captured.err.startswith("E-DATA-")
 
 
+def test_a_label_space_may_be_wider_than_the_data(capsys, tmp_path):
+    from PIL import Image
+
+    for name in ("train/nevus", "test/nevus"):
+        (tmp_path / name).mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(tmp_path / name / "a.png")
+    found = answer(capsys, "data", "describe", f"folder:{tmp_path}", "--classes", "melanoma, nevus")
+    assert found["classes"] == ["melanoma", "nevus"]
+    assert found["counts"] == {"train": [0, 1], "test": [0, 1]}
+    fails(capsys, "E-CFG-32", 2, "data", "check", f"folder:{tmp_path}", "--classes", "nevus")
+
+
 def test_status_and_fingerprint_of_a_silo_that_has_worked(capsys, tmp_path):
     hospital = Hospital(tmp_path / "home")
     try:
