@@ -1,4 +1,4 @@
-"""The run manifest: everything that was agreed before round 0, frozen; both sides refuse to go on when digests differ."""
+"""The run manifest: all that was agreed before round 0, frozen; both sides refuse to go on when digests differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fl_core.spec import layout_from_json, layout_to_json
 from fl_core.types import Layout, Schema, TrainConfig
 
 FORMAT = 1
-Option = str | int | float | bool | None
+Option = str | int | float | bool | list[int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,9 @@ class RunManifest:
                     "E-WIRE-01", f"expected a manifest of format {FORMAT}, found {raw.get('format')}: upgrade this side"
                 )
             if unknown := set(raw) - {f.name for f in fields(cls)}:
-                raise ProtocolError("E-WIRE-06", f"the manifest has unknown fields {sorted(unknown)}: upgrade this side")
+                raise ProtocolError(
+                    "E-WIRE-06", f"the manifest has unknown fields {sorted(unknown)}: upgrade this side"
+                )
             return cls(
                 **raw
                 | {

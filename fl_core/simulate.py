@@ -60,9 +60,7 @@ def bench_of(manifest: RunManifest) -> Bench:
 
 def engine_of(manifest: RunManifest, ports: Sequence[SiloPort], parallel: int) -> Engine:
     """Build the round loop of a manifest over given ports."""
-    schedule = Schedule(
-        manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum
-    )
+    schedule = Schedule(manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum)
     method = build_method(manifest.method.name, manifest.method.options)
     grid = FixedPoint(manifest.grid)
     return Engine(method, schedule, manifest.layout, manifest.grid, (grid,), ports, parallel)
