@@ -17,13 +17,13 @@ def authorise(
     peer: PeerCertificate,
     allowed_kinds: Collection[Kind],
     consortium: str,
-    is_revoked: Callable[[str], bool],
+    why_revoked: Callable[[str], str | None],
     is_member: Callable[[PeerCertificate], bool],
     now: datetime | None = None,
 ) -> RefusedError | None:
     """Return why `peer` may not make this call, or None; call it per call and per heartbeat.
 
-    is_revoked: serial (hex) -> whether it is on the list. is_member: whether a silo or lead of this name and
+    why_revoked: serial (hex) -> the reason on the list, None off it. is_member: whether a silo or lead of this name and
     fingerprint is in force, or an invitation of this serial is open.
 
     | code     | the peer                                                                    |
@@ -48,9 +48,10 @@ def authorise(
             f"expected a certificate in force, found one of {who} valid from {peer.not_before:%Y-%m-%d %H:%M} to "
             f"{peer.not_after:%Y-%m-%d %H:%M} UTC; renew it, or enrol anew with a new invitation",
         )
-    if is_revoked(peer.serial):
+    if (reason := why_revoked(peer.serial)) is not None:
         return RefusedError(
-            "E-ID-12", f"expected a certificate in force, found the revoked one {peer.serial} of {who}; ask the lead"
+            "E-ID-12",
+            f"expected a certificate in force, found the revoked one {peer.serial} of {who} ({reason}); ask the lead",
         )
     if not is_member(peer):
         what = "an open invitation" if who.kind is Kind.INVITE else "a member of the consortium"

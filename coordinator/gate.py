@@ -65,10 +65,10 @@ class Gate:
     def check(self, peer: PeerCertificate, method: str = _SERVICE + "Control/Session", place: str = "") -> None:
         """Raise RefusedError unless this peer may call this method now; also for each heartbeat of a session."""
         if method.startswith(OPEN):
-            error = authorise(peer, list(Kind), self.consortium, lambda _: False, lambda _: True)
+            error = authorise(peer, list(Kind), self.consortium, self.members.why_revoked, lambda _: True)
         else:
             allowed = RULES.get(method.removeprefix(_SERVICE), frozenset())
-            error = authorise(peer, allowed, self.consortium, self.members.is_revoked, self._is_member)
+            error = authorise(peer, allowed, self.consortium, self.members.why_revoked, self._is_member)
         if error is not None:
             audit.warning("refused %s to %s (certificate %s) %s: %s", method, peer.identity, peer.serial, place, error)
             self.refused(peer, error)

@@ -26,10 +26,10 @@ class MemberStore:
 
     # ---- who is calling --------------------------------------------------------------------------------------------
 
-    def is_revoked(self, serial: str) -> bool:
-        """Tell whether a certificate, of whatever role, was revoked."""
+    def why_revoked(self, serial: str) -> str | None:
+        """Return the reason for which a certificate, of whatever role, was revoked; None when it was not."""
         with self._db.read() as db:
-            return db.execute(select(revocations.c.serial).where(revocations.c.serial == serial)).first() is not None
+            return db.scalar(select(revocations.c.reason).where(revocations.c.serial == serial))
 
     def holds(self, name: str, serial: str) -> bool:
         """Tell whether this certificate was given to a silo that is a member, and note that it is in use.

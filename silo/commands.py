@@ -1,4 +1,7 @@
-"""The commands of `silo`. Each prints tables or lines, or with --json one JSON object (`serve`: one per event)."""
+"""The commands of `silo`. Each prints tables or lines, or with --json one JSON object (`serve`: one per event).
+
+Commands that train or read images import torch themselves: the others answer at once.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,11 @@ from typing import Annotated
 
 import typer
 
-from fl_core import datasets
 from fl_core.errors import ConfigError, DataError, FederationError, StateError
 from protos.identity import colons, identity_of
-from silo import serving, show
-from silo.enrol import join as enrol
+from silo import show
 from silo.home import Home, default_home
 from silo.identity import SiloIdentity
-from silo.service import Settings
 from silo.store import Store
 
 AtHome = Annotated[
@@ -64,6 +64,8 @@ def join(
     """
     if (token is None) == (token_file is None):
         raise ConfigError("E-CFG-62", "expected a TOKEN or --token-file FILE, and not both: give one of them")
+    from silo.enrol import join as enrol
+
     text = token if token is not None else _read_token(token_file)
     place = Home(home or default_home())
     peer = enrol(text, place, again)
@@ -125,6 +127,9 @@ def serve(
     Ctrl-C or SIGTERM ends in good order: an upload under way is finished, training is handed back, finished work stays
     on disk. A second one ends at once. Image size, label space and schedule come from each run's manifest.
     """
+    from silo import serving
+    from silo.service import Settings
+
     settings = Settings(Home(home or default_home()), data, data_root, device, nominal_size, not no_prototypes)
     serving.serve(settings, as_json)
 
@@ -138,6 +143,8 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Look for everything that would stop a run; exit status 2 when something would."""
+    from fl_core import datasets
+
     report = datasets.check(reference, data_root=data_root, classes=_label_space(classes), deep=deep)
     if as_json:
         show.print_json(show.report_json(report))
@@ -149,6 +156,8 @@ def check(
 @data.command()
 def describe(reference: Reference, data_root: Root = None, classes: Classes = None, as_json: AsJson = False) -> None:
     """Show shape, classes and counts per split."""
+    from fl_core import datasets
+
     loaded = datasets.load(reference, data_root=data_root, classes=_label_space(classes))
     report = datasets.check(reference, data_root=data_root, classes=_label_space(classes))
     if as_json:

@@ -6,14 +6,18 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from fl_core.datasets import Report
-from fl_core.types import Schema, Split
+from fl_core.kinds import Split
+from fl_core.records import Schema
 from protos.identity import PeerCertificate, colons
 from silo.store import RunRecord, Store, TaskRecord
+
+if TYPE_CHECKING:
+    from fl_core.datasets import Report
 
 OUT = Console(highlight=False, soft_wrap=True)
 Json = Mapping[str, object]

@@ -113,7 +113,7 @@ def main() -> None:
                         peer,
                         kinds,
                         "demo",
-                        lambda serial: serial in listed("revoked"),
+                        lambda serial: "left" if serial in listed("revoked") else None,
                         lambda p: p.fingerprint in listed("members"),
                     )
                 except RefusedError as refused:

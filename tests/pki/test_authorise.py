@@ -23,7 +23,7 @@ def peer(kind=Kind.SILO, consortium="demo", name="a", **change):
 
 
 def ask(who, kinds=(Kind.SILO, Kind.LEAD), revoked=(), member=True, now=None):
-    error = authorise(who, kinds, "demo", lambda s: s in revoked, lambda p: member, now or CLOCK())
+    error = authorise(who, kinds, "demo", lambda s: "left" if s in revoked else None, lambda p: member, now or CLOCK())
     return None if error is None else error.code
 
 
@@ -54,11 +54,11 @@ def test_each_refusal_has_its_code(code, arguments):
 def test_the_lists_are_asked_about_this_peer():
     asked = []
     who = peer()
-    authorise(who, [Kind.SILO], "demo", lambda s: asked.append(s) or False, lambda p: asked.append(p) or True, CLOCK())
+    authorise(who, [Kind.SILO], "demo", lambda s: asked.append(s), lambda p: asked.append(p) or True, CLOCK())
     assert asked == ["ab12", who]
 
 
 def test_messages_name_the_peer_and_the_remedy():
-    error = authorise(peer(), [Kind.SILO], "demo", lambda s: False, lambda p: False, CLOCK())
+    error = authorise(peer(), [Kind.SILO], "demo", lambda s: None, lambda p: False, CLOCK())
     assert "silo://demo/a" in error.message
     assert "invitation" in error.message
