@@ -1,0 +1,1 @@
+"""Reproducible studies: a script, its numbers, and what they do not show."""
