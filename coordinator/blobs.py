@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 
 from fl_core.errors import ProtocolError, StateError
 from protos import codec
+from protos.digests import seal
+from protos.keyfiles import sync_folder
 
 QUOTA_BYTES = 8 << 30
 """Default room for one silo's unfinished uploads."""
+_GONE = ".gone"
 
 
 class Blobs:
@@ -28,8 +32,9 @@ class Blobs:
         self.guard = RLock()
         """Held while an object and its record are made or removed together, so that neither is without the other."""
         shutil.rmtree(self._aside, ignore_errors=True)  # what a crash left half-written
-        for part in (self._objects, self._partials, self._aside):
+        for part in (self._partials, self._aside, *(self._objects / f"{i:02x}" for i in range(256))):
             part.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sync_folder(self._objects)
 
     def path(self, digest: str) -> Path:
         """Name the file of an object that is here; raises StateError (E-STATE-21) when it is not."""
@@ -56,6 +61,17 @@ class Blobs:
             self._place(aside, digest)
         return digest
 
+    def put_file(self, write: Callable[[Path], None]) -> tuple[str, int]:
+        """Store the object that `write` puts into a file of ours; return digest and size. On disk on return."""
+        aside = self._aside / secrets.token_hex(8)
+        write(aside)
+        found, size = seal(aside), aside.stat().st_size
+        if self.has(found):
+            aside.unlink()
+        else:
+            self._place(aside, found)
+        return found, size
+
     def partial(self, silo: str, contribution: str) -> Path:
         """Name the file into which an upload grows; it need not exist yet."""
         folder = self._partials / silo
@@ -72,10 +88,11 @@ class Blobs:
         folder = self._partials / silo
         return sum(f.stat().st_size for f in folder.iterdir()) if folder.exists() else 0
 
-    def adopt(self, partial: Path, digest: str, found: str | None = None) -> Path:
+    def adopt(self, partial: Path, digest: str, found: str | None = None, synced: bool = False) -> Path:
         """Turn a finished upload into an object.
 
-        found: its digest where the receiver computed it on the way, else the file is read once more.
+        found: its digest where the receiver computed it on the way, else the file is read once more; synced: all of
+        the file is on the disk already.
         Raises ProtocolError (E-WIRE-04) and forgets the upload when the bytes are not those of `digest`.
         """
         found = codec.file_digest(partial) if found is None else found
@@ -86,8 +103,9 @@ class Blobs:
                 f"expected an object with the SHA-256 {digest[:16]}, found {found[:16]}: it was damaged or changed; "
                 "open the contribution and send all of it again",
             )
-        with partial.open("rb") as f:
-            os.fsync(f.fileno())
+        if not synced:
+            with partial.open("rb") as f:
+                os.fsync(f.fileno())
         return self._place(partial, digest)
 
     def discard(self, silo: str, contribution: str) -> None:
@@ -95,8 +113,14 @@ class Blobs:
         (self._partials / silo / contribution).unlink(missing_ok=True)
 
     def remove(self, digest: str) -> None:
-        """Delete an object; the caller holds `guard` and has removed its last record."""
-        self._file(digest).unlink(missing_ok=True)
+        """Take an object away; the caller holds `guard`, has removed its last record, and calls `empty` later."""
+        with suppress(FileNotFoundError):
+            self._file(digest).replace(self._aside / f"{secrets.token_hex(8)}{_GONE}")
+
+    def empty(self) -> None:
+        """Give back the room of objects that were removed: of large files it takes a while, and needs no lock."""
+        for file in self._aside.glob(f"*{_GONE}"):
+            file.unlink(missing_ok=True)
 
     def sweep(self, keep: Container[str]) -> None:
         """Delete every object that `keep` does not name: what a crash left without a record."""
@@ -117,12 +141,6 @@ class Blobs:
 
     def _place(self, aside: Path, digest: str) -> Path:
         file = self._file(digest)
-        file.parent.mkdir(mode=0o700, exist_ok=True)
         aside.replace(file)
-        for folder in (file.parent, self._objects):
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        sync_folder(file.parent)
         return file

@@ -19,7 +19,7 @@ from coordinator.tasks import Task, TaskKey
 from fl_core.errors import ProtocolError
 from fl_core.manifest import RunManifest
 from fl_core.types import Bundle, Federation, Part, State, TaskKind
-from protos.codec import FileBundle, pack_state
+from protos.codec import FileBundle, write_state
 
 
 class Base(NamedTuple):
@@ -101,8 +101,7 @@ class Broadcasts:
         with self._blobs.guard:
             base = self._known(msg)
             if base is None:
-                data = pack_state(msg)
-                base = Base(self._blobs.put_bytes(data), len(data))
+                base = Base(*self._blobs.put_file(lambda file: write_state(msg, file)))
             self._store.runs.set_base(self._run_id, round, base.digest, base.size)
         return base
 

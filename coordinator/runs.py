@@ -8,6 +8,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import privacy.plan
@@ -23,7 +24,7 @@ from fl_core.manifest import RunManifest
 from fl_core.rounds import Engine, RoundRecord
 from fl_core.simulate import engine_of, initial_state
 from fl_core.types import Federation, State, TaskKind
-from protos.codec import pack_state, read_state
+from protos.codec import read_state, write_state
 
 log = logging.getLogger(__name__)
 PARALLEL_RUNS = 4
@@ -48,6 +49,7 @@ class RunService:
         self._queue: deque[str] = deque()
         self._active: dict[str, threading.Thread] = {}
         self._stopping = False
+        self._emptier = ThreadPoolExecutor(1, thread_name_prefix="empty")
 
     # ---- commands --------------------------------------------------------------------------------------------------
 
@@ -177,9 +179,8 @@ class RunService:
         if run.state_object is None:
             with self.seeding:
                 state = initial_state(manifest)
-            data = pack_state(state)
             with self._blobs.guard:
-                base = Base(self._blobs.put_bytes(data), len(data))
+                base = Base(*self._blobs.put_file(lambda file: write_state(state, file)))
                 self._store.runs.begin(run.id, base.digest, base.size)
         else:
             file = self._blobs.path(run.state_object)
@@ -200,7 +201,15 @@ class RunService:
         """Delete what nothing needs any more."""
         with self._blobs.guard:
             self._store.objects.collect(run_id, self._blobs.remove)
+        self._emptier.submit(self._empty)
         self._drop_uploads()
+
+    def _empty(self) -> None:
+        """Give back the room of what was deleted, beside the next round."""
+        try:
+            self._blobs.empty()
+        except OSError:  # what stays is deleted by the next round's end, or by the next start
+            log.exception("files that are no longer needed could not be deleted")
 
     def _drop_uploads(self) -> None:
         for silo, contribution in list(self._blobs.uploads()):
@@ -230,17 +239,15 @@ class Keeper:
 
     def closed(self, record: RoundRecord, server: State) -> None:
         """Store the state, close the round, tell the silos, forget the bundles: in this order."""
-        model = trees.digest(server["w"])
-        if record.kind is TaskKind.TRAIN:
-            data = pack_state(server)
-            with self._blobs.guard:
-                base = Base(self._blobs.put_bytes(data), len(data))
-                self._in_time(
-                    lambda: self._store.runs.close_round(self._run_id, record, (base.digest, base.size), model)
-                )
+        close = self._store.runs.close_round
+        with ThreadPoolExecutor(1) as beside, self._blobs.guard:
+            model = beside.submit(trees.digest, server["w"])  # a second core, while the state goes to the disk
+            base = None
+            if record.kind is TaskKind.TRAIN:
+                base = Base(*self._blobs.put_file(lambda file: write_state(server, file)))
+            self._in_time(lambda: close(self._run_id, record, base, model.result()))
+        if base is not None:
             self._broadcasts.remember(server, base)
-        else:
-            self._in_time(lambda: self._store.runs.close_round(self._run_id, record, None, model))
         row = self._store.runs.round(self._run_id, record.round)
         assert row is not None
         self._hub.announce_close(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from io import FileIO
 from fl_core.errors import UnavailableError
 
 _TAKEOVER_S = 10.0
+_WRITE_BEHIND = 4 << 20
 
 
 @dataclass(slots=True)
@@ -19,6 +21,8 @@ class Upload:
     """The digest of an upload's first `hashed` bytes, and who writes it now."""
 
     hashed: int = 0
+    synced: int = 0
+    """Bytes that are known to be on the disk."""
     _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
     writer: threading.Lock = field(default_factory=threading.Lock)
     cancel: Callable[[], object] | None = None
@@ -26,7 +30,7 @@ class Upload:
     def begin(self, have: int) -> None:
         """Prepare for an upload that goes on at `have`; from 0 on the digest begins anew."""
         if have == 0:
-            self.hashed, self._digest = 0, hashlib.sha256()
+            self.hashed, self.synced, self._digest = 0, 0, hashlib.sha256()
 
     def result(self, size: int) -> str | None:
         """Return the digest of the whole object if all of it passed through here, else None."""
@@ -44,15 +48,28 @@ class Hashing:
 
     def __init__(self, file: FileIO, at: int, upload: Upload) -> None:
         self._file, self._at, self._upload = file, at, upload
+        self._begun = at
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes, /) -> int:
         """Write all of it, unbuffered, then hash: what is hashed is in the file."""
         left = memoryview(data)
         while left:
             left = left[self._file.write(left) :]
         self._upload.note(self._at, data)
         self._at += len(data)
+        if self._at - self._begun >= _WRITE_BEHIND:
+            _write_behind(self._file, self._begun, self._at - self._begun)
+            self._begun = self._at
         return len(data)
+
+
+def _write_behind(file: FileIO, start: int, length: int) -> None:
+    """Let the system begin to write a range to the disk, without waiting: the final fsync then finds little to do.
+
+    On Linux that is what this advice does to pages that are not on the disk yet; elsewhere it does nothing.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
 
 
 class Uploads:

@@ -26,6 +26,9 @@ from fl_core.types import Bundle, Layout, Part, PartSpec
 RING64_BOUND = 2.0**24
 """Bound of every segment of a plain run: weight times value of one silo, 16.7 million."""
 
+BLOCK = 1 << 16
+"""Numbers that are put on the grid at a time: 1.5 MB of them in all three forms."""
+
 Ring = Literal["ring64", "ring32"]
 
 
@@ -66,16 +69,25 @@ class Grid:
 
         Raises ProtocolError (E-WIRE-05) when a value is NaN or infinite: one such value would poison the sum.
         """
-        peak = float(value.abs().max()) if value.numel() else 0.0
-        if not math.isfinite(peak):
-            raise ProtocolError("E-WIRE-05", f"expected finite numbers in {segment!r}, found NaN or infinity")
-        bound, clipped = self.bound(segment), 0
-        scaled = value.double().mul_(2.0 ** self.frac_bits(segment)).round_()
-        if peak > bound:
-            clipped = int((value.abs() > bound).sum())
-            limit = math.floor(bound * 2.0 ** self.frac_bits(segment))
-            scaled.clamp_(-limit, limit)
-        return scaled.to(torch.int64), clipped
+        units = torch.zeros(value.shape, dtype=torch.int64, device=value.device)
+        return units, self.add(segment, value, units)
+
+    def add(self, segment: str, value: Tensor, into: Tensor) -> int:
+        """Add a float tensor to a contiguous int64 sum of its shape and return the number of values that were clipped.
+
+        Equals `into += encode(value)`, in blocks that stay in the processor's cache, so without a copy of either.
+        Raises ProtocolError (E-WIRE-05) as `encode`, and changes nothing then.
+        """
+        peak, bound, clipped = _peak(segment, value), self.bound(segment), 0
+        factor = 2.0 ** self.frac_bits(segment)
+        limit = math.floor(bound * factor)
+        for x, units in zip(torch.split(value.reshape(-1), BLOCK), torch.split(into.view(-1), BLOCK), strict=True):
+            scaled = x.double().mul_(factor).round_()
+            if peak > bound:
+                clipped += int((x.abs() > bound).sum())
+                scaled.clamp_(-limit, limit)
+            units.add_(scaled.to(torch.int64))
+        return clipped
 
     def decode(self, segment: str, units: Tensor) -> Tensor:
         """Turn a sum of units back into float64; ring32 sums are read modulo 2^32 as signed integers."""
@@ -107,8 +119,8 @@ class Accumulator:
         check_layout(bundle, self.layout)
         for name, part in bundle.items():  # all checks before the first addition
             for value in (*part.total.values(), part.weight):
-                if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                    raise ProtocolError("E-WIRE-05", f"expected finite numbers in {name!r}, found NaN or infinity")
+                if value.is_floating_point():
+                    _peak(name, value)
         for name, part in bundle.items():
             totals, weight = self._sum[name]
             for key, value in part.total.items():
@@ -118,9 +130,9 @@ class Accumulator:
 
     def _add(self, into: Tensor, segment: str, value: Tensor) -> None:
         if value.is_floating_point():
-            value, clipped = self.grid.encode(segment, value)
-            self.clipped += clipped
-        into.add_(value)
+            self.clipped += self.grid.add(segment, value, into)
+        else:
+            into.add_(value)
 
     def total(self) -> Bundle:
         """Return the sum so far, still in integer units."""
@@ -160,6 +172,16 @@ class FixedPoint:
     def sensitivity(self) -> Mapping[str, float]:
         """Report none: coding is no privacy mechanism."""
         return {}
+
+
+def _peak(segment: str, value: Tensor) -> float:
+    """Return the largest magnitude in one pass; raises ProtocolError (E-WIRE-05) when one is NaN or infinite."""
+    if not value.numel():
+        return 0.0
+    low, high = (float(v) for v in value.aminmax())  # NaN in any place makes both NaN
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ProtocolError("E-WIRE-05", f"expected finite numbers in {segment!r}, found NaN or infinity")
+    return max(-low, high)
 
 
 def check_layout(bundle: Bundle, layout: Layout) -> None:

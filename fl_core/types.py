@@ -62,6 +62,8 @@ class Part:
         | 0               | `default`'s row, or 0 without |
         """
         w = self.weight.double()
+        if w.dim() == 0 and w > 0:
+            return {name: (v.double() / w).float() for name, v in self.total.items()}
         safe = torch.where(w > 0, w, torch.ones_like(w))
         mean: dict[str, Tensor] = {}
         for name, v in self.total.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Protocol
 
 import google_crc32c
 
@@ -14,6 +14,14 @@ from protos.consilium.v1 import federation_pb2 as pb
 CHUNK_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 4 << 20
 """Both sides refuse larger messages: a bound against denial of service, far above a chunk."""
+
+
+class Sink(Protocol):
+    """Where chunks are appended to: a file, or one that is hashed on the way. `write` takes all of the bytes."""
+
+    def write(self, data: bytes, /) -> int:
+        """Append."""
+        ...
 
 
 def read_chunks(path: Path, name: str, offset: int) -> Iterator[pb.Chunk]:
@@ -27,8 +35,8 @@ def read_chunks(path: Path, name: str, offset: int) -> Iterator[pb.Chunk]:
             first = False
 
 
-def append_chunk(chunk: pb.Chunk, into: BinaryIO, have: int) -> int:
-    """Append a chunk to an object of which `have` bytes are here, and return the new length.
+def append_chunk(chunk: pb.Chunk, into: Sink, have: int, most: int | None = None) -> int:
+    """Append a chunk to an object of which `have` bytes are here, and return the new length. most: of the whole object.
 
     | chunk covers           | result                                          |
     |------------------------|-------------------------------------------------|
@@ -37,13 +45,17 @@ def append_chunk(chunk: pb.Chunk, into: BinaryIO, have: int) -> int:
     | bytes across have      | the new bytes appended                          |
     | bytes after a gap      | ProtocolError E-WIRE-03, naming the offset due  |
     | damaged bytes          | ProtocolError E-WIRE-08, nothing written        |
+    | bytes beyond `most`    | ProtocolError E-WIRE-11, nothing written        |
     """
-    if len(chunk.data) > CHUNK_BYTES:
-        raise ProtocolError("E-WIRE-09", f"expected chunks of at most {CHUNK_BYTES} bytes, found {len(chunk.data)}")
-    if google_crc32c.value(chunk.data) != chunk.crc32c:
+    data = chunk.data  # each reading of the field is a copy
+    if len(data) > CHUNK_BYTES:
+        raise ProtocolError("E-WIRE-09", f"expected chunks of at most {CHUNK_BYTES} bytes, found {len(data)}")
+    if most is not None and chunk.offset + len(data) > most:
+        raise ProtocolError("E-WIRE-11", f"expected the {most} bytes that were announced, found more")
+    if google_crc32c.value(data) != chunk.crc32c:
         raise ProtocolError("E-WIRE-08", f"the chunk at {chunk.offset} was damaged on its way: open and send it again")
     if chunk.offset > have:
         raise ProtocolError("E-WIRE-03", f"expected the chunk at {have}, found the one at {chunk.offset}")
-    if fresh := chunk.data[have - chunk.offset :]:
+    if fresh := data[have - chunk.offset :]:
         into.write(fresh)
     return have + len(fresh)

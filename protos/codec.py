@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from fl_core.errors import ProtocolError
@@ -21,27 +21,51 @@ from protos.digests import digest as digest
 from protos.digests import file_digest as file_digest
 
 TensorPath = Sequence[str]
+_Content = tuple[dict[str, Tensor], dict[str, str]]
 
 
 def pack_state(state: State) -> bytes:
     """Write a State; groups and names in sorted order."""
-    return _pack([((group, name), v) for group, values in sorted(state.items()) for name, v in sorted(values.items())],
-                 groups=sorted(state))  # fmt: skip
+    tensors, metadata = _of_state(state)
+    return bytes(save(tensors, metadata))
 
 
 def pack_bundle(bundle: Bundle) -> bytes:
     """Write a Bundle; parts in sorted order, each total before its weight."""
+    tensors, metadata = _of_bundle(bundle)
+    return bytes(save(tensors, metadata))
+
+
+def write_state(state: State, file: Path) -> None:
+    """Write the bytes of `pack_state` to a file, mode 0600, without holding them in memory."""
+    tensors, metadata = _of_state(state)
+    save_file(tensors, file, metadata)
+
+
+def write_bundle(bundle: Bundle, file: Path) -> None:
+    """Write the bytes of `pack_bundle` to a file, mode 0600, without holding them in memory."""
+    tensors, metadata = _of_bundle(bundle)
+    save_file(tensors, file, metadata)
+
+
+def _of_state(state: State) -> _Content:
+    entries = [((group, name), v) for group, values in sorted(state.items()) for name, v in sorted(values.items())]
+    return _content(entries, sorted(state))
+
+
+def _of_bundle(bundle: Bundle) -> _Content:
     entries: list[tuple[TensorPath, Tensor]] = []
     for name, part in sorted(bundle.items()):
         entries += [((name, "total", key), v) for key, v in sorted(part.total.items())]
         entries.append(((name, "weight"), part.weight))
-    return _pack(entries, groups=sorted(bundle))
+    return _content(entries, sorted(bundle))
 
 
-def _pack(entries: Sequence[tuple[TensorPath, Tensor]], groups: Sequence[str]) -> bytes:
+def _content(entries: Sequence[tuple[TensorPath, Tensor]], groups: Sequence[str]) -> _Content:
+    """Give the tensors numbers and write down their paths."""
     tensors = {f"{i:06d}": v.detach().cpu().contiguous() for i, (_, v) in enumerate(entries)}
     header = json.dumps({"groups": list(groups), "paths": [list(path) for path, _ in entries]}, separators=(",", ":"))
-    return bytes(save(tensors, metadata={"consilium": header}))
+    return tensors, {"consilium": header}
 
 
 def _paths(file: Path) -> tuple[list[str], list[list[str]]]:

@@ -83,7 +83,7 @@ def remove(path: Path) -> None:
     """Delete `path` if it is there, and make that last."""
     if path.exists():
         path.unlink()
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
 def _replace(path: Path, data: bytes, mode: int) -> None:
@@ -100,10 +100,11 @@ def _replace(path: Path, data: bytes, mode: int) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Bring the names of a folder to the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

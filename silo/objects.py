@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 import re
-from collections.abc import Container
+import secrets
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from fl_core.errors import ProtocolError, StateError
 from protos import codec, keyfiles
+from protos.digests import seal
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PART = ".part"
 
 
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """A download that grows, hashed while it does; what was here before is hashed first."""
+
+    file: BinaryIO
+    sha256: hashlib._Hash
+
+    def write(self, data: bytes, /) -> int:
+        """Append all of it."""
+        self.file.write(data)
+        self.sha256.update(data)
+        return len(data)
+
+
 class Objects:
     """A folder of content-addressed files, open to its owner alone.
 
-    Guarantees: a file is under its name only when all of it is on the disk; writing the same content twice is harmless.
+    Guarantees: what is put is on the disk before it has its name; what was downloaded has had its digest, and is hashed
+    again before another process trusts it; writing the same content twice is harmless.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = keyfiles.private_folder(folder)
+        self._sound: dict[str, tuple[int, int, int]] = {}
 
     def path(self, digest: str) -> Path:
         """Name the file of an object; raises ProtocolError (E-WIRE-06) on what is no SHA-256 in hex."""
@@ -30,46 +51,91 @@ class Objects:
         return self.folder / digest
 
     def has(self, digest: str) -> bool:
-        """Tell whether the whole object is here."""
+        """Tell whether there is an object of this name."""
         return self.path(digest).exists()
+
+    def holds(self, digest: str) -> bool:
+        """Tell whether the object is here with its digest; what is here with another one is deleted."""
+        path = self.path(digest)
+        if self._right(path, digest):
+            return True
+        path.unlink(missing_ok=True)
+        return False
 
     def put(self, data: bytes) -> str:
         """Write an object (fsync, rename, fsync of the folder) and return its digest."""
         digest = codec.digest(data)
-        if not self.has(digest):
-            keyfiles.write_private(self.path(digest), data)
+        keyfiles.write_private(self.path(digest), data)
         return digest
+
+    def put_file(self, write: Callable[[Path], None]) -> tuple[str, int]:
+        """Write the object that `write` puts into a file of ours, as `put` does; return digest and size."""
+        aside = self.folder / f".{secrets.token_hex(8)}{_PART}"
+        write(aside)
+        aside.chmod(0o600)
+        digest = seal(aside)
+        return digest, self._place(aside, digest)
+
+    def _place(self, aside: Path, digest: str) -> int:
+        """Give a file that is on the disk its name, and remember how it looked when it had that digest."""
+        path = self.path(digest)
+        aside.replace(path)
+        keyfiles.sync_folder(self.folder)
+        self._sound[digest] = _looks(path)
+        return path.stat().st_size
 
     def sound(self, digest: str) -> Path:
         """Give the path of an object whose bytes still have their digest; raises StateError (E-STATE-63) otherwise."""
         path = self.path(digest)
-        if not path.exists() or codec.file_digest(path) != digest:
+        there = path.exists()
+        if not self._right(path, digest):
             raise StateError(
                 "E-STATE-63",
-                f"expected {path} to hold what was written, found it {'damaged' if path.exists() else 'missing'}: "
+                f"expected {path} to hold what was written, found it {'damaged' if there else 'missing'}: "
                 "check the disk, then restart `silo serve`",
             )
         return path
+
+    def _right(self, path: Path, digest: str) -> bool:
+        """Hash a file, but not again while nobody has written to it since this process did."""
+        if not path.exists():
+            return False
+        looks = _looks(path)
+        if self._sound.get(digest) != looks:
+            if codec.file_digest(path) != digest:
+                return False
+            self._sound[digest] = looks
+        return True
 
     def partial(self, digest: str) -> Path:
         """Name the file in which a download grows."""
         path = self.path(digest)
         return path.with_name(path.name + _PART)
 
-    def adopt(self, digest: str) -> bool:
-        """Take a complete download over; when its bytes are not those of its name, delete it and return False."""
+    @contextmanager
+    def growing(self, digest: str) -> Iterator[Growing]:
+        """Open a download where it was cut, to be appended to."""
         part = self.partial(digest)
-        if codec.file_digest(part) != digest:
+        with part.open("ab") as file:
+            sha256 = hashlib.sha256()
+            if file.tell():
+                with part.open("rb") as before:
+                    sha256 = hashlib.file_digest(before, "sha256")
+            yield Growing(file, sha256)
+
+    def adopt(self, digest: str, found: str) -> bool:
+        """Take a complete download over; when its digest is not that of its name, delete it and return False.
+
+        found: the digest of what was received and written, see `Growing`. It is not brought to the disk at once: what
+        a power cut damages is found by `holds` and fetched again.
+        """
+        part = self.partial(digest)
+        if found != digest:
             part.unlink()
             return False
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.replace(self.path(digest))
-        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        path = self.path(digest)
+        part.replace(path)
+        self._sound[digest] = _looks(path)
         return True
 
     def sweep(self, keep: Container[str]) -> int:
@@ -79,8 +145,15 @@ class Objects:
             if path.name.removesuffix(_PART) not in keep:
                 freed += path.stat().st_size
                 path.unlink()
+                self._sound.pop(path.name, None)
         return freed
 
     def size(self) -> int:
         """Sum the bytes of all objects."""
         return sum(path.stat().st_size for path in self.folder.iterdir())
+
+
+def _looks(path: Path) -> tuple[int, int, int]:
+    """Say what changes when somebody writes to a file."""
+    now = path.stat()
+    return now.st_ino, now.st_size, now.st_mtime_ns

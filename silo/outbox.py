@@ -34,10 +34,12 @@ class Outbox:
 
         Guarantees: when this returns, a crash loses nothing; a crash before leaves no entry, only files to sweep.
         """
-        data = codec.pack_bundle(done.bundle)
-        staged = self.objects.put(codec.pack_state(done.state)) if key.kind is TaskKind.TRAIN else None
+        staged = None
+        if key.kind is TaskKind.TRAIN:
+            staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file))
+        bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file))
         name = codec.contribution_id(key.run_id, key.round, key.kind.value, self.silo, base_digest)
-        entry = Entry(key, manifest_digest, base_digest, name, self.objects.put(data), len(data), staged)
+        entry = Entry(key, manifest_digest, base_digest, name, bundle, size, staged)
         self.store.stage(entry, done.evaluation)
         return entry
 

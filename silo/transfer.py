@@ -195,15 +195,14 @@ class Transfer:
         Guarantees: after a cut, only the missing bytes are fetched; a file is never under its name before its digest
         is right.
         """
-        if self._objects.has(digest):
+        if self._objects.holds(digest):
             return self._objects.path(digest)
         backoff, faults = self._patience.backoff(), _Faults(self._patience.tries)
 
         def attempt() -> Path:
             before = self._have(digest)
             try:
-                self._get(digest, size, stop, moved)
-                if not self._objects.adopt(digest):
+                if not self._objects.adopt(digest, self._get(digest, size, stop, moved)):
                     raise ProtocolError("E-WIRE-04", f"expected an object of SHA-256 {digest}, found other bytes")
             except ProtocolError as error:
                 faults.note(error)
@@ -219,14 +218,14 @@ class Transfer:
         part = self._objects.partial(digest)
         return part.stat().st_size if part.exists() else 0
 
-    def _get(self, digest: str, size: int, stop: Stop, moved: Moved) -> None:
-        """Append what is missing to the partial file."""
+    def _get(self, digest: str, size: int, stop: Stop, moved: Moved) -> str:
+        """Append what is missing to the partial file; return the digest of all of it."""
         have = self._have(digest)
         call = self._stub().Get(pb.GetRequest(digest=digest, offset=have))
         with (
             IdleWatch(call, self._patience.idle_s) as idle,
             stop.cancels(call.cancel),
-            self._objects.partial(digest).open("ab") as file,
+            self._objects.growing(digest) as file,
         ):
             try:
                 for chunk in call:
@@ -242,6 +241,7 @@ class Transfer:
                 call.cancel()
         if size and have < size:
             raise UnavailableError("E-NET-12", f"the stream ended after {have} of {size} bytes")
+        return file.sha256.hexdigest()
 
     def _unary(self, call: grpc.UnaryUnaryMultiCallable[Request, Reply], request: Request) -> Reply:
         try:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from io import FileIO
 from itertools import chain
-from typing import BinaryIO, cast
 
 import grpc
 
@@ -23,7 +22,7 @@ from coordinator.tasks import KINDS, WIRE, TaskKey
 from coordinator.uploads import Hashing, Upload, Uploads
 from fl_core.errors import FederationError, ProtocolError, StateError, UnavailableError
 from protos import codec, receipts
-from protos.chunks import append_chunk, read_chunks
+from protos.chunks import CHUNK_BYTES, append_chunk, read_chunks
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.identity import Kind
@@ -77,19 +76,18 @@ class TransferService(rpc.TransferServicer):
             with file.open("ab", buffering=0) as f:
                 have = self._append(c, chain([first], request_iterator), f, upload)
                 os.fsync(f.fileno())
+                upload.synced = have
         return pb.PutReply(have=have)
 
     @staticmethod
     def _append(c: Contribution, chunks: Iterator[pb.Chunk], f: FileIO, upload: Upload) -> int:
         have = f.tell()
         upload.begin(have)
-        into = cast(BinaryIO, Hashing(f, have, upload))
+        into = Hashing(f, have, upload)
         for chunk in chunks:
             if chunk.object not in ("", c.id):
                 raise ProtocolError("E-WIRE-13", "expected one contribution in a stream, found a second")
-            if chunk.offset + len(chunk.data) > c.size:
-                raise ProtocolError("E-WIRE-11", f"expected the {c.size} bytes that were announced, found more")
-            have = append_chunk(chunk, into, have)
+            have = append_chunk(chunk, into, have, c.size)
         return have
 
     def Commit(self, request: pb.CommitRequest, context: grpc.ServicerContext) -> pb.Receipt:  # noqa: N802
@@ -118,7 +116,7 @@ class TransferService(rpc.TransferServicer):
         found = upload.result(c.size) or codec.file_digest(partial)
         receipt = self._sign(c)
         with self._blobs.guard:
-            self._blobs.adopt(partial, c.object_digest, found)
+            self._blobs.adopt(partial, c.object_digest, found, upload.synced == c.size)
             try:
                 self._store.objects.commit(c, receipt.at_unix, receipt.SerializeToString(deterministic=True))
             except FederationError:
@@ -145,14 +143,15 @@ class TransferService(rpc.TransferServicer):
                 "E-WIRE-15", f"there is no object {request.digest[:16]!r} for {who}: ask for the task anew"
             )
         file = self._blobs.path(request.digest)
-        if request.offset > file.stat().st_size:
+        size = file.stat().st_size
+        if request.offset > size:
             raise ProtocolError(
-                "E-WIRE-11", f"expected an offset of at most {file.stat().st_size}, found {request.offset}: begin anew"
+                "E-WIRE-11", f"expected an offset of at most {size}, found {request.offset}: begin anew"
             )
         sent = 0
         try:
             for chunk in read_chunks(file, request.digest, request.offset):
-                sent += len(chunk.data)
+                sent = min(chunk.offset + CHUNK_BYTES, size) - request.offset
                 yield chunk
         finally:
             if silo is not None and sent:

@@ -21,7 +21,7 @@ from fl_core.simulate import simulate
 
 PEOPLE = ("north", "east")
 AGREED = manifest(rounds=2, names=PEOPLE)
-BLOBS = ("put_bytes", "adopt", "remove", "discard")
+BLOBS = ("put_bytes", "put_file", "adopt", "remove", "discard")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

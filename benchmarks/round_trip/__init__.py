@@ -1,0 +1,1 @@
+"""What a round costs beside the bytes that it must move."""

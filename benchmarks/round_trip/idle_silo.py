@@ -1,0 +1,63 @@
+"""A hospital that does not train: the real service, with one function in the place of a task's arithmetic."""
+
+from __future__ import annotations
+
+from protos.tls import hush_core, require_tls13
+
+require_tls13()  # before anything imports gRPC
+hush_core()
+
+import argparse  # noqa: E402
+from functools import cache  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+
+from fl_core.protocols import SiloData  # noqa: E402
+from fl_core.types import Bundle, Outcome, Part, PartSpec, State, TaskKind, Turn  # noqa: E402
+from fl_core.worker import METRICS, Bench  # noqa: E402
+from silo import serving  # noqa: E402
+from silo.home import Home  # noqa: E402
+from silo.service import Settings  # noqa: E402
+
+CHANGE = 1e-4
+"""What every number of an update is; small, so that twenty rounds of it leave a model that is still one."""
+
+
+def idle(bench: Bench, msg: State, state: State | None, data: SiloData, turn: Turn, kind: TaskKind) -> Outcome:
+    """Answer a bundle of the run's layout at once: constant tensors of weight 1, no test examples."""
+    del msg, data
+    parts = {METRICS} if kind is TaskKind.EVALUATE else set(bench.layout)
+    bundle: Bundle = {name: _part(name, _frozen(bench.layout[name])) for name in parts}
+    for guard in bench.guards:
+        bundle = guard.outgoing(bundle, turn.silo, turn.fed.round)
+    return Outcome(bundle, {} if state is None else state)
+
+
+_Frozen = tuple[tuple[tuple[str, tuple[int, ...]], ...], tuple[int, ...]]
+
+
+def _frozen(spec: PartSpec) -> _Frozen:
+    return tuple(sorted(spec.shapes.items())), spec.weight_shape
+
+
+@cache
+def _part(name: str, spec: _Frozen) -> Part:
+    """Make a part once: its tensors are the same in every round."""
+    shapes, weight = spec
+    if name == METRICS:
+        return Part({key: torch.zeros(shape) for key, shape in shapes}, torch.zeros(weight))
+    return Part({key: torch.full(shape, CHANGE) for key, shape in shapes}, torch.ones(weight))
+
+
+def main() -> None:
+    """Serve a home until told to stop."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--data", required=True)
+    words = parser.parse_args()
+    serving.serve(Settings(Home(words.home), words.data, device="cpu"), as_json=True, do=idle)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Processes that end with the benchmark, however it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fl_core.errors import UnavailableError
+
+ROOT = Path(__file__).resolve().parents[2]
+END_S = 20.0
+
+
+@dataclass(slots=True)
+class Processes:
+    """What was started, and the file that everything of it is logged to."""
+
+    log: Path
+    running: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, words: Sequence[str], talks: bool = False) -> subprocess.Popen[str]:
+        """Start `python -m WORDS`, one thread of torch each unless the environment says otherwise.
+
+        talks: it is given lines on its standard input and answers on its standard output.
+        """
+        pipe = subprocess.PIPE if talks else None
+        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+        with self.log.open("a") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *words], stdin=pipe or subprocess.DEVNULL, stdout=pipe or log, stderr=log,
+                env=env, cwd=ROOT, text=True, start_new_session=True,
+            )  # fmt: skip
+        self.running.append(process)
+        return process
+
+    def until(self, condition: Callable[[], object], what: str, seconds: float) -> None:
+        """Wait for a condition; raises UnavailableError (E-RUN-09) when it is late or a process has ended."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if ended := [p for p in self.running if p.poll() is not None]:
+                raise self.failure(f"{ended[0].args!r} ended with {ended[0].returncode}")
+            if time.monotonic() > deadline:
+                raise self.failure(f"waited {seconds:.0f} s for {what}")
+            time.sleep(0.05)
+
+    def failure(self, what: str) -> UnavailableError:
+        """Make an error with the end of the log."""
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
+        return UnavailableError("E-RUN-09", f"the benchmark could not be measured: {what}\n{tail}")
+
+    def stop(self) -> None:
+        """Ask every process to end, the newest first, and end those that do not."""
+        for process in reversed(self.running):
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in reversed(self.running):
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self.running.clear()
+
+
+@contextmanager
+def processes(log: Path) -> Iterator[Processes]:
+    """Make room for processes and end all of them at the end, also on SIGTERM."""
+
+    def told(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    made = Processes(log)
+    log.touch()
+    before = signal.signal(signal.SIGTERM, told)
+    try:
+        yield made
+    finally:
+        made.stop()
+        signal.signal(signal.SIGTERM, before)
+
+
+def peak_mib(pid: int) -> float:
+    """Return the most memory that a process has had resident (VmHWM), in MiB."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    if found is None:
+        raise UnavailableError("E-RUN-09", "expected VmHWM in /proc: the benchmark needs Linux")
+    return int(found[1]) / 1024
