@@ -14,7 +14,7 @@ from rich.table import Table
 
 from protos.consilium.v1 import federation_pb2 as pb
 
-OUT = Console(highlight=False)
+OUT = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 ERR = Console(stderr=True, highlight=False)
 
 
