@@ -248,15 +248,16 @@ def _picture(path: Path, series: Mapping[str, Sequence[float]]) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for (method, values), colour in zip(series.items(), ("#0b6e4f", "#8a8a8a"), strict=True):
-        axes.plot(range(len(values)), [100 * v for v in values], color=colour, linewidth=2)
-        axes.annotate(method, (len(values) - 1, 100 * values[-1]), xytext=(6, 0), textcoords="offset points",
-                      color=colour, va="center")  # fmt: skip
+        label = f"{method}, {100 * values[-1]:.1f} % at the end"
+        axes.plot(range(len(values)), [100 * v for v in values], color=colour, linewidth=2, label=label)
     axes.set(xlabel="round", ylabel="global accuracy (%)", ylim=(0, 100), title="Six hospitals, class-disjoint digits")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.02)
-    axes.set_xlim(0, len(next(iter(series.values()))) * 1.08)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(x=0)
+    axes.legend(loc="lower right", frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
