@@ -15,19 +15,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fl_core.errors import ConfigError, ProtocolError
-from fl_core.types import Bundle, Layout, Part, PartSpec
+from fl_core.types import BLOCK, Bundle, Layout, Part, PartSpec
 
 RING64_BOUND = 2.0**24
 """Bound of every segment of a plain run: weight times value of one silo, 16.7 million."""
-
-BLOCK = 1 << 16
-"""Numbers that are put on the grid at a time: 1.5 MB of them in all three forms."""
 
 Ring = Literal["ring64", "ring32"]
 
@@ -108,10 +106,14 @@ class Accumulator:
         self.grid = grid
         self.clipped = 0
         self.count = 0
-        self._sum = {
+
+    @cached_property
+    def _sum(self) -> dict[str, tuple[dict[str, Tensor], Tensor]]:
+        """Make room on first use: a round's silos are at work by then, and do not wait for it."""
+        return {
             part: ({n: torch.zeros(s, dtype=torch.int64) for n, s in spec.shapes.items()},
                    torch.zeros(spec.weight_shape, dtype=torch.int64))
-            for part, spec in layout.items()
+            for part, spec in self.layout.items()
         }  # fmt: skip
 
     def fold(self, bundle: Bundle) -> None:

@@ -23,6 +23,9 @@ from fl_core.kinds import TaskKind as TaskKind
 from fl_core.records import Schema as Schema
 from fl_core.records import TrainConfig as TrainConfig
 
+BLOCK = 1 << 16
+"""Numbers that arithmetic in float64 treats at a time, so that its copies stay in the processor's cache."""
+
 Tensors = Mapping[str, Tensor]
 """Parameter name -> tensor; float32, or integers once on the fixed-point grid."""
 
@@ -63,13 +66,21 @@ class Part:
         """
         w = self.weight.double()
         if w.dim() == 0 and w > 0:
-            return {name: (v.double() / w).float() for name, v in self.total.items()}
+            return {name: _divided(v, w) for name, v in self.total.items()}
         safe = torch.where(w > 0, w, torch.ones_like(w))
         mean: dict[str, Tensor] = {}
         for name, v in self.total.items():
             rest = torch.zeros_like(v, dtype=torch.float32) if default is None else default[name].float()
             mean[name] = torch.where(_rows(w > 0, v), (v.double() / _rows(safe, v)).float(), rest)
         return mean
+
+
+def _divided(value: Tensor, weight: Tensor) -> Tensor:
+    """Divide by a scalar in float64 and return float32, in blocks that stay in the processor's cache."""
+    result = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+    for part, v in zip(torch.split(result.view(-1), BLOCK), torch.split(value.reshape(-1), BLOCK), strict=True):
+        part.copy_(v.double() / weight)
+    return result
 
 
 def _rows(weight: Tensor, value: Tensor) -> Tensor:

@@ -48,10 +48,10 @@ def append_chunk(chunk: pb.Chunk, into: Sink, have: int, most: int | None = None
     | bytes beyond `most`    | ProtocolError E-WIRE-11, nothing written        |
     """
     data = chunk.data  # each reading of the field is a copy
-    if len(data) > CHUNK_BYTES:
-        raise ProtocolError("E-WIRE-09", f"expected chunks of at most {CHUNK_BYTES} bytes, found {len(data)}")
     if most is not None and chunk.offset + len(data) > most:
         raise ProtocolError("E-WIRE-11", f"expected the {most} bytes that were announced, found more")
+    if len(data) > CHUNK_BYTES:
+        raise ProtocolError("E-WIRE-09", f"expected chunks of at most {CHUNK_BYTES} bytes, found {len(data)}")
     if google_crc32c.value(data) != chunk.crc32c:
         raise ProtocolError("E-WIRE-08", f"the chunk at {chunk.offset} was damaged on its way: open and send it again")
     if chunk.offset > have:

@@ -49,3 +49,29 @@ def test_a_sweep_keeps_what_is_named_and_a_start_forgets_half_written_files(tmp_
     blobs.sweep({kept})
     assert (blobs.has(kept), blobs.has(gone)) == (True, False)
     assert not list((tmp_path / "aside").iterdir())
+
+
+def test_a_file_becomes_an_object_and_a_second_one_of_the_same_bytes_is_the_first(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    for _ in range(2):
+        assert blobs.put_file(lambda file: file.write_bytes(b"abc") and None) == (codec.digest(b"abc"), 3)
+    assert blobs.path(codec.digest(b"abc")).read_bytes() == b"abc"
+    assert not list((tmp_path / "aside").iterdir())
+
+
+def test_what_is_removed_is_gone_at_once_and_its_room_is_given_back_later(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    digest = blobs.put_bytes(b"abc")
+    blobs.remove(digest)
+    blobs.remove(digest)
+    assert not blobs.has(digest)
+    assert len(list((tmp_path / "aside").iterdir())) == 1
+    blobs.empty()
+    assert not list((tmp_path / "aside").iterdir())
+
+
+def test_what_was_not_given_back_before_a_crash_is_at_the_next_start(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    blobs.remove(blobs.put_bytes(b"abc"))
+    Blobs(tmp_path)
+    assert not list((tmp_path / "aside").iterdir())

@@ -1,0 +1,71 @@
+"""The benchmark of a round measures what it says: real processes, and byte counts that can be computed beforehand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.round_trip.models import RESNET18, workload
+from coordinator.config import compose_spec
+from coordinator.plan import manifest_from
+from fl_core.simulate import initial_state
+from fl_core.types import Part
+from protos.codec import pack_bundle, pack_state
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = {
+    "silos", "params", "params_sent", "rounds", "bytes_up", "bytes_down", "run_bytes_up", "run_bytes_down",
+    "round_seconds", "bare_stream_seconds", "ratio", "coordinator_peak_mib", "round_seconds_each",
+    "bare_stream_seconds_each",
+}  # fmt: skip
+
+
+def test_a_small_round_trip_counts_the_bytes_of_its_messages() -> None:
+    words = [sys.executable, "-m", "benchmarks.round_trip", "--silos", "2", "--params", "50000", "--rounds", "2"]
+    done = subprocess.run(
+        [*words, "--json"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) == KEYS
+    assert (found["silos"], found["rounds"]) == (2, 2)
+    assert abs(found["params"] - 50_000) < 100
+
+    manifest = manifest_from(
+        compose_spec([*workload(50_000).overrides, "rounds=3", "method=fedavg"]), ["hospital0", "hospital1"]
+    )
+    state = initial_state(manifest)
+    parts = {
+        name: Part({key: torch.zeros(s) for key, s in spec.shapes.items()}, torch.zeros(spec.weight_shape))
+        for name, spec in manifest.layout.items()
+    }
+    up, down = len(pack_bundle(parts)), len(pack_state(state))
+    assert (found["bytes_up"], found["bytes_down"]) == (up, down)
+    closing = len(pack_bundle({"metrics": parts["metrics"]}))
+    assert found["run_bytes_up"] == 2 * (3 * up + closing)
+    broadcasts = 2 * 4 * down  # three rounds and the closing evaluation; beside them each silo reads the manifest once
+    assert 0 < found["run_bytes_down"] - broadcasts < 2 * 20_000
+    assert len(found["round_seconds_each"]) == 2
+    assert all(s > 0 for s in (*found["round_seconds_each"], *found["bare_stream_seconds_each"]))
+
+
+@pytest.mark.parametrize("wanted", [38_378, 50_000, 300_000])
+def test_a_workload_is_as_large_as_one_layer_allows(wanted: int) -> None:
+    chosen = workload(wanted)
+    assert abs(chosen.params - wanted) <= 75 / 2  # one more unit of the projection: 64 + 1 weights in, 10 out
+
+
+def test_the_counters_of_batch_norm_do_not_travel() -> None:
+    chosen = workload(RESNET18)
+    assert (chosen.params, chosen.sent) == (RESNET18, RESNET18 - 20)

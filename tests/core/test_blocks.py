@@ -1,0 +1,93 @@
+"""Arithmetic in blocks equals arithmetic in one piece, bit for bit, at the seams too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fl_core import trees
+from fl_core.errors import ProtocolError
+from fl_core.fixed_point import Accumulator, Grid
+from fl_core.types import BLOCK, Part, PartSpec
+from protos import codec
+from protos.digests import file_digest, seal
+
+SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7)
+
+
+def values(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 1e3
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_adding_in_blocks_equals_rounding_the_whole(n: int) -> None:
+    grid, value, into = Grid("ring64", 3), values(n), torch.arange(n)
+    assert grid.add("delta", value, into) == 0
+    assert torch.equal(into, torch.arange(n) + torch.round(value.double() * 2.0 ** grid.frac_bits("delta")).long())
+
+
+def test_values_outside_the_bound_are_clipped_and_counted_in_every_block() -> None:
+    grid, value = Grid("ring64", 2, {"delta": 1.0}), torch.zeros(2 * BLOCK + 7)
+    value[[0, BLOCK, 2 * BLOCK + 6]] = torch.tensor([5.0, -7.0, 1.0])
+    units, clipped = grid.encode("delta", value)
+    top = 2 ** grid.frac_bits("delta")
+    assert clipped == 2
+    assert units[[0, BLOCK, 2 * BLOCK + 6]].tolist() == [top, -top, top]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("at", [0, BLOCK + 3, 2 * BLOCK + 6])
+def test_a_number_that_is_none_changes_nothing_wherever_it_is(bad: float, at: int) -> None:
+    good, wrong = values(2 * BLOCK + 7), values(2 * BLOCK + 7, seed=1)
+    wrong[at] = bad
+    parts = [{"a": Part({"x": v}, torch.ones(())), "b": Part({"y": w}, torch.ones(()))} for v, w in
+             ((good, good), (good, wrong))]  # fmt: skip
+    sums = Accumulator({name: PartSpec.of(part) for name, part in parts[0].items()}, Grid("ring64", 2))
+    sums.fold(parts[0])
+    before = sums.total()["a"].total["x"].clone()
+    with pytest.raises(ProtocolError, match="E-WIRE-05"):
+        sums.fold(parts[1])
+    assert torch.equal(sums.total()["a"].total["x"], before)
+    assert sums.count == 1
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_mean_in_blocks_equals_the_division_of_the_whole(n: int) -> None:
+    value, weight = values(n).double(), torch.tensor(7.0, dtype=torch.float64)
+    found = Part({"x": value.reshape(1, n)}, weight).mean()["x"]
+    assert found.shape == (1, n)
+    assert torch.equal(found[0], (value / weight).float())
+
+
+def test_an_update_without_any_bundle_is_zero() -> None:
+    sums = Accumulator({"a": PartSpec({"x": (3,)}, ())}, Grid("ring64", 2))
+    assert sums.total()["a"].total["x"].tolist() == [0, 0, 0]
+
+
+def test_files_hold_the_bytes_of_the_messages(tmp_path: Path) -> None:
+    state = {"w": {"x": values(10), "y": torch.zeros(2, 3).t()}, "empty": {}}
+    bundle = {
+        "delta": Part({"x": values(BLOCK)}, torch.ones(())),
+        "metrics": Part({"c": torch.zeros(3)}, torch.ones(3)),
+    }
+    codec.write_state(state, tmp_path / "state")
+    codec.write_bundle(bundle, tmp_path / "bundle")
+    for name, data in (("state", codec.pack_state(state)), ("bundle", codec.pack_bundle(bundle))):
+        file = tmp_path / name
+        assert file.read_bytes() == data
+        assert file.stat().st_mode & 0o077 == 0
+        assert seal(file) == file_digest(file) == codec.digest(data)
+
+
+def test_a_file_that_cannot_be_brought_to_the_disk_is_not_sealed(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        seal(tmp_path / "absent")
+
+
+def test_the_digest_of_tensors_reads_them_as_they_are_numbered() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    assert trees.digest({"x": x.t()}) == trees.digest({"x": x.t().contiguous()}) != trees.digest({"x": x})
+    assert trees.digest({"x": torch.tensor(1.0)}) != trees.digest({"x": torch.tensor(2.0)})
