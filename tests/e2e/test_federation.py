@@ -57,7 +57,7 @@ def test_the_simulate_command_prints_one_object_that_names_the_same_model(earth:
 
 def test_a_run_is_followed_interrupted_reattached_exported_and_listed(earth: World) -> None:
     lead = ["--home", str(earth.home)]
-    follower = earth.start("run", "coordinator", "run", "method=fedavg", "data=digits", "rounds=8", *lead)
+    follower = earth.start("run", "coordinator", "run", "method=fedavg", "data=digits", "rounds=60", *lead)
     until(lambda: "closed" in earth.log("run"), "the first closed round")
     follower.send_signal(signal.SIGINT)
     assert follower.wait(20) == 130
@@ -65,14 +65,14 @@ def test_a_run_is_followed_interrupted_reattached_exported_and_listed(earth: Wor
     assert "coordinator watch" in earth.log("run")
     assert "finished" in earth.call("coordinator", "watch", "latest", *lead).stdout
     done = earth.info("latest")
-    assert done["closed"] == 8
+    assert done["closed"] == 60
     assert done["run"] in [r["run"] for r in earth.lead("runs")]
     assert earth.lead("status")["runs"] == []
-    assert len(earth.lead("show", "latest")["round"]) == 9
+    assert len(earth.lead("show", "latest")["round"]) == 61
     made = earth.lead("export", "latest", "--out", str(earth.folder / "models"))
     assert made["model_digest"] == done["model_digest"]
     card = Path(made["card"]).read_text()
-    for words in (done["manifest_digest"], "hospital0", "hospital1", "privacy | none", "8 of 8 rounds"):
+    for words in (done["manifest_digest"], "hospital0", "hospital1", "privacy | none", "60 of 60 rounds"):
         assert words in card
 
 
@@ -126,13 +126,13 @@ def test_a_second_silo_process_on_one_home_is_refused(earth: World) -> None:
 
 def test_killing_and_restarting_either_side_between_rounds_continues_the_run(mars: World) -> None:
     names = mars.federation(P5C2[:3])
-    overrides = ("method=fedmr", "data=digits", "rounds=8", "train.epochs=1", "seed=3")
+    overrides = ("method=fedmr", "data=digits", "rounds=40", "train.epochs=1", "seed=3")
     run = mars.submit(*overrides)
     until(lambda: mars.info(run)["closed"] >= 2, "two rounds")
     mars.kill("coordinator")
     mars.serve()
     mars.online(names)
-    until(lambda: mars.info(run)["closed"] >= 4, "four rounds")
+    until(lambda: mars.info(run)["closed"] >= 10, "ten rounds")
     mars.kill("hospital2")
     mars.silo("hospital2", P5C2[2])
     interrupted = mars.wait(run)
