@@ -156,13 +156,14 @@ def test_a_revoked_silo_is_dropped_and_says_why_and_the_others_go_on_and_end_cle
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_isic_centres_train_efficientnet_for_a_round(mars: World, isic_root: Path) -> None:
     centres = [f"isic2019/center{k}" for k in (1, 2, 3, 5)]
     mars.federation(centres, "--data-root", str(isic_root))
     run = mars.submit(
         "method=fedmr", "data=isic2019", "data.image_size=64", "rounds=1", "train.max_steps=3", "train.batch_size=16"
     )
-    done = mars.wait(run, seconds=400)
+    done = mars.wait(run, seconds=700)
     assert done["round"][0]["included"] == ["hospital0", "hospital1", "hospital2", "hospital3"]
     rows = (isic_root / "train_test_split").read_text().splitlines()
     cells = [row.split(",") for row in rows[1:]]
