@@ -149,9 +149,9 @@ class Engine:
                 while waiting and len(running) < self.parallel:
                     port = waiting.pop()
                     running[pool.submit(port.round, msg, fed, kind)] = port.name
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
-                for reply in sorted(done, key=lambda r: running[r]):
-                    yield running.pop(reply), reply
+                ready = sorted(wait(running, return_when=FIRST_COMPLETED).done, key=lambda r: running[r], reverse=True)
+                while ready:  # a reply that was folded is nowhere kept: its bundle may lie in memory
+                    yield running.pop(ready[-1]), ready.pop()
 
 
 def _floats(values: Tensor) -> tuple[float, ...]:
