@@ -25,6 +25,7 @@ from protos.keyfiles import Credentials
 
 Reply = TypeVar("Reply")
 _DEADLINE_S = 20.0
+_SUBMIT_DEADLINE_S = 120.0  # the service builds the model and runs it dry once
 _WATCH_RETRY_S = 1.0
 _WATCH_PATIENCE_S = 120.0
 _LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where a service on all addresses is reached from here
@@ -75,7 +76,8 @@ class LeadClient:
 
     def submit(self, spec_json: str, request_id: str) -> pb.RunInfo:
         """Submit a run; repeating it with the same request id is safe."""
-        return self._call(self._lead.Submit, pb.SubmitRequest(spec_json=spec_json, request_id=request_id))
+        request = pb.SubmitRequest(spec_json=spec_json, request_id=request_id)
+        return self._call(self._lead.Submit, request, _SUBMIT_DEADLINE_S)
 
     def runs(self) -> Sequence[pb.RunInfo]:
         """List all runs, newest first."""
@@ -130,9 +132,9 @@ class LeadClient:
 
     # ---- errors ----------------------------------------------------------------------------------------------------
 
-    def _call(self, method: Callable[..., Reply], request: object) -> Reply:
+    def _call(self, method: Callable[..., Reply], request: object, seconds: float = _DEADLINE_S) -> Reply:
         with self._errors():
-            return method(request, timeout=_DEADLINE_S)
+            return method(request, timeout=seconds)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
