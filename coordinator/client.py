@@ -91,6 +91,10 @@ class LeadClient:
         """End a run for good."""
         return self._call(self._lead.Abort, pb.RunQuery(run_id=run))
 
+    def resume(self, run: str) -> pb.RunInfo:
+        """Let a failed run go on at its last closed round; raises StateError (E-RUN-11) when it has not failed."""
+        return self._call(self._lead.Resume, pb.RunQuery(run_id=run))
+
     def silos(self) -> pb.SiloList:
         """List the silos and the open invitations."""
         return self._call(self._lead.Silos, pb.SilosRequest())

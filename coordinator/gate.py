@@ -30,6 +30,7 @@ RULES: Mapping[str, frozenset[Kind]] = {
     "Lead/Show": LEAD,
     "Lead/Watch": LEAD,
     "Lead/Abort": LEAD,
+    "Lead/Resume": LEAD,
     "Lead/Silos": LEAD,
 }
 OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")

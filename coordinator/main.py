@@ -21,7 +21,7 @@ from fl_core.errors import ConfigError, DataError, FederationError  # noqa: E402
 
 MODULES = {
     "consortium": ("init", "invite", "revoke", "serve"),
-    "lead": ("run", "watch", "status", "runs", "show", "abort", "export", "silos"),
+    "lead": ("run", "watch", "status", "runs", "show", "abort", "resume", "export", "silos"),
     "research": ("simulate", "demo", "methods", "models", "explain"),
 }
 """Which module of `coordinator.commands` holds which command: one command loads one module, so that it starts fast."""

@@ -1,4 +1,4 @@
-"""Commands over the wire, with the lead's own certificate: run, watch, status, runs, show, abort, export, silos.
+"""Commands over the wire, with the lead's own certificate: a run from its submission to its model, and the silos.
 
 Hydra and torch are imported by the commands that need them: `status` answers in a second.
 """
@@ -150,6 +150,26 @@ def abort(run: Run, home: Home = None, as_json: Json = False) -> None:
     """Stop a run in any state; what was trained so far stays."""
     with _client(home) as client:
         _show_info(client.abort(run), as_json)
+
+
+def resume(
+    run: Run,
+    home: Home = None,
+    detach: Annotated[bool, typer.Option(help="Let it go on and return; follow it later with `watch`.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Let a failed run go on at its last closed round, once what stopped it is repaired, and follow it.
+
+    A run that a crash or a stop of the service cut short needs no command: it goes on when the service is started.
+    """
+    with _client(home) as client:
+        info = client.resume(run)
+        if not as_json:
+            display.ERR.print(f"{info.run_id} goes on after {info.closed} of {info.rounds} rounds")
+        if detach:
+            _show_info(info, as_json)
+            return
+        _follow(client, info.run_id, as_json)
 
 
 def export(

@@ -25,7 +25,7 @@ _LOOK_EVERY_S = 5.0
 
 
 class LeadService(rpc.LeadServicer):
-    """Submit, Runs, Show, Watch, Abort and Silos."""
+    """Submit, Runs, Show, Watch, Abort, Resume and Silos."""
 
     def __init__(self, store: Store, hub: Hub, runs: RunService, compose: Compose) -> None:
         self._store = store
@@ -86,6 +86,10 @@ class LeadService(rpc.LeadServicer):
     def Abort(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: ARG002, N802
         """End a run for good."""
         return views.run_info(self._runs.abort(request.run_id))
+
+    def Resume(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: ARG002, N802
+        """Let a failed run go on at its last closed round."""
+        return views.run_info(self._runs.resume(request.run_id))
 
     def Silos(self, request: pb.SilosRequest, context: grpc.ServicerContext) -> pb.SiloList:  # noqa: ARG002, N802
         """List the silos, who is here, and the open invitations."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from helpers_core import NAMES, manifest, same, shares
 from helpers_grpc import FAST, Key, Memory, ScriptedSilo, World, running, until
 
+from coordinator.commands import lead
 from coordinator.ports import StoredBundle
 from coordinator.records import RunState
 from coordinator.server import Settings
@@ -83,7 +85,9 @@ def test_a_bad_update_is_refused_and_the_round_goes_on_with_the_quorum(tmp_path:
         stop(people)
 
 
-def test_a_run_without_its_quorum_fails_and_can_be_resumed_without_training_anew(tmp_path: Path) -> None:
+def test_a_run_without_its_quorum_fails_and_can_be_resumed_without_training_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     agreed = manifest(rounds=2)
     expected = simulate(agreed, shares(), Silent())
     willing = threading.Event()
@@ -97,12 +101,14 @@ def test_a_run_without_its_quorum_fails_and_can_be_resumed_without_training_anew
         assert run.closed == 1
         assert all(not silo.memory.ended for silo in people)  # what they have staged is needed
         willing.set()
-        world.server.runs.resume(run.name)
+        lead.resume(run.name, home=world.home, as_json=True)  # as `coordinator resume` does: it follows the run
+        printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert (printed[-1]["state"], printed[-1]["reason"]) == ("finished", "")
         done = world.finished(run.id)
         assert done.model_digest == trees.digest(expected["w"])
         assert all(len(silo.memory.trained) == 3 for silo in people)
         with pytest.raises(StateError, match="E-RUN-11"):
-            world.server.runs.resume(run.id)
+            lead.resume(run.id, home=world.home)
         stop(people)
 
 

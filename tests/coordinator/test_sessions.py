@@ -239,9 +239,10 @@ def test_roles_are_kept_apart(world: World) -> None:
         "Show": lambda ch: rpc.LeadStub(ch).Show(pb.RunQuery()),
         "Watch": lambda ch: list(rpc.LeadStub(ch).Watch(pb.WatchRequest())),
         "Abort": lambda ch: rpc.LeadStub(ch).Abort(pb.RunQuery()),
+        "Resume": lambda ch: rpc.LeadStub(ch).Resume(pb.RunQuery()),
         "Silos": lambda ch: rpc.LeadStub(ch).Silos(pb.SilosRequest()),
     }
-    lead = {"Get", "Submit", "Runs", "Show", "Watch", "Abort", "Silos"}
+    lead = {"Get", "Submit", "Runs", "Show", "Watch", "Abort", "Resume", "Silos"}
     allowed = {"north": {"Renew", "Session", "Open", "Put", "Commit", "Get"}, "lead": lead, "west": set()}
     for who, may in allowed.items():
         with channel(world.port, world.people[who]) as ch:

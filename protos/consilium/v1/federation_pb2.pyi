@@ -68,15 +68,19 @@ class JoinRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CSR_PEM_FIELD_NUMBER: _builtins.int
+    RENEWAL_PROOF_FIELD_NUMBER: _builtins.int
     csr_pem: _builtins.bytes
+    renewal_proof: _builtins.bytes
+    """A silo that joins anew and still has its old key signs the new one with it, so that its peers can follow."""
     def __init__(
         self,
         *,
         csr_pem: _builtins.bytes = ...,
+        renewal_proof: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["csr_pem", b"csr_pem"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["csr_pem", b"csr_pem", "renewal_proof", b"renewal_proof"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -218,11 +222,16 @@ class Hello(_message.Message):
     STAGED_FIELD_NUMBER: _builtins.int
     POLICY_DIGEST_FIELD_NUMBER: _builtins.int
     ROSTER_VERSION_FIELD_NUMBER: _builtins.int
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    PREVIOUS_INSTANCE_FIELD_NUMBER: _builtins.int
     protocol_min: _builtins.int
     protocol_max: _builtins.int
     software: _builtins.str
     policy_digest: _builtins.str
     roster_version: _builtins.int
+    instance: _builtins.str
+    """This process, and the last one before it on the same home: what tells a restart from a second machine."""
+    previous_instance: _builtins.str
     @_builtins.property
     def data(self) -> Global___DataOffer: ...
     @_builtins.property
@@ -239,10 +248,12 @@ class Hello(_message.Message):
         staged: _abc.Iterable[Global___RoundRef] | None = ...,
         policy_digest: _builtins.str = ...,
         roster_version: _builtins.int = ...,
+        instance: _builtins.str = ...,
+        previous_instance: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "policy_digest", b"policy_digest", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "roster_version", b"roster_version", "software", b"software", "staged", b"staged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "instance", b"instance", "policy_digest", b"policy_digest", "previous_instance", b"previous_instance", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "roster_version", b"roster_version", "software", b"software", "staged", b"staged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

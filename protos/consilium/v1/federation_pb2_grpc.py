@@ -473,6 +473,11 @@ class LeadStub:
                 request_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunQuery.SerializeToString,
                 response_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/consilium.v1.Lead/Resume',
+                request_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunQuery.SerializeToString,
+                response_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.FromString,
+                _registered_method=True)
         self.Silos = channel.unary_unary(
                 '/consilium.v1.Lead/Silos',
                 request_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.SilosRequest.SerializeToString,
@@ -516,6 +521,13 @@ class LeadServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resume(self, request, context):
+        """Let a failed run go on at its last closed round.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Silos(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -547,6 +559,11 @@ def add_LeadServicer_to_server(servicer, server):
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
+                    request_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunQuery.FromString,
+                    response_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
                     request_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunQuery.FromString,
                     response_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.SerializeToString,
             ),
@@ -691,6 +708,33 @@ class Lead:
             request,
             target,
             '/consilium.v1.Lead/Abort',
+            protos_dot_consilium_dot_v1_dot_federation__pb2.RunQuery.SerializeToString,
+            protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/consilium.v1.Lead/Resume',
             protos_dot_consilium_dot_v1_dot_federation__pb2.RunQuery.SerializeToString,
             protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.FromString,
             options,

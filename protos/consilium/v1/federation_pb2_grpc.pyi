@@ -179,6 +179,8 @@ class LeadStub:
     Watch: _grpc.UnaryStreamMultiCallable[_federation_pb2.WatchRequest, _federation_pb2.Event]
     """Stream what happens in a run, from an event number on, until the run ends; a cut stream is resumed by number."""
     Abort: _grpc.UnaryUnaryMultiCallable[_federation_pb2.RunQuery, _federation_pb2.RunInfo]
+    Resume: _grpc.UnaryUnaryMultiCallable[_federation_pb2.RunQuery, _federation_pb2.RunInfo]
+    """Let a failed run go on at its last closed round."""
     Silos: _grpc.UnaryUnaryMultiCallable[_federation_pb2.SilosRequest, _federation_pb2.SiloList]
 
 @_typing.type_check_only
@@ -192,6 +194,8 @@ class LeadAsyncStub(LeadStub):
     Watch: _aio.UnaryStreamMultiCallable[_federation_pb2.WatchRequest, _federation_pb2.Event]  # type: ignore[assignment]
     """Stream what happens in a run, from an event number on, until the run ends; a cut stream is resumed by number."""
     Abort: _aio.UnaryUnaryMultiCallable[_federation_pb2.RunQuery, _federation_pb2.RunInfo]  # type: ignore[assignment]
+    Resume: _aio.UnaryUnaryMultiCallable[_federation_pb2.RunQuery, _federation_pb2.RunInfo]  # type: ignore[assignment]
+    """Let a failed run go on at its last closed round."""
     Silos: _aio.UnaryUnaryMultiCallable[_federation_pb2.SilosRequest, _federation_pb2.SiloList]  # type: ignore[assignment]
 
 class LeadServicer(metaclass=_abc_1.ABCMeta):
@@ -232,6 +236,14 @@ class LeadServicer(metaclass=_abc_1.ABCMeta):
         request: _federation_pb2.RunQuery,
         context: _ServicerContext,
     ) -> _typing.Union[_federation_pb2.RunInfo, _abc.Awaitable[_federation_pb2.RunInfo]]: ...
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _federation_pb2.RunQuery,
+        context: _ServicerContext,
+    ) -> _typing.Union[_federation_pb2.RunInfo, _abc.Awaitable[_federation_pb2.RunInfo]]:
+        """Let a failed run go on at its last closed round."""
 
     @_abc_1.abstractmethod
     def Silos(
