@@ -5,11 +5,11 @@ Used by the service and, at the same time, by the command line in another proces
 
 from __future__ import annotations
 
-import base64
-import json
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from coordinator.pki import Authority, Invitation
 from coordinator.records import Certificate, InvitationRow, Silo
@@ -46,14 +46,45 @@ class Membership:
             known = ", ".join(s.name for s in self.store.members.silos()) or "none"
             raise ConfigError("E-ID-18", f"expected the name of an enrolled silo, found {name!r}; enrolled: {known}")
 
-    def join(self, peer: PeerCertificate, csr_pem: bytes) -> pb.Membership:
-        """Turn an invitation into a certificate for the key of a request; see `MemberStore.enrol`."""
+    def join(self, peer: PeerCertificate, csr_pem: bytes, proof: bytes = b"") -> pb.Membership:
+        """Turn an invitation into a certificate for the key of a request; see `MemberStore.enrol`.
+
+        proof: of a member that joins anew, its newest key's signature over the next one (as for a renewal). It goes
+        into the roster, so that the other silos follow the change by themselves; without one they hold the new key
+        back. A key that was revoked proves nothing, and neither does one that this coordinator never certified.
+        Raises RefusedError (E-ID-17) when the proof is not by the newest key of this member.
+        """
         authority, name = self._authority(), peer.identity.name
-        key = certificates.fingerprint_of(certificates.p256(certificates.load_request(csr_pem)))
+        public = certificates.p256(certificates.load_request(csr_pem))
         made = self.store.members.enrol(
-            peer.serial, name, key, lambda: self._record(authority.sign_silo(csr_pem, name), enrolled=True)
+            peer.serial,
+            name,
+            certificates.fingerprint_of(public),
+            lambda: self._record(authority.sign_silo(csr_pem, name), enrolled=True),
+            self._succession(name, public, proof),
         )
         return self._membership(authority, made)
+
+    def _succession(self, name: str, public: ec.EllipticCurvePublicKey, proof: bytes) -> tuple[tuple[str, str], ...]:
+        """Return the chain of proofs that leads to a member's next key."""
+        silo = self.store.members.silo(name)
+        if silo is None or silo.revoked:
+            return ()
+        if silo.certificate.fingerprint == certificates.fingerprint_of(public):
+            return silo.proofs  # certified before; the answer was lost
+        if not proof:
+            return ()
+        old = certificates.load_certificate(silo.certificate.pem.encode(), "the store")
+        message = certificates.renewal_message(identity_of(old).identity, public)
+        if not certificates.verify(certificates.p256(old), certificates.RENEWAL, message, proof):
+            raise RefusedError(
+                "E-ID-17",
+                f"expected the proof of {name!r} to be by its newest key {silo.certificate.fingerprint[:16]}..., found "
+                "another one's: join in an empty home, as somebody whose key is lost; the other silos then ask for "
+                "consent",
+            )
+        link = renewal_link(old, proof)
+        return (*silo.proofs, (link.previous, link.signature))
 
     def renew(self, peer: PeerCertificate, csr_pem: bytes, proof: bytes) -> pb.Membership:
         """Certify a silo's next key; for a key that was certified before the same certificate comes back."""
@@ -83,7 +114,7 @@ class Membership:
         if version <= known:
             return b""
         signed = self._signed(version)
-        return b"" if signed is None else pack_roster(signed)
+        return b"" if signed is None else signed.pack()
 
     def _signed(self, version: int) -> SignedRoster | None:
         kept = self.store.members.roster()
@@ -110,15 +141,6 @@ class Membership:
 
     def _authority(self) -> Authority:
         return Authority.open(self.home, self.clock)
-
-
-def pack_roster(signed: SignedRoster) -> bytes:
-    """Write a signed roster as the messages carry it: JSON of two base64 texts, `document` and `signature`."""
-    raw = {
-        "document": base64.b64encode(signed.document).decode(),
-        "signature": base64.b64encode(signed.signature).decode(),
-    }
-    return json.dumps(raw, sort_keys=True).encode()
 
 
 def _member(silo: Silo) -> Member:

@@ -120,9 +120,17 @@ class MemberStore:
             rows = db.execute(select(invitations).where(*is_open).order_by(invitations.c.expires))
             return [InvitationRow(**row._mapping) for row in rows]
 
-    def enrol(self, invitation: str, name: str, fingerprint: str, sign: Callable[[], Certificate]) -> Certificate:
+    def enrol(
+        self,
+        invitation: str,
+        name: str,
+        fingerprint: str,
+        sign: Callable[[], Certificate],
+        proofs: tuple[tuple[str, str], ...] = (),
+    ) -> Certificate:
         """Use an invitation up for a key and return the certificate that `sign` makes for it.
 
+        proofs: the chain by which the other silos can follow a member that joins anew to this key.
         Guarantees: for the same key the same certificate comes back until it is first used; of two keys that race for
         one invitation one gets a certificate.
         Raises RefusedError: E-ID-24 when the invitation was used up, E-ID-25 when it is unknown, withdrawn or expired.
@@ -146,7 +154,7 @@ class MemberStore:
             made = sign()
             used = {"used": now, "fingerprint": fingerprint, "certificate": made.serial}
             db.execute(update(invitations).where(invitations.c.serial == invitation).values(**used))
-            _certify(db, made, proofs=(), now=now)
+            _certify(db, made, proofs, now)
             return made
 
     def renew(self, made: Certificate, proofs: tuple[tuple[str, str], ...]) -> None:

@@ -17,7 +17,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fl_core.errors import FederationError, RefusedError
+from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos import certificates
 from protos.identity import Identity, Kind, identity_of
 
@@ -105,6 +105,20 @@ class SignedRoster(NamedTuple):
         """Sign a roster with the CA's key."""
         document = roster.canonical()
         return cls(document, ca_key.sign(document, ec.ECDSA(hashes.SHA256())))
+
+    def pack(self) -> bytes:
+        """Write it as messages and files carry it: JSON of two base64 texts, `document` and `signature`."""
+        raw = {name: base64.b64encode(part).decode() for name, part in self._asdict().items()}
+        return json.dumps(raw, sort_keys=True).encode()
+
+    @classmethod
+    def unpack(cls, raw: bytes | str) -> SignedRoster:
+        """Read what `pack` wrote; raises ProtocolError (E-WIRE-06). Nothing is verified yet."""
+        try:
+            found = json.loads(raw)
+            return cls(*(base64.b64decode(found[name], validate=True) for name in cls._fields))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProtocolError("E-WIRE-06", f"expected a signed roster, found something else: {error}") from error
 
     def verify(self, ca_pem: bytes, consortium: str) -> Roster:
         """Check the signature and every entry, and read it; raises RefusedError (E-ID-14).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,16 +25,6 @@ from silo.pins import Pins
 from silo.waiting import translated
 
 CALL_S = 60.0
-
-
-def read_roster(raw: bytes) -> SignedRoster:
-    """Read a roster as messages carry it: JSON of two base64 texts; raises ProtocolError (E-WIRE-06)."""
-    try:
-        found = json.loads(raw)
-        document, signature = (base64.b64decode(found[name], validate=True) for name in ("document", "signature"))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ProtocolError("E-WIRE-06", f"expected a signed roster, found something else: {error}") from error
-    return SignedRoster(document, signature)
 
 
 def pinned_version(identity: SiloIdentity) -> int:
@@ -67,11 +56,11 @@ def join(
     if identity.joined and not again and (own := _present(identity, invitation, clock)):
         return own
     material = identity.join_material(invitation)
-    request = pb.JoinRequest(csr_pem=material.csr_pem)
+    request = pb.JoinRequest(csr_pem=material.csr_pem, renewal_proof=material.proof)
     answer = _first_answer(material.addresses, request, dial(material.invitation), material.invitation, why)
     if certificate_fingerprint(answer.authority_pem) != certificate_fingerprint(invitation.ca_pem):
         raise ProtocolError("E-WIRE-06", "expected the authority of the invitation, found another one: ask the lead")
-    roster = read_roster(answer.signed_roster) if answer.signed_roster else None
+    roster = SignedRoster.unpack(answer.signed_roster) if answer.signed_roster else None
     home.write_addresses(material.addresses)
     return identity.install(answer.certificate_pem, invitation.ca_pem, roster)
 
@@ -154,7 +143,7 @@ class Keeper:
         """Pin what a newer roster says, and tell what changed; raises RefusedError (E-ID-14, -15) on a false one."""
         if not raw:
             return
-        change = self.identity.update_roster(read_roster(raw))
+        change = self.identity.update_roster(SignedRoster.unpack(raw))
         for verb, names in (("joined", change.added), ("left", change.removed), ("has a new key", change.rekeyed)):
             for name in names:
                 self.say(

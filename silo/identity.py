@@ -37,13 +37,14 @@ _RENEW_AFTER = 2 / 3
 class JoinMaterial:
     """What the first connection needs: where, with which one-time credentials, and the request to have signed.
 
-    proof: the present key's signature over the new one when this silo joins anew, so that peers see it is the same.
+    proof: the present key's signature over the new one when this silo joins anew, so that peers see it is the same;
+    empty in a new home.
     """
 
     addresses: tuple[Address, ...]
     invitation: Credentials = field(repr=False)
     csr_pem: bytes
-    proof: bytes | None
+    proof: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class SiloIdentity:
         Raises StateError (E-STATE-44) when this home belongs to another silo or consortium. Guarantees: a second call
         asks for the same key, so that a join whose answer was lost can simply be repeated.
         """
-        proof = None
+        proof = b""
         key = self._next_key()
         if self.joined:
             own = self.load()

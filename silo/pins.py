@@ -78,7 +78,7 @@ class Pins:
                 raise RefusedError(
                     "E-ID-15",
                     f"expected the roster of version {before.version} that is pinned, found another one of that "
-                    "version: two lists were given out. Compare `silo peers` with another hospital and ask the lead",
+                    "version: two lists were given out. Compare `silo fingerprint` with another hospital, ask the lead",
                 )
         pins, change = _decide(known, roster, accept_additions, consented)
         former = {n: f for n, f in {**known.former, **known.pins}.items() if n not in pins}

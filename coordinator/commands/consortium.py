@@ -46,6 +46,10 @@ def init(
 def invite(
     name: Annotated[str, typer.Argument(help="The hospital's name in the consortium.")],
     hours: Annotated[float, typer.Option(help="How long the invitation may be used.", min=0.01)] = 72,
+    again: Annotated[
+        bool,
+        typer.Option("--again", help="For a member that joins anew, for instance with an expired certificate."),
+    ] = False,
     home: Home = None,
     as_json: Json = False,
 ) -> None:
@@ -54,11 +58,12 @@ def invite(
     authority = Authority.open(place)
     check_name(name)
     with closing(Store(place)) as store:
-        if store.members.is_member(name):
+        if not again and store.members.is_member(name):
             raise ConfigError(
                 "E-ID-30",
                 f"expected a name that is not taken, found the member {name!r}: a silo renews its certificate by "
-                f"itself; if its machine is lost, first: coordinator revoke {name}",
+                f"itself; if that one has expired: coordinator invite {name} --again; if its machine is lost or its "
+                f"key in other hands: coordinator revoke {name}",
             )
         made = Membership(place, store).invite(name, timedelta(hours=hours))
     if as_json:

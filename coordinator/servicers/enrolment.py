@@ -24,7 +24,7 @@ class EnrolmentService(rpc.EnrolmentServicer):
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.Membership:  # noqa: N802
         """Sign the request of an invited silo; the same request gets the same certificate until its first use."""
         peer = self._gate.caller(context)
-        made = self._membership.join(peer, request.csr_pem)
+        made = self._membership.join(peer, request.csr_pem, request.renewal_proof)
         audit.info("%s enrolled from %s", peer.identity.name, context.peer())
         return made
 

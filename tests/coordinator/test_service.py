@@ -27,6 +27,7 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.identity import identity_of
 from protos.invitation import InvitationToken
 from protos.keyfiles import Credentials
+from protos.roster import SignedRoster, renewed_from
 
 
 def test_a_silo_enrols_and_renews_over_the_wire(tmp_path: Path) -> None:
@@ -60,6 +61,15 @@ def test_a_silo_enrols_and_renews_over_the_wire(tmp_path: Path) -> None:
         found = members.silo("west")
         assert found.certificate.pem.encode() == renewed.certificate_pem
         assert len(found.proofs) == 1
+        third = certificates.new_key()  # joining anew, with the key in force as witness
+        again = InvitationToken.decode(Membership(world.home, world.server.store).invite("west").token)
+        public = certificates.load_key(third, "test").public_key()
+        proof = certificates.sign(certificates.load_key(following, "test"), RENEWAL, renewal_message(identity, public))
+        stub = rpc.EnrolmentStub(channel(world.port, again.credentials))
+        asked = pb.JoinRequest(csr_pem=certificates.make_request(third), renewal_proof=proof)
+        signed = SignedRoster.unpack(stub.Join(asked).signed_roster)
+        listed = {m.name: m for m in signed.verify(token.ca_pem, "test").members}["west"]
+        assert renewed_from(listed, "test", identity_of(made.certificate_pem).fingerprint)
 
 
 def test_the_lead_submits_follows_and_fetches(tmp_path: Path) -> None:

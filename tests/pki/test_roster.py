@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers_pki import authority, certified, join, member, roster, today
 
-from fl_core.errors import RefusedError, StateError
+from fl_core.errors import ProtocolError, RefusedError, StateError
 from protos import certificates
 from protos.identity import identity_of
 from protos.roster import Member, Roster, SignedRoster, renewal_link
@@ -52,6 +52,17 @@ def silo(ca, tmp_path):
 
 def mine(ca, silo):
     return member(ca, silo.current_credentials().cert_pem)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b"[]", b'{"document": "x", "signature": "?"}', b"\xff"])
+def test_what_is_no_packed_roster_is_refused(raw):
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
+        SignedRoster.unpack(raw)
+
+
+def test_a_packed_roster_is_read_back(ca):
+    signed = ca.roster([member(ca, certified(ca, "a"))], [], 1)
+    assert SignedRoster.unpack(signed.pack()) == signed
 
 
 def test_signed_and_read_back(ca):

@@ -11,13 +11,13 @@ from helpers_pki import authority as new_authority
 from helpers_pki import join as joined_silo
 from helpers_pki import member, roster, today
 
-from coordinator.membership import pack_roster
-from fl_core.errors import ConfigError, FederationError, ProtocolError, RefusedError, UnavailableError
+from fl_core.errors import ConfigError, FederationError, RefusedError, UnavailableError
+from protos import certificates
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.diagnosis import Diagnosis
 from protos.identity import Address
-from silo.enrol import Keeper, join, pinned_version, read_roster
+from silo.enrol import Keeper, join, pinned_version
 from silo.home import Home, default_home
 from silo.identity import SiloIdentity
 from silo.line import Lines
@@ -27,17 +27,18 @@ class Enrolment(rpc.EnrolmentServicer):
     """Signs as the coordinator does; forgets to answer, or refuses, when a test says so."""
 
     def __init__(self, ca):
-        self.ca, self.requests, self.lost, self.refusal = ca, [], 0, None
+        self.ca, self.requests, self.proofs, self.lost, self.refusal = ca, [], [], 0, None
 
     def Join(self, request, context):  # noqa: N802
         self.requests.append(request.csr_pem)
+        self.proofs.append(request.renewal_proof)
         if self.refusal:
             context.abort(*self.refusal)
         cert = self.ca.sign_silo(request.csr_pem, "center1")
         if self.lost:
             self.lost -= 1
             context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
-        signed = pack_roster(roster(self.ca, [member(self.ca, cert)], 1))
+        signed = roster(self.ca, [member(self.ca, cert)], 1).pack()
         return pb.Membership(certificate_pem=cert, authority_pem=self.ca.ca_pem, signed_roster=signed)
 
     def Renew(self, request, context):  # noqa: N802
@@ -110,7 +111,13 @@ def test_a_join_that_is_complete_is_left_as_it_is(rig):
     first = rig.join()
     assert rig.join().serial == first.serial
     assert len(rig.enrolment.requests) == 1
+    before = SiloIdentity(rig.home.path, rig.clock).current_credentials()
     assert rig.join(again=True).fingerprint != first.fingerprint
+    new = certificates.p256(certificates.load_request(rig.enrolment.requests[1]))
+    old = certificates.p256(certificates.load_certificate(before.cert_pem, "test"))
+    signed = certificates.renewal_message(first.identity, new)
+    assert rig.enrolment.proofs[0] == b""
+    assert certificates.verify(old, certificates.RENEWAL, signed, rig.enrolment.proofs[1])
 
 
 @pytest.mark.parametrize("step", ["identity/ca.crt", "identity/roster.json", "identity/silo.pem"])
@@ -153,12 +160,6 @@ def test_a_damaged_token_is_refused_before_anything_is_sent(rig):
     with pytest.raises(ConfigError, match="E-ID-0"):
         join(rig.token[:-9], rig.home, clock=rig.clock, dial=lambda _: rig.channel)
     assert rig.dialled == []
-
-
-@pytest.mark.parametrize("raw", [b"", b"{}", b'{"document": "x", "signature": "?"}'])
-def test_what_is_no_roster_is_refused(raw):
-    with pytest.raises(ProtocolError, match="E-WIRE-06"):
-        read_roster(raw)
 
 
 def test_the_home_is_named_by_option_variable_or_default(monkeypatch, tmp_path):
@@ -215,9 +216,9 @@ def test_a_newer_roster_is_pinned_and_what_changed_is_told(rig, kept):
 
     mine = member(rig.ca, kept.silo.current_credentials().cert_pem)
     other = member(rig.ca, certified(rig.ca, "center2"))
-    kept.keeper.follow(pack_roster(roster(rig.ca, [mine, other], 2)))
+    kept.keeper.follow(roster(rig.ca, [mine, other], 2).pack())
     assert sorted(kept.silo.peers()) == ["center1", "center2"]
     assert [n.text for n in kept.notices] == ["center2 joined (roster 2)"]
     kept.keeper.follow(b"")
     with pytest.raises(RefusedError, match="E-ID-15"):
-        kept.keeper.follow(pack_roster(roster(rig.ca, [mine], 1)))
+        kept.keeper.follow(roster(rig.ca, [mine], 1).pack())
