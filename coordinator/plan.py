@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from importlib import metadata
 
 import privacy.plan
 from coordinator.spec import RunSpec
-from fl_core import datasets
+from fl_core import capabilities, datasets, optimizers
 from fl_core.errors import ConfigError
 from fl_core.fixed_point import Grid
 from fl_core.manifest import Choice, Member, Option, RunManifest, members
-from fl_core.methods import METHODS, build_method
+from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.spec import derive_layout
 from fl_core.types import Schema
@@ -47,6 +46,7 @@ def manifest_from(spec: RunSpec, names: Sequence[str]) -> RunManifest:
     (E-PRIV-01) for a profile that this version does not know.
     """
     schema = schema_of(spec)
+    optimizers.check(spec.train)
     method = _method_choice(spec, names)
     model = _choice(spec.model)
     built = build_model(model.name, model.options, schema, spec.seed)
@@ -81,13 +81,15 @@ def manifest_from(spec: RunSpec, names: Sequence[str]) -> RunManifest:
 
 
 def _method_choice(spec: RunSpec, names: Sequence[str]) -> Choice:
-    """Name the method; with a share that selects nobody, prototypes are off and do not travel at all."""
+    """Name the method; with a share that selects nobody, prototypes are off and do not travel at all.
+
+    Raises ConfigError (E-CFG-08) when the method lacks what the run asks of it.
+    """
     choice = _choice(spec.method)
-    build_method(choice.name, choice.options)
-    if "prototypes" in {f.name for f in fields(METHODS[choice.name])} and not any(
-        m.prototypes for m in _members(spec, names)
-    ):
-        return Choice(choice.name, {**choice.options, "prototypes": False})
+    method = build_method(choice.name, choice.options)
+    capabilities.refuse(method, capabilities.asked_by(spec.train, len(names), spec.cohort, spec.quorum))
+    if method.without_prototypes and not any(m.prototypes for m in _members(spec, names)):
+        return Choice(choice.name, {**choice.options, **method.without_prototypes})
     return choice
 
 

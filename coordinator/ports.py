@@ -144,6 +144,9 @@ class GrpcPort:
                 digest = self._taken(task) or pending.wait()  # it may have come between the two looks
         return StoredBundle(self.blobs.path(digest), self.allowed)
 
+    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:
+        """Do nothing: the close that was stored is announced to every silo."""
+
     def _taken(self, task: Task) -> str | None:
         found = self.store.objects.contribution(task.contribution_id)
         return None if found is None or found.receipt is None else found.object_digest

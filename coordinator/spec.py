@@ -73,6 +73,8 @@ class RunSpec:
                 max_steps=_int(train, "max_steps"),
                 clip_norm=_float(train, "clip_norm"),
                 augment=_bool(train, "augment"),
+                optimizer=str(train.get("optimizer", "sgd")),
+                nesterov=_bool(train, "nesterov"),
             ),
             name=None if raw.get("name") is None else str(raw["name"]),
             rounds=_int(raw, "rounds"),

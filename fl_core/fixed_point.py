@@ -12,7 +12,7 @@ so n values inside their bound never overflow. Values outside it are clipped, co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -97,15 +97,19 @@ class Grid:
 class Accumulator:
     """One exact sum over the bundles of a round, folded on arrival and then forgotten.
 
-    Guarantees: the same bundles in any order give the same bytes; memory is one sum, whatever the number of silos;
-    a bundle that does not fit the layout, or holds a NaN, changes nothing.
+    apart: parts that are not summed but kept one by one, for methods that must see them.
+
+    Guarantees: the same bundles in any order give the same bytes; memory is one sum, whatever the number of silos,
+    and what is kept apart; a bundle that does not fit the layout, or holds a NaN, changes nothing.
     """
 
-    def __init__(self, layout: Layout, grid: Grid) -> None:
+    def __init__(self, layout: Layout, grid: Grid, apart: Collection[str] = ()) -> None:
         self.layout = layout
         self.grid = grid
+        self.apart = frozenset(apart)
         self.clipped = 0
         self.count = 0
+        self._single: dict[int, dict[str, Part]] = {}
 
     @cached_property
     def _sum(self) -> dict[str, tuple[dict[str, Tensor], Tensor]]:
@@ -113,17 +117,23 @@ class Accumulator:
         return {
             part: ({n: torch.zeros(s, dtype=torch.int64) for n, s in spec.shapes.items()},
                    torch.zeros(spec.weight_shape, dtype=torch.int64))
-            for part, spec in self.layout.items()
+            for part, spec in self.layout.items() if part not in self.apart
         }  # fmt: skip
 
-    def fold(self, bundle: Bundle) -> None:
-        """Add one silo's bundle: float parts are put on the grid here, integer parts are on it already."""
+    def fold(self, bundle: Bundle, place: int = 0) -> None:
+        """Add one silo's bundle: float parts are put on the grid here, integer parts are on it already.
+
+        place: the silo's place in the roster, the order of what is kept apart.
+        """
         check_layout(bundle, self.layout)
         for name, part in bundle.items():  # all checks before the first addition
             for value in (*part.total.values(), part.weight):
                 if value.is_floating_point():
                     _peak(name, value)
+        self._single[place] = {name: self._units(name, bundle[name]) for name in self.apart & set(bundle)}
         for name, part in bundle.items():
+            if name in self.apart:
+                continue
             totals, weight = self._sum[name]
             for key, value in part.total.items():
                 self._add(totals[key], name, value)
@@ -136,9 +146,32 @@ class Accumulator:
         else:
             into.add_(value)
 
+    def _units(self, name: str, part: Part) -> Part:
+        zeros = Part({key: torch.zeros(v.shape, dtype=torch.int64) for key, v in part.total.items()},
+                     torch.zeros(part.weight.shape, dtype=torch.int64))  # fmt: skip
+        for key, value in part.total.items():
+            self._add(zeros.total[key], name, value)
+        self._add(zeros.weight, f"{name}.weight", part.weight)
+        return zeros
+
     def total(self) -> Bundle:
-        """Return the sum so far, still in integer units."""
-        return {name: Part(dict(totals), weight) for name, (totals, weight) in self._sum.items()}
+        """Return the sum so far, still in integer units; parts that are kept apart stacked in the roster's order."""
+        summed = {name: Part(dict(totals), weight) for name, (totals, weight) in self._sum.items()}
+        single = [parts for _, parts in sorted(self._single.items())]
+        for name in self.apart & set(self.layout):
+            spec = self.layout[name]
+            summed[name] = Part(
+                {
+                    key: _stack([parts[name].total[key] for parts in single], shape)
+                    for key, shape in spec.shapes.items()
+                },
+                _stack([p[name].weight for p in single], spec.weight_shape),
+            )
+        return summed
+
+
+def _stack(values: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    return torch.stack(list(values)) if values else torch.zeros((0, *shape), dtype=torch.int64)
 
 
 class FixedPoint:

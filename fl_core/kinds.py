@@ -31,3 +31,12 @@ class Split(Enum):
 
     TRAIN = "train"
     TEST = "test"
+
+
+class Capability(Enum):
+    """What a run can ask of a method, and a method can lack."""
+
+    SECURE_AGGREGATION = "secure aggregation"
+    DIFFERENTIAL_PRIVACY = "record-level differential privacy"
+    PARTIAL_PARTICIPATION = "partial participation"
+    ADAPTIVE_OPTIMIZER = "an adaptive optimizer"

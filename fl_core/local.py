@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fl_core import rng
+from fl_core import optimizers, rng
 from fl_core.errors import DataError
 from fl_core.types import (
     Examples,
@@ -59,6 +59,10 @@ class PlainData:
         steps = round((self._config.epochs if epochs is None else epochs) * -(-n // self._config.batch_size))
         return min(steps, self._config.max_steps) if self._config.max_steps else steps
 
+    def effective_steps(self, steps: int, mu: float = 0.0) -> float:
+        """Return how far so many steps reach, in units of -lr under the constant gradient 1; mu: a proximal term's."""
+        return optimizers.effective_steps(self._config, steps, self.lr * mu)
+
     def sgd(
         self,
         model: nn.Module,
@@ -69,7 +73,7 @@ class PlainData:
         shift: Tensors | None = None,
         only: Callable[[str], bool] | None = None,
     ) -> int:
-        """Train `model` in place with SGD and return the steps taken.
+        """Train `model` in place and return the steps taken.
 
         Momentum starts at zero in every call. A batch of one example is skipped where the model has BatchNorm,
         which has no variance to normalise it by, and is not counted.
@@ -80,9 +84,7 @@ class PlainData:
         if self._config.augment:
             augment = rng.stream(self._turn.seed, *path, "augment")
         named = {name: p for name, p in model.named_parameters() if only is None or only(name)}
-        optimiser = torch.optim.SGD(
-            named.values(), self.lr, momentum=self._config.momentum, weight_decay=self._config.weight_decay
-        )
+        optimiser = optimizers.make_optimizer(named.values(), self.lr, self._config)
         lonely = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
         model.train()
         steps = 0

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fl_core.types import (
     Bundle,
+    Capability,
     Coupling,
     Exposure,
     Federation,
@@ -35,6 +36,13 @@ class SiloData(Protocol):
 
     def planned_steps(self, epochs: float | None = None) -> int:
         """Return the number of optimiser steps that `sgd` will take; a public constant in a private run."""
+        ...
+
+    def effective_steps(self, steps: int, mu: float = 0.0) -> float:
+        """Return A_k: how far `steps` steps reach, in units of -lr under the constant gradient 1.
+
+        mu: strength of a proximal term. Raises ConfigError (E-CFG-08) for an adaptive optimizer.
+        """
         ...
 
     def sgd(
@@ -74,12 +82,30 @@ class Method(Protocol):
     """One federated method, both halves: a frozen dataclass of hyper-parameters that owns no state.
 
     Properties that an implementation must have, each checked by the contract suite for every method:
-    `local` mutates none of its arguments but `model`, whose contents on entry are undefined; one exchange per
-    round, a State down and a Bundle up; the bundle's layout is the same for every silo and every round.
+    `local` mutates none of its arguments but `model`; one exchange per round, a State down and a Bundle up; the
+    bundle's layout is the same for every silo and every round. `model` holds the run's initial weights on entry,
+    except for `personal`, which gets it as `local` left it.
     """
 
     name: ClassVar[str]
-    exposure: ClassVar[Exposure]
+    mirrored: ClassVar[bool]
+    """Whether silo states are mirrored in a server sum: then a silo whose update was not included discards its new
+    state; else it keeps it."""
+
+    @property
+    def exposure(self) -> Exposure:
+        """Say what `merge` must see, with these hyper-parameters."""
+        ...
+
+    @property
+    def apart(self) -> frozenset[str]:
+        """Name the parts that `merge` sees one by one: total (n, ...) and weight (n, ...) in the roster's order."""
+        ...
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        """Say what the method cannot do, with the remedy; a run that asks for it is refused before round 0."""
+        ...
 
     @property
     def coupling(self) -> Coupling:
@@ -111,7 +137,7 @@ class Method(Protocol):
         ...
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:
-        """Make the silo's personal model after a round."""
+        """Make the silo's personal model after a round, from what `local` left in `model` and the silo's new state."""
         ...
 
 
@@ -138,4 +164,8 @@ class SiloPort(Protocol):
 
     def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
         """Run one round at the silo and return its bundle."""
+        ...
+
+    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:
+        """Learn that a round is closed, and whether this silo's bundle is part of it."""
         ...

@@ -21,7 +21,8 @@ class TrainConfig:
     """The local schedule, equal at every silo.
 
     lr is per step and falls by `lr_decay` per round; max_steps cuts an `sgd` call short (0: never);
-    clip_norm bounds the whole gradient of a step (0: off).
+    clip_norm bounds the whole gradient of a step (0: off); optimizer: "sgd" (momentum, nesterov) or "adam", which
+    methods that count effective steps refuse.
     """
 
     lr: float = 0.01
@@ -33,6 +34,8 @@ class TrainConfig:
     max_steps: int = 0
     clip_norm: float = 0.0
     augment: bool = False
+    optimizer: str = "sgd"
+    nesterov: bool = False
 
 
 @dataclass(frozen=True, slots=True)

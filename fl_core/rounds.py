@@ -118,16 +118,21 @@ class Engine:
             clipped,
         )
         observer.closed(record, server)
+        for k in ids:
+            self.ports[k].settle(fed, kind, self.ports[k].name in included)
         return server
 
     def _gather(
         self, msg: State, fed: Federation, kind: TaskKind, ids: Sequence[int], layout: Layout, observer: Observer
     ) -> tuple[Bundle, list[str], dict[str, str], int]:
         """Fold bundles as they arrive, one at a time; a bundle that does not fit is refused and the round survives."""
-        sums, included, missing = Accumulator(layout, self.grid), list[str](), dict[str, str]()
+        places = {self.ports[k].name: k for k in ids}
+        sums, included, missing = (
+            Accumulator(layout, self.grid, self.method.apart), list[str](), dict[str, str]()
+        )  # fmt: skip
         for name, reply in self._replies([self.ports[k] for k in ids], msg, fed, kind):
             try:
-                sums.fold(reply.result())
+                sums.fold(reply.result(), places[name])
             except FederationError as error:
                 missing[name] = str(error)
                 continue

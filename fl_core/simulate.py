@@ -40,15 +40,22 @@ class LocalPort:
         self._seed = seed
         self._prototypes = prototypes
         self._state: State | None = None
+        self._staged: State | None = None
 
     def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
-        """Run `worker.work` and keep the silo's state."""
+        """Run `worker.work` and stage the silo's next state."""
         turn = Turn(fed, self._index, self._seed, self._prototypes)
         data = PlainData(self._share.train, self._share.test, self._train, turn)
         outcome = work(self._bench, msg, self._state, data, turn, kind)
         if kind is TaskKind.TRAIN:
-            self._state = outcome.state
+            self._staged = outcome.state
         return outcome.bundle
+
+    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:  # noqa: ARG002
+        """Commit what was staged; of a method whose server mirrors silo states, only when this silo was included."""
+        if self._staged is not None and (included or not self._bench.method.mirrored):
+            self._state = self._staged
+        self._staged = None
 
 
 def bench_of(manifest: RunManifest) -> Bench:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.errors import ProtocolError
+from fl_core.kinds import Capability as Capability
 from fl_core.kinds import Coupling as Coupling
 from fl_core.kinds import Exposure as Exposure
 from fl_core.kinds import Split as Split

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from fl_core import trees
 from fl_core.fixed_point import check_layout
 from fl_core.protocols import Guard, Method, SiloData
-from fl_core.types import Bundle, ClassSums, Layout, Outcome, Part, Split, State, TaskKind, Turn
+from fl_core.types import Bundle, ClassSums, Layout, Outcome, Part, Split, State, TaskKind, Tensors, Turn
 
 METRICS = "metrics"
 """The part that every bundle carries: correct answers over test examples, per class."""
@@ -18,27 +19,40 @@ METRICS = "metrics"
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a silo works with in one run: the method, a scratch model, its outgoing guards and the agreed layout."""
+    """What a silo works with in one run: the method, a scratch model, its outgoing guards and the agreed layout.
+
+    initial: the run's initial weights, read off `model` when they are not given.
+    """
 
     method: Method
     model: nn.Module
     layout: Layout
     guards: Sequence[Guard] = ()
+    initial: Tensors = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.initial:
+            object.__setattr__(self, "initial", {name: v.cpu() for name, v in trees.read(self.model).items()})
+
+    def fresh(self) -> nn.Module:
+        """Return the scratch model with the run's initial weights."""
+        trees.write(self.model, self.initial)
+        return self.model
 
 
 def work(bench: Bench, msg: State, state: State | None, data: SiloData, turn: Turn, kind: TaskKind) -> Outcome:
     """Evaluate what was broadcast, train if asked to, and guard what leaves.
 
     Returns the bundle that may leave and the silo's next state, which the caller commits only once the round's
-    close names this silo. `bench.model` is scratch: nothing is read from it.
+    close names this silo. `bench.model` is scratch: it gets the run's initial weights before every use.
     Raises ProtocolError (E-WIRE-02) when the method's bundle does not have the run's layout.
     """
-    method, model, fed = bench.method, bench.model, turn.fed
-    state = method.init_silo(model, fed) if state is None else state
-    bundle: dict[str, Part] = {METRICS: evaluate(method.global_model(model, msg), data, fed.n_classes)}
+    method, fed = bench.method, turn.fed
+    state = method.init_silo(bench.fresh(), fed) if state is None else state
+    bundle: dict[str, Part] = {METRICS: evaluate(method.global_model(bench.fresh(), msg), data, fed.n_classes)}
     layout = {METRICS: bench.layout[METRICS]}
     if kind is TaskKind.TRAIN:
-        local, state = method.local(model, msg, state, data, turn)
+        local, state = method.local(bench.fresh(), msg, state, data, turn)
         bundle |= local
         layout = dict(bench.layout)
     check_layout(bundle, layout)

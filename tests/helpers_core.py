@@ -11,6 +11,7 @@ from fl_core.fixed_point import Grid
 from fl_core.manifest import Choice, Option, RunManifest, members
 from fl_core.methods import build_method
 from fl_core.models import build_model
+from fl_core.optimizers import effective_steps
 from fl_core.simulate import SiloShare
 from fl_core.spec import derive_layout
 from fl_core.types import Bundle, Examples, Federation, LossFn, PenaltyFn, Query, Schema, Split, Tensors, TrainConfig
@@ -40,25 +41,32 @@ class QData:
 
     batch_size = 1
 
-    def __init__(self, a: float, b: float, n: float = 1.0, steps: int = 10, lr: float = 0.1) -> None:
-        self.a, self.b, self.n, self.steps, self.lr = a, b, n, steps, lr
+    def __init__(
+        self, a: float, b: float, n: float = 1.0, steps: int = 10, lr: float = 0.1, momentum: float = 0.0
+    ) -> None:
+        self.a, self.b, self.n, self.steps, self.lr, self.momentum = a, b, n, steps, lr, momentum
         self.path: list[float] = []
 
     def planned_steps(self, epochs: float | None = None) -> int:
         return self.steps
+
+    def effective_steps(self, steps: int, mu: float = 0.0) -> float:
+        return effective_steps(TrainConfig(momentum=self.momentum), steps, self.lr * mu)
 
     def sgd(
         self, model: nn.Module, loss: LossFn, *, epochs: float | None = None, penalty: PenaltyFn | None = None,
         shift: Tensors | None = None, only: Callable[[str], bool] | None = None,
     ) -> int:  # fmt: skip
         assert isinstance(model, Scalar)
-        optimiser = torch.optim.SGD(model.parameters(), self.lr)
+        optimiser = torch.optim.SGD(model.parameters(), self.lr, momentum=self.momentum)
         for _ in range(self.steps):
             optimiser.zero_grad()
             objective = 0.5 * self.a * (model.w - self.b).square().sum()
             if penalty is not None:
                 objective = objective + penalty(model)
             objective.backward()
+            if shift is not None:
+                model.w.grad.add_(shift["w"])
             optimiser.step()
             self.path.append(float(model.w.detach()))
         return self.steps

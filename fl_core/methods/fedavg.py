@@ -7,10 +7,14 @@ from Decentralized Data", AISTATS 2017, Algorithm 1.
     w^{t+1}  = w + sum_k n_k (w_k - w) / sum_k n_k     over the silos whose update arrived
 
 BatchNorm's running statistics are averaged like weights (methods of the FedMR family count them in their traffic).
+
+Other methods inherit from here and say what they change: `objective` (the loss of local training), `shared` (the
+tensors that travel), `extras` (parts beside the delta), or whole halves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,17 +22,56 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core import trees
+from fl_core.methods.options import one_of
 from fl_core.protocols import SiloData
-from fl_core.types import Bundle, Coupling, Exposure, Federation, Losses, Outcome, Part, State, Turn
+from fl_core.types import (
+    Bundle,
+    Capability,
+    Coupling,
+    Exposure,
+    Federation,
+    Losses,
+    LossFn,
+    Outcome,
+    Part,
+    State,
+    Turn,
+)
+
+WEIGHTS = ("samples", "uniform")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FedAvg:
-    """Average of locally trained models, weighed by examples."""
+    """Average of locally trained models.
+
+    weights: "samples" weighs a silo by its training examples, "uniform" counts each silo once.
+    """
 
     name: ClassVar[str] = "fedavg"
-    exposure: ClassVar[Exposure] = Exposure.SUM
     has_personal_model: ClassVar[bool] = False
+    mirrored: ClassVar[bool] = False
+    without_prototypes: ClassVar[Mapping[str, str | bool] | None] = None
+    """The options that turn prototypes off, for a run in which no silo submits any; None where there is no such way."""
+    weights: str = "samples"
+
+    def __post_init__(self) -> None:
+        one_of(self, "weights", WEIGHTS)
+
+    @property
+    def exposure(self) -> Exposure:
+        """Say that the sum over silos is enough, unless parts are named to be seen apart."""
+        return Exposure.EACH if self.apart else Exposure.SUM
+
+    @property
+    def apart(self) -> frozenset[str]:
+        """Name no part: none has to be seen apart from the sum."""
+        return frozenset()
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        """Lack nothing; methods that do name the remedy."""
+        return {}
 
     @property
     def coupling(self) -> Coupling:
@@ -40,14 +83,26 @@ class FedAvg:
         """Name what goes up, part by part."""
         return ("delta",)
 
+    def shared(self, name: str) -> bool:  # noqa: ARG002
+        """Tell whether a parameter or buffer of the model travels."""
+        return True
+
     @staticmethod
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
         """Return the cross entropy of each example."""
         return Losses(cross_entropy(model(x), y, reduction="none"))
 
+    def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:  # noqa: ARG002
+        """Make the loss of one silo's round; `model` holds the received weights."""
+        return self.loss
+
+    def extras(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> dict[str, Part]:  # noqa: ARG002
+        """Make what goes up beside the delta, from the trained model."""
+        return {}
+
     def init_server(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
         """Start from the initialised model."""
-        return {"w": trees.read(model)}
+        return {"w": trees.only(trees.read(model), self.shared)}
 
     def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
         """Keep nothing between rounds."""
@@ -57,28 +112,35 @@ class FedAvg:
         """Send the model."""
         return {"w": server["w"]}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:  # noqa: ARG002
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
         """Train from the received model and send the weighed difference."""
         trees.write(model, msg["w"])
-        data.sgd(model, self.loss)
-        return Outcome({"delta": self.delta(model, msg, data)}, silo)
+        data.sgd(model, self.objective(model, msg, data, turn))
+        return Outcome({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, turn)}, silo)
+
+    def weight(self, data: SiloData) -> float:
+        """Return what this silo counts in an average of models."""
+        return data.size() if self.weights == "samples" else 1.0
+
+    def delta(self, model: nn.Module, msg: State, data: SiloData) -> Part:
+        """Weigh what training changed in the tensors that travel."""
+        return Part.of(self.moved(model, msg), self.weight(data))
 
     @staticmethod
-    def delta(model: nn.Module, msg: State, data: SiloData) -> Part:
-        """Weigh what training changed by the silo's size."""
-        trained = {name: v.cpu() for name, v in trees.read(model).items()}
-        return Part.of(trees.sub(trained, msg["w"]), data.size())
+    def moved(model: nn.Module, msg: State) -> dict[str, Tensor]:
+        """Return trained minus received, for the tensors that travel."""
+        trained = trees.read(model)
+        return {name: trained[name].cpu() - received for name, received in msg["w"].items()}
 
     def merge(self, server: State, total: Bundle, fed: Federation) -> State:  # noqa: ARG002
         """Add the mean difference; without any update the model stays as it is."""
         return {**server, "w": trees.add(server["w"], total["delta"].mean())}
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
-        """Load the received model."""
+        """Load the received model; what does not travel keeps its initial value."""
         trees.write(model, msg["w"])
         return model
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:  # noqa: ARG002
         """Return the model after local training, the personal model of a method that has none of its own."""
-        self.local(model, msg, silo, data, turn)
         return model

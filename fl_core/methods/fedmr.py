@@ -14,6 +14,7 @@ code's loss, which has no inter-class term.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,8 +26,9 @@ from fl_core.errors import ConfigError
 from fl_core.methods import manifold, prototypes
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.manifold import IntraVariant, References
+from fl_core.methods.options import at_least, one_of
 from fl_core.protocols import SiloData
-from fl_core.types import Bundle, Coupling, Federation, Losses, LossFn, Outcome, State, Turn
+from fl_core.types import Bundle, Coupling, Federation, Losses, LossFn, Part, State, Turn
 
 CHOICES = {
     "intra": ("paper", "code"),
@@ -37,7 +39,7 @@ CHOICES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FedMR(FedAvg):
     """As FedAvg, except that features are decorrelated within classes and kept apart from other classes' prototypes.
 
@@ -50,6 +52,7 @@ class FedMR(FedAvg):
     """
 
     name: ClassVar[str] = "fedmr"
+    without_prototypes: ClassVar[Mapping[str, str | bool] | None] = {"prototypes": False}
     mu1: float = 1e-5
     mu2: float = 0.1
     intra: str = "paper"
@@ -65,11 +68,10 @@ class FedMR(FedAvg):
     prototypes: bool = True
 
     def __post_init__(self) -> None:
-        if min(self.mu1, self.mu2, self.eps, self.warmup, self.lite) < 0:
-            raise ConfigError("E-CFG-02", f"expected mu1, mu2, eps, warmup and lite >= 0, found {self}")
+        super().__post_init__()
+        at_least(self, 0, "mu1", "mu2", "eps", "warmup", "lite")
         for option, valid in CHOICES.items():
-            if (found := getattr(self, option)) not in valid:
-                raise ConfigError("E-CFG-02", f"fedmr.{option}: expected one of {valid}, found {found!r}")
+            one_of(self, option, valid)
         if self.no_margin and self.inter == "paired_sample":
             raise ConfigError("E-CFG-02", "no_margin pairs nothing: expected inter=own_sample, found paired_sample")
 
@@ -99,16 +101,9 @@ class FedMR(FedAvg):
         """Send the model and the prototypes."""
         return dict(server)
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
-        """Train with both losses, then measure prototypes around the received ones."""
-        trees.write(model, msg["w"])
-        data.sgd(model, self._objective(msg, data, turn))
-        delta = {"delta": self.delta(model, msg, data)}
-        if not self.uses_prototypes:
-            return Outcome(delta, silo)
-        state = msg[prototypes.PART]
-        part = prototypes.measure(model, state, data) if turn.prototypes else prototypes.withheld(state)
-        return Outcome({**delta, prototypes.PART: part}, silo)
+    def extras(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> dict[str, Part]:
+        """Measure prototypes around the received ones."""
+        return {prototypes.PART: prototypes.submitted(model, msg, data, turn)} if self.uses_prototypes else {}
 
     def _references(self, msg: State, data: SiloData) -> References | None:
         """Choose what L_inter measures against; None while no prototype is known."""
@@ -117,7 +112,7 @@ class FedMR(FedAvg):
         negatives = data.class_counts() > 0 if self.negatives == "observed" else known
         return References(msg[prototypes.PART]["g"], known, negatives)
 
-    def _objective(self, msg: State, data: SiloData, turn: Turn) -> LossFn:
+    def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:  # noqa: ARG002
         """Make equation 5 for one silo's round; L_inter is per example but for `paired_sample`."""
         t, ref = turn.fed.round, self._references(msg, data)
         mu2 = self.mu2 * (min(1.0, t / self.warmup) if self.warmup else 1.0)

@@ -17,14 +17,14 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from fl_core import trees
-from fl_core.errors import ConfigError
-from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.options import at_least
+from fl_core.methods.prototype_aided import PrototypeAided
 from fl_core.protocols import SiloData
-from fl_core.types import Outcome, State, Turn
+from fl_core.types import Outcome, PenaltyFn, State, Turn
 
 
-@dataclass(frozen=True)
-class FedProx(FedAvg):
+@dataclass(frozen=True, kw_only=True)
+class FedProx(PrototypeAided):
     """As FedAvg, except that local training is pulled back to the received model.
 
     mu: strength of the pull, >= 0; the authors' grid is 0.001, 0.01, 0.1, 0.5, 1. Guarantees: mu = 0 is FedAvg bit
@@ -35,17 +35,22 @@ class FedProx(FedAvg):
     mu: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.mu < 0:
-            raise ConfigError("E-CFG-02", f"expected mu >= 0, found mu={self.mu}")
+        super().__post_init__()
+        at_least(self, 0, "mu")
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:  # noqa: ARG002
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
         """Train with the proximal term and send the weighed difference."""
         trees.write(model, msg["w"])
-        anchor = trees.trainable(model)
+        data.sgd(model, self.objective(model, msg, data, turn), penalty=proximal(model, self.mu))
+        return Outcome({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, turn)}, silo)
 
-        def prox(current: nn.Module) -> Tensor:
-            moved = {name: p for name, p in current.named_parameters() if name in anchor}
-            return 0.5 * self.mu * trees.sq_dist(moved, anchor)
 
-        data.sgd(model, self.loss, penalty=prox if self.mu else None)
-        return Outcome({"delta": self.delta(model, msg, data)}, silo)
+def proximal(model: nn.Module, mu: float) -> PenaltyFn | None:
+    """Make mu/2 ||w - w^t||^2 around the trainable parameters that `model` has now; None for mu = 0."""
+    anchor = trees.trainable(model)
+
+    def prox(current: nn.Module) -> Tensor:
+        moved = {name: p for name, p in current.named_parameters() if name in anchor}
+        return 0.5 * mu * trees.sq_dist(moved, anchor)
+
+    return prox if mu else None

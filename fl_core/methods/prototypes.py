@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fl_core.models.split import SplitModel
 from fl_core.protocols import SiloData
-from fl_core.types import ClassSums, Part, Tensors
+from fl_core.types import ClassSums, Part, State, Tensors, Turn
 
 PART = "prototypes"
 
@@ -49,6 +49,12 @@ def measure(model: nn.Module, state: Tensors, data: SiloData) -> Part:
 def withheld(state: Tensors) -> Part:
     """Make the part of a silo that submits no prototypes: zeros of weight 0, no query."""
     return Part({"offset": torch.zeros_like(state["g"])}, torch.zeros_like(state["known"]))
+
+
+def submitted(model: nn.Module, msg: State, data: SiloData, turn: Turn) -> Part:
+    """Measure prototypes around the received ones, or withhold them where this silo submits none."""
+    state = msg[PART]
+    return measure(model, state, data) if turn.prototypes else withheld(state)
 
 
 def merged(state: Tensors, part: Part) -> dict[str, Tensor]:

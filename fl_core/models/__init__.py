@@ -12,10 +12,10 @@ from fl_core import rng
 from fl_core.errors import ConfigError
 from fl_core.models.digits_cnn import DigitsCnn
 from fl_core.models.efficientnet import EfficientNetB0
-from fl_core.models.options import from_mapping
 from fl_core.models.resnet import ResNet18
 from fl_core.models.simple_cnn import SimpleCnn
 from fl_core.models.split import SplitModel
+from fl_core.options import from_mapping
 from fl_core.types import Schema
 from fl_core.words import nearest
 

@@ -95,11 +95,20 @@ def test_a_method_names_what_it_sends(name: str) -> None:
 
 @every_method
 def test_contents_of_the_scratch_model_change_nothing(name: str) -> None:
-    server = server_of(made(name))
-    for k in range(3):
-        clean, dirty = local(made(name), server, k), local(made(name), server, k, poisoned())
-        assert same_bundle(clean.bundle, dirty.bundle)
-        assert same_state(clean.state, dirty.state)
+    method, server = made(name), server_of(made(name))
+    clean = Bench(method, model_of(), derive_layout(method, model_of(), SCHEMA))
+    dirty = Bench(method, poisoned(), clean.layout, initial=clean.initial)
+    for k, share in enumerate(shares()):
+        turn = Turn(FED, k, 0)
+        a, b = (
+            work(
+                bench, method.broadcast(server), None, PlainData(share.train, share.test, TRAIN, turn), turn,
+                TaskKind.TRAIN,
+            )
+            for bench in (clean, dirty)
+        )  # fmt: skip
+        assert same_bundle(a.bundle, b.bundle)
+        assert same_state(a.state, b.state)
 
 
 @every_method
@@ -109,8 +118,8 @@ def test_evaluation_reads_nothing_of_the_scratch_model(name: str) -> None:
     layout = derive_layout(method, model_of(), SCHEMA)
     parts = [
         work(
-            Bench(method, model, layout), msg, None, PlainData(share.train, share.test, TRAIN, turn), turn,
-            TaskKind.EVALUATE,
+            Bench(method, model, layout, initial=trees.read(model_of())), msg, None,
+            PlainData(share.train, share.test, TRAIN, turn), turn, TaskKind.EVALUATE,
         ).bundle
         for model in (model_of(), poisoned())
     ]  # fmt: skip

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
-from helpers_core import NAMES, manifest, same, shares
+from helpers_core import NAMES, SCHEMA, manifest, same, shares
+from torch import nn
 
 from fl_core import cohort
 from fl_core.errors import ConfigError, UnavailableError
 from fl_core.manifest import RunManifest
-from fl_core.protocols import SiloPort
-from fl_core.rounds import RoundRecord
-from fl_core.simulate import History, engine_of, initial_state, local_ports
-from fl_core.types import Bundle, Federation, Part, State, TaskKind
+from fl_core.methods.fedavg import FedAvg
+from fl_core.protocols import SiloData, SiloPort
+from fl_core.rounds import RoundRecord, Silent
+from fl_core.simulate import History, LocalPort, bench_of, engine_of, initial_state, local_ports
+from fl_core.spec import derive_layout
+from fl_core.types import Bundle, Federation, Outcome, Part, State, TaskKind, Turn
+from fl_core.worker import Bench
 
 
 class Kept(History):
@@ -42,6 +48,9 @@ class Failing:
 
     def __init__(self, inner: SiloPort, rounds: Sequence[int], spoil: bool = False) -> None:
         self.name, self._inner, self._rounds, self._spoil = inner.name, inner, rounds, spoil
+
+    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:
+        self._inner.settle(fed, kind, included)
 
     def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
         if fed.round not in self._rounds:
@@ -190,3 +199,49 @@ def test_values_that_the_grid_cuts_off_are_reported() -> None:
     ports[0] = Huge(ports[0], [])
     _, kept = go(run, ports)
     assert [r.clipped for r in kept.records] == [4, 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting(FedAvg):
+    """Keeps the number of rounds that its silo believes to be part of, and shows each one its own sum."""
+
+    mirrored: ClassVar[bool] = True
+
+    @property
+    def apart(self) -> frozenset[str]:
+        return frozenset({"rounds"})
+
+    def init_silo(self, model: nn.Module, fed: Federation) -> State:
+        del model, fed
+        return {"own": {"rounds": torch.zeros(1)}}
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        done = {"own": {"rounds": silo["own"]["rounds"] + 1}}
+        bundle = super().local(model, msg, silo, data, turn).bundle
+        return Outcome({**bundle, "rounds": Part.of(done["own"], 1.0 + turn.silo)}, done)
+
+    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+        seen = {**server, "seen": {"rounds": total["rounds"].total["rounds"], "weight": total["rounds"].weight}}
+        return super().merge(seen, total, fed)
+
+
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_a_mirrored_silo_state_is_committed_only_when_the_round_names_the_silo(mirrored: bool) -> None:
+    method = type("Sub", (Counting,), {"mirrored": mirrored})()
+    run = manifest("fedavg", rounds=4)
+    bench = bench_of(run)
+    layout = derive_layout(method, bench.model, SCHEMA)
+    ports = [
+        LocalPort(m.name, k, shares()[k], Bench(method, bench.model, layout), run.train, run.seed, True)
+        for k, m in enumerate(run.members)
+    ]
+    spoilt = [ports[0], Failing(ports[1], [1], spoil=True), ports[2]]  # an update that was made, and was not included
+    engine = replace(engine_of(replace(run, layout=layout, quorum=2), spoilt, 1), method=method)
+    final = engine.run(method.init_server(bench.model, engine_fed(run)), Silent())
+    rounds = final["seen"]["rounds"].flatten() / final["seen"]["weight"]
+    assert rounds.tolist() == ([4, 3, 4] if mirrored else [4, 4, 4])
+    assert final["seen"]["weight"].tolist() == [1, 2, 3]  # one by one, in the roster's order
+
+
+def engine_fed(run: RunManifest) -> Federation:
+    return Federation(len(run.members), len(run.schema.classes), run.rounds)

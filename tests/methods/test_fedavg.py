@@ -84,7 +84,8 @@ def test_personal_model_is_the_locally_trained_one() -> None:
     def data() -> PlainData:
         return PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), turn)
 
-    personal = trees.read(FedAvg().personal(model, msg, {}, data(), turn))
+    left = FedAvg().local(model, msg, {}, data(), turn).state
+    personal = trees.read(FedAvg().personal(model, msg, left, data(), turn))
     trees.write(model, msg["w"])
     data().sgd(model, FedAvg.loss)
     assert same(personal, trees.read(model))

@@ -32,7 +32,7 @@ class Exact(QData):
 
 
 def play(mu: float, kind: type[QData], rounds: int) -> list[float]:
-    method, fed, silos = FedProx(mu), Federation(2, 2), (kind(1, 0), kind(4, 1))
+    method, fed, silos = FedProx(mu=mu), Federation(2, 2), (kind(1, 0), kind(4, 1))
     server, path = method.init_server(Scalar(), fed), []
     for _ in range(rounds):
         a, b = (
@@ -65,7 +65,7 @@ def test_t_prx_2_gradient_descent(mu: float, first: float | None, limit: float) 
 
 def test_t_prx_3_large_mu_diverges_with_explicit_steps() -> None:
     data, fed = QData(1, 1), Federation(1, 2)
-    FedProx(25).local(Scalar(), {"w": {"w": torch.zeros(1, dtype=torch.float64)}}, {}, data, Turn(fed, 0, 0))
+    FedProx(mu=25).local(Scalar(), {"w": {"w": torch.zeros(1, dtype=torch.float64)}}, {}, data, Turn(fed, 0, 0))
     fixed = 1 / 26  # of a (w - b) + mu w
     distances = [abs(w - fixed) for w in data.path]
     factors = [after / before for before, after in itertools.pairwise(distances)]
@@ -92,11 +92,11 @@ def test_pull_leaves_buffers_alone_and_shortens_the_way() -> None:
         start = {name: msg["w"][name] for name in trees.trainable(model)}
         return float(trees.sq_dist(start, trees.read(model)))
 
-    assert moved(FedProx(1.0)) < moved(FedAvg())
+    assert moved(FedProx(mu=1.0)) < moved(FedAvg())
     assert any("running_mean" in name for name in msg["w"])
 
 
 def test_negative_mu_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        FedProx(-0.1)
+        FedProx(mu=-0.1)
     assert caught.value.code == "E-CFG-02"

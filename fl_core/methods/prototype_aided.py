@@ -1,0 +1,111 @@
+"""A baseline with prototypes: its cross entropy becomes a mixture with a contrast to class prototypes.
+
+Mu, Shen, Cheng, Geng, Fu, Zhang and Zhang, "FedProc: Prototypical Contrastive Federated Learning on Non-IID Data",
+FGCS 2023; as an option of other baselines: FedMR (TMLR 2023), Table 8. With zn, gn of length 1 and V the classes that
+have a prototype,
+
+    GPC_i = -log( exp(zn_i . gn_y / tau) / sum_{c in V} exp(zn_i . gn_c / tau) )     0 where class y has none
+    "mixture":  a GPC_i + (1 - a) CE_i,   a = max(0, 1 - t/T); CE alone while no prototype is known
+    "additive": CE_i + lambda_p GPC_i
+
+Prototypes are measured after training and merged as in prototypes.py. A method's own regulariser keeps its strength.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from fl_core.methods import prototypes
+from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.options import above, at_least, one_of
+from fl_core.protocols import SiloData
+from fl_core.types import Bundle, Federation, Losses, LossFn, Part, State, Turn
+
+FORMS = ("off", "mixture", "additive")
+
+
+def contrast(z: Tensor, y: Tensor, g: Tensor, known: Tensor, tau: float) -> Tensor:
+    """Return GPC_i (B,) for features z (B, d), labels y (B,), prototypes g (C, d) and the mask of known ones (C,)."""
+    similarity = normalize(z, dim=1) @ normalize(g, dim=1).T / tau
+    log_p = torch.log_softmax(similarity.masked_fill(~known, float("-inf")), dim=1)
+    own = log_p.gather(1, y.unsqueeze(1)).squeeze(1)
+    return torch.where(known[y], -own, torch.zeros_like(own))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrototypeAided(FedAvg):
+    """As FedAvg, except that training may be aided by prototypes.
+
+    prototypes: "off" (default), "mixture" or "additive"   lambda_p: weight of the additive form
+    tau_p: temperature of the contrast. Guarantees: "off" sends and computes nothing more.
+    """
+
+    without_prototypes: ClassVar[Mapping[str, str | bool] | None] = {"prototypes": "off"}
+    prototypes: str = "off"
+    lambda_p: float = 0.1
+    tau_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self, "prototypes", FORMS)
+        at_least(self, 0, "lambda_p")
+        above(self, 0, "tau_p")
+
+    @property
+    def aided(self) -> bool:
+        """Tell whether prototypes travel."""
+        return self.prototypes != "off"
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Name what goes up, part by part."""
+        return (*super().sends, prototypes.PART) if self.aided else super().sends
+
+    def init_server(self, model: nn.Module, fed: Federation) -> State:
+        """Start with no prototype known."""
+        start = super().init_server(model, fed)
+        if not self.aided:
+            return start
+        return {**start, prototypes.PART: prototypes.unknown(fed.n_classes, prototypes.features_of(model).feature_dim)}
+
+    def broadcast(self, server: State) -> State:
+        """Send the prototypes beside what the method sends."""
+        msg = super().broadcast(server)
+        return {**msg, prototypes.PART: server[prototypes.PART]} if self.aided else msg
+
+    def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:
+        """Make the mixture for this round; cross entropy alone while no prototype is known."""
+        plain = super().objective(model, msg, data, turn)
+        if not self.aided or not bool((msg[prototypes.PART]["known"] > 0).any()):
+            return plain
+        share = max(0.0, 1.0 - turn.fed.round / turn.fed.rounds)
+        of_ce, of_gpc = (1.0 - share, share) if self.prototypes == "mixture" else (1.0, self.lambda_p)
+        if not of_gpc:
+            return plain
+        g, known = msg[prototypes.PART]["g"], msg[prototypes.PART]["known"] > 0
+
+        def mixture(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+            split = prototypes.features_of(model)
+            z = split.features(x)
+            ce = cross_entropy(split.head(z), y, reduction="none")
+            return Losses(of_ce * ce + of_gpc * contrast(z, y, g.to(z), known.to(z.device), self.tau_p))
+
+        return mixture
+
+    def extras(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> dict[str, Part]:
+        """Measure prototypes with the trained model."""
+        extra = super().extras(model, msg, data, turn)
+        return {**extra, prototypes.PART: prototypes.submitted(model, msg, data, turn)} if self.aided else extra
+
+    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+        """Merge prototypes by class counts beside what the method merges."""
+        after = super().merge(server, total, fed)
+        if not self.aided:
+            return after
+        return {**after, prototypes.PART: prototypes.merged(server[prototypes.PART], total[prototypes.PART])}

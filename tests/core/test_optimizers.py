@@ -1,0 +1,71 @@
+"""Local optimizers and their effective steps (specification of the baselines, section 1.2)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fl_core.capabilities import asked_by, refuse
+from fl_core.errors import ConfigError
+from fl_core.kinds import Capability
+from fl_core.methods.fedavg import FedAvg
+from fl_core.optimizers import check, effective_steps, make_optimizer
+from fl_core.types import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("momentum", "steps", "expected"),
+    [(0, 7, 7), (0.9, 1, 1), (0.9, 2, 2.9), (0.9, 3, 5.61), (0.9, 5, 13.1441), (0.9, 10, 41.381059609),
+     (0.9, 20, 120.941898913), (0.5, 2, 2.5), (0.5, 10, 18.001953125)],
+)  # fmt: skip
+def test_effective_steps_of_heavy_ball(momentum: float, steps: int, expected: float) -> None:
+    assert effective_steps(TrainConfig(momentum=momentum), steps) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(2, 4.61), (10, 47.2429536481)])
+def test_effective_steps_of_nesterov(steps: int, expected: float) -> None:
+    assert effective_steps(TrainConfig(momentum=0.9, nesterov=True), steps) == pytest.approx(expected, rel=1e-9)
+
+
+def test_effective_steps_with_a_pull() -> None:
+    assert effective_steps(TrainConfig(momentum=0.0), 5, pull=0.1) == pytest.approx(4.0951, rel=1e-9)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_effective_steps_are_the_way_of_the_optimizer_itself(nesterov: bool) -> None:
+    config, w = TrainConfig(momentum=0.7, nesterov=nesterov, weight_decay=0.0), nn.Parameter(torch.zeros(1).double())
+    optimizer = make_optimizer([w], 0.05, config)
+    for _ in range(6):
+        w.grad = torch.ones_like(w)
+        optimizer.step()
+    assert effective_steps(config, 6) == pytest.approx(-float(w.detach()) / 0.05, rel=1e-12)
+
+
+def test_an_adaptive_optimizer_has_no_effective_steps() -> None:
+    with pytest.raises(ConfigError, match="E-CFG-08"):
+        effective_steps(TrainConfig(optimizer="adam"), 3)
+
+
+@pytest.mark.parametrize("config", [TrainConfig(optimizer="sdg"), TrainConfig(nesterov=True, momentum=0.0)])
+def test_an_optimizer_that_cannot_be_is_refused(config: TrainConfig) -> None:
+    with pytest.raises(ConfigError, match="E-CFG-41"):
+        check(config)
+
+
+class Picky(FedAvg):
+    """Lacks partial participation."""
+
+    @property
+    def lacks(self):  # type: ignore[no-untyped-def]
+        return {Capability.PARTIAL_PARTICIPATION: "train with cohort=0"}
+
+
+@pytest.mark.parametrize(("cohort", "quorum", "refused"), [(2, 0, True), (0, 2, True), (3, 3, False), (0, 0, False)])
+def test_a_method_is_refused_what_it_lacks_with_the_remedy(cohort: int, quorum: int, refused: bool) -> None:
+    asked = asked_by(TrainConfig(), 3, cohort, quorum)
+    if refused:
+        with pytest.raises(ConfigError, match=r"fedavg.*partial participation.*cohort=0"):
+            refuse(Picky(), asked)
+    refuse(FedAvg(), asked)
+    assert refused or not asked
