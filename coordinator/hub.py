@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 _CODE = re.compile(r"E-[A-Z]+-\d\d")
 _REASON_CHARS = 500
 MISSED_PULSES = 3
+_ALIVE_PULSES = 2
+"""Who was heard within so many pulses is there; a line that died without a word makes place after them."""
 _LOST_MESSAGES_S = 300.0
 """A run's end is told again to a silo whose last sign of life is not this much younger."""
 
@@ -75,19 +77,25 @@ class Hub:
     # ---- sessions --------------------------------------------------------------------------------------------------
 
     def attach(self, session: Session) -> None:
-        """Make this the session of its silo and end an older one.
+        """Make this the session of its silo and end an older one: of the same process, or of the same home before.
 
-        Raises RefusedError (E-ID-26) when the silo is here with a newer certificate: two machines have one name.
+        Raises RefusedError (E-ID-26) when two machines have one name: the silo is here with a newer certificate, or
+        with this one on another home, and was heard within two pulses. The lead sees it in the runs of that silo.
         """
         with self._lock:
             older = self._sessions.get(session.name)
-            if older is not None and not older.over and older.peer.not_before > session.peer.not_before:
-                raise RefusedError(
-                    "E-ID-26",
-                    f"expected {session.name!r} once, found it here already with a newer certificate: two machines use "
-                    "one name. Stop this one, or ask the lead to revoke the other and to invite this one",
-                )
-            self._sessions[session.name] = session
+            found = None if older is None else older.stands_against(session, _ALIVE_PULSES * self.pulse_s)
+            if found is None:
+                self._sessions[session.name] = session
+        if found is not None:
+            error = RefusedError(
+                "E-ID-26",
+                f"expected {session.name!r} once, found it here already {found}: two machines use one name. Stop one "
+                f"of them; a machine that replaces another joins anew (coordinator invite {session.name} --again)",
+            )
+            log.warning("refused a session: %s", error)
+            self.note_refusal(session.peer, error)
+            raise error
         if older is None:
             self._tell(session.name, "here")
         else:

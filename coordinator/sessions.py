@@ -48,6 +48,22 @@ class Session:
         """Name the silo."""
         return self.peer.identity.name
 
+    def stands_against(self, other: Session, alive_s: float) -> str | None:
+        """Say why this session does not make place for a newer one of its name; None when it does.
+
+        It does for a newer certificate, for its own process, for the next one on its home, and when nothing was heard
+        here for `alive_s` seconds.
+        """
+        if self.over or self.peer.not_before < other.peer.not_before:
+            return None
+        if self.peer.not_before > other.peer.not_before:
+            return "with a newer certificate"
+        mine, theirs = self.hello or pb.Hello(), other.hello or pb.Hello()
+        silent = time.monotonic() - self.heard >= alive_s
+        if silent or mine.instance in (theirs.instance, theirs.previous_instance):
+            return None
+        return "with this certificate on another home"
+
     def send(self, message: pb.CoordinatorMessage) -> None:
         """Queue a message; one for a session that is over is lost, as it would be on the way."""
         with self._changed:

@@ -2,6 +2,7 @@
 
 `identity/` key, certificate, authority, pinned roster    `silo.db` what is remembered    `objects/` files by digest
 `addresses.json` of the coordinator                       `serve.lock` held by a running service
+`instance.json` who served here last
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from fl_core.errors import ConfigError, StateError
 from protos import keyfiles
@@ -25,6 +28,13 @@ def default_home() -> Path:
     """Return the home that CONSILIUM_SILO_HOME names, else ~/.consilium/silo."""
     named = os.environ.get(VARIABLE)
     return Path(named).expanduser() if named else Path.home() / ".consilium" / "silo"
+
+
+class Instance(NamedTuple):
+    """A running service, and the one before it on the same home; empty when there was none."""
+
+    id: str
+    previous: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,22 @@ class Home:
             )
         return found
 
+    def begin_instance(self) -> Instance:
+        """Name the service that starts now, and the last one here, whose place it takes at the coordinator.
+
+        Guarantees: a copy of a home, on this machine or another, does not continue the original's instance.
+        """
+        path, here = self.path / "instance.json", self.path.stat()
+        place = f"{_machine()} {here.st_dev} {here.st_ino}"
+        try:
+            last = json.loads(path.read_text())
+            previous = str(last["id"]) if last["place"] == place else ""
+        except (OSError, ValueError, KeyError, TypeError):
+            previous = ""  # nobody served here before
+        now = Instance(secrets.token_hex(16), previous)
+        keyfiles.write_public(path, json.dumps({"id": now.id, "place": place}).encode())
+        return now
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep every other service out of this home; raises StateError (E-STATE-60) when one is running.
@@ -86,3 +112,11 @@ class Home:
             file.flush()
             yield
             file.truncate(0)
+
+
+def _machine() -> str:
+    """Return what the operating system calls this machine; empty where it has no name for it, as in a container."""
+    try:
+        return Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        return ""

@@ -82,6 +82,7 @@ class Service:
         self._device = choose_device(settings.device)
         self._offer = data_offer(source)
         self.store = Store(settings.home.database)
+        self._instance = settings.home.begin_instance()
         credentials = self._identity.current_credentials
         lines = Lines(settings.home.addresses(), dial or dial_with(credentials))
         greeted = threading.Event()
@@ -181,6 +182,8 @@ class Service:
             data=self._offer,
             staged=[entry.key.ref for entry in self.store.outbox()],
             roster_version=pinned_version(self._identity),
+            instance=self._instance.id,
+            previous_instance=self._instance.previous,
         )
 
     def _welcomed(self, welcome: pb.Welcome) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +123,18 @@ def test_a_second_silo_process_on_one_home_is_refused(earth: World) -> None:
     second = earth.call("silo", "serve", "--data", P5C2[0], "--home", str(earth.folder / "hospital0"), ok=False)
     assert second.returncode != 0
     assert "E-STATE" in second.stderr
+
+
+def test_a_copy_of_a_home_is_refused_and_the_original_goes_on(earth: World) -> None:
+    copy = earth.folder / "copy"
+    shutil.copytree(earth.folder / "hospital0", copy)
+    second = earth.call("silo", "serve", "--data", P5C2[0], "--home", str(copy), ok=False)
+    assert second.returncode == 1
+    assert second.stderr.splitlines()[-1].startswith("E-ID-26"), second.stderr
+    assert "E-ID-26" in earth.log("coordinator")
+    assert earth.running["hospital0"].poll() is None
+    assert earth.states()["hospital0"] == "online"
+    assert "disconnected" not in earth.log("hospital0")
 
 
 def test_killing_and_restarting_either_side_between_rounds_continues_the_run(mars: World) -> None:

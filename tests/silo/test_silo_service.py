@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from fl_core.types import Federation, PartSpec, Schema, TaskKind
 from fl_core.worker import work
 from protos import codec
 from protos.consilium.v1 import federation_pb2 as pb
+from silo.home import Home
 from silo.tasks import TaskKey
 
 TRAINED = TaskKey("run-1", 0, TaskKind.TRAIN)
@@ -430,6 +432,20 @@ def test_threads_of_the_machine_are_as_before_a_task(make):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
+
+
+def test_a_hello_names_this_process_and_the_one_before_on_this_home_but_not_that_of_a_copy(make, tmp_path):
+    hospital = make()
+    for _ in range(2):
+        hospital.start()
+        hospital.stop()
+    first, second = (session.hello for session in hospital.control.sessions[:2])
+    assert first.instance
+    assert (first.previous_instance, second.previous_instance) == ("", first.instance)
+    assert second.instance != first.instance
+    shutil.copytree(hospital.folder, tmp_path / "copy")
+    assert Home(tmp_path / "copy").begin_instance().previous == ""
+    assert Home(hospital.folder).begin_instance().previous == second.instance
 
 
 def test_a_refusal_of_the_session_ends_the_service(make):
