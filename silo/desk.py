@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fl_core.errors import FederationError, ProtocolError
+from fl_core.errors import FederationError, ProtocolError, RefusedError
+from fl_core.explanations import EXPLANATIONS
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.notices import Say, notice
 from silo.store import Store
@@ -178,7 +179,7 @@ class Desk:
     def _answer(self, key: TaskKey, error: FederationError | None) -> None:
         answer = pb.Answer(run_id=key.run_id, round=key.round, kind=key.wire_kind, accepted=error is None)
         if error is not None:
-            answer.code, answer.reason = error.code, error.message
+            answer.code, answer.reason = error.code, public_reason(error)
         self._send(pb.SiloMessage(answer=answer))
 
     def _settle(self, key: TaskKey, included: bool) -> None:
@@ -201,3 +202,14 @@ class Desk:
         facts = {"run": ended.run_id, "state": ended.state, "reason": ended.reason}
         self._say(notice("ended", f"run {ended.run_id} {ended.state}{why}", facts=facts))
         self.untidy.set()
+
+
+def public_reason(error: FederationError) -> str:
+    """Write what the coordinator may know of an error: a refusal or a protocol error whole, of others their meaning.
+
+    Guarantees: no path, file name or count of the hospital leaves it. Their full text is in the hospital's own log.
+    """
+    if isinstance(error, RefusedError | ProtocolError):
+        return error.message
+    title, cause, _ = EXPLANATIONS[error.code]
+    return f"{title}: {cause[0].lower()}{cause[1:].rstrip('.')} (the hospital's own log has the details)"

@@ -10,10 +10,14 @@ import grpc
 import pytest
 import torch
 from helpers_silo import MEMBERS, FakeSession, Hospital, manifest, until
+from PIL import Image
 
 from fl_core import datasets
 from fl_core.manifest import Choice, Member
+from fl_core.methods import build_method
+from fl_core.models import build_model
 from fl_core.simulate import SiloShare, local_ports
+from fl_core.spec import derive_layout
 from fl_core.types import Federation, PartSpec, Schema, TaskKind
 from fl_core.worker import work
 from protos import codec
@@ -299,6 +303,29 @@ def test_a_manifest_that_does_not_fit_is_refused(make, change, code):
     assert hospital.transfer.calls.count("Open") == 0
 
 
+def test_a_refusal_over_the_hospitals_images_names_no_file_of_it(make, tmp_path):
+    """Names of files and folders may be names of patients; they stay in the hospital's own log."""
+    images = tmp_path / "ward7" / "images"
+    for name in ("nevus", "melanoma"):
+        (images / name).mkdir(parents=True)
+        for k in range(10):
+            Image.new("RGB", (40, 40), (20 * k, 40, 90)).save(images / name / f"smith-john-{k}.png")
+    schema = Schema((3, 32, 32), ("nevus", "melanoma"))
+    small = build_model("simple_cnn", {}, schema, 3)
+    layout = derive_layout(build_method("fedavg", {}), small, schema)
+    facts = {"data": "folder", "schema": schema, "layout": layout, "model": Choice("simple_cnn", {}), "image_size": 32}
+    hospital = make(manifest(**facts), data=f"folder:{images}")
+    hospital.start()
+    for file in images.rglob("*.png"):
+        file.write_bytes(file.read_bytes()[:60])  # sound when the service starts, damaged when it trains
+    hospital.offer()
+    answer = hospital.refused()
+    assert answer.code.startswith("E-DATA")
+    for word in ("ward7", "smith", str(tmp_path)):
+        assert word not in answer.reason
+    assert any("smith-john" in notice.text for notice in hospital.notices)
+
+
 def test_another_shape_is_refused(make):
     run = manifest()
     hospital = make(run)
@@ -354,13 +381,15 @@ def test_an_update_that_the_coordinator_refuses_waits_for_the_close(make):
 
 
 def test_a_task_that_fails_is_reported_and_the_next_one_works(make, slow, caplog):
-    slow.held, slow.fail = False, RuntimeError("out of memory")
+    slow.held, slow.fail = False, RuntimeError("no room for /data/smith_john.png")
     hospital = make(do=slow)
     hospital.start()
     hospital.offer(0)
     answer = hospital.refused()
-    assert (answer.code, "out of memory" in answer.reason) == ("E-RUN-31", True)
-    assert "out of memory" in caplog.text
+    assert (answer.code, "the hospital's own log" in answer.reason) == ("E-RUN-31", True)
+    assert "smith" not in answer.reason
+    assert "smith_john" in caplog.text
+    assert any("smith_john" in notice.text for notice in hospital.notices)
     slow.fail = None
     hospital.offer(1)
     hospital.sent()
