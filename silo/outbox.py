@@ -14,11 +14,15 @@ from silo.tasks import Entry, Evaluation, TaskKey
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What training gives: the bundle that may leave, the state that stays, and what was measured on the way."""
+    """What training gives: the bundle that may leave, the state that stays, and what was measured on the way.
+
+    mirrored: the method's server keeps a sum of such states, so this one counts only if the bundle is included.
+    """
 
     bundle: Bundle
     state: State
     evaluation: Evaluation
+    mirrored: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Outbox:
             staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file))
         bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file))
         name = codec.contribution_id(key.run_id, key.round, key.kind.value, self.silo, base_digest)
-        entry = Entry(key, manifest_digest, base_digest, name, bundle, size, staged)
+        entry = Entry(key, manifest_digest, base_digest, name, bundle, size, staged, mirrored=done.mirrored)
         self.store.stage(entry, done.evaluation)
         return entry
 

@@ -120,7 +120,8 @@ class Store:
             row = _task(db, entry.key)
             if row.closed is not None:
                 return
-            for name in ("manifest_digest", "base_digest", "contribution_id", "object_digest", "size", "state_digest"):
+            for name in ("manifest_digest", "base_digest", "contribution_id", "object_digest", "size", "state_digest",
+                         "mirrored"):  # fmt: skip
                 setattr(row, name, getattr(entry, name))
             row.evaluation, row.staged = json.dumps(asdict(evaluation)), self._clock()
             row.receipt = row.refused = None
@@ -139,6 +140,7 @@ class Store:
     def close(self, key: TaskKey, included: bool) -> bool:
         """Commit or discard what was staged; return False when the round was closed before.
 
+        A state that the server mirrors in a sum is discarded unless its bundle was included; any other is kept.
         Guarantees: a close seen twice changes nothing; a state never replaces that of a later round.
         """
         with self._begin() as db:
@@ -146,7 +148,7 @@ class Store:
             if row.closed is not None:
                 return False
             row.closed, row.included = self._clock(), included
-            if included and row.state_digest is not None:
+            if row.state_digest is not None and (included or not row.mirrored):
                 run = _run(db, key.run_id, self._clock())
                 if run.state_round is None or run.state_round < key.round:
                     run.state_digest, run.state_round = row.state_digest, key.round
@@ -258,7 +260,7 @@ def _key(row: TaskRow) -> TaskKey:
 def _entry(row: TaskRow) -> Entry:
     return Entry(
         _key(row), row.manifest_digest, row.base_digest, row.contribution_id, row.object_digest, row.size,
-        row.state_digest, row.receipt, row.refused,
+        row.state_digest, row.receipt, row.refused, row.mirrored,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from fl_core.errors import StateError
 
-VERSION = 1
+VERSION = 2
 
 
 class Base(DeclarativeBase):
@@ -56,6 +56,7 @@ class TaskRow(Base):
     object_digest: Mapped[str] = mapped_column(default="")
     size: Mapped[int] = mapped_column(default=0)
     state_digest: Mapped[str | None] = mapped_column(default=None)
+    mirrored: Mapped[bool] = mapped_column(default=True)
     evaluation: Mapped[str] = mapped_column(default="")
     staged: Mapped[float | None] = mapped_column(default=None)
     receipt: Mapped[bytes | None] = mapped_column(default=None)
@@ -94,6 +95,8 @@ def open_database(path: Path) -> Engine:
                     "use that one again, or upgrade this one",
                 )
             Base.metadata.create_all(connection)
+            if found == 1:  # before states were told apart: what it had staged is discarded unless it is included
+                connection.execute(text("ALTER TABLE tasks ADD COLUMN mirrored BOOLEAN NOT NULL DEFAULT 1"))
             connection.execute(text(f"PRAGMA user_version = {VERSION}"))
     except DatabaseError as error:
         raise StateError(

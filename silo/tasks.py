@@ -60,7 +60,8 @@ class Entry:
     """A finished task whose round is not known to be closed: the bundle on disk, and the state that waits with it.
 
     state_digest is None for an evaluation, which changes no state. receipt holds the signed receipt once it is here;
-    refused says why the coordinator will never take the bundle.
+    refused says why the coordinator will never take the bundle. mirrored: the state counts only if the bundle is
+    included, because the server keeps a sum of such states.
     """
 
     key: TaskKey
@@ -72,3 +73,4 @@ class Entry:
     state_digest: str | None = None
     receipt: bytes | None = None
     refused: str | None = None
+    mirrored: bool = True

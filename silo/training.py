@@ -178,7 +178,8 @@ class Trainer:
         with _threads(manifest.threads):
             data = PlainData(seat.dataset.train, seat.dataset.test, manifest.train, turn, self._device, progress)
             outcome = self._do(seat.bench, msg, state, data, turn, key.kind)
-        return Finished(outcome.bundle, outcome.state, Evaluation(manifest.schema.classes, *seat.notebook.metrics))
+        evaluation = Evaluation(manifest.schema.classes, *seat.notebook.metrics)
+        return Finished(outcome.bundle, outcome.state, evaluation, seat.bench.method.mirrored)
 
     @staticmethod
     def _federation(seat: Seat, key: TaskKey, size: int) -> Federation:

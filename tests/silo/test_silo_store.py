@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import stat
 import threading
 from pathlib import Path
@@ -28,12 +29,12 @@ def key(round=0, run="run-1", kind=TaskKind.TRAIN):
     return TaskKey(run, round, kind)
 
 
-def finished(value: float) -> Finished:
+def finished(value: float, mirrored: bool = True) -> Finished:
     bundle = {
         "metrics": Part({"correct": torch.ones(2)}, torch.ones(2)),
         "delta": Part.of({"w": torch.ones(3) * value}),
     }
-    return Finished(bundle, {"own": {"w": torch.full((2,), value)}}, FACTS)
+    return Finished(bundle, {"own": {"w": torch.full((2,), value)}}, FACTS, mirrored)
 
 
 def opened(home: Path) -> Outbox:
@@ -131,6 +132,44 @@ def test_a_crash_while_discarding_never_commits(tmp_path, monkeypatch):
         again.store.close(key(1), included=False)
         assert value(again) == 1.0, what
         assert again.store.outbox() == []
+
+
+@pytest.mark.parametrize(("included", "mirrored", "left"), [
+    (True, True, 2.0), (False, True, 1.0), (True, False, 2.0), (False, False, 2.0),
+])  # fmt: skip
+def test_a_state_without_a_mirror_is_kept_even_if_the_update_was_lost(tmp_path, included, mirrored, left):
+    outbox = opened(tmp_path)
+    stage(outbox, 0, 1.0)
+    outbox.store.close(key(0), included=True)
+    outbox.stage(key(1), M, B, finished(2.0, mirrored))
+    outbox.store.close_database()  # the method is known at the close, whoever closes it
+    again = opened(tmp_path)
+    again.store.close(key(1), included)
+    again.sweep()
+    assert value(again) == left
+
+
+def test_a_run_that_ends_before_its_close_discards_every_state(tmp_path):
+    """The round is played again from its start when the run is resumed."""
+    outbox = opened(tmp_path)
+    outbox.stage(key(), M, B, finished(2.0, mirrored=False))
+    outbox.store.note_run("run-1", "r", M)
+    outbox.store.end_run("run-1", "failed", "too few")
+    assert value(outbox) is None
+
+
+def test_a_database_of_the_version_before_is_taken_over(tmp_path):
+    outbox = opened(tmp_path)
+    stage(outbox)
+    outbox.store.close_database()
+    with sqlite3.connect(tmp_path / "silo.db") as db:
+        db.execute("ALTER TABLE tasks DROP COLUMN mirrored")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    again = opened(tmp_path)
+    assert again.store.outbox()[0].mirrored
+    again.store.close(key(), included=False)
+    assert value(again) is None
 
 
 def test_a_crash_while_keeping_a_receipt_leaves_the_entry_in_the_outbox(tmp_path, monkeypatch):
@@ -295,8 +334,6 @@ def test_a_file_that_is_no_database_is_an_error_with_a_way_back(tmp_path):
 
 
 def test_a_database_of_a_newer_version_is_left_alone(tmp_path):
-    import sqlite3
-
     store = Store(tmp_path / "silo.db")
     store.close_database()
     with sqlite3.connect(tmp_path / "silo.db") as db:
