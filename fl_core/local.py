@@ -69,6 +69,8 @@ class PlainData:
         loss: LossFn,
         *,
         epochs: float | None = None,
+        steps: int | None = None,
+        lr_scale: float = 1.0,
         penalty: PenaltyFn | None = None,
         shift: Tensors | None = None,
         only: Callable[[str], bool] | None = None,
@@ -84,12 +86,12 @@ class PlainData:
         if self._config.augment:
             augment = rng.stream(self._turn.seed, *path, "augment")
         named = {name: p for name, p in model.named_parameters() if only is None or only(name)}
-        optimiser = optimizers.make_optimizer(named.values(), self.lr, self._config)
+        optimiser = optimizers.make_optimizer(named.values(), lr_scale * self.lr, self._config)
         lonely = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
         model.train()
-        steps = 0
+        taken = 0
         with rng.torch_scope(self._turn.seed, *path, "dropout"):
-            batches = self._batches(order, self.planned_steps(epochs))
+            batches = self._batches(order, self.planned_steps(epochs) if steps is None else steps)
             for done, index in enumerate(batches, start=1):
                 if lonely and len(index) == 1:
                     continue
@@ -101,9 +103,9 @@ class PlainData:
                 objective.backward()  # type: ignore[no-untyped-call]
                 self._correct(named, shift)
                 optimiser.step()
-                steps += 1
+                taken += 1
                 self._progress(done, len(batches))
-        return steps
+        return taken
 
     def _batches(self, order: torch.Generator, steps: int) -> list[Tensor]:
         """Deal shuffled epochs into batches until `steps` are planned."""

@@ -51,13 +51,16 @@ class SiloData(Protocol):
         loss: LossFn,
         *,
         epochs: float | None = None,
+        steps: int | None = None,
+        lr_scale: float = 1.0,
         penalty: PenaltyFn | None = None,
         shift: Tensors | None = None,
         only: Callable[[str], bool] | None = None,
     ) -> int:
         """Train `model` in place and return the steps taken.
 
-        Uses a fresh SGD optimiser. `penalty` and `shift` must not depend on examples: they are added to the
+        Uses a fresh optimiser at `lr_scale` times the schedule's rate. `steps` overrides `epochs` and the schedule's
+        limit: a part of `planned_steps()`. `penalty` and `shift` must not depend on examples: they are added to the
         gradient after clipping and noise, before the momentum buffer. `only` selects the parameters that move.
         """
         ...

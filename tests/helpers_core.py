@@ -54,12 +54,14 @@ class QData:
         return effective_steps(TrainConfig(momentum=self.momentum), steps, self.lr * mu)
 
     def sgd(
-        self, model: nn.Module, loss: LossFn, *, epochs: float | None = None, penalty: PenaltyFn | None = None,
-        shift: Tensors | None = None, only: Callable[[str], bool] | None = None,
+        self, model: nn.Module, loss: LossFn, *, epochs: float | None = None, steps: int | None = None,
+        lr_scale: float = 1.0, penalty: PenaltyFn | None = None, shift: Tensors | None = None,
+        only: Callable[[str], bool] | None = None,
     ) -> int:  # fmt: skip
         assert isinstance(model, Scalar)
-        optimiser = torch.optim.SGD(model.parameters(), self.lr, momentum=self.momentum)
-        for _ in range(self.steps):
+        planned = self.steps if steps is None else steps
+        optimiser = torch.optim.SGD(model.parameters(), lr_scale * self.lr, momentum=self.momentum)
+        for _ in range(planned):
             optimiser.zero_grad()
             objective = 0.5 * self.a * (model.w - self.b).square().sum()
             if penalty is not None:
@@ -69,7 +71,7 @@ class QData:
                 model.w.grad.add_(shift["w"])
             optimiser.step()
             self.path.append(float(model.w.detach()))
-        return self.steps
+        return planned
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
         raise AssertionError("problem Q has no examples to sum over")

@@ -89,6 +89,23 @@ def test_learning_rate_falls_by_round() -> None:
     assert late.lr == pytest.approx(0.1)
 
 
+def test_steps_are_taken_outright_and_begin_as_the_epochs_would() -> None:
+    longer, shorter, limited = Linear(), Linear(), Linear()
+    assert data(10, epochs=5).sgd(longer, ce, steps=4) == 4
+    assert data(10).sgd(shorter, ce, epochs=4 / 3) == 4
+    assert data(10, max_steps=3).sgd(limited, ce, steps=4) == 4
+    assert data(10).sgd(Linear(), ce, steps=0) == 0
+    assert same(trees.read(longer), trees.read(shorter))
+    assert same(trees.read(longer), trees.read(limited))
+
+
+def test_scaled_rate_is_that_rate() -> None:
+    scaled, lower = Linear(), Linear()
+    data(lr=0.5, momentum=0.9, weight_decay=0.1).sgd(scaled, ce, lr_scale=0.25)
+    data(lr=0.125, momentum=0.9, weight_decay=0.1).sgd(lower, ce)
+    assert same(trees.read(scaled), trees.read(lower))
+
+
 def test_an_extra_pass_does_not_change_the_others() -> None:
     def trained(extra: bool) -> dict[str, Tensor]:
         silo, model = data(), Linear()
