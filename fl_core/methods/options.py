@@ -25,5 +25,12 @@ def above(method: object, low: float, *options: str) -> None:
             raise ConfigError("E-CFG-02", f"{_name(method)}.{option}: expected {option} > {low:g}, found {found}")
 
 
+def within(method: object, low: float, high: float, *options: str) -> None:
+    """Raise ConfigError (E-CFG-02) unless these options are numbers from `low` to `high`."""
+    for option in options:
+        if not low <= (found := getattr(method, option)) <= high:
+            raise ConfigError("E-CFG-02", f"{_name(method)}.{option}: expected {low:g} to {high:g}, found {found}")
+
+
 def _name(method: object) -> str:
     return str(getattr(method, "name", type(method).__name__))
