@@ -1,0 +1,28 @@
+"""What a model must not contain before its gradients can be bounded example by example."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_core.errors import ConfigError
+
+
+def validate(model: nn.Module) -> None:
+    """Raise ConfigError (E-PRIV-14) on a module that mixes the examples of a batch, or works in place, with the remedy.
+
+    BatchNorm is refused in every form: frozen parameters do not stop its batch statistics, and its buffers are a
+    release without noise. `track_running_stats` and in-place modules likewise.
+    """
+    for name, module in model.named_modules():
+        where = f"{name or 'the model'} ({type(module).__name__})"
+        if isinstance(module, _BatchNorm):
+            raise ConfigError(
+                "E-PRIV-14",
+                f"{where} normalises by batch statistics, which mixes examples: choose model.norm=group, or a model "
+                "with frozen normalisation",
+            )
+        if getattr(module, "track_running_stats", False):
+            raise ConfigError("E-PRIV-14", f"{where} keeps statistics of the data: turn track_running_stats off")
+        if getattr(module, "inplace", False):
+            raise ConfigError("E-PRIV-14", f"{where} works in place, which per-example gradients forbid: inplace=False")
