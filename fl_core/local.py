@@ -74,6 +74,7 @@ class PlainData:
         penalty: PenaltyFn | None = None,
         shift: Tensors | None = None,
         only: Callable[[str], bool] | None = None,
+        plain: Callable[[str], bool] | None = None,
     ) -> int:
         """Train `model` in place and return the steps taken.
 
@@ -86,7 +87,10 @@ class PlainData:
         if self._config.augment:
             augment = rng.stream(self._turn.seed, *path, "augment")
         named = {name: p for name, p in model.named_parameters() if only is None or only(name)}
-        optimiser = optimizers.make_optimizer(named.values(), lr_scale * self.lr, self._config)
+        bare = {name: p for name, p in named.items() if plain is not None and plain(name)}
+        full = {name: p for name, p in named.items() if name not in bare}
+        steppers = [optimizers.make_optimizer(full.values(), lr_scale * self.lr, self._config)] if full else []
+        steppers += [torch.optim.SGD(bare.values(), lr_scale * self.lr)] if bare else []
         lonely = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
         model.train()
         taken = 0
@@ -96,13 +100,15 @@ class PlainData:
                 if lonely and len(index) == 1:
                     continue
                 x, y = self._read(Split.TRAIN, index, augment)
-                optimiser.zero_grad(set_to_none=True)
+                for stepper in steppers:
+                    stepper.zero_grad(set_to_none=True)
                 objective = loss(model, x, y).objective()
                 if penalty is not None:
                     objective = objective + penalty(model)
                 objective.backward()  # type: ignore[no-untyped-call]
-                self._correct(named, shift)
-                optimiser.step()
+                self._correct(named, full, shift)
+                for stepper in steppers:
+                    stepper.step()
                 taken += 1
                 self._progress(done, len(batches))
         return taken
@@ -117,10 +123,12 @@ class PlainData:
             batches += torch.split(torch.randperm(n, generator=order), size)
         return batches[:steps]
 
-    def _correct(self, named: dict[str, nn.Parameter], shift: Tensors | None) -> None:
+    def _correct(
+        self, named: dict[str, nn.Parameter], clipped: dict[str, nn.Parameter], shift: Tensors | None
+    ) -> None:
         """Clip the gradient where the schedule says so, then add the data-free shift."""
         if self._config.clip_norm:
-            torch.nn.utils.clip_grad_norm_(list(named.values()), self._config.clip_norm)
+            torch.nn.utils.clip_grad_norm_(list(clipped.values()), self._config.clip_norm)
         for name, value in (shift or {}).items():
             if name in named and (grad := named[name].grad) is not None:
                 grad.add_(value.to(grad.device))

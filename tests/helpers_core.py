@@ -56,7 +56,7 @@ class QData:
     def sgd(
         self, model: nn.Module, loss: LossFn, *, epochs: float | None = None, steps: int | None = None,
         lr_scale: float = 1.0, penalty: PenaltyFn | None = None, shift: Tensors | None = None,
-        only: Callable[[str], bool] | None = None,
+        only: Callable[[str], bool] | None = None, plain: Callable[[str], bool] | None = None,
     ) -> int:  # fmt: skip
         assert isinstance(model, Scalar)
         planned = self.steps if steps is None else steps

@@ -106,6 +106,31 @@ def test_scaled_rate_is_that_rate() -> None:
     assert same(trees.read(scaled), trees.read(lower))
 
 
+def test_plain_parameters_take_bare_steps_beside_the_schedule() -> None:
+    """Their gradient is neither clipped, decayed nor remembered; the others' is as if they were alone."""
+    schedule = {"momentum": 0.9, "weight_decay": 0.5, "clip_norm": 0.01, "lr": 0.1}
+
+    def slopes(model: nn.Module, x: Tensor, y: Tensor) -> Losses:  # slope 1 in every entry of a, 2 in every entry of b
+        assert isinstance(model, Linear)
+        return Losses((model.a.sum() + 2 * model.b.sum()).expand(len(y)))
+
+    mixed, alone = Linear(), Linear()
+    data(8, **schedule).sgd(mixed, slopes, plain=lambda name: name == "b")
+    data(8, **schedule).sgd(alone, slopes, only=lambda name: name == "a")
+    torch.testing.assert_close(mixed.b.detach(), torch.full((4,), 1 - 2 * 0.1 * 2))
+    assert torch.equal(mixed.a, alone.a)
+    assert float(mixed.a.detach().abs().max()) < 0.01
+
+    bare, adam = Linear(), Linear()
+    data(8, **schedule).sgd(bare, slopes, only=lambda name: name == "b", plain=lambda name: name == "b")
+    assert torch.equal(bare.b, mixed.b)
+    assert not bare.a.any()
+    silo = PlainData(examples(8), examples(6), TrainConfig(lr=0.1, batch_size=4, epochs=1, optimizer="adam"),
+                     Turn(FED, 0, 0))  # fmt: skip
+    silo.sgd(adam, slopes, plain=lambda name: name == "b")
+    assert torch.equal(adam.b, mixed.b)
+
+
 def test_an_extra_pass_does_not_change_the_others() -> None:
     def trained(extra: bool) -> dict[str, Tensor]:
         silo, model = data(), Linear()
