@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import typer
 
@@ -16,7 +16,7 @@ from coordinator.spec import RunSpec
 from fl_core.errors import ConfigError
 from fl_core.explanations import EXPLANATIONS, explain_text
 from fl_core.methods import METHODS
-from fl_core.models import MODELS, describe
+from fl_core.models import MODELS, ModelFacts, describe
 from fl_core.rounds import RoundRecord
 from fl_core.types import Federation, State, TaskKind
 
@@ -32,7 +32,8 @@ class _Lines:
 
     def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
         """Print the accuracy of the model that the round began with."""
-        display.ERR.print(f"round {record.round:>3}  accuracy {display.percent(record.accuracy)}")
+        scores = display.personal_text(record.personal)
+        display.ERR.print(f"round {record.round:>3}  accuracy {display.percent(record.accuracy)}{scores}")
 
 
 def simulate(
@@ -54,6 +55,8 @@ def simulate(
         f"global accuracy {display.percent(result.accuracies[-1])}, "
         f"best {display.percent(max(result.accuracies[1:]))}, model {result.model_digest[:16]}"
     )
+    if scores := next((r.personal for r in reversed(result.records) if r.personal), None):
+        display.OUT.print(f"personal models of the last round:{display.personal_text(scores)}")
 
 
 def methods(as_json: Json = False) -> None:
@@ -82,25 +85,60 @@ def models(
     overrides: Annotated[list[str] | None, typer.Argument(help="data=isic2019 ...: count for these examples")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the models that take the chosen data's examples, with their parameter counts."""
-    spec = compose_spec(overrides or [])
-    rows = [row for name in MODELS if (row := _model_row(name, spec))]
+    """List the models with their parameter counts: as the papers use them, or those that take the chosen data."""
+    rows = _chosen_rows(compose_spec(overrides)) if overrides else _published_rows()
     if as_json:
         display.print_json(rows)
         return
-    head = ("model", "feature dimension", "parameters", "with buffers")
-    lines = [(str(r["name"]), str(r["feature_dim"]), f"{r['parameters']:,}", f"{r['total']:,}") for r in rows]
-    display.OUT.print(display.table(f"Models for {spec.data['name']}", head, lines))
+    head = ("model", "data", "example", "classes", "feature dimension", "parameters", "with buffers", "paper, options")
+    lines = [
+        (
+            str(r["name"]), str(r["data"]), "x".join(map(str, r["shape"])), str(r["classes"]), str(r["feature_dim"]),
+            f"{r['parameters']:,}", f"{r['total']:,}",
+            " ".join([str(r["paper"]), *(f"{k}={v}" for k, v in r["options"].items())]),
+        )
+        for r in rows
+    ]  # fmt: skip
+    display.OUT.print(display.table("Models", head, lines))
 
 
-def _model_row(name: str, spec: RunSpec) -> dict[str, object] | None:
-    options = {k: v for k, v in spec.model.items() if k != "name"} if name == spec.model["name"] else {}
-    try:
-        facts = describe(name, schema_of(spec), options)
-    except ConfigError:  # this architecture cannot take examples of this shape
-        return None
+class _ModelRow(TypedDict):
+    name: str
+    paper: str
+    data: str
+    shape: Sequence[int]
+    classes: int
+    options: Mapping[str, object]
+    feature_dim: int
+    parameters: int
+    total: int
+
+
+def _published_rows() -> list[_ModelRow]:
+    from fl_core.models.published import SETTINGS
+
+    return [_row(s.facts(), s.paper, s.data, s.shape, s.classes, s.options) for s in SETTINGS]
+
+
+def _chosen_rows(spec: RunSpec) -> list[_ModelRow]:
+    schema = schema_of(spec)
+    rows = []
+    for name in MODELS:
+        options = {k: v for k, v in spec.model.items() if k != "name"} if name == spec.model["name"] else {}
+        try:
+            facts = describe(name, schema, options)
+        except ConfigError:  # this architecture cannot take examples of this shape
+            continue
+        rows.append(_row(facts, "", str(spec.data["name"]), schema.shape, len(schema.classes), options))
+    return rows
+
+
+def _row(
+    facts: ModelFacts, paper: str, data: str, shape: Sequence[int], classes: int, options: Mapping[str, object]
+) -> _ModelRow:
     return {
-        "name": name, "feature_dim": facts.feature_dim, "parameters": facts.parameters,
+        "name": facts.name, "paper": paper, "data": data, "shape": list(shape), "classes": classes,
+        "options": dict(options), "feature_dim": facts.feature_dim, "parameters": facts.parameters,
         "total": facts.total_with_buffers,
     }  # fmt: skip
 

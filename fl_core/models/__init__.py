@@ -3,38 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import Field, dataclass
+from typing import ClassVar, Protocol
 
+import torch
 from torch import nn
 
 from fl_core import rng
 from fl_core.errors import ConfigError
+from fl_core.models.char_lstm import CharLstm
+from fl_core.models.convnets import Conv2Cifar, LeNet, TfCnn
 from fl_core.models.digits_cnn import DigitsCnn
 from fl_core.models.efficientnet import EfficientNetB0
-from fl_core.models.resnet import ResNet18
+from fl_core.models.mlp import DigitsMlp, MlpNet, SpiralMlp
+from fl_core.models.resnet import ResNet18, ResNet20, ResNet50, ResNet56
 from fl_core.models.simple_cnn import SimpleCnn
 from fl_core.models.split import SplitModel
+from fl_core.models.vgg import Vgg8, Vgg11, Vgg16
+from fl_core.models.wide_resnet import WideResNet2810
 from fl_core.options import from_mapping
 from fl_core.types import Schema
 from fl_core.words import nearest
 
 __all__ = ["MODELS", "ModelFacts", "ModelOptions", "SplitModel", "build_model", "describe", "model_options"]
 
-MODELS: Mapping[str, type[DigitsCnn] | type[SimpleCnn] | type[ResNet18] | type[EfficientNetB0]] = {
-    "digits_cnn": DigitsCnn,
-    "simple_cnn": SimpleCnn,
-    "resnet18": ResNet18,
-    "efficientnet_b0": EfficientNetB0,
-}
-
 
 class ModelOptions(Protocol):
     """A frozen dataclass of one architecture's options."""
 
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
+
     def build(self, schema: Schema) -> SplitModel:
         """Make the model with fresh weights from torch's global generator."""
         ...
+
+
+MODELS: Mapping[str, type[ModelOptions]] = {
+    "digits_cnn": DigitsCnn,
+    "digits_mlp": DigitsMlp,
+    "simple_cnn": SimpleCnn,
+    "conv2_cifar": Conv2Cifar,
+    "tfcnn": TfCnn,
+    "lenet": LeNet,
+    "mlp_net": MlpNet,
+    "vgg8": Vgg8,
+    "vgg11": Vgg11,
+    "vgg16": Vgg16,
+    "resnet18": ResNet18,
+    "resnet50": ResNet50,
+    "resnet20": ResNet20,
+    "resnet56": ResNet56,
+    "wrn28_10": WideResNet2810,
+    "efficientnet_b0": EfficientNetB0,
+    "char_lstm": CharLstm,
+    "spiral_mlp": SpiralMlp,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +91,9 @@ def build_model(name: str, options: Mapping[str, object], schema: Schema, seed: 
 
 
 def describe(name: str, schema: Schema, options: Mapping[str, object] | None = None) -> ModelFacts:
-    """Count a model's numbers."""
-    model = build_model(name, options or {}, schema, seed=0)
+    """Count a model's numbers, without drawing any; raises ConfigError as `build_model`."""
+    with torch.device("meta"):
+        model = model_options(name, options or {}).build(schema)
     return ModelFacts(name, model.feature_dim, *_counts(model))
 
 

@@ -1,23 +1,39 @@
-"""The CIFAR form of ResNet-18. He et al. (2016); stem without max-pool as MOON and FedMR use it.
+"""The CIFAR forms of ResNet. He et al. (2016); stem without max-pool as MOON and FedMR use it.
 
-conv3x3(cin,64)-norm-ReLU, four stages of two basic blocks, widths 64/128/256/512, strides 1/2/2/2, a 1x1
-convolution with norm where the shape changes, global average pool, feature 512.
+conv3x3(cin,w)-norm-ReLU, stages of blocks of which the first halves the side from the second stage on, a 1x1
+convolution with norm where the shape changes, global average pool.
+
+| name     | stages x blocks     | widths         | feature | papers                                  |
+|----------|---------------------|----------------|---------|-----------------------------------------|
+| resnet18 | 2, 2, 2, 2          | 64 .. 512      | 512     | FedMR, FedGELA; FedNH (norm=group)      |
+| resnet50 | 3, 4, 6, 3 (bottle) | 64 .. 512      | 2048    | FedGELA; FedCD (projection=[2048, 256]) |
+| resnet20 | 3, 3, 3             | 16, 32, 64     | 64      | MAP                                     |
+| resnet56 | 9, 9, 9             | 16, 32, 64     | 64      | MAP                                     |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
 from fl_core.errors import ConfigError
 from fl_core.models.options import image_shape, one_of
-from fl_core.models.split import SplitModel, assemble
+from fl_core.models.split import SplitModel, assemble, kaiming
 from fl_core.types import Schema
 
-WIDTHS = (64, 128, 256, 512)
 Norm = Callable[[int], nn.Module]
+
+
+class Plan(NamedTuple):
+    """What tells the depths apart: blocks per stage, their inner widths, and whether they are bottlenecks."""
+
+    name: str
+    blocks: tuple[int, ...]
+    widths: tuple[int, ...]
+    bottleneck: bool = False
 
 
 class BasicBlock(nn.Module):
@@ -38,6 +54,28 @@ class BasicBlock(nn.Module):
         return out
 
 
+class Bottleneck(nn.Module):
+    """relu(norm(conv1x1(relu(norm(conv3x3(relu(norm(conv1x1(x)))))))) + shortcut(x)); the 3x3 has the stride."""
+
+    expansion = 4
+
+    def __init__(self, before: int, after: int, stride: int, norm: Norm) -> None:
+        super().__init__()
+        inner = after // self.expansion
+        self.first = nn.Sequential(nn.Conv2d(before, inner, 1, bias=False), norm(inner), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(inner, inner, 3, stride, 1, bias=False), norm(inner), nn.ReLU())
+        self.third = nn.Sequential(nn.Conv2d(inner, after, 1, bias=False), norm(after))
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or before != after:
+            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), norm(after))
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, before, H, W) to (B, after, H/stride, W/stride)."""
+        out: Tensor = self.relu(self.third(self.second(self.first(x))) + self.shortcut(x))
+        return out
+
+
 @dataclass(frozen=True, slots=True)
 class ResNet18:
     """CIFAR ResNet-18: 11,173,962 parameters with 3 channels and 10 classes.
@@ -50,28 +88,50 @@ class ResNet18:
     groups: int = 2
     projection: tuple[int, ...] = ()
     head_bias: bool = True
+    _plan: ClassVar[Plan] = Plan("resnet18", (2, 2, 2, 2), (64, 128, 256, 512))
 
     def build(self, schema: Schema) -> SplitModel:
         """Make the model for 1 or 3 channels; raises ConfigError (E-CFG-22, E-CFG-23)."""
-        one_of("resnet18", "norm", self.norm, ("batch", "group"))
-        if self.groups < 1 or WIDTHS[0] % self.groups:
-            raise ConfigError("E-CFG-22", f"resnet18.groups: expected a divisor of 64, found {self.groups}: change it")
-        channels, _ = image_shape("resnet18", schema, channels={1, 3}, sizes=range(8, 1025))
-        layers: list[nn.Module] = [
-            nn.Conv2d(channels, WIDTHS[0], 3, 1, 1, bias=False),
-            self._norm(WIDTHS[0]),
-            nn.ReLU(),
-        ]
-        before = WIDTHS[0]
-        for stage, after in enumerate(WIDTHS):
-            layers += [BasicBlock(before, after, 1 if stage == 0 else 2, self._norm)]
-            layers += [BasicBlock(after, after, 1, self._norm)]
-            before = after
-        body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        for module in body.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        plan = self._plan
+        before = plan.widths[0]
+        one_of(plan.name, "norm", self.norm, ("batch", "group"))
+        if self.groups < 1 or before % self.groups:
+            raise ConfigError(
+                "E-CFG-22", f"{plan.name}.groups: expected a divisor of {before}, found {self.groups}: change it"
+            )
+        channels, _ = image_shape(plan.name, schema, channels={1, 3}, sizes=range(8, 1025))
+        layers: list[nn.Module] = [nn.Conv2d(channels, before, 3, 1, 1, bias=False), self._norm(before), nn.ReLU()]
+        for stage, (blocks, width) in enumerate(zip(plan.blocks, plan.widths, strict=True)):
+            after = width * (Bottleneck.expansion if plan.bottleneck else 1)
+            for block in range(blocks):
+                kind = Bottleneck if plan.bottleneck else BasicBlock
+                layers.append(kind(before, after, 2 if stage and not block else 1, self._norm))
+                before = after
+        body = kaiming(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()))
         return assemble(body, before, self.projection, len(schema.classes), head_bias=self.head_bias)
 
     def _norm(self, width: int) -> nn.Module:
         return nn.BatchNorm2d(width) if self.norm == "batch" else nn.GroupNorm(self.groups, width)
+
+
+@dataclass(frozen=True, slots=True)
+class ResNet50(ResNet18):
+    """CIFAR ResNet-50: 23,520,842 parameters with 3 channels and 10 classes."""
+
+    _plan: ClassVar[Plan] = Plan("resnet50", (3, 4, 6, 3), (64, 128, 256, 512), bottleneck=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ResNet20(ResNet18):
+    """ResNet-20 with 1x1 shortcuts, head without bias: 272,464 parameters with 3 channels and 10 classes."""
+
+    head_bias: bool = False
+    _plan: ClassVar[Plan] = Plan("resnet20", (3, 3, 3), (16, 32, 64))
+
+
+@dataclass(frozen=True, slots=True)
+class ResNet56(ResNet18):
+    """ResNet-56 with 1x1 shortcuts, head without bias: 855,760 parameters with 3 channels and 10 classes."""
+
+    head_bias: bool = False
+    _plan: ClassVar[Plan] = Plan("resnet56", (9, 9, 9), (16, 32, 64))

@@ -61,3 +61,13 @@ def assemble(
         dim = width
     between = nn.Sequential(*layers) if layers else nn.Identity()
     return SplitModel(body, between, nn.Linear(dim, n_classes, bias=head_bias), dim, n_classes)
+
+
+def kaiming(body: nn.Module) -> nn.Module:
+    """Draw all convolutions' weights by He's rule (fan-out), set their biases to 0, and return `body`."""
+    for module in body.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return body

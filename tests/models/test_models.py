@@ -11,10 +11,21 @@ from torch import nn
 
 from fl_core import trees
 from fl_core.errors import ConfigError
-from fl_core.models import MODELS, SplitModel, build_model, describe
+from fl_core.models import MODELS, SplitModel, build_model, describe, published
 from fl_core.types import Schema
 
-SHAPES = {"digits_cnn": (1, 8, 8), "simple_cnn": (3, 32, 32), "resnet18": (3, 32, 32), "efficientnet_b0": (3, 64, 64)}
+SHAPES = dict.fromkeys(MODELS, (3, 32, 32)) | {
+    "digits_cnn": (1, 8, 8),
+    "digits_mlp": (1, 8, 8),
+    "lenet": (1, 28, 28),
+    "mlp_net": (1, 28, 28),
+    "wrn28_10": (3, 8, 8),
+    "resnet50": (3, 16, 16),
+    "resnet56": (3, 16, 16),
+    "efficientnet_b0": (3, 64, 64),
+    "char_lstm": (12,),
+    "spiral_mlp": (2,),
+}
 
 
 def schema(shape: tuple[int, ...], classes: int = 10) -> Schema:
@@ -42,6 +53,30 @@ COUNTS = [
     ("simple_cnn", {"projection": [84, 256], "head_bias": False}, (3, 32, 32), 30, 97_736, 97_736),
     ("simple_cnn", {"projection": [84, 256]}, (3, 32, 32), 10, 92_626, 92_626),
     ("simple_cnn", {"projection": [84, 256], "head_bias": False}, (1, 28, 28), 78, 92_444, 92_444),
+    ("wrn28_10", {}, (3, 32, 32), 100, 36_546_980, 36_564_957),
+    ("resnet50", {}, (3, 32, 32), 10, 23_520_842, 23_574_015),
+    ("resnet50", {"projection": [84]}, (3, 32, 32), 10, 23_672_468 + 850, 23_725_641 + 850),
+    ("resnet50", {"projection": [2048, 256]}, (3, 32, 32), 100, 28_246_948, 28_300_121),
+    # FedCD's fine head: three rows per class, no bias
+    ("resnet50", {"projection": [2048, 256], "head_bias": False}, (3, 32, 32), 300, 28_298_048, 28_351_221),
+    ("conv2_cifar", {}, (3, 32, 32), 10, 797_952, 797_952),
+    ("conv2_cifar", {}, (3, 32, 32), 100, 815_232, 815_232),
+    ("tfcnn", {}, (3, 32, 32), 10, 66_560, 66_560),
+    ("tfcnn", {}, (3, 32, 32), 100, 158_720, 158_720),
+    ("vgg8", {}, (3, 32, 32), 10, 3_915_904, 3_915_904),
+    ("vgg8", {"norm": "batch"}, (3, 32, 32), 100, 3_964_928, 3_967_877),
+    ("vgg11", {}, (3, 32, 32), 10, 9_225_600, 9_225_600),
+    ("vgg11", {}, (3, 32, 32), 100, 9_271_680, 9_271_680),
+    ("vgg11", {"norm": "batch"}, (3, 32, 32), 10, 9_231_104, 9_236_616),
+    ("vgg16", {}, (3, 32, 32), 100, 14_774_336, 14_782_797),
+    ("mlp_net", {}, (1, 28, 28), 10, 1_985_920, 1_985_920),
+    ("lenet", {}, (1, 28, 28), 10, 9_392, 9_392),
+    ("resnet20", {}, (3, 32, 32), 10, 272_464, 274_053),
+    ("resnet56", {}, (3, 32, 32), 10, 855_760, 860_073),
+    # LEAF's characters: 80*8 + 4*256*(8+256+2) + 4*256*(256+256+2) + 257*80
+    ("char_lstm", {}, (80,), 80, 819_920, 819_920),
+    ("digits_mlp", {}, (1, 8, 8), 10, 64 * 65 + 32 * 65 + 10 * 33, 6_570),
+    ("spiral_mlp", {}, (2,), 5, 16 * 3 + 8 * 17 + 4 * 9 + 2 * 5 + 5 * 2, 240),
     ("digits_cnn", {}, (1, 8, 8), 10, 38_378, 38_378),
     ("digits_cnn", {"norm": "none"}, (1, 8, 8), 10, 38_282, 38_282),
 ]
@@ -61,6 +96,62 @@ def test_bodies_have_the_published_sizes() -> None:
     assert count(build_model("resnet18", {}, schema((1, 28, 28)), 0)) == 11_177_300
     assert count(build_model("efficientnet_b0", {}, schema((3, 64, 64)), 0)) == 4_049_613
     assert count(build_model("simple_cnn", {}, schema((3, 32, 32)), 0)) == 61_156
+    assert count(build_model("resnet50", {}, schema((3, 32, 32)), 0)) == 23_553_525
+    group = build_model("resnet18", {"norm": "group"}, schema((3, 64, 64)), 0)
+    assert count(group) == 11_168_832
+
+
+def test_fedcd_extractors_have_the_published_sizes() -> None:
+    """All but the head: what FedCD sends beside its fine head."""
+
+    def extractor(name: str, projection: list[int], shape: tuple[int, ...]) -> tuple[int, int]:
+        model = build_model(name, {"projection": projection}, schema(shape), 0)
+        state = [v for part in (model.body, model.projection) for v in part.state_dict().values()]
+        weights = [v for part in (model.body, model.projection) for v in part.parameters()]
+        return sum(v.numel() for v in weights), sum(v.numel() for v in state)
+
+    assert extractor("simple_cnn", [84, 256], (3, 32, 32)) == (90_056, 90_056)
+    assert extractor("simple_cnn", [84, 256], (1, 28, 28)) == (72_476, 72_476)
+    assert extractor("resnet50", [2048, 256], (3, 32, 32)) == (28_221_248, 28_274_421)
+
+
+def test_norm_layers_are_as_many_as_published() -> None:
+    counts = {"resnet18": 20, "resnet50": 53, "wrn28_10": 25, "efficientnet_b0": 49}
+    for name, wanted in counts.items():
+        assert sum(isinstance(m, nn.BatchNorm2d) for m in small(name).modules()) == wanted
+    convolutions = [m for m in small("wrn28_10").body.modules() if isinstance(m, nn.Conv2d)]
+    assert len([m for m in convolutions if m.kernel_size == (3, 3)]) + 3 == 28  # three shortcuts are among the 28
+    assert all(m.bias is not None for m in convolutions)
+
+
+def test_table_3_of_fedmr_with_prototypes() -> None:
+    """The sizes of what travels: model with buffers, and with C x d prototypes beside it (A.2, metric C.7)."""
+    table = {
+        ("resnet18", (1, 28, 28), 10): (11_182_430, 11_187_550),
+        ("resnet18", (3, 32, 32), 10): (11_183_582, 11_188_702),
+        ("wrn28_10", (3, 32, 32), 100): (36_564_957, 36_628_957),
+        ("efficientnet_b0", (3, 64, 64), 8): (4_874_581, 4_879_701),
+    }
+    for (name, shape, classes), (total, with_prototypes) in table.items():
+        facts = describe(name, schema(shape, classes))
+        assert facts.total_with_buffers == total
+        assert facts.total_with_buffers + classes * facts.feature_dim == with_prototypes
+
+
+def test_counting_draws_nothing_and_agrees_with_a_built_model() -> None:
+    before = torch.random.get_rng_state()
+    for name in MODELS:
+        facts, model = describe(name, schema(SHAPES[name])), small(name)
+        assert facts.parameters == sum(p.numel() for p in model.parameters())
+        assert facts.feature_dim == model.feature_dim
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_published_settings_can_be_built() -> None:
+    found = {(s.paper, s.model, s.classes): s.facts().total_with_buffers for s in published.SETTINGS}
+    assert found["FedMR", "wrn28_10", 100] == 36_564_957
+    assert found["FedMR", "efficientnet_b0", 8] == 4_874_581
+    assert {s.model for s in published.SETTINGS} | {"digits_cnn", "digits_mlp", "spiral_mlp"} == set(MODELS)
 
 
 def test_resnet18_with_group_norm_has_no_buffers_and_512_features() -> None:
@@ -109,7 +200,8 @@ def test_no_module_works_in_place_on_its_input(name: str, options: dict[str, obj
     model = small(name, **options).train()
     x = torch.rand(4, *SHAPES[name])
 
-    def keep(module: nn.Module, given: tuple[torch.Tensor, ...], made: torch.Tensor) -> None:
+    def keep(module: nn.Module, given: tuple[torch.Tensor, ...], made: torch.Tensor | tuple) -> None:
+        made = made[0] if isinstance(made, tuple) else made
         kept.append((module, given[0], given[0]._version, made, made._version))
 
     kept: list[tuple[nn.Module, torch.Tensor, int, torch.Tensor, int]] = []
@@ -208,6 +300,17 @@ REFUSED = [
     ("resnet18", {}, (3, 4, 4), "E-CFG-23", "8 to 1024"),
     ("resnet18", {}, (20,), "E-CFG-23", r"found \(20,\)"),
     ("efficientnet_b0", {}, (1, 64, 64), "E-CFG-23", "3 channel"),
+    ("vgg8", {}, (3, 28, 28), "E-CFG-23", "side of 32"),
+    ("vgg11", {"norm": "group"}, (3, 32, 32), "E-CFG-22", "vgg11.norm"),
+    ("resnet20", {"groups": 3}, (3, 32, 32), "E-CFG-22", "divisor of 16"),
+    ("wrn28_10", {"dropout": 1.0}, (3, 32, 32), "E-CFG-22", "wrn28_10.dropout"),
+    ("conv2_cifar", {}, (1, 32, 32), "E-CFG-23", "3 channel"),
+    ("lenet", {}, (1, 64, 64), "E-CFG-23", "28 or 32"),
+    ("mlp_net", {}, (3, 28, 28), "E-CFG-23", "1 channel"),
+    ("digits_mlp", {}, (1, 28, 28), "E-CFG-23", "side of 8"),
+    ("char_lstm", {}, (3, 32, 32), "E-CFG-23", "sequences"),
+    ("spiral_mlp", {}, (3,), "E-CFG-23", "points of 2"),
+    ("spiral_mlp", {"width": 0}, (2,), "E-CFG-22", "at least 1"),
     ("efficientnet_b0", {}, (3, 16, 16), "E-CFG-23", "32 to 2048"),
 ]
 
@@ -226,6 +329,74 @@ def test_one_class_is_no_classification() -> None:
 
 def test_an_integer_is_taken_where_a_number_is_asked() -> None:
     assert describe("efficientnet_b0", schema((3, 32, 32)), {"dropout": 0}).feature_dim == 640
+
+
+def reference_resnet(model: SplitModel, x: torch.Tensor) -> torch.Tensor:
+    """The bottleneck network again, written out with torch's functions over the same weights."""
+    f = nn.functional
+    bn = lambda v, m: f.batch_norm(v, m.running_mean, m.running_var, m.weight, m.bias)  # noqa: E731
+    stem, norm = model.body[0], model.body[1]
+    v = f.relu(bn(f.conv2d(x, stem.weight, padding=1), norm))
+    for k, block in enumerate(b for b in model.body if hasattr(b, "third")):
+        stride = 2 if k in (3, 7, 13) else 1
+        y = f.relu(bn(f.conv2d(v, block.first[0].weight), block.first[1]))
+        y = f.relu(bn(f.conv2d(y, block.second[0].weight, stride=stride, padding=1), block.second[1]))
+        y = bn(f.conv2d(y, block.third[0].weight), block.third[1])
+        if k in (0, 3, 7, 13):
+            v = bn(f.conv2d(v, block.shortcut[0].weight, stride=stride), block.shortcut[1])
+        v = f.relu(y + v)
+    return v.mean((2, 3))
+
+
+def test_resnet50_is_the_published_network() -> None:
+    model = small("resnet50").double().eval()
+    x = torch.rand(2, 3, 16, 16, dtype=torch.float64)
+    assert torch.allclose(model.body(x), reference_resnet(model, x), atol=1e-10)
+    assert model.body(x).shape == (2, 2048)
+
+
+def test_a_wide_block_is_the_published_sum() -> None:
+    model = small("wrn28_10").double().eval()
+    block = model.body[5]  # first block of the second stage
+    f = nn.functional
+    x = torch.rand(2, 160, 8, 8, dtype=torch.float64)
+    bn = lambda v, m: f.batch_norm(v, m.running_mean, m.running_var, m.weight, m.bias)  # noqa: E731
+    norm1, _, conv1, drop, norm2, _, conv2 = block.path
+    y = f.conv2d(f.relu(bn(x, norm1)), conv1.weight, conv1.bias, padding=1)
+    y = f.conv2d(f.relu(bn(y, norm2)), conv2.weight, conv2.bias, stride=2, padding=1)
+    y = y + f.conv2d(x, block.shortcut.weight, block.shortcut.bias, stride=2)
+    assert torch.allclose(block(x), y, atol=1e-12)
+    assert drop.p == 0.3
+    assert model.body[-4].momentum == 0.9
+
+
+def test_the_lstm_reads_characters_in_order_and_its_last_output_alone() -> None:
+    """Against torch's single cell, stepped by hand."""
+    model = small("char_lstm").double().eval()
+    body = model.body
+    x = torch.randint(0, 10, (3, 12), generator=torch.Generator().manual_seed(0))
+    state = [(torch.zeros(3, 256, dtype=torch.float64), torch.zeros(3, 256, dtype=torch.float64)) for _ in range(2)]
+    cells = [nn.LSTMCell(8, 256).double(), nn.LSTMCell(256, 256).double()]
+    for k, cell in enumerate(cells):
+        for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+            getattr(cell, kind).data.copy_(getattr(body.lstm, f"{kind}_l{k}"))
+    for t in range(12):
+        state[0] = cells[0](body.embedding(x[:, t]), state[0])
+        state[1] = cells[1](state[0][0], state[1])
+    assert torch.allclose(model.features(x.float()), state[1][0], atol=1e-12)
+    assert not torch.allclose(model.features(x.flip(1).float()), state[1][0], atol=1e-3)
+
+
+def test_spiral_features_are_linear_in_the_last_layer_and_have_its_width() -> None:
+    model = build_model("spiral_mlp", {"width": 3}, schema((2,), 5), 0)
+    assert model.feature_dim == 3
+    assert (model.features(torch.randn(200, 2) * 5) < 0).any()  # no ReLU before the head
+
+
+def test_mlp_net_begins_with_small_weights() -> None:
+    hidden = [m for m in small("mlp_net").body if isinstance(m, nn.Linear)]
+    assert [round(m.weight.std().item(), 3) for m in hidden] == [0.01] * 3
+    assert all(not m.bias.any() for m in hidden)
 
 
 def test_digits_cnn_norms() -> None:

@@ -1,0 +1,64 @@
+"""VGG for 32x32 images. Simonyan and Zisserman (2015), as FedRS, FedPHP and MAP use it: one linear layer at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from fl_core.models.options import image_shape, one_of
+from fl_core.models.split import SplitModel, assemble, kaiming
+from fl_core.types import Schema
+
+FEATURES = 512
+# channels of the convolutions before each of the five poolings
+STAGES = {
+    "vgg8": ((64,), (128,), (256,), (512,), (512,)),
+    "vgg11": ((64,), (128,), (256, 256), (512, 512), (512, 512)),
+    "vgg16": ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Vgg8:
+    """Five times conv3x3-[norm]-ReLU-pool2, feature 512, head without bias: 3,915,904 parameters with 10 classes.
+
+    norm: "none" or "batch" after each convolution (MAP's VGG8-BN on CIFAR100).
+    """
+
+    norm: str = "none"
+    projection: tuple[int, ...] = ()
+    head_bias: bool = False
+    _depth: ClassVar[str] = "vgg8"
+
+    def build(self, schema: Schema) -> SplitModel:
+        """Make the model for 32x32 images of 1 or 3 channels; raises ConfigError (E-CFG-22, E-CFG-23)."""
+        name = self._depth
+        one_of(name, "norm", self.norm, ("none", "batch"))
+        before, _ = image_shape(name, schema, channels={1, 3}, sizes={32})
+        layers: list[nn.Module] = []
+        for stage in STAGES[name]:
+            for after in stage:
+                layers.append(nn.Conv2d(before, after, 3, padding=1))
+                layers += [nn.BatchNorm2d(after)] if self.norm == "batch" else []
+                layers.append(nn.ReLU())
+                before = after
+            layers.append(nn.MaxPool2d(2))
+        body = kaiming(nn.Sequential(*layers, nn.Flatten()))
+        return assemble(body, FEATURES, self.projection, len(schema.classes), head_bias=self.head_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Vgg11(Vgg8):
+    """VGG-11: 9,225,600 parameters with 10 classes; FedRS and MAP use it with and without norm."""
+
+    _depth: ClassVar[str] = "vgg11"
+
+
+@dataclass(frozen=True, slots=True)
+class Vgg16(Vgg8):
+    """VGG-16; with norm=batch (the default) and 100 classes 14,774,336 parameters, as FedRS uses it."""
+
+    norm: str = "batch"
+    _depth: ClassVar[str] = "vgg16"
