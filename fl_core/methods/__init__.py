@@ -6,16 +6,26 @@ from collections.abc import Mapping
 
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.fedlc import FedLC
 from fl_core.methods.fedmr import FedMR
+from fl_core.methods.fedphp import FedPHP
 from fl_core.methods.fedproc import FedProc
 from fl_core.methods.fedprox import FedProx
+from fl_core.methods.fedrs import FedRS
+from fl_core.methods.map_ import Map
+from fl_core.methods.moon import Moon
 from fl_core.options import from_mapping
 from fl_core.words import nearest
 
 METHODS: Mapping[str, type[FedAvg]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
+    "moon": Moon,
     "fedproc": FedProc,
+    "fedlc": FedLC,
+    "fedrs": FedRS,
+    "fedphp": FedPHP,
+    "map": Map,
     "fedmr": FedMR,
 }
 
