@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from fl_core import trees
 from fl_core.errors import StateError
 from fl_core.manifest import RunManifest
+from fl_core.methods import build_method
 from protos.codec import read_state
 from protos.consilium.v1 import federation_pb2 as pb
 
@@ -20,18 +21,21 @@ from protos.consilium.v1 import federation_pb2 as pb
 def export(detail: pb.RunDetail, state_file: Path, out: Path) -> tuple[Path, Path]:
     """Write `<out>/<run>.safetensors` and `<out>/<run>.md`; return both paths.
 
+    The tensors are all that the method needs to classify, and the metadata names its options and the model's.
     Raises StateError (E-STATE-31) when the stored state is not the one that the run recorded.
     """
     info, manifest = detail.info, RunManifest.from_json(detail.manifest_json)
-    weights = dict(read_state(state_file)["w"])
-    if (found := trees.digest(weights)) != info.model_digest:
+    server = read_state(state_file)
+    if (found := trees.digest(server["w"])) != info.model_digest:
         raise StateError(
             "E-STATE-31", f"expected the model {info.model_digest[:16]}, found {found[:16]}: fetch it again"
         )
+    weights = dict(build_method(manifest.method.name, manifest.method.options).exported(server))
     out.mkdir(parents=True, exist_ok=True)
     tensors, card = out / f"{info.run_id}.safetensors", out / f"{info.run_id}.md"
     facts = {
         "run": info.run_id, "method": info.method, "model": manifest.model.name,
+        "method_options": manifest.method.options, "model_options": manifest.model.options,
         "classes": list(manifest.schema.classes), "manifest_digest": info.manifest_digest,
         "model_digest": info.model_digest,
     }  # fmt: skip

@@ -93,6 +93,8 @@ class Method(Protocol):
     """
 
     name: ClassVar[str]
+    has_global_model: ClassVar[bool]
+    """Whether the federation has a model of its own; else no global accuracy is measured and nothing exported."""
     mirrored: ClassVar[bool]
     """Whether silo states are mirrored in a server sum: then a silo whose update was not included discards its new
     state; else it keeps it."""
@@ -139,6 +141,10 @@ class Method(Protocol):
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
         """Load what was broadcast into `model`: the model that is evaluated and exported."""
+        ...
+
+    def exported(self, server: State) -> Tensors:
+        """Choose the tensors of an exported model: all that was learnt or drawn for classification."""
         ...
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:

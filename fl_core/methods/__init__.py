@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.fedgela import FedGELA
 from fl_core.methods.fedlc import FedLC
 from fl_core.methods.fedmr import FedMR
 from fl_core.methods.fedphp import FedPHP
@@ -27,6 +28,7 @@ METHODS: Mapping[str, type[FedAvg]] = {
     "fedphp": FedPHP,
     "map": Map,
     "fedmr": FedMR,
+    "fedgela": FedGELA,
 }
 
 

@@ -35,10 +35,9 @@ from fl_core.types import (
     Outcome,
     Part,
     State,
+    Tensors,
     Turn,
 )
-
-WEIGHTS = ("samples", "uniform")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +49,14 @@ class FedAvg:
 
     name: ClassVar[str] = "fedavg"
     has_personal_model: ClassVar[bool] = False
+    has_global_model: ClassVar[bool] = True
     mirrored: ClassVar[bool] = False
     without_prototypes: ClassVar[Mapping[str, str | bool] | None] = None
     """The options that turn prototypes off, for a run in which no silo submits any; None where there is no such way."""
     weights: str = "samples"
 
     def __post_init__(self) -> None:
-        one_of(self, "weights", WEIGHTS)
+        one_of(self, "weights", ("samples", "uniform"))
 
     @property
     def exposure(self) -> Exposure:
@@ -135,6 +135,10 @@ class FedAvg:
     def merge(self, server: State, total: Bundle, fed: Federation) -> State:  # noqa: ARG002
         """Add the mean difference; without any update the model stays as it is."""
         return {**server, "w": trees.add(server["w"], total["delta"].mean())}
+
+    def exported(self, server: State) -> Tensors:
+        """Export the tensors that travel."""
+        return server["w"]
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
         """Load the received model; what does not travel keeps its initial value."""
