@@ -50,7 +50,7 @@ class ServerCertificate:
         if not (self.home / FOLDER / "ca.key").exists():
             self._complain(
                 f"E-TLS-06: the service's certificate expires on {own.not_after:%Y-%m-%d %H:%M} UTC and the "
-                "authority's key is elsewhere: issue a new one there and put it in place"
+                "authority's key is elsewhere: `coordinator ca service` there issues a new one; put it in place"
             )
             return False
         renewed = identity_of(Authority.open(self.home, self.clock).issue_server().cert_pem)

@@ -21,6 +21,7 @@ from fl_core.errors import ConfigError, DataError, FederationError  # noqa: E402
 
 MODULES = {
     "consortium": ("init", "invite", "revoke", "serve"),
+    "authority": ("ca",),
     "lead": ("run", "watch", "status", "runs", "show", "abort", "resume", "export", "silos"),
     "research": ("simulate", "demo", "methods", "models", "explain"),
 }
@@ -41,7 +42,11 @@ def build(words: list[str]) -> typer.Typer:
     for module in [known[wanted]] if wanted in known else MODULES:
         loaded = importlib.import_module(f"coordinator.commands.{module}")
         for command in MODULES[module]:
-            app.command(name=command)(getattr(loaded, command))
+            found = getattr(loaded, command)
+            if isinstance(found, typer.Typer):
+                app.add_typer(found, name=command)
+            else:
+                app.command(name=command)(found)
     return app
 
 

@@ -18,7 +18,7 @@ from fl_core.errors import ConfigError, RefusedError, StateError
 from protos import certificates
 from protos.certificates import Clock, utc_now
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.identity import PeerCertificate, identity_of
+from protos.identity import PeerCertificate, check_name, identity_of
 from protos.roster import Member, RenewalLink, SignedRoster, renewal_link
 
 
@@ -107,6 +107,28 @@ class Membership:
         link = renewal_link(old, proof)
         self.store.members.renew(made, (*silo.proofs, (link.previous, link.signature)))
         return self._membership(authority, made)
+
+    def certify(self, name: str, csr_pem: bytes, proof: bytes) -> Certificate:
+        """Certify a silo whose request came by hand; for a key that was certified before the same certificate.
+
+        Raises ConfigError (E-ID-30) for another key of a member without the proof of the one in force, RefusedError
+        (E-ID-17) for a proof by another key.
+        """
+        authority, silo = self._authority(), self.store.members.silo(check_name(name))
+        public = certificates.p256(certificates.load_request(csr_pem))
+        if silo is not None and not silo.revoked:
+            if silo.certificate.fingerprint == certificates.fingerprint_of(public):
+                return silo.certificate
+            if not proof:
+                raise ConfigError(
+                    "E-ID-30",
+                    f"expected a name that is not taken, or the proof of its key in force, found a new key for the "
+                    f"member {name!r}: make the request in that silo's home; if it is lost: coordinator revoke {name}",
+                )
+        proofs = self._succession(name, public, proof)
+        made = self._record(authority.sign_silo(csr_pem, name), enrolled=False)
+        self.store.members.renew(made, proofs)
+        return made
 
     def roster(self, known: int = 0) -> bytes:
         """Return the newest signed roster as it travels; empty when the other side knows this version."""

@@ -209,7 +209,26 @@ class Authority:
             identity_of(cert).identity.name, serial_of(cert), reason, self.clock().isoformat(timespec="seconds")
         )
 
+    def write_service(self, folder: Path) -> None:
+        """Write what a service on another machine needs as its `pki` folder: all but the authority's key.
+
+        Its certificate is a new one, also when one was written before: this is how it is renewed.
+        """
+        ca, key = self._ca()
+        keyfiles.private_folder(folder)
+        keyfiles.write_public(folder / "ca.crt", self.ca_pem)
+        self._write_about(folder)
+        for lead in self.folder.glob("lead-*.pem"):
+            keyfiles.write_private(folder / lead.name, keyfiles.read_private(lead))
+        self._write_server(folder, ca, key)
+
     def _ca(self) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+        if not (self.folder / "ca.key").exists():
+            raise StateError(
+                "E-STATE-45",
+                "expected the authority's key on this machine, found that it is kept on another one: have the request "
+                "signed there (silo request, coordinator ca sign, coordinator ca admit)",
+            )
         key = certificates.load_key(keyfiles.read_private(self.folder / "ca.key"), str(self.folder / "ca.key"))
         return certificates.load_certificate(self.ca_pem, str(self.folder / "ca.crt")), key
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sqlalchemy import Connection, Integer, Row, RowMapping, func, insert, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.database import Database
 from coordinator.records import Certificate, DataOffer, InvitationRow, Silo
+from coordinator.store_rosters import VERSION_OF_MEMBERSHIP as _VERSION
+from coordinator.store_rosters import adopt, revoke_certificate
 from coordinator.tables import certificates, counters, invitations, revocations, rosters, silos
 from fl_core.errors import RefusedError
-from protos.roster import Revocation, SignedRoster
-
-_VERSION = "roster"
+from protos.roster import Revocation, Roster, SignedRoster
 
 
 class MemberStore:
@@ -59,7 +59,9 @@ class MemberStore:
             )
             before = literal_column("certificates.rowid") < mine.scalar_subquery()
             older = select(certificates.c.serial).where(certificates.c.name == name, before)
-            gone = [_revoke(db, s, name, "replaced by a new enrolment", now) for s in db.scalars(older).all()]
+            gone = [
+                revoke_certificate(db, s, name, "replaced by a new enrolment", now) for s in db.scalars(older).all()
+            ]
             if any(gone):
                 _bump(db)
 
@@ -181,10 +183,19 @@ class MemberStore:
             if _silo(db, name) is None:
                 return withdrawn > 0
             for serial in db.scalars(select(certificates.c.serial).where(certificates.c.name == name)).all():
-                _revoke(db, serial, name, reason, now)
+                revoke_certificate(db, serial, name, reason, now)
             db.execute(update(silos).where(silos.c.name == name).values(state="revoked"))
             _bump(db)
             return True
+
+    def adopt(self, roster: Roster, signed: SignedRoster, held: Sequence[Certificate]) -> None:
+        """Take over a roster that was signed on another machine. held: the certificates of its members.
+
+        A member whose certificate was revoked here stays revoked, and who is not in the roster is revoked.
+        Raises RefusedError (E-ID-15) when a later roster, or another of this version, is known.
+        """
+        with self._db.write() as db:
+            adopt(db, roster, signed, held)
 
     # ---- the roster ------------------------------------------------------------------------------------------------
 
@@ -243,11 +254,6 @@ def _certify(db: Connection, made: Certificate, proofs: tuple[tuple[str, str], .
     row = upsert(silos).values(name=made.name, since=now, software="", last_seen=0.0, **fresh)
     db.execute(row.on_conflict_do_update(index_elements=["name"], set_=fresh))
     _bump(db)
-
-
-def _revoke(db: Connection, serial: str, name: str, reason: str, now: float) -> bool:
-    row = upsert(revocations).values(serial=serial, name=name, reason=reason, at=now)
-    return bool(db.execute(row.on_conflict_do_nothing()).rowcount)
 
 
 def _version(db: Connection) -> int:

@@ -52,6 +52,12 @@ def join(
     token_file: Annotated[
         Path | None, typer.Option("--token-file", help="A file that holds the invitation; - reads standard input.")
     ] = None,
+    signed: Annotated[
+        Path | None, typer.Option("--signed", help="The answer to `silo request`, where no invitation is given out.")
+    ] = None,
+    fingerprint: Annotated[
+        str | None, typer.Option("--authority", help="With --signed: the authority's fingerprint, from the lead.")
+    ] = None,
     home: AtHome = None,
     again: Annotated[
         bool, typer.Option("--again", help="Make a new key although this home has a certificate.")
@@ -62,13 +68,16 @@ def join(
 
     The invitation comes from the lead (coordinator invite NAME). An interrupted join can simply be repeated.
     """
-    if (token is None) == (token_file is None):
-        raise ConfigError("E-CFG-62", "expected a TOKEN or --token-file FILE, and not both: give one of them")
+    if [token, token_file, signed].count(None) != 2:
+        raise ConfigError("E-CFG-62", "expected a TOKEN, --token-file FILE or --signed FILE: give one of them")
+    from silo.enrol import install_signed
     from silo.enrol import join as enrol
 
-    text = token if token is not None else _read_token(token_file)
     place = Home(home or default_home())
-    peer = enrol(text, place, again)
+    if signed is not None:
+        peer = install_signed(_read_file(signed), place, fingerprint)
+    else:
+        peer = enrol(token if token is not None else _read_file(token_file), place, again)
     authority = SiloIdentity(place.path).ca_fingerprint()
     if as_json:
         show.print_json(
@@ -94,15 +103,34 @@ def join(
     )
 
 
-def _read_token(file: Path | None) -> str:
+def _read_file(file: Path | None) -> str:
     if file is None or str(file) == "-":
         return sys.stdin.read()
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            "E-CFG-62", f"expected an invitation in {file}, found none that can be read: {error}"
+            "E-CFG-62", f"expected text in the file {file}, found none that can be read: {error}"
         ) from error
+
+
+@app.command()
+def request(
+    out: Annotated[Path, typer.Option("--out", help="The file to write, for the lead.")],
+    home: AtHome = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key that never leaves this machine, and a request for its certificate that is carried by hand.
+
+    For consortia whose authority is kept off the network: the lead answers with a file for `silo join --signed`.
+    """
+    from silo.enrol import write_request
+
+    digest = write_request(Home(home or default_home()), out)
+    if as_json:
+        show.print_json({"file": str(out), "fingerprint": digest})
+        return
+    show.show_facts([("request", str(out)), ("fingerprint", colons(digest)), ("next", "give the file to the lead")])
 
 
 @app.command()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 
-from fl_core.errors import FederationError, ProtocolError, UnavailableError
+from fl_core.errors import ConfigError, FederationError, ProtocolError, RefusedError, UnavailableError
+from protos import certificates, keyfiles
 from protos.certificates import Clock, utc_now
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.diagnosis import Diagnosis
-from protos.identity import Address, PeerCertificate, certificate_fingerprint
+from protos.identity import Address, PeerCertificate, certificate_fingerprint, colons
 from protos.invitation import InvitationToken
 from protos.keyfiles import Credentials
+from protos.papers import Admission, SigningRequest
 from protos.roster import SignedRoster
 from silo.credentials import explain
 from silo.home import Home
@@ -96,6 +100,42 @@ def _first_answer(
         finally:
             line.channel.close()
     raise failure
+
+
+def write_request(home: Home, out: Path, clock: Clock = utc_now) -> str:
+    """Write a request that is carried to the authority by hand, and return the fingerprint of its key.
+
+    A home that has a certificate asks for its next key and proves that it is the same silo.
+    """
+    home.make()
+    asked = SiloIdentity(home.path, clock).signing_request()
+    keyfiles.write_public(out, SigningRequest(asked.csr_pem, asked.proof).pack().encode())
+    return certificates.fingerprint_of(certificates.p256(certificates.load_request(asked.csr_pem)))
+
+
+def install_signed(text: str, home: Home, authority: str | None, clock: Clock = utc_now) -> PeerCertificate:
+    """Take over the authority's answer to `write_request`: the certificate, the addresses and the roster.
+
+    authority: its fingerprint as the lead reads it out; needed once, then it is pinned.
+    Raises ConfigError (E-ID-31) on another file, RefusedError: E-ID-32 on another authority, E-ID-09 on a certificate
+    that was not asked for here, E-ID-14 and E-ID-15 on a false roster.
+    """
+    answer = Admission.unpack(text)
+    if not answer.certificate_pem:
+        raise ConfigError("E-ID-31", "expected an admission with a certificate, found a list of members alone")
+    home.make()
+    identity = SiloIdentity(home.path, clock)
+    known = identity.ca_fingerprint() if identity.joined else re.sub(r"[:\s]", "", authority or "").lower()
+    found = certificate_fingerprint(answer.ca_pem)
+    if known != found:
+        wanted = colons(known) if known else "the fingerprint that the lead reads out (--authority)"
+        raise RefusedError("E-ID-32", f"expected the authority {wanted}, found the answer to be of {colons(found)}")
+    renewed = identity.joined
+    peer = identity.install(answer.certificate_pem, answer.ca_pem, answer.roster)
+    if renewed:
+        identity.update_roster(answer.roster)
+    home.write_addresses(answer.addresses)
+    return peer
 
 
 @dataclass(slots=True)

@@ -156,9 +156,14 @@ class SiloIdentity:
 
         Guarantees: a second call asks for the same key.
         """
+        self.load()
+        return self.signing_request()
+
+    def signing_request(self) -> RenewalRequest:
+        """Ask for the next key as `renewal_request` does, also in a new home: there without a signature."""
         key = self._next_key()
         csr = certificates.make_request(certificates.key_to_pem(key))
-        return RenewalRequest(csr, self._proof(self.load(), key))
+        return RenewalRequest(csr, self._proof(self.load(), key) if self.joined else b"")
 
     def sign(self, context: str, message: bytes) -> bytes:
         """Sign with the key of the certificate in force (`protos.certificates.verify` checks it)."""
