@@ -56,8 +56,8 @@ class RoundRecord:
 
     @property
     def accuracy(self) -> float:
-        """Return correct / examples over all classes, 0 without test examples."""
-        return sum(self.correct) / n if (n := sum(self.examples)) else 0.0
+        """Return correct / examples over all classes; -1 where there is no test example or no global model."""
+        return sum(self.correct) / n if (n := sum(self.examples)) else -1.0
 
     def class_accuracy(self) -> list[float | None]:
         """Return the accuracy per class, None where no silo has a test example."""

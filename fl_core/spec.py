@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fl_core.local import PlainData
 from fl_core.protocols import Method
 from fl_core.types import Examples, Federation, Layout, PartSpec, Schema, TaskKind, TrainConfig, Turn
-from fl_core.worker import Bench, evaluate, work
+from fl_core.worker import Bench, measure_global, work
 
 __all__ = ["derive_layout", "layout_from_json", "layout_to_json"]
 
@@ -39,7 +39,7 @@ def derive_layout(method: Method, model: nn.Module, schema: Schema) -> Layout:
     server = method.init_server(model, fed)
     msg = method.broadcast(server)
     bundle = dict(method.local(model, msg, method.init_silo(model, fed), data, turn).bundle)
-    bundle["metrics"] = evaluate(method.global_model(model, msg), data, fed.n_classes)
+    bundle["metrics"] = measure_global(method, model, msg, data, fed.n_classes)
     layout = {name: PartSpec.of(part) for name, part in sorted(bundle.items())}
     work(Bench(method, model, layout), msg, None, data, turn, TaskKind.TRAIN)  # the layout is stable: it fits itself
     return layout

@@ -43,23 +43,37 @@ class Bench:
 def work(bench: Bench, msg: State, state: State | None, data: SiloData, turn: Turn, kind: TaskKind) -> Outcome:
     """Evaluate what was broadcast, train if asked to, and guard what leaves.
 
-    Returns the bundle that may leave and the silo's next state, which the caller commits only once the round's
-    close names this silo. `bench.model` is scratch: it gets the run's initial weights before every use.
+    Returns the bundle that may leave and the silo's next state, the old one where training diverged; the caller
+    commits it at the round's close, as `Method.mirrored` says. `bench.model` is scratch: it gets the run's initial
+    weights before every use.
     Raises ProtocolError (E-WIRE-02) when the method's bundle does not have the run's layout.
     """
     method, fed = bench.method, turn.fed
     state = method.init_silo(bench.fresh(), fed) if state is None else state
-    bundle: dict[str, Part] = {METRICS: evaluate(method.global_model(bench.fresh(), msg), data, fed.n_classes)}
+    bundle: dict[str, Part] = {METRICS: measure_global(method, bench.fresh(), msg, data, fed.n_classes)}
     layout = {METRICS: bench.layout[METRICS]}
     if kind is TaskKind.TRAIN:
-        local, state = method.local(bench.fresh(), msg, state, data, turn)
+        local, trained = method.local(bench.fresh(), msg, state, data, turn)
         bundle |= local
+        state = trained if _finite(local, trained) else state
         layout = dict(bench.layout)
     check_layout(bundle, layout)
     guarded: Bundle = bundle
     for guard in bench.guards:
         guarded = guard.outgoing(guarded, turn.silo, fed.round)
     return Outcome(guarded, state)
+
+
+def measure_global(method: Method, model: nn.Module, msg: State, data: SiloData, n_classes: int) -> Part:
+    """Evaluate the federation's own model; without one the part has weight 0, and no accuracy is made up."""
+    if method.has_global_model:
+        return evaluate(method.global_model(model, msg), data, n_classes)
+    return Part({"correct": torch.zeros(n_classes)}, torch.zeros(n_classes))
+
+
+def _finite(bundle: Bundle, state: State) -> bool:
+    parts = (part.total for part in bundle.values())
+    return all(trees.all_finite(values) for values in (*parts, *state.values()))
 
 
 def evaluate(model: nn.Module, data: SiloData, n_classes: int) -> Part:

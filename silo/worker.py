@@ -92,6 +92,7 @@ class Worker:
         entry = self.outbox.stage(key, offer.manifest_digest, offer.base_digest, done)
         right, all_of = sum(done.evaluation.correct), sum(done.evaluation.examples)
         said = f"the received model is right on {right:.0f} of {all_of:.0f} own test examples"
+        said = said if all_of else "trained; no model or no test examples to measure"
         self.say(notice("staged", f"{key}: {said}", key, {"correct": right, "examples": all_of, "bytes": entry.size}))
         return entry
 

@@ -98,7 +98,7 @@ def test_accuracy_is_over_the_union_of_the_test_sets() -> None:
     record = RoundRecord(0, TaskKind.TRAIN, (3.0, 0.0, 1.0), (4.0, 0.0, 6.0), ("a",))
     assert record.accuracy == 0.4
     assert record.class_accuracy() == [0.75, None, 1 / 6]
-    assert RoundRecord(0, TaskKind.TRAIN, (0.0,), (0.0,), ()).accuracy == 0
+    assert RoundRecord(0, TaskKind.TRAIN, (0.0,), (0.0,), ()).accuracy == -1
 
 
 @pytest.mark.parametrize("spoil", [False, True])
