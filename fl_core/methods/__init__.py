@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fl_core.errors import ConfigError
+from fl_core.methods.ditto import Ditto
 from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.fedbabu import FedBABU
 from fl_core.methods.fedgela import FedGELA
 from fl_core.methods.fedlc import FedLC
 from fl_core.methods.fedmr import FedMR
+from fl_core.methods.fedper import FedPer
 from fl_core.methods.fedphp import FedPHP
 from fl_core.methods.fedproc import FedProc
+from fl_core.methods.fedproto import FedProto
 from fl_core.methods.fedprox import FedProx
+from fl_core.methods.fedrep import FedRep
+from fl_core.methods.fedrod import FedROD
 from fl_core.methods.fedrs import FedRS
+from fl_core.methods.local_only import LocalOnly
 from fl_core.methods.map_ import Map
 from fl_core.methods.moon import Moon
 from fl_core.options import from_mapping
@@ -27,6 +34,13 @@ METHODS: Mapping[str, type[FedAvg]] = {
     "fedrs": FedRS,
     "fedphp": FedPHP,
     "map": Map,
+    "local": LocalOnly,
+    "fedper": FedPer,
+    "fedrep": FedRep,
+    "fedbabu": FedBABU,
+    "ditto": Ditto,
+    "fedrod": FedROD,
+    "fedproto": FedProto,
     "fedmr": FedMR,
     "fedgela": FedGELA,
 }
