@@ -11,6 +11,7 @@ from fl_core.methods.fedbabu import FedBABU
 from fl_core.methods.fedgela import FedGELA
 from fl_core.methods.fedlc import FedLC
 from fl_core.methods.fedmr import FedMR
+from fl_core.methods.fednh import FedNH
 from fl_core.methods.fedper import FedPer
 from fl_core.methods.fedphp import FedPHP
 from fl_core.methods.fedproc import FedProc
@@ -43,6 +44,7 @@ METHODS: Mapping[str, type[FedAvg]] = {
     "fedproto": FedProto,
     "fedmr": FedMR,
     "fedgela": FedGELA,
+    "fednh": FedNH,
 }
 
 

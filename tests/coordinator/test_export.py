@@ -25,6 +25,8 @@ METHODS = {
     "fedavg": ("fedavg", {}),
     "fedgela": ("fedgela", {"logit_scale": 12.0}),
     "fedgela_la": ("fedgela", {"etf": False}),
+    "fednh": ("fednh", {}),
+    "fednh_fixed_scale": ("fednh", {"fix_scaling": 30.0}),
 }
 
 
