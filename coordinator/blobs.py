@@ -12,7 +12,7 @@ from threading import RLock
 
 from fl_core.errors import ProtocolError, StateError
 from protos import codec
-from protos.digests import seal
+from protos.digests import write_sealed
 from protos.keyfiles import sync_folder
 
 QUOTA_BYTES = 8 << 30
@@ -53,19 +53,14 @@ class Blobs:
         digest = codec.digest(data)
         if not self.has(digest):
             aside = self._aside / secrets.token_hex(8)
-            with aside.open("xb", buffering=0) as f:
-                view = memoryview(data)
-                while view:
-                    view = view[f.write(view) :]
-                os.fsync(f.fileno())
+            write_sealed(aside, [memoryview(data)])
             self._place(aside, digest)
         return digest
 
-    def put_file(self, write: Callable[[Path], None]) -> tuple[str, int]:
-        """Store the object that `write` puts into a file of ours; return digest and size. On disk on return."""
+    def put_file(self, write: Callable[[Path], tuple[str, int]]) -> tuple[str, int]:
+        """Store the object that `write` brings to the disk in a file of ours; return digest and size, as it does."""
         aside = self._aside / secrets.token_hex(8)
-        write(aside)
-        found, size = seal(aside), aside.stat().st_size
+        found, size = write(aside)
         if self.has(found):
             aside.unlink()
         else:

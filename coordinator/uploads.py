@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,9 +10,9 @@ from dataclasses import dataclass, field
 from io import FileIO
 
 from fl_core.errors import UnavailableError
+from protos.digests import WRITE_BEHIND, write_all, write_behind
 
 _TAKEOVER_S = 10.0
-_WRITE_BEHIND = 4 << 20
 
 
 @dataclass(slots=True)
@@ -52,24 +51,13 @@ class Hashing:
 
     def write(self, data: bytes, /) -> int:
         """Write all of it, unbuffered, then hash: what is hashed is in the file."""
-        left = memoryview(data)
-        while left:
-            left = left[self._file.write(left) :]
+        write_all(self._file, data)
         self._upload.note(self._at, data)
         self._at += len(data)
-        if self._at - self._begun >= _WRITE_BEHIND:
-            _write_behind(self._file, self._begun, self._at - self._begun)
+        if self._at - self._begun >= WRITE_BEHIND:
+            write_behind(self._file, self._begun, self._at - self._begun)
             self._begun = self._at
         return len(data)
-
-
-def _write_behind(file: FileIO, start: int, length: int) -> None:
-    """Let the system begin to write a range to the disk, without waiting: the final fsync then finds little to do.
-
-    On Linux that is what this advice does to pages that are not on the disk yet; elsewhere it does nothing.
-    """
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
 
 
 class Uploads:

@@ -67,13 +67,14 @@ class Grid:
 
         Raises ProtocolError (E-WIRE-05) when a value is NaN or infinite: one such value would poison the sum.
         """
-        units = torch.zeros(value.shape, dtype=torch.int64, device=value.device)
-        return units, self.add(segment, value, units)
+        units = torch.empty(value.shape, dtype=torch.int64, device=value.device)
+        return units, self.add(segment, value, units, anew=True)
 
-    def add(self, segment: str, value: Tensor, into: Tensor) -> int:
+    def add(self, segment: str, value: Tensor, into: Tensor, anew: bool = False) -> int:
         """Add a float tensor to a contiguous int64 sum of its shape and return the number of values that were clipped.
 
         Equals `into += encode(value)`, in blocks that stay in the processor's cache, so without a copy of either.
+        anew: begin the sum, whatever `into` holds.
         Raises ProtocolError (E-WIRE-05) as `encode`, and changes nothing then.
         """
         peak, bound, clipped = _peak(segment, value), self.bound(segment), 0
@@ -84,7 +85,10 @@ class Grid:
             if peak > bound:
                 clipped += int((x.abs() > bound).sum())
                 scaled.clamp_(-limit, limit)
-            units.add_(scaled.to(torch.int64))
+            if anew:
+                units.copy_(scaled)
+            else:
+                units.add_(scaled.to(torch.int64))
         return clipped
 
     def decode(self, segment: str, units: Tensor) -> Tensor:
@@ -92,6 +96,14 @@ class Grid:
         if self.ring == "ring32":
             units = torch.remainder(units + 2**31, 2**32) - 2**31
         return units.double().mul_(2.0 ** -self.frac_bits(segment))
+
+    def spend(self, segment: str, units: Tensor) -> Tensor:
+        """Equal `decode`, and write the result over the sum itself: `units` holds nothing of use afterwards."""
+        units = units.contiguous()
+        result = units.view(torch.float64)
+        for block, raw in zip(torch.split(result.view(-1), BLOCK), torch.split(units.view(-1), BLOCK), strict=True):
+            block.copy_(self.decode(segment, raw))
+        return result
 
 
 class Accumulator:
@@ -113,10 +125,13 @@ class Accumulator:
 
     @cached_property
     def _sum(self) -> dict[str, tuple[dict[str, Tensor], Tensor]]:
-        """Make room on first use: a round's silos are at work by then, and do not wait for it."""
+        """Make room on first use: a round's silos are at work by then, and do not wait for it.
+
+        It holds nothing until the first bundle is written into it; only `total` must know of a sum without any.
+        """
         return {
-            part: ({n: torch.zeros(s, dtype=torch.int64) for n, s in spec.shapes.items()},
-                   torch.zeros(spec.weight_shape, dtype=torch.int64))
+            part: ({n: torch.empty(s, dtype=torch.int64) for n, s in spec.shapes.items()},
+                   torch.empty(spec.weight_shape, dtype=torch.int64))
             for part, spec in self.layout.items() if part not in self.apart
         }  # fmt: skip
 
@@ -136,26 +151,32 @@ class Accumulator:
                 continue
             totals, weight = self._sum[name]
             for key, value in part.total.items():
-                self._add(totals[key], name, value)
-            self._add(weight, f"{name}.weight", part.weight)
+                self._add(totals[key], name, value, anew=self.count == 0)
+            self._add(weight, f"{name}.weight", part.weight, anew=self.count == 0)
         self.count += 1
 
-    def _add(self, into: Tensor, segment: str, value: Tensor) -> None:
+    def _add(self, into: Tensor, segment: str, value: Tensor, anew: bool) -> None:
         if value.is_floating_point():
-            self.clipped += self.grid.add(segment, value, into)
+            self.clipped += self.grid.add(segment, value, into, anew)
+        elif anew:
+            into.copy_(value)
         else:
             into.add_(value)
 
     def _units(self, name: str, part: Part) -> Part:
-        zeros = Part({key: torch.zeros(v.shape, dtype=torch.int64) for key, v in part.total.items()},
-                     torch.zeros(part.weight.shape, dtype=torch.int64))  # fmt: skip
+        units = Part({key: torch.empty(v.shape, dtype=torch.int64) for key, v in part.total.items()},
+                     torch.empty(part.weight.shape, dtype=torch.int64))  # fmt: skip
         for key, value in part.total.items():
-            self._add(zeros.total[key], name, value)
-        self._add(zeros.weight, f"{name}.weight", part.weight)
-        return zeros
+            self._add(units.total[key], name, value, anew=True)
+        self._add(units.weight, f"{name}.weight", part.weight, anew=True)
+        return units
 
     def total(self) -> Bundle:
         """Return the sum so far, still in integer units; parts that are kept apart stacked in the roster's order."""
+        if not self.count:
+            for totals, weight in self._sum.values():
+                for value in (*totals.values(), weight):
+                    value.zero_()
         summed = {name: Part(dict(totals), weight) for name, (totals, weight) in self._sum.items()}
         single = [parts for _, parts in sorted(self._single.items())]
         for name in self.apart & set(self.layout):
@@ -195,11 +216,11 @@ class FixedPoint:
         return Part(total, weight)
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
-        """Read the sum back as float64."""
+        """Read the sum back as float64, in its own memory: `total` is spent, and a sum is read once."""
         return {
             name: Part(
-                {key: self.grid.decode(name, v) for key, v in part.total.items()},
-                self.grid.decode(f"{name}.weight", part.weight),
+                {key: self.grid.spend(name, v) for key, v in part.total.items()},
+                self.grid.spend(f"{name}.weight", part.weight),
             )
             for name, part in total.items()
         }

@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
 from torch import Tensor
 
 from fl_core.errors import ProtocolError
@@ -19,41 +19,43 @@ from fl_core.types import Bundle, Part, State
 from protos.digests import contribution_id as contribution_id
 from protos.digests import digest as digest
 from protos.digests import file_digest as file_digest
+from protos.digests import write_sealed
 
 TensorPath = Sequence[str]
-_Content = tuple[dict[str, Tensor], dict[str, str]]
+_Entries = Sequence[tuple[TensorPath, Tensor]]
+_TYPES = {
+    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
+    torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Types of numbers and their names in the format, in the order in which their tensors lie in a file."""
 
 
 def pack_state(state: State) -> bytes:
     """Write a State; groups and names in sorted order."""
-    tensors, metadata = _of_state(state)
-    return bytes(save(tensors, metadata))
+    return b"".join(_of_state(state))
 
 
 def pack_bundle(bundle: Bundle) -> bytes:
     """Write a Bundle; parts in sorted order, each total before its weight."""
-    tensors, metadata = _of_bundle(bundle)
-    return bytes(save(tensors, metadata))
+    return b"".join(_of_bundle(bundle))
 
 
-def write_state(state: State, file: Path) -> None:
-    """Write the bytes of `pack_state` to a file, mode 0600, without holding them in memory."""
-    tensors, metadata = _of_state(state)
-    save_file(tensors, file, metadata)
+def write_state(state: State, file: Path) -> tuple[str, int]:
+    """Bring the bytes of `pack_state` to the disk and return their digest and number; see `write_sealed`."""
+    return write_sealed(file, _of_state(state))
 
 
-def write_bundle(bundle: Bundle, file: Path) -> None:
-    """Write the bytes of `pack_bundle` to a file, mode 0600, without holding them in memory."""
-    tensors, metadata = _of_bundle(bundle)
-    save_file(tensors, file, metadata)
+def write_bundle(bundle: Bundle, file: Path) -> tuple[str, int]:
+    """Bring the bytes of `pack_bundle` to the disk and return their digest and number; see `write_sealed`."""
+    return write_sealed(file, _of_bundle(bundle))
 
 
-def _of_state(state: State) -> _Content:
+def _of_state(state: State) -> Iterator[memoryview]:
     entries = [((group, name), v) for group, values in sorted(state.items()) for name, v in sorted(values.items())]
     return _content(entries, sorted(state))
 
 
-def _of_bundle(bundle: Bundle) -> _Content:
+def _of_bundle(bundle: Bundle) -> Iterator[memoryview]:
     entries: list[tuple[TensorPath, Tensor]] = []
     for name, part in sorted(bundle.items()):
         entries += [((name, "total", key), v) for key, v in sorted(part.total.items())]
@@ -61,11 +63,26 @@ def _of_bundle(bundle: Bundle) -> _Content:
     return _content(entries, sorted(bundle))
 
 
-def _content(entries: Sequence[tuple[TensorPath, Tensor]], groups: Sequence[str]) -> _Content:
-    """Give the tensors numbers and write down their paths."""
-    tensors = {f"{i:06d}": v.detach().cpu().contiguous() for i, (_, v) in enumerate(entries)}
-    header = json.dumps({"groups": list(groups), "paths": [list(path) for path, _ in entries]}, separators=(",", ":"))
-    return tensors, {"consilium": header}
+def _content(entries: _Entries, groups: Sequence[str]) -> Iterator[memoryview]:
+    """Give the tensors numbers, write down their paths, and give header and tensors piece by piece, without a copy.
+
+    The bytes are those of `safetensors.torch.save`, whose format is: the header's length (8 bytes, little-endian), the
+    header in JSON, filled up with spaces to a multiple of 8, and the tensors, the types of largest alignment first.
+    https://github.com/huggingface/safetensors#format
+    """
+    paths = json.dumps({"groups": list(groups), "paths": [list(path) for path, _ in entries]}, separators=(",", ":"))
+    order = list(_TYPES)
+    numbered = sorted(enumerate(v.detach() for _, v in entries), key=lambda entry: order.index(entry[1].dtype))
+    header: dict[str, object] = {"__metadata__": {"consilium": paths}}
+    end = 0
+    for i, v in numbered:
+        begin, end = end, end + v.nbytes
+        header[f"{i:06d}"] = {"dtype": _TYPES[v.dtype], "shape": list(v.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for _, v in numbered:
+        yield v.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _paths(file: Path) -> tuple[list[str], list[list[str]]]:

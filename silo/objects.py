@@ -13,7 +13,6 @@ from typing import BinaryIO
 
 from fl_core.errors import ProtocolError, StateError
 from protos import codec, keyfiles
-from protos.digests import seal
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PART = ".part"
@@ -68,21 +67,19 @@ class Objects:
         keyfiles.write_private(self.path(digest), data)
         return digest
 
-    def put_file(self, write: Callable[[Path], None]) -> tuple[str, int]:
-        """Write the object that `write` puts into a file of ours, as `put` does; return digest and size."""
+    def put_file(self, write: Callable[[Path], tuple[str, int]]) -> tuple[str, int]:
+        """Keep the object that `write` brings to the disk in a file of ours; return digest and size, as it does."""
         aside = self.folder / f".{secrets.token_hex(8)}{_PART}"
-        write(aside)
-        aside.chmod(0o600)
-        digest = seal(aside)
-        return digest, self._place(aside, digest)
+        digest, size = write(aside)
+        self._place(aside, digest)
+        return digest, size
 
-    def _place(self, aside: Path, digest: str) -> int:
+    def _place(self, aside: Path, digest: str) -> None:
         """Give a file that is on the disk its name, and remember how it looked when it had that digest."""
         path = self.path(digest)
         aside.replace(path)
         keyfiles.sync_folder(self.folder)
         self._sound[digest] = _looks(path)
-        return path.stat().st_size
 
     def sound(self, digest: str) -> Path:
         """Give the path of an object whose bytes still have their digest; raises StateError (E-STATE-63) otherwise."""

@@ -9,6 +9,7 @@ import pytest
 from coordinator.blobs import Blobs
 from fl_core.errors import ProtocolError, StateError
 from protos import codec
+from protos.digests import write_sealed
 
 
 def test_an_object_is_under_its_digest_and_twice_is_once(tmp_path: Path) -> None:
@@ -54,7 +55,8 @@ def test_a_sweep_keeps_what_is_named_and_a_start_forgets_half_written_files(tmp_
 def test_a_file_becomes_an_object_and_a_second_one_of_the_same_bytes_is_the_first(tmp_path: Path) -> None:
     blobs = Blobs(tmp_path)
     for _ in range(2):
-        assert blobs.put_file(lambda file: file.write_bytes(b"abc") and None) == (codec.digest(b"abc"), 3)
+        found = blobs.put_file(lambda file: write_sealed(file, [memoryview(b"abc")]))
+        assert found == (codec.digest(b"abc"), 3)
     assert blobs.path(codec.digest(b"abc")).read_bytes() == b"abc"
     assert not list((tmp_path / "aside").iterdir())
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from fl_core import trees
@@ -13,7 +15,7 @@ from fl_core.errors import ProtocolError
 from fl_core.fixed_point import Accumulator, Grid
 from fl_core.types import BLOCK, Part, PartSpec
 from protos import codec
-from protos.digests import file_digest, seal
+from protos.digests import file_digest, write_sealed
 
 SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7)
 
@@ -73,18 +75,41 @@ def test_files_hold_the_bytes_of_the_messages(tmp_path: Path) -> None:
         "delta": Part({"x": values(BLOCK)}, torch.ones(())),
         "metrics": Part({"c": torch.zeros(3)}, torch.ones(3)),
     }
-    codec.write_state(state, tmp_path / "state")
-    codec.write_bundle(bundle, tmp_path / "bundle")
-    for name, data in (("state", codec.pack_state(state)), ("bundle", codec.pack_bundle(bundle))):
+    found = codec.write_state(state, tmp_path / "state"), codec.write_bundle(bundle, tmp_path / "bundle")
+    for sealed, name, data in (
+        (found[0], "state", codec.pack_state(state)),
+        (found[1], "bundle", codec.pack_bundle(bundle)),
+    ):
         file = tmp_path / name
         assert file.read_bytes() == data
         assert file.stat().st_mode & 0o077 == 0
-        assert seal(file) == file_digest(file) == codec.digest(data)
+        assert sealed == (file_digest(file), len(data)) == (codec.digest(data), len(data))
 
 
-def test_a_file_that_cannot_be_brought_to_the_disk_is_not_sealed(tmp_path: Path) -> None:
+def test_messages_are_those_of_the_safetensors_library() -> None:
+    types = (torch.bool, torch.int64, torch.float16, torch.float32, torch.uint8, torch.int8, torch.bfloat16,
+             torch.int16, torch.float64, torch.int32)  # fmt: skip
+    group = {f'n{i:02d} ä"\\': values(3 * i).reshape(3, i).t().to(kind) for i, kind in enumerate(types)}
+    group |= {"scalar": torch.tensor(2.5), "long": values(3 << 18)}
+    names = sorted(group)
+    header = json.dumps({"groups": ["w"], "paths": [["w", name] for name in names]}, separators=(",", ":"))
+    numbered = {f"{i:06d}": group[name].contiguous() for i, name in enumerate(names)}
+    assert codec.pack_state({"w": group}) == save(numbered, {"consilium": header})
+    assert codec.pack_state({}) == save({}, {"consilium": '{"groups":[],"paths":[]}'})
+
+
+def test_a_file_is_written_over_in_place_and_ends_where_its_content_ends(tmp_path: Path) -> None:
+    file, data = tmp_path / "file", bytes(range(256)) * (9 << 12)
+    for content in (data, data[:70], data[1:]):
+        assert write_sealed(file, [memoryview(content[:5]), memoryview(content[5:])]) == (
+            codec.digest(content), len(content)
+        )  # fmt: skip
+        assert file.read_bytes() == content
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        seal(tmp_path / "absent")
+        write_sealed(tmp_path / "absent" / "file", [])
 
 
 def test_the_digest_of_tensors_reads_them_as_they_are_numbered() -> None:

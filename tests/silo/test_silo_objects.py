@@ -8,6 +8,7 @@ import pytest
 
 from fl_core.errors import StateError
 from protos import codec
+from protos.digests import write_sealed
 from silo.objects import Objects
 
 DATA = bytes(range(256)) * 40
@@ -59,7 +60,7 @@ def test_a_whole_download_is_trusted_by_the_next_process_too(tmp_path: Path) -> 
 
 def test_an_object_is_written_private_under_its_digest(tmp_path: Path) -> None:
     objects = Objects(tmp_path / "objects")
-    digest, size = objects.put_file(lambda file: file.write_bytes(DATA) and None)
+    digest, size = objects.put_file(lambda file: write_sealed(file, [memoryview(DATA)]))
     assert (digest, size) == (codec.digest(DATA), len(DATA))
     assert objects.sound(digest).stat().st_mode & 0o777 == 0o600
     assert [path.name for path in objects.folder.iterdir()] == [digest]
