@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from fl_core.records import fairness
 from protos.consilium.v1 import federation_pb2 as pb
 
 OUT = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
@@ -78,8 +79,20 @@ def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
         "round": info.round, "kind": pb.TaskKind.Name(info.kind).lower(), "included": list(info.included),
         "missing": dict(info.missing), "clipped": info.clipped, "correct": list(info.correct),
         "examples": list(info.examples), "accuracy": sum(info.correct) / examples if examples else None,
-        "opened": info.opened_unix, "closed": info.closed_unix or None,
+        "opened": info.opened_unix, "closed": info.closed_unix or None, **personal_json(info.personal),
     }  # fmt: skip
+
+
+def personal_json(scores: Mapping[str, float]) -> Mapping[str, float | None]:
+    """Pick what is shown of personal models: pa, pm_l, pm_v and the fairness; nothing where none was measured."""
+    shown: dict[str, float | None] = {name: scores[name] for name in ("pa", "pm_l", "pm_v") if name in scores}
+    return shown | {"fairness": fairness(scores)} if shown else {}
+
+
+def personal_text(scores: Mapping[str, float]) -> str:
+    """Write the scores of personal models after two spaces, or nothing."""
+    shown = personal_json(scores)
+    return "".join(f"  {name} {percent(-1 if value is None else value)}" for name, value in shown.items())
 
 
 def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
@@ -138,6 +151,7 @@ class Watcher:
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._info = pb.RunInfo(accuracy=-1, best_accuracy=-1)
         self._silos: dict[str, str] = {}
+        self._personal: Mapping[str, float] = {}
         self._started = time.time()
 
     def __enter__(self) -> Watcher:
@@ -153,6 +167,8 @@ class Watcher:
         """Take one event and show what it changes."""
         if event.HasField("info"):
             self._info = event.info
+        if event.HasField("closed"):
+            self._personal = event.closed.personal
         for silo in event.silos:
             self._silos[silo.name] = doing(silo)
         if event.silo:
@@ -174,7 +190,8 @@ class Watcher:
         if event.silo:
             text += f"  {event.silo}"
         if event.kind == "closed":
-            text += f"  accuracy {percent(info.accuracy)}  up {size(info.bytes_up)}  down {size(info.bytes_down)}"
+            text += f"  accuracy {percent(info.accuracy)}{personal_text(event.closed.personal)}"
+            text += f"  up {size(info.bytes_up)}  down {size(info.bytes_down)}"
             text += f"  left {self._left()}"
         return f"{text}  {event.text}" if event.text else text
 
@@ -182,7 +199,7 @@ class Watcher:
         info = self._info
         title = (
             f"{info.run_id}  {info.state}  round {info.closed}/{info.rounds}  accuracy {percent(info.accuracy)} "
-            f"(best {percent(info.best_accuracy)})  up {size(info.bytes_up)}  down {size(info.bytes_down)}  "
-            f"left {self._left()}"
+            f"(best {percent(info.best_accuracy)}){personal_text(self._personal)}  "
+            f"up {size(info.bytes_up)}  down {size(info.bytes_down)}  left {self._left()}"
         )
         return table(title, ("silo", "doing"), sorted(self._silos.items()))

@@ -50,7 +50,7 @@ def manifest_from(spec: RunSpec, names: Sequence[str]) -> RunManifest:
     method = _method_choice(spec, names)
     model = _choice(spec.model)
     built = build_model(model.name, model.options, schema, spec.seed)
-    layout = derive_layout(build_method(method.name, method.options), built, schema)
+    layout = derive_layout(build_method(method.name, method.options), built, schema, spec.personal)
     if max(spec.cohort, spec.quorum) > len(names):
         raise ConfigError(
             "E-CFG-43",
@@ -74,6 +74,7 @@ def manifest_from(spec: RunSpec, names: Sequence[str]) -> RunManifest:
         deadline_s=spec.deadline_s,
         threads=spec.threads,
         image_size=None if spec.data.get("image_size") is None else int(str(spec.data["image_size"])),
+        personal=spec.personal,
         software=software(),
     )
     privacy.plan.build(manifest)

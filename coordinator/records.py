@@ -130,6 +130,7 @@ class RoundRow:
     clipped: int = 0
     opened: float = 0.0
     closed: float = 0.0
+    personal: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

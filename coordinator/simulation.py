@@ -11,6 +11,7 @@ from coordinator.plan import manifest_from
 from coordinator.spec import RunSpec
 from fl_core import datasets, trees
 from fl_core.manifest import RunManifest
+from fl_core.records import fairness
 from fl_core.rounds import Observer, RoundRecord
 from fl_core.simulate import History, SiloShare, simulate
 from fl_core.types import Federation, State, TaskKind
@@ -38,18 +39,31 @@ class Result:
             "rounds": self.manifest.rounds,
             "seed": self.manifest.seed,
             "silos": [m.name for m in self.manifest.members],
-            "global_accuracy": _known(last.accuracy),
-            "best_global_accuracy": _known(max(self.accuracies[1:])),
+            "global_accuracy": last.accuracy,
+            "best_global_accuracy": max(self.accuracies[1:]),
             "class_accuracy": dict(zip(self.manifest.schema.classes, last.class_accuracy(), strict=True)),
-            "accuracy_by_round": [_known(a) for a in self.accuracies],
+            "accuracy_by_round": self.accuracies,
             "clipped": sum(r.clipped for r in self.records),
             "model_digest": self.model_digest,
             "manifest_digest": self.manifest.digest(),
+            **self.personal(),
         }
 
+    def personal(self) -> dict[str, object]:
+        """Return the last scores of personal models, the best over rounds, and all; nothing where none was measured.
 
-def _known(accuracy: float) -> float | None:
-    return None if accuracy < 0 else accuracy
+        A best value is chosen by test accuracy, as papers report it: it is no estimate of what a new case would see.
+        """
+        scores = [r.personal for r in self.records if r.personal]
+        if not scores:
+            return {}
+        names = [name for name in ("pa", "pm_l", "pm_v") if name in scores[-1]]
+        return {
+            **{name: scores[-1][name] for name in names},
+            **{f"best_{name}": max(s[name] for s in scores if name in s) for name in names},
+            "fairness": fairness(scores[-1]),
+            "personal_by_round": [dict(s) for s in scores],
+        }
 
 
 class _Reporting(History):

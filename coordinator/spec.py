@@ -29,6 +29,7 @@ class RunSpec:
     deadline_s: float = 86400.0
     prototype_share: float = 1.0
     threads: int = 0
+    personal: bool = False
     silos: tuple[str, ...] | None = None
 
     def to_json(self) -> str:
@@ -84,6 +85,7 @@ class RunSpec:
             deadline_s=_float(raw, "deadline_s"),
             prototype_share=_float(raw, "prototype_share"),
             threads=_int(raw, "threads"),
+            personal=_bool(raw, "personal"),
             silos=None if silos is None else tuple(silos),
         )
         spec._check_ranges()

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, Select, func, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.database import Database
 from coordinator.records import EventRow, ObjectKind, RoundRow, Run, RunState
-from coordinator.tables import events, objects, rounds, runs
+from coordinator.tables import events, objects, rounds, runs, scores
 from fl_core.errors import ConfigError, StateError
 from fl_core.kinds import TaskKind
 from fl_core.records import RoundRecord
@@ -145,12 +145,12 @@ class RunStore:
         """Return a round, open or closed."""
         here = (rounds.c.run_id == run_id, rounds.c.round == round)
         with self._db.read() as db:
-            row = db.execute(select(rounds).where(*here)).first()
+            row = db.execute(_with_scores().where(*here)).first()
             return None if row is None else _to_round(row)
 
     def rounds(self, run_id: str) -> list[RoundRow]:
         """Return the closed rounds of a run, in order."""
-        closed = select(rounds).where(rounds.c.run_id == run_id, rounds.c.is_open == 0)
+        closed = _with_scores().where(rounds.c.run_id == run_id, rounds.c.is_open == 0)
         with self._db.read() as db:
             return [_to_round(row) for row in db.execute(closed.order_by(rounds.c.round))]
 
@@ -168,6 +168,8 @@ class RunStore:
                 "missing": dict(record.missing), "clipped": record.clipped, "closed": now,
             }  # fmt: skip
             db.execute(update(rounds).where(rounds.c.run_id == run_id, rounds.c.round == record.round).values(**values))
+            if record.personal:
+                db.execute(insert(scores).values(run_id=run_id, round=record.round, personal=dict(record.personal)))
             best = max(run.best_accuracy, record.accuracy)
             progress: dict[str, object] = {
                 "accuracy": record.accuracy,
@@ -242,9 +244,15 @@ def _to_run(row: Row[tuple[object, ...]] | None) -> Run | None:
     return Run(**{**raw, "state": RunState(raw["state"]), "members": tuple(raw["members"])})
 
 
+def _with_scores() -> Select[tuple[object, ...]]:
+    here = (scores.c.run_id == rounds.c.run_id) & (scores.c.round == rounds.c.round)
+    return select(rounds, scores.c.personal).select_from(rounds.outerjoin(scores, here))
+
+
 def _to_round(row: Row[tuple[object, ...]]) -> RoundRow:
     raw = dict(row._mapping)
     raw |= {name: tuple(raw[name]) for name in ("cohort", "correct", "examples", "included")}
+    raw["personal"] = raw["personal"] or {}
     return RoundRow(**raw | {"kind": TaskKind(raw["kind"]), "is_open": bool(raw["is_open"])})
 
 

@@ -130,6 +130,14 @@ rounds = Table(
     Column("closed", Float, nullable=False),
 )
 
+scores = Table(  # of rounds in which personal models were measured
+    "scores",
+    metadata,
+    Column("run_id", ForeignKey("runs.id"), primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("personal", JSON, nullable=False),
+)
+
 contributions = Table(
     "contributions",
     metadata,

@@ -25,6 +25,7 @@ def round_info(row: RoundRow) -> pb.RoundInfo:
     return pb.RoundInfo(
         round=row.round, kind=WIRE[row.kind], correct=row.correct, examples=row.examples, included=row.included,
         missing=row.missing, clipped=row.clipped, opened_unix=row.opened, closed_unix=row.closed,
+        personal=row.personal,
     )  # fmt: skip
 
 

@@ -27,10 +27,14 @@ class TaskKind(Enum):
 
 
 class Split(Enum):
-    """Which of a silo's examples a `sum` query runs over."""
+    """Which of a silo's examples a `sum` query runs over.
+
+    GLOBAL is a public test set, equal at every silo: no silo's secret. Where there is none, it has no example.
+    """
 
     TRAIN = "train"
     TEST = "test"
+    GLOBAL = "global"
 
 
 class Capability(Enum):

@@ -27,8 +27,19 @@ Progress = Callable[[int, int], None]
 """Told (done, in all) after every step and every batch; it may raise to end the work there."""
 
 
+class _None(Examples):
+    """No example, of the shape of others."""
+
+    def __init__(self, like: Examples) -> None:
+        self.labels = like.labels[:0]
+        self._like = like
+
+    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        return self._like.batch(index, augment)
+
+
 class PlainData:
-    """`SiloData` over one silo's examples, for one turn.
+    """`SiloData` over one silo's examples, for one turn; public: the public test set, where there is one.
 
     Every call of `sgd` draws its batches from a stream of its own, so an extra pass of a method does not change
     the batches of the others (a method with its extra term at 0 stays bit-identical to FedAvg).
@@ -42,10 +53,11 @@ class PlainData:
         turn: Turn,
         device: torch.device | None = None,
         progress: Progress | None = None,
+        public: Examples | None = None,
     ) -> None:
         self.lr = config.lr * config.lr_decay**turn.fed.round
         self.batch_size = config.batch_size
-        self._examples = {Split.TRAIN: train, Split.TEST: test}
+        self._examples = {Split.TRAIN: train, Split.TEST: test, Split.GLOBAL: public or _None(test)}
         self._config = config
         self._turn = turn
         self._device = device or torch.device("cpu")
@@ -123,9 +135,7 @@ class PlainData:
             batches += torch.split(torch.randperm(n, generator=order), size)
         return batches[:steps]
 
-    def _correct(
-        self, named: dict[str, nn.Parameter], clipped: dict[str, nn.Parameter], shift: Tensors | None
-    ) -> None:
+    def _correct(self, named: dict[str, nn.Parameter], clipped: dict[str, nn.Parameter], shift: Tensors | None) -> None:
         """Clip the gradient where the schedule says so, then add the data-free shift."""
         if self._config.clip_norm:
             torch.nn.utils.clip_grad_norm_(list(clipped.values()), self._config.clip_norm)

@@ -40,7 +40,8 @@ class RunManifest:
 
     rounds T; cohort: silos per round (0: all); quorum: silos that must deliver (0: the whole cohort);
     deadline_s: seconds after which a round closes with the quorum; threads: CPU threads of local training
-    (0: the machine's own number), which decides the last bit of sums and so belongs to the run.
+    (0: the machine's own number), which decides the last bit of sums and so belongs to the run;
+    personal: whether personal models are measured after every round's training.
     """
 
     name: str
@@ -60,6 +61,7 @@ class RunManifest:
     deadline_s: float = 86400.0
     threads: int = 0
     image_size: int | None = None
+    personal: bool = False
     software: str = ""
     format: int = FORMAT
 

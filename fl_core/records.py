@@ -43,7 +43,8 @@ class RoundRecord:
     """What is known of one round after its close.
 
     correct, examples: (C,) over the union of the test sets, for the model *before* the round's training;
-    missing: silo -> reason; clipped: values that the grid cut off.
+    missing: silo -> reason; clipped: values that the grid cut off; personal: means and standard deviations over the
+    round's silos (pa, pa_std, pm_l, pm_l_std, pm_v, pm_v_std) of the personal models *after* its training.
     """
 
     round: int
@@ -53,6 +54,7 @@ class RoundRecord:
     included: tuple[str, ...]
     missing: Mapping[str, str] = field(default_factory=dict)
     clipped: int = 0
+    personal: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float:
@@ -62,3 +64,8 @@ class RoundRecord:
     def class_accuracy(self) -> list[float | None]:
         """Return the accuracy per class, None where no silo has a test example."""
         return [c / n if n else None for c, n in zip(self.correct, self.examples, strict=True)]
+
+
+def fairness(scores: Mapping[str, float]) -> float | None:
+    """Return the standard deviation over silos of PM(L), of PA where there is none; None without scores."""
+    return scores.get("pm_l_std", scores.get("pa_std"))

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fl_core import cohort
 from fl_core.errors import FederationError, UnavailableError
+from fl_core.evaluation import MEASURED, METRICS, personal_scores
 from fl_core.fixed_point import Accumulator, Grid
 from fl_core.protocols import Guard, Method, SiloPort
 from fl_core.records import RoundRecord as RoundRecord
 from fl_core.types import Bundle, Federation, Layout, State, TaskKind
-from fl_core.worker import METRICS
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Engine:
             )
         metrics = total[METRICS]
         if train:
-            rest = {name: part for name, part in total.items() if name != METRICS}
+            rest = {name: part for name, part in total.items() if name not in MEASURED}
             server = self.method.merge(server, rest, fed)
         record = RoundRecord(
             t,
@@ -116,6 +116,7 @@ class Engine:
             tuple(sorted(included)),
             missing,
             clipped,
+            personal_scores(total),
         )
         observer.closed(record, server)
         for k in ids:

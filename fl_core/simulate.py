@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fl_core.evaluation import Joined
 from fl_core.fixed_point import FixedPoint
 from fl_core.local import PlainData
 from fl_core.manifest import RunManifest
@@ -30,7 +31,15 @@ class LocalPort:
     """A silo in this process. All ports of a run share one scratch model: 100 silos do not hold 100 models."""
 
     def __init__(
-        self, name: str, index: int, share: SiloShare, bench: Bench, train: TrainConfig, seed: int, prototypes: bool
+        self,
+        name: str,
+        index: int,
+        share: SiloShare,
+        bench: Bench,
+        train: TrainConfig,
+        seed: int,
+        prototypes: bool,
+        public: Examples | None = None,
     ) -> None:
         self.name = name
         self._index = index
@@ -39,13 +48,14 @@ class LocalPort:
         self._train = train
         self._seed = seed
         self._prototypes = prototypes
+        self._public = public
         self._state: State | None = None
         self._staged: State | None = None
 
     def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
         """Run `worker.work` and stage the silo's next state."""
         turn = Turn(fed, self._index, self._seed, self._prototypes)
-        data = PlainData(self._share.train, self._share.test, self._train, turn)
+        data = PlainData(self._share.train, self._share.test, self._train, turn, public=self._public)
         outcome = work(self._bench, msg, self._state, data, turn, kind)
         if kind is TaskKind.TRAIN:
             self._staged = outcome.state
@@ -81,10 +91,11 @@ def initial_state(manifest: RunManifest) -> State:
 
 
 def local_ports(manifest: RunManifest, shares: Sequence[SiloShare]) -> list[LocalPort]:
-    """Make one port per member, all sharing one scratch model."""
+    """Make one port per member, all sharing one scratch model; the union of the test sets is public here."""
     bench = bench_of(manifest)
+    public = Joined([s.test for s in shares]) if manifest.personal else None
     return [
-        LocalPort(m.name, k, share, bench, manifest.train, manifest.seed, m.prototypes)
+        LocalPort(m.name, k, share, bench, manifest.train, manifest.seed, m.prototypes, public)
         for k, (m, share) in enumerate(zip(manifest.members, shares, strict=True))
     ]
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from fl_core.evaluation import METRICS, evaluate_personal
 from fl_core.local import PlainData
 from fl_core.protocols import Method
 from fl_core.types import Examples, Federation, Layout, PartSpec, Schema, TaskKind, TrainConfig, Turn
@@ -27,8 +28,10 @@ class _Zeros(Examples):
         return torch.zeros(len(index), *self._shape), self.labels[index]
 
 
-def derive_layout(method: Method, model: nn.Module, schema: Schema) -> Layout:
+def derive_layout(method: Method, model: nn.Module, schema: Schema, personal: bool = False) -> Layout:
     """Run one local step on two blank examples and read the layout off the bundle.
+
+    personal: whether personal models are measured.
 
     Guarantees: the layout does not depend on any silo's data; `model` is used as scratch.
     """
@@ -39,7 +42,9 @@ def derive_layout(method: Method, model: nn.Module, schema: Schema) -> Layout:
     server = method.init_server(model, fed)
     msg = method.broadcast(server)
     bundle = dict(method.local(model, msg, method.init_silo(model, fed), data, turn).bundle)
-    bundle["metrics"] = measure_global(method, model, msg, data, fed.n_classes)
+    if personal:
+        bundle |= evaluate_personal(model, data, fed.n_classes)
+    bundle[METRICS] = measure_global(method, model, msg, data, fed.n_classes)
     layout = {name: PartSpec.of(part) for name, part in sorted(bundle.items())}
     work(Bench(method, model, layout), msg, None, data, turn, TaskKind.TRAIN)  # the layout is stable: it fits itself
     return layout

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fl_core import trees
+from fl_core.evaluation import METRICS as METRICS
+from fl_core.evaluation import PERSONAL, evaluate_personal
+from fl_core.evaluation import evaluate as evaluate
 from fl_core.fixed_point import check_layout
 from fl_core.protocols import Guard, Method, SiloData
-from fl_core.types import Bundle, ClassSums, Layout, Outcome, Part, Split, State, TaskKind, Tensors, Turn
-
-METRICS = "metrics"
-"""The part that every bundle carries: correct answers over test examples, per class."""
+from fl_core.types import Bundle, Layout, Outcome, Part, State, TaskKind, Tensors, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Bench:
 
 
 def work(bench: Bench, msg: State, state: State | None, data: SiloData, turn: Turn, kind: TaskKind) -> Outcome:
-    """Evaluate what was broadcast, train if asked to, and guard what leaves.
+    """Evaluate what was broadcast, train if asked to, measure the personal model if the layout has it, guard all.
 
     Returns the bundle that may leave and the silo's next state, the old one where training diverged; the caller
     commits it at the round's close, as `Method.mirrored` says. `bench.model` is scratch: it gets the run's initial
@@ -56,6 +56,9 @@ def work(bench: Bench, msg: State, state: State | None, data: SiloData, turn: Tu
         local, trained = method.local(bench.fresh(), msg, state, data, turn)
         bundle |= local
         state = trained if _finite(local, trained) else state
+        if PERSONAL in bench.layout:
+            own = method.personal(bench.model, msg, trained, data, turn)
+            bundle |= evaluate_personal(own, data, fed.n_classes)
         layout = dict(bench.layout)
     check_layout(bundle, layout)
     guarded: Bundle = bundle
@@ -74,20 +77,3 @@ def measure_global(method: Method, model: nn.Module, msg: State, data: SiloData,
 def _finite(bundle: Bundle, state: State) -> bool:
     parts = (part.total for part in bundle.values())
     return all(trees.all_finite(values) for values in (*parts, *state.values()))
-
-
-def evaluate(model: nn.Module, data: SiloData, n_classes: int) -> Part:
-    """Count correct answers per class on the silo's test split, as one joint query.
-
-    Returns Part({"correct": (C,)}, weight = test examples per class (C,)): an accuracy is a mean of parts, taken
-    over the union of all silos' test sets and never a mean of accuracies.
-    """
-    model.eval()
-
-    def correct(x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            logits: Tensor = model(x)
-        return (logits.argmax(1) == y).float().unsqueeze(1)
-
-    sums = data.sum(ClassSums(correct, n_classes), bound=1.0, split=Split.TEST)
-    return Part({"correct": sums["sum"].squeeze(1)}, sums["count"])

@@ -113,6 +113,7 @@ def manifest(
     share: float = 1.0,
     names: Sequence[str] = NAMES,
     model_options: Mapping[str, Option] | None = None,
+    personal: bool = False,
 ) -> RunManifest:
     """Freeze a run over the three silos."""
     built = build_model(model, model_options or {}, SCHEMA, seed)
@@ -126,12 +127,13 @@ def manifest(
         rounds=rounds,
         seed=seed,
         members=members(names, seed, share),
-        layout=derive_layout(build_method(method, options or {}), built, SCHEMA),
+        layout=derive_layout(build_method(method, options or {}), built, SCHEMA, personal),
         grid=Grid("ring64", len(names)),
         privacy=Choice("none"),
         cohort=cohort,
         quorum=quorum,
         threads=1,
+        personal=personal,
     )
 
 

@@ -15,7 +15,7 @@ from fl_core.simulate import History, simulate
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(method: str, tmp_path: Path) -> None:
-    agreed = manifest(method, rounds=2)
+    agreed = manifest(method, rounds=2, personal=method == "fedmr")
     history = History()
     expected = simulate(agreed, shares(), history)
     with running(tmp_path / "home", NAMES) as world:
@@ -30,5 +30,9 @@ def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(method: str, tmp_path
     assert all(same(found[group], expected[group]) for group in expected)
     assert run.model_digest == trees.digest(expected["w"])
     assert [r.correct for r in rounds] == [r.correct for r in history.records]
+    shown = ("pa", "pa_std") if agreed.personal else ()  # the hospitals have no public test set, the simulation has
+    assert [r.personal for r in rounds] == [{name: r.personal[name] for name in shown} for r in history.records[:2]] + [
+        {}
+    ]
     assert [r.included for r in rounds] == [tuple(sorted(NAMES))] * 3
     assert all(not silo.memory.outbox for silo in silos)

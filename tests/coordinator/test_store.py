@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from coordinator.display import personal_text, round_json
 from coordinator.records import Certificate, Contribution, InvitationRow, Run, RunState
 from coordinator.store import FILE, Store
+from coordinator.views import round_info
 from fl_core.errors import ConfigError, ProtocolError, RefusedError, StateError
 from fl_core.rounds import RoundRecord
 from fl_core.types import TaskKind
@@ -167,6 +170,19 @@ def test_a_round_closes_with_the_state_and_the_progress_or_not_at_all(store: Sto
     assert store.runs.get("run-0001").state_object == "1" * 64
     assert [e.number for e in store.runs.events("run-0001", 0)] == [1, 2, 3, 4]
     assert [e.kind for e in store.runs.events("run-0001", 2)] == ["closed", "ended"]
+
+
+def test_scores_of_personal_models_are_kept_with_their_round(store: Store) -> None:
+    opened(store)
+    store.runs.close_round("run-0001", replace(record(), personal={"pa": 0.5, "pa_std": 0.1}), ("1" * 64, 5), "model")
+    store.runs.open_round("run-0001", 1, TaskKind.TRAIN, ["north"])
+    store.runs.close_round("run-0001", record(1), ("2" * 64, 5), "model")
+    assert [r.personal for r in store.runs.rounds("run-0001")] == [{"pa": 0.5, "pa_std": 0.1}, {}]
+    found = store.runs.round("run-0001", 0)
+    assert found is not None
+    assert round_info(found).personal == {"pa": 0.5, "pa_std": 0.1}
+    assert round_json(round_info(found))["fairness"] == 0.1
+    assert personal_text(found.personal) == "  pa 50.00 %  fairness 10.00 %"
 
 
 def test_the_closing_evaluation_finishes_the_run(store: Store) -> None:

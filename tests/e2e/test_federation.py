@@ -38,13 +38,17 @@ def _simulated(*overrides: str) -> dict[str, object]:
 
 
 def test_a_run_over_real_processes_ends_in_the_model_of_the_simulation(earth: World) -> None:
-    for method in ("fedmr", "fedavg"):
-        done = earth.wait(earth.submit(f"method={method}", *SHORT))
-        simulated = _simulated(f"method={method}", *SHORT)
+    for method, personal in (("fedmr", "personal=false"), ("fedavg", "personal=true")):
+        done = earth.wait(earth.submit(f"method={method}", personal, *SHORT))
+        simulated = _simulated(f"method={method}", personal, *SHORT)
         assert done["model_digest"] == simulated["model_digest"]
         assert done["global_accuracy"] == simulated["global_accuracy"]
         assert done["best_global_accuracy"] == simulated["best_global_accuracy"]
         assert [r["accuracy"] for r in done["round"]] == simulated["accuracy_by_round"]
+        by_round = simulated.get("personal_by_round", [])
+        assert [r["pa"] for r in done["round"] if "pa" in r] == [s["pa"] for s in by_round]
+        assert [r["fairness"] for r in done["round"] if "pa" in r] == [s["pa_std"] for s in by_round]
+        assert len(by_round) == (3 if personal == "personal=true" else 0)
         assert all(r["missing"] == {} and r["clipped"] == 0 for r in done["round"])
         assert done["bytes_up"] > 0
         assert done["bytes_down"] > 0

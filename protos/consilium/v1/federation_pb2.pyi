@@ -1001,6 +1001,26 @@ class RoundInfo(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class PersonalEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ROUND_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     CORRECT_FIELD_NUMBER: _builtins.int
@@ -1010,6 +1030,7 @@ class RoundInfo(_message.Message):
     CLIPPED_FIELD_NUMBER: _builtins.int
     OPENED_UNIX_FIELD_NUMBER: _builtins.int
     CLOSED_UNIX_FIELD_NUMBER: _builtins.int
+    PERSONAL_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     kind: Global___TaskKind.ValueType
     clipped: _builtins.int
@@ -1025,6 +1046,10 @@ class RoundInfo(_message.Message):
     def included(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def missing(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def personal(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """over the round's silos: pa, pa_std, and where there is a public test set pm_l, pm_v"""
+
     def __init__(
         self,
         *,
@@ -1037,10 +1062,11 @@ class RoundInfo(_message.Message):
         clipped: _builtins.int = ...,
         opened_unix: _builtins.float = ...,
         closed_unix: _builtins.float = ...,
+        personal: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "examples", b"examples", "included", b"included", "kind", b"kind", "missing", b"missing", "opened_unix", b"opened_unix", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "examples", b"examples", "included", b"included", "kind", b"kind", "missing", b"missing", "opened_unix", b"opened_unix", "personal", b"personal", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
