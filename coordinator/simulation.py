@@ -39,10 +39,10 @@ class Result:
             "rounds": self.manifest.rounds,
             "seed": self.manifest.seed,
             "silos": [m.name for m in self.manifest.members],
-            "global_accuracy": last.accuracy,
-            "best_global_accuracy": max(self.accuracies[1:]),
+            "global_accuracy": _known(last.accuracy),
+            "best_global_accuracy": _known(max(self.accuracies[1:])),
             "class_accuracy": dict(zip(self.manifest.schema.classes, last.class_accuracy(), strict=True)),
-            "accuracy_by_round": self.accuracies,
+            "accuracy_by_round": [_known(a) for a in self.accuracies],
             "clipped": sum(r.clipped for r in self.records),
             "model_digest": self.model_digest,
             "manifest_digest": self.manifest.digest(),
@@ -64,6 +64,10 @@ class Result:
             "fairness": fairness(scores[-1]),
             "personal_by_round": [dict(s) for s in scores],
         }
+
+
+def _known(accuracy: float) -> float | None:
+    return None if accuracy < 0 else accuracy
 
 
 class _Reporting(History):
