@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import privacy.plan
-from coordinator.plan import manifest_from
+from coordinator.plan import IMAGES, manifest_from
 from coordinator.spec import RunSpec
 from fl_core import datasets, trees
+from fl_core.errors import ConfigError
 from fl_core.manifest import RunManifest
 from fl_core.records import fairness
 from fl_core.rounds import Observer, RoundRecord
@@ -87,6 +88,24 @@ class _Reporting(History):
             self._tell.closed(record, server)
 
 
+def dealt_from(spec: RunSpec) -> str:
+    """Name what is dealt to the silos: a data set, or with its path a folder or a manifest of images.
+
+    Raises ConfigError (E-CFG-32) on images without a path: in a real run each hospital names its own.
+    """
+    name, path = str(spec.data["name"]), spec.data.get("path")
+    if name not in IMAGES:
+        return name
+    if not isinstance(path, str) or not path.strip():
+        file = "/data/images" if name == "folder" else "/data/images.csv"
+        raise ConfigError(
+            "E-CFG-32",
+            f"expected data.path, where the images lie that are dealt to the silos, found none: coordinator simulate "
+            f"data={name} data.path={file} federation=p5c2",
+        )
+    return f"{name}:{path}"
+
+
 def run(spec: RunSpec, data_root: Path | None = None, tell: Observer | None = None) -> Result:
     """Simulate a run over all silos of the spec's federation, named hospital0, hospital1, ...
 
@@ -101,8 +120,10 @@ def run(spec: RunSpec, data_root: Path | None = None, tell: Observer | None = No
             classes=[str(c) for c in classes] if isinstance(classes, list | tuple) else None,
             image_size=size if isinstance(size, int) else None,
         )
-        for reference in datasets.federation(str(spec.data["name"]), datasets.federation_text(spec.federation))
+        for reference in datasets.federation(dealt_from(spec), datasets.federation_text(spec.federation))
     ]
+    if not classes and spec.data["name"] in IMAGES:
+        spec = replace(spec, data={**spec.data, "classes": list(sets[0].schema.classes)})
     manifest = manifest_from(spec, [f"hospital{k}" for k in range(len(sets))])
     privacy.plan.build(manifest)
     history = _Reporting(tell)

@@ -42,6 +42,12 @@ def run(
     from coordinator.config import compose_spec
 
     spec = compose_spec(overrides or [])
+    if spec.data.get("path") is not None:
+        raise ConfigError(
+            "E-CFG-32",
+            "expected no data.path in a run of hospitals, found one: it is for `coordinator simulate`; each hospital "
+            "names its own images (silo serve --data)",
+        )
     with _client(home) as client:
         info = client.submit(spec.to_json(), uuid.uuid4().hex)
         if not as_json:

@@ -41,7 +41,11 @@ def simulate(
     data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a federation in this process, with the code that the hospitals run."""
+    """Run a federation in this process, with the code that the hospitals run.
+
+    On your own images, dealt to simulated hospitals: data=folder data.path=/data/images (one folder per class), or
+    data=manifest data.path=/data/images.csv (columns path, label, group, split), with federation=p5c2 or another.
+    """
     spec = compose_spec(overrides or [])
     result = simulation.run(spec, data_root, None if as_json else _Lines())
     summary = result.summary()
