@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from fl_core.datasets.augment import Augmentation, augmented
-from fl_core.types import Examples, Schema
+from fl_core.types import Examples, Schema, Split
+
+SPLITS = (Split.TRAIN, Split.TEST)
+"""The splits that a hospital's own data has."""
 
 
 @dataclass(frozen=True, slots=True)

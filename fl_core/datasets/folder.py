@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fl_core.datasets.augment import PHOTOS
+from fl_core.datasets.base import SPLITS
 from fl_core.datasets.images import SUFFIXES, ImageTransform
 from fl_core.datasets.scan import Item, Scan, problem
 from fl_core.errors import DataError
@@ -45,8 +46,8 @@ def scan(root: Path, classes: Sequence[str] | None) -> Scan:
             [f"{folder.name!r}: {len(_images(folder))}" for folder in beside],
             "Move them below train/ or test/, or away",
         )
-        items = [item for s in Split for item in _level(root, root / s.value, s) if (root / s.value).is_dir()]
-        names = {c.name for s in Split if (root / s.value).is_dir() for c in _subfolders(root / s.value)}
+        items = [item for s in SPLITS for item in _level(root, root / s.value, s) if (root / s.value).is_dir()]
+        names = {c.name for s in SPLITS if (root / s.value).is_dir() for c in _subfolders(root / s.value)}
     else:
         items = _hold_out(_level(root, root, Split.TRAIN))
         names = {folder.name for folder in levels}

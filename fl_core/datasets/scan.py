@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fl_core.datasets.base import SiloDataset, fingerprint
+from fl_core.datasets.base import SPLITS, SiloDataset, fingerprint
 from fl_core.datasets.federations import Federated
 from fl_core.datasets.images import ImageExamples, ImageTransform, UnreadableError, open_image
 from fl_core.errors import DataError
@@ -86,7 +86,7 @@ class Scan:
     def report(self) -> Report:
         """Count, and find what every kind of source can have wrong: unknown classes, empty splits, split groups."""
         tally = Counter((item.split, item.label) for item in self.items)
-        counts = {split: tuple(tally[split, c] for c in self.classes) for split in Split}
+        counts = {split: tuple(tally[split, c] for c in self.classes) for split in SPLITS}
         named = {item.group for item in self.items} - {None}
         return Report(
             self.origin,
@@ -155,7 +155,7 @@ class Scan:
         )
 
     def _empty(self, counts: Mapping[Split, tuple[int, ...]]) -> tuple[Problem, ...]:
-        empty = [split.value for split in Split if not sum(counts[split])]
+        empty = [split.value for split in SPLITS if not sum(counts[split])]
         return problem("E-DATA-08", "splits without any usable image", empty, "Give both splits images")
 
     def _ungrouped(self) -> tuple[Problem, ...]:
