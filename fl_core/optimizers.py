@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -21,6 +21,16 @@ def make_optimizer(parameters: Iterable[nn.Parameter], lr: float, config: TrainC
     return torch.optim.SGD(
         parameters, lr, momentum=config.momentum, weight_decay=config.weight_decay, nesterov=config.nesterov
     )
+
+
+def make_steppers(
+    named: Mapping[str, nn.Parameter], lr: float, config: TrainConfig, plain: Callable[[str], bool] | None = None
+) -> list[torch.optim.Optimizer]:
+    """Make the optimizers of a pass: the schedule's, and bare steps (no momentum or decay) for what `plain` selects."""
+    bare = [p for name, p in named.items() if plain is not None and plain(name)]
+    full = [p for name, p in named.items() if plain is None or not plain(name)]
+    steppers = [make_optimizer(full, lr, config)] if full else []
+    return [*steppers, torch.optim.SGD(bare, lr)] if bare else steppers
 
 
 def check(config: TrainConfig) -> None:

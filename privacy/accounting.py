@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,7 @@ ORDERS: tuple[float, ...] = (
 )
 """Orders of RDP. Opacus' own list ends at 63, which overstates light plans by a factor of 3; above 1029 its binomials
 overflow."""
-_PRECISION = 1e-4
+_PRECISION, _MOST_NOISE = 1e-4, 1e6
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -138,28 +138,32 @@ class Filter:
 
 
 def solve_noise(
-    epsilon: float, delta: float, rate: float, steps: int, beside: History = (), fixed_order: bool = True
+    epsilon: float,
+    delta: float,
+    history: Callable[[float], History],
+    fixed_order: bool = True,
 ) -> float:
-    """Return the least noise multiplier with which `steps` steps at `rate`, beside other releases, fit a budget.
+    """Return the least noise multiplier z for which `history(z)` fits a budget.
 
+    history: what is released in all at noise z, training and all that stands beside it
     fixed_order: with the filter that ledgers use; else with RDP at the best order.
     Raises ConfigError (E-PRIV-12) when what stands beside takes the whole budget.
     """
     budget = Filter.of(epsilon, delta)
 
     def fits(noise: float) -> bool:
-        history = [*beside, Mechanism(noise, rate, steps)]
-        return budget.admits((), history) if fixed_order else epsilon_rdp(history, delta) <= epsilon
+        if fixed_order:
+            return budget.admits((), history(noise))
+        return epsilon_rdp(history(noise), delta) <= epsilon
 
     high = 1.0
     while not fits(high):
         high *= 2
-        if high > 1e6:
+        if high > _MOST_NOISE:
             raise ConfigError(
                 "E-PRIV-12",
-                f"expected room for {steps} training steps in (epsilon {epsilon:g}, delta {delta:g}), found none: the "
-                "other releases of the run take all of it; send prototypes in fewer rounds or with more noise, or "
-                "raise epsilon",
+                f"expected room for training in (epsilon {epsilon:g}, delta {delta:g}), found none: the other releases "
+                "of the run take all of it; send prototypes in fewer rounds or with more noise, or raise epsilon",
             )
     low = 0.0
     while high - low > _PRECISION * high:

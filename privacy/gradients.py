@@ -27,21 +27,20 @@ _SAFE = 1.0 + 1e-6
 """Norms are computed in float32: the clip is by so much shorter that rounding cannot make it longer."""
 
 
-@register_grad_sampler([nn.Conv1d, nn.Conv2d, nn.Conv3d])
-def conv_grad_sample(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+def conv_grad_sample(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
     """Return per-example gradients of a convolution, exact, at a cost linear in the groups.
 
     activations: [x (n, i, *space)]; backprops (n, o, *space'). Only Conv2d with groups is ours; the rest is Opacus'.
     """
     if not isinstance(layer, nn.Conv2d) or layer.groups == 1 or len(activations[0]) == 0:
-        result: dict[nn.Parameter, Tensor] = opacus_conv(layer, activations, backprops)
+        result: dict[Tensor, Tensor] = opacus_conv(layer, activations, backprops)
         return result
     n, groups = len(backprops), layer.groups
     patches = unfold2d(
         activations[0].to(backprops.dtype), kernel_size=layer.kernel_size, padding=layer.padding, stride=layer.stride,
         dilation=layer.dilation,
     )  # fmt: skip
-    found: dict[nn.Parameter, Tensor] = {}
+    found: dict[Tensor, Tensor] = {}
     if layer.weight.requires_grad:
         x = patches.reshape(n, groups, -1, patches.shape[-1])
         dy = backprops.reshape(n, groups, layer.out_channels // groups, -1)
@@ -49,6 +48,9 @@ def conv_grad_sample(layer: nn.Module, activations: list[Tensor], backprops: Ten
     if layer.bias is not None and layer.bias.requires_grad:
         found[layer.bias] = backprops.reshape(n, layer.out_channels, -1).sum(2)
     return found
+
+
+register_grad_sampler([nn.Conv1d, nn.Conv2d, nn.Conv3d])(conv_grad_sample)
 
 
 class PerUnit:

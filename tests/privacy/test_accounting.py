@@ -161,19 +161,24 @@ def test_order_of_the_filter(epsilon: float, order: float) -> None:
     [(0.08, 600, 8, 1.47), (0.08, 600, 1, 8.05), (0.032, 1550, 2, 2.85), (0.0256, 3900, 4, 2.01)],
 )
 def test_noise_for_a_target_epsilon(rate: float, steps: int, epsilon: float, z: float) -> None:
-    found = solve_noise(epsilon, 1e-5, rate, steps, fixed_order=False)
+    def history(noise: float) -> list[Mechanism]:
+        return [Mechanism(noise, rate, steps)]
+
+    found = solve_noise(epsilon, 1e-5, history, fixed_order=False)
     assert found == pytest.approx(z, rel=0.01)  # printed to two digits, rounded up
     assert epsilon_rdp([Mechanism(found, rate, steps)], 1e-5) <= epsilon
-    kept = solve_noise(epsilon, 1e-5, rate, steps)
+    kept = solve_noise(epsilon, 1e-5, history)
     assert Filter.of(epsilon, 1e-5).admits([], [Mechanism(kept, rate, steps)])
     assert found * (1 - 1e-3) <= kept <= 1.08 * found
 
 
 def test_noise_leaves_room_for_what_stands_beside() -> None:
-    alone, beside = (solve_noise(8, 1e-5, 0.02, 500, b) for b in ((), [Mechanism(8, 1.0, 10)]))
-    assert beside > alone
+    def solved(epsilon: float, *beside: Mechanism) -> float:
+        return solve_noise(epsilon, 1e-5, lambda z: [Mechanism(z, 0.02, 500), *beside])
+
+    assert solved(8, Mechanism(8, 1.0, 10)) > solved(8)
     with pytest.raises(ConfigError, match="E-PRIV-12"):
-        solve_noise(1, 1e-5, 0.02, 500, [Mechanism(1, 1.0, 10)])
+        solved(1, Mechanism(1, 1.0, 10))
 
 
 @pytest.mark.parametrize("wrong", [(-1, 0.1, 1), (1, 0, 1), (1, 1.1, 1), (1, 0.1, 0), (math.nan, 0.1, 1)])

@@ -1,0 +1,197 @@
+"""The course of a private run at one hospital: every release of every round, planned before any data is touched.
+
+Rates and steps follow from the declared size of the hospital, never from a count: q = min(1, B / N), steps per call of
+`sgd` = round(epochs / q). Each hospital solves its own noise, so that all end at the same epsilon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from fl_core.errors import RefusedError
+from fl_core.protocols import Method
+from fl_core.types import Coupling, Schema, TrainConfig
+from privacy.accounting import History, Mechanism, solve_noise
+from privacy.rehearsal import rehearse, treatment
+from privacy.terms import Terms
+
+TRAIN, TEST = "train", "test"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One planned release: what for, over which collection of records, and its mechanism."""
+
+    purpose: str
+    collection: str
+    mechanism: Mechanism
+
+
+class Spend:
+    """The releases that a round may make; the doors take them one by one, before they touch an example.
+
+    Guarantees: what was not planned is never released.
+    """
+
+    def __init__(self, planned: Sequence[Release]) -> None:
+        self.left = list(planned)
+        self.made: list[Release] = []
+
+    def take(self, release: Release) -> None:
+        """Use up a planned release; raises RefusedError (E-PRIV-15) when there is none like it."""
+        if release not in self.left:
+            raise RefusedError(
+                "E-PRIV-15", f"expected one of the releases {self.left}, found {release}: nothing was released"
+            )
+        self.left.remove(release)
+        self.made.append(release)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How a hospital of a declared number of units samples: q = min(1, B / N), and the steps of so many epochs."""
+
+    train: TrainConfig
+    units: int
+
+    @property
+    def rate(self) -> float:
+        """Return q, the probability with which a unit is drawn for a step."""
+        return min(1.0, self.train.batch_size / self.units)
+
+    def steps(self, epochs: float) -> int:
+        """Return the steps of one call of `sgd`: round(epochs / q), cut at the schedule's `max_steps`."""
+        planned = max(1, round(epochs / self.rate))
+        return min(planned, self.train.max_steps) if self.train.max_steps else planned
+
+
+@dataclass(frozen=True)
+class Course:
+    """One hospital's part in a private run; passes: the steps of each call of `sgd` in a round."""
+
+    terms: Terms
+    rates: Rates
+    rounds: int
+    coupling: Coupling
+    passes: tuple[int, ...]
+    class_sums: int
+    counts: bool
+
+    @classmethod
+    def of(
+        cls, terms: Terms, train: TrainConfig, rounds: int, units: int, method: Method, model: nn.Module, schema: Schema
+    ) -> Course:
+        """Plan a run from a rehearsal of its method. units: the hospital's declared number of records or groups.
+
+        Raises RefusedError: E-PRIV-13 when a loss mixes examples that it declares to be apart, E-PRIV-16 when the
+        method asks for a sum that has no bound.
+        """
+        rates = Rates(train, max(units, 1))
+        needs = rehearse(method, model, schema, train, rates.steps)
+        if needs.example_sums:
+            raise RefusedError(
+                "E-PRIV-16",
+                f"method {method.name} sums over examples what no bound is known for: choose a method whose releases "
+                "are deltas, class counts and prototypes",
+            )
+        return cls(terms, rates, rounds, method.coupling, tuple(needs.steps), needs.class_sums, needs.counts)
+
+    @property
+    def units(self) -> int:
+        """Return N, the declared number of units."""
+        return self.rates.units
+
+    @property
+    def rate(self) -> float:
+        """Return q."""
+        return self.rates.rate
+
+    @property
+    def batch(self) -> float:
+        """Return B = q N, the constant that sums of gradients are divided by."""
+        return self.rate * self.units
+
+    @property
+    def groups(self) -> int:
+        """Return M, the number of microbatches of a step."""
+        return max(1, round(self.batch / self.terms.microbatch))
+
+    @property
+    def coupled(self) -> bool:
+        """Tell whether training has a coupled term."""
+        return treatment(self.coupling, self.terms.coupled)
+
+    def is_coupled(self, step: int) -> bool:
+        """Tell whether a step has the coupled term: every `coupled_every`-th, from the first on."""
+        return self.coupled and step % self.terms.coupled_every == 0
+
+    @cached_property
+    def noise(self) -> float:
+        """Return z of the training steps: the least with which the whole run fits the budget."""
+        return solve_noise(self.terms.epsilon, self.terms.delta, self._history)
+
+    @property
+    def std(self) -> float:
+        """Return the standard deviation of the noise on a sum of gradients; the same on all steps."""
+        return self.noise * self.terms.sensitivity(self.coupled)
+
+    def training(self, steps: int, noise: float | None = None) -> list[Release]:
+        """Plan one call of `sgd`: steps with and without a coupled term have different sensitivities, equal noise."""
+        z = self.noise if noise is None else noise
+        with_term = sum(self.is_coupled(s) for s in range(steps))
+        full = self.terms.sensitivity(self.coupled)
+        entries = [(z, with_term), (z * full / self.terms.sensitivity(False), steps - with_term)]
+        if not self.coupled:
+            entries = [(z, steps)]
+        return [Release("training", TRAIN, Mechanism(noise, self.rate, n)) for noise, n in entries if n]
+
+    @property
+    def prototypes(self) -> Release:
+        """Plan one joint release of class sums and counts."""
+        return Release("prototypes", TRAIN, Mechanism(self.terms.prototype_noise))
+
+    @property
+    def class_counts(self) -> Release:
+        """Plan the release of class counts: once per version of the data."""
+        return Release("class counts", TRAIN, Mechanism(self.terms.count_noise))
+
+    @property
+    def metrics(self) -> Release:
+        """Plan one evaluation on the test split."""
+        return Release("evaluation", TEST, Mechanism(self.terms.metric_noise))
+
+    def sends_prototypes(self, round: int) -> bool:
+        """Tell whether prototypes are released in a round: in the first, and then every `prototype_every`-th."""
+        return round % self.terms.prototype_every == 0
+
+    def releases(self, round: int, train: bool, prototypes: bool = True, counts: bool = True) -> list[Release]:
+        """List what one round releases.
+
+        prototypes: this hospital submits any; counts: class counts were not released before.
+        """
+        return self._releases(round, train, prototypes, counts, None)
+
+    def _releases(self, round: int, train: bool, prototypes: bool, counts: bool, noise: float | None) -> list[Release]:
+        planned = [self.metrics]
+        if not train:
+            return planned
+        for steps in self.passes:
+            planned += self.training(steps, noise)
+        if prototypes and self.sends_prototypes(round):
+            planned += [self.prototypes] * self.class_sums
+        if counts and self.counts:
+            planned.append(self.class_counts)
+        return planned
+
+    def _history(self, noise: float) -> History:
+        """List the whole run on the training records at training noise z: the worst case, every round taken part in."""
+        return [
+            release.mechanism
+            for t in range(self.rounds)
+            for release in self._releases(t, True, True, t == 0, noise)
+            if release.collection == TRAIN
+        ]

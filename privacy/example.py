@@ -1,0 +1,235 @@
+"""The two doors to a hospital's examples with record-level differential privacy.
+
+Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, "Deep Learning with Differential Privacy", CCS 2016,
+Algorithm 1, with Poisson samples of constant rate and a constant divisor:
+
+    S     = sum over drawn units of clip_C1(gradient)  [ + sum over microbatches of clip_C2(gradient of coupled terms) ]
+    grad  = (S + N(0, s^2)) / B,   s = z (C1 + 2 C2)   then penalty, shift, weight decay, momentum: post-processing
+
+A unit is a record, or the group (patient, lesion) that the data names: its gradient is the mean over its examples. The
+coupled terms of a loss see microbatches to which every drawn unit is dealt at random, so that one unit moves one
+microbatch: its clipped gradient by at most 2 C2. Sums over classes are joint releases of (sum, count).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fl_core import optimizers, rng
+from fl_core.errors import RefusedError
+from fl_core.local import PlainData
+from fl_core.types import (
+    ClassSums,
+    Examples,
+    Losses,
+    LossFn,
+    PenaltyFn,
+    Query,
+    Split,
+    Tensors,
+    TrainConfig,
+    Turn,
+)
+from privacy import entropy
+from privacy.course import Course, Spend
+from privacy.entropy import Noise
+from privacy.gradients import Gradients, PerUnit, clipped, per_unit, trainable
+from privacy.release import Units, class_sums
+from privacy.validate import validate
+
+
+class PrivateData:
+    """`SiloData` under record-level differential privacy, for one turn.
+
+    Guarantees: every release is taken from `spend` before an example is read; sizes and steps follow from the declared
+    size alone; an empty draw is noise and a step like any other; with infinite clips, no noise and the same batches the
+    gradients are those of `PlainData`.
+    """
+
+    def __init__(
+        self, train: Examples, test: Examples, config: TrainConfig, turn: Turn, course: Course, spend: Spend,
+        noise: Noise, device: torch.device | None = None, counts: dict[str, Tensor] | None = None,
+        public: Examples | None = None, progress: Callable[[int, int], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.lr = config.lr * config.lr_decay**turn.fed.round
+        self.batch_size = config.batch_size
+        self._plain = PlainData(train, test, config, turn, device, public=public)
+        self._split = {Split.TRAIN: train, Split.TEST: test}
+        self._units = {split: Units.of(examples) for split, examples in self._split.items()}
+        self._config, self._turn, self._course, self._spend, self._noise = config, turn, course, spend, noise
+        self._device = device or torch.device("cpu")
+        self._counts = {} if counts is None else counts
+        self._progress = progress or (lambda *_: None)
+        self._calls = 0
+
+    def planned_steps(self, epochs: float | None = None) -> int:
+        """Return the steps of an `sgd` call: round(epochs / q), a public constant."""
+        return self._course.rates.steps(self._config.epochs if epochs is None else epochs)
+
+    def effective_steps(self, steps: int, mu: float = 0.0) -> float:
+        """Return how far so many steps reach, in units of -lr under the constant gradient 1; mu: a proximal term's."""
+        return optimizers.effective_steps(self._config, steps, self.lr * mu)
+
+    def size(self) -> float:
+        """Return the declared number of units: the true one never leaves."""
+        return float(self._course.units)
+
+    def sgd(
+        self,
+        model: nn.Module,
+        loss: LossFn,
+        *,
+        epochs: float | None = None,
+        steps: int | None = None,
+        lr_scale: float = 1.0,
+        penalty: PenaltyFn | None = None,
+        shift: Tensors | None = None,
+        only: Callable[[str], bool] | None = None,
+        plain: Callable[[str], bool] | None = None,
+    ) -> int:
+        """Train `model` in place with noisy clipped gradients and return the steps taken.
+
+        Raises ConfigError (E-PRIV-14) on a layer that mixes examples; RefusedError: E-PRIV-15 on a call that was not
+        planned, E-PRIV-16 on a coupled term of a method that declares none.
+        """
+        validate(model)
+        planned = self.planned_steps(epochs) if steps is None else steps
+        for release in self._course.training(planned):
+            self._spend.take(release)
+        path = ("round", self._turn.fed.round, "silo", self._turn.silo, "sgd", self._calls)
+        self._calls += 1
+        augment = rng.stream(self._turn.seed, *path, "augment") if self._config.augment else None
+        with _moving(model, only) as named:
+            steppers = optimizers.make_steppers(named, lr_scale * self.lr, self._config, plain)
+            model.train()
+            with rng.torch_scope(self._turn.seed, *path, "dropout"), per_unit(model) as engine:
+                for step in range(planned):
+                    self._gradient(engine, model, loss, step, augment)
+                    self._correct(model, named, penalty, shift)
+                    for stepper in steppers:
+                        stepper.step()
+                    self._progress(step + 1, planned)
+        return planned
+
+    def _gradient(
+        self, engine: PerUnit, model: nn.Module, loss: LossFn, step: int, augment: torch.Generator | None
+    ) -> None:
+        """Draw a sample, sum clipped gradients, add noise, divide by B, and put the result where an optimizer looks."""
+        course, terms, params = self._course, self._course.terms, trainable(model)
+        total = [torch.zeros_like(p) for p in params]
+        units = self._units[Split.TRAIN]
+        drawn = entropy.poisson_sample(self._noise, len(units), course.rate)
+        coupled = course.is_coupled(step)
+        micro = coupled and terms.coupled == "micro"
+
+        def losses(index: Tensor) -> Losses:
+            x, y = self._read(index, augment)
+            return self._checked(loss(model, x, y))
+
+        if not micro:
+            for index, unit in units.chunks(drawn, terms.physical_batch, terms.max_per_unit, self._noise):
+                alone = partial(lambda i: losses(i).per_example, index)
+                _add(total, engine.clipped_sum(alone, unit.to(self._device), terms.clip))
+        if coupled:
+            dealt = entropy.labels(self._noise, len(drawn), course.groups)
+            for group in range(course.groups):
+                for index, _ in units.chunks(drawn[dealt == group], None, terms.max_per_unit, self._noise):
+                    found = losses(index)
+                    term = found.objective() if micro else found.coupled
+                    if term is not None and term.requires_grad:
+                        _add(total, clipped(term, params, terms.clip if micro else terms.coupled_clip))
+        divisor = course.groups if micro else course.batch
+        for p, s in zip(params, total, strict=True):
+            p.grad = (s + self._noise.gaussian(tuple(p.shape), course.std).to(s)) / divisor
+
+    def _checked(self, losses: Losses) -> Losses:
+        if losses.coupled is not None and not self._course.coupled and self._course.terms.coupled != "off":
+            raise RefusedError(
+                "E-PRIV-16",
+                "the loss has a coupled term, and the method declares Coupling.EXAMPLE: its term would be left out",
+            )
+        return losses
+
+    def _correct(
+        self, model: nn.Module, named: dict[str, nn.Parameter], penalty: PenaltyFn | None, shift: Tensors | None
+    ) -> None:
+        """Add what does not depend on examples: after the noise, before the momentum buffer."""
+        if penalty is not None:
+            params = list(named.values())
+            found = torch.autograd.grad(penalty(model), params, allow_unused=True)
+            for p, g in zip(params, found, strict=True):
+                if g is not None and p.grad is not None:
+                    p.grad.add_(g)
+        if self._config.clip_norm:
+            torch.nn.utils.clip_grad_norm_(list(named.values()), self._config.clip_norm)
+        for name, value in (shift or {}).items():
+            if name in named and (grad := named[name].grad) is not None:
+                grad.add_(value.to(grad))
+
+    def _read(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        x, y = self._split[Split.TRAIN].batch(index, augment)
+        return x.to(self._device), y.to(self._device)
+
+    def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
+        """Release a sum over the units of a split with noise; the public test set is summed as it is.
+
+        Raises RefusedError: E-PRIV-15 on a release that was not planned, E-PRIV-16 on a query without a joint bound.
+        Of prototypes, rounds without a release give zeros of weight 0, which leave the last ones in force.
+        """
+        if split is Split.GLOBAL:
+            return self._plain.sum(query, bound=bound, split=split)
+        if not isinstance(query, ClassSums):
+            raise RefusedError(
+                "E-PRIV-16", "expected a joint sum per class under differential privacy, found a query without a bound"
+            )
+        course, terms = self._course, self._course.terms
+        if split is Split.TRAIN and not course.sends_prototypes(self._turn.fed.round):
+            width = self._width(query)
+            return {"sum": torch.zeros(query.n_classes, width), "count": torch.zeros(query.n_classes)}
+        release = course.prototypes if split is Split.TRAIN else course.metrics
+        self._spend.take(release)
+        bound = terms.prototype_bound if bound is None else bound
+        weight = terms.count_weight * bound if split is Split.TRAIN else bound
+        few = terms.min_count if split is Split.TRAIN else 0.0
+        return class_sums(
+            query, self._split[split], self._units[split], bound, weight, release.mechanism.noise, self._noise,
+            few=few, device=self._device,
+        )  # fmt: skip
+
+    def _width(self, query: ClassSums) -> int:
+        """Return the width of a query's vectors without reading an example of the hospital."""
+        shape = self._split[Split.TRAIN].batch(torch.zeros(0, dtype=torch.long))[0].shape[1:]
+        blank = torch.zeros(2, *shape, device=self._device)
+        return int(query.vectors(blank, torch.zeros(2, dtype=torch.long, device=self._device)).shape[1])
+
+    def class_counts(self) -> Tensor:
+        """Release the number of units per class (C,) once, with noise; the release is cached."""
+        if "class counts" not in self._counts:
+            self._spend.take(self._course.class_counts)
+            shares = self._units[Split.TRAIN].class_shares(self._split[Split.TRAIN].labels, self._turn.fed.n_classes)
+            noise = self._noise.gaussian(tuple(shares.shape), self._course.class_counts.mechanism.noise)
+            self._counts["class counts"] = (shares + noise).clamp(min=0.0).float()
+        return self._counts["class counts"]
+
+
+def _add(total: Gradients, more: Sequence[Tensor]) -> None:
+    for t, m in zip(total, more, strict=True):
+        t.add_(m)
+
+
+@contextmanager
+def _moving(model: nn.Module, only: Callable[[str], bool] | None) -> Iterator[dict[str, nn.Parameter]]:
+    """Freeze what does not move for the time of a pass, so that no gradient of it is computed, clipped or noised."""
+    frozen = [p for name, p in model.named_parameters() if p.requires_grad and only is not None and not only(name)]
+    for p in frozen:
+        p.requires_grad_(False)
+    try:
+        yield {name: p for name, p in model.named_parameters() if p.requires_grad}
+    finally:
+        for p in frozen:
+            p.requires_grad_(True)

@@ -1,0 +1,154 @@
+"""What a method will ask of the doors in a round, found by a rehearsal on made-up examples: the plan of its releases.
+
+The rehearsal runs a silo's half with doors that only write down what they are asked for; no real example is near.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fl_core.errors import RefusedError
+from fl_core.optimizers import effective_steps
+from fl_core.protocols import Method
+from fl_core.types import (
+    ClassSums,
+    Coupling,
+    Federation,
+    LossFn,
+    PenaltyFn,
+    Query,
+    Schema,
+    Split,
+    Tensors,
+    TrainConfig,
+    Turn,
+)
+
+StepsOf = Callable[[float], int]
+PROBED = 6
+PROBES = ((torch.float64, 1e-10), (torch.float32, 1e-4))
+
+
+@dataclass(slots=True)
+class Needs:
+    """The calls of one round: steps of each training, sums over training examples, and whether counts are asked for."""
+
+    steps: list[int] = field(default_factory=list)
+    class_sums: int = 0
+    example_sums: int = 0
+    counts: bool = False
+
+
+class _Doors:
+    """Doors that write down what they are asked for."""
+
+    def __init__(self, schema: Schema, train: TrainConfig, steps_of: StepsOf, needs: Needs) -> None:
+        self.lr, self.batch_size = train.lr, train.batch_size
+        self._schema, self._train, self._steps_of, self._needs = schema, train, steps_of, needs
+
+    def planned_steps(self, epochs: float | None = None) -> int:
+        return self._steps_of(self._train.epochs if epochs is None else epochs)
+
+    def effective_steps(self, steps: int, mu: float = 0.0) -> float:
+        return effective_steps(self._train, steps, self.lr * mu)
+
+    def sgd(
+        self, model: nn.Module, loss: LossFn, *, epochs: float | None = None, steps: int | None = None,
+        lr_scale: float = 1.0, penalty: PenaltyFn | None = None, shift: Tensors | None = None,
+        only: Callable[[str], bool] | None = None, plain: Callable[[str], bool] | None = None,
+    ) -> int:  # fmt: skip
+        del lr_scale, penalty, shift, only, plain
+        check_independence(model, loss, self._schema)
+        self._needs.steps.append(self.planned_steps(epochs) if steps is None else steps)
+        return self._needs.steps[-1]
+
+    def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
+        del bound
+        x, y = blanks(self._schema, 2, 0)
+        if isinstance(query, ClassSums):
+            self._needs.class_sums += split is Split.TRAIN
+            width = query.vectors(x, y).shape[1]
+            made_up = torch.randn(query.n_classes, width, generator=torch.Generator().manual_seed(0))
+            return {"sum": made_up, "count": torch.ones(query.n_classes)}
+        self._needs.example_sums += split is Split.TRAIN
+        return {name: rows.sum(0) for name, rows in query.rows(x, y).items()}
+
+    def size(self) -> float:
+        return 100.0
+
+    def class_counts(self) -> Tensor:
+        self._needs.counts = True
+        return torch.full((len(self._schema.classes),), 100.0 / len(self._schema.classes))
+
+
+def rehearse(method: Method, model: nn.Module, schema: Schema, train: TrainConfig, steps_of: StepsOf) -> Needs:
+    """Run two rounds of a method, the first of which gives it prototypes, and return what the second asked for.
+
+    steps_of: epochs -> steps of the course that is planned.
+
+    Raises RefusedError (E-PRIV-13) when a loss that is declared per example mixes examples.
+    """
+    fed = Federation(n_silos=1, n_classes=len(schema.classes), rounds=4, cohort=1)
+    needs = Needs()
+    server, silo = method.init_server(model, fed), method.init_silo(model, fed)
+    for t in range(2):
+        needs = Needs()
+        now = Federation(1, len(schema.classes), 4, t, 1)
+        doors = _Doors(schema, train, steps_of, needs)
+        bundle, silo = method.local(model, method.broadcast(server), silo, doors, Turn(now, 0, 0))
+        server = method.merge(server, bundle, now)
+    return needs
+
+
+def check_independence(model: nn.Module, loss: LossFn, schema: Schema) -> None:
+    """Raise RefusedError (E-PRIV-13) when the gradient of one example's loss moves with the other examples.
+
+    On made-up examples, in two batches that share their first example alone; in float64, or in float32 where the loss
+    itself holds models in float32.
+    """
+    for dtype, tolerance in PROBES:
+        try:
+            apart = _difference(copy.deepcopy(model).to(dtype).eval(), loss, schema, dtype)
+        except RuntimeError:
+            if dtype is PROBES[-1][0]:
+                raise
+            continue
+        if apart > tolerance:
+            raise RefusedError(
+                "E-PRIV-13",
+                "expected the loss of an example to depend on that example alone, found that its gradient moves by "
+                f"{apart:.1e} when others change: put what mixes examples into the coupled term",
+            )
+        return
+
+
+def _difference(model: nn.Module, loss: LossFn, schema: Schema, dtype: torch.dtype) -> float:
+    """Return how far the first example's gradient moves, relative to its largest entry (at least 1)."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    own_x, own_y = blanks(schema, 1, 99)
+
+    def first(seed: int) -> Tensor:
+        x, y = blanks(schema, PROBED, seed)
+        x, y = torch.cat((own_x, x)).to(dtype), torch.cat((own_y, y))
+        grads = torch.autograd.grad(loss(model, x, y).per_example[0], params, allow_unused=True)
+        dense = [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
+        return torch.cat([g.flatten() for g in dense])
+
+    a, b = first(1), first(2)
+    return float((a - b).abs().max() / a.abs().max().clamp(min=1.0))
+
+
+def blanks(schema: Schema, n: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Make up examples of a schema."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.rand(n, *schema.shape, generator=g), torch.randint(len(schema.classes), (n,), generator=g)
+
+
+def treatment(coupling: Coupling, coupled: str) -> bool:
+    """Tell whether training steps have a coupled term under this treatment."""
+    return coupling is Coupling.BATCH and coupled != "off"

@@ -1,0 +1,86 @@
+"""The terms of a private run, as its manifest states them: what is bounded, how noisy it is, and to what budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fl_core.errors import ConfigError
+from fl_core.options import from_mapping
+
+COUPLED = ("split", "micro", "off")
+RNG = ("secure", "test")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Record-level differential privacy of one run.
+
+    epsilon, delta: the budget of the whole run, for each hospital on its own; the noise of training is solved from it.
+    clip: C1, bound of one unit's gradient   physical_batch: examples whose gradients are held at once
+    coupled: treatment of losses that mix examples: "split" (clip C1 per unit, C2 = coupled_clip_ratio * C1 per
+    microbatch; sensitivity C1 + 2 C2), "micro" (everything per microbatch; 2 C1) or "off" (such terms are left out)
+    microbatch: expected examples of a microbatch   coupled_every: steps from one coupled term to the next
+    prototype_bound: R, bound of one unit's feature offset   count_weight: lambda / R, the weight of counts in the joint
+    query   prototype_noise: noise / sensitivity of a prototype release   prototype_every: rounds between releases
+    min_count: classes of fewer units (by the noisy count, plus two standard deviations) are suppressed; 0: none
+    metric_noise, count_noise: noise / sensitivity of evaluation sums and of the class counts
+    max_per_unit: examples of one unit in a step (0: all)   rng: "secure", or "test", which is reproducible and private
+    to nobody.
+    """
+
+    epsilon: float = 8.0
+    delta: float = 1e-5
+    clip: float = 1.0
+    coupled: str = "split"
+    coupled_clip_ratio: float = 0.25
+    coupled_every: int = 1
+    microbatch: int = 16
+    physical_batch: int = 64
+    prototype_bound: float = 1.0
+    count_weight: float = 0.5
+    prototype_noise: float = 8.0
+    prototype_every: int = 5
+    min_count: float = 0.0
+    metric_noise: float = 20.0
+    count_noise: float = 20.0
+    max_per_unit: int = 0
+    rng: str = "secure"
+
+    def __post_init__(self) -> None:
+        above = ("epsilon", "clip", "coupled_clip_ratio", "prototype_bound", "count_weight", "prototype_noise",
+                 "metric_noise", "count_noise")  # fmt: skip
+        for name in above:
+            if not 0 < (found := getattr(self, name)) < float("inf"):
+                raise ConfigError("E-PRIV-11", f"privacy.{name}: expected a number > 0, found {found}")
+        for name in ("microbatch", "physical_batch", "prototype_every", "coupled_every"):
+            if (found := getattr(self, name)) < 1:
+                raise ConfigError("E-PRIV-11", f"privacy.{name}: expected at least 1, found {found}")
+        if not 0 < self.delta < 1e-3:
+            raise ConfigError("E-PRIV-11", f"privacy.delta: expected 0 < delta < 0.001, found {self.delta}")
+        for name, valid in (("coupled", COUPLED), ("rng", RNG)):
+            if (found := getattr(self, name)) not in valid:
+                raise ConfigError("E-PRIV-11", f"privacy.{name}: expected one of {valid}, found {found!r}")
+        if self.min_count < 0 or self.max_per_unit < 0:
+            raise ConfigError("E-PRIV-11", "privacy.min_count and privacy.max_per_unit: expected at least 0")
+
+    @classmethod
+    def of(cls, options: Mapping[str, object]) -> Terms:
+        """Read the options of the profile; raises ConfigError (E-CFG-21, E-CFG-22, E-PRIV-11)."""
+        return from_mapping(cls, "privacy profile dp_record", options)
+
+    @property
+    def coupled_clip(self) -> float:
+        """Return C2, the bound of one microbatch's coupled gradient."""
+        return self.coupled_clip_ratio * self.clip
+
+    def sensitivity(self, coupled: bool) -> float:
+        """Return how far one unit can move the sum of a training step; coupled: the step has a coupled term."""
+        if coupled and self.coupled == "micro":
+            return 2 * self.clip
+        return self.clip + (2 * self.coupled_clip if coupled and self.coupled == "split" else 0.0)
+
+
+def nominal(n: int) -> int:
+    """Round a number of units to two significant digits: what a hospital declares of its size."""
+    return n if n < 100 else round(n, 2 - len(str(n)))
