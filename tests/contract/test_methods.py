@@ -112,6 +112,23 @@ def test_contents_of_the_scratch_model_change_nothing(name: str) -> None:
 
 
 @every_method
+def test_a_silo_s_second_round_uses_its_state_alone_and_leaves_it_as_it_is(name: str) -> None:
+    method, server = made(name), server_of(made(name))
+    layout, share, turn = derive_layout(method, model_of(), SCHEMA), shares()[1], Turn(FED, 1, 0)
+    initial, outcomes = trees.read(model_of()), []
+    for model in (model_of(), poisoned()):
+        bench, msg = Bench(method, model, layout, initial=initial), method.broadcast(server)
+        first = work(bench, msg, None, PlainData(share.train, share.test, TRAIN, turn), turn, TaskKind.TRAIN)
+        before = copied(first.state)
+        again = work(bench, msg, first.state, PlainData(share.train, share.test, TRAIN, turn), turn, TaskKind.TRAIN)
+        assert same_state(first.state, before)
+        assert all(trees.all_finite(values) for values in again.state.values())
+        outcomes.append(again)
+    assert same_bundle(outcomes[0].bundle, outcomes[1].bundle)
+    assert same_state(outcomes[0].state, outcomes[1].state)
+
+
+@every_method
 def test_evaluation_reads_nothing_of_the_scratch_model(name: str) -> None:
     method, share, turn = made(name), shares()[0], Turn(FED, 0, 0)
     msg = method.broadcast(server_of(method))
