@@ -1,0 +1,68 @@
+"""Local training: problem Q (T-LOC-1), nothing on the wire, no global accuracy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_core import FED, QData, Scalar, manifest, same, shares
+
+from fl_core import trees
+from fl_core.errors import ConfigError
+from fl_core.local import PlainData
+from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.local_only import LocalOnly
+from fl_core.simulate import History, bench_of, initial_state, local_ports, simulate
+from fl_core.types import TaskKind, TrainConfig, Turn
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_t_loc_1_after_m_rounds(rounds: int) -> None:
+    for a, b, rate in ((1, 0, 0.3486784401), (4, 1, 0.0060466176)):
+        method, state = LocalOnly(), {"net": {"w": torch.zeros(1, dtype=torch.float64)}}
+        for _ in range(rounds):
+            outcome = method.local(Scalar(9.0), {"w": {}}, state, QData(a, b), Turn(FED, 0, 0))
+            assert outcome.bundle == {}
+            state = outcome.state
+        assert float(state["net"]["w"]) == pytest.approx(b * (1 - rate**rounds), abs=1e-6)
+        assert rounds > 1 or float(state["net"]["w"]) == pytest.approx(0.9939533824 * b, abs=1e-6)
+
+
+def test_the_first_round_trains_as_fedavg() -> None:
+    bench, share, turn = bench_of(manifest(model_options={"norm": "batch"})), shares()[0], Turn(FED, 0, 0)
+    config = TrainConfig(batch_size=4, epochs=2)
+    msg = {"w": dict(bench.initial)}
+    FedAvg().local(bench.fresh(), msg, {}, PlainData(share.train, share.test, config, turn), turn)
+    expected = trees.read(bench.model)
+    silo = LocalOnly().init_silo(bench.fresh(), FED)
+    left = LocalOnly().local(
+        bench.fresh(), {"w": {}}, silo, PlainData(share.train, share.test, config, turn), turn
+    ).state  # fmt: skip
+    assert same(left["net"], expected)
+
+
+def test_only_counts_of_nothing_leave_the_silo_and_no_accuracy_is_made_up() -> None:
+    run, history = manifest("local"), History()
+    assert list(run.layout) == ["metrics"]
+    final = simulate(run, shares(), history)
+    assert final == {"w": {}} == initial_state(run)
+    assert all(not any(r.examples) and not any(r.correct) for r in history.records)
+    assert history.accuracies == [-1.0] * 4
+    assert history.records[-1].class_accuracy() == [None] * 4
+
+
+def test_silos_that_are_not_asked_keep_their_network() -> None:
+    run = manifest("local", rounds=1, cohort=1)
+    ports = local_ports(run, shares())
+    ports[1].round({"w": {}}, FED, TaskKind.TRAIN)
+    ports[1].settle(FED, TaskKind.TRAIN, False)
+    kept = [p._state for p in ports]
+    assert kept[0] is kept[2] is None
+    assert kept[1] is not None
+    assert not same(kept[1]["net"], bench_of(run).initial)
+
+
+def test_there_is_no_model_to_evaluate_or_export() -> None:
+    for ask in (lambda m: m.exported({"w": {}}), lambda m: m.global_model(Scalar(), {"w": {}})):
+        with pytest.raises(ConfigError) as caught:
+            ask(LocalOnly())
+        assert caught.value.code == "E-RUN-17"
