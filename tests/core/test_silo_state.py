@@ -1,0 +1,103 @@
+"""What a silo keeps of a round: private state survives a lost update, mirrored and diverged state does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_core import FED, NAMES, manifest, same, shares
+
+from fl_core.errors import FederationError
+from fl_core.methods import METHODS
+from fl_core.protocols import Method
+from fl_core.simulate import History, LocalPort, bench_of, engine_of, initial_state, local_ports, simulate
+from fl_core.types import Bundle, Federation, Part, State, TaskKind, TrainConfig
+from silo.objects import Objects
+from silo.outbox import Finished, Outbox
+from silo.store import Store
+from silo.tasks import Evaluation, TaskKey
+
+KEEPERS = ("local", "fedper", "fedrep", "ditto", "fedrod", "fedproto")
+OPTIONS: Mapping[str, Mapping[str, int]] = {"fedrep": {"head_epochs": 1}}
+
+
+class Deaf(LocalPort):
+    """A silo whose update of round 1 is spoilt on its way."""
+
+    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+        bundle = super().round(msg, fed, kind)
+        return {**bundle, "more": Part({}, torch.zeros(()))} if fed.round == 1 else bundle
+
+
+def state_of(port: LocalPort) -> State:
+    assert port._state is not None
+    return port._state
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_private_state_of_a_lost_update_is_kept(name: str) -> None:
+    run = manifest(name, OPTIONS.get(name, {}), rounds=2, quorum=2)
+    ports = local_ports(run, shares())
+    bench = bench_of(run)
+    ports[2] = Deaf("south", 2, shares()[2], bench, run.train, run.seed, True)
+    server, seen = initial_state(run), []
+    for t in range(2):
+        history = History()
+        server = engine_of(run, ports, 1).round(server, t, TaskKind.TRAIN, history)
+        seen.append(state_of(ports[2]))
+    assert list(history.records[0].missing) == ["south"]
+    group = next(iter(seen[0]))
+    assert not same(seen[0][group], seen[1][group])
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_state_of_a_diverged_round_is_rolled_back(name: str) -> None:
+    """The update is refused, and the silo goes on from what it had."""
+    run = manifest(name, OPTIONS.get(name, {}), train=TrainConfig(batch_size=4, epochs=1, lr=0.01))
+    port = local_ports(run, shares())[0]
+    msg = bench_of(run).method.broadcast(initial_state(run))
+    port.round(msg, FED, TaskKind.TRAIN)
+    port.settle(FED, TaskKind.TRAIN, True)
+    before = state_of(port)
+    port._train = TrainConfig(batch_size=4, epochs=2, lr=1e30, momentum=0.0)
+    port.round(msg, FED, TaskKind.TRAIN)
+    port.settle(FED, TaskKind.TRAIN, False)
+    assert all(same(state_of(port)[group], before[group]) for group in before)
+
+
+@pytest.mark.parametrize("mirrored", [True, False])
+@pytest.mark.parametrize("included", [True, False])
+def test_the_real_silo_keeps_what_the_simulated_one_keeps(
+    tmp_path: Path, included: bool, mirrored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = manifest("ditto")
+    port = local_ports(run, shares())[0]
+    method: Method = bench_of(run).method
+    monkeypatch.setattr(type(method), "mirrored", mirrored)
+    outbox = Outbox(Store(tmp_path / "silo.db"), Objects(tmp_path / "objects"), NAMES[0])
+    bundle = port.round(method.broadcast(initial_state(run)), FED, TaskKind.TRAIN)
+    staged, key = port._staged, TaskKey("run-1", FED.round, TaskKind.TRAIN)
+    assert staged is not None
+    outbox.stage(key, "a" * 64, "b" * 64, Finished(bundle, staged, Evaluation((), (), ()), method.mirrored))
+    outbox.store.close(key, included)
+    port.settle(FED, TaskKind.TRAIN, included)
+    found = outbox.state("run-1")
+    assert (found is None) is (port._state is None) is (mirrored and not included)
+    assert found is None or same(found["v"], state_of(port)["v"])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_without_a_global_model_says_so_in_every_round(name: str) -> None:
+    run, history = manifest(name, OPTIONS.get(name, {}), rounds=1), History()
+    simulate(run, shares(), history)
+    measured = METHODS[name].has_global_model
+    assert measured is (name not in ("local", "fedproto"))
+    assert [a >= 0 for a in history.accuracies] == [measured] * 2
+
+
+def test_a_refusal_of_a_diverged_update_names_it() -> None:
+    run = manifest("fedper", train=TrainConfig(batch_size=4, epochs=2, lr=1e30, momentum=0.0), rounds=1)
+    with pytest.raises(FederationError, match="E-WIRE-05"):
+        simulate(run, shares(), History())
