@@ -42,6 +42,7 @@ class Result:
             "silos": [m.name for m in self.manifest.members],
             "global_accuracy": _known(last.accuracy),
             "best_global_accuracy": _known(max(self.accuracies[1:])),
+            "balanced_accuracy": _known(last.balanced_accuracy),
             "class_accuracy": dict(zip(self.manifest.schema.classes, last.class_accuracy(), strict=True)),
             "accuracy_by_round": [_known(a) for a in self.accuracies],
             "clipped": sum(r.clipped for r in self.records),
@@ -58,7 +59,7 @@ class Result:
         scores = [r.personal for r in self.records if r.personal]
         if not scores:
             return {}
-        names = [name for name in ("pa", "pm_l", "pm_v") if name in scores[-1]]
+        names = [name for name in ("pa", "pm_l", "pm_v", "ga") if name in scores[-1]]
         return {
             **{name: scores[-1][name] for name in names},
             **{f"best_{name}": max(s[name] for s in scores if name in s) for name in names},

@@ -4,12 +4,13 @@
 |-----------------|------------------------------------|----------------------------------------------------------|
 | metrics         | correct answers per class (C,)     | test examples per class (C,), of the model received      |
 | personal        | a, a^2 (and what rounding cut off) | 1 per silo, 0 without test examples                      |
-| personal_public | PM(L), PM(V) and their squares     | 1 per silo, 0 where the public test set has no example   |
+| personal_public | PM(L), PM(V), GA and their squares | 1 per silo, 0 where the public test set has no example   |
 
 a is a personal model's accuracy on its silo's own test split; mean and standard deviation over silos follow from the
 sums (`personal_scores`). With counts n_kc of silo k's training examples, on the public test set,
 
     acc = sum_c a_k(c) correct_c / sum_c a_k(c) count_c     PM(L): a_k(c) = n_kc / n_k    PM(V): a_k(c) = [n_kc > 0]
+    GA of a method without a global model: a_k(c) = 1
 
 PA: Fan, Yao et al., "Federated Learning with Bilateral Curation for Partially Class-Disjoint Data", NeurIPS 2023.
 PM(L), PM(V): Dai, Chen, Li, Heinecke, Sun and Xu, "Tackling Data Heterogeneity in Federated Learning with Class
@@ -33,7 +34,7 @@ PERSONAL = "personal"
 PERSONAL_PUBLIC = "personal_public"
 MEASURED = frozenset({METRICS, PERSONAL, PERSONAL_PUBLIC})
 """Parts that measure: no method's `merge` sees them."""
-_SCORES = {PERSONAL: ("pa",), PERSONAL_PUBLIC: ("pm_l", "pm_v")}
+_SCORES = {PERSONAL: ("pa",), PERSONAL_PUBLIC: ("pm_l", "pm_v", "ga")}
 
 
 def evaluate(model: nn.Module, data: SiloData, n_classes: int, split: Split = Split.TEST) -> Part:
@@ -58,12 +59,12 @@ def evaluate_personal(model: nn.Module, data: SiloData, n_classes: int) -> dict[
 
     Class counts are asked for only where there is a public test set.
     """
-    own = evaluate(model, data, n_classes)
-    parts = {PERSONAL: _scored(PERSONAL, [(own, torch.ones(n_classes))])}
+    own, every = evaluate(model, data, n_classes), torch.ones(n_classes)
+    parts = {PERSONAL: _scored(PERSONAL, [(own, every)])}
     public = evaluate(model, data, n_classes, Split.GLOBAL)
     counts = data.class_counts().cpu() if float(public.weight.sum()) > 0 else torch.zeros(n_classes)
     label, vote = counts / counts.sum().clamp(min=1.0), (counts > 0).float()
-    return parts | {PERSONAL_PUBLIC: _scored(PERSONAL_PUBLIC, [(public, label), (public, vote)])}
+    return parts | {PERSONAL_PUBLIC: _scored(PERSONAL_PUBLIC, [(public, label), (public, vote), (public, every)])}
 
 
 def weighted_accuracy(correct: Tensor, count: Tensor, weight: Tensor) -> float:
@@ -92,7 +93,7 @@ def _scored(part: str, measured: Sequence[tuple[Part, Tensor]]) -> Part:
 
 
 def personal_scores(total: Bundle) -> dict[str, float]:
-    """Read means and population standard deviations over silos off the sums: pa, pa_std, pm_l, pm_l_std, ...
+    """Read means and population standard deviations over silos off the sums: pa, pa_std, pm_l, pm_l_std, pm_v, ...
 
     Empty where nothing personal was measured. Guarantees: within 1e-5 of the same numbers from all silos' accuracies.
     """

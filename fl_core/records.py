@@ -44,7 +44,7 @@ class RoundRecord:
 
     correct, examples: (C,) over the union of the test sets, for the model *before* the round's training;
     missing: silo -> reason; clipped: values that the grid cut off; personal: means and standard deviations over the
-    round's silos (pa, pa_std, pm_l, pm_l_std, pm_v, pm_v_std) of the personal models *after* its training.
+    round's silos (pa, pm_l, pm_v, ga; with _std: standard deviations) of the personal models *after* its training.
     """
 
     round: int
@@ -60,6 +60,12 @@ class RoundRecord:
     def accuracy(self) -> float:
         """Return correct / examples over all classes; -1 where there is no test example or no global model."""
         return sum(self.correct) / n if (n := sum(self.examples)) else -1.0
+
+    @property
+    def balanced_accuracy(self) -> float:
+        """Return the mean accuracy over classes that have test examples; -1 where none has."""
+        known = [a for a in self.class_accuracy() if a is not None]
+        return sum(known) / len(known) if known else -1.0
 
     def class_accuracy(self) -> list[float | None]:
         """Return the accuracy per class, None where no silo has a test example."""

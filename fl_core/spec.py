@@ -16,7 +16,7 @@ from fl_core.worker import Bench, measure_global, work
 __all__ = ["derive_layout", "layout_from_json", "layout_to_json"]
 
 
-class _Zeros(Examples):
+class BlankExamples(Examples):
     """Two blank examples of the right shape."""
 
     def __init__(self, schema: Schema) -> None:
@@ -37,7 +37,7 @@ def derive_layout(method: Method, model: nn.Module, schema: Schema, personal: bo
     """
     fed = Federation(n_silos=1, n_classes=len(schema.classes), cohort=1)
     turn = Turn(fed, silo=0, seed=0)
-    blank = _Zeros(schema)
+    blank = BlankExamples(schema)
     data = PlainData(blank, blank, TrainConfig(batch_size=2, epochs=1), turn)
     server = method.init_server(model, fed)
     msg = method.broadcast(server)

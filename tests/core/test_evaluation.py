@@ -65,6 +65,7 @@ def test_t_ev_1_and_nh_4_through_the_doors() -> None:
     assert scores["pm_l"] == pytest.approx(0.725)
     assert scores["pm_v"] == pytest.approx(0.65)
     assert scores["pa"] == pytest.approx(0.5)
+    assert scores["ga"] == pytest.approx(0.733333, abs=1e-6)
     part = evaluate(Told(), data, 4, Split.GLOBAL)
     assert float(part.total["correct"].sum() / part.weight.sum()) == pytest.approx(0.733333, abs=1e-6)
     six = door([0, 0, 0, 1], told([0], [1, 0, 0, 0]), told([0, 0, 1, 1, 2, 2], [2, 1, 0, 0]))
@@ -135,7 +136,7 @@ def test_measuring_personal_models_changes_no_bit_of_the_run(method: str) -> Non
     b = simulate(manifest(method, train=train), shares(), without)
     assert all(same(a[group], b[group]) for group in a)
     assert with_it.accuracies == without.accuracies
-    assert all(set(r.personal) == {f"{s}{d}" for s in ("pa", "pm_l", "pm_v") for d in ("", "_std")}
+    assert all(set(r.personal) == {f"{s}{d}" for s in ("pa", "pm_l", "pm_v", "ga") for d in ("", "_std")}
                for r in with_it.records[:-1])  # fmt: skip
     assert [r.personal for r in without.records] + [with_it.records[-1].personal] == [{}] * 5
     assert with_it.records[2].personal["pa"] > with_it.records[2].accuracy  # two classes are easier than four
