@@ -22,7 +22,13 @@ from fl_core.types import Bundle, Federation, Outcome, Part, PartSpec, State, Ta
 from fl_core.worker import Bench, work
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
-OPTIONS = {"fedmr": {"mu1": 1e-4, "mu2": 0.5}}
+OPTIONS = {
+    "fedmr": {"mu1": 1e-4, "mu2": 0.5},
+    "fedrep": {"head_epochs": 2},
+    "ditto": {"lambda_v": 0.5},
+    "fedrod": {"variant": "hyper", "hidden": 8},
+    "fedproto": {"weights": "uniform"},
+}
 FED = Federation(n_silos=3, n_classes=4, rounds=5, round=2, cohort=3)
 
 
