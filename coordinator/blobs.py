@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Container, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from threading import RLock
 
@@ -14,6 +14,7 @@ from fl_core.errors import ProtocolError, StateError
 from protos import codec
 from protos.digests import write_sealed
 from protos.keyfiles import sync_folder
+from protos.spares import LENGTH, Growth, Spares, discard, growing, length
 
 QUOTA_BYTES = 8 << 30
 """Default room for one silo's unfinished uploads."""
@@ -29,6 +30,7 @@ class Blobs:
     def __init__(self, folder: Path, quota: int = QUOTA_BYTES) -> None:
         self._objects, self._partials, self._aside = folder / "objects", folder / "partial", folder / "aside"
         self.quota = quota
+        self.spares = Spares(folder / "spare")
         self.guard = RLock()
         """Held while an object and its record are made or removed together, so that neither is without the other."""
         shutil.rmtree(self._aside, ignore_errors=True)  # what a crash left half-written
@@ -60,9 +62,10 @@ class Blobs:
     def put_file(self, write: Callable[[Path], tuple[str, int]]) -> tuple[str, int]:
         """Store the object that `write` brings to the disk in a file of ours; return digest and size, as it does."""
         aside = self._aside / secrets.token_hex(8)
+        self.spares.take(aside)
         found, size = write(aside)
         if self.has(found):
-            aside.unlink()
+            self.spares.keep(aside)
         else:
             self._place(aside, found)
         return found, size
@@ -75,13 +78,16 @@ class Blobs:
 
     def have(self, silo: str, contribution: str) -> int:
         """Count the bytes of an upload that are here."""
-        file = self._partials / silo / contribution
-        return file.stat().st_size if file.exists() else 0
+        return length(self._partials / silo / contribution)
+
+    def growing(self, silo: str, contribution: str, size: int) -> AbstractContextManager[Growth]:
+        """Go on with an upload, see `protos.spares.growing`. size: of the whole."""
+        return growing(self.partial(silo, contribution), self.spares, size)
 
     def pending(self, silo: str) -> int:
         """Count the bytes of all unfinished uploads of a silo."""
         folder = self._partials / silo
-        return sum(f.stat().st_size for f in folder.iterdir()) if folder.exists() else 0
+        return sum(length(f) for f in _growing_in(folder)) if folder.exists() else 0
 
     def adopt(self, partial: Path, digest: str, found: str | None = None, synced: bool = False) -> Path:
         """Turn a finished upload into an object.
@@ -98,6 +104,9 @@ class Blobs:
                 f"expected an object with the SHA-256 {digest[:16]}, found {found[:16]}: it was damaged or changed; "
                 "open the contribution and send all of it again",
             )
+        if self.has(digest):  # of another silo: the same numbers
+            self.spares.keep(partial)
+            return self._file(digest)
         if not synced:
             with partial.open("rb") as f:
                 os.fsync(f.fileno())
@@ -105,7 +114,7 @@ class Blobs:
 
     def discard(self, silo: str, contribution: str) -> None:
         """Forget an unfinished upload."""
-        (self._partials / silo / contribution).unlink(missing_ok=True)
+        discard(self._partials / silo / contribution)
 
     def remove(self, digest: str) -> None:
         """Take an object away; the caller holds `guard`, has removed its last record, and calls `empty` later."""
@@ -113,9 +122,9 @@ class Blobs:
             self._file(digest).replace(self._aside / f"{secrets.token_hex(8)}{_GONE}")
 
     def empty(self) -> None:
-        """Give back the room of objects that were removed: of large files it takes a while, and needs no lock."""
+        """Set objects that were removed aside to be written over, or give back their room; needs no lock."""
         for file in self._aside.glob(f"*{_GONE}"):
-            file.unlink(missing_ok=True)
+            self.spares.keep(file)
 
     def sweep(self, keep: Container[str]) -> None:
         """Delete every object that `keep` does not name: what a crash left without a record."""
@@ -126,7 +135,7 @@ class Blobs:
     def uploads(self) -> Iterator[tuple[str, str]]:
         """List the unfinished uploads as (silo, contribution)."""
         for folder in self._partials.iterdir():
-            for file in folder.iterdir():
+            for file in _growing_in(folder):
                 yield folder.name, file.name
 
     def _file(self, digest: str) -> Path:
@@ -139,3 +148,7 @@ class Blobs:
         aside.replace(file)
         sync_folder(file.parent)
         return file
+
+
+def _growing_in(folder: Path) -> list[Path]:
+    return [file for file in folder.iterdir() if file.suffix != LENGTH]

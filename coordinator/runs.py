@@ -208,6 +208,8 @@ class RunService:
         """Give back the room of what was deleted, beside the next round."""
         try:
             self._blobs.empty()
+            if not self._active:
+                self._blobs.spares.clear()
         except OSError:  # what stays is deleted by the next round's end, or by the next start
             log.exception("files that are no longer needed could not be deleted")
 

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from io import FileIO
 
 from fl_core.errors import UnavailableError
-from protos.digests import WRITE_BEHIND, write_all, write_behind
+from protos.digests import WRITE_BEHIND, write_behind
+from protos.spares import Growth
 
 _TAKEOVER_S = 10.0
 
@@ -43,20 +43,20 @@ class Upload:
 
 
 class Hashing:
-    """A file that is hashed while it is written."""
+    """A file that is hashed while it grows."""
 
-    def __init__(self, file: FileIO, at: int, upload: Upload) -> None:
-        self._file, self._at, self._upload = file, at, upload
-        self._begun = at
+    def __init__(self, growth: Growth, upload: Upload) -> None:
+        self._growth, self._upload = growth, upload
+        self._begun = growth.have
 
     def write(self, data: bytes, /) -> int:
         """Write all of it, unbuffered, then hash: what is hashed is in the file."""
-        write_all(self._file, data)
-        self._upload.note(self._at, data)
-        self._at += len(data)
-        if self._at - self._begun >= WRITE_BEHIND:
-            write_behind(self._file, self._begun, self._at - self._begun)
-            self._begun = self._at
+        at = self._growth.have
+        self._growth.write(data)
+        self._upload.note(at, data)
+        if self._growth.have - self._begun >= WRITE_BEHIND:
+            write_behind(self._growth.file, self._begun, self._growth.have - self._begun)
+            self._begun = self._growth.have
         return len(data)
 
 

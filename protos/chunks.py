@@ -10,6 +10,7 @@ import google_crc32c
 
 from fl_core.errors import ProtocolError
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.spares import open_shared
 
 CHUNK_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 4 << 20
@@ -26,7 +27,7 @@ class Sink(Protocol):
 
 def read_chunks(path: Path, name: str, offset: int) -> Iterator[pb.Chunk]:
     """Read a file from `offset` on; the first chunk carries `name`, and a finished object gives one empty chunk."""
-    with path.open("rb") as f:
+    with open_shared(path) as f:
         f.seek(offset)
         first = True
         while (data := f.read(CHUNK_BYTES)) or first:

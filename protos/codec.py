@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from protos.digests import contribution_id as contribution_id
 from protos.digests import digest as digest
 from protos.digests import file_digest as file_digest
 from protos.digests import write_sealed
+from protos.spares import open_shared
 
 TensorPath = Sequence[str]
 _Entries = Sequence[tuple[TensorPath, Tensor]]
@@ -28,6 +30,7 @@ _TYPES = {
     torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """Types of numbers and their names in the format, in the order in which their tensors lie in a file."""
+_DTYPES = {name: dtype for dtype, name in _TYPES.items()}
 
 
 def pack_state(state: State) -> bytes:
@@ -77,7 +80,7 @@ def _content(entries: _Entries, groups: Sequence[str]) -> Iterator[memoryview]:
     end = 0
     for i, v in numbered:
         begin, end = end, end + v.nbytes
-        header[f"{i:06d}"] = {"dtype": _TYPES[v.dtype], "shape": list(v.shape), "data_offsets": [begin, end]}
+        header[_name(i)] = {"dtype": _TYPES[v.dtype], "shape": list(v.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
@@ -85,28 +88,51 @@ def _content(entries: _Entries, groups: Sequence[str]) -> Iterator[memoryview]:
         yield v.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _paths(file: Path) -> tuple[list[str], list[list[str]]]:
-    """Read the header alone; raises ProtocolError (E-WIRE-06) when the file is not ours."""
-    try:
-        with safe_open(file, "pt") as f:
-            header = json.loads((f.metadata() or {})["consilium"])
-            groups, paths = list(header["groups"]), [list(path) for path in header["paths"]]
-            if sorted(f.keys()) != [f"{i:06d}" for i in range(len(paths))]:
-                raise ValueError("the header and the tensors disagree")
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise ProtocolError("E-WIRE-06", f"expected tensors of Consilium in {file.name}, found: {error}") from error
-    return groups, paths
+class _Tensors:
+    """The tensors of a file, mapped into memory: what is not read is not loaded.
+
+    While any of them is alive, the file is not written over (`protos.spares`). Raises ProtocolError (E-WIRE-06) when
+    the file is not ours.
+    """
+
+    def __init__(self, file: Path) -> None:
+        try:
+            with safe_open(file, "pt") as checked:  # every offset is inside the file, and belongs to one tensor
+                header = json.loads((checked.metadata() or {})["consilium"])
+                self.groups, self.paths = list(header["groups"]), [list(path) for path in header["paths"]]
+                if sorted(checked.keys()) != [_name(i) for i in range(len(self.paths))]:
+                    raise ValueError("the header and the tensors disagree")
+            with open_shared(file) as raw:
+                head = int.from_bytes(raw.read(8), "little")
+                self._index = json.loads(raw.read(head))
+                self._start = 8 + head
+                self._map = mmap(raw.fileno(), 0, access=ACCESS_COPY)
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ProtocolError("E-WIRE-06", f"expected tensors of Consilium in {file.name}, found: {error}") from error
+
+    def __getitem__(self, number: int) -> Tensor:
+        entry = self._index[_name(number)]
+        dtype, shape, (begin, end) = _DTYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
+        if dtype is None:
+            raise ProtocolError("E-WIRE-06", f"expected numbers of {[*_DTYPES]}, found {entry['dtype']}")
+        if begin == end:
+            return torch.empty(shape, dtype=dtype)
+        count = (end - begin) // dtype.itemsize
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._start + begin).reshape(shape)
+
+
+def _name(number: int) -> str:
+    return f"{number:06d}"
 
 
 def read_state(file: Path) -> State:
     """Read a State; raises ProtocolError (E-WIRE-06) when the file holds something else."""
-    groups, paths = _paths(file)
-    state: dict[str, dict[str, Tensor]] = {group: {} for group in groups}
-    with safe_open(file, "pt") as f:
-        for i, path in enumerate(paths):
-            if len(path) != 2 or path[0] not in state:
-                raise ProtocolError("E-WIRE-06", f"expected group and name, found the path {path}")
-            state[path[0]][path[1]] = f.get_tensor(f"{i:06d}")
+    tensors = _Tensors(file)
+    state: dict[str, dict[str, Tensor]] = {group: {} for group in tensors.groups}
+    for i, path in enumerate(tensors.paths):
+        if len(path) != 2 or path[0] not in state:
+            raise ProtocolError("E-WIRE-06", f"expected group and name, found the path {path}")
+        state[path[0]][path[1]] = tensors[i]
     return state
 
 
@@ -115,18 +141,18 @@ class FileBundle(Mapping[str, Part]):
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        groups, paths = _paths(file)
-        self._index: dict[str, dict[str | None, str]] = {name: {} for name in groups}
-        for i, path in enumerate(paths):
+        tensors = _Tensors(file)
+        self._index: dict[str, dict[str | None, int]] = {name: {} for name in tensors.groups}
+        for i, path in enumerate(tensors.paths):
             if len(path) not in (2, 3) or path[0] not in self._index or path[1] not in ("total", "weight"):
                 raise ProtocolError("E-WIRE-06", f"expected a part of a bundle, found the path {path}")
-            self._index[path[0]][path[2] if path[1] == "total" else None] = f"{i:06d}"
+            self._index[path[0]][path[2] if path[1] == "total" else None] = i
         if missing := [name for name, keys in self._index.items() if None not in keys]:
             raise ProtocolError("E-WIRE-06", f"expected a weight with every part, found none for {missing}")
 
     def __getitem__(self, name: str) -> Part:
-        with safe_open(self._file, "pt") as f:
-            tensors: dict[str | None, Tensor] = {key: f.get_tensor(i) for key, i in self._index[name].items()}
+        numbers, read = self._index[name], _Tensors(self._file)
+        tensors: dict[str | None, Tensor] = {key: read[i] for key, i in numbers.items()}
         weight = tensors.pop(None)
         return Part({key: v for key, v in tensors.items() if key is not None}, weight)
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from fl_core.errors import ProtocolError, StateError
 from protos import codec, keyfiles
+from protos.spares import LENGTH, Growth, Spares, growing, length
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PART = ".part"
@@ -22,12 +22,12 @@ _PART = ".part"
 class Growing:
     """A download that grows, hashed while it does; what was here before is hashed first."""
 
-    file: BinaryIO
+    growth: Growth
     sha256: hashlib._Hash
 
     def write(self, data: bytes, /) -> int:
         """Append all of it."""
-        self.file.write(data)
+        self.growth.write(data)
         self.sha256.update(data)
         return len(data)
 
@@ -41,6 +41,7 @@ class Objects:
 
     def __init__(self, folder: Path) -> None:
         self.folder = keyfiles.private_folder(folder)
+        self.spares = Spares(folder.with_name(f"{folder.name}.spare"))
         self._sound: dict[str, tuple[int, int, int]] = {}
 
     def path(self, digest: str) -> Path:
@@ -70,6 +71,7 @@ class Objects:
     def put_file(self, write: Callable[[Path], tuple[str, int]]) -> tuple[str, int]:
         """Keep the object that `write` brings to the disk in a file of ours; return digest and size, as it does."""
         aside = self.folder / f".{secrets.token_hex(8)}{_PART}"
+        self.spares.take(aside)
         digest, size = write(aside)
         self._place(aside, digest)
         return digest, size
@@ -110,15 +112,19 @@ class Objects:
         return path.with_name(path.name + _PART)
 
     @contextmanager
-    def growing(self, digest: str) -> Iterator[Growing]:
-        """Open a download where it was cut, to be appended to."""
+    def growing(self, digest: str, size: int = 0) -> Iterator[Growing]:
+        """Open a download where it was cut, to be appended to. size: of the whole; 0 when unknown."""
         part = self.partial(digest)
-        with part.open("ab") as file:
+        with growing(part, self.spares, size) as growth:
             sha256 = hashlib.sha256()
-            if file.tell():
+            if growth.have:
                 with part.open("rb") as before:
                     sha256 = hashlib.file_digest(before, "sha256")
-            yield Growing(file, sha256)
+            yield Growing(growth, sha256)
+
+    def have(self, digest: str) -> int:
+        """Count the bytes of a download that are here."""
+        return length(self.partial(digest))
 
     def adopt(self, digest: str, found: str) -> bool:
         """Take a complete download over; when its digest is not that of its name, delete it and return False.
@@ -136,12 +142,12 @@ class Objects:
         return True
 
     def sweep(self, keep: Container[str]) -> int:
-        """Delete every object, and every download, that `keep` does not name; return the bytes freed."""
+        """Put every object, and every download, out of use that `keep` does not name; return the bytes freed."""
         freed = 0
         for path in self.folder.iterdir():
-            if path.name.removesuffix(_PART) not in keep:
+            if path.name.removesuffix(LENGTH).removesuffix(_PART) not in keep:
                 freed += path.stat().st_size
-                path.unlink()
+                self.spares.keep(path)
                 self._sound.pop(path.name, None)
         return freed
 

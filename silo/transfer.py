@@ -215,8 +215,7 @@ class Transfer:
         return persist(attempt, backoff, stop, self._tell)
 
     def _have(self, digest: str) -> int:
-        part = self._objects.partial(digest)
-        return part.stat().st_size if part.exists() else 0
+        return self._objects.have(digest)
 
     def _get(self, digest: str, size: int, stop: Stop, moved: Moved) -> str:
         """Append what is missing to the partial file; return the digest of all of it."""
@@ -225,7 +224,7 @@ class Transfer:
         with (
             IdleWatch(call, self._patience.idle_s) as idle,
             stop.cancels(call.cancel),
-            self._objects.growing(digest) as file,
+            self._objects.growing(digest, size) as file,
         ):
             try:
                 for chunk in call:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
-from io import FileIO
 from itertools import chain
 
 import grpc
@@ -26,6 +24,7 @@ from protos.chunks import CHUNK_BYTES, append_chunk, read_chunks
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.identity import Kind
+from protos.spares import Growth
 
 
 class TransferService(rpc.TransferServicer):
@@ -71,19 +70,20 @@ class TransferService(rpc.TransferServicer):
         c = self._mine(first.object, context)
         if c.receipt is not None:
             return pb.PutReply(have=c.size)
-        with self._uploads.writing(c.id, context.cancel) as upload:
-            file = self._blobs.partial(c.silo, c.id)
-            with file.open("ab", buffering=0) as f:
-                have = self._append(c, chain([first], request_iterator), f, upload)
-                os.fsync(f.fileno())
-                upload.synced = have
+        with (
+            self._uploads.writing(c.id, context.cancel) as upload,
+            self._blobs.growing(c.silo, c.id, c.size) as growth,
+        ):
+            have = self._append(c, chain([first], request_iterator), growth, upload)
+            growth.sync()
+            upload.synced = have
         return pb.PutReply(have=have)
 
     @staticmethod
-    def _append(c: Contribution, chunks: Iterator[pb.Chunk], f: FileIO, upload: Upload) -> int:
-        have = f.tell()
+    def _append(c: Contribution, chunks: Iterator[pb.Chunk], growth: Growth, upload: Upload) -> int:
+        have = growth.have
         upload.begin(have)
-        into = Hashing(f, have, upload)
+        into = Hashing(growth, upload)
         for chunk in chunks:
             if chunk.object not in ("", c.id):
                 raise ProtocolError("E-WIRE-13", "expected one contribution in a stream, found a second")
