@@ -28,7 +28,7 @@ def _yaml(path: str) -> dict[str, object]:
 @pytest.mark.parametrize("name", METHODS)
 def test_method_yaml_has_the_fields_and_defaults_of_its_dataclass(name: str) -> None:
     found = _yaml(f"method/{name}.yaml")
-    raw = found["method"] if "method" in found else found  # a method that brings a schedule has the whole configuration
+    raw = found.get("method", found)  # a method that brings a schedule has the whole configuration
     assert isinstance(raw, dict)
     assert raw.pop("name") == name
     assert raw == {f.name: getattr(METHODS[name](), f.name) for f in fields(METHODS[name])}

@@ -8,10 +8,13 @@ from fl_core.errors import ConfigError
 from fl_core.methods.ditto import Ditto
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.fedbabu import FedBABU
+from fl_core.methods.feddc import FedDC
+from fl_core.methods.feddyn import FedDyn
 from fl_core.methods.fedgela import FedGELA
 from fl_core.methods.fedlc import FedLC
 from fl_core.methods.fedmr import FedMR
 from fl_core.methods.fednh import FedNH
+from fl_core.methods.fednova import FedNova
 from fl_core.methods.fedper import FedPer
 from fl_core.methods.fedphp import FedPHP
 from fl_core.methods.fedproc import FedProc
@@ -23,12 +26,17 @@ from fl_core.methods.fedrs import FedRS
 from fl_core.methods.local_only import LocalOnly
 from fl_core.methods.map_ import Map
 from fl_core.methods.moon import Moon
+from fl_core.methods.scaffold import Scaffold
 from fl_core.options import from_mapping
 from fl_core.words import nearest
 
 METHODS: Mapping[str, type[FedAvg]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
+    "scaffold": Scaffold,
+    "fednova": FedNova,
+    "feddyn": FedDyn,
+    "feddc": FedDC,
     "moon": Moon,
     "fedproc": FedProc,
     "fedlc": FedLC,

@@ -23,6 +23,9 @@ from fl_core.worker import Bench, work
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 OPTIONS = {
+    "fednova": {"mu": 0.1, "server_momentum": 0.5, "prototypes": "mixture"},
+    "feddyn": {"alpha": 0.1, "prototypes": "mixture"},
+    "feddc": {"alpha": 0.1, "prototypes": "additive"},
     "fedmr": {"mu1": 1e-4, "mu2": 0.5},
     "fedrep": {"head_epochs": 2},
     "ditto": {"lambda_v": 0.5},
