@@ -61,9 +61,9 @@ class SiloData(Protocol):
         """Train `model` in place and return the steps taken.
 
         Uses a fresh optimiser at `lr_scale` times the schedule's rate. `steps` overrides `epochs` and the schedule's
-        limit: a part of `planned_steps()`. `penalty` and `shift` must not depend on examples: they are added to the
-        gradient after clipping and noise, before the momentum buffer. `only` selects the parameters that move;
-        those of them that `plain` selects move by bare steps: no momentum, no decay, outside the schedule's clipping.
+        limit. `penalty` and `shift` must not depend on examples: they are added to the gradient after clipping and
+        noise, before the momentum buffer. `only` selects the parameters that move; those of them that `plain` selects
+        move by bare steps: no momentum, no decay, outside the schedule's clipping.
         """
         ...
 

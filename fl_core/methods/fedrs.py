@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from fl_core.methods import restricted
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.options import one_of, within
 from fl_core.protocols import SiloData
-from fl_core.types import Losses, LossFn, State, Turn
+from fl_core.types import LossFn, State, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,4 @@ class FedRS(FedAvg):
 
     def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:  # noqa: ARG002
         """Make the loss from the silo's class counts."""
-        a = restricted.scaling(data.class_counts(), self.alpha, self.rs)
-
-        def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
-            return Losses(restricted.restricted_ce(model(x), y, a))
-
-        return loss
+        return restricted.restricted_loss(data.class_counts(), self.alpha, self.rs)

@@ -13,18 +13,17 @@ its restricted softmax into a temperature; that is a slip, and no option here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from fl_core import trees
 from fl_core.methods import restricted
 from fl_core.methods.inherited import Inheriting
 from fl_core.methods.options import one_of, within
 from fl_core.protocols import SiloData
-from fl_core.types import Capability, Losses, LossFn, Outcome, State, Turn
+from fl_core.types import LossFn, Outcome, State, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,25 +45,13 @@ class Map(Inheriting):
         one_of(self, "rs", restricted.FORMS)
         one_of(self, "stages", ("paper", "code"))
 
-    @property
-    def lacks(self) -> Mapping[Capability, str]:
-        """Lack a plan of steps in the official code's form, which adds steps to the planned ones."""
-        if self.stages == "paper":
-            return super().lacks
-        return {Capability.DIFFERENTIAL_PRIVACY: "choose stages=paper, whose steps are the planned ones"}
-
     def plan(self, steps: int) -> tuple[int, int, float]:
         """Split the planned steps: those of stage 1, those of stage 2, and the factor on the rate of stage 2."""
         return (steps, max(steps // 10, 5), 0.2) if self.stages == "code" else (-(-steps // 2), steps // 2, 1.0)
 
     def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:  # noqa: ARG002
         """Make the loss of stage 1 from the silo's class counts."""
-        a = restricted.scaling(data.class_counts(), self.alpha, self.rs)
-
-        def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
-            return Losses(restricted.restricted_ce(model(x), y, a))
-
-        return loss
+        return restricted.restricted_loss(data.class_counts(), self.alpha, self.rs)
 
     def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
         """Train both stages; send the weighed difference after the first, inherit after the second."""
@@ -72,5 +59,6 @@ class Map(Inheriting):
         first, second, rate = self.plan(data.planned_steps())
         data.sgd(model, self.objective(model, msg, data, turn), steps=first)
         bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, turn)}
-        data.sgd(model, self.taught(model, silo), steps=second, lr_scale=rate)
+        if second:
+            data.sgd(model, self.taught(model, silo), steps=second, lr_scale=rate)
         return Outcome(bundle, self.inherit(model, silo, data, turn))

@@ -13,8 +13,10 @@ logit is scaled.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+
+from fl_core.types import Losses, LossFn
 
 FORMS = ("hard", "soft")
 
@@ -29,3 +31,13 @@ def scaling(counts: Tensor, alpha: float, form: str = "hard") -> Tensor:
 def restricted_ce(g: Tensor, y: Tensor, a: Tensor) -> Tensor:
     """Return the cross entropy of each example (B,) on scaled logits."""
     return cross_entropy(a.to(g) * g, y, reduction="none")
+
+
+def restricted_loss(counts: Tensor, alpha: float, form: str = "hard") -> LossFn:
+    """Make the loss of one silo from its class counts (C,)."""
+    a = scaling(counts, alpha, form)
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+        return Losses(restricted_ce(model(x), y, a))
+
+    return loss
