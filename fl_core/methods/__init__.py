@@ -8,6 +8,7 @@ from fl_core.errors import ConfigError
 from fl_core.methods.ditto import Ditto
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.fedbabu import FedBABU
+from fl_core.methods.fedcd import FedCD
 from fl_core.methods.feddc import FedDC
 from fl_core.methods.feddyn import FedDyn
 from fl_core.methods.fedgela import FedGELA
@@ -53,6 +54,7 @@ METHODS: Mapping[str, type[FedAvg]] = {
     "fedmr": FedMR,
     "fedgela": FedGELA,
     "fednh": FedNH,
+    "fedcd": FedCD,
 }
 
 

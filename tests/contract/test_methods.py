@@ -23,14 +23,17 @@ from fl_core.worker import Bench, work
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 OPTIONS = {
-    "fednova": {"mu": 0.1, "server_momentum": 0.5, "prototypes": "mixture"},
-    "feddyn": {"alpha": 0.1, "prototypes": "mixture"},
-    "feddc": {"alpha": 0.1, "prototypes": "additive"},
     "fedmr": {"mu1": 1e-4, "mu2": 0.5},
+    "fedcd": {"restarts": 2, "steps": 3},
     "fedrep": {"head_epochs": 2},
     "ditto": {"lambda_v": 0.5},
     "fedrod": {"variant": "hyper", "hidden": 8},
     "fedproto": {"weights": "uniform"},
+    "fednova": {"mu": 0.1, "server_momentum": 0.5, "prototypes": "mixture"},
+    "feddyn": {"alpha": 0.1, "prototypes": "mixture"},
+    "feddc": {"alpha": 0.1, "prototypes": "additive"},
+    "fedgen": {"alpha": 1.0, "beta": 1.0, "made": 4, "noise": 3, "hidden": 8, "steps": 2},
+    "creff": {"features": 3, "feature_steps": 2, "epochs": 1, "batch": 5},
 }
 FED = Federation(n_silos=3, n_classes=4, rounds=5, round=2, cohort=3)
 
@@ -55,7 +58,20 @@ def server_of(method: Method) -> State:
     """Make the state after one round, so that nothing in it is still at its start."""
     start = method.init_server(model_of(), FED)
     bundles = [local(method, start, k).bundle for k in range(3)]
-    return method.merge(start, total_of(bundles), FED)
+    return method.merge(start, merged_total(method, bundles), FED)
+
+
+def merged_total(method: Method, bundles: list[Bundle]) -> Bundle:
+    """Sum over silos, except for the parts that `merge` sees one by one."""
+    return {name: stacked([b[name] for b in bundles]) if name in method.apart else part
+            for name, part in total_of(bundles).items()}  # fmt: skip
+
+
+def stacked(parts: list[Part]) -> Part:
+    return Part(
+        {key: torch.stack([p.total[key] for p in parts]) for key in parts[0].total},
+        torch.stack([p.weight for p in parts]),
+    )
 
 
 def total_of(bundles: list[Bundle]) -> Bundle:
@@ -178,8 +194,12 @@ def test_bundles_do_not_share_memory_with_the_model(name: str) -> None:
 def test_merge_of_an_empty_cohort_changes_nothing(name: str) -> None:
     method = made(name)
     server = server_of(method)
+    empty = dict.fromkeys(method.apart, (0,))  # no silo to stack
     nothing = {
-        part: Part({key: torch.zeros(s) for key, s in spec.shapes.items()}, torch.zeros(spec.weight_shape))
+        part: Part(
+            {key: torch.zeros((*empty.get(part, ()), *s)) for key, s in spec.shapes.items()},
+            torch.zeros((*empty.get(part, ()), *spec.weight_shape)),
+        )
         for part, spec in derive_layout(method, model_of(), SCHEMA).items()
         if part != "metrics"
     }
@@ -190,7 +210,7 @@ def test_merge_of_an_empty_cohort_changes_nothing(name: str) -> None:
 def test_merge_mutates_neither_the_state_nor_the_sum(name: str) -> None:
     method = made(name)
     server = server_of(method)
-    before, total = copied(server), total_of([local(method, server, k).bundle for k in range(2)])
+    before, total = copied(server), merged_total(method, [local(method, server, k).bundle for k in range(2)])
     kept = {part: Part({key: v.clone() for key, v in p.total.items()}, p.weight.clone()) for part, p in total.items()}
     method.merge(server, total, FED)
     assert same_state(server, before)
@@ -214,10 +234,10 @@ def test_arrival_order_does_not_matter(name: str) -> None:
     layout = {part: spec for part, spec in derive_layout(method, model_of(), SCHEMA).items() if part != "metrics"}
     grid = Grid("ring64", 3)
     merged = []
-    for order in itertools.permutations(bundles):
-        sums = Accumulator(layout, grid)
-        for bundle in order:
-            sums.fold(bundle)
+    for order in itertools.permutations(enumerate(bundles)):
+        sums = Accumulator(layout, grid, method.apart)
+        for place, bundle in order:
+            sums.fold(bundle, place)
         merged.append(method.merge(server, FixedPoint(grid).incoming(sums.total(), 3, 0), FED))
     assert all(same_state(state, merged[0]) for state in merged)
 

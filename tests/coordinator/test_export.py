@@ -26,6 +26,7 @@ METHODS = {
     "fedgela": ("fedgela", {"logit_scale": 12.0}),
     "fedgela_la": ("fedgela", {"etf": False}),
     "fednh": ("fednh", {}),
+    "fedcd": ("fedcd", {"acla": "stale"}),
     "fednh_fixed_scale": ("fednh", {"fix_scaling": 30.0}),
 }
 

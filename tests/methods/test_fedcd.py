@@ -1,0 +1,390 @@
+"""FedCD: CD-1 to CD-9, fine classes, first clusters, and the rules by which the head is merged."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers_core import FED, SCHEMA, Given, manifest, same, shares
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from fl_core import capabilities, trees
+from fl_core.errors import ConfigError
+from fl_core.local import PlainData
+from fl_core.methods import acla, decoupled, fine_grained
+from fl_core.methods.fedcd import FedCD
+from fl_core.methods.fedcd_loss import Objective, bpr, decay, hpc
+from fl_core.methods.fine_grained import Anchors, FineModel, class_logits
+from fl_core.methods.kmeans import clusters
+from fl_core.methods.prototypes import PART
+from fl_core.models import build_model
+from fl_core.models.split import SplitModel
+from fl_core.simulate import History, simulate
+from fl_core.types import Capability, Coupling, Exposure, Outcome, Part, State, TrainConfig, Turn
+
+TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
+
+
+def double(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def model_of(seed: int = 0) -> SplitModel:
+    return build_model("digits_cnn", {}, SCHEMA, seed)
+
+
+def played(method: FedCD, k: int = 0, server: State | None = None, t: int = 0) -> tuple[State, Outcome]:
+    """Train one silo for one round."""
+    share, turn = shares()[k], Turn(replace(FED, round=t), k, 0)
+    msg = method.broadcast(method.init_server(model_of(), FED) if server is None else server)
+    return msg, method.local(model_of(), msg, {}, PlainData(share.train, share.test, TRAIN, turn), turn)
+
+
+def test_cd_1_weights_of_a_row() -> None:
+    def v(*shares: float) -> list[float]:
+        return acla.weights(double(*shares).unsqueeze(1)).flatten().tolist()
+
+    assert v(1, 0) == pytest.approx([0.731059, 0.268941], abs=1e-6)
+    assert v(0.9, 0.6, 0.1) == pytest.approx([0.456590, 0.338250, 0.205159], abs=1e-6)
+    assert v(1, *[0] * 9) == pytest.approx([0.231969, *[0.085337] * 9], abs=1e-6)
+    assert v(*[0.3] * 7) == pytest.approx([1 / 7] * 7)
+
+
+def test_cd_1_published_rule_exponentiates_shares() -> None:
+    """Heads whose share at row 0 is nearly 1 and nearly 0 weigh .731059 and .268941."""
+    p, phi = torch.tensor([[100.0, 0.0], [0.0, 0.0]]), torch.zeros(2, 2)
+    moved = torch.tensor([[[1.0, 0.0], [0.0, 0.0]], [[-1.0, 0.0], [0.0, 0.0]]])
+    after = acla.merged("server", phi, Part({acla.HEAD: moved}, torch.ones(2)), p, torch.ones(2))
+    assert float(after[0, 0]) == pytest.approx(0.731059 - 0.268941, abs=1e-6)
+
+
+def test_cd_1_equal_heads_weigh_the_same() -> None:
+    phi, moved = torch.rand(6, 4), torch.rand(1, 6, 4)
+    part = Part({acla.HEAD: moved.repeat(5, 1, 1)}, torch.ones(5))
+    after = acla.merged("server", phi, part, torch.rand(6, 4), torch.ones(6))
+    assert torch.allclose(after, phi + moved[0], atol=1e-6)
+
+
+def test_cd_2_linear_form_is_the_published_rule() -> None:
+    s, phi = double(0.9, 0.6, 0.1), double(1, 0, 0, 1, 2, 2).view(3, 2)
+    published = (acla.weights(s.unsqueeze(1)) * phi).sum(0)
+    assert published.tolist() == pytest.approx([0.866909, 0.748569], abs=1e-6)
+    a, b, c = (Part.of({acla.HEAD: row.unsqueeze(0)}, e.exp().view(1)) for row, e in zip(phi, s, strict=True))
+    linear = acla.merged("stale", torch.zeros(1, 2), a + b + c, torch.zeros(1, 2), torch.ones(1))
+    assert linear[0].tolist() == pytest.approx([0.866909, 0.748569], abs=1e-6)
+
+
+def test_cd_2_stale_equals_server_where_prototypes_stand_still() -> None:
+    draw = torch.Generator().manual_seed(0)
+    phi, p = torch.randn(6, 4, generator=draw), torch.randn(6, 4, generator=draw)
+    heads = [phi + 0.3 * torch.randn(6, 4, generator=draw) for _ in range(3)]
+    received = Anchors(p, torch.ones(6, dtype=torch.bool))
+    stale = [acla.outgoing("stale", h - phi, h, received, torch.zeros(6)) for h in heads]
+    each = [acla.outgoing("server", h - phi, h, received, torch.zeros(6)) for h in heads]
+    stack = Part({acla.HEAD: torch.stack([q.total[acla.HEAD] for q in each])}, torch.ones(3))
+    summed = acla.merged("stale", phi, stale[0] + stale[1] + stale[2], p, torch.ones(6))
+    single = acla.merged("server", phi, stack, p, torch.ones(6))
+    by_hand = torch.zeros(6, 4)
+    for j in range(6):  # the definition, row by row
+        s = torch.stack([(p[j] @ h.T).softmax(0)[j] for h in heads])
+        by_hand[j] = sum((v * h[j] for v, h in zip(s.softmax(0), heads, strict=True)), torch.zeros(4))
+    assert torch.allclose(single, by_hand, atol=1e-6)
+    assert torch.allclose(summed, by_hand, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "tau", "loss"), [(0.1, 1.0, 0.4144555), (0.3, 1.0, 0.4280153), (0.1, 0.5, 0.1613309)]
+)
+def test_cd_3_contrast(alpha: float, tau: float, loss: float) -> None:
+    cosine, there = double(1.0, 0.5, 0.0, -1.0).view(1, 4), torch.ones(4, dtype=torch.bool)
+    found = hpc(cosine, torch.tensor([0]), 2, there, alpha, tau)
+    assert float(found) == pytest.approx(loss, abs=1e-6)
+    if (alpha, tau) == (0.1, 1.0):
+        assert math.exp(-float(found)) == pytest.approx(0.6607, abs=1e-6)
+
+
+def test_cd_3_equal_cosines_and_lower_bound() -> None:
+    there = torch.ones(30, dtype=torch.bool)
+    equal = hpc(torch.zeros(1, 30, dtype=torch.float64), torch.tensor([4]), 3, there, 0.1, 1.0)
+    assert float(equal) == pytest.approx(3.2386785, abs=1e-6)
+    assert math.exp(float(equal)) == pytest.approx(25.5)
+    best = -torch.ones(1, 30, dtype=torch.float64)
+    best[0, 4] = 1.0
+    assert float(hpc(best, torch.tensor([4]), 3, there, 0.1, 1.0)) == pytest.approx(1.4622629, abs=1e-6)
+
+
+def test_classes_without_prototypes_are_left_out_of_the_contrast() -> None:
+    cosine = double(1.0, 0.5, 0.9, 0.9).view(1, 4)
+    there = torch.tensor([True, True, False, False])
+    wanted = math.log(math.e + 0.1 * math.exp(0.5)) - 1
+    assert float(hpc(cosine, torch.tensor([0]), 2, there, 0.1, 1.0)) == pytest.approx(wanted)
+
+
+def test_cd_4_decoupled_distillation() -> None:
+    teacher, student, y = (
+        double(0.5, 0.3, 0.2).log().view(1, 3),
+        double(0.7, 0.1, 0.2).log().view(1, 3),
+        torch.tensor([0]),
+    )
+    assert float(decoupled.target(teacher, student, y)) == pytest.approx(0.0871767, abs=1e-6)
+    assert float(decoupled.others(teacher, student, y)) == pytest.approx(0.1483417, abs=1e-6)
+    assert float(decoupled.dkd(teacher, student, y, 8.0)) == pytest.approx(1.2739107, abs=1e-6)
+    assert float(decoupled.dkd(teacher, student, y, 0.5)) == pytest.approx(0.1613476, abs=1e-6)
+    assert float(decoupled.kd(teacher, student)) == pytest.approx(0.1613476, abs=1e-6)
+
+
+def test_cd_4_with_two_classes_the_others_say_nothing_and_gradients_are_finite() -> None:
+    teacher, student = double(3.0, -40.0).view(1, 2), double(-1.0, 60.0).view(1, 2).requires_grad_()
+    assert decoupled.others(teacher, student, torch.tensor([0])).tolist() == [0]
+    decoupled.dkd(teacher, student, torch.tensor([0]), 8.0).sum().backward()
+    assert torch.isfinite(student.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("form", "logits", "probabilities"),
+    [("sum", (1.0, 1.5, 1.0), (0.274069, 0.451863, 0.274069)), ("mean", None, (0.314331, 0.371338, 0.314331)),
+     ("prob", None, (0.256131, 0.268501, 0.475368))],
+)  # fmt: skip
+def test_cd_5_aggregation_of_fine_logits(
+    form: str, logits: tuple[float, ...] | None, probabilities: tuple[float, ...]
+) -> None:
+    fine = double(1, 0, 0, 0.5, 0.5, 0.5, -1, 2, 0).view(1, 9)
+    found = class_logits(fine, 3, form)
+    if logits:
+        assert found[0].tolist() == pytest.approx(list(logits))
+    assert found.softmax(1)[0].tolist() == pytest.approx(list(probabilities), abs=1e-6)
+
+
+def test_cd_6_prototypes_are_averaged_by_counts() -> None:
+    start = fine_grained.unknown(4, 1)
+    parts = [
+        Part.of({"p": torch.full((4, 1), v)}, torch.tensor([n, 0.0, 0.0, 0.0])) for v, n in ((1.0, 10.0), (5.0, 30.0))
+    ]
+    after = fine_grained.merged(start, parts[0] + parts[1], 2)
+    assert after["p"].flatten().tolist() == [4, 0, 0, 0]
+    assert after["known"].tolist() == [1, 0, 0, 0]
+    assert after["count"].tolist() == [40, 0, 0, 0]
+
+
+def test_counts_of_reported_classes_are_replaced_and_those_of_others_kept() -> None:
+    state = {"p": torch.ones(4, 1), "known": torch.ones(4), "count": torch.tensor([5.0, 6.0, 7.0, 8.0])}
+    part = Part({"p": torch.zeros(4, 1)}, torch.tensor([11.0, 0.0, 0.0, 0.0]))
+    assert fine_grained.merged(state, part, 2)["count"].tolist() == [11, 0, 7, 8]
+
+
+def test_cd_7_decay() -> None:
+    assert [decay(t - 1, 100, zero_based=False) for t in (1, 50, 100)] == pytest.approx([0.99, 0.5, 0.0])
+    assert decay(0, 100, zero_based=True) == 1.0
+
+
+def objective(count: Tensor, n: float, **options: object) -> Objective:
+    draw = torch.Generator().manual_seed(1)
+    p = torch.randn(len(count), 64, generator=draw)
+    anchors = Anchors(p, torch.ones(len(count), dtype=torch.bool))
+    return Objective(FedCD(**options), 0.4, torch.randn(len(count), 64, generator=draw), anchors, p, count, n)  # type: ignore[arg-type]
+
+
+def test_cd_8_local_share() -> None:
+    rule = objective(torch.full((30,), 50_000 / 30), 5000.0)
+    assert rule.share(64) == pytest.approx(1 / 11)
+    per_example, per_prototype = rule.share(64) / 64, (1 - rule.share(64)) / 30
+    assert per_prototype / per_example == pytest.approx(21.3333, abs=1e-4)
+    assert objective(torch.full((30,), 50_000 / 30), 0.0).share(64) == pytest.approx(64 / 50_064)
+
+
+@pytest.mark.parametrize("n", [14.0, 0.0])
+def test_cd_8_loss_is_the_mean_over_the_rebalanced_batch(n: float) -> None:
+    """Against the definition: prototypes appended to the batch with their importances, one weighted mean over all."""
+    count = torch.tensor([3.0, 0, 4, 5, 1, 2, 0, 6, 7, 8, 2, 1])
+    rule = objective(count, n, importance="scaled" if n else "unscaled", gamma=0.0)
+    net = FineModel(model_of(), 3, "sum", torch.randn(12, 64, generator=torch.Generator().manual_seed(2))).eval()
+    torch.nn.init.normal_(net.fine.weight, generator=torch.Generator().manual_seed(3))
+    x, y = shares()[0].train.batch(torch.arange(5))
+    z = net.features(x)
+    every = torch.cat([z, rule.prototypes])
+    label = torch.cat([y, torch.arange(12) // 3])
+    own = torch.cat([3 * y + rule.anchors.nearest(z, y, 3), torch.arange(12)])
+    importance = torch.cat([torch.ones(5), count * (5 / n if n else 1.0)])
+    logits = net.classify(every)
+    teacher = class_logits(every @ rule.phi.T, 3, "sum")
+    cosine = normalize(every, dim=1) @ normalize(net.prototypes.weight, dim=1).T
+    contrast = hpc(cosine, own, 3, rule.anchors.there, 0.1, 1.0)
+    rows = 0.4 * cross_entropy(logits, label, reduction="none") + 0.6 * contrast
+    rows = rows + 0.1 * decoupled.dkd(teacher, logits, label, 0.5)
+    wanted = (importance * rows).sum() / importance.sum()
+    found = rule.loss(net, x, y).objective() + (rule.penalty(net) if n else 0.0)
+    assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
+
+
+def test_cd_9_class_means_under_the_frozen_head() -> None:
+    z, y = torch.tensor([[1.0, 0, 0], [3.0, 0, 0]], dtype=torch.float64), torch.tensor([0, 0])
+    found = bpr(z, y, torch.eye(3, dtype=torch.float64), 1, "sum", 3)
+    assert float(found) == pytest.approx(0.239545, abs=1e-6)  # the mean of z has logits (2, 0, 0)
+
+
+def test_cd_9_each_class_of_a_batch_counts_once() -> None:
+    z = torch.tensor([[2.0, 0, 0], [2.0, 0, 0], [2.0, 0, 0], [0, 0, 5.0]], dtype=torch.float64)
+    found = bpr(z, torch.tensor([0, 0, 0, 2]), torch.eye(3, dtype=torch.float64), 1, "sum", 3)
+    assert float(found) == pytest.approx((0.239545 + math.log(1 + 2 * math.exp(-5))) / 2, abs=1e-6)
+
+
+def test_nearest_fine_class_lies_within_the_own_class_and_exists() -> None:
+    points = torch.tensor([[1.0, 0], [0, 1.0], [1.0, 0], [0, 1.0]])
+    z, y = torch.tensor([[0.1, 1.0], [0.1, 1.0], [1.0, 0.1]]), torch.tensor([0, 1, 1])
+    everything = Anchors(points, torch.ones(4, dtype=torch.bool))
+    assert everything.nearest(z, y, 2).tolist() == [1, 1, 0]
+    assert Anchors(points, torch.tensor([True, False, True, True])).nearest(z, y, 2).tolist() == [0, 1, 0]
+
+
+class Blobs:
+    """Two classes of three far clusters of 6, 4 and 2 examples, and one of two examples; features are x itself."""
+
+    centres = torch.tensor([[0.0, 0], [10, 0], [0, 10], [20, 20], [30, 20], [20, 30]])
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(0)
+        rows = [self.centres[j] + 0.1 * torch.randn(n, 2, generator=draw) for j, n in enumerate((6, 4, 2, 2, 4, 6))]
+        self.x = torch.cat([*rows, torch.tensor([[5.0, 5.0], [6.0, 6.0]])])
+        self.y = torch.tensor([0] * 12 + [1] * 12 + [2] * 2)
+        given = Given(self.x, self.y)
+        self.data = PlainData(given, given, TRAIN, Turn(FED, 0, 0))
+
+    def found(self) -> tuple[Tensor, Tensor]:
+        return clusters(lambda x: x, self.data, 4, 3, torch.Generator().manual_seed(4), restarts=10, steps=10)
+
+
+def test_first_clusters_are_found_by_sums_alone_and_ordered_by_size() -> None:
+    blobs = Blobs()
+    found, count = blobs.found()
+    assert count.tolist() == [12, 12, 2, 0]
+    assert torch.allclose(found[0], blobs.centres[[0, 1, 2]], atol=0.2)
+    assert torch.allclose(found[1], blobs.centres[[5, 4, 3]], atol=0.2)
+    exact = torch.stack([blobs.x[:6].mean(0), blobs.x[6:10].mean(0), blobs.x[10:12].mean(0)])
+    assert torch.allclose(found[0], exact, atol=1e-4)
+
+
+def test_a_class_with_fewer_examples_than_fine_classes_repeats_its_clusters_with_a_little_noise() -> None:
+    found, _ = Blobs().found()
+    two = found[2]
+    assert sorted(two[:2].sum(1).tolist()) == pytest.approx([10, 12], abs=1e-4)
+    distance = float((two[2] - two[0]).norm() / two[0].norm())
+    assert 0 < distance < 0.01
+    assert torch.equal(found[3], torch.zeros(3, 2))
+
+
+def test_first_round_measures_the_silos_own_classes_and_leaves_out_missing_ones() -> None:
+    msg, outcome = played(FedCD())
+    part = outcome.bundle[PART]
+    assert part.weight.view(4, 3).sum(1).tolist() == [7, 7, 0, 0]
+    assert float(part.total["p"].view(4, 3, 64)[2:].abs().sum()) == 0
+    assert not msg[PART]["known"].any()
+    assert outcome.bundle[acla.PART].total[acla.HEAD].view(4, 3, 64)[2:].abs().sum() > 0  # negatives of the softmax
+
+
+def test_a_class_that_becomes_known_later_is_clustered_then() -> None:
+    method = FedCD(acla="stale")
+    _, first = played(method, 0)
+    server = method.merge(method.init_server(model_of(), FED), first.bundle, FED)
+    assert server[PART]["known"].view(4, 3).any(1).tolist() == [True, True, False, False]
+    _, second = played(method, 1, server, t=1)  # classes 1 and 2
+    assert second.bundle[PART].weight.view(4, 3).sum(1).tolist() == [0, 7, 7, 0]
+
+
+def test_without_hpc_prototypes_are_mean_features() -> None:
+    method = FedCD(hpc=False, acla="fedavg")
+    msg, outcome = played(method)
+    delta = outcome.bundle["delta"].mean()
+    net = FineModel(model_of(), 3, "sum").eval()
+    trees.write(net, {name: v + delta[name] for name, v in msg["w"].items()})
+    share = shares()[0]
+    x, y = share.train.batch(torch.arange(14))
+    total = outcome.bundle[PART].total["p"].view(4, 3, 64).sum(1)
+    for c in (0, 1):
+        assert torch.allclose(total[c], net.features(x)[y == c].sum(0), atol=1e-3)
+
+
+def test_only_the_published_rule_shows_single_heads_to_the_server() -> None:
+    assert FedCD().exposure is Exposure.EACH
+    assert FedCD().apart == {acla.PART}
+    with pytest.raises(ConfigError, match="acla=stale"):
+        capabilities.refuse(FedCD(), [Capability.SECURE_AGGREGATION])
+    for mode in ("stale", "counts", "fedavg"):
+        assert FedCD(acla=mode).exposure is Exposure.SUM
+        capabilities.refuse(FedCD(acla=mode), [Capability.SECURE_AGGREGATION])
+    with pytest.raises(ConfigError, match="fednh"):
+        capabilities.refuse(FedCD(), [Capability.DIFFERENTIAL_PRIVACY])
+
+
+@pytest.mark.parametrize("mode", ["server", "stale", "counts", "fedavg"])
+def test_every_rule_runs_with_partial_participation_and_moves_the_head(mode: str) -> None:
+    run = manifest("fedcd", {"acla": mode, "restarts": 2, "steps": 3}, train=TRAIN, cohort=2)
+    final = simulate(run, shares(), History())
+    start = FedCD().init_server(model_of(), FED)
+    assert trees.all_finite(final["w"])
+    assert not torch.equal(final["w"][acla.HEAD], start["w"][acla.HEAD])
+    assert (acla.PART in run.layout) == (mode != "fedavg")
+    assert (acla.HEAD in run.layout["delta"].shapes) == (mode == "fedavg")
+    assert not any("head." in name for name in run.layout["delta"].shapes)
+
+
+def test_counts_weigh_rows_by_the_silos_examples_and_stale_falls_back_to_them_in_the_first_round() -> None:
+    _, by_counts = played(FedCD(acla="counts"))
+    _, stale = played(FedCD(acla="stale"))
+    counts = by_counts.bundle[PART].weight
+    assert torch.equal(by_counts.bundle[acla.PART].weight, counts)
+    assert torch.equal(stale.bundle[acla.PART].weight, counts)
+    server = FedCD(acla="stale").merge(FedCD().init_server(model_of(), FED), stale.bundle, FED)
+    _, later = played(FedCD(acla="stale"), 0, server, t=1)
+    weight = later.bundle[acla.PART].weight[server[PART]["known"] > 0]
+    assert bool(((weight > 1) & (weight < math.e)).all())
+
+
+def test_without_extra_terms_it_trains_by_cross_entropy_alone() -> None:
+    """The first round has no prototypes yet: with mu = 1, lam = gamma = 0 one step is one step on CE."""
+
+    class Seen(PlainData):
+        seen: list[tuple[float, float]]
+
+        def sgd(self, model: nn.Module, loss: object, **options: object) -> int:  # type: ignore[override]
+            def both(net: nn.Module, x: Tensor, y: Tensor) -> object:
+                losses = loss(net, x, y)  # type: ignore[operator]
+                self.seen = [*getattr(self, "seen", []), (float(losses.objective()), float(cross_entropy(net(x), y)))]
+                return losses
+
+            assert options["penalty"] is None
+            return super().sgd(model, both, **options)  # type: ignore[arg-type]
+
+    method = FedCD(lam=0.0, gamma=0.0, zero_based=True, restarts=1, steps=1)
+    assert method.coupling is Coupling.EXAMPLE
+    share, turn = shares()[0], Turn(replace(FED, round=0), 0, 0)
+    data = Seen(share.train, share.test, TRAIN, turn)
+    method.local(model_of(), method.init_server(model_of(), FED), {}, data, turn)
+    assert len(data.seen) == 8
+    assert all(found == pytest.approx(ce, rel=1e-5) for found, ce in data.seen)
+
+
+def test_initial_head_follows_the_run_seed_and_lies_where_a_linear_layers_would() -> None:
+    heads = [FedCD().init_server(model_of(seed), FED)["w"][acla.HEAD] for seed in (0, 0, 1)]
+    assert same({"h": heads[0]}, {"h": heads[1]})
+    assert not torch.equal(heads[0], heads[2])
+    assert heads[0].shape == (12, 64)
+    assert 0.11 < float(heads[0].abs().max()) <= 0.125
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"acla": "two_phase"}, {"acla": "x"}, {"alpha": 0.5}, {"fine": 0}, {"tau": 0.0}, {"lam": -1.0}, {"distill": "x"},
+     {"aggregation": "x"}, {"importance": "shuffle"}],
+)  # fmt: skip
+def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(FedCD(), **options)
+    assert caught.value.code == "E-CFG-02"
+
+
+def test_two_phase_is_refused_with_the_reason_and_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"two exchanges in a round.*stale"):
+        FedCD(acla="two_phase")
