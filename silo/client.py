@@ -19,6 +19,8 @@ from silo.transfer import Patience
 from silo.waiting import Backoff, Stop
 
 PROTOCOL = 1
+RECONNECT_CAP_S = 15.0
+"""The longest wait for the next session: a federation has some dozens of silos, no herd that must be spread further."""
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ class Client:
         Raises what no waiting can repair: a refusal, a protocol that this version does not speak, and before the first
         session a TLS failure that somebody must repair.
         """
-        backoff = self.patience.backoff()
+        backoff = Backoff(self.patience.backoff_s, min(self.patience.backoff_cap_s, RECONNECT_CAP_S))
         try:
             with stop.cancels(self._wake.set):
                 while not stop.is_set:

@@ -165,6 +165,12 @@ class Desk:
                 activity=activity, run_id=task.key.run_id, round=task.key.round, done=done, total=total
             )
 
+    def nudge(self) -> None:
+        """Let the task under way try again now instead of sleeping on: the coordinator has just been heard."""
+        with self._lock:
+            if self._current is not None:
+                self._current.stop.nudge()
+
     def shut(self, reason: str) -> None:
         """Take no more tasks and give the present one up; an upload under way may finish."""
         with self._lock:

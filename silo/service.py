@@ -187,6 +187,7 @@ class Service:
         )
 
     def _welcomed(self, welcome: pb.Welcome) -> None:
+        self._desk.nudge()
         self._keeper.follow(welcome.signed_roster)
 
     def _witness(self) -> Witness:

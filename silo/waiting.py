@@ -34,8 +34,9 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._event = threading.Event()
+        self._lock = threading.Condition()
+        self._asked = False
+        self._nudges = 0
         self._cancels: list[Callable[[], object]] = []
         self._hard = False
         self.reason = ""
@@ -44,7 +45,8 @@ class Stop:
         """Ask to stop, for a reason that is shown; unless gently, cancel the calls under way."""
         with self._lock:
             self.reason = self.reason or reason
-            self._event.set()
+            self._asked = True
+            self._lock.notify_all()
             self._hard = self._hard or not gently
             cancels = list(self._cancels) if self._hard else []
         for cancel in cancels:
@@ -53,16 +55,25 @@ class Stop:
     @property
     def is_set(self) -> bool:
         """Tell whether somebody asked."""
-        return self._event.is_set()
+        return self._asked
 
     def check(self) -> None:
         """Raise StoppedError once somebody has asked."""
-        if self._event.is_set():
+        if self._asked:
             raise StoppedError(self.reason)
 
     def wait(self, seconds: float) -> bool:
-        """Sleep, and wake at once (True) when somebody asks."""
-        return self._event.wait(seconds)
+        """Sleep, and wake at once (True) when somebody asks, or (False) on a nudge."""
+        with self._lock:
+            before = self._nudges
+            self._lock.wait_for(lambda: self._asked or self._nudges != before, seconds)
+            return self._asked
+
+    def nudge(self) -> None:
+        """End the present sleeps early: what was waited for is there again."""
+        with self._lock:
+            self._nudges += 1
+            self._lock.notify_all()
 
     @contextmanager
     def cancels(self, cancel: Callable[[], object]) -> Iterator[None]:

@@ -24,6 +24,7 @@ from protos import codec
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.home import Home
 from silo.tasks import TaskKey
+from silo.transfer import Patience
 
 TRAINED = TaskKey("run-1", 0, TaskKind.TRAIN)
 
@@ -461,6 +462,22 @@ def test_threads_of_the_machine_are_as_before_a_task(make):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
+
+
+def test_an_upload_that_waits_goes_on_when_the_coordinator_is_back(make, monkeypatch):
+    """Its own back-off may be a minute long; the welcome of the next session ends it."""
+    monkeypatch.setattr("helpers_silo.PATIENCE", Patience(idle_s=5.0, backoff_s=3600.0, backoff_cap_s=3600.0, tries=3))
+    monkeypatch.setattr("silo.client.RECONNECT_CAP_S", 0.01)
+    hospital = make()
+    hospital.transfer.refusal = (grpc.StatusCode.UNAVAILABLE, "away")
+    hospital.start()
+    hospital.offer()
+    until(lambda: "Open" in hospital.transfer.calls, what="for the first try")
+    until(lambda: hospital.notices and hospital.notices[-1].facts.get("code") == "E-NET-01")
+    hospital.transfer.refusal = None
+    hospital.control.last.end()
+    until(lambda: len(hospital.control.sessions) == 2)
+    hospital.sent()
 
 
 def test_a_hello_names_this_process_and_the_one_before_on_this_home_but_not_that_of_a_copy(make, tmp_path):

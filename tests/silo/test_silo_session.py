@@ -13,7 +13,7 @@ from fl_core.rng import numpy_stream
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.diagnosis import Diagnosis
 from protos.identity import Address
-from silo.client import Client
+from silo.client import RECONNECT_CAP_S, Client
 from silo.line import Lines
 from silo.store import Store
 from silo.transfer import Patience
@@ -131,6 +131,24 @@ def test_it_comes_back_after_the_coordinator_was_restarted(make):
     rig.host.start()
     until(lambda: len(rig.control.sessions) == 2)
     assert rig.error is None
+
+
+def test_the_wait_for_a_session_is_never_longer_than_its_cap(make, monkeypatch):
+    asked = []
+    monkeypatch.setattr("silo.client.Backoff", lambda base, cap: asked.append((base, cap)) or Backoff(base, 0.01))
+    make(patience=Patience(idle_s=5.0)).start()
+    assert asked == [(1.0, RECONNECT_CAP_S)]
+
+
+def test_a_nudge_ends_a_sleep_and_is_no_stop():
+    stop, woken = Stop(), []
+    sleeper = threading.Thread(target=lambda: woken.append(stop.wait(60.0)))
+    sleeper.start()
+    until(lambda: stop._lock._waiters)
+    stop.nudge()
+    sleeper.join(10)
+    assert woken == [False]
+    assert not stop.is_set
 
 
 def test_a_session_that_the_coordinator_ends_is_opened_anew(make):
