@@ -68,7 +68,7 @@ def _federation(value: str) -> list[str]:
     """Let `federation=p7c3` or `centers-1-2` stand for a partition that has no file of its own."""
     if match := re.fullmatch(r"centers((?:-\d)+)", value):
         return ["federation=centers", f"federation.centers=[{','.join(match[1].split('-')[1:])}]"]
-    if re.fullmatch(r"(p\d+c\d+|dirichlet-[\d.]+-\d+|iid-\d+)(@\d+)?", value):
+    if re.fullmatch(r"(p\d+c\d+|clients\d+|(dirichlet|persilo|label|iid|map|users)-\d)[\w.+-]*(@\d+)?", value):
         return ["federation=hospitals6", f"federation.name={value}"]
     return []
 

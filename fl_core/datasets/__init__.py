@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fl_core.datasets import digits, folder, isic2019, manifest_csv
-from fl_core.datasets.base import SiloDataset, TensorExamples
-from fl_core.datasets.federations import federation_text, parse_federation
+from fl_core.datasets import arrays, digits, folder, isic2019, leaf, manifest_csv, readers, spiral, trees_of_images
+from fl_core.datasets.base import ArrayExamples, SiloDataset, TensorExamples
+from fl_core.datasets.catalogue import KNOWN
+from fl_core.datasets.federations import Federated, federation_text, parse_federation
 from fl_core.datasets.images import ImageExamples, ImageTransform
 from fl_core.datasets.refs import DataRef, Source, federation, parse
 from fl_core.datasets.scan import Problem, Report, Scan
@@ -18,6 +19,7 @@ from fl_core.words import nearest
 
 __all__ = [
     "DATA_ROOT",
+    "ArrayExamples",
     "DataRef",
     "ImageExamples",
     "Problem",
@@ -36,6 +38,18 @@ __all__ = [
 
 DATA_ROOT = "CONSILIUM_DATA_ROOT"
 SIZES = range(8, 2049)
+READERS: Mapping[Source, arrays.Reader] = {
+    Source.SPIRAL: spiral.read,
+    Source.FEMNIST: leaf.read,
+    Source.SHAKESPEARE: leaf.read,
+    **dict.fromkeys((Source(name) for name in readers.MARKS), readers.read),
+}
+FIXED: Mapping[Source, Schema] = {
+    Source.DIGITS: Schema(digits.SHAPE, digits.CLASSES),
+    Source.SPIRAL: Schema(spiral.SHAPE, spiral.CLASSES),
+    **{Source(name): Schema(known.shape, known.classes) for name, known in KNOWN.items()},
+}
+"""The data sets whose examples have one shape."""
 
 
 def load(
@@ -55,10 +69,11 @@ def load(
     ref = parse(reference)
     _settings(ref.source, classes, image_size)
     if ref.source is Source.DIGITS:
-        assert ref.federation is not None
-        assert ref.silo is not None
-        return digits.load(ref.federation, ref.silo, classes)
-    return _scan(ref, data_root, classes).dataset(_transform(ref.source, image_size))
+        return digits.load(*_place(ref), classes)
+    root = _root_for(ref.source, data_root)
+    if reader := _reader(ref.source, root):
+        return arrays.load(reader, ref.source.value, root, *_place(ref), classes)
+    return _scan(ref, root, classes).dataset(_transform(ref.source, image_size))
 
 
 def check(
@@ -77,15 +92,16 @@ def check(
     ref = parse(reference)
     _settings(ref.source, classes, image_size)
     if ref.source is Source.DIGITS:
-        assert ref.federation is not None
-        assert ref.silo is not None
-        return digits.check(ref.federation, ref.silo, classes)
-    scan = _scan(ref, data_root, classes)
+        return digits.check(*_place(ref), classes)
+    root = _root_for(ref.source, data_root)
+    if reader := _reader(ref.source, root):
+        return arrays.check(reader, ref.source.value, root, *_place(ref), classes)
+    scan = _scan(ref, root, classes)
     return scan.deep_report() if deep else scan.report()
 
 
 def schema_of(data: str, *, classes: Sequence[str] | None = None, image_size: int | None = None) -> Schema:
-    """Give the schema of a data set by its name (digits, isic2019, folder, manifest), without the data.
+    """Give the schema of a data set by its name (digits, cifar10, isic2019, folder, ...), without the data.
 
     Raises ConfigError: E-CFG-30 for an unknown name, E-CFG-32 for a folder or manifest without `classes`.
     """
@@ -93,14 +109,15 @@ def schema_of(data: str, *, classes: Sequence[str] | None = None, image_size: in
         raise ConfigError("E-CFG-30", f"there is no data {data!r}: {nearest(data, [s.value for s in Source])}")
     source = Source(data)
     _settings(source, classes, image_size)
-    own = {Source.DIGITS: digits.CLASSES, Source.ISIC2019: isic2019.CLASSES}.get(source)
+    fixed = FIXED.get(source)
+    own = fixed.classes if fixed else isic2019.CLASSES if source is Source.ISIC2019 else None
     space = tuple(classes) if classes else own
     if space is None:
         raise ConfigError(
             "E-CFG-32", f"{data}: expected `classes`, the label space of the run, found none: list every class by name"
         )
-    if source is Source.DIGITS:
-        return Schema(digits.SHAPE, space)
+    if fixed:
+        return Schema(fixed.shape, space)
     size = _transform(source, image_size).size
     return Schema((3, size, size), space)
 
@@ -111,7 +128,10 @@ def _settings(source: Source, classes: Sequence[str] | None, image_size: int | N
         raise ConfigError("E-CFG-32", f"classes: expected at least two different names, found {classes!r}: correct it")
     if image_size is None:
         return
-    sizes = range(8, 9) if source is Source.DIGITS else SIZES
+    sizes = SIZES
+    if source in FIXED:
+        side = FIXED[source].shape[-1]
+        sizes = range(side, side + 1)
     if image_size not in sizes:
         raise ConfigError(
             "E-CFG-32",
@@ -120,18 +140,48 @@ def _settings(source: Source, classes: Sequence[str] | None, image_size: int | N
 
 
 def _transform(source: Source, image_size: int | None) -> ImageTransform:
+    if source in FIXED:
+        return trees_of_images.transform(source.value)
     return isic2019.transform(image_size) if source is Source.ISIC2019 else folder.transform(image_size)
 
 
-def _scan(ref: DataRef, data_root: Path | None, classes: Sequence[str] | None) -> Scan:
+def _place(ref: DataRef) -> tuple[Federated, int]:
+    assert ref.federation is not None
+    assert ref.silo is not None
+    return ref.federation, ref.silo
+
+
+def _reader(source: Source, root: Path | None) -> arrays.Reader | None:
+    """Choose how a data set is read into memory; None for files that are decoded when first read.
+
+    CIFAR10 may lie there in either form; the published arrays win, and name themselves when neither is there.
+    """
+    if source is Source.CIFAR10 and root and not readers.located("cifar10", root):
+        return None if trees_of_images.located("cifar10", root) else readers.read
+    return READERS.get(source)
+
+
+def _scan(ref: DataRef, root: Path | None, classes: Sequence[str] | None) -> Scan:
     if ref.source is Source.ISIC2019:
         assert ref.silo is not None
-        return isic2019.scan(_root(data_root), ref.silo, classes)
+        assert root is not None
+        if not ref.clients:
+            return isic2019.scan(root, ref.silo, classes)
+        center, place, count = isic2019.seat(ref.clients, ref.silo)
+        return isic2019.cut(isic2019.scan(root, center, classes), place, count, ref.seed, str(ref))
+    if ref.source in FIXED:
+        assert root is not None
+        return trees_of_images.take(ref.source.value, root, *_place(ref), classes)
     assert ref.path is not None
     found = folder.scan(ref.path, classes) if ref.source is Source.FOLDER else manifest_csv.scan(ref.path, classes)
     if ref.federation is None or ref.silo is None:
         return found
     return found.dealt(ref.federation, ref.silo, str(ref))
+
+
+def _root_for(source: Source, given: Path | None) -> Path | None:
+    """Return the data root where the source needs one."""
+    return None if source in (Source.DIGITS, Source.SPIRAL, Source.FOLDER, Source.MANIFEST) else _root(given)
 
 
 def _root(given: Path | None) -> Path:

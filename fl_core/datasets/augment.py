@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Border = Literal["mirror", "black"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +19,8 @@ class Augmentation:
     rotate: degrees, in [-rotate, rotate]              scale: factor in [1 - scale, 1 + scale]
     shift:  share of the side, in [-shift, shift]      brightness: added, in [-brightness, brightness]
     contrast: factor in [1 - contrast, 1 + contrast] about the image's mean
-    Pixels from outside are mirrored in.
+    crop:   pixels; the image is padded by so many on each side and a window of its own size is cut out at random
+    border: what `crop` pads with, "mirror" or "black"; rotation, scale and shift always mirror pixels in
     """
 
     mirror: bool = False
@@ -26,6 +30,8 @@ class Augmentation:
     shift: float = 0.0
     brightness: float = 0.0
     contrast: float = 0.0
+    crop: int = 0
+    border: Border = "mirror"
 
 
 # A flipped digit is another sign or none, so digits only move: a pixel and ten degrees.
@@ -35,6 +41,10 @@ DIGITS = Augmentation(rotate=10.0, shift=0.125)
 LESIONS = Augmentation(mirror=True, upend=True, rotate=50.0, scale=0.07, brightness=0.15, contrast=0.1)
 # What the CIFAR papers do: mirror, and shift by an eighth of the side.
 PHOTOS = Augmentation(mirror=True, shift=0.125)
+# CIFAR10 as in FedMR; CIFAR100 as in FedMR and FedGELA; TinyImageNet as in FedNH.
+CIFAR10 = Augmentation(mirror=True, crop=4)
+CIFAR100 = Augmentation(mirror=True, rotate=15.0, crop=4, border="black")
+TINY = Augmentation(mirror=True, crop=4, border="black")
 
 
 def augmented(x: Tensor, how: Augmentation, generator: torch.Generator) -> Tensor:
@@ -46,6 +56,7 @@ def augmented(x: Tensor, how: Augmentation, generator: torch.Generator) -> Tenso
     if n == 0:
         return x
     draw = torch.rand(n, 8, generator=generator) * 2 - 1  # (B, 8) in [-1, 1)
+    x = _crop(x, how, generator) if how.crop else x
     out = _move(x, how, draw) if (how.rotate or how.scale or how.shift) else x
     for wanted, column, axis in ((how.mirror, 0, -1), (how.upend, 1, -2)):
         if wanted:
@@ -56,6 +67,18 @@ def augmented(x: Tensor, how: Augmentation, generator: torch.Generator) -> Tenso
         mean = out.mean((1, 2, 3), keepdim=True)
         out = ((out - mean) * factor + mean + added).clamp(0, 1)
     return out
+
+
+def _crop(x: Tensor, how: Augmentation, generator: torch.Generator) -> Tensor:
+    """Pad each image on all sides and cut out its own size, anywhere."""
+    pad = [how.crop] * 4
+    wide = torch.nn.functional.pad(x, pad, mode="reflect" if how.border == "mirror" else "constant")
+    corner = torch.randint(0, 2 * how.crop + 1, (len(x), 2), generator=generator)
+    rows = corner[:, :1] + torch.arange(x.shape[-2])  # (B, H)
+    columns = corner[:, 1:] + torch.arange(x.shape[-1])  # (B, W)
+    image = torch.arange(len(x)).view(-1, 1, 1, 1)
+    channel = torch.arange(x.shape[1]).view(1, -1, 1, 1)
+    return wide[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
 def _move(x: Tensor, how: Augmentation, draw: Tensor) -> Tensor:

@@ -46,10 +46,10 @@ def scan(root: Path, classes: Sequence[str] | None) -> Scan:
             [f"{folder.name!r}: {len(_images(folder))}" for folder in beside],
             "Move them below train/ or test/, or away",
         )
-        items = [item for s in SPLITS for item in _level(root, root / s.value, s) if (root / s.value).is_dir()]
+        items = [item for s in SPLITS for item in listed(root, root / s.value, s) if (root / s.value).is_dir()]
         names = {c.name for s in SPLITS if (root / s.value).is_dir() for c in _subfolders(root / s.value)}
     else:
-        items = _hold_out(_level(root, root, Split.TRAIN))
+        items = _hold_out(listed(root, root, Split.TRAIN))
         names = {folder.name for folder in levels}
         notes = ("no train/ and test/ level: a fifth of each class, chosen by file name, is held out as test",)
     if not names:
@@ -69,7 +69,7 @@ def _images(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if _is_image(path))
 
 
-def _level(root: Path, level: Path, split: Split) -> list[Item]:
+def listed(root: Path, level: Path, split: Split) -> list[Item]:
     """List the images of every class subfolder of one level."""
     if not level.is_dir():
         return []

@@ -30,11 +30,14 @@ class ImageTransform:
     size:   pixels of a side of x
     margin: the shorter side is first resized to round(margin * size), from which a square of `size` is cropped: the
             centre, or at random when augmented. FLamby: 224 / 200.
+    mean, std: per channel, of x in [0, 1]
     """
 
     size: int
     margin: float = 1.0
     how: Augmentation = field(default_factory=Augmentation)
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
 
     @property
     def stored(self) -> int:
@@ -96,13 +99,13 @@ class ImageExamples(Examples):
         self._kept: dict[int, Tensor] = {}
 
     def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Read the examples at `index` (B,): x (B, 3, size, size), normalised as ImageNet; raises DataError."""
+        """Read the examples at `index` (B,): x (B, 3, size, size), normalised; raises DataError."""
         wanted: list[int] = index.tolist()
         x = self._read(wanted).float() / 255
         x = self._crop(x, augment)
         if augment is not None:
             x = augmented(x, self._transform.how, augment)
-        mean, std = torch.tensor(IMAGENET_MEAN).view(3, 1, 1), torch.tensor(IMAGENET_STD).view(3, 1, 1)
+        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (self._transform.mean, self._transform.std))
         return (x - mean) / std, self.labels[index]
 
     def _read(self, wanted: list[int]) -> Tensor:

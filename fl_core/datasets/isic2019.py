@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
+from fl_core import rng
 from fl_core.datasets.augment import LESIONS
+from fl_core.datasets.base import SPLITS
 from fl_core.datasets.images import ImageTransform
 from fl_core.datasets.scan import Item, Problem, Scan, problem, straddling
 from fl_core.datasets.tables import Row, read_table
-from fl_core.errors import DataError
+from fl_core.errors import ConfigError, DataError
 from fl_core.types import Split
 
 CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
@@ -24,6 +29,24 @@ IMAGES = "ISIC_2019_Training_Input_preprocessed"
 SPLIT_FILE = "train_test_split"
 GROUP_FILE = "groups.csv"
 DEFAULT_SIZE = 200
+# Images per centre and class (train, test) in FLamby's split: rows of centres 0 to 5, columns as CLASSES.
+TRAIN_COUNTS = (
+    (2279, 3363, 2245, 606, 923, 97, 87, 330),
+    (20, 2977, 2, 0, 96, 23, 45, 0),
+    (533, 1470, 174, 20, 379, 40, 64, 11),
+    (276, 649, 223, 86, 406, 20, 3, 144),
+    (166, 349, 0, 0, 140, 0, 0, 0),
+    (58, 276, 5, 0, 6, 4, 2, 0),
+)
+TEST_COUNTS = (
+    (578, 843, 564, 131, 215, 27, 24, 101),
+    (4, 743, 0, 0, 28, 7, 9, 0),
+    (147, 362, 37, 1, 96, 11, 18, 0),
+    (66, 154, 73, 23, 84, 10, 0, 42),
+    (49, 66, 0, 0, 49, 0, 0, 0),
+    (9, 74, 0, 0, 4, 0, 1, 0),
+)
+TRAIN_SIZES = tuple(map(sum, TRAIN_COUNTS))
 _COLUMNS = (*CLASSES, "UNK")
 
 
@@ -60,6 +83,43 @@ def scan(root: Path, center: int, classes: Sequence[str] | None) -> Scan:
     torn = straddling(items)
     notes = (f"{len(torn)} lesions have images in train and in test, as FLamby's split has it",) if torn else ()
     return Scan(f"isic2019/center{center}", tuple(classes or CLASSES), items, problems, notes)
+
+
+def parts(clients: int) -> tuple[int, ...]:
+    """Share `clients` among the centres by their published training images, by largest remainder and at least one each.
+
+    20 clients (FedGELA) are 10, 3, 3, 2, 1, 1. Raises ConfigError (E-CFG-31) for fewer clients than centres.
+    """
+    if clients < CENTERS:
+        raise ConfigError("E-CFG-31", f"expected at least {CENTERS} clients, one per centre, found {clients}: add some")
+    ideal = [clients * n / sum(TRAIN_SIZES) for n in TRAIN_SIZES]
+    given = [max(1, int(share)) for share in ideal]
+    while sum(given) != clients:
+        step = 1 if sum(given) < clients else -1
+        open_ = [k for k in range(CENTERS) if step > 0 or given[k] > 1]
+        most = max(open_, key=lambda k: step * (ideal[k] - given[k]))
+        given[most] += step
+    return tuple(given)
+
+
+def seat(clients: int, client: int) -> tuple[int, int, int]:
+    """Say where a client sits: (centre, its place among the centre's clients, how many those are)."""
+    center = 0
+    for center, count in enumerate(parts(clients)):
+        if client < count:
+            return center, client, count
+        client -= count
+    raise ValueError(f"expected a client below {clients}, found {center}")
+
+
+def cut(found: Scan, place: int, count: int, seed: int, origin: str) -> Scan:
+    """Keep one of `count` equal random parts of a centre's train and test images."""
+    kept: list[Item] = []
+    for split in SPLITS:
+        items = [item for item in found.items if item.split is split]
+        order = rng.numpy_stream(seed, "partition", "clients", found.origin, split.value).permutation(len(items))
+        kept += [items[i] for i in np.sort(np.array_split(order, count)[place])]
+    return replace(found, origin=origin, items=tuple(kept))
 
 
 def _locate(root: Path) -> Path:

@@ -94,10 +94,16 @@ def deal_dirichlet(
     *,
     min_size: int = 10,
     min_classes: int = 1,
+    tries: int | None = None,
+    accept: bool = False,
+    swap: bool = False,
 ) -> DirichletDeal:
     """Deal every class by proportions ~ Dir(beta), closed to silos that have their N / silos already.
 
-    Drawn anew, at most 1000 times, until each silo has `min_size` examples and `min_classes` classes (2 for FedNH).
+    Drawn anew, at most `tries` times, until each silo has `min_size` examples and `min_classes` classes (2 for FedNH).
+    accept: take the last draw as it is (FedGELA's code draws once, FedNH's three times).
+    swap:   from the third class on, silos that so far have at most one class change shares with the last silos, the
+            second of them with the last but one, and so on (FedNH's code).
     Raises ConfigError (E-CFG-31) when that never happens. Source: MOON; FedMR, FedGELA and FedCD use the same.
     Guarantees: the parts are disjoint and their union is everything.
     """
@@ -107,22 +113,39 @@ def deal_dirichlet(
             f"expected beta > 0 and at least {min_size} examples and {min_classes} classes for each of {silos} silos, "
             f"found {beta=}, {len(labels)} examples of {n_classes} classes: deal to fewer silos",
         )
-    for attempt in range(1, TRIES + 1):
+    tries = TRIES if tries is None else tries
+    for attempt in range(1, tries + 1):
         parts: list[Indices] = [np.empty(0, np.int64) for _ in range(silos)]
+        held = np.zeros(silos, np.int64)  # classes of each silo so far
         drawn = []
         for c in range(n_classes):
             index = np.flatnonzero(labels == c)
             random.shuffle(index)
-            drawn.append(random.dirichlet(np.repeat(beta, silos)))
-            parts = _append(parts, index, drawn[-1], len(labels))
-        kinds = min(len(np.unique(labels[part])) for part in parts)
-        if min(map(len, parts)) >= min_size and kinds >= min_classes:
+            p = random.dirichlet(np.repeat(beta, silos))
+            shares = _cut(parts, index, p, len(labels))
+            if swap and c >= 2:
+                order = _swapped(held)
+                shares, p = [shares[k] for k in order], p[order]
+            parts = [np.concatenate([part, share]) for part, share in zip(parts, shares, strict=True)]
+            held += [len(share) > 0 for share in shares]
+            drawn.append(p)
+        enough = min(map(len, parts)) >= min_size and held.min() >= min_classes
+        if enough or (accept and attempt == tries):
             return DirichletDeal(parts, np.stack(drawn), attempt)
     raise ConfigError(
         "E-CFG-31",
-        f"no draw of {TRIES} gave each of {silos} silos {min_size} examples and {min_classes} classes with {beta=}: "
+        f"no draw of {tries} gave each of {silos} silos {min_size} examples and {min_classes} classes with {beta=}: "
         "raise beta or deal to fewer silos",
     )
+
+
+def _swapped(held: Indices) -> list[int]:
+    """Give the order of shares after each silo with at most one class changed places with one from the end."""
+    order = list(range(len(held)))
+    for turn, k in enumerate(np.flatnonzero(held <= 1)):
+        end = len(held) - 1 - turn
+        order[k], order[end] = order[end], order[k]
+    return order
 
 
 def deal_like(labels: Labels, proportions: NDArray[np.float64], random: np.random.RandomState) -> list[Indices]:
@@ -131,18 +154,18 @@ def deal_like(labels: Labels, proportions: NDArray[np.float64], random: np.rando
     for c, p in enumerate(proportions):
         index = np.flatnonzero(labels == c)
         random.shuffle(index)
-        parts = _append(parts, index, p, len(labels))
+        shares = _cut(parts, index, p, len(labels))
+        parts = [np.concatenate([part, share]) for part, share in zip(parts, shares, strict=True)]
     return parts
 
 
-def _append(parts: list[Indices], index: Indices, p: NDArray[np.float64], total: int) -> list[Indices]:
-    """Cut one class by proportions p, 0 for silos that are full, and append the cuts."""
+def _cut(parts: list[Indices], index: Indices, p: NDArray[np.float64], total: int) -> list[Indices]:
+    """Cut one class by proportions p, 0 for silos that are full."""
     below = np.array([len(part) < total / len(parts) for part in parts])
     open_p = p * below
     # When all mass fell on full silos, share among the others.
     open_p = open_p / open_p.sum() if open_p.sum() > 0 else below / max(1, below.sum())
-    cuts = (np.cumsum(open_p) * len(index)).astype(int)[:-1]
-    return [np.concatenate([part, cut]) for part, cut in zip(parts, np.split(index, cuts), strict=True)]
+    return np.split(index, (np.cumsum(open_p) * len(index)).astype(int)[:-1])
 
 
 def deal_equally(labels: Labels, silos: int, seed: int, purpose: str) -> list[Indices]:

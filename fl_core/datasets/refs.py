@@ -4,7 +4,9 @@
 |-------------------------|---------------------------------------------------------------------------------|
 | digits/p5c2/3           | silo 3 of the digits, dealt by a federation of `federations.py`                  |
 | digits/hospital2        | the same as digits/hospitals6/2                                                  |
+| cifar10/p10c3/7         | silo 7 of a public data set below the data root, dealt likewise                  |
 | isic2019/center3        | centre 3 of Fed-ISIC2019 below the data root                                     |
+| isic2019/clients20/7    | client 7 of 20: the centres, cut into parts by their size                        |
 | folder:PATH             | class subfolders, with or without a train/ and test/ level                       |
 | manifest:FILE.csv       | a CSV file: path,label,group,split                                               |
 
@@ -19,7 +21,7 @@ from enum import Enum
 from pathlib import Path
 
 from fl_core.datasets.federations import FORMS, Federated, parse_federation
-from fl_core.datasets.isic2019 import CENTERS
+from fl_core.datasets.isic2019 import CENTERS, parts
 from fl_core.errors import ConfigError
 from fl_core.words import nearest
 
@@ -28,17 +30,34 @@ class Source(Enum):
     """Where examples come from."""
 
     DIGITS = "digits"
+    SPIRAL = "spiral"
+    MNIST = "mnist"
+    FMNIST = "fmnist"
+    EMNIST = "emnist"
+    SVHN = "svhn"
+    CIFAR10 = "cifar10"
+    CIFAR100 = "cifar100"
+    CINIC10 = "cinic10"
+    TINYIMAGENET = "tinyimagenet"
+    FEMNIST = "femnist"
+    SHAKESPEARE = "shakespeare"
     ISIC2019 = "isic2019"
     FOLDER = "folder"
     MANIFEST = "manifest"
 
 
-VALID_FORMS = "digits/p5c2/3, digits/hospital2, isic2019/center3, folder:PATH, manifest:FILE.csv"
+OWN = frozenset({Source.ISIC2019, Source.FOLDER, Source.MANIFEST})
+"""Sources with a grammar of their own; all others are NAME/FEDERATION/SILO."""
+DEALT = tuple(source.value for source in Source if source not in OWN)
+VALID_FORMS = (
+    "digits/p5c2/3, digits/hospital2, isic2019/center3, isic2019/clients20/7, folder:PATH, manifest:FILE.csv, and "
+    f"NAME/p10c3/7 with a NAME of {', '.join(DEALT[1:])}"
+)
 _KNOWN = (
     *(f"digits/hospital{k}" for k in range(6)),
-    *(f"digits/{form}/0" for form in FORMS),
+    *(f"{name}/{form}/0" for name in DEALT for form in FORMS),
     *(f"isic2019/center{k}" for k in range(CENTERS)),
-    *("digits", "isic2019", "folder:", "manifest:"),
+    *(*DEALT, "isic2019", "folder:", "manifest:"),
 )
 
 
@@ -46,21 +65,27 @@ _KNOWN = (
 class DataRef:
     """A parsed reference.
 
-    silo:       the position in `federation`, or the centre of Fed-ISIC2019
+    silo:       the position in `federation`, or the centre or client of Fed-ISIC2019
     federation: how examples are dealt, where they are
     path:       of a folder or a manifest
+    clients:    among how many clients the centres of Fed-ISIC2019 are cut; 0: they are whole
+    seed:       of that cut
     """
 
     source: Source
     silo: int | None = None
     federation: Federated | None = None
     path: Path | None = None
+    clients: int = 0
+    seed: int = 0
 
     def __str__(self) -> str:
         """Write the canonical reference."""
         dealt = f"{self.federation.text}/{self.silo}" if self.federation else ""
-        if self.source is Source.DIGITS:
-            return f"digits/{dealt}"
+        if self.source not in OWN:
+            return f"{self.source.value}/{dealt}"
+        if self.clients:
+            return f"isic2019/clients{self.clients}{f'@{self.seed}' if self.seed else ''}/{self.silo}"
         if self.source is Source.ISIC2019:
             return f"isic2019/center{self.silo}"
         return f"{self.source.value}:{self.path}{f'#{dealt}' if dealt else ''}"
@@ -83,13 +108,20 @@ def parse(reference: str) -> DataRef:
         return DataRef(Source(kind), silo, federation, Path(path).expanduser())
     if match := re.fullmatch(r"digits/hospital(\d+)", reference):
         reference = f"digits/hospitals6/{match[1]}"
-    if reference.startswith("digits/"):
-        federation, silo = _dealt(reference.removeprefix("digits/"), reference)
-        return DataRef(Source.DIGITS, silo, federation)
+    name, slash, dealt = reference.partition("/")
+    if slash and name in DEALT:
+        federation, silo = _dealt(dealt, reference)
+        return DataRef(Source(name), silo, federation)
     if match := re.fullmatch(r"isic2019/center(\d+)", reference):
         if int(match[1]) >= CENTERS:
             raise ConfigError("E-CFG-30", f"expected isic2019/center0 to center{CENTERS - 1}, found {reference!r}")
         return DataRef(Source.ISIC2019, int(match[1]))
+    if match := re.fullmatch(r"isic2019/clients(\d+)(?:@(\d+))?/(\d+)", reference):
+        clients, client = int(match[1]), int(match[3])
+        parts(clients)
+        if client >= clients:
+            raise ConfigError("E-CFG-30", f"expected isic2019/clients{clients}/0 to {clients - 1}, found {reference!r}")
+        return DataRef(Source.ISIC2019, client, clients=clients, seed=int(match[2] or 0))
     raise ConfigError("E-CFG-30", f"there is no data {reference!r}: {_hint(reference)}valid forms: {VALID_FORMS}")
 
 
@@ -116,14 +148,17 @@ def federation(data: str, federation: str) -> list[str]:
     ("digits", "p5c2") -> ["digits/p5c2/0", ...]; ("isic2019", "centers-1-2") -> ["isic2019/center1", ...];
     ("folder:/data/cifar10", "p5c2") -> ["folder:/data/cifar10#p5c2/0", ...].
     """
+    if data == Source.ISIC2019.value and (match := re.fullmatch(r"clients(\d+)(@\d+)?", federation)):
+        parts(int(match[1]))
+        return [str(parse(f"isic2019/{federation}/{k}")) for k in range(int(match[1]))]
     if data == Source.ISIC2019.value:
         return [f"isic2019/center{k}" for k in _centers(federation)]
-    if data == Source.DIGITS.value:
-        join = "digits/"
+    if data in DEALT:
+        join = f"{data}/"
     elif data.startswith(("folder:", "manifest:")):
         join = f"{data}#"
     else:
-        valid = ("digits", "isic2019", "folder:PATH", "manifest:FILE.csv")
+        valid = (*DEALT, "isic2019", "folder:PATH", "manifest:FILE.csv")
         raise ConfigError("E-CFG-30", f"there is no data {data!r} to be dealt: {nearest(data, valid)}")
     dealt = parse_federation(federation)
     return [f"{join}{dealt.text}/{k}" for k in range(dealt.silos)]
@@ -134,7 +169,7 @@ def _centers(text: str) -> list[int]:
     if text == "centers":
         return list(range(CENTERS))
     if not re.fullmatch(r"centers(-\d)+", text):
-        valid = ("centers", "centers-1-2-5")
+        valid = ("centers", "centers-1-2-5", "clients20")
         raise ConfigError("E-CFG-30", f"isic2019 has no federation {text!r}: {nearest(text, valid)}")
     chosen = [int(k) for k in text.split("-")[1:]]
     if len(set(chosen)) != len(chosen) or max(chosen) >= CENTERS:

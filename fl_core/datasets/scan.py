@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fl_core.datasets.base import SPLITS, SiloDataset, fingerprint
-from fl_core.datasets.federations import Federated
+from fl_core.datasets.federations import Dealt, Federated
 from fl_core.datasets.images import ImageExamples, ImageTransform, UnreadableError, open_image
 from fl_core.errors import DataError
 from fl_core.types import Schema, Split
@@ -75,13 +75,17 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """All that a source says of itself, before any pixel is read; items of unknown classes are left in."""
+    """All that a source says of itself, before any pixel is read; items of unknown classes are left in.
+
+    public: the official test images, where a silo's own test images were held out of its training images
+    """
 
     origin: str
     classes: tuple[str, ...]
     items: tuple[Item, ...]
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    public: tuple[Item, ...] = ()
 
     def report(self) -> Report:
         """Count, and find what every kind of source can have wrong: unknown classes, empty splits, split groups."""
@@ -117,21 +121,35 @@ class Scan:
         report = self.report()
         report.require_sound()
         size = transform.size
-        train, test = (self._examples(split, transform) for split in (Split.TRAIN, Split.TEST))
-        return SiloDataset(Schema((3, size, size), self.classes), train, test, self.origin, report.fingerprint)
+        train, test = (
+            self._examples([item for item in self.items if item.split is split], transform) for split in SPLITS
+        )
+        public = self._examples(self.public, transform) if self.public else None
+        return SiloDataset(Schema((3, size, size), self.classes), train, test, self.origin, report.fingerprint, public)
 
     def dealt(self, federation: Federated, silo: int, origin: str) -> Scan:
         """Keep one silo's share, dealt by label; everything, for the report, when there is a problem."""
         if self.report().problems:
             return replace(self, origin=origin)
-        splits = [[item for item in self.items if item.split is split] for split in (Split.TRAIN, Split.TEST)]
-        labels = [np.array([self.classes.index(i.label) for i in items], dtype=np.int64) for items in splits]
-        share = federation.deal(labels[0], labels[1], len(self.classes))[silo]
-        kept = [items[i] for items, index in zip(splits, share, strict=True) for i in index]
-        return replace(self, origin=origin, items=tuple(kept))
+        return self.taken(self.shares(federation)[silo], origin)
 
-    def _examples(self, split: Split, transform: ImageTransform) -> ImageExamples:
-        items = [item for item in self.items if item.split is split]
+    def shares(self, federation: Federated) -> list[Dealt]:
+        """Deal both splits by label; all labels must be known."""
+        labels = [
+            np.array([self.classes.index(i.label) for i in self.items if i.split is split], dtype=np.int64)
+            for split in SPLITS
+        ]
+        return federation.deal(labels[0], labels[1], len(self.classes))
+
+    def taken(self, share: Dealt, origin: str) -> Scan:
+        """Keep one share of `shares`; where it holds out training images as its own test, the test split is public."""
+        train, test = ([item for item in self.items if item.split is split] for split in SPLITS)
+        kept = [train[i] for i in share.train] + [test[i] for i in share.test]
+        kept += [replace(train[i], split=Split.TEST) for i in share.held_out]
+        public = tuple(test) if len(share.held_out) else ()
+        return replace(self, origin=origin, items=tuple(kept), public=public)
+
+    def _examples(self, items: Sequence[Item], transform: ImageTransform) -> ImageExamples:
         labels = torch.tensor([self.classes.index(item.label) for item in items], dtype=torch.int64)
         groups = tuple(item.group for item in items if item.group is not None)
         return ImageExamples([i.path for i in items], labels, transform, groups if len(groups) == len(items) else None)

@@ -40,3 +40,13 @@ def read_table(file: Path, required: Sequence[str]) -> list[Row]:
             f"{', '.join(ragged[:5])}): quote cells that hold a comma",
         )
     return [dict(zip(header, (cell.strip() for cell in cells), strict=True)) for _, cells in body]
+
+
+def read_lines(file: Path) -> list[str]:
+    """Read a UTF-8 text file; raises DataError: E-DATA-02 no such file, E-DATA-09 no such text."""
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise DataError("E-DATA-02", f"expected a text file at {file}, found none: check the path") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError("E-DATA-09", f"expected UTF-8 text at {file}, found: {error}. Restore it") from error

@@ -154,8 +154,8 @@ def test_dirichlet_gives_up_after_its_tries(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_dirichlet_shares_among_open_silos_when_all_mass_falls_on_full_ones() -> None:
     parts = [np.arange(4), np.empty(0, np.int64), np.empty(0, np.int64)]
-    after = partition._append(parts, np.arange(10, 16), np.array([1.0, 0.0, 0.0]), total=12)
-    assert [len(part) for part in after] == [4, 3, 3]
+    shares = partition._cut(parts, np.arange(10, 16), np.array([1.0, 0.0, 0.0]), total=12)
+    assert [len(share) for share in shares] == [0, 3, 3]
 
 
 def test_test_split_follows_the_train_proportions() -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from coordinator.config import compose_spec
 from fl_core.datasets import DATA_ROOT, Source, federation, federation_text, load, parse, schema_of
 from fl_core.errors import ConfigError, DataError
+from fl_core.models import describe
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -22,6 +24,16 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         ("digits/p7c3@4/6", "digits/p7c3@4/6"),
         ("digits/dirichlet-0.5-10/9", "digits/dirichlet-0.5-10/9"),
         ("isic2019/center3", "isic2019/center3"),
+        ("isic2019/clients20/7", "isic2019/clients20/7"),
+        ("isic2019/clients20@2/19", "isic2019/clients20@2/19"),
+        ("cifar10/p010c3/9", "cifar10/p10c3/9"),
+        ("cifar10/p10c3-double@1/9", "cifar10/p10c3-double@1/9"),
+        ("cifar100/dirichlet-0.30-100-two/99", "cifar100/dirichlet-0.3-100-two/99"),
+        ("cinic10/map-100/99", "cinic10/map-100/99"),
+        ("svhn/label-2-100/0", "svhn/label-2-100/0"),
+        ("fmnist/persilo-1-20/0", "fmnist/persilo-1-20/0"),
+        ("femnist/users-50@3/49", "femnist/users-50@3/49"),
+        ("spiral/p5c2/0", "spiral/p5c2/0"),
         ("folder:/data/skin", "folder:/data/skin"),
         ("folder:/data/cifar10#p5c2/4", "folder:/data/cifar10#p5c2/4"),
         ("manifest:rel/list.csv", "manifest:rel/list.csv"),
@@ -43,6 +55,11 @@ def test_a_home_folder_is_expanded() -> None:
         ("isic2019/centre3", "did you mean 'isic2019/center3'"),
         ("isic2019/center6", "center0 to center5"),
         ("isic2019", "valid forms"),
+        ("isic2019/clients20/20", "clients20/0 to 19"),
+        ("cifar/p5c2/0", "did you mean 'cifar10/p5c2/0'"),
+        ("cifar10/p5c2", "p5c2/0 to p5c2/4"),
+        ("cifar10/persilo-0.5-10-two/0", "did you mean 'persilo-0.5-100'"),
+        ("cifar10/dirichlet-0.5-10-twice/0", "did you mean 'dirichlet-0.5-10'"),
         ("isic2019/center-1", "valid forms"),
         ("foldr:/x", "did you mean 'folder:'"),
         ("folder:", "expected a path"),
@@ -138,10 +155,37 @@ def test_every_data_configuration_states_its_fields() -> None:
     assert set(files) == {source.value for source in Source}
     for name, config in files.items():
         config = config.get("data", config)
-        assert set(config) == {"name", "image_size", "classes"}
+        assert set(config) - {"path"} == {"name", "image_size", "classes"}
         assert config["name"] == name
         schema = schema_of(name, classes=config["classes"] or ["a", "b"], image_size=config["image_size"])
         assert schema.shape == schema_of(name, classes=["a", "b"]).shape  # the file repeats the default
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "classes", "model", "augment"),
+    [
+        ("mnist", (1, 28, 28), 10, "lenet", False),
+        ("fmnist", (1, 28, 28), 10, "resnet18", False),
+        ("emnist", (1, 28, 28), 26, "simple_cnn", False),
+        ("svhn", (3, 32, 32), 10, "resnet18", False),
+        ("cifar10", (3, 32, 32), 10, "resnet18", True),
+        ("cifar100", (3, 32, 32), 100, "wrn28_10", True),
+        ("cinic10", (3, 32, 32), 10, "resnet20", False),
+        ("tinyimagenet", (3, 64, 64), 200, "resnet18", True),
+        ("femnist", (1, 28, 28), 62, "simple_cnn", False),
+        ("shakespeare", (80,), 80, "char_lstm", False),
+        ("spiral", (2,), 5, "spiral_mlp", False),
+    ],
+)
+def test_each_public_data_set_brings_a_model_that_takes_it_and_its_papers_augmentation(
+    name, shape, classes, model, augment
+) -> None:
+    spec = compose_spec([f"data={name}"])
+    schema = schema_of(name)
+    assert (schema.shape, len(schema.classes), spec.train.augment) == (shape, classes, augment)
+    assert spec.model["name"] == model
+    describe(model, schema, {k: v for k, v in spec.model.items() if k != "name"})
+    assert federation(name, federation_text(spec.federation))
 
 
 FEDERATIONS = {
@@ -152,6 +196,22 @@ FEDERATIONS = {
     "p10c5": "p10c5",
     "dirichlet": "dirichlet-0.5-10",
     "iid": "iid-10",
+    "p10c10": "p10c10",
+    "p10c20": "p10c20",
+    "p10c30": "p10c30",
+    "p10c50": "p10c50",
+    "p50c2": "p50c2",
+    "p50c3": "p50c3",
+    "p50c10": "p50c10",
+    "p100c3": "p100c3",
+    "p100c10": "p100c10",
+    "fednh": "dirichlet-0.3-100-two",
+    "fedgela": "dirichlet-0.2-50",
+    "persilo": "persilo-0.5-100",
+    "label": "label-2-100",
+    "map": "map-100",
+    "users": "users-50",
+    "clients20": "clients20",
     "centers": "centers-0-1-2-3-4-5",
 }
 
@@ -160,7 +220,7 @@ def test_every_federation_configuration_names_a_federation() -> None:
     files = {file.stem: yaml.safe_load(file.read_text()) for file in (CONFIGS / "federation").glob("*.yaml")}
     assert {name: federation_text(config) for name, config in files.items()} == FEDERATIONS
     for name, text in FEDERATIONS.items():
-        assert federation("isic2019" if name == "centers" else "digits", text)
+        assert federation("isic2019" if name in ("centers", "clients20") else "digits", text)
     assert federation("isic2019", "centers") == federation("isic2019", FEDERATIONS["centers"])
 
 
@@ -168,11 +228,17 @@ def test_federation_configurations_by_field() -> None:
     assert federation_text({"name": "p7c3", "partition_seed": 5}) == "p7c3@5"
     assert federation_text({"name": "dirichlet", "beta": 1, "silos": 4, "partition_seed": 2}) == "dirichlet-1-4@2"
     assert federation_text({"name": "centers", "centers": [1, 5]}) == "centers-1-5"
+    assert federation_text({"name": "clients20", "partition_seed": 4}) == "clients20@4"
+    assert federation_text({"name": "dirichlet", "beta": 1, "silos": 4, "variant": "swap"}) == "dirichlet-1-4-swap"
+    assert federation_text({"name": "dirichlet", "beta": 1, "silos": 4, "variant": None}) == "dirichlet-1-4"
+    assert federation_text({"name": "label", "slots": 3, "silos": 4, "partition_seed": 1}) == "label-3-4@1"
     assert federation_text({"name": "centers-1-5"}) == "centers-1-5"
     assert federation_text({"name": "dirichlet-0.1-4", "partition_seed": 0}) == "dirichlet-0.1-4"
     for config, match in (
         ({"name": "p5c3x"}, "there is no federation"),
         ({"name": "p5c2", "silos": 5}, "no field 'silos'"),
+        ({"name": "dirichlet", "beta": 1, "silos": 5, "variant": "three"}, "federation.variant"),
+        ({"name": "map", "silos": 5, "beta": 1}, "no field 'beta'"),
         ({"name": "dirichlet", "silos": 5}, "federation.beta"),
         ({"name": "dirichlet", "beta": "a lot", "silos": 5}, "federation.beta"),
         ({"name": "p5c2", "partition_seed": -1}, "partition_seed"),
