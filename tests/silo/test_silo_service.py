@@ -15,6 +15,7 @@ from PIL import Image
 from fl_core import datasets
 from fl_core.manifest import Choice, Member
 from fl_core.methods import build_method
+from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.simulate import SiloShare, local_ports
 from fl_core.spec import derive_layout
@@ -168,8 +169,10 @@ def test_a_restart_sends_what_is_in_the_outbox_without_training(make, slow):
     assert slow.begun == [0]
 
 
+@pytest.mark.parametrize("mirrored", [True, False])
 @pytest.mark.parametrize("included", [True, False])
-def test_a_close_for_a_staged_round_after_a_restart(make, included):
+def test_a_close_for_a_staged_round_after_a_restart(make, included, mirrored, monkeypatch):
+    monkeypatch.setattr(FedAvg, "mirrored", mirrored)
     hospital = make()
     hospital.start()
     hospital.offer()
@@ -179,7 +182,7 @@ def test_a_close_for_a_staged_round_after_a_restart(make, included):
     assert len(hospital.control.last.hello.staged) == 1
     hospital.close(included=included)
     hospital.settled()
-    assert (service.store.committed("run-1") is not None) is included
+    assert (service.store.committed("run-1") is not None) is (included or not mirrored)
     assert service.store.outbox() == []
     hospital.close(included=included)
     hospital.settled(2)
