@@ -56,7 +56,7 @@ class PairData:
         objective = 0.5 * (model(torch.ones((), dtype=torch.float64)) - self.y).square()
         with torch.no_grad():
             for p, g in zip(chosen, torch.autograd.grad(objective, chosen), strict=True):
-                p -= self.lr * g
+                p.sub_(self.lr * g)
         return 1
 
     def size(self) -> float:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from helpers_core import FED, QData, Scalar, manifest, same, shares
 
+from coordinator.display import percent
+from coordinator.simulation import Result
 from fl_core import trees
 from fl_core.errors import ConfigError
 from fl_core.local import PlainData
@@ -48,6 +50,10 @@ def test_only_counts_of_nothing_leave_the_silo_and_no_accuracy_is_made_up() -> N
     assert all(not any(r.examples) and not any(r.correct) for r in history.records)
     assert history.accuracies == [-1.0] * 4
     assert history.records[-1].class_accuracy() == [None] * 4
+    said = Result(run, history.records, "").summary()
+    assert said["global_accuracy"] is said["best_global_accuracy"] is None
+    assert said["accuracy_by_round"] == [None] * 4
+    assert percent(history.accuracies[-1]) == "-"
 
 
 def test_silos_that_are_not_asked_keep_their_network() -> None:
