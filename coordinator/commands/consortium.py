@@ -99,12 +99,13 @@ def serve(
     home: Home = None,
 ) -> None:
     """Run the service until it is told to stop (SIGTERM, Ctrl-C). Runs that were under way continue."""
-    from coordinator.memory import give_back_large_blocks
+    from coordinator.memory import give_back_large_blocks, use_huge_pages
     from coordinator.plan import compose, software
     from coordinator.refusals import watch_refusals
     from coordinator.server import CoordinatorServer, Settings
 
     give_back_large_blocks()
+    use_huge_pages()
     place = home_of(home)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     stop = threading.Event()
