@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fl_core.errors import ConfigError
+from fl_core.methods.creff import CReFF
 from fl_core.methods.ditto import Ditto
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.fedbabu import FedBABU
@@ -12,6 +13,7 @@ from fl_core.methods.fedcd import FedCD
 from fl_core.methods.feddc import FedDC
 from fl_core.methods.feddyn import FedDyn
 from fl_core.methods.fedgela import FedGELA
+from fl_core.methods.fedgen import FedGen
 from fl_core.methods.fedlc import FedLC
 from fl_core.methods.fedmr import FedMR
 from fl_core.methods.fednh import FedNH
@@ -49,7 +51,9 @@ METHODS: Mapping[str, type[FedAvg]] = {
     "fedrep": FedRep,
     "fedbabu": FedBABU,
     "ditto": Ditto,
+    "fedgen": FedGen,
     "fedrod": FedROD,
+    "creff": CReFF,
     "fedproto": FedProto,
     "fedmr": FedMR,
     "fedgela": FedGELA,
