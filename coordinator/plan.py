@@ -16,6 +16,7 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.spec import derive_layout
 from fl_core.types import Schema
+from privacy.terms import nominal
 from protos.consilium.v1 import federation_pb2 as pb
 
 IMAGES = {"folder", "manifest"}
@@ -39,8 +40,8 @@ def schema_of(spec: RunSpec) -> Schema:
     )
 
 
-def manifest_from(spec: RunSpec, names: Sequence[str]) -> RunManifest:
-    """Freeze a run over the silos `names`, in this order.
+def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None = None) -> RunManifest:
+    """Freeze a run over the silos `names`, in this order; sizes: what they declare of their size, for private runs.
 
     Raises ConfigError when the method, the model, the data and the privacy profile do not go together; RefusedError
     (E-PRIV-01) for a profile that this version does not know.
@@ -65,7 +66,7 @@ def manifest_from(spec: RunSpec, names: Sequence[str]) -> RunManifest:
         train=spec.train,
         rounds=spec.rounds,
         seed=spec.seed,
-        members=_members(spec, names),
+        members=_members(spec, names, sizes),
         layout=layout,
         grid=Grid("ring64", len(names)),
         privacy=_choice(spec.privacy),
@@ -94,8 +95,12 @@ def _method_choice(spec: RunSpec, names: Sequence[str]) -> Choice:
     return choice
 
 
-def _members(spec: RunSpec, names: Sequence[str]) -> tuple[Member, ...]:
-    return members(names, spec.seed, spec.prototype_share)
+def _members(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None = None) -> tuple[Member, ...]:
+    """Draw who submits prototypes; only a private run needs sizes, and a plain one must not depend on them."""
+    private = sizes is not None and privacy.plan.is_private(_choice(spec.privacy))
+    return members(
+        names, spec.seed, spec.prototype_share, [nominal(int(n)) for n in sizes] if private and sizes else None
+    )
 
 
 def _choice(group: Mapping[str, object]) -> Choice:
@@ -114,7 +119,8 @@ def _choice(group: Mapping[str, object]) -> Choice:
 def compose(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
     """Freeze what a lead submitted over the silos that fit; what `Lead.Submit` calls."""
     spec = RunSpec.from_json(spec_json)
-    return manifest_from(spec, roster(spec, silos))
+    names, declared = roster(spec, silos), {s.name: s.data.nominal_size for s in silos}
+    return manifest_from(spec, names, [declared[name] for name in names])
 
 
 def roster(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:

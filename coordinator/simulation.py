@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,9 @@ from fl_core.records import fairness
 from fl_core.rounds import Observer, RoundRecord
 from fl_core.simulate import History, SiloShare, simulate
 from fl_core.types import Federation, State, TaskKind
+from privacy.doors import PrivateDoors, SimulatedBook
+from privacy.release import Units
+from privacy.report import privacy_report
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class Result:
     manifest: RunManifest
     records: Sequence[RoundRecord]
     model_digest: str
+    privacy: Mapping[str, object] | None = None
 
     @property
     def accuracies(self) -> list[float]:
@@ -49,6 +53,7 @@ class Result:
             "model_digest": self.model_digest,
             "manifest_digest": self.manifest.digest(),
             **self.personal(),
+            **({"privacy": self.privacy} if self.privacy else {}),
         }
 
     def personal(self) -> dict[str, object]:
@@ -125,8 +130,16 @@ def run(spec: RunSpec, data_root: Path | None = None, tell: Observer | None = No
     ]
     if not classes and spec.data["name"] in IMAGES:
         spec = replace(spec, data={**spec.data, "classes": list(sets[0].schema.classes)})
-    manifest = manifest_from(spec, [f"hospital{k}" for k in range(len(sets))])
-    privacy.plan.build(manifest)
+    sizes = [len(Units.of(s.train)) for s in sets]
+    manifest = manifest_from(spec, [f"hospital{k}" for k in range(len(sets))], sizes)
+    books = _books(manifest)
+    doors = [PrivateDoors(manifest, k, book) for k, book in enumerate(books)]
     history = _Reporting(tell)
-    final = simulate(manifest, [SiloShare(s.train, s.test) for s in sets], history)
-    return Result(manifest, history.records, trees.digest(final["w"]))
+    final = simulate(manifest, [SiloShare(s.train, s.test) for s in sets], history, doors or None)
+    spent = privacy_report(manifest, [book.releases for book in books]) if books else None
+    return Result(manifest, history.records, trees.digest(final["w"]), spent)
+
+
+def _books(manifest: RunManifest) -> list[SimulatedBook]:
+    """Open a book for each hospital of a private run; none for a plain one."""
+    return [SimulatedBook() for _ in manifest.members] if privacy.plan.build(manifest).private else []

@@ -28,10 +28,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One silo of the run: its name, and whether it was drawn to submit prototypes."""
+    """One silo of the run: its name, and whether it was drawn to submit prototypes.
+
+    units: its declared number of records (or groups) in a private run, which rates and weights follow from; else 0.
+    """
 
     name: str
     prototypes: bool = True
+    units: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +115,12 @@ class RunManifest:
         raise ConfigError("E-RUN-05", f"expected one of {[m.name for m in self.members]}, found {silo!r}")
 
 
-def members(names: Sequence[str], seed: int, prototype_share: float) -> tuple[Member, ...]:
-    """Freeze a roster, with the silos that submit prototypes drawn from the seed."""
+def members(
+    names: Sequence[str], seed: int, prototype_share: float, units: Sequence[int] | None = None
+) -> tuple[Member, ...]:
+    """Freeze a roster, with the silos that submit prototypes drawn from the seed; units: declared sizes, if any."""
     if len(set(names)) != len(names) or not names:
         raise ConfigError("E-CFG-07", f"expected at least one silo and each once, found {list(names)}")
     drawn = cohort.prototype_submitters(seed, names, prototype_share)
-    return tuple(Member(name, submits) for name, submits in zip(names, drawn, strict=True))
+    sizes = [0] * len(names) if units is None else units
+    return tuple(Member(*m) for m in zip(names, drawn, sizes, strict=True))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from fl_core.types import (
     Bundle,
     Capability,
     Coupling,
+    Examples,
     Exposure,
     Federation,
     LossFn,
@@ -21,6 +23,7 @@ from fl_core.types import (
     State,
     TaskKind,
     Tensors,
+    TrainConfig,
     Turn,
 )
 
@@ -80,6 +83,23 @@ class SiloData(Protocol):
 
     def class_counts(self) -> Tensor:
         """Return the training examples per class (C,): a `sum` query, charged once and cached under DP."""
+        ...
+
+
+class Doors(Protocol):
+    """Opens a silo's doors for one turn: `PlainData`, or what a privacy profile puts in its place."""
+
+    def __call__(
+        self,
+        train: Examples,
+        test: Examples,
+        config: TrainConfig,
+        turn: Turn,
+        device: torch.device | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        public: Examples | None = None,
+    ) -> SiloData:
+        """Make the doors; a private profile reserves what the turn will release, before any example is read."""
         ...
 
 

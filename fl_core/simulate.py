@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
+from fl_core import devices
 from fl_core.evaluation import Joined
 from fl_core.fixed_point import FixedPoint
 from fl_core.local import PlainData
 from fl_core.manifest import RunManifest
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.protocols import SiloPort
+from fl_core.protocols import Doors, SiloPort
 from fl_core.rounds import Engine, Observer, RoundRecord, Schedule
+from fl_core.states import InMemory, States
 from fl_core.types import Bundle, Examples, Federation, State, TaskKind, TrainConfig, Turn
 from fl_core.worker import Bench, work
 
@@ -40,6 +42,9 @@ class LocalPort:
         seed: int,
         prototypes: bool,
         public: Examples | None = None,
+        doors: Doors = PlainData,
+        states: States | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.name = name
         self._index = index
@@ -49,23 +54,22 @@ class LocalPort:
         self._seed = seed
         self._prototypes = prototypes
         self._public = public
-        self._state: State | None = None
-        self._staged: State | None = None
+        self._doors = doors
+        self._states = states or InMemory()
+        self._device = device
 
     def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
         """Run `worker.work` and stage the silo's next state."""
         turn = Turn(fed, self._index, self._seed, self._prototypes)
-        data = PlainData(self._share.train, self._share.test, self._train, turn, public=self._public)
-        outcome = work(self._bench, msg, self._state, data, turn, kind)
+        data = self._doors(self._share.train, self._share.test, self._train, turn, self._device, public=self._public)
+        outcome = work(self._bench, msg, self._states.get(self._index), data, turn, kind)
         if kind is TaskKind.TRAIN:
-            self._staged = outcome.state
+            self._states.stage(self._index, outcome.state)
         return outcome.bundle
 
     def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:  # noqa: ARG002
         """Commit what was staged; of a method whose server mirrors silo states, only when this silo was included."""
-        if self._staged is not None and (included or not self._bench.method.mirrored):
-            self._state = self._staged
-        self._staged = None
+        self._states.settle(self._index, included or not self._bench.method.mirrored)
 
 
 def bench_of(manifest: RunManifest) -> Bench:
@@ -90,26 +94,70 @@ def initial_state(manifest: RunManifest) -> State:
     return method.init_server(model, Federation(len(manifest.members), len(manifest.schema.classes), manifest.rounds))
 
 
-def local_ports(manifest: RunManifest, shares: Sequence[SiloShare]) -> list[LocalPort]:
-    """Make one port per member, all sharing one scratch model; the union of the test sets is public here."""
-    bench = bench_of(manifest)
+def on_device(shares: Sequence[SiloShare], device: torch.device) -> list[SiloShare]:
+    """Put training sets on a device while they fit, then test sets."""
+    room, placed_train, placed_test = devices.room_on(device), list[Examples](), list[Examples]()
+    for split, placed in ((0, placed_train), (1, placed_test)):
+        for share in shares:
+            there, room = devices.placed((share.train, share.test)[split], device, room)
+            placed.append(there)
+    return [SiloShare(*both) for both in zip(placed_train, placed_test, strict=True)]
+
+
+def local_ports(
+    manifest: RunManifest,
+    shares: Sequence[SiloShare],
+    doors: Sequence[Doors] | None = None,
+    states: States | None = None,
+    device: torch.device | None = None,
+) -> list[LocalPort]:
+    """Make one port per member, all sharing one scratch model; the union of the test sets is public here.
+
+    doors: of each member; `PlainData` where there are none   states: where silos' states lie between rounds
+    device: where models are trained; examples lie there as well, as far as they fit
+    """
+    bench, device, states = bench_of(manifest), device or torch.device("cpu"), states or InMemory()
+    bench.model.to(device)
+    shares = on_device(shares, device)
     public = Joined([s.test for s in shares]) if manifest.personal else None
     return [
-        LocalPort(m.name, k, share, bench, manifest.train, manifest.seed, m.prototypes, public)
+        LocalPort(
+            m.name,
+            k,
+            share,
+            bench,
+            manifest.train,
+            manifest.seed,
+            m.prototypes,
+            public,
+            doors[k] if doors else PlainData,
+            states,
+            device,
+        )
         for k, (m, share) in enumerate(zip(manifest.members, shares, strict=True))
     ]
 
 
-def simulate(manifest: RunManifest, shares: Sequence[SiloShare], observer: Observer) -> State:
-    """Run a manifest in this process and return the final server state.
+def simulate(
+    manifest: RunManifest,
+    shares: Sequence[SiloShare],
+    observer: Observer,
+    doors: Sequence[Doors] | None = None,
+    states: States | None = None,
+    device: torch.device | None = None,
+) -> State:
+    """Run a manifest in this process and return the final server state; doors: of each member, plain ones by default.
 
+    states: where silos' states lie between rounds   device: where models are trained
     Guarantees: equals the same manifest over real silo processes bit for bit, on one kind of machine.
     """
     before = torch.get_num_threads()
     if manifest.threads:
         torch.set_num_threads(manifest.threads)
     try:
-        return engine_of(manifest, local_ports(manifest, shares), parallel=1).run(initial_state(manifest), observer)
+        return engine_of(manifest, local_ports(manifest, shares, doors, states, device), parallel=1).run(
+            initial_state(manifest), observer
+        )
     finally:
         torch.set_num_threads(before)
 

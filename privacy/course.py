@@ -176,7 +176,7 @@ class Course:
         return self._releases(round, train, prototypes, counts, None)
 
     def _releases(self, round: int, train: bool, prototypes: bool, counts: bool, noise: float | None) -> list[Release]:
-        planned = [self.metrics]
+        planned = [self.metrics] if self.terms.test_data == "private" else []
         if not train:
             return planned
         for steps in self.passes:

@@ -176,12 +176,13 @@ class PrivateData:
         return x.to(self._device), y.to(self._device)
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
-        """Release a sum over the units of a split with noise; the public test set is summed as it is.
+        """Release a sum over the units of a split with noise; public test examples are summed as they are.
 
         Raises RefusedError: E-PRIV-15 on a release that was not planned, E-PRIV-16 on a query without a joint bound.
         Of prototypes, rounds without a release give zeros of weight 0, which leave the last ones in force.
         """
-        if split is Split.GLOBAL:
+        public = split is Split.TEST and self._course.terms.test_data == "public"
+        if split is Split.GLOBAL or public:
             return self._plain.sum(query, bound=bound, split=split)
         if not isinstance(query, ClassSums):
             raise RefusedError(

@@ -1,6 +1,7 @@
-"""From a run's privacy profile to its guards, or to a refusal before round 0.
+"""From a run's privacy profile to its doors and guards, or to a refusal before round 0.
 
-Both sides read the profile from the manifest: a silo builds what leaves it from here, the coordinator what it undoes.
+Both sides read the profile from the manifest: a silo builds its doors and what leaves it from here, the coordinator
+what it undoes.
 """
 
 from __future__ import annotations
@@ -8,22 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from fl_core import capabilities
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.fixed_point import FixedPoint
-from fl_core.manifest import RunManifest
+from fl_core.kinds import Capability
+from fl_core.manifest import Choice, RunManifest
+from fl_core.methods import build_method
 from fl_core.protocols import Guard
+from privacy.terms import Terms
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The guards of one run: `silo` ones are applied at the hospital, `incoming` ones are undone on the sum, reversed.
+    """What a run's profile means.
 
-    arrival order on the way out is silo guards first, then what the accumulator does on arrival.
+    private: hospitals open `privacy.doors.PrivateDoors`, and nothing else, to their examples
+    silo: guards applied at the hospital; incoming: guards undone on the sum, reversed. On the way out, silo guards come
+    first, then what the accumulator does on arrival.
     """
 
     profile: str
     silo: tuple[Guard, ...]
     incoming: tuple[Guard, ...]
+    private: bool = False
 
 
 def _none(manifest: RunManifest) -> Plan:
@@ -33,13 +41,24 @@ def _none(manifest: RunManifest) -> Plan:
     return Plan("none", (), (FixedPoint(manifest.grid),))
 
 
-PROFILES: Mapping[str, Callable[[RunManifest], Plan]] = {"none": _none}
+def _dp_record(manifest: RunManifest) -> Plan:
+    """Record-level differential privacy at each hospital; epsilon = inf is the plain run itself."""
+    return Plan("dp_record", (), (FixedPoint(manifest.grid),), is_private(manifest.privacy))
+
+
+PROFILES: Mapping[str, Callable[[RunManifest], Plan]] = {"none": _none, "dp_record": _dp_record}
+
+
+def is_private(privacy: Choice) -> bool:
+    """Tell whether a profile asks for noise; raises ConfigError on terms that cannot be."""
+    return privacy.name == "dp_record" and Terms.of(privacy.options).epsilon != float("inf")
 
 
 def build(manifest: RunManifest) -> Plan:
-    """Build the guards of a manifest.
+    """Build what a manifest's profile means.
 
-    Raises RefusedError (E-PRIV-01) for a profile that this version does not know: it must not be ignored.
+    Raises RefusedError (E-PRIV-01) for a profile that this version does not know: it must not be ignored; ConfigError
+    (E-CFG-08) when the method lacks what a private run asks of it.
     """
     if manifest.privacy.name not in PROFILES:
         raise RefusedError(
@@ -47,4 +66,8 @@ def build(manifest: RunManifest) -> Plan:
             f"expected a privacy profile of {sorted(PROFILES)}, found {manifest.privacy.name!r}: "
             "this version cannot give what it promises; upgrade it or choose another profile",
         )
-    return PROFILES[manifest.privacy.name](manifest)
+    plan = PROFILES[manifest.privacy.name](manifest)
+    if plan.private:
+        method = build_method(manifest.method.name, manifest.method.options)
+        capabilities.refuse(method, {Capability.DIFFERENTIAL_PRIVACY})
+    return plan

@@ -10,13 +10,15 @@ from fl_core.options import from_mapping
 
 COUPLED = ("split", "micro", "off")
 RNG = ("secure", "test")
+TEST_DATA = ("private", "public")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """Record-level differential privacy of one run.
 
-    epsilon, delta: the budget of the whole run, for each hospital on its own; the noise of training is solved from it.
+    epsilon, delta: the budget of the whole run, for each hospital on its own; the noise of training is solved from it;
+    epsilon = inf is the run without privacy
     clip: C1, bound of one unit's gradient   physical_batch: examples whose gradients are held at once
     coupled: treatment of losses that mix examples: "split" (clip C1 per unit, C2 = coupled_clip_ratio * C1 per
     microbatch; sensitivity C1 + 2 C2), "micro" (everything per microbatch; 2 C1) or "off" (such terms are left out)
@@ -25,6 +27,7 @@ class Terms:
     query   prototype_noise: noise / sensitivity of a prototype release   prototype_every: rounds between releases
     min_count: classes of fewer units (by the noisy count, plus two standard deviations) are suppressed; 0: none
     metric_noise, count_noise: noise / sensitivity of evaluation sums and of the class counts
+    test_data: "private" (evaluation is noisy and charged) or "public", where test examples are published anyway
     max_per_unit: examples of one unit in a step (0: all)   rng: "secure", or "test", which is reproducible and private
     to nobody.
     """
@@ -45,20 +48,22 @@ class Terms:
     metric_noise: float = 20.0
     count_noise: float = 20.0
     max_per_unit: int = 0
+    test_data: str = "private"
     rng: str = "secure"
 
     def __post_init__(self) -> None:
         above = ("epsilon", "clip", "coupled_clip_ratio", "prototype_bound", "count_weight", "prototype_noise",
                  "metric_noise", "count_noise")  # fmt: skip
         for name in above:
-            if not 0 < (found := getattr(self, name)) < float("inf"):
+            most = float("inf")
+            if not 0 < (found := getattr(self, name)) < most and not (name == "epsilon" and found == most):
                 raise ConfigError("E-PRIV-11", f"privacy.{name}: expected a number > 0, found {found}")
         for name in ("microbatch", "physical_batch", "prototype_every", "coupled_every"):
             if (found := getattr(self, name)) < 1:
                 raise ConfigError("E-PRIV-11", f"privacy.{name}: expected at least 1, found {found}")
         if not 0 < self.delta < 1e-3:
             raise ConfigError("E-PRIV-11", f"privacy.delta: expected 0 < delta < 0.001, found {self.delta}")
-        for name, valid in (("coupled", COUPLED), ("rng", RNG)):
+        for name, valid in (("coupled", COUPLED), ("rng", RNG), ("test_data", TEST_DATA)):
             if (found := getattr(self, name)) not in valid:
                 raise ConfigError("E-PRIV-11", f"privacy.{name}: expected one of {valid}, found {found!r}")
         if self.min_count < 0 or self.max_per_unit < 0:

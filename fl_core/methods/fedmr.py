@@ -7,9 +7,8 @@ Reshaping", TMLR 2023, equations 3 to 5 and Algorithm 1 (losses: manifold.py, pr
     g_c    = sum_k p_k^c g_k^c, p_k^c = n_k^c / sum_k n_k^c    after training, in eval mode, over all of D_k
     w, g travel down and up; w as in FedAvg
 
-Where the paper is silent or contradicts its own lemma, the default is what its text argues for and the printed form
-is an option: variance (`paper_literal_std`), pairs (`inter`), negatives (`negatives`); `intra="code"` is the official
-code's loss, which has no inter-class term.
+Where the paper is silent or contradicts its own lemma, the default is what its text argues for, the printed form an
+option: `paper_literal_std`, `inter`, `negatives`; `intra="code"` is the official code's loss, which has no L_inter.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.manifold import IntraVariant, References
 from fl_core.methods.options import at_least, one_of
 from fl_core.protocols import SiloData
-from fl_core.types import Bundle, Coupling, Federation, Losses, LossFn, Part, State, Turn
+from fl_core.types import Bundle, Capability, Coupling, Federation, Losses, LossFn, Part, State, Turn
 
 CHOICES = {
     "intra": ("paper", "code"),
@@ -85,6 +84,12 @@ class FedMR(FedAvg):
         """Say that the batch is mixed by L_intra, and by L_inter unless its terms depend on one example each."""
         alone = self.inter == "own_sample" and self.inter_weighting == "example"
         return Coupling.BATCH if self.mu1 > 0 or (self.uses_prototypes and not alone) else Coupling.EXAMPLE
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        """Say how L_inter becomes a loss of single examples, which clipping per example needs."""
+        alone = not self.uses_prototypes or self.inter == "paired_sample" or self.inter_weighting == "example"
+        return {} if alone else {Capability.DIFFERENTIAL_PRIVACY: "set method.inter_weighting=example"}
 
     @property
     def sends(self) -> tuple[str, ...]:

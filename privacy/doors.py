@@ -1,0 +1,103 @@
+"""A hospital's doors in a private run: plan, reserve, open; and the books in which releases are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fl_core.errors import ConfigError
+from fl_core.manifest import RunManifest
+from fl_core.methods import build_method
+from fl_core.models import build_model
+from fl_core.types import Examples, TrainConfig, Turn
+from privacy.course import Course, Release, Spend
+from privacy.entropy import Noise, SecureNoise, SeededNoise
+from privacy.example import PrivateData
+from privacy.terms import Terms
+
+
+class Book(Protocol):
+    """Where a hospital writes down what it releases."""
+
+    def counts(self) -> dict[str, Tensor]:
+        """Return what was released once and for all, by purpose; the doors add to it."""
+        ...
+
+    def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:
+        """Set the releases of one task aside, or refuse them; they count from here on."""
+        ...
+
+
+class SimulatedBook:
+    """A book in memory, for simulations: it admits everything and keeps the record."""
+
+    def __init__(self) -> None:
+        self.releases: list[Release] = []
+        self._counts: dict[str, Tensor] = {}
+
+    def counts(self) -> dict[str, Tensor]:
+        """Return what was released once and for all."""
+        return self._counts
+
+    def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:  # noqa: ARG002
+        """Write the releases down."""
+        self.releases += releases
+
+
+def course_of(manifest: RunManifest, index: int) -> Course:
+    """Plan the part of one member in a private run; raises ConfigError (E-PRIV-17) when its size was not declared."""
+    member, terms = manifest.members[index], Terms.of(manifest.privacy.options)
+    if member.units < 1:
+        raise ConfigError(
+            "E-PRIV-17",
+            f"expected a declared size of {member.name} in a private run, found none: silo serve --nominal-size N",
+        )
+    method = build_method(manifest.method.name, manifest.method.options)
+    model = build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
+    return Course.of(terms, manifest.train, manifest.rounds, member.units, method, model, manifest.schema)
+
+
+class PrivateDoors:
+    """Opens `PrivateData` for one member of a private run, turn by turn.
+
+    Guarantees: the releases of a turn are in the book before any example is read.
+    """
+
+    def __init__(self, manifest: RunManifest, index: int, book: Book) -> None:
+        self.course = course_of(manifest, index)
+        self._rounds = manifest.rounds
+        self._book = book
+
+    def __call__(
+        self,
+        train: Examples,
+        test: Examples,
+        config: TrainConfig,
+        turn: Turn,
+        device: torch.device | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        public: Examples | None = None,
+    ) -> PrivateData:
+        """Reserve what the turn will release and open the doors; raises what the book refuses with."""
+        counts, training = self._book.counts(), turn.fed.round < self._rounds
+        planned = self.course.releases(turn.fed.round, training, turn.prototypes, "class counts" not in counts)
+        self._book.reserve(turn.fed.round, training, planned)
+        return PrivateData(
+            train, test, config, turn, self.course, Spend(planned), self._noise(turn), device, counts, public, progress
+        )
+
+    def _noise(self, turn: Turn) -> Noise:
+        if self.course.terms.rng == "secure":
+            return SecureNoise()
+        return SeededNoise(turn.seed, "round", turn.fed.round, "silo", turn.silo, "privacy")
+
+
+def spent(releases: Sequence[Release]) -> Mapping[str, list[Release]]:
+    """Sort releases by the collection of records that they are charged to."""
+    found: dict[str, list[Release]] = {}
+    for release in releases:
+        found.setdefault(release.collection, []).append(release)
+    return found

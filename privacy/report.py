@@ -1,0 +1,47 @@
+"""What a private run cost each hospital, computed from what was written in its book."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fl_core.manifest import RunManifest
+from privacy.accounting import epsilon_prv, epsilon_rdp, replace_one
+from privacy.course import TEST, TRAIN, Release
+from privacy.terms import Terms
+
+CLASSES_SHOW = (
+    "Record-level privacy does not hide which classes a hospital treats: "
+    "without secure aggregation its update shows them."
+)
+
+
+def privacy_report(manifest: RunManifest, books: Sequence[Sequence[Release]]) -> Mapping[str, object]:
+    """Report the spending of a run: epsilon per hospital and the largest, by both accountants.
+
+    `private` is False where noise came from a seed; unit, adjacency, accountant and the place of noise are named.
+    """
+    terms = Terms.of(manifest.privacy.options)
+
+    def spent(book: Sequence[Release], collection: str) -> float:
+        return epsilon_rdp([r.mechanism for r in book if r.collection == collection], terms.delta)
+
+    train = [spent(book, TRAIN) for book in books]
+    worst = books[max(range(len(books)), key=train.__getitem__)]
+    largest = max(train)
+    twice, more = replace_one(largest, terms.delta)
+    return {
+        "profile": manifest.privacy.name,
+        "private": terms.rng == "secure",
+        "unit": "record, or the group that the data names",
+        "adjacency": "add or remove one unit",
+        "accountant": "RDP; PRV for information",
+        "noise": "at the hospital, before anything leaves",
+        "delta": terms.delta,
+        "epsilon_target": terms.epsilon,
+        "epsilon": largest,
+        "epsilon_prv": epsilon_prv([r.mechanism for r in worst if r.collection == TRAIN], terms.delta),
+        "epsilon_replace_one": {"epsilon": twice, "delta": more},
+        "epsilon_by_silo": dict(zip([m.name for m in manifest.members], train, strict=True)),
+        "epsilon_test_data": max(spent(book, TEST) for book in books),
+        "note": CLASSES_SHOW,
+    }
