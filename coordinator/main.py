@@ -24,6 +24,7 @@ MODULES = {
     "authority": ("ca",),
     "lead": ("run", "watch", "status", "runs", "show", "abort", "resume", "export", "silos"),
     "research": ("simulate", "demo", "methods", "models", "explain"),
+    "data": ("data",),
 }
 """Which module of `coordinator.commands` holds which command: one command loads one module, so that it starts fast."""
 
