@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import privacy.plan
+from coordinator.engines import How
 from coordinator.plan import IMAGES, manifest_from
 from coordinator.spec import RunSpec
 from fl_core import datasets, trees
 from fl_core.errors import ConfigError
 from fl_core.manifest import RunManifest
+from fl_core.personalise import BestHistory, FineTuned, fine_tuned
 from fl_core.records import fairness
 from fl_core.rounds import Observer, RoundRecord
-from fl_core.simulate import History, SiloShare, simulate
+from fl_core.simulate import SiloShare
 from fl_core.types import Federation, State, TaskKind
 from privacy.doors import PrivateDoors, SimulatedBook
 from privacy.release import Units
@@ -28,6 +30,7 @@ class Result:
     manifest: RunManifest
     records: Sequence[RoundRecord]
     model_digest: str
+    tuned: FineTuned | None = None
     privacy: Mapping[str, object] | None = None
 
     @property
@@ -53,6 +56,7 @@ class Result:
             "model_digest": self.model_digest,
             "manifest_digest": self.manifest.digest(),
             **self.personal(),
+            **({"pa_fine_tuned": self.tuned.pa, "fairness_fine_tuned": self.tuned.fairness} if self.tuned else {}),
             **({"privacy": self.privacy} if self.privacy else {}),
         }
 
@@ -77,7 +81,7 @@ def _known(accuracy: float) -> float | None:
     return None if accuracy < 0 else accuracy
 
 
-class _Reporting(History):
+class _Reporting(BestHistory):
     """A history that also tells somebody."""
 
     def __init__(self, tell: Observer | None) -> None:
@@ -112,9 +116,16 @@ def dealt_from(spec: RunSpec) -> str:
     return f"{name}:{path}"
 
 
-def run(spec: RunSpec, data_root: Path | None = None, tell: Observer | None = None) -> Result:
+def run(
+    spec: RunSpec,
+    data_root: Path | None = None,
+    tell: Observer | None = None,
+    how: How | None = None,
+    fine_tune: int = 0,
+) -> Result:
     """Simulate a run over all silos of the spec's federation, named hospital0, hospital1, ...
 
+    how: engine, device and the like   fine_tune: epochs after which the best global model is evaluated at each silo
     Guarantees: equal specs give equal model digests; the digest equals that of the same run over real silo
     processes with these names.
     """
@@ -135,9 +146,11 @@ def run(spec: RunSpec, data_root: Path | None = None, tell: Observer | None = No
     books = _books(manifest)
     doors = [PrivateDoors(manifest, k, book) for k, book in enumerate(books)]
     history = _Reporting(tell)
-    final = simulate(manifest, [SiloShare(s.train, s.test) for s in sets], history, doors or None)
+    shares = [SiloShare(s.train, s.test) for s in sets]
+    final = (how or How()).simulate(manifest, shares, history, doors or None)
+    tuned = fine_tuned(manifest, shares, history.best, history.best_round, fine_tune) if fine_tune else None
     spent = privacy_report(manifest, [book.releases for book in books]) if books else None
-    return Result(manifest, history.records, trees.digest(final["w"]), spent)
+    return Result(manifest, history.records, trees.digest(final["w"]), tuned, spent)
 
 
 def _books(manifest: RunManifest) -> list[SimulatedBook]:

@@ -76,6 +76,8 @@ class RunSpec:
                 augment=_bool(train, "augment"),
                 optimizer=str(train.get("optimizer", "sgd")),
                 nesterov=_bool(train, "nesterov"),
+                amp=str(train.get("amp", "off")),
+                channels_last=_bool(train, "channels_last"),
             ),
             name=None if raw.get("name") is None else str(raw["name"]),
             rounds=_int(raw, "rounds"),

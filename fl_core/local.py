@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +65,7 @@ class PlainData:
         self._turn = turn
         self._device = device or torch.device("cpu")
         self._progress = progress or (lambda *_: None)
+        self._ahead = 2 if self._device.type == "cuda" else 0
         self._calls = 0
         self._counts: Tensor | None = None
 
@@ -105,25 +109,65 @@ class PlainData:
         steppers += [torch.optim.SGD(bare.values(), lr_scale * self.lr)] if bare else []
         lonely = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
         model.train()
+        scaler = torch.amp.grad_scaler.GradScaler(self._device.type, enabled=self._config.amp == "fp16")
+        if self._config.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         taken = 0
         with rng.torch_scope(self._turn.seed, *path, "dropout"):
             batches = self._batches(order, self.planned_steps(epochs) if steps is None else steps)
-            for done, index in enumerate(batches, start=1):
-                if lonely and len(index) == 1:
-                    continue
-                x, y = self._read(Split.TRAIN, index, augment)
+            wanted = [(done, i) for done, i in enumerate(batches, start=1) if not (lonely and len(i) == 1)]
+            for (done, _), (x, y) in zip(wanted, self._stream([i for _, i in wanted], augment), strict=True):
                 for stepper in steppers:
                     stepper.zero_grad(set_to_none=True)
-                objective = loss(model, x, y).objective()
+                with self._autocast():
+                    objective = loss(model, x, y).objective()
                 if penalty is not None:
                     objective = objective + penalty(model)
-                objective.backward()  # type: ignore[no-untyped-call]
+                scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
+                for stepper in steppers:
+                    scaler.unscale_(stepper)
                 self._correct(named, full, shift)
                 for stepper in steppers:
-                    stepper.step()
+                    scaler.step(stepper)
+                scaler.update()
                 taken += 1
                 self._progress(done, len(batches))
+        if self._config.channels_last:
+            model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         return taken
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._config.amp == "off":
+            return nullcontext()
+        return torch.autocast(self._device.type, optimizers.AMP[self._config.amp])
+
+    def _stream(self, batches: Sequence[Tensor], augment: torch.Generator | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Read training batches in order; on a GPU one thread reads ahead into pinned memory.
+
+        One thread reads at a time, so augmentation draws in the same order, and the bits are the same.
+        """
+        if not self._ahead:
+            for index in batches:
+                yield self._ordered(*self._read(Split.TRAIN, index, augment))
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="reader") as reader:
+            waiting: deque[Future[tuple[Tensor, Tensor]]] = deque()
+            for index in batches:
+                waiting.append(reader.submit(self._examples[Split.TRAIN].batch, index, augment))
+                if len(waiting) > self._ahead:
+                    yield self._ordered(*self._sent(*waiting.popleft().result()))
+            while waiting:
+                yield self._ordered(*self._sent(*waiting.popleft().result()))
+
+    def _sent(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if self._device.type == "cuda" and x.device.type == "cpu":
+            x, y = x.pin_memory(), y.pin_memory()
+        return x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
+
+    def _ordered(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if self._config.channels_last and x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        return x, y
 
     def _batches(self, order: torch.Generator, steps: int) -> list[Tensor]:
         """Deal shuffled epochs into batches until `steps` are planned."""

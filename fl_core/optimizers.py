@@ -33,10 +33,16 @@ def make_steppers(
     return [*steppers, torch.optim.SGD(bare, lr)] if bare else steppers
 
 
+AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Precisions of losses in training, by name."""
+
+
 def check(config: TrainConfig) -> None:
     """Raise ConfigError (E-CFG-41) on an optimizer that does not exist or options that do not go together."""
     if config.optimizer not in OPTIMIZERS:
         raise ConfigError("E-CFG-41", f"expected train.optimizer of {OPTIMIZERS}, found {config.optimizer!r}")
+    if config.amp not in AMP:
+        raise ConfigError("E-CFG-41", f"expected train.amp of {tuple(AMP)}, found {config.amp!r}")
     if config.nesterov and (config.momentum <= 0 or config.optimizer != "sgd"):
         raise ConfigError("E-CFG-41", "train.nesterov needs train.optimizer=sgd and train.momentum > 0")
 

@@ -65,13 +65,16 @@ class FineTuned:
 
 
 def fine_tuned(
-    manifest: RunManifest, shares: Sequence[SiloShare], server: State, round: int, epochs: float = EPOCHS
+    manifest: RunManifest, shares: Sequence[SiloShare], server: State | None, round: int, epochs: float = EPOCHS
 ) -> FineTuned:
     """Fine-tune the global model of a server state at every silo with plain cross entropy, and evaluate it there.
 
-    round: whose learning rate is used. Guarantees: nothing of the run is touched; batches come from streams of
-    their own, so equal arguments give equal bits.
+    server: None gives no accuracies   round: whose learning rate is used
+    Guarantees: nothing of the run is touched; batches come from streams of their own, so equal arguments give equal
+    bits.
     """
+    if server is None:
+        return FineTuned(())
     bench, n_classes = bench_of(manifest), len(manifest.schema.classes)
     msg = bench.method.broadcast(server)
     fed = Federation(len(shares), n_classes, manifest.rounds, round, len(shares))

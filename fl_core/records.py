@@ -22,7 +22,8 @@ class TrainConfig:
 
     lr is per step and falls by `lr_decay` per round; max_steps cuts an `sgd` call short (0: never);
     clip_norm bounds the whole gradient of a step (0: off); optimizer: "sgd" (momentum, nesterov) or "adam", which
-    methods that count effective steps refuse.
+    methods that count effective steps refuse; amp: "bf16" or "fp16" computes losses in mixed precision (weights,
+    sums and evaluations stay float32), "off" does not; channels_last: the order of memory that GPUs convolve fastest.
     """
 
     lr: float = 0.01
@@ -36,6 +37,8 @@ class TrainConfig:
     augment: bool = False
     optimizer: str = "sgd"
     nesterov: bool = False
+    amp: str = "off"
+    channels_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

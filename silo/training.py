@@ -13,7 +13,8 @@ import torch
 
 from fl_core import cohort, datasets
 from fl_core.datasets import SiloDataset
-from fl_core.errors import ConfigError, DataError, ProtocolError, RefusedError
+from fl_core.devices import choose_device as choose_device
+from fl_core.errors import DataError, ProtocolError, RefusedError
 from fl_core.local import PlainData, Progress
 from fl_core.manifest import RunManifest
 from fl_core.models import build_model
@@ -33,25 +34,6 @@ Work = Callable[[Bench, State, State | None, SiloData, Turn, TaskKind], Outcome]
 def software() -> str:
     """Return the name and version of this software, as manifests carry it."""
     return f"consilium-fl {metadata.version('consilium-fl')}"
-
-
-def choose_device(name: str) -> torch.device:
-    """Read cpu, cuda, cuda:N or auto (a GPU where there is one).
-
-    Raises ConfigError (E-CFG-60) when it is something else or this machine has no such device.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, number = name.partition(":")
-    count = torch.cuda.device_count() if kind == "cuda" else 1
-    sound = kind in ("cpu", "cuda") and (not number or (kind == "cuda" and number.isdecimal()))
-    if not sound or int(number or 0) >= count:
-        raise ConfigError(
-            "E-CFG-60",
-            f"expected --device cpu, auto or one of {count if kind == 'cuda' else torch.cuda.device_count()} GPUs "
-            f"(cuda, cuda:0, ...), found {name!r}",
-        )
-    return torch.device(name)
 
 
 class DataSource:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypedDict
 
@@ -11,13 +14,16 @@ import typer
 from coordinator import display, simulation
 from coordinator.commands.options import Json
 from coordinator.config import compose_spec
+from coordinator.engines import How
 from coordinator.plan import schema_of
 from coordinator.spec import RunSpec
+from coordinator.sweep import Job, combinations, is_sweep, sweep
 from fl_core.errors import ConfigError
 from fl_core.explanations import EXPLANATIONS, explain_text
 from fl_core.methods import METHODS
 from fl_core.models import MODELS, ModelFacts, describe
 from fl_core.rounds import RoundRecord
+from fl_core.simulate_ray import Cluster
 from fl_core.types import Federation, State, TaskKind
 
 
@@ -39,6 +45,16 @@ class _Lines:
 def simulate(
     overrides: Annotated[list[str] | None, typer.Argument(help="method=fedmr data=digits federation=p5c2 ...")] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
+    multirun: Annotated[bool, typer.Option("--multirun", "-m", help="All combinations: seed=0,1,2 ...")] = False,
+    jobs: Annotated[int, typer.Option(help="With -m: simulations at a time; 0: one per core.", min=0)] = 0,
+    engine: Annotated[str, typer.Option(help="local, or ray: in actors, on several GPUs or machines.")] = "local",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "cpu",
+    deterministic: Annotated[bool, typer.Option(help="Only kernels that repeat to the last bit.")] = False,
+    spill: Annotated[Path | None, typer.Option(help="Folder for silos' states, when memory is short.")] = None,
+    fine_tune: Annotated[int, typer.Option(help="Epochs of the best global model at each silo, for PA.", min=0)] = 0,
+    ray_address: Annotated[str | None, typer.Option(help="Of a running Ray cluster; none starts one here.")] = None,
+    ray_actors: Annotated[int, typer.Option(help="Silos at work at a time.", min=1)] = 2,
+    ray_gpus: Annotated[float, typer.Option(help="GPUs per actor; fractions share one.", min=0)] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Run a federation in this process, with the code that the hospitals run.
@@ -46,8 +62,14 @@ def simulate(
     On your own images, dealt to simulated hospitals: data=folder data.path=/data/images (one folder per class), or
     data=manifest data.path=/data/images.csv (columns path, label, group, split), with federation=p5c2 or another.
     """
-    spec = compose_spec(overrides or [])
-    result = simulation.run(spec, data_root, None if as_json else _Lines())
+    how = How(engine, device, spill, deterministic, Cluster(ray_address, ray_actors, gpus=ray_gpus))
+    words = overrides or []
+    if multirun:
+        _sweep(words, partial(_summary, data_root, how, fine_tune), jobs)
+        return
+    if is_sweep(words):
+        raise ConfigError("E-CFG-64", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
+    result = simulation.run(compose_spec(words), data_root, None if as_json else _Lines(), how, fine_tune)
     summary = result.summary()
     if as_json:
         display.print_json(summary)
@@ -61,6 +83,20 @@ def simulate(
     )
     if scores := next((r.personal for r in reversed(result.records) if r.personal), None):
         display.OUT.print(f"personal models of the last round:{display.personal_text(scores)}")
+
+
+def _summary(data_root: Path | None, how: How, fine_tune: int, words: Sequence[str]) -> Mapping[str, object]:
+    spill = how.spill / "_".join(words).replace("/", "-") if how.spill else None
+    return simulation.run(compose_spec(words), data_root, None, replace(how, spill=spill), fine_tune).summary()
+
+
+def _sweep(words: Sequence[str], job: Job, jobs: int) -> None:
+    """Print one JSON line per simulation as it ends, and how far the sweep is on stderr."""
+    number, started = len(combinations(words)), time.monotonic()
+    for done, result in enumerate(sweep(words, job, jobs), start=1):
+        display.print_json(result)
+        spent = time.monotonic() - started
+        display.ERR.print(f"{done} of {number} done, left {display.span(spent / done * (number - done))}")
 
 
 def methods(as_json: Json = False) -> None:
