@@ -41,13 +41,16 @@ class Client:
     greeted: threading.Event
     clock: Callable[[], float] = time.monotonic
     _session: Session | None = None
+    _opening: Session | None = None
     _wake: threading.Event = field(default_factory=threading.Event)
     _recycle: bool = False
     _met: bool = False
 
     def send(self, message: pb.SiloMessage) -> None:
         """Send over the session of the moment; without one it is lost, and the next session makes up for it."""
-        session = self._session
+        opening = self._opening
+        # What follows a welcome at once is answered over the same session, though it is not yet the one of the moment.
+        session = self._session if opening is None or opening.welcome is None else opening
         if session is not None:
             session.send(message)
             session.beat()
@@ -85,6 +88,7 @@ class Client:
         self._recycle = False  # before the line is read: a renewal that comes meanwhile asks again
         line = self.lines.current()
         fresh = Session(line.control, handler, self._wake.set, lambda e: self.say(trouble(e)), self.clock)
+        self._opening = fresh
         try:
             welcome = fresh.open(self.hello(), self.patience.idle_s)
             if welcome.protocol != PROTOCOL:
@@ -93,13 +97,16 @@ class Client:
                 )
             self.welcomed(welcome)
         except UnavailableError as error:
+            self._opening = None
             fresh.drop()
             self._missed(line.address, error)
             return False
         except FederationError:
+            self._opening = None
             fresh.drop()
             raise
         old, self._session = self._session, fresh
+        self._opening = None
         if old is not None:
             old.drop()
         self.lines.retire(used=line)

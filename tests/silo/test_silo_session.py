@@ -123,6 +123,17 @@ def test_messages_reach_the_handler_in_order_and_a_senseless_one_is_reported(mak
     until(lambda: rig.control.last.got("answer"))
 
 
+def test_what_follows_the_welcome_at_once_is_answered_over_that_session(make):
+    """The offer is there before the client has dealt with the welcome; an answer that got lost would be missed."""
+    rig = make()
+    rig.control.greet = lambda session: session.send(offer=pb.Offer(run_id="run-1"))
+    rig.handler.offer = lambda offer: rig.client.send(pb.SiloMessage(answer=pb.Answer(run_id=offer.run_id)))
+    rig.client.welcomed = lambda welcome: until(lambda: rig.control.last.got("answer"), what="for the answer")
+    rig.start()
+    until(lambda: rig.greeted.is_set())
+    assert len(rig.control.sessions) == 1
+
+
 def test_it_comes_back_after_the_coordinator_was_restarted(make):
     rig = make().start()
     rig.host.stop()
