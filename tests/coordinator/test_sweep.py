@@ -1,0 +1,71 @@
+"""`coordinator simulate`: sweeps in processes, engines, and what does not go together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator import simulation
+from coordinator.commands.research import simulate
+from coordinator.config import compose_spec
+from coordinator.engines import How
+from coordinator.sweep import combinations, is_sweep
+from fl_core.errors import ConfigError
+
+COMMAND = str(Path(sys.executable).parent / "coordinator")
+SHORT = ["data=digits", "federation=p5c2", "rounds=1", "train.max_steps=2", "threads=1"]
+
+
+def test_combinations_are_the_grid_and_brackets_separate_nothing() -> None:
+    words = ["seed=0,1", "method=fedavg,fedmr", "federation=p5c2", "silos=[a,b]"]
+    assert combinations(words) == [
+        [f"seed={s}", f"method={m}", "federation=p5c2", "silos=[a,b]"] for s in (0, 1) for m in ("fedavg", "fedmr")
+    ]
+    assert is_sweep(words)
+    assert not is_sweep(words[2:])
+
+
+@pytest.mark.parametrize(("words", "code"), [(["seed=0,x"], "E-CFG-41"), (["method=fedavg,fedmrr"], "E-CFG-42"),
+                                             (["=1"], "E-CFG-42")])  # fmt: skip
+def test_a_wrong_word_is_refused_before_anything_runs(words: list[str], code: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        combinations(words)
+    assert caught.value.code == code
+
+
+def test_a_sweep_prints_one_object_per_run_that_equals_the_run_alone() -> None:
+    done = subprocess.run(
+        [COMMAND, "simulate", "-m", *SHORT, "seed=0,1", "--jobs", "2"], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sorted(r["seed"] for r in found) == [0, 1]
+    assert "2 of 2 done" in done.stderr
+    one = next(r for r in found if r["seed"] == 1)
+    assert one.pop("overrides") == [*SHORT, "seed=1"]
+    assert one == json.loads(json.dumps(simulation.run(compose_spec([*SHORT, "seed=1"])).summary()))
+
+
+def test_ways_to_run_give_one_digest_and_fine_tuning_changes_none(tmp_path: Path) -> None:
+    spec = compose_spec([*SHORT, "method=scaffold", "cohort=3"])
+    plain = simulation.run(spec)
+    other = simulation.run(spec, how=How(device="cpu", spill=tmp_path, exact=True), fine_tune=1)
+    assert other.model_digest == plain.model_digest
+    assert other.summary()["pa_fine_tuned"] > other.summary()["best_global_accuracy"]
+    assert "pa_fine_tuned" not in plain.summary()
+    assert list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "code"),
+    [(["seed=0,1"], {}, "E-CFG-64"), ([], {"engine": "slurm"}, "E-CFG-64"), ([], {"device": "tpu"}, "E-CFG-60"),
+     ([], {"engine": "ray", "device": "auto"}, "E-CFG-64"), (["train.amp=int8"], {}, "E-CFG-41")],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(words: list[str], more: dict[str, str], code: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        simulate([*SHORT, *words], **more)
+    assert caught.value.code == code
