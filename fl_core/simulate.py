@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +14,7 @@ from fl_core.local import PlainData
 from fl_core.manifest import RunManifest
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.protocols import Doors, SiloPort
+from fl_core.protocols import Doors, Guard, SiloPort
 from fl_core.rounds import Engine, Observer, RoundRecord, Schedule
 from fl_core.states import InMemory, States
 from fl_core.types import Bundle, Examples, Federation, State, TaskKind, TrainConfig, Turn
@@ -45,6 +45,7 @@ class LocalPort:
         doors: Doors = PlainData,
         states: States | None = None,
         device: torch.device | None = None,
+        withheld: frozenset[int] = frozenset(),
     ) -> None:
         self.name = name
         self._index = index
@@ -57,10 +58,11 @@ class LocalPort:
         self._doors = doors
         self._states = states or InMemory()
         self._device = device
+        self._withheld = withheld
 
     def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
         """Run `worker.work` and stage the silo's next state."""
-        turn = Turn(fed, self._index, self._seed, self._prototypes)
+        turn = Turn(fed, self._index, self._seed, self._prototypes, self._withheld)
         data = self._doors(self._share.train, self._share.test, self._train, turn, self._device, public=self._public)
         outcome = work(self._bench, msg, self._states.get(self._index), data, turn, kind)
         if kind is TaskKind.TRAIN:
@@ -110,13 +112,18 @@ def local_ports(
     doors: Sequence[Doors] | None = None,
     states: States | None = None,
     device: torch.device | None = None,
+    guards: Sequence[Guard] = (),
 ) -> list[LocalPort]:
     """Make one port per member, all sharing one scratch model; the union of the test sets is public here.
 
     doors: of each member; `PlainData` where there are none   states: where silos' states lie between rounds
-    device: where models are trained; examples lie there as well, as far as they fit
+    device: where models are trained; examples lie there as well, as far as they fit   guards: of every silo
     """
-    bench, device, states = bench_of(manifest), device or torch.device("cpu"), states or InMemory()
+    bench, device, states = (
+        replace(bench_of(manifest), guards=guards),
+        device or torch.device("cpu"),
+        states or InMemory(),
+    )
     bench.model.to(device)
     shares = on_device(shares, device)
     public = Joined([s.test for s in shares]) if manifest.personal else None
@@ -145,19 +152,22 @@ def simulate(
     doors: Sequence[Doors] | None = None,
     states: States | None = None,
     device: torch.device | None = None,
+    guards: Sequence[Guard] = (),
+    incoming: Sequence[Guard] | None = None,
 ) -> State:
     """Run a manifest in this process and return the final server state; doors: of each member, plain ones by default.
 
-    states: where silos' states lie between rounds   device: where models are trained
+    states: where silos' states lie between rounds   device: where models are trained   guards: of every silo;
+    incoming: those undone on the sum, the run's grid where there are none
     Guarantees: equals the same manifest over real silo processes bit for bit, on one kind of machine.
     """
     before = torch.get_num_threads()
     if manifest.threads:
         torch.set_num_threads(manifest.threads)
     try:
-        return engine_of(manifest, local_ports(manifest, shares, doors, states, device), parallel=1).run(
-            initial_state(manifest), observer
-        )
+        engine = engine_of(manifest, local_ports(manifest, shares, doors, states, device, guards), parallel=1)
+        engine = engine if incoming is None else replace(engine, incoming=incoming)
+        return engine.run(initial_state(manifest), observer)
     finally:
         torch.set_num_threads(before)
 

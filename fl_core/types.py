@@ -145,13 +145,25 @@ class Turn:
     """What a silo's half of a method may know besides data: where and when it runs.
 
     silo is the index in the run's roster; `prototypes` is False for a silo that submits none in this run
-    (drawn before round 1, or the hospital's own opt-out): it still receives and uses them.
+    (drawn before round 1, or the hospital's own opt-out): it still receives and uses them. withheld: classes whose
+    prototypes the hospital never submits, chosen from the label space without looking at what it holds.
     """
 
     fed: Federation
     silo: int
     seed: int
     prototypes: bool = True
+    withheld: frozenset[int] = frozenset()
+
+    def shown(self, part: Part) -> Part:
+        """Put zeros of weight 0 in the rows of withheld classes, present or not; rows come class by class."""
+        if not self.withheld:
+            return part
+        hidden = torch.zeros(self.fed.n_classes, dtype=torch.bool)
+        hidden[sorted(self.withheld)] = True
+        rows = hidden.repeat_interleave(len(part.weight) // self.fed.n_classes)
+        total = {name: torch.where(_rows(rows, v), torch.zeros_like(v), v) for name, v in part.total.items()}
+        return Part(total, torch.where(rows, torch.zeros_like(part.weight), part.weight))
 
 
 class Outcome(NamedTuple):

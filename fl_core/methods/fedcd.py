@@ -72,7 +72,7 @@ class FedCD(FedCDOptions):
         weight = counts if turn.prototypes else torch.zeros_like(counts)
         bundle = {
             "delta": Part.of(trees.only(moved, self.shared), self.weight(data)),
-            PART: Part.of({"p": points - msg[PART]["p"]}, weight),
+            PART: turn.shown(Part.of({"p": points - msg[PART]["p"]}, weight)),
         }
         if self.acla != "fedavg":
             known = Anchors(msg[PART]["p"], msg[PART]["known"] > 0)

@@ -131,7 +131,7 @@ class FedNH(FedAvg):
                 return net.features(x)
 
         sums = data.sum(ClassSums(unit, len(rows)), bound=1.0)
-        return Part.of({"w": normalize(sums["sum"], dim=1, eps=EPS)}, sums["count"].clamp(min=0.0))
+        return turn.shown(Part.of({"w": normalize(sums["sum"], dim=1, eps=EPS)}, sums["count"].clamp(min=0.0)))
 
 
 def turned(w: Tensor, part: Part, rho: float) -> Tensor:

@@ -52,9 +52,9 @@ def withheld(state: Tensors) -> Part:
 
 
 def submitted(model: nn.Module, msg: State, data: SiloData, turn: Turn) -> Part:
-    """Measure prototypes around the received ones, or withhold them where this silo submits none."""
+    """Measure prototypes around the received ones; withhold them, or those of single classes, where the silo does."""
     state = msg[PART]
-    return measure(model, state, data) if turn.prototypes else withheld(state)
+    return turn.shown(measure(model, state, data)) if turn.prototypes else withheld(state)
 
 
 def merged(state: Tensors, part: Part) -> dict[str, Tensor]:

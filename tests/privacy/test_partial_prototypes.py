@@ -1,0 +1,142 @@
+"""Partial prototype submission: silos drawn before round 1, a silo's own opt-out, single classes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers_core import FED, SCHEMA, manifest, same, same_bundle, shares
+from torch import nn
+
+from fl_core import cohort
+from fl_core.local import PlainData
+from fl_core.manifest import Choice, RunManifest
+from fl_core.methods import build_method
+from fl_core.models import build_model
+from fl_core.simulate import History, LocalPort, bench_of, initial_state, simulate
+from fl_core.types import Bundle, State, TaskKind, Turn
+from privacy.doors import PrivateDoors, SimulatedBook
+from privacy.plan import build
+
+TRAINED = {"fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"}, "fedproc": {}, "fednh": {}}
+WITHHELD = frozenset({1, 3})
+
+
+def run_of(method: str, private: bool, **options: object) -> RunManifest:
+    made = manifest(method, {**TRAINED.get(method, {}), **options}, rounds=5)  # type: ignore[arg-type]
+    members = tuple(replace(m, units=14) for m in made.members)
+    terms = {"rng": "test", "prototype_noise": 0.5, "epsilon": 50.0}
+    return replace(made, members=members, privacy=Choice("dp_record", terms)) if private else made
+
+
+def sent(method: str, private: bool, withheld: frozenset[int], **options: object) -> tuple[Bundle, SimulatedBook]:
+    """Run one round of silo 0, which holds classes 0 and 1 of four."""
+    run, book = run_of(method, private, **options), SimulatedBook()
+    doors = PrivateDoors(run, 0, book) if private else PlainData
+    port = LocalPort("north", 0, shares()[0], bench_of(run), run.train, 0, True, doors=doors, withheld=withheld)
+    msg: State = bench_of(run).method.broadcast(initial_state(run))
+    return port.round(msg, replace(FED, round=0), TaskKind.TRAIN), book
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("method", sorted(TRAINED))
+def test_withheld_classes_are_zeros_whether_present_or_not(method: str, private: bool) -> None:
+    """Class 1 is held and class 3 is not: both rows are zeros; the other rows, and the charge, are as without."""
+    full, charged = sent(method, private, frozenset())
+    part, also = sent(method, private, WITHHELD)
+    assert charged.releases == also.releases
+    for name in full:
+        if name != "prototypes":
+            assert same_bundle({name: full[name]}, {name: part[name]})
+    whole, shown = full["prototypes"], part["prototypes"]
+    for value, rest in ((*whole.total.values(), *shown.total.values()), (whole.weight, shown.weight)):
+        assert torch.equal(rest[[0, 2]], value[[0, 2]])
+        assert bool(value[1].abs().sum() > 0)
+        assert not bool(rest[[1, 3]].any())
+    if private:
+        assert bool(whole.weight[3] != 0) or bool(whole.weight[1] != 0)  # noise stood in their place
+
+
+def test_fine_grained_prototypes_are_withheld_class_by_class() -> None:
+    part = sent("fedcd", False, WITHHELD, restarts=2, steps=3)[0]["prototypes"]
+    fine = len(part.weight) // 4
+    assert fine >= 1
+    rows = part.weight.reshape(4, fine)
+    assert bool(rows[0].any())
+    assert not bool(rows[[1, 3]].any())
+    assert not bool(part.total["p"].reshape(4, fine, -1)[[1, 3]].any())
+
+
+def test_withholding_every_class_is_withholding_all() -> None:
+    every, _ = sent("fedmr", False, frozenset(range(4)))
+    run = run_of("fedmr", False)
+    port = LocalPort("north", 0, shares()[0], bench_of(run), run.train, 0, False)
+    none = port.round(bench_of(run).method.broadcast(initial_state(run)), replace(FED, round=0), TaskKind.TRAIN)
+    assert same_bundle(every, none)
+
+
+def test_t_29_share_of_silos_is_drawn_before_round_1() -> None:
+    """The same list for everybody; 0, 5, 8 and 10 of 10 silos at 0, 50, 80 and 100 %."""
+    names = [f"hospital{k}" for k in range(10)]
+    lists = [cohort.prototype_submitters(3, names, p) for p in (0.0, 0.5, 0.8, 1.0)]
+    assert [sum(drawn) for drawn in lists] == [0, 5, 8, 10]
+    backwards = cohort.prototype_submitters(3, names[::-1], 0.5)[::-1]
+    assert backwards == lists[1]
+    for small, large in itertools.pairwise(lists):
+        assert all(b for a, b in zip(small, large, strict=True) if a)  # a larger share adds silos
+
+
+def final(run: RunManifest) -> State:
+    if run.privacy.name == "none":
+        return simulate(run, shares(), History())
+    doors = [PrivateDoors(run, k, SimulatedBook()) for k in range(3)]
+    return simulate(run, shares(), History(), doors)
+
+
+@pytest.mark.parametrize("pair", [("fedmr", "fedmr"), ("fedproc", "fedavg")])
+def test_t_42_share_zero_is_the_intra_loss_alone(pair: tuple[str, str]) -> None:
+    """Nobody submits: FedMR is FedMR without prototypes, FedProc is FedAvg, bit for bit."""
+    method, fallback = pair
+    off = {"mu1": 1e-4, "mu2": 0.0} if fallback == "fedmr" else {}
+    nobody = manifest(method, TRAINED[method], share=0.0)  # type: ignore[arg-type]
+    alone = manifest(fallback, off)  # type: ignore[arg-type]
+    assert not any(m.prototypes for m in nobody.members)
+    assert same(final(nobody)["w"], final(alone)["w"])
+    sends = build_method(method, {**TRAINED[method], **(build_method(method, {}).without_prototypes or {})}).sends
+    assert sends == ("delta",)
+
+
+def test_t_42_epsilon_infinity_is_the_plain_run_and_share_zero_holds_under_privacy() -> None:
+    plain = run_of("fedmr", False)
+    members = tuple(replace(m, units=0) for m in plain.members)
+    infinite = replace(plain, privacy=Choice("dp_record", {"epsilon": float("inf")}), members=members)
+    assert not build(infinite).private
+    assert same(simulate(infinite, shares(), History())["w"], final(plain)["w"])
+    private = run_of("fedmr", True)
+    nobody = replace(private, members=tuple(replace(m, prototypes=False) for m in private.members))
+    books = [SimulatedBook() for _ in range(3)]
+    simulate(nobody, shares(), History(), [PrivateDoors(nobody, k, b) for k, b in enumerate(books)])
+    assert all(r.purpose != "prototypes" for b in books for r in b.releases)
+
+
+def test_a_silo_that_submits_none_still_uses_prototypes() -> None:
+    """A loss with prototypes is trained on by a silo that withholds its own (MR-10)."""
+    run = manifest("fedmr", TRAINED["fedmr"])  # type: ignore[arg-type]
+    method = bench_of(run).method
+    known = {"g": torch.ones(4, 64), "known": torch.ones(4)}
+    start = {**initial_state(run)}
+    width = start["prototypes"]["g"].shape[1]
+    start["prototypes"] = {**known, "g": torch.randn(4, width, generator=torch.Generator().manual_seed(0))}
+
+    def trained(msg: State, prototypes: bool) -> nn.Module:
+        model = build_model("digits_cnn", {}, SCHEMA, 0)
+        turn = Turn(replace(FED, round=1), 0, 0, prototypes)
+        data = PlainData(shares()[0].train, shares()[0].test, run.train, turn)
+        method.local(model, msg, {}, data, turn)
+        return model
+
+    with_own, without = trained(start, True).state_dict(), trained(start, False).state_dict()
+    assert same(with_own, without)
+    assert not same(without, trained(dict(initial_state(run)), False).state_dict())
