@@ -9,7 +9,7 @@ from pathlib import Path
 from fl_core.devices import choose_device, deterministic
 from fl_core.errors import ConfigError
 from fl_core.manifest import RunManifest
-from fl_core.protocols import Doors
+from fl_core.protocols import Doors, Guard
 from fl_core.rounds import Observer
 from fl_core.simulate import SiloShare, simulate
 from fl_core.simulate_ray import Cluster, simulate_ray
@@ -34,8 +34,9 @@ class How:
     cluster: Cluster = Cluster()  # noqa: RUF009
 
     def simulate(
-        self, manifest: RunManifest, shares: Sequence[SiloShare], observer: Observer, doors: Sequence[Doors] | None
-    ) -> State:
+        self, manifest: RunManifest, shares: Sequence[SiloShare], observer: Observer, doors: Sequence[Doors] | None,
+        guards: Sequence[Guard] = (), incoming: Sequence[Guard] | None = None,
+    ) -> State:  # fmt: skip
         """Run a manifest; raises ConfigError (E-CFG-60, E-CFG-63, E-CFG-64) where it cannot.
 
         Guarantees: on the CPU every way gives the same bits for one number of threads.
@@ -44,7 +45,7 @@ class How:
             raise ConfigError("E-CFG-64", f"expected --engine of {ENGINES}, found {self.engine!r}")
         states = InFiles(self.spill) if self.spill else InMemory()
         if self.engine == "ray":
-            if doors:
+            if doors or guards:
                 raise ConfigError("E-CFG-64", "expected engine=local for a private run, found engine=ray: change one")
             if self.device != "cpu" or self.exact:
                 raise ConfigError(
@@ -52,4 +53,4 @@ class How:
                 )
             return simulate_ray(manifest, shares, observer, self.cluster, states)
         with deterministic(self.exact):
-            return simulate(manifest, shares, observer, doors, states, choose_device(self.device))
+            return simulate(manifest, shares, observer, doors, states, choose_device(self.device), guards, incoming)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError
 
+import privacy.plan
 from coordinator.blobs import Blobs
 from coordinator.hub import Hub
 from coordinator.store import Store
@@ -65,9 +66,10 @@ class StoredBundle(Mapping[str, Part]):
 
 
 def allowed_dtypes(manifest: RunManifest) -> frozenset[torch.dtype]:
-    """Say which numbers the bundles of a run hold: floats in plain runs; integers too where a mask can need them."""
+    """Say which numbers the bundles of a run hold: floats in plain runs; integers too where silos use the grid."""
     plain = frozenset({torch.float32})
-    return plain if manifest.grid.ring == "ring64" else plain | {torch.int32, torch.int64}
+    on_grid = manifest.grid.ring == "ring32" or privacy.plan.build(manifest).silo
+    return plain | {torch.int32, torch.int64} if on_grid else plain
 
 
 class Broadcasts:

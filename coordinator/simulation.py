@@ -20,7 +20,7 @@ from fl_core.simulate import SiloShare
 from fl_core.types import Federation, State, TaskKind
 from privacy.doors import PrivateDoors, SimulatedBook
 from privacy.release import Units
-from privacy.report import privacy_report
+from privacy.report import report
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +143,12 @@ def run(
         spec = replace(spec, data={**spec.data, "classes": list(sets[0].schema.classes)})
     sizes = [len(Units.of(s.train)) for s in sets]
     manifest = manifest_from(spec, [f"hospital{k}" for k in range(len(sets))], sizes)
-    books = _books(manifest)
+    plan = privacy.plan.build(manifest)
+    books = [SimulatedBook() for _ in manifest.members] if plan.private else []
     doors = [PrivateDoors(manifest, k, book) for k, book in enumerate(books)]
     history = _Reporting(tell)
     shares = [SiloShare(s.train, s.test) for s in sets]
-    final = (how or How()).simulate(manifest, shares, history, doors or None)
+    final = (how or How()).simulate(manifest, shares, history, doors or None, plan.silo, plan.incoming)
     tuned = fine_tuned(manifest, shares, history.best, history.best_round, fine_tune) if fine_tune else None
-    spent = privacy_report(manifest, [book.releases for book in books]) if books else None
+    spent = report(manifest, [book.releases for book in books])
     return Result(manifest, history.records, trees.digest(final["w"]), tuned, spent)
-
-
-def _books(manifest: RunManifest) -> list[SimulatedBook]:
-    """Open a book for each hospital of a private run; none for a plain one."""
-    return [SimulatedBook() for _ in manifest.members] if privacy.plan.build(manifest).private else []

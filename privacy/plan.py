@@ -16,6 +16,8 @@ from fl_core.kinds import Capability
 from fl_core.manifest import Choice, RunManifest
 from fl_core.methods import build_method
 from fl_core.protocols import Guard
+from privacy.central import silo_level
+from privacy.silo_terms import SiloTerms
 from privacy.terms import Terms
 
 
@@ -46,12 +48,26 @@ def _dp_record(manifest: RunManifest) -> Plan:
     return Plan("dp_record", (), (FixedPoint(manifest.grid),), is_private(manifest.privacy))
 
 
-PROFILES: Mapping[str, Callable[[RunManifest], Plan]] = {"none": _none, "dp_record": _dp_record}
+def _dp_silo_small(manifest: RunManifest) -> Plan:
+    """Silo-level differential privacy of small payloads; epsilon = inf is the plain run itself."""
+    grid = FixedPoint(manifest.grid)
+    if not is_private(manifest.privacy):
+        return Plan("dp_silo_small", (), (grid,))
+    guard = silo_level(manifest)
+    return Plan("dp_silo_small", (guard,), (grid, guard))
+
+
+PROFILES: Mapping[str, Callable[[RunManifest], Plan]] = {
+    "none": _none,
+    "dp_record": _dp_record,
+    "dp_silo_small": _dp_silo_small,
+}
 
 
 def is_private(privacy: Choice) -> bool:
     """Tell whether a profile asks for noise; raises ConfigError on terms that cannot be."""
-    return privacy.name == "dp_record" and Terms.of(privacy.options).epsilon != float("inf")
+    kinds: Mapping[str, type[Terms] | type[SiloTerms]] = {"dp_record": Terms, "dp_silo_small": SiloTerms}
+    return privacy.name in kinds and kinds[privacy.name].of(privacy.options).epsilon != float("inf")
 
 
 def build(manifest: RunManifest) -> Plan:

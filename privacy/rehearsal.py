@@ -20,6 +20,7 @@ from fl_core.types import (
     Coupling,
     Federation,
     LossFn,
+    Part,
     PenaltyFn,
     Query,
     Schema,
@@ -31,25 +32,31 @@ from fl_core.types import (
 
 StepsOf = Callable[[float], int]
 PROBED = 6
+SIZE = 100.0
+"""Examples that the rehearsal's silo says it has."""
 PROBES = ((torch.float64, 1e-10), (torch.float32, 1e-4))
 
 
 @dataclass(slots=True)
 class Needs:
-    """The calls of one round: steps of each training, sums over training examples, and whether counts are asked for."""
+    """The calls of one round: steps of each training, sums over training examples, and whether counts are asked for.
+
+    weights: of the parts that one number weighs, for a silo of `SIZE` examples.
+    """
 
     steps: list[int] = field(default_factory=list)
     class_sums: int = 0
     example_sums: int = 0
     counts: bool = False
+    weights: dict[str, float] = field(default_factory=dict)
 
 
 class _Doors:
     """Doors that write down what they are asked for."""
 
-    def __init__(self, schema: Schema, train: TrainConfig, steps_of: StepsOf, needs: Needs) -> None:
+    def __init__(self, schema: Schema, train: TrainConfig, steps_of: StepsOf, needs: Needs, probe: bool) -> None:
         self.lr, self.batch_size = train.lr, train.batch_size
-        self._schema, self._train, self._steps_of, self._needs = schema, train, steps_of, needs
+        self._schema, self._train, self._steps_of, self._needs, self._probe = schema, train, steps_of, needs, probe
 
     def planned_steps(self, epochs: float | None = None) -> int:
         return self._steps_of(self._train.epochs if epochs is None else epochs)
@@ -63,7 +70,8 @@ class _Doors:
         only: Callable[[str], bool] | None = None, plain: Callable[[str], bool] | None = None,
     ) -> int:  # fmt: skip
         del lr_scale, penalty, shift, only, plain
-        check_independence(model, loss, self._schema)
+        if self._probe:
+            check_independence(model, loss, self._schema)
         self._needs.steps.append(self.planned_steps(epochs) if steps is None else steps)
         return self._needs.steps[-1]
 
@@ -79,17 +87,19 @@ class _Doors:
         return {name: rows.sum(0) for name, rows in query.rows(x, y).items()}
 
     def size(self) -> float:
-        return 100.0
+        return SIZE
 
     def class_counts(self) -> Tensor:
         self._needs.counts = True
-        return torch.full((len(self._schema.classes),), 100.0 / len(self._schema.classes))
+        return torch.full((len(self._schema.classes),), SIZE / len(self._schema.classes))
 
 
-def rehearse(method: Method, model: nn.Module, schema: Schema, train: TrainConfig, steps_of: StepsOf) -> Needs:
+def rehearse(
+    method: Method, model: nn.Module, schema: Schema, train: TrainConfig, steps_of: StepsOf, probe: bool = True
+) -> Needs:
     """Run two rounds of a method, the first of which gives it prototypes, and return what the second asked for.
 
-    steps_of: epochs -> steps of the course that is planned.
+    steps_of: epochs -> steps of the course that is planned   probe: check that examples' losses are apart.
 
     Raises RefusedError (E-PRIV-13) when a loss that is declared per example mixes examples.
     """
@@ -99,10 +109,16 @@ def rehearse(method: Method, model: nn.Module, schema: Schema, train: TrainConfi
     for t in range(2):
         needs = Needs()
         now = Federation(1, len(schema.classes), 4, t, 1)
-        doors = _Doors(schema, train, steps_of, needs)
+        doors = _Doors(schema, train, steps_of, needs, probe)
         bundle, silo = method.local(model, method.broadcast(server), silo, doors, Turn(now, 0, 0))
-        server = method.merge(server, bundle, now)
+        needs.weights = {name: float(part.weight) for name, part in bundle.items() if not part.weight.dim()}
+        server = method.merge(server, {n: _alone(p) if n in method.apart else p for n, p in bundle.items()}, now)
     return needs
+
+
+def _alone(part: Part) -> Part:
+    """Make what `merge` sees of a part that it sees silo by silo, with one silo."""
+    return Part({key: v.unsqueeze(0) for key, v in part.total.items()}, part.weight.unsqueeze(0))
 
 
 def check_independence(model: nn.Module, loss: LossFn, schema: Schema) -> None:

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from fl_core.manifest import RunManifest
 from privacy.accounting import epsilon_prv, epsilon_rdp, replace_one
+from privacy.central import coordinates, silo_level
 from privacy.course import TEST, TRAIN, Release
+from privacy.plan import is_private
+from privacy.silo_terms import SiloTerms, analytic_epsilon, participations
 from privacy.terms import Terms
 
 CLASSES_SHOW = (
@@ -45,3 +48,39 @@ def privacy_report(manifest: RunManifest, books: Sequence[Sequence[Release]]) ->
         "epsilon_test_data": max(spent(book, TEST) for book in books),
         "note": CLASSES_SHOW,
     }
+
+
+def silo_report(manifest: RunManifest) -> Mapping[str, object]:
+    """Report the spending of a run with silo-level privacy: a release of rate 1 per round that a silo took part in."""
+    terms, guard = SiloTerms.of(manifest.privacy.options), silo_level(manifest)
+    rounds = participations(manifest)
+    histories = [terms.history(guard.noise, trained, manifest.rounds + 1) for trained in rounds]
+    spent = [epsilon_rdp(history, terms.delta) for history in histories]
+    worst = histories[max(range(len(spent)), key=spent.__getitem__)]
+    twice, more = replace_one(max(spent), terms.delta)
+    central = terms.placement == "central"
+    return {
+        "profile": manifest.privacy.name,
+        "private": terms.rng == "secure",
+        "unit": "hospital: all its records",
+        "adjacency": "add or remove one hospital's data; its place in the roster stays",
+        "accountant": "RDP, q = 1 per round taken part in; exact Gaussian curve for information",
+        "noise": "at the coordinator, who is trusted" if central else "at the hospital, before anything leaves",
+        "noise_multiplier": guard.noise,
+        "coordinates": coordinates(manifest.layout),
+        "delta": terms.delta,
+        "epsilon_target": terms.epsilon,
+        "epsilon": max(spent),
+        "epsilon_analytic": analytic_epsilon(worst, terms.delta),
+        "epsilon_replace_one": {"epsilon": twice, "delta": more},
+        "epsilon_by_silo": dict(zip([m.name for m in manifest.members], spent, strict=True)),
+        "rounds_by_silo": dict(zip([m.name for m in manifest.members], rounds, strict=True)),
+        "test_data": terms.test_data,
+    }
+
+
+def report(manifest: RunManifest, books: Sequence[Sequence[Release]]) -> Mapping[str, object] | None:
+    """Report what a run's profile cost its hospitals; None for a run without privacy."""
+    if not is_private(manifest.privacy):
+        return None
+    return silo_report(manifest) if manifest.privacy.name == "dp_silo_small" else privacy_report(manifest, books)

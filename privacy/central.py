@@ -1,0 +1,214 @@
+"""Silo-level differential privacy: the joint norm of all that a silo sends is clipped, and noise is added on the grid.
+
+McMahan, Ramage, Talwar and Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018, with whole
+silos in the place of users. In round t the vector of silo k is everything it sends, block by block,
+
+    V_k = clip_{C_t}( [ x_s / scale_s ]_s )        x_s: weighed totals of part s, and its weights where these are data
+
+A weight of one number per silo is public: a_k = N_k / max_j N_j of the declared sizes, or 1; it multiplies its block
+before the clip and is sent as it is. Weights per class are data, and part of the vector. Adding or removing all data of
+one silo (its place in the roster stays) moves the sum by at most C_t, so noise z C_t scale_s on block s makes a round
+one Gaussian release of noise z. Noise is integer, on the run's grid; what rounding can add to a norm is taken off C_t.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fl_core.errors import ConfigError, RefusedError
+from fl_core.evaluation import METRICS
+from fl_core.fixed_point import Grid
+from fl_core.manifest import RunManifest
+from fl_core.methods import build_method
+from fl_core.models import build_model
+from fl_core.types import Bundle, Layout, Part
+from privacy.discrete import integer_noise
+from privacy.entropy import Noise, SecureNoise, SeededNoise
+from privacy.rehearsal import SIZE, rehearse
+from privacy.silo_terms import SiloTerms, participations
+
+LARGEST = 20_000
+"""Coordinates beyond which noise buries what a few silos can tell: it needs privacy.allow_large=true."""
+_FINE_BITS = 20
+"""Bits of the noise's standard deviation below its grid: finer digits of the run's grid are not used."""
+
+
+@dataclass(frozen=True)
+class SiloLevel:
+    """The guard at the silo, and with central noise at the coordinator.
+
+    noise: z of a round's update   shares: a_k of each silo   sized: parts whose weight is a_k; of others it is 1 or 0
+    scale: public factor of parts with weights per class. Guarantees: the bundle has the layout it had; everything that
+    depends on data is clipped, and noisy unless noise is central; evaluation passes as it is where test data is public.
+    """
+
+    terms: SiloTerms
+    grid: Grid
+    layout: Layout
+    noise: float
+    shares: tuple[float, ...]
+    sized: frozenset[str]
+    scale: float
+    seed: int
+
+    def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:
+        """Clip one silo's bundle, round it to the grid and, unless noise is central, add noise."""
+        weighed = {name: self._weighed(name, part, silo) for name, part in bundle.items()}
+        local = self.terms.placement == "local"
+        found = dict(weighed)
+        for names, clip, noise in self._blocks(weighed, round):
+            part_of = {name: weighed[name] for name in names}
+            units = self._rounded(part_of, clip, noise)
+            found |= self._noisy(units, clip, noise, self._source(round, "silo", silo)) if local else units
+        return found
+
+    def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
+        """Add central noise to the sum, which is still on the grid; with local noise nothing is left to do."""
+        if self.terms.placement == "local":
+            return total
+        found = dict(total)
+        for names, clip, noise in self._blocks(total, round):
+            part_of = {name: total[name] for name in names}
+            found |= self._noisy(part_of, clip, noise, self._source(round, "sum", 0), self.grid.n_max)
+        return found
+
+    def sensitivity(self) -> Mapping[str, float]:
+        """Return, per part, how far all data of one silo can move the sum in round 0."""
+        blocks = self._blocks(self.layout, 0)
+        return {name: clip * self._scale(name) for names, clip, _ in blocks for name in names}
+
+    def _blocks(self, parts: Mapping[str, object], round: int) -> list[tuple[list[str], float, float]]:
+        """List (parts, clip, noise / clip) of the vectors that are clipped as one: the update, and evaluation."""
+        update = [name for name in sorted(parts) if name != METRICS]
+        blocks = [(update, self.terms.clip_at(round), self.noise)] if update else []
+        if METRICS in parts and self.terms.test_data == "private":
+            blocks.append(([METRICS], self.terms.metric_clip, self.terms.metric_noise))
+        return blocks
+
+    def _scale(self, name: str) -> float:
+        per_class = name != METRICS and self.layout[name].weight_shape
+        return self.scale if per_class else 1.0
+
+    def _weighed(self, name: str, part: Part, silo: int) -> Part:
+        """Put the public weight in the place of a silo's own."""
+        if name == METRICS or part.weight.dim():
+            return part
+        sent = float(part.weight)
+        share = (self.shares[silo] if name in self.sized else 1.0) if sent else 0.0
+        factor = share / sent if sent else 0.0
+        return Part({key: v.double() * factor for key, v in part.total.items()}, torch.tensor(share))
+
+    @staticmethod
+    def _values(part: Part) -> dict[str, Tensor]:
+        """Name what of a part is data: segment key -> values; the empty key is the weight."""
+        return dict(part.total) | ({"": part.weight} if part.weight.dim() else {})
+
+    def _fine(self, segment: str, sigma: float) -> int:
+        """Return how many bits of the grid are left out, so that noise stays within the reach of float64."""
+        return max(0, math.floor(math.log2(sigma)) + self.grid.frac_bits(segment) - _FINE_BITS)
+
+    def _rounded(self, parts: Bundle, clip: float, noise: float) -> Bundle:
+        """Clip the joint vector to C minus what rounding can add, and round it to units of the grid."""
+        square = slack = 0.0
+        for name, part in parts.items():
+            scale = self._scale(name)
+            for key, value in self._values(part).items():
+                segment = name if key else f"{name}.weight"
+                step = 2.0 ** (self._fine(segment, noise * clip * scale) - self.grid.frac_bits(segment)) / scale
+                slack += value.numel() * (step / 2) ** 2
+                square += float((value.double() / scale).square().sum())
+        if not math.isfinite(square):
+            raise RefusedError("E-PRIV-15", "expected finite numbers, found NaN or infinity: nothing was released")
+        bound = clip - math.sqrt(slack)
+        if bound <= 0:
+            raise ConfigError("E-PRIV-11", f"privacy.clip={clip}: the grid is too coarse for it; choose a larger one")
+        factor = min(1.0, bound / math.sqrt(square)) if square else 1.0
+
+        def units(segment: str, value: Tensor, sigma: float) -> Tensor:
+            left_out = self._fine(segment, sigma)
+            scaled = value.double() * (factor * 2.0 ** (self.grid.frac_bits(segment) - left_out))
+            return scaled.round_().long() << left_out
+
+        return self._mapped(parts, units, clip * noise)
+
+    def _noisy(self, parts: Bundle, clip: float, noise: float, source: Noise, silos: int = 1) -> Bundle:
+        """Add integer noise and keep within what the grid holds of so many silos."""
+        count = sum(v.numel() for part in parts.values() for v in self._values(part).values())
+
+        def noisy(segment: str, value: Tensor, sigma: float) -> Tensor:
+            left_out, bits = self._fine(segment, sigma), self.grid.frac_bits(segment)
+            drawn = integer_noise(source, tuple(value.shape), sigma * 2.0 ** (bits - left_out), count) << left_out
+            limit = silos * math.floor(self.grid.bound(segment) * 2.0**bits)
+            return (value + drawn).clamp_(-limit, limit)
+
+        return self._mapped(parts, noisy, clip * noise)
+
+    def _mapped(self, parts: Bundle, change: Callable[[str, Tensor, float], Tensor], sigma: float) -> Bundle:
+        found = {}
+        for name, part in parts.items():
+            s = sigma * self._scale(name)
+            total = {key: change(name, value, s) for key, value in part.total.items()}
+            weight = change(f"{name}.weight", part.weight, s) if part.weight.dim() else part.weight
+            found[name] = Part(total, weight)
+        return found
+
+    def _source(self, round: int, where: str, silo: int) -> Noise:
+        if self.terms.rng == "secure":
+            return SecureNoise()
+        return SeededNoise(self.seed, "round", round, where, silo, "silo-level")
+
+
+def coordinates(layout: Layout) -> int:
+    """Count the numbers that silo-level noise falls on, evaluation apart."""
+    parts = [spec for name, spec in layout.items() if name != METRICS]
+    return sum(math.prod(s) for p in parts for s in (*p.shapes.values(), *([p.weight_shape] if p.weight_shape else [])))
+
+
+def silo_level(manifest: RunManifest) -> SiloLevel:
+    """Plan the guard of a run: noise from the member that takes part most often, weights from declared sizes.
+
+    Raises ConfigError: E-PRIV-17 when a size was not declared, E-PRIV-18 on more coordinates than noise leaves useful,
+    E-PRIV-16 on personal models, on weights that are no public constant, and on central noise where the coordinator
+    sees silos one by one.
+    """
+    terms = SiloTerms.of(manifest.privacy.options)
+    if missing := [m.name for m in manifest.members if m.units < 1]:
+        raise ConfigError(
+            "E-PRIV-17",
+            f"expected a declared size of {missing[0]} in a private run, found none: silo serve --nominal-size N",
+        )
+    if (found := coordinates(manifest.layout)) > LARGEST and not terms.allow_large:
+        raise ConfigError(
+            "E-PRIV-18",
+            f"expected at most {LARGEST} numbers under silo-level privacy, found {found}: the noise would be "
+            "many times the signal; send prototypes or a head alone (method=fedproto), choose privacy=dp_record, "
+            "or accept it with privacy.allow_large=true",
+        )
+    method = build_method(manifest.method.name, manifest.method.options)
+    if manifest.personal or (method.apart and terms.placement == "central"):
+        remedy = "personal=false" if manifest.personal else "privacy.placement=local"
+        raise ConfigError("E-PRIV-16", f"silo-level privacy covers sums over silos alone: set {remedy}")
+    model = build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
+    weights = rehearse(method, model, manifest.schema, manifest.train, lambda _: 1, probe=False).weights
+    if odd := sorted(name for name, w in weights.items() if w not in (0.0, 1.0, SIZE)):
+        raise ConfigError(
+            "E-PRIV-16",
+            f"method {method.name} weighs {odd[0]!r} by what follows from data: set method.weights=uniform",
+        )
+    most = max(m.units for m in manifest.members)
+    measured = manifest.rounds + 1
+    return SiloLevel(
+        terms,
+        manifest.grid,
+        manifest.layout,
+        terms.noise(max(participations(manifest)), measured),
+        tuple(m.units / most for m in manifest.members),
+        frozenset(name for name, w in weights.items() if w == SIZE),
+        most * terms.prototype_scale,
+        manifest.seed,
+    )

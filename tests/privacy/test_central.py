@@ -1,0 +1,274 @@
+"""Silo-level privacy: bounded by brute force, noisy as planned on the grid, accounted at rate 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers_core import NAMES, manifest, shares
+from scipy.stats import kstest, norm
+from torch import Tensor
+
+from fl_core.errors import ConfigError
+from fl_core.fixed_point import Accumulator, Grid
+from fl_core.manifest import Choice, Member, RunManifest
+from fl_core.methods import METHODS
+from fl_core.rounds import RoundRecord
+from fl_core.simulate import History, simulate
+from fl_core.types import Bundle, Part, PartSpec
+from privacy.accounting import Mechanism, epsilon_rdp
+from privacy.central import SiloLevel, coordinates, silo_level
+from privacy.discrete import discrete_gaussian, integer_noise, sum_gap
+from privacy.entropy import SecureNoise, SeededNoise
+from privacy.plan import build
+from privacy.report import report
+from privacy.silo_terms import SiloTerms, analytic_delta, analytic_epsilon, analytic_noise, participations
+
+UNITS = (14, 7, 10)
+
+
+def run_of(method: str = "fedavg", options: Mapping[str, object] | None = None, **terms: object) -> RunManifest:
+    given = {"rng": "test", "allow_large": True, **terms}
+    more = {k: given.pop(k) for k in ("cohort", "rounds", "share") if k in given}
+    made = manifest(method, options or {}, **more)  # type: ignore[arg-type]
+    members = tuple(replace(m, units=n) for m, n in zip(made.members, UNITS, strict=True))
+    return replace(made, members=members, privacy=Choice("dp_silo_small", given))  # type: ignore[arg-type]
+
+
+def bundle_of(seed: int, size: float = 30.0) -> Bundle:
+    g = torch.Generator().manual_seed(seed)
+    n = float(torch.rand((), generator=g)) * 20 + 1
+    return {
+        "delta": Part({"w": torch.randn(40, generator=g) * size, "b": torch.randn(3, generator=g)}, torch.tensor(n)),
+        "prototypes": Part({"offset": torch.randn(4, 5, generator=g) * size}, torch.rand(4, generator=g) * size),
+        "metrics": Part({"correct": torch.rand(4, generator=g) * size}, torch.rand(4, generator=g) * size),
+    }
+
+
+LAYOUT = {name: PartSpec.of(part) for name, part in bundle_of(0).items()}
+GRID = Grid("ring64", 3)
+
+
+def guard_of(noise: float = 1.0, grid: Grid = GRID, **terms: object) -> SiloLevel:
+    made = SiloTerms(**{"rng": "test", "clip": 0.8, "metric_clip": 5.0, **terms})  # type: ignore[arg-type]
+    return SiloLevel(made, grid, LAYOUT, noise, (1.0, 0.5, 0.25), frozenset({"delta"}), 14.0, 7)
+
+
+def summed(guard: SiloLevel, silos: list[int], scale: float) -> dict[str, Tensor]:
+    """Sum what silos send on the grid, and return each block in the units in which the joint norm is taken."""
+    sums = Accumulator(LAYOUT, guard.grid)
+    for k in silos:
+        sums.fold(guard.outgoing(bundle_of(10 * k + 1, scale), k, 0))
+    found, total = {}, sums.total()
+    for name, part in total.items():
+        keys = {**part.total, **({"": part.weight} if part.weight.dim() else {})}
+        found[name] = torch.cat(
+            [guard.grid.decode(name if k else f"{name}.weight", v.clone()).flatten() for k, v in keys.items()]
+        ) / guard._scale(name)
+    return found
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.3, 30.0, 1e4])
+def test_brute_force_sensitivity_of_every_silo(scale: float) -> None:
+    """Without noise (central placement): adding or removing any silo moves the joint vector by at most C, and a silo
+    above the bound by C itself; evaluation, a vector of its own, by its clip."""
+    guard = guard_of(placement="central")
+    whole = summed(guard, [0, 1, 2], scale)
+    for k in range(3):
+        rest = summed(guard, [j for j in range(3) if j != k], scale)
+        moved = torch.cat([whole[n] - rest[n] for n in ("delta", "prototypes")]).norm()
+        measured = (whole["metrics"] - rest["metrics"]).norm()
+        assert float(moved) <= 0.8
+        assert float(measured) <= 5.0
+        if scale == 1e4:
+            assert float(moved) == pytest.approx(0.8, rel=1e-4)
+            assert float(measured) == pytest.approx(5.0, rel=1e-4)
+        if scale == 1e-3:  # nothing is cut off what is short
+            assert 0 < float(moved) < 0.7
+
+
+def test_the_clip_accounts_for_rounding_on_a_coarse_grid() -> None:
+    """With 4 fractional bits rounding alone could pass C; the bound holds, and without its reserve it would not."""
+    coarse = Grid("ring32", 3, dict.fromkeys(("delta", "prototypes", "metrics"), 2.0**24)
+                  | {f"{n}.weight": 2.0**24 for n in LAYOUT})  # fmt: skip
+    assert coarse.frac_bits("delta") == 5
+    guard = guard_of(placement="central", grid=coarse, noise=4.0)
+    for scale in (1.0, 10.0):
+        parts = summed(guard, [0], scale)
+        assert float(torch.cat([parts["delta"], parts["prototypes"]]).norm()) <= 0.8
+    with pytest.raises(ConfigError, match="too coarse") as found:
+        guard_of(placement="central", grid=coarse, noise=4.0, clip=0.05).outgoing(bundle_of(1), 0, 0)
+    assert found.value.code == "E-PRIV-11"
+
+
+def test_the_public_weight_stands_in_the_place_of_the_true_one() -> None:
+    sent = guard_of(placement="central").outgoing(bundle_of(3, 1e-3), 1, 0)
+    assert float(sent["delta"].weight) == 0.5
+    other = {**bundle_of(3, 1e-3)}
+    other["delta"] = Part({k: v * 9 for k, v in other["delta"].total.items()}, other["delta"].weight * 9)
+    again = guard_of(placement="central").outgoing(other, 1, 0)
+    assert all((v - again["delta"].total[k]).abs().max() <= 2**20 for k, v in sent["delta"].total.items())
+
+
+def residual(guard: SiloLevel, silo: int, round: int, name: str = "delta") -> Tensor:
+    """Return the noise that a silo added to a bundle of zeros, over z C and the part's scale."""
+    zero = {n: Part({k: torch.zeros(20_000) for k in p.total}, torch.zeros_like(p.weight) + (n == "delta"))
+            for n, p in bundle_of(0).items()}  # fmt: skip
+    sent = guard.outgoing(zero, silo, round)[name]
+    value = guard.grid.decode(name, next(iter(sent.total.values())).clone())
+    return value / (guard._scale(name) * guard.noise * guard.terms.clip_at(round))
+
+
+def test_t_16_noise_is_the_planned_gaussian_and_not_two_thirds_or_three_halves_of_it() -> None:
+    for name in ("delta", "prototypes"):
+        drawn = residual(guard_of(noise=1.7), 0, 0, name).numpy()
+        assert kstest(drawn, norm.cdf).pvalue > 1e-3
+        assert kstest(drawn * 2 / 3, norm.cdf).pvalue < 1e-9
+        assert kstest(drawn * 3 / 2, norm.cdf).pvalue < 1e-9
+
+
+def test_noise_follows_the_public_decay_of_the_clip() -> None:
+    guard = guard_of(clip_decay=0.5)
+    assert guard.terms.clip_at(3) == pytest.approx(0.1)
+    assert float(residual(guard, 0, 3).std()) == pytest.approx(1.0, rel=0.02)
+
+
+def test_noise_differs_by_part_round_and_silo_and_repeats_only_with_a_seed() -> None:
+    guard = guard_of()
+    drawn = [residual(guard, 0, 0), residual(guard, 1, 0), residual(guard, 0, 1), residual(guard, 0, 0, "prototypes")]
+    drawn += [residual(guard_of(rng="secure"), 0, 0) for _ in range(2)]
+    for i, a in enumerate(drawn):
+        for b in drawn[:i]:
+            assert abs(float((a * b).mean() / (a.std() * b.std()))) < 5 / math.sqrt(len(a))
+    assert torch.equal(drawn[0], residual(guard_of(), 0, 0))
+
+
+def test_central_noise_is_added_once_to_the_sum() -> None:
+    guard = guard_of(placement="central", noise=2.0)
+    zero = {n: Part({k: torch.zeros(20_000, dtype=torch.int64) for k in p.total}, torch.zeros_like(p.weight).long())
+            for n, p in bundle_of(0).items()}  # fmt: skip
+    value = GRID.decode("delta", guard.incoming(zero, 3, 0)["delta"].total["w"].clone())
+    assert float(value.std()) == pytest.approx(2.0 * 0.8, rel=0.02)
+    local = guard_of(placement="local")
+    assert local.incoming(zero, 3, 0) is zero
+
+
+def test_the_discrete_gaussian_has_its_probabilities() -> None:
+    """Chi-square against exp(-y^2 / 2 sigma^2) for sigma = 1.5, and against 2/3 and 3/2 of it."""
+    drawn = discrete_gaussian(SeededNoise(3, "discrete"), 60_000, 1.5)
+    values = torch.arange(-5, 6)
+    found = torch.stack([(drawn == v).sum() for v in values]).double()
+
+    def chi(sigma: float) -> float:
+        p = torch.exp(-(values.double() ** 2) / (2 * sigma**2))
+        p = p / torch.exp(-(torch.arange(-60, 61).double() ** 2) / (2 * sigma**2)).sum()
+        return float(((found - len(drawn) * p) ** 2 / (len(drawn) * p)).sum())
+
+    assert chi(1.5) < 30  # 11 cells: p > 1e-3
+    assert chi(1.0) > 1000
+    assert chi(2.25) > 1000
+    secure = discrete_gaussian(SecureNoise(), 40_000, 40.0).double()
+    assert float(secure.std()) == pytest.approx(40.0, rel=0.02)
+    assert abs(float(secure.mean())) < 1.0
+
+
+def test_a_sum_of_discrete_gaussians_is_one_from_four_grid_units_on() -> None:
+    """Specification 5.3: 5.9, 5e-4 and 7e-17 of 50 silos at sigma 0.5, 1 and 2."""
+    assert sum_gap(50, 0.5) == pytest.approx(5.9, rel=0.02)
+    assert sum_gap(50, 1.0) == pytest.approx(5e-4, rel=0.1)
+    assert sum_gap(50, 2.0) == pytest.approx(7e-17, rel=0.1)
+    for least, count in ((4.0, 10), (2.0**10, 1_000_001)):
+        with pytest.raises(ConfigError) as found:
+            integer_noise(SeededNoise(0), (1,), least * 0.99, count)
+        assert found.value.code == "E-PRIV-11"
+        assert integer_noise(SeededNoise(0), (2, 3), least, count).shape == (2, 3)
+    rounded = integer_noise(SeededNoise(1), (50_000,), 2000.0, 2_000_000).double()
+    assert float(rounded.std()) == pytest.approx(2000.0, rel=0.02)
+
+
+@pytest.mark.parametrize(("epsilon", "row"), [(8, (0.60, 1.90, 4.24, 6.00)), (2, (1.99, 6.30, 14.1, 19.9)),
+                                              (1, (3.73, 11.8, 26.4, 37.3))])  # fmt: skip
+def test_noise_of_full_participation(epsilon: float, row: tuple[float, ...]) -> None:
+    """Specification 5.2: z for T = 1, 10, 50, 100 releases at delta 1e-5 (analytic Gaussian)."""
+    for releases, expected in zip((1, 10, 50, 100), row, strict=True):
+        z = analytic_noise(epsilon, 1e-5, releases)
+        assert z == pytest.approx(expected, rel=5e-3)
+        assert analytic_epsilon([Mechanism(z, 1.0, releases)], 1e-5) == pytest.approx(epsilon, rel=1e-6)
+
+
+def test_t_8_analytic_epsilon() -> None:
+    for z, epsilon in ((1, 4.3772), (2, 1.9931), (4, 0.9263), (10, 0.3407)):
+        assert analytic_epsilon([Mechanism(float(z))], 1e-5) == pytest.approx(epsilon, abs=1e-4)
+    assert analytic_delta(1.0, 4.3772) == pytest.approx(1e-5, rel=1e-3)
+    with pytest.raises(ConfigError):
+        analytic_epsilon([Mechanism(1.0, 0.5)], 1e-5)
+
+
+def test_each_participated_round_is_charged_at_rate_one() -> None:
+    run = run_of(cohort=2, rounds=6, test_data="public")
+    found = report(run, [])
+    assert found is not None
+    taken = participations(run)
+    assert sum(taken) == 12
+    z = silo_level(run).noise
+    for name, rounds in zip(NAMES, taken, strict=True):
+        assert found["epsilon_by_silo"][name] == epsilon_rdp([Mechanism(z, 1.0, rounds)], 1e-5)  # type: ignore[index]
+    assert 0.9 * 8 < found["epsilon"] <= 8  # type: ignore[operator]
+    assert found["epsilon_analytic"] < found["epsilon"]  # type: ignore[operator]
+    assert found["private"] is False
+    charged = report(run_of(rounds=6), [])
+    assert charged is not None
+    assert 0.9 * 8 < charged["epsilon"] <= 8  # type: ignore[operator]
+    assert charged["noise_multiplier"] > z  # type: ignore[operator]
+
+
+def test_what_silo_level_privacy_cannot_cover_is_refused() -> None:
+    with pytest.raises(ConfigError) as found:
+        build(run_of(allow_large=False, rounds=3) if coordinates(run_of().layout) > 20_000 else large())
+    assert found.value.code == "E-PRIV-18"
+    with pytest.raises(ConfigError) as found:
+        build(replace(run_of(), members=tuple(Member(n) for n in NAMES)))
+    assert found.value.code == "E-PRIV-17"
+    with pytest.raises(ConfigError, match="personal=false") as found:
+        build(replace(run_of(), personal=True))
+    assert found.value.code == "E-PRIV-16"
+    for bad in ({"clip": 0.0}, {"clip_decay": 1.5}, {"delta": 0.5}, {"placement": "nowhere"}, {"epsilon": 0.0}):
+        with pytest.raises(ConfigError) as found:
+            SiloTerms.of(bad)
+        assert found.value.code == "E-PRIV-11"
+
+
+def large() -> RunManifest:
+    run = run_of(allow_large=False)
+    return replace(run, layout={**run.layout, "more": PartSpec({"v": (20_001,)}, ())})
+
+
+def simulated(run: RunManifest) -> tuple[dict[str, Tensor], list[RoundRecord]]:
+    plan, history = build(run), History()
+    final = simulate(run, shares(), history, guards=plan.silo, incoming=plan.incoming)
+    return dict(final["w"]), history.records
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_runs_under_silo_level_noise_or_is_refused(method: str) -> None:
+    run = run_of(method, rounds=1)
+    plan = build(run)
+    history = History()
+    simulate(run, shares(), history, guards=plan.silo, incoming=plan.incoming)
+    assert history.records[-1].included == tuple(sorted(NAMES))
+
+
+def test_without_noise_worth_the_name_the_run_is_the_plain_one() -> None:
+    """epsilon = inf is the plain run bit for bit; huge clips and tiny noise come near it."""
+    plain, _ = simulated(replace(run_of("fedavg"), privacy=Choice("none")))
+    infinite, records = simulated(run_of("fedavg", epsilon=float("inf")))
+    assert all(torch.equal(v, infinite[n]) for n, v in plain.items())
+    near, _ = simulated(run_of("fedavg", {"weights": "uniform"}, epsilon=1e6, clip=1e3, test_data="public", rounds=3))
+    even, _ = simulated(replace(run_of("fedavg", {"weights": "uniform"}), privacy=Choice("none")))
+    noisy, _ = simulated(run_of("fedavg", {"weights": "uniform"}, epsilon=1.0, test_data="public"))
+    distance = max(float((near[n] - v).abs().max()) for n, v in even.items())
+    assert distance < max(float((noisy[n] - v).abs().max()) for n, v in even.items())
+    assert records[-1].accuracy >= 0
