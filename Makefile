@@ -26,10 +26,10 @@ demo: setup  ## One federation on this machine: coordinator, six hospitals, mutu
 	@$(BIN)/coordinator demo --out runs/demo
 
 test: setup  ## The tests, under 8 minutes on 2 cores
-	@$(BIN)/python -m pytest -q -m "not slow"
+	@$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 test-all: setup  ## The tests with the slow ones
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n 2
 
 check: setup  ## Style, types, layers, generated code, configuration
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .

@@ -13,6 +13,7 @@ from fl_core.errors import FederationError
 from fl_core.methods import METHODS
 from fl_core.protocols import Method
 from fl_core.simulate import History, LocalPort, bench_of, engine_of, initial_state, local_ports, simulate
+from fl_core.states import InMemory
 from fl_core.types import Bundle, Federation, Part, State, TaskKind, TrainConfig
 from silo.objects import Objects
 from silo.outbox import Finished, Outbox
@@ -32,8 +33,16 @@ class Deaf(LocalPort):
 
 
 def state_of(port: LocalPort) -> State:
-    assert port._state is not None
-    return port._state
+    state = port._states.get(port._index)
+    assert state is not None
+    return state
+
+
+class Watched(InMemory):
+    """States of which the one that is staged can be looked at."""
+
+    def staged(self, silo: int) -> State:
+        return self._staged[silo]
 
 
 @pytest.mark.parametrize("name", KEEPERS)
@@ -73,18 +82,18 @@ def test_the_real_silo_keeps_what_the_simulated_one_keeps(
     tmp_path: Path, included: bool, mirrored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = manifest("ditto")
-    port = local_ports(run, shares())[0]
+    port, states = local_ports(run, shares())[0], Watched()
+    port._states = states
     method: Method = bench_of(run).method
     monkeypatch.setattr(type(method), "mirrored", mirrored)
     outbox = Outbox(Store(tmp_path / "silo.db"), Objects(tmp_path / "objects"), NAMES[0])
     bundle = port.round(method.broadcast(initial_state(run)), FED, TaskKind.TRAIN)
-    staged, key = port._staged, TaskKey("run-1", FED.round, TaskKind.TRAIN)
-    assert staged is not None
+    staged, key = states.staged(0), TaskKey("run-1", FED.round, TaskKind.TRAIN)
     outbox.stage(key, "a" * 64, "b" * 64, Finished(bundle, staged, Evaluation((), (), ()), method.mirrored))
     outbox.store.close(key, included)
     port.settle(FED, TaskKind.TRAIN, included)
     found = outbox.state("run-1")
-    assert (found is None) is (port._state is None) is (mirrored and not included)
+    assert (found is None) is (states.get(0) is None) is (mirrored and not included)
     assert found is None or same(found["v"], state_of(port)["v"])
 
 
