@@ -25,6 +25,7 @@ MODULES = {
     "lead": ("run", "watch", "status", "runs", "show", "abort", "resume", "export", "silos"),
     "research": ("simulate", "demo", "methods", "models", "explain"),
     "data": ("data",),
+    "privacy": ("privacy",),
 }
 """Which module of `coordinator.commands` holds which command: one command loads one module, so that it starts fast."""
 

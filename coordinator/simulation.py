@@ -129,6 +129,20 @@ def run(
     Guarantees: equal specs give equal model digests; the digest equals that of the same run over real silo
     processes with these names.
     """
+    manifest, sets = frozen(spec, data_root)
+    plan = privacy.plan.build(manifest)
+    books = [SimulatedBook() for _ in manifest.members] if plan.private else []
+    doors = [PrivateDoors(manifest, k, book) for k, book in enumerate(books)]
+    history = _Reporting(tell)
+    shares = [SiloShare(s.train, s.test) for s in sets]
+    final = (how or How()).simulate(manifest, shares, history, doors or None, plan.silo, plan.incoming)
+    tuned = fine_tuned(manifest, shares, history.best, history.best_round, fine_tune) if fine_tune else None
+    spent = report(manifest, [book.releases for book in books])
+    return Result(manifest, history.records, trees.digest(final["w"]), tuned, spent)
+
+
+def frozen(spec: RunSpec, data_root: Path | None = None) -> tuple[RunManifest, list[datasets.SiloDataset]]:
+    """Deal the spec's data to its silos and freeze the run over them."""
     size, classes = spec.data.get("image_size"), spec.data.get("classes")
     sets = [
         datasets.load(
@@ -142,13 +156,4 @@ def run(
     if not classes and spec.data["name"] in IMAGES:
         spec = replace(spec, data={**spec.data, "classes": list(sets[0].schema.classes)})
     sizes = [len(Units.of(s.train)) for s in sets]
-    manifest = manifest_from(spec, [f"hospital{k}" for k in range(len(sets))], sizes)
-    plan = privacy.plan.build(manifest)
-    books = [SimulatedBook() for _ in manifest.members] if plan.private else []
-    doors = [PrivateDoors(manifest, k, book) for k, book in enumerate(books)]
-    history = _Reporting(tell)
-    shares = [SiloShare(s.train, s.test) for s in sets]
-    final = (how or How()).simulate(manifest, shares, history, doors or None, plan.silo, plan.incoming)
-    tuned = fine_tuned(manifest, shares, history.best, history.best_round, fine_tune) if fine_tune else None
-    spent = report(manifest, [book.releases for book in books])
-    return Result(manifest, history.records, trees.digest(final["w"]), tuned, spent)
+    return manifest_from(spec, [f"hospital{k}" for k in range(len(sets))], sizes), sets

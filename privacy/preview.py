@@ -1,0 +1,113 @@
+"""What a run will cost each hospital, before anyone starts: its releases follow from public facts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypedDict
+
+from fl_core import cohort
+from fl_core.manifest import RunManifest
+from privacy.accounting import Mechanism, epsilon_prv, epsilon_rdp
+from privacy.central import silo_level
+from privacy.course import TEST, TRAIN, Release
+from privacy.doors import course_of
+from privacy.plan import is_private
+from privacy.silo_terms import SiloTerms, analytic_epsilon, participations
+from privacy.terms import Terms
+
+
+class Preview(TypedDict):
+    """The projection of a run as plain values; epsilon is the largest."""
+
+    profile: str
+    method: str
+    rounds: int
+    epsilon_target: float | None
+    delta: float | None
+    epsilon: float | None
+    silos: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One hospital's part: N, q, training steps and rounds in all, z, and epsilon at the run's delta.
+
+    epsilon_tight: by the tighter accountant, for information; epsilon_test: of the test records, a collection of their
+    own under record-level privacy (0 where they are public, or part of epsilon).
+    """
+
+    name: str
+    units: int
+    rate: float
+    steps: int
+    rounds: int
+    noise: float
+    epsilon: float
+    epsilon_tight: float
+    epsilon_test: float
+
+
+def planned(manifest: RunManifest, index: int) -> list[Release]:
+    """List all releases of one member of a record-level run, in order, as its book will have them."""
+    course, member = course_of(manifest, index), manifest.members[index]
+    found, counts = list[Release](), True
+    for t in range(manifest.rounds):
+        if index in cohort.sample(manifest.seed, t, len(manifest.members), manifest.cohort):
+            found += course.releases(t, True, member.prototypes, counts)
+            counts = False
+    return found + course.releases(manifest.rounds, False)
+
+
+def project(manifest: RunManifest) -> list[Projection]:
+    """Project the cost of a run to each member; an empty list for a run without privacy."""
+    if not is_private(manifest.privacy):
+        return []
+    if manifest.privacy.name == "dp_silo_small":
+        return _silo_level(manifest)
+    terms, rounds, found = Terms.of(manifest.privacy.options), participations(manifest), []
+    for k, member in enumerate(manifest.members):
+        releases = planned(manifest, k)
+        of: Mapping[str, list[Mechanism]] = {
+            c: [r.mechanism for r in releases if r.collection == c] for c in (TRAIN, TEST)
+        }
+        training = [r.mechanism for r in releases if r.purpose == "training"]
+        found.append(
+            Projection(
+                member.name,
+                member.units,
+                training[0].rate if training else 0.0,
+                sum(m.steps for m in training),
+                rounds[k],
+                min((m.noise for m in training), default=0.0),
+                epsilon_rdp(of[TRAIN], terms.delta),
+                epsilon_prv(of[TRAIN], terms.delta),
+                epsilon_rdp(of[TEST], terms.delta),
+            )
+        )
+    return found
+
+
+def _silo_level(manifest: RunManifest) -> list[Projection]:
+    terms, noise, found = SiloTerms.of(manifest.privacy.options), silo_level(manifest).noise, []
+    for member, rounds in zip(manifest.members, participations(manifest), strict=True):
+        history = terms.history(noise, rounds, manifest.rounds + 1)
+        spent, exact = epsilon_rdp(history, terms.delta), analytic_epsilon(history, terms.delta)
+        found.append(Projection(member.name, member.units, 1.0, rounds, rounds, noise, spent, exact, 0.0))
+    return found
+
+
+def preview(manifest: RunManifest) -> Preview:
+    """Return the projection as plain values: per silo and the largest epsilon."""
+    silos = project(manifest)
+    kind = SiloTerms if manifest.privacy.name == "dp_silo_small" else Terms
+    terms = kind.of(manifest.privacy.options) if silos else None
+    return {
+        "profile": manifest.privacy.name,
+        "method": manifest.method.name,
+        "rounds": manifest.rounds,
+        "epsilon_target": terms.epsilon if terms else None,
+        "delta": terms.delta if terms else None,
+        "epsilon": max((s.epsilon for s in silos), default=None),
+        "silos": [asdict(s) for s in silos],
+    }

@@ -1,0 +1,74 @@
+"""The projected epsilon is the one that a run then spends, hospital by hospital."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from helpers_core import NAMES, manifest, shares
+from typer.testing import CliRunner
+
+from coordinator.main import build
+from fl_core.errors import ConfigError
+from fl_core.manifest import Choice, RunManifest
+from fl_core.simulate import History, simulate
+from privacy.accounting import epsilon_rdp
+from privacy.course import TRAIN
+from privacy.doors import PrivateDoors, SimulatedBook
+from privacy.preview import planned, preview, project
+from privacy.report import privacy_report
+
+
+def run_of(profile: str = "dp_record", **terms: object) -> RunManifest:
+    options = {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"}
+    made = manifest("fedmr", options, rounds=3, cohort=2, share=0.67)  # type: ignore[arg-type]
+    members = tuple(replace(m, units=n) for m, n in zip(made.members, (14, 28, 7), strict=True))
+    given = {"rng": "test", "prototype_noise": 3.0, "prototype_every": 1, **terms}
+    return replace(made, members=members, privacy=Choice(profile, given))  # type: ignore[arg-type]
+
+
+def test_what_is_projected_is_what_the_books_then_hold() -> None:
+    run = run_of()
+    books = [SimulatedBook() for _ in NAMES]
+    simulate(run, shares(), History(), [PrivateDoors(run, k, book) for k, book in enumerate(books)])
+    spent = privacy_report(run, [b.releases for b in books])
+    found = project(run)
+    for k, silo in enumerate(found):
+        assert sorted(map(repr, planned(run, k))) == sorted(map(repr, books[k].releases))
+        assert silo.epsilon == spent["epsilon_by_silo"][silo.name]  # type: ignore[index]
+        assert silo.epsilon == epsilon_rdp([r.mechanism for r in books[k].releases if r.collection == TRAIN], 1e-5)
+        assert silo.epsilon <= 8
+    assert max(s.epsilon for s in found) == preview(run)["epsilon"]
+    assert max(s.epsilon_test for s in found) == spent["epsilon_test_data"]
+    assert sum(s.rounds for s in found) == 6
+    rates = [s.rate for s in found]
+    assert rates == [4 / 14, 4 / 28, 4 / 7]
+
+
+def said(*words: str) -> dict[str, object]:
+    result = CliRunner().invoke(build(["privacy"]), ["privacy", "preview", *words, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+def test_preview_from_the_command_line() -> None:
+    words = ("data=digits", "method=fedavg", "rounds=4", "privacy=dp_record", "privacy.epsilon=3")
+    found = said(*words, "--sizes", "300,1234")
+    first, second = found["silos"]  # type: ignore[misc]
+    assert (first["units"], second["units"]) == (300, 1200)
+    assert 2.5 < first["epsilon"] <= 3
+    assert found["epsilon"] == max(first["epsilon"], second["epsilon"])
+    assert said("data=digits", "--sizes", "10,20")["silos"] == []
+    with pytest.raises(ConfigError, match="size"):
+        said(*words, "--sizes", "3,0")
+    with pytest.raises(ConfigError, match="leave one out"):
+        said(*words, "--sizes", "3", "--online")
+
+
+def test_preview_of_a_simulated_federation_and_of_silo_level_privacy() -> None:
+    words = ("data=digits", "federation=p5c2", "method=fedproto", "privacy=dp_silo_small", "rounds=2")
+    found = said(*words, "privacy.allow_large=true")
+    silos = found["silos"]
+    assert [s["name"] for s in silos] == [f"hospital{k}" for k in range(5)]  # type: ignore[attr-defined]
+    assert all(s["rate"] == 1 and 7 < s["epsilon_tight"] < s["epsilon"] <= 8 for s in silos)  # type: ignore[attr-defined]
