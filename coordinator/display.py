@@ -102,7 +102,7 @@ def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
         "certificate_until": info.certificate_until_unix, "last_seen": info.last_seen_unix or None,
         "data": info.data.name or None, "classes": list(info.data.classes), "nominal_size": info.data.nominal_size,
         "activity": pb.Activity.Name(info.activity).lower(), "run": info.run_id or None, "round": info.round,
-        "software": info.software,
+        "software": info.software, "policy_digest": info.policy_digest or None,
     }  # fmt: skip
 
 
@@ -123,10 +123,11 @@ def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
     """List silos, one a row."""
     return table(
         "Silos",
-        ("silo", "state", "data", "size", "doing", "last seen", "certificate until", "fingerprint"),
+        ("silo", "state", "data", "size", "doing", "policy", "last seen", "certificate until", "fingerprint"),
         (
             (s.name, s.state, s.data.name or "-", f"{s.data.nominal_size:.0f}" if s.data.nominal_size else "-",
-             doing(s), clock(s.last_seen_unix), clock(s.certificate_until_unix), s.fingerprint[:23])
+             doing(s), s.policy_digest[:12] or "-", clock(s.last_seen_unix), clock(s.certificate_until_unix),
+             s.fingerprint[:23])
             for s in silos
         ),
     )  # fmt: skip

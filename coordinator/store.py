@@ -1,4 +1,4 @@
-"""What the coordinator knows, in one file: `members`, `runs` and `objects`, each a set of transactions."""
+"""What the coordinator knows, in one file: `members`, `runs`, `objects` and `attested`, each a set of transactions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coordinator.database import Database
+from coordinator.store_attested import AttestationStore
 from coordinator.store_members import MemberStore
 from coordinator.store_objects import ObjectStore
 from coordinator.store_runs import RunStore
@@ -22,6 +23,7 @@ class Store:
         self.members = MemberStore(self.database, clock)
         self.runs = RunStore(self.database, clock)
         self.objects = ObjectStore(self.database, clock)
+        self.attested = AttestationStore(self.database)
 
     def close(self) -> None:
         """Close the file."""

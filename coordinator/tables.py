@@ -155,6 +155,22 @@ contributions = Table(
     Index("contributions_of_round", "run_id", "round"),
 )
 
+attestations = Table(
+    "attestations",
+    metadata,
+    Column("id", String, primary_key=True),  # of the contribution
+    Column("policy", String, nullable=False),
+    Column("seq", Integer, nullable=False),
+    Column("head", String, nullable=False),
+)
+
+policies = Table(
+    "policies",
+    metadata,
+    Column("silo", String, primary_key=True),
+    Column("digest", String, nullable=False),
+)
+
 objects = Table(
     "objects",
     metadata,

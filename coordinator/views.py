@@ -39,6 +39,7 @@ def silo_info(silo: Silo, hub: Hub, now: float) -> pb.SiloInfo:
         name=silo.name, state="revoked" if silo.revoked else "offline" if found is None else "online",
         fingerprint=silo.certificate.fingerprint, certificate_until_unix=silo.certificate.until,
         last_seen_unix=silo.last_seen if found is None else now - found[1], data=offer, software=silo.software,
+        policy_digest=hub.store.attested.policy(silo.name),
     )  # fmt: skip
     if found is not None and not silo.revoked:
         live = found[0]

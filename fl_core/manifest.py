@@ -45,7 +45,8 @@ class RunManifest:
     rounds T; cohort: silos per round (0: all); quorum: silos that must deliver (0: the whole cohort);
     deadline_s: seconds after which a round closes with the quorum; threads: CPU threads of local training
     (0: the machine's own number), which decides the last bit of sums and so belongs to the run;
-    personal: whether personal models are measured after every round's training.
+    personal: whether personal models are measured after every round's training; lead: who asked for the run, as the
+    coordinator read it off the certificate; empty in a simulation.
     """
 
     name: str
@@ -67,11 +68,14 @@ class RunManifest:
     image_size: int | None = None
     personal: bool = False
     software: str = ""
+    lead: str = ""
     format: int = FORMAT
 
     def to_json(self) -> str:
         """Write canonical JSON: sorted keys, no spaces; equal manifests give equal text."""
         raw = asdict(self) | {"layout": layout_to_json(self.layout)}
+        if not self.lead:
+            del raw["lead"]
         return json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     def digest(self) -> str:

@@ -116,9 +116,10 @@ class Ledger(Chain):
 
     # ---- what a round does --------------------------------------------------------------------------------------
 
-    def reserve(self, collection: str, task: Task, planned: Sequence[Planned]) -> str:
+    def reserve(self, collection: str, task: Task, planned: Sequence[Planned], cap: Filter | None = None) -> str:
         """Set aside what a round will release; return the entry's id. On disk on return, before any record is read.
 
+        cap: a second budget, the policy's, that it must fit as well.
         Raises RefusedError: E-BUDGET-01 when it does not fit (the refusal is recorded), E-BUDGET-02 when the collection
         has no budget, E-BUDGET-06 when the data was changed without being registered.
         """
@@ -152,7 +153,8 @@ class Ledger(Chain):
                     for i, p in enumerate(planned)
                 ],
             )
-            fits = budget.admits(self._history(db, collection), [p.mechanism for p in planned])
+            spent, asked = self._history(db, collection), [p.mechanism for p in planned]
+            fits = budget.admits(spent, asked) and (cap is None or cap.admits(spent, asked))
             self._event(db, entry, entry, "INTENT" if fits else "REFUSED", json.dumps(_plain(planned)))
         if not fits:
             raise RefusedError(
@@ -176,12 +178,47 @@ class Ledger(Chain):
                 self._event(db, entry, entry, "SPENT_ON_RECOVERY", "open after a restart: counted in full")
         return [entry for (entry,) in rows]
 
+    def note_refusal(self, subject: str, reason: str) -> None:
+        """Write down that a run was refused before anything was reserved: the record for an audit."""
+        with self._transaction() as db:
+            self._event(db, None, subject, "REFUSED", reason)
+
+    def keep(self, fingerprint: str, name: str, value: str) -> None:
+        """Keep what was released once for a version of the data; what is kept already stays as it is."""
+        with self._transaction() as db:
+            db.execute("INSERT OR IGNORE INTO kept VALUES(?,?,?,?)", (fingerprint, name, value, now()))
+
     # ---- what anybody may read ----------------------------------------------------------------------------------
 
     def collections(self) -> list[str]:
         """List the collections."""
         with self._reading() as db:
             return [name for (name,) in db.execute("SELECT name FROM collection ORDER BY name")]
+
+    def collection_of(self, fingerprint: str) -> str | None:
+        """Return the collection under which a version of data is registered."""
+        with self._reading() as db:
+            row = db.execute("SELECT collection FROM dataset_version WHERE fingerprint=?", (fingerprint,)).fetchone()
+        return str(row[0]) if row else None
+
+    def budget(self, collection: str) -> Filter | None:
+        """Return the budget in force."""
+        with self._reading() as db:
+            return self._budget(db, collection)
+
+    def kept(self, fingerprint: str, name: str) -> str | None:
+        """Return what was released once for a version of the data."""
+        with self._reading() as db:
+            row = db.execute("SELECT value FROM kept WHERE fingerprint=? AND name=?", (fingerprint, name)).fetchone()
+        return str(row[0]) if row else None
+
+    def entries(self, collection: str) -> list[tuple[str, str, list[Planned]]]:
+        """List (entry, state, what it releases) of a collection, oldest first."""
+        with self._reading() as db:
+            rows = db.execute(
+                "SELECT id, state FROM entry_state WHERE collection=? ORDER BY created_at, id", (collection,)
+            ).fetchall()
+            return [(str(i), str(state), self._planned(db, i)) for i, state in rows]
 
     def history(self, collection: str) -> History:
         """Return everything that counts against a collection."""
@@ -222,6 +259,11 @@ class Ledger(Chain):
             (collection,),
         ).fetchone()
         return Filter(*map(float, row)) if row else None
+
+    @staticmethod
+    def _planned(db: sqlite3.Connection, entry: str) -> list[Planned]:
+        rows = db.execute("SELECT purpose, noise, rate, steps FROM mechanism WHERE entry=? ORDER BY idx", (entry,))
+        return [Planned(str(p), Mechanism(float(z), float(q), int(n))) for p, z, q, n in rows]
 
     @staticmethod
     def _history(db: sqlite3.Connection, collection: str) -> list[Mechanism]:

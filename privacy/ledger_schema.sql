@@ -27,8 +27,12 @@ CREATE TABLE mechanism(
 CREATE TABLE event(
   seq INTEGER PRIMARY KEY AUTOINCREMENT, entry TEXT REFERENCES entry, subject TEXT NOT NULL,
   state TEXT NOT NULL CHECK(state IN
-    ('INTENT','RUNNING','SPENT','SPENT_ON_RECOVERY','REFUSED','RELEASED_UNUSED','BUDGET','REGISTERED')),
+    ('INTENT','RUNNING','SPENT','SPENT_ON_RECOVERY','REFUSED','RELEASED_UNUSED','BUDGET','REGISTERED','RESTORED')),
   detail TEXT NOT NULL, prev_hash TEXT NOT NULL, hash TEXT NOT NULL, created_at TEXT NOT NULL) STRICT;
+-- What is released once per version of the data and then used by every run: paid for once, kept for ever.
+CREATE TABLE kept(
+  fingerprint TEXT NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, created_at TEXT NOT NULL,
+  PRIMARY KEY(fingerprint, name)) STRICT;
 CREATE VIEW entry_state AS
   SELECT e.*, (SELECT state FROM event v WHERE v.entry=e.id ORDER BY seq DESC LIMIT 1) AS state FROM entry e;
 -- Whatever was not refused, or given back unused, counts, however it ended.
@@ -43,6 +47,8 @@ CREATE TRIGGER mechanism_noupd BEFORE UPDATE ON mechanism BEGIN SELECT RAISE(ABO
 CREATE TRIGGER mechanism_nodel BEFORE DELETE ON mechanism BEGIN SELECT RAISE(ABORT,'mechanism is append-only'); END;
 CREATE TRIGGER budget_noupd BEFORE UPDATE ON budget BEGIN SELECT RAISE(ABORT,'budget is append-only'); END;
 CREATE TRIGGER budget_nodel BEFORE DELETE ON budget BEGIN SELECT RAISE(ABORT,'budget is append-only'); END;
+CREATE TRIGGER kept_noupd BEFORE UPDATE ON kept BEGIN SELECT RAISE(ABORT,'kept is append-only'); END;
+CREATE TRIGGER kept_nodel BEFORE DELETE ON kept BEGIN SELECT RAISE(ABORT,'kept is append-only'); END;
 CREATE TRIGGER event_transition BEFORE INSERT ON event WHEN NEW.entry IS NOT NULL AND NOT EXISTS(
   SELECT 1 FROM (
     SELECT coalesce((SELECT state FROM event WHERE entry=NEW.entry ORDER BY seq DESC LIMIT 1),'') AS old)

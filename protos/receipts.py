@@ -14,8 +14,9 @@ from protos.consilium.v1 import federation_pb2 as pb
 
 
 def canonical_text(receipt: pb.Receipt) -> bytes:
-    """Write what is signed: the fields before the signer, as JSON with sorted keys."""
-    fields = {
+    """Write what is signed: the fields before the signer and the attestation, as JSON with sorted keys."""
+    stated = receipt.attestation
+    fields: dict[str, object] = {
         "contribution_id": receipt.contribution_id,
         "run_id": receipt.run_id,
         "round": receipt.round,
@@ -26,6 +27,8 @@ def canonical_text(receipt: pb.Receipt) -> bytes:
         "size": receipt.size,
         "at_unix": receipt.at_unix,
     }
+    if receipt.HasField("attestation"):
+        fields["attestation"] = [stated.policy_digest, stated.ledger_seq, stated.ledger_head]
     return b"receipt|" + json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -47,6 +47,7 @@ class Desk:
         self._closing: dict[TaskKey, bool] = {}
         self._ending: dict[str, pb.RunEnded] = {}
         self._shut = False
+        self._undecided: set[str] = set()
         self._pulse = pb.Pulse(activity=pb.IDLE)
         self.untidy = threading.Event()
 
@@ -116,7 +117,7 @@ class Desk:
     def take(self, seconds: float) -> Task | None:
         """Wait for a task; None when there is none for so long. The caller must `finish` it."""
         with self._lock:
-            if not self._waiting and not self._shut:
+            if not self._shut and all(self._undecided_on(key) for key in self._waiting):
                 self._lock.wait(seconds)
             key = next((k for k in self._waiting if not self._held(k)), None)
             if key is None or self._shut:
@@ -128,9 +129,16 @@ class Desk:
     def held(self) -> bool:
         """Tell whether a task waits for the close of the round before it, which the coordinator has not named yet."""
         with self._lock:
-            return any(self._held(key) for key in self._waiting)
+            return any(self._early(key) for key in self._waiting)
 
     def _held(self, key: TaskKey) -> bool:
+        """Tell whether a task must wait: for a close, or for the hospital's decision."""
+        return self._undecided_on(key) or self._early(key)
+
+    def _undecided_on(self, key: TaskKey) -> bool:
+        return key.run_id in self._undecided and self._store.approvals.waits(key.run_id)
+
+    def _early(self, key: TaskKey) -> bool:
         """Tell whether a state of an earlier round waits for its close: it decides what this round starts from."""
         return any(
             e.key.run_id == key.run_id and e.key.round < key.round and e.state_digest for e in self._store.outbox()
@@ -144,6 +152,19 @@ class Desk:
                 self._settle(task.key, self._closing.pop(task.key))
             if task.key.run_id in self._ending:
                 self._leave(self._ending.pop(task.key.run_id))
+
+    def hold(self, task: Task) -> bool:
+        """Put a task back until the hospital has decided about its run; tell whether that is news.
+
+        The coordinator gets no answer before, and sees what the silo waits for.
+        """
+        with self._lock:
+            if not task.stop.is_set:
+                self._waiting.setdefault(task.key, task.offer)
+            self._pulse = pb.Pulse(activity=pb.AWAITING_APPROVAL, run_id=task.key.run_id, round=task.key.round)
+            news = task.key.run_id not in self._undecided
+            self._undecided.add(task.key.run_id)
+            return news
 
     def accept(self, task: Task) -> None:
         """Tell the coordinator that the task is being done."""
@@ -213,9 +234,11 @@ class Desk:
 def public_reason(error: FederationError) -> str:
     """Write what the coordinator may know of an error: a refusal or a protocol error whole, of others their meaning.
 
-    Guarantees: no path, file name or count of the hospital leaves it. Their full text is in the hospital's own log.
+    Guarantees: no path, file name or count of the hospital leaves it, and of its budget and its policy no number. Their
+    full text is in the hospital's own log.
     """
-    if isinstance(error, RefusedError | ProtocolError):
+    own = error.code.startswith(("E-BUDGET", "E-POLICY"))
+    if isinstance(error, RefusedError | ProtocolError) and not own:
         return error.message
     title, cause, _ = EXPLANATIONS[error.code]
     return f"{title}: {cause[0].lower()}{cause[1:].rstrip('.')} (the hospital's own log has the details)"

@@ -2,7 +2,8 @@
 
 `identity/` key, certificate, authority, pinned roster    `silo.db` what is remembered    `objects/` files by digest
 `addresses.json` of the coordinator                       `serve.lock` held by a running service
-`instance.json` who served here last
+`instance.json` who served here last                     `policy.toml` what the hospital takes part in
+`ledger.db` what its records were used for, and what is left of their budget
 """
 
 from __future__ import annotations
@@ -52,6 +53,16 @@ class Home:
     def database(self) -> Path:
         """Name the database."""
         return self.path / "silo.db"
+
+    @property
+    def ledger(self) -> Path:
+        """Name the privacy ledger."""
+        return self.path / "ledger.db"
+
+    @property
+    def policy(self) -> Path:
+        """Name the hospital's policy file."""
+        return self.path / "policy.toml"
 
     @property
     def objects(self) -> Path:

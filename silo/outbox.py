@@ -9,7 +9,7 @@ from fl_core.types import Bundle, State, TaskKind
 from protos import codec
 from silo.objects import Objects
 from silo.store import Store
-from silo.tasks import Entry, Evaluation, TaskKey
+from silo.tasks import Attested, Entry, Evaluation, TaskKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,10 @@ class Outbox:
     objects: Objects
     silo: str
 
-    def stage(self, key: TaskKey, manifest_digest: str, base_digest: str, done: Finished) -> Entry:
-        """Write bundle and next state to the disk (fsync, rename), then the entry.
+    def stage(
+        self, key: TaskKey, manifest_digest: str, base_digest: str, done: Finished, attested: Attested | None = None
+    ) -> Entry:
+        """Write bundle and next state to the disk (fsync, rename), then the entry; attested: what goes with it.
 
         Guarantees: when this returns, a crash loses nothing; a crash before leaves no entry, only files to sweep.
         """
@@ -43,7 +45,17 @@ class Outbox:
             staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file))
         bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file))
         name = codec.contribution_id(key.run_id, key.round, key.kind.value, self.silo, base_digest)
-        entry = Entry(key, manifest_digest, base_digest, name, bundle, size, staged, mirrored=done.mirrored)
+        entry = Entry(
+            key,
+            manifest_digest,
+            base_digest,
+            name,
+            bundle,
+            size,
+            staged,
+            mirrored=done.mirrored,
+            attested=attested or Attested(),
+        )
         self.store.stage(entry, done.evaluation)
         return entry
 

@@ -14,6 +14,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.diagnosis import Diagnosis
 from protos.identity import Address
 from silo.client import PROTOCOL, Client
+from silo.custody import Custody
 from silo.desk import Desk
 from silo.enrol import Keeper, pinned_version
 from silo.home import Home
@@ -23,6 +24,7 @@ from silo.notices import Say, notice, trouble
 from silo.objects import Objects
 from silo.outbox import Outbox
 from silo.store import Store
+from silo.tasks import Attested
 from silo.training import DataSource, Trainer, Work, choose_device, software
 from silo.transfer import Patience, Transfer, Witness
 from silo.waiting import Stop
@@ -100,23 +102,29 @@ class Service:
         objects = Objects(settings.home.objects)
         transfer = Transfer(lambda: lines.current().transfer, objects, self._patience, lambda e: say(trouble(e)))
         self._desk = Desk(self.store, self._client.send, say)
-        trainer = Trainer(self.name, source, self._device, settings.prototypes, do)
+        self._custody = Custody(settings.home, self.store.approvals)
+        trainer = Trainer(self.name, source, self._custody, self._device, settings.prototypes, do)
         outbox = Outbox(self.store, objects, self.name)
-        self._worker = Worker(self._desk, outbox, transfer, trainer, self._witness, say, self._client.recycle, greeted)
+        self._worker = Worker(
+            self._desk, outbox, transfer, trainer, self._custody, self._witness, say, self._client.recycle, greeted
+        )
         self._stop, self._over, self._ended = Stop(), threading.Event(), threading.Event()
         self.error: BaseException | None = None
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin to work."""
+        """Begin to work; raises StateError (E-BUDGET-07, E-BUDGET-08) on a privacy ledger that lacks what it had."""
+        for entry in self._custody.recover(self.store.newest_attested()):
+            self._say(notice("recovered", f"{entry}: open after a restart, counted as spent", facts={"entry": entry}))
         says = f"{self.name} of {self._consortium} serves {self._offer.name} data on {self._device}"
         self._say(notice("serving", says, facts={"silo": self.name, "device": str(self._device)}))
         self._say(
             notice(
                 "privacy",
-                "privacy: each run's manifest decides; the only profile of this version is 'none': updates leave as "
-                "exact float32 numbers, without noise and without mask, readable by the coordinator",
-                facts={"profile": "none"},
+                "privacy: each run's manifest decides, within this hospital's policy (silo policy show): under the "
+                "profile 'none' updates leave as exact float32 numbers, without noise and without mask, readable by the "
+                "coordinator; under 'dp_record' with noise, charged to the ledger (silo ledger show)",
+                facts={"profiles": "none, dp_record", "policy": self._custody.policy_digest()},
             )
         )
         bodies: dict[str, Callable[[], None]] = {
@@ -181,12 +189,14 @@ class Service:
             software=software(),
             data=self._offer,
             staged=[entry.key.ref for entry in self.store.outbox()],
+            policy_digest=self._custody.policy_digest(),
             roster_version=pinned_version(self._identity),
             instance=self._instance.id,
             previous_instance=self._instance.previous,
         )
 
     def _welcomed(self, welcome: pb.Welcome) -> None:
+        self._custody.check(Attested.of(welcome.attested))
         self._desk.nudge()
         self._keeper.follow(welcome.signed_roster)
 

@@ -16,8 +16,9 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from fl_core.kinds import TaskKind
+from silo.approvals import Approvals
 from silo.tables import BaseRow, ContactRow, RunRow, TaskRow, open_database
-from silo.tasks import Entry, Evaluation, TaskKey
+from silo.tasks import Attested, Entry, Evaluation, TaskKey
 
 BASES_PER_RUN = 2
 ENDED_RUNS = 3
@@ -65,6 +66,7 @@ class Store:
         self._engine = open_database(path)
         self._begin = sessionmaker(self._engine, expire_on_commit=False).begin
         self._clock = clock
+        self.approvals = Approvals(self._begin, clock)
 
     def close_database(self) -> None:
         """Give the file back."""
@@ -123,6 +125,7 @@ class Store:
             for name in ("manifest_digest", "base_digest", "contribution_id", "object_digest", "size", "state_digest",
                          "mirrored"):  # fmt: skip
                 setattr(row, name, getattr(entry, name))
+            row.attested = json.dumps(entry.attested)
             row.evaluation, row.staged = json.dumps(asdict(evaluation)), self._clock()
             row.receipt = row.refused = None
 
@@ -176,6 +179,12 @@ class Store:
         with self._begin() as db:
             lost = TaskRow.included.is_(True), TaskRow.receipt.is_(None), TaskRow.contribution_id != ""
             return [_entry(row) for row in db.scalars(select(TaskRow).where(*lost))]
+
+    def newest_attested(self) -> Attested:
+        """Return the furthest end of the ledger that any update of this silo went with."""
+        with self._begin() as db:
+            found = db.scalars(select(TaskRow.attested).where(TaskRow.attested != ""))
+            return max((Attested(*json.loads(row)) for row in found), key=lambda a: a.seq, default=Attested())
 
     # ---- the rest ----------------------------------------------------------------------------------------------
 
@@ -261,6 +270,7 @@ def _entry(row: TaskRow) -> Entry:
     return Entry(
         _key(row), row.manifest_digest, row.base_digest, row.contribution_id, row.object_digest, row.size,
         row.state_digest, row.receipt, row.refused, row.mirrored,
+        Attested(*json.loads(row.attested)) if row.attested else Attested(),
     )  # fmt: skip
 
 

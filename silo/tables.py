@@ -12,7 +12,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from fl_core.errors import StateError
 
-VERSION = 2
+VERSION = 3
 
 
 class Base(DeclarativeBase):
@@ -63,6 +63,19 @@ class TaskRow(Base):
     refused: Mapped[str | None] = mapped_column(default=None)
     closed: Mapped[float | None] = mapped_column(default=None)
     included: Mapped[bool | None] = mapped_column(default=None)
+    attested: Mapped[str] = mapped_column(default="")
+
+
+class ApprovalRow(Base):
+    """A run that waits for the hospital's decision, or had it. decided: None, approved or denied."""
+
+    __tablename__ = "approvals"
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    manifest_digest: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(default="")
+    about: Mapped[str] = mapped_column(default="")
+    asked: Mapped[float] = mapped_column(default=0.0)
+    decided: Mapped[bool | None] = mapped_column(default=None)
 
 
 class ContactRow(Base):
@@ -97,6 +110,8 @@ def open_database(path: Path) -> Engine:
             Base.metadata.create_all(connection)
             if found == 1:  # before states were told apart: what it had staged is discarded unless it is included
                 connection.execute(text("ALTER TABLE tasks ADD COLUMN mirrored BOOLEAN NOT NULL DEFAULT 1"))
+            if found in (1, 2):  # before updates carried what the hospital states with them
+                connection.execute(text("ALTER TABLE tasks ADD COLUMN attested VARCHAR NOT NULL DEFAULT ''"))
             connection.execute(text(f"PRAGMA user_version = {VERSION}"))
     except DatabaseError as error:
         raise StateError(

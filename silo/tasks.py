@@ -55,6 +55,26 @@ class Evaluation:
     examples: tuple[float, ...]
 
 
+class Attested(NamedTuple):
+    """What this hospital states with an update: SHA-256 of its policy, and the end of its ledger; empty without."""
+
+    policy: str = ""
+    seq: int = 0
+    head: str = ""
+
+    def message(self) -> pb.Attestation:
+        """Write it as a message."""
+        return pb.Attestation(policy_digest=self.policy, ledger_seq=self.seq, ledger_head=self.head)
+
+    @classmethod
+    def of(cls, message: pb.Attestation) -> Attested:
+        """Read a message."""
+        return cls(message.policy_digest, message.ledger_seq, message.ledger_head)
+
+
+NOTHING_ATTESTED = Attested()
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A finished task whose round is not known to be closed: the bundle on disk, and the state that waits with it.
@@ -74,3 +94,4 @@ class Entry:
     receipt: bytes | None = None
     refused: str | None = None
     mirrored: bool = True
+    attested: Attested = NOTHING_ATTESTED

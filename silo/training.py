@@ -15,7 +15,7 @@ from fl_core import cohort, datasets
 from fl_core.datasets import SiloDataset
 from fl_core.devices import choose_device as choose_device
 from fl_core.errors import DataError, ProtocolError, RefusedError
-from fl_core.local import PlainData, Progress
+from fl_core.local import Progress
 from fl_core.manifest import RunManifest
 from fl_core.models import build_model
 from fl_core.protocols import SiloData
@@ -24,6 +24,9 @@ from fl_core.spec import derive_layout
 from fl_core.types import Bundle, Federation, Outcome, State, TaskKind, Turn
 from fl_core.worker import METRICS, Bench, work
 from privacy import plan
+from privacy.release import Units
+from privacy.terms import nominal
+from silo.custody import Access, Custody
 from silo.outbox import Finished
 from silo.tasks import Evaluation, TaskKey
 
@@ -57,8 +60,10 @@ class DataSource:
 
     @property
     def nominal_size(self) -> float:
-        """Return the declared number of training examples; the true one where nothing was declared."""
-        return float(len(self.load().train)) if self._nominal_size is None else self._nominal_size
+        """Return the declared number of training units; the true one to two digits where nothing was declared."""
+        if self._nominal_size is not None:
+            return self._nominal_size
+        return float(nominal(len(Units.of(self.load().train))))
 
 
 class _Notebook:
@@ -91,18 +96,27 @@ class Seat:
     dataset: SiloDataset
     bench: Bench
     notebook: _Notebook
+    access: Access
 
 
 class Trainer:
     """Runs tasks on one hospital's data.
 
-    device: where models are trained; prototypes: False is the hospital's own opt-out, for every run; do: the round.
+    custody: gives each run its way to the examples   device: where models are trained   prototypes: False is the
+    hospital's own opt-out, for every run   do: the round.
     """
 
     def __init__(
-        self, silo: str, data: DataSource, device: torch.device, prototypes: bool = True, do: Work = work
+        self,
+        silo: str,
+        data: DataSource,
+        custody: Custody,
+        device: torch.device,
+        prototypes: bool = True,
+        do: Work = work,
     ) -> None:
         self._silo = silo
+        self._custody = custody
         self._data = data
         self._device = device
         self._prototypes = prototypes
@@ -113,10 +127,11 @@ class Trainer:
         """Check that this silo can do its part of a run, and build what it needs.
 
         Raises RefusedError: E-PRIV-01 (before any data is touched) on a privacy profile unknown here, E-RUN-34 on
-        another version of the software; ConfigError (E-RUN-05) when this silo is no member; DataError when the data
-        cannot be loaded or is not what the run is about (E-DATA-30); ProtocolError (E-WIRE-02) on another layout.
+        another version of the software, as `Custody.access` for what the hospital does not allow; ConfigError
+        (E-RUN-05) when this silo is no member; DataError when the data cannot be loaded or is not what the run is about
+        (E-DATA-30); ProtocolError (E-WIRE-02) on another layout.
         """
-        digest = manifest.digest()
+        digest = f"{manifest.digest()} {self._custody.policy_digest()}"
         if self._seat is not None and self._seat[0] == digest:
             return self._seat[1]
         guards = plan.build(manifest).silo
@@ -142,7 +157,9 @@ class Trainer:
             )
         bench.model.to(self._device)
         notebook = _Notebook()
-        seat = Seat(manifest, index, dataset, dataclasses.replace(bench, guards=(notebook, *guards)), notebook)
+        access = self._custody.access(manifest, index, dataset)
+        bench = dataclasses.replace(bench, guards=(notebook, *guards))
+        seat = Seat(manifest, index, dataset, bench, notebook, access)
         self._seat = (digest, seat)
         return seat
 
@@ -151,14 +168,18 @@ class Trainer:
     ) -> Finished:
         """Do one task. size: the cohort that the offer names; progress: told (steps done, steps in all).
 
-        Raises ProtocolError (E-RUN-33) on a round or cohort that the manifest's seed does not give.
+        Raises ProtocolError (E-RUN-33) on a round or cohort that the manifest's seed does not give; RefusedError
+        (E-BUDGET-..), before any example is read, on a round that the ledger does not admit.
         Guarantees: equals `fl_core.simulate.LocalPort` for the same manifest and index, bit for bit on the CPU.
         """
         manifest = seat.manifest
         fed = self._federation(seat, key, size)
-        turn = Turn(fed, seat.index, manifest.seed, manifest.members[seat.index].prototypes and self._prototypes)
-        with _threads(manifest.threads):
-            data = PlainData(seat.dataset.train, seat.dataset.test, manifest.train, turn, self._device, progress)
+        submits = self._prototypes and seat.access.submits and manifest.members[seat.index].prototypes
+        turn = Turn(fed, seat.index, manifest.seed, submits)
+        with _threads(manifest.threads), seat.access.turn(key.run_id):
+            data = seat.access.doors(
+                seat.dataset.train, seat.dataset.test, manifest.train, turn, self._device, progress
+            )
             outcome = self._do(seat.bench, msg, state, data, turn, key.kind)
         evaluation = Evaluation(manifest.schema.classes, *seat.notebook.metrics)
         return Finished(outcome.bundle, outcome.state, evaluation, seat.bench.method.mirrored)

@@ -20,7 +20,7 @@ from protos.chunks import append_chunk, read_chunks
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from silo.objects import Objects
-from silo.tasks import Entry
+from silo.tasks import Attested, Entry
 from silo.waiting import Backoff, IdleWatch, Stop, persist, translated
 
 Request = TypeVar("Request")
@@ -59,11 +59,11 @@ class Witness:
         receipts.verify(receipt, self.authority_pem, self.consortium)
         expected = (
             entry.contribution_id, entry.key.run_id, entry.key.round, entry.key.wire_kind, self.silo,
-            entry.manifest_digest, entry.object_digest, entry.size,
+            entry.manifest_digest, entry.object_digest, entry.size, entry.attested,
         )  # fmt: skip
         found = (
             receipt.contribution_id, receipt.run_id, receipt.round, receipt.kind, receipt.silo,
-            receipt.manifest_digest, receipt.object_digest, receipt.size,
+            receipt.manifest_digest, receipt.object_digest, receipt.size, Attested.of(receipt.attestation),
         )  # fmt: skip
         if found != expected:
             raise ProtocolError("E-WIRE-12", f"expected a receipt for {expected}, found one for {found}")
@@ -148,6 +148,7 @@ class Transfer:
             base_digest=entry.base_digest,
             object_digest=entry.object_digest,
             size=entry.size,
+            attestation=entry.attested.message() if any(entry.attested) else None,
         )
         reply = self._unary(self._stub().Open, request)
         if reply.have > entry.size:

@@ -11,6 +11,7 @@ from fl_core.errors import FederationError, ProtocolError, RefusedError, StateEr
 from fl_core.manifest import RunManifest
 from protos import codec
 from protos.consilium.v1 import federation_pb2 as pb
+from silo.custody import Custody
 from silo.desk import Desk, Task
 from silo.notices import Say, notice, trouble
 from silo.outbox import Outbox
@@ -21,6 +22,10 @@ from silo.waiting import StoppedError
 
 IDLE_S = 1.0
 log = logging.getLogger(__name__)
+
+
+class _UndecidedError(Exception):
+    """The hospital has not decided about the run yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class Worker:
     outbox: Outbox
     transfer: Transfer
     trainer: Trainer
+    custody: Custody
     witness: Callable[[], Witness]
     say: Say
     recycle: Callable[[], None]
@@ -51,6 +57,10 @@ class Worker:
                 continue
             try:
                 self._do(task)
+            except _UndecidedError:
+                if self.desk.hold(task):
+                    said = f"{task.key.run_id} waits for the hospital's decision: silo approve {task.key.run_id}"
+                    self.say(notice("approval", said, task.key))
             except StoppedError as error:
                 self.say(notice("stopped", f"{task.key}: {error.reason}", task.key, {"reason": error.reason}))
             except FederationError as error:
@@ -89,9 +99,12 @@ class Worker:
         state = self.outbox.state(key.run_id)
         done = self.trainer.train(seat, key, offer.cohort, msg, state, self._meter(task, pb.TRAINING))
         task.stop.check()
-        entry = self.outbox.stage(key, offer.manifest_digest, offer.base_digest, done)
+        attested = self.custody.attested()
+        entry = self.outbox.stage(key, offer.manifest_digest, offer.base_digest, done, attested)
+        seat.access.commit(entry.object_digest)
         right, all_of = sum(done.evaluation.correct), sum(done.evaluation.examples)
-        said = f"the received model is right on {right:.0f} of {all_of:.0f} own test examples"
+        about = "about " if seat.access.book else ""  # of a private run not even the hospital counts exactly
+        said = f"the received model is right on {about}{right:.0f} of {about}{all_of:.0f} own test examples"
         said = said if all_of else "trained; no model or no test examples to measure"
         self.say(notice("staged", f"{key}: {said}", key, {"correct": right, "examples": all_of, "bytes": entry.size}))
         return entry
@@ -99,7 +112,8 @@ class Worker:
     def _seat(self, task: Task) -> Seat:
         """Fetch the manifest and take this silo's place in the run.
 
-        Raises RefusedError (E-RUN-35) when a run comes back under another manifest, and as `Trainer.prepare`.
+        Raises RefusedError (E-RUN-35) when a run comes back under another manifest, as `Custody.admit` before any data
+        is loaded, and as `Trainer.prepare`.
         """
         digest, run_id = task.offer.manifest_digest, task.key.run_id
         known = self.outbox.store.manifest_of(run_id)
@@ -111,6 +125,8 @@ class Worker:
         manifest = RunManifest.from_json(path.read_text(encoding="utf-8"))
         if manifest.digest() != digest:
             raise ProtocolError("E-WIRE-04", f"expected the manifest {digest} in canonical form, found another text")
+        if not self.custody.admit(run_id, manifest):
+            raise _UndecidedError
         seat = self.trainer.prepare(manifest)
         self.outbox.store.note_run(run_id, manifest.name, digest)
         return seat

@@ -190,6 +190,8 @@ def receipt_for(opened: pb.OpenRequest, holder: str, **other: object) -> pb.Rece
         size=opened.size,
         at_unix=1.0,
     )
+    if opened.HasField("attestation"):
+        raw.attestation.CopyFrom(opened.attestation)
     for name, value in other.items():
         setattr(raw, name, value)
     key_pem, cert_pem, _ = authority().server_credentials()

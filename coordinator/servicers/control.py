@@ -78,6 +78,7 @@ class ControlService(rpc.ControlServicer):
         before = members.silo(name)
         self._hub.attach(session)
         members.introduce(name, hello.software[:_TEXT], data_offer(hello.data))
+        self._hub.store.attested.keep_policy(name, hello.policy_digest[:_TEXT])
         self._hub.catch_up(session, hello, 0.0 if before is None else before.last_seen)
         return pb.CoordinatorMessage(
             welcome=pb.Welcome(
@@ -86,6 +87,7 @@ class ControlService(rpc.ControlServicer):
                 pulse_seconds=self._hub.pulse_s,
                 recycle_seconds=self._recycle_s,
                 signed_roster=self._membership.roster(hello.roster_version),
+                attested=self._hub.store.attested.newest(name),
             )
         )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import grpc
 
 from coordinator import views
+from coordinator.gate import Gate
 from coordinator.hub import Hub
 from coordinator.records import Run
 from coordinator.runs import RunService
@@ -27,13 +29,14 @@ _LOOK_EVERY_S = 5.0
 class LeadService(rpc.LeadServicer):
     """Submit, Runs, Show, Watch, Abort, Resume and Silos."""
 
-    def __init__(self, store: Store, hub: Hub, runs: RunService, compose: Compose) -> None:
+    def __init__(self, gate: Gate, store: Store, hub: Hub, runs: RunService, compose: Compose) -> None:
+        self._gate = gate
         self._store = store
         self._hub = hub
         self._runs = runs
         self._compose = compose
 
-    def Submit(self, request: pb.SubmitRequest, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: ARG002, N802
+    def Submit(self, request: pb.SubmitRequest, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: N802
         """Freeze a run and queue it; the same request id is the same run."""
         if not request.request_id:
             raise ConfigError("E-RUN-15", "expected a request id, found none: choose a new one for each new run")
@@ -42,6 +45,7 @@ class LeadService(rpc.LeadServicer):
             return views.run_info(known)
         with self._runs.seeding:
             manifest = self._compose(request.spec_json, self._silos(revoked=False))
+        manifest = replace(manifest, lead=self._gate.caller(context).identity.name)
         return views.run_info(self._runs.submit(manifest, request.spec_json, request.request_id))
 
     def Runs(self, request: pb.RunsRequest, context: grpc.ServicerContext) -> pb.RunList:  # noqa: ARG002, N802

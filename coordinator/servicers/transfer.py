@@ -50,6 +50,8 @@ class TransferService(rpc.TransferServicer):
         found, anew = self._store.objects.announce(wanted)
         if found.receipt is not None:
             return pb.OpenReply(have=found.size, receipt=pb.Receipt.FromString(found.receipt))
+        _require_digests(request)
+        self._store.attested.announce(found.id, request.attestation if request.HasField("attestation") else None)
         have = self._blobs.have(silo, found.id)
         if (anew and have) or have > found.size:
             with self._uploads.writing(found.id):
@@ -130,6 +132,7 @@ class TransferService(rpc.TransferServicer):
         plain = pb.Receipt(
             contribution_id=c.id, run_id=c.run_id, round=c.round, kind=WIRE[c.kind], silo=c.silo,
             manifest_digest=c.manifest_digest, object_digest=c.object_digest, size=c.size, at_unix=time.time(),
+            attestation=self._store.attested.of(c.id),
         )  # fmt: skip
         return receipts.sign(plain, own.key_pem, own.cert_pem)
 
@@ -181,6 +184,13 @@ def _forgotten(c: Contribution) -> StateError:
     return StateError(
         "E-RUN-06", f"expected an open round, found that round {c.round} of {c.run_id} is over: discard this"
     )
+
+
+def _require_digests(request: pb.OpenRequest) -> None:
+    """Raise ProtocolError (E-WIRE-15) when an attestation holds something else than SHA-256 in hex."""
+    for found in (request.attestation.policy_digest, request.attestation.ledger_head):
+        if found and (len(found) != 64 or not set(found) <= set("0123456789abcdef")):
+            raise ProtocolError("E-WIRE-15", f"expected a SHA-256 in lower-case hex, found {found[:80]!r}")
 
 
 def _announced(request: pb.OpenRequest, silo: str) -> Contribution:

@@ -34,6 +34,8 @@ class _ActivityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Activity.Val
     UPLOADING: _Activity.ValueType  # 4
     WAITING: _Activity.ValueType  # 5
     """sent its update, waits for the round's close"""
+    AWAITING_APPROVAL: _Activity.ValueType  # 6
+    """the hospital decides by hand about the run, and has not yet"""
 
 class Activity(_Activity, metaclass=_ActivityEnumTypeWrapper): ...
 
@@ -44,6 +46,8 @@ TRAINING: Activity.ValueType  # 3
 UPLOADING: Activity.ValueType  # 4
 WAITING: Activity.ValueType  # 5
 """sent its update, waits for the round's close"""
+AWAITING_APPROVAL: Activity.ValueType  # 6
+"""the hospital decides by hand about the run, and has not yet"""
 Global___Activity: _TypeAlias = Activity  # noqa: Y015
 
 class _TaskKind:
@@ -260,6 +264,35 @@ class Hello(_message.Message):
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
+class Attestation(_message.Message):
+    """What a hospital states of itself with an update; it can be seen by the coordinator, and set by the hospital alone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_DIGEST_FIELD_NUMBER: _builtins.int
+    LEDGER_SEQ_FIELD_NUMBER: _builtins.int
+    LEDGER_HEAD_FIELD_NUMBER: _builtins.int
+    policy_digest: _builtins.str
+    """SHA-256 of its policy file; empty where it has none"""
+    ledger_seq: _builtins.int
+    """the newest event of its privacy ledger and its hash; 0 and empty where it has none"""
+    ledger_head: _builtins.str
+    def __init__(
+        self,
+        *,
+        policy_digest: _builtins.str = ...,
+        ledger_seq: _builtins.int = ...,
+        ledger_head: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ledger_head", b"ledger_head", "ledger_seq", b"ledger_seq", "policy_digest", b"policy_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Attestation: _TypeAlias = Attestation  # noqa: Y015
+
+@_typing.final
 class DataOffer(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -326,12 +359,17 @@ class Welcome(_message.Message):
     PULSE_SECONDS_FIELD_NUMBER: _builtins.int
     RECYCLE_SECONDS_FIELD_NUMBER: _builtins.int
     SIGNED_ROSTER_FIELD_NUMBER: _builtins.int
+    ATTESTED_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     software: _builtins.str
     pulse_seconds: _builtins.float
     recycle_seconds: _builtins.float
     signed_roster: _builtins.bytes
     """empty when the silo has the newest"""
+    @_builtins.property
+    def attested(self) -> Global___Attestation:
+        """what this silo stated with its newest update: a ledger that lacks that was put back"""
+
     def __init__(
         self,
         *,
@@ -340,10 +378,11 @@ class Welcome(_message.Message):
         pulse_seconds: _builtins.float = ...,
         recycle_seconds: _builtins.float = ...,
         signed_roster: _builtins.bytes = ...,
+        attested: Global___Attestation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attested", b"attested"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "pulse_seconds", b"pulse_seconds", "recycle_seconds", b"recycle_seconds", "signed_roster", b"signed_roster", "software", b"software"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attested", b"attested", "protocol", b"protocol", "pulse_seconds", b"pulse_seconds", "recycle_seconds", b"recycle_seconds", "signed_roster", b"signed_roster", "software", b"software"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -582,6 +621,7 @@ class OpenRequest(_message.Message):
     BASE_DIGEST_FIELD_NUMBER: _builtins.int
     OBJECT_DIGEST_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
+    ATTESTATION_FIELD_NUMBER: _builtins.int
     contribution_id: _builtins.str
     run_id: _builtins.str
     round: _builtins.int
@@ -590,6 +630,8 @@ class OpenRequest(_message.Message):
     base_digest: _builtins.str
     object_digest: _builtins.str
     size: _builtins.int
+    @_builtins.property
+    def attestation(self) -> Global___Attestation: ...
     def __init__(
         self,
         *,
@@ -601,10 +643,11 @@ class OpenRequest(_message.Message):
         base_digest: _builtins.str = ...,
         object_digest: _builtins.str = ...,
         size: _builtins.int = ...,
+        attestation: Global___Attestation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attestation", b"attestation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "contribution_id", b"contribution_id", "kind", b"kind", "manifest_digest", b"manifest_digest", "object_digest", b"object_digest", "round", b"round", "run_id", b"run_id", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attestation", b"attestation", "base_digest", b"base_digest", "contribution_id", b"contribution_id", "kind", b"kind", "manifest_digest", b"manifest_digest", "object_digest", b"object_digest", "round", b"round", "run_id", b"run_id", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -719,6 +762,7 @@ class Receipt(_message.Message):
     AT_UNIX_FIELD_NUMBER: _builtins.int
     SIGNER_PEM_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
+    ATTESTATION_FIELD_NUMBER: _builtins.int
     contribution_id: _builtins.str
     run_id: _builtins.str
     round: _builtins.int
@@ -731,7 +775,9 @@ class Receipt(_message.Message):
     signer_pem: _builtins.bytes
     """the certificate coordinator://<consortium>, issued by the pinned authority"""
     signature: _builtins.bytes
-    """ECDSA-SHA256 by its key over the canonical text of fields 1 to 9"""
+    """ECDSA-SHA256 by its key over the canonical text of fields 1 to 9 and 12"""
+    @_builtins.property
+    def attestation(self) -> Global___Attestation: ...
     def __init__(
         self,
         *,
@@ -746,10 +792,11 @@ class Receipt(_message.Message):
         at_unix: _builtins.float = ...,
         signer_pem: _builtins.bytes = ...,
         signature: _builtins.bytes = ...,
+        attestation: Global___Attestation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attestation", b"attestation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix", b"at_unix", "contribution_id", b"contribution_id", "kind", b"kind", "manifest_digest", b"manifest_digest", "object_digest", b"object_digest", "round", b"round", "run_id", b"run_id", "signature", b"signature", "signer_pem", b"signer_pem", "silo", b"silo", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix", b"at_unix", "attestation", b"attestation", "contribution_id", b"contribution_id", "kind", b"kind", "manifest_digest", b"manifest_digest", "object_digest", b"object_digest", "round", b"round", "run_id", b"run_id", "signature", b"signature", "signer_pem", b"signer_pem", "silo", b"silo", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1177,6 +1224,7 @@ class SiloInfo(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
     SOFTWARE_FIELD_NUMBER: _builtins.int
+    POLICY_DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     state: _builtins.str
     """"online", "offline", "revoked" """
@@ -1189,6 +1237,7 @@ class SiloInfo(_message.Message):
     done: _builtins.int
     total: _builtins.int
     software: _builtins.str
+    policy_digest: _builtins.str
     @_builtins.property
     def data(self) -> Global___DataOffer: ...
     def __init__(
@@ -1206,10 +1255,11 @@ class SiloInfo(_message.Message):
         done: _builtins.int = ...,
         total: _builtins.int = ...,
         software: _builtins.str = ...,
+        policy_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "certificate_until_unix", b"certificate_until_unix", "data", b"data", "done", b"done", "fingerprint", b"fingerprint", "last_seen_unix", b"last_seen_unix", "name", b"name", "round", b"round", "run_id", b"run_id", "software", b"software", "state", b"state", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "certificate_until_unix", b"certificate_until_unix", "data", b"data", "done", b"done", "fingerprint", b"fingerprint", "last_seen_unix", b"last_seen_unix", "name", b"name", "policy_digest", b"policy_digest", "round", b"round", "run_id", b"run_id", "software", b"software", "state", b"state", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,57 @@
+"""What hospitals state of themselves: the digest of their policy, and the end of their ledger with each update.
+
+It can be seen here and set by nobody here: a hospital that finds its ledger shorter than what it stated stops.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import delete, insert, select
+from sqlalchemy.dialects.sqlite import insert as upsert
+
+from coordinator.database import Database
+from coordinator.tables import attestations, contributions, policies
+from protos.consilium.v1 import federation_pb2 as pb
+
+
+class AttestationStore:
+    """The part of the store that keeps attestations."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def announce(self, contribution_id: str, stated: pb.Attestation | None) -> None:
+        """Note what goes with an update that is announced; it replaces what an earlier announcement said."""
+        with self._db.write() as db:
+            db.execute(delete(attestations).where(attestations.c.id == contribution_id))
+            if stated is not None:
+                values = {"policy": stated.policy_digest, "seq": stated.ledger_seq, "head": stated.ledger_head}
+                db.execute(insert(attestations).values(id=contribution_id, **values))
+
+    def of(self, contribution_id: str) -> pb.Attestation | None:
+        """Return what went with an update."""
+        with self._db.read() as db:
+            row = db.execute(select(attestations).where(attestations.c.id == contribution_id)).first()
+        return None if row is None else _message(row.policy, row.seq, row.head)
+
+    def newest(self, silo: str) -> pb.Attestation | None:
+        """Return what a silo stated with the newest update that was taken."""
+        query = select(attestations).join(contributions, contributions.c.id == attestations.c.id)
+        mine = query.where(contributions.c.silo == silo, contributions.c.received.is_not(None))
+        with self._db.read() as db:
+            row = db.execute(mine.order_by(contributions.c.received.desc()).limit(1)).first()
+        return None if row is None else _message(row.policy, row.seq, row.head)
+
+    def keep_policy(self, silo: str, digest: str) -> None:
+        """Keep the digest of a silo's policy, as it says it when a session begins."""
+        with self._db.write() as db:
+            row = upsert(policies).values(silo=silo, digest=digest)
+            db.execute(row.on_conflict_do_update(index_elements=["silo"], set_={"digest": digest}))
+
+    def policy(self, silo: str) -> str:
+        """Return the digest of a silo's policy; empty where it has none, or never said."""
+        with self._db.read() as db:
+            return db.scalar(select(policies.c.digest).where(policies.c.silo == silo)) or ""
+
+
+def _message(policy: str, seq: int, head: str) -> pb.Attestation:
+    return pb.Attestation(policy_digest=policy, ledger_seq=seq, ledger_head=head)

@@ -1,0 +1,135 @@
+"""A hospital's book over its ledger: what a task releases is reserved before any record is read, and stays charged.
+
+Reserved, started, and committed once the output is safe. A task that fails, or a process that is killed, leaves its
+entries charged; the same round made anew is another attempt, with fresh noise and a charge of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fl_core.datasets import SiloDataset
+from fl_core.errors import FederationError, RefusedError
+from fl_core.manifest import RunManifest
+from privacy import records
+from privacy.accounting import Filter
+from privacy.course import TRAIN, Release
+from privacy.doors import spent
+from privacy.ledger import Ledger, Planned, Task
+from privacy.terms import Terms
+
+SEEDED = "seeded noise"
+"""Marks an entry whose noise could be repeated: it is charged, and protects nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The records of one split: the version of the data, and the collection that has the budget."""
+
+    fingerprint: str
+    collection: str
+
+
+class Kept(dict[str, Tensor]):
+    """What is released once per version of the data and label space; on the disk as soon as it is made.
+
+    Guarantees: what was made with repeatable noise is never taken for what was not.
+    """
+
+    def __init__(self, ledger: Ledger, fingerprint: str, about: str) -> None:
+        super().__init__()
+        self._ledger, self._fingerprint, self._about = ledger, fingerprint, about
+
+    def __contains__(self, name: object) -> bool:
+        """Tell whether it was released before, by this process or an earlier one."""
+        if not super().__contains__(name):
+            value = self._ledger.kept(self._fingerprint, self._named(name))
+            if value is None:
+                return False
+            super().__setitem__(str(name), torch.tensor(json.loads(value), dtype=torch.float32))
+        return True
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a release; raises KeyError before it was made."""
+        if name not in self:
+            raise KeyError(name)
+        return super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        """Keep a release for ever."""
+        self._ledger.keep(self._fingerprint, self._named(name), json.dumps(value.tolist()))
+        super().__setitem__(name, value)
+
+    def _named(self, name: object) -> str:
+        return json.dumps([name, self._about])
+
+
+class LedgerBook:
+    """The book of one run at one hospital; see `privacy.doors.Book`. One task at a time.
+
+    caps: budgets of the hospital's policy by collection, beside those of the ledger.
+    Raises RefusedError (E-BUDGET-06) when a split is not registered in the ledger as it is.
+    """
+
+    def __init__(
+        self, ledger: Ledger, manifest: RunManifest, dataset: SiloDataset, caps: Mapping[str, Filter] | None = None
+    ) -> None:
+        self._ledger, self._manifest, self._caps = ledger, manifest.digest(), caps or {}
+        self._records = {split: _registered(ledger, dataset, split) for split in records.splits(dataset)}
+        self._seeded = Terms.of(manifest.privacy.options).rng != "secure"
+        about = json.dumps([list(manifest.schema.classes), SEEDED if self._seeded else ""])
+        self._kept = Kept(ledger, self._records[TRAIN].fingerprint, about)
+        self._run = ""
+        self._open: list[str] = []
+
+    def begin(self, run: str) -> None:
+        """Turn to a task of a run; what an earlier one left open stays charged."""
+        self._run, self._open = run, []
+
+    def counts(self) -> dict[str, Tensor]:
+        """Return what was released once and for all."""
+        return self._kept
+
+    def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:
+        """Set the releases of one task aside, collection by collection, and note that records are about to be read.
+
+        Raises what the ledger refuses with; then nothing stays reserved.
+        """
+        kind = ("train" if train else "evaluate") + (f", {SEEDED}" if self._seeded else "")
+        made: list[str] = []
+        try:
+            for split, planned in spent(releases).items():
+                of = self._records[split]
+                task = Task(self._run, self._manifest, round, kind, of.fingerprint)
+                wanted = [Planned(r.purpose, r.mechanism) for r in planned]
+                made.append(self._ledger.reserve(of.collection, task, wanted, self._caps.get(of.collection)))
+        except FederationError:
+            for entry in made:
+                self._ledger.release_unused(entry)
+            raise
+        for entry in made:
+            self._ledger.start(entry)
+        self._open = made
+
+    def commit(self, output: str) -> None:
+        """Note that the output of the task is safe; output: its SHA-256."""
+        for entry in self._open:
+            self._ledger.commit(entry, output)
+        self._open = []
+
+
+def _registered(ledger: Ledger, dataset: SiloDataset, split: str) -> Records:
+    fingerprint = records.version(dataset, split)
+    found = ledger.collection_of(fingerprint)
+    if found is None:
+        raise RefusedError(
+            "E-BUDGET-06",
+            f"expected the {split} records of {dataset.origin} as they are registered, found a version that the ledger "
+            f"does not know: silo ledger register --data {dataset.origin}",
+        )
+    return Records(fingerprint, found)

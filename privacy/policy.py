@@ -1,0 +1,226 @@
+"""The hospital's policy file: what it takes part in, whatever a job says. It wins, and it fails closed.
+
+A file that cannot be read, or that says something unknown, allows nothing. Nobody but the hospital can change it: no
+message carries one, only the SHA-256 of the file leaves, with each session and each update.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from fl_core.errors import ConfigError, RefusedError
+from fl_core.manifest import RunManifest
+from fl_core.words import nearest
+from privacy import plan
+from privacy.terms import COUPLED, RNG, Terms
+
+if TYPE_CHECKING:  # the accountants take seconds to import: only for whoever has a private run
+    from privacy.accounting import Filter
+    from privacy.course import Course
+
+AUTOMATIC, BY_HAND = "automatic", "by hand"
+SHARE_OF_UNITS = 0.1
+"""delta is the chance of a breach of everything: it must stay below this share of one unit in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """[runs] methods, leads: who and what is accepted (empty: any)   approve: "automatic", or "by hand" for each run.
+
+    hide_size: no size is declared, and runs whose weights follow from sizes are refused.
+    """
+
+    methods: tuple[str, ...] = ()
+    leads: tuple[str, ...] = ()
+    approve: str = AUTOMATIC
+    hide_size: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Floors:
+    """[privacy] require: a profile that every run must have ("": also runs without one are accepted).
+
+    epsilon, delta: the most that one run may ask   min_noise: least noise multiplier of training   max_rate: largest
+    sampling rate   coupled: treatments of losses that mix examples   unit: "group" accepts no data without groups
+    rng: "secure", or "test" where also repeatable noise is accepted, which protects nobody   public_test: also runs
+    that publish what the test examples say, without noise, are accepted.
+    """
+
+    require: str = ""
+    epsilon: float = 8.0
+    delta: float = 1e-5
+    min_noise: float = 0.0
+    max_rate: float = 1.0
+    coupled: tuple[str, ...] = COUPLED
+    unit: str = "record"
+    rng: str = "secure"
+    public_test: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prototypes:
+    """[prototypes] submit: False submits none   hidden: classes that none are submitted of   min_count: least units."""
+
+    submit: bool = True
+    hidden: tuple[str, ...] = ()
+    min_count: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A hospital's policy. budgets: (epsilon, delta) by collection, beside those of the ledger: both must have room.
+
+    digest: SHA-256 of the file, empty where there is none and these defaults hold.
+    """
+
+    runs: Runs = field(default_factory=Runs)
+    privacy: Floors = field(default_factory=Floors)
+    prototypes: Prototypes = field(default_factory=Prototypes)
+    budgets: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    digest: str = ""
+
+    @classmethod
+    def read(cls, file: Path) -> Policy:
+        """Read a policy file; without one the defaults hold.
+
+        Raises RefusedError (E-POLICY-01) on a file that cannot be read, or an unknown word in it: nothing is accepted.
+        """
+        try:
+            raw = file.read_bytes()
+        except FileNotFoundError:
+            return cls()
+        except OSError as error:
+            raise _closed(f"expected to read {file}, found {error.strerror}") from error
+        try:
+            return cls.parse(raw)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError, TypeError, ValueError) as error:
+            said = error.message if isinstance(error, ConfigError) else str(error)
+            raise _closed(f"{file.name}: {said}") from error
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Policy:
+        """Read the text of a policy; raises ConfigError, ValueError or TypeError on what it must not say."""
+        found = dict(tomllib.loads(raw.decode()))
+        budgets = {
+            name: _budget(name, table) for name, table in cast(dict[str, object], found.pop("budget", {})).items()
+        }
+        sections = {"runs": Runs, "privacy": Floors, "prototypes": Prototypes}
+        if unknown := sorted(set(found) - set(sections)):
+            raise ValueError(f"there is no section [{unknown[0]}]: {nearest(unknown[0], [*sections, 'budget'])}")
+        runs, floors, prototypes = (_section(kind, name, found.get(name, {})) for name, kind in sections.items())
+        made = cls(
+            cast(Runs, runs), cast(Floors, floors), cast(Prototypes, prototypes), budgets,
+            hashlib.sha256(raw).hexdigest(),
+        )  # fmt: skip
+        made._require_known()
+        return made
+
+    def _require_known(self) -> None:
+        """Raise ValueError on a word that names nothing: what it was meant to forbid would be allowed."""
+        floors = self.privacy
+        choices = [
+            ("runs.approve", (self.runs.approve,), (AUTOMATIC, BY_HAND)),
+            ("privacy.require", (floors.require,), ("", "dp_record")),
+            ("privacy.unit", (floors.unit,), ("record", "group")),
+            ("privacy.rng", (floors.rng,), RNG),
+            ("privacy.coupled", floors.coupled, COUPLED),
+        ]
+        for name, found, valid in choices:
+            for word in found:
+                if word not in valid:
+                    raise ValueError(f"{name}: expected one of {valid}, found {word!r}")
+        if not (floors.epsilon > 0 and 0 < floors.delta < 1e-3 and 0 < floors.max_rate <= 1 and floors.min_noise >= 0):
+            raise ValueError("[privacy]: expected epsilon > 0, 0 < delta < 0.001, 0 < max_rate <= 1, min_noise >= 0")
+
+    def caps(self) -> dict[str, Filter]:
+        """Return its budgets as the ledger keeps them."""
+        from privacy.accounting import Filter
+
+        return {name: Filter.of(*budget) for name, budget in self.budgets.items()}
+
+    # ---- what it says about a run -------------------------------------------------------------------------------
+
+    def check(self, manifest: RunManifest) -> None:
+        """Raise RefusedError (E-POLICY-02 to E-POLICY-06) on a run that it does not allow; no data is near."""
+        runs, floors = self.runs, self.privacy
+        if runs.methods and manifest.method.name not in runs.methods:
+            raise RefusedError("E-POLICY-02", f"expected a method of {runs.methods}, found {manifest.method.name!r}")
+        if runs.leads and manifest.lead not in runs.leads:
+            raise RefusedError("E-POLICY-03", f"expected a lead of {runs.leads}, found {manifest.lead or 'no name'!r}")
+        if runs.hide_size:
+            raise RefusedError("E-POLICY-06", "this hospital declares no size, and the run weighs hospitals by size")
+        if not plan.build(manifest).private:
+            if floors.require:
+                raise RefusedError(
+                    "E-POLICY-04", f"expected the profile {floors.require!r} with a finite epsilon, found none"
+                )
+            return
+        self._check_terms(Terms.of(manifest.privacy.options))
+
+    def _check_terms(self, terms: Terms) -> None:
+        floors = self.privacy
+        if terms.epsilon > floors.epsilon or terms.delta > floors.delta:
+            raise RefusedError(
+                "E-POLICY-05",
+                f"expected epsilon <= {floors.epsilon:g} and delta <= {floors.delta:g}, found {terms.epsilon:g} and "
+                f"{terms.delta:g}",
+            )
+        if terms.rng != "secure" and floors.rng == "secure":
+            raise RefusedError("E-POLICY-05", "expected noise that nobody can repeat, found privacy.rng=test")
+        if terms.test_data == "public" and not floors.public_test:
+            raise RefusedError("E-POLICY-05", "expected noise on evaluations, found privacy.test_data=public")
+        if terms.coupled not in floors.coupled:
+            raise RefusedError("E-POLICY-05", f"expected a treatment of {floors.coupled}, found {terms.coupled!r}")
+
+    def check_course(self, course: Course, unit: str) -> None:
+        """Raise RefusedError (E-POLICY-05) when the noise, rate, delta or unit of a planned part is not allowed."""
+        floors, most = self.privacy, SHARE_OF_UNITS / course.units
+        if course.passes and course.noise < floors.min_noise:
+            raise RefusedError("E-POLICY-05", f"expected noise >= {floors.min_noise:g}, found {course.noise:.4g}")
+        if course.rate > floors.max_rate:
+            raise RefusedError("E-POLICY-05", f"expected a rate <= {floors.max_rate:g}, found {course.rate:.4g}")
+        if course.terms.delta > most:
+            raise RefusedError("E-POLICY-05", f"expected delta <= {most:.2g}, found {course.terms.delta:g}")
+        if floors.unit == "group" and unit != "group":
+            raise RefusedError("E-POLICY-05", "expected data that names groups, found single records")
+
+
+def _section(kind: type[Runs] | type[Floors] | type[Prototypes], name: str, table: object) -> object:
+    """Build a section; nothing unknown, nothing of another type than its default."""
+    if not isinstance(table, dict):
+        raise TypeError(f"expected a table [{name}], found {table!r}")
+    defaults = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+    chosen: dict[str, object] = {}
+    for key, value in table.items():
+        if key not in defaults:
+            raise ValueError(f"[{name}] has no key {key!r}: {nearest(key, defaults)}")
+        chosen[key] = _value(f"{name}.{key}", value, defaults[key])
+    return kind(**chosen)  # type: ignore[arg-type]
+
+
+def _value(name: str, value: object, default: object) -> object:
+    if isinstance(default, tuple) and isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    if type(default) is float and type(value) is int:
+        return float(value)
+    if type(value) is not type(default):
+        raise TypeError(f"{name}: expected a value like {default!r}, found {value!r}")
+    return value
+
+
+def _budget(name: str, table: object) -> tuple[float, float]:
+    if not isinstance(table, dict) or set(table) != {"epsilon", "delta"}:
+        raise ValueError(f"[budget.{name!r}]: expected epsilon and delta, found {table!r}")
+    epsilon, delta = (float(cast(float, _value(f"budget.{k}", table[k], 1.0))) for k in ("epsilon", "delta"))
+    if not (epsilon > 0 and 0 < delta < 1e-3):
+        raise ValueError(f"[budget.{name!r}]: expected epsilon > 0 and 0 < delta < 0.001, found {epsilon}, {delta}")
+    return epsilon, delta
+
+
+def _closed(reason: str) -> RefusedError:
+    return RefusedError("E-POLICY-01", f"{reason}: nothing is accepted until the policy file is repaired")

@@ -1,0 +1,158 @@
+"""What the hospital allows and what it has spent: the policy file and the privacy ledger of one home, at work.
+
+The accountants are imported when a ledger is there or a private run comes: a plain silo starts without them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from fl_core.datasets import SiloDataset
+from fl_core.errors import RefusedError
+from fl_core.local import PlainData
+from fl_core.manifest import RunManifest
+from fl_core.protocols import Doors
+from privacy import plan
+from privacy.chain import Chain, Head
+from privacy.policy import BY_HAND, Policy
+from privacy.terms import Terms
+from privacy.withhold import withholding
+from silo.approvals import Approvals
+from silo.home import Home
+from silo.tasks import Attested
+
+if TYPE_CHECKING:
+    from privacy.book import LedgerBook
+    from privacy.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a run reaches the examples: its doors, and the book of a private run."""
+
+    doors: Doors
+    submits: bool = True
+    book: LedgerBook | None = None
+
+    @contextmanager
+    def turn(self, run_id: str) -> Iterator[None]:
+        """Charge what happens inside to this run."""
+        if self.book is not None:
+            self.book.begin(run_id)
+        yield
+
+    def commit(self, output: str) -> None:
+        """Note that what a task made is safe; output: its SHA-256."""
+        if self.book is not None:
+            self.book.commit(output)
+
+
+@dataclass(slots=True)
+class Custody:
+    """The hospital's side of every run. Nothing that comes over the network changes it."""
+
+    home: Home
+    approvals: Approvals
+    _ledger: Ledger | None = field(default=None, init=False)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Open the ledger; the first private run, or the operator, makes the file."""
+        if self._ledger is None:
+            from privacy.ledger import Ledger
+
+            self._ledger = Ledger(self.home.ledger)
+        return self._ledger
+
+    def policy(self) -> Policy:
+        """Read the policy as it is now; raises RefusedError (E-POLICY-01) on one that allows nothing."""
+        return Policy.read(self.home.policy)
+
+    def policy_digest(self) -> str:
+        """Return the SHA-256 of the policy file, whatever it says; empty where there is none."""
+        try:
+            return hashlib.sha256(self.home.policy.read_bytes()).hexdigest()
+        except FileNotFoundError:
+            return ""
+
+    def attested(self) -> Attested:
+        """Return what goes with an update that is made now."""
+        head = Chain(self.home.ledger).head() if self.home.ledger.exists() else Head(0, "")
+        return Attested(self.policy_digest(), head.seq, head.hash if head.seq else "")
+
+    def recover(self, seen: Attested) -> list[str]:
+        """Look after the ledger at the service's start: verify it, count what was left open; return those entries."""
+        self.check(seen)
+        return self.ledger.recover() if self.home.ledger.exists() else []
+
+    def check(self, seen: Attested) -> None:
+        """Raise StateError (E-BUDGET-07, E-BUDGET-08) on a ledger that was edited, or lacks what others have seen."""
+        if seen.seq or self.home.ledger.exists():
+            Chain(self.home.ledger).verify(Head(seen.seq, seen.head))
+
+    def admit(self, run_id: str, manifest: RunManifest) -> bool:
+        """Hold a run against the policy; return False while the hospital has not decided about it.
+
+        Raises RefusedError (E-POLICY-..) on a run that is not allowed; the ledger has the record. No data is near.
+        """
+        try:
+            policy = self.policy()
+            policy.check(manifest)
+            if policy.runs.approve != BY_HAND:
+                return True
+            decided = self.approvals.ask(run_id, manifest.digest(), manifest.name, asks(manifest))
+            if decided is False:
+                raise RefusedError("E-POLICY-07", f"the hospital decided against run {run_id}")
+        except RefusedError as error:
+            self._note(run_id, error)
+            raise
+        return decided is True
+
+    def access(self, manifest: RunManifest, index: int, dataset: SiloDataset) -> Access:
+        """Make the way to the examples that a run gets: plain doors, or private ones over the ledger.
+
+        Raises RefusedError: E-POLICY-05 on a part that the policy does not allow, E-BUDGET-06 on data that is not
+        registered; as `privacy.doors.course_of`.
+        """
+        policy = self.policy()
+        hidden, least = _positions(policy, manifest), policy.prototypes.min_count
+        if not plan.build(manifest).private:
+            return Access(withholding(PlainData, hidden, least), policy.prototypes.submit)
+        from privacy.book import LedgerBook
+        from privacy.doors import PrivateDoors
+        from privacy.records import unit_of
+
+        book = LedgerBook(self.ledger, manifest, dataset, policy.caps())
+        doors = PrivateDoors(manifest, index, book)
+        terms = doors.course.terms
+        doors.course = replace(doors.course, terms=replace(terms, min_count=max(terms.min_count, least)))
+        try:
+            policy.check_course(doors.course, unit_of(dataset.train))
+        except RefusedError as error:
+            self._note(manifest.name, error)
+            raise
+        return Access(withholding(doors, hidden, 0.0), policy.prototypes.submit, book)
+
+    def _note(self, run: str, error: RefusedError) -> None:
+        if error.code != "E-POLICY-01":  # of a file that says nothing there is nothing to record
+            self.ledger.note_refusal(run, error.code)
+
+
+def asks(manifest: RunManifest) -> str:
+    """Say what a run asks of the hospital, for whoever decides about it."""
+    what = f"{manifest.method.name} on {manifest.data}, {manifest.rounds} rounds"
+    lead = f", asked for by {manifest.lead}" if manifest.lead else ""
+    if not plan.build(manifest).private:
+        return f"{what}{lead}, without differential privacy"
+    terms = Terms.of(manifest.privacy.options)
+    return f"{what}{lead}, epsilon {terms.epsilon:g} at delta {terms.delta:g}"
+
+
+def _positions(policy: Policy, manifest: RunManifest) -> frozenset[int]:
+    """Find the classes that no prototypes are submitted of, in the run's label space."""
+    names = manifest.schema.classes
+    return frozenset(k for k, name in enumerate(names) if name in policy.prototypes.hidden)

@@ -1,0 +1,42 @@
+"""Private runs for tests: a manifest, a home whose records have a budget, and a policy that accepts seeded noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from helpers_silo import MEMBERS, manifest
+
+from fl_core import datasets
+from fl_core.manifest import Choice, RunManifest, members
+from privacy.ledger import Ledger
+from privacy.records import register
+from privacy.release import Units
+from privacy.terms import nominal
+from silo.home import Home
+
+TRAIN, TEST = "center1/train", "center1/test"
+DATA = "digits/p3c4/1"
+SEEDED_POLICY = '[privacy]\nrng = "test"\n'
+
+
+def private(method: str = "fedavg", options: dict | None = None, **terms) -> RunManifest:
+    """Freeze a small private run; noise is seeded unless the test says otherwise."""
+    units = nominal(len(Units.of(datasets.load(DATA).train)))
+    facts = {"rng": "test", "epsilon": 8.0, **terms}
+    return manifest(
+        method=Choice(method, options or {}),
+        members=members(MEMBERS, 3, 1.0, [units] * 3),
+        privacy=Choice("dp_record", facts),
+    )
+
+
+def budgeted(folder: Path, epsilon: float = 8.0, test_epsilon: float = 8.0, policy: str = SEEDED_POLICY) -> Ledger:
+    """Register the tests' data in a home and give it a budget."""
+    home = Home(folder).make()
+    if policy:
+        home.policy.write_text(policy)
+    ledger = Ledger(home.ledger)
+    register(ledger, datasets.load(DATA), "center1")
+    ledger.set_budget(TRAIN, epsilon, 1e-5, "dpo", "test")
+    ledger.set_budget(TEST, test_epsilon, 1e-5, "dpo", "test")
+    return ledger
