@@ -106,9 +106,10 @@ class Policy:
     def parse(cls, raw: bytes) -> Policy:
         """Read the text of a policy; raises ConfigError, ValueError or TypeError on what it must not say."""
         found = dict(tomllib.loads(raw.decode()))
-        budgets = {
-            name: _budget(name, table) for name, table in cast(dict[str, object], found.pop("budget", {})).items()
-        }
+        budget = found.pop("budget", {})
+        if not isinstance(budget, dict):
+            raise TypeError(f"expected tables [budget.COLLECTION], found {budget!r}")
+        budgets = {name: _budget(name, table) for name, table in budget.items()}
         sections = {"runs": Runs, "privacy": Floors, "prototypes": Prototypes}
         if unknown := sorted(set(found) - set(sections)):
             raise ValueError(f"there is no section [{unknown[0]}]: {nearest(unknown[0], [*sections, 'budget'])}")
@@ -146,7 +147,7 @@ class Policy:
     # ---- what it says about a run -------------------------------------------------------------------------------
 
     def check(self, manifest: RunManifest) -> None:
-        """Raise RefusedError (E-POLICY-02 to E-POLICY-06) on a run that it does not allow; no data is near."""
+        """Raise RefusedError (E-POLICY-02 to -06, -09) on a run that it does not allow; no data is near."""
         runs, floors = self.runs, self.privacy
         if runs.methods and manifest.method.name not in runs.methods:
             raise RefusedError("E-POLICY-02", f"expected a method of {runs.methods}, found {manifest.method.name!r}")
@@ -154,6 +155,12 @@ class Policy:
             raise RefusedError("E-POLICY-03", f"expected a lead of {runs.leads}, found {manifest.lead or 'no name'!r}")
         if runs.hide_size:
             raise RefusedError("E-POLICY-06", "this hospital declares no size, and the run weighs hospitals by size")
+        if strangers := sorted(set(self.prototypes.hidden) - set(manifest.schema.classes)):
+            raise RefusedError(
+                "E-POLICY-09",
+                f"expected the hidden classes in the label space {manifest.schema.classes}, found none called "
+                f"{strangers}: a misspelt name would hide nothing",
+            )
         if not plan.build(manifest).private:
             if floors.require:
                 raise RefusedError(

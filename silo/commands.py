@@ -13,20 +13,12 @@ import typer
 
 from fl_core.errors import ConfigError, DataError, FederationError, StateError
 from protos.identity import colons, identity_of
-from silo import show
+from silo import ledger_commands, policy_commands, show
 from silo.home import Home, default_home
 from silo.identity import SiloIdentity
+from silo.options import AsJson, AtHome, Root
 from silo.store import Store
 
-AtHome = Annotated[
-    Path | None,
-    typer.Option("--home", help="The silo's folder. Default: $CONSILIUM_SILO_HOME, else ~/.consilium/silo."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-Root = Annotated[
-    Path | None,
-    typer.Option("--data-root", help="Where named data sets lie. Default: $CONSILIUM_DATA_ROOT."),
-]
 Classes = Annotated[
     str | None,
     typer.Option("--classes", help="The run's label space, in order, for instance nevus,melanoma.", metavar="A,B,..."),
@@ -44,6 +36,9 @@ app = typer.Typer(
 )
 data = typer.Typer(no_args_is_help=True, help="Look at data before it is served.")
 app.add_typer(data, name="data")
+app.add_typer(ledger_commands.app, name="ledger")
+app.add_typer(policy_commands.app, name="policy")
+app.command()(policy_commands.approve)
 
 
 @app.command()

@@ -6,6 +6,7 @@ The accountants are imported when a ledger is there or a private run comes: a pl
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,8 +22,9 @@ from privacy.chain import Chain, Head
 from privacy.policy import BY_HAND, Policy
 from privacy.terms import Terms
 from privacy.withhold import withholding
-from silo.approvals import Approvals
+from protos import keyfiles
 from silo.home import Home
+from silo.store import Store
 from silo.tasks import Attested
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ class Custody:
     """The hospital's side of every run. Nothing that comes over the network changes it."""
 
     home: Home
-    approvals: Approvals
+    store: Store
     _ledger: Ledger | None = field(default=None, init=False)
 
     @property
@@ -84,10 +86,24 @@ class Custody:
         head = Chain(self.home.ledger).head() if self.home.ledger.exists() else Head(0, "")
         return Attested(self.policy_digest(), head.seq, head.hash if head.seq else "")
 
-    def recover(self, seen: Attested) -> list[str]:
+    def recover(self) -> list[str]:
         """Look after the ledger at the service's start: verify it, count what was left open; return those entries."""
-        self.check(seen)
+        self.check(self.seen())
         return self.ledger.recover() if self.home.ledger.exists() else []
+
+    def seen(self) -> Attested:
+        """Return the furthest end of the ledger that others have seen, as far as this home remembers."""
+        try:
+            told = Attested(*json.loads(self.home.attested.read_text()))
+        except (OSError, ValueError, TypeError):
+            told = Attested()  # the coordinator never reminded this home of anything
+        return max(told, self.store.newest_attested(), key=lambda a: a.seq)
+
+    def told(self, seen: Attested) -> None:
+        """Take what the coordinator remembers of this hospital's ledger; raises as `check`."""
+        if seen.seq > self.seen().seq:
+            keyfiles.write_private(self.home.attested, json.dumps(seen).encode())
+        self.check(seen)
 
     def check(self, seen: Attested) -> None:
         """Raise StateError (E-BUDGET-07, E-BUDGET-08) on a ledger that was edited, or lacks what others have seen."""
@@ -104,7 +120,7 @@ class Custody:
             policy.check(manifest)
             if policy.runs.approve != BY_HAND:
                 return True
-            decided = self.approvals.ask(run_id, manifest.digest(), manifest.name, asks(manifest))
+            decided = self.store.approvals.ask(run_id, manifest.digest(), manifest.name, asks(manifest))
             if decided is False:
                 raise RefusedError("E-POLICY-07", f"the hospital decided against run {run_id}")
         except RefusedError as error:

@@ -60,6 +60,11 @@ class Home:
         return self.path / "ledger.db"
 
     @property
+    def attested(self) -> Path:
+        """Name the file with the end of the ledger that the coordinator remembers."""
+        return self.path / "attested.json"
+
+    @property
     def policy(self) -> Path:
         """Name the hospital's policy file."""
         return self.path / "policy.toml"

@@ -102,7 +102,7 @@ class Service:
         objects = Objects(settings.home.objects)
         transfer = Transfer(lambda: lines.current().transfer, objects, self._patience, lambda e: say(trouble(e)))
         self._desk = Desk(self.store, self._client.send, say)
-        self._custody = Custody(settings.home, self.store.approvals)
+        self._custody = Custody(settings.home, self.store)
         trainer = Trainer(self.name, source, self._custody, self._device, settings.prototypes, do)
         outbox = Outbox(self.store, objects, self.name)
         self._worker = Worker(
@@ -114,7 +114,7 @@ class Service:
 
     def start(self) -> None:
         """Begin to work; raises StateError (E-BUDGET-07, E-BUDGET-08) on a privacy ledger that lacks what it had."""
-        for entry in self._custody.recover(self.store.newest_attested()):
+        for entry in self._custody.recover():
             self._say(notice("recovered", f"{entry}: open after a restart, counted as spent", facts={"entry": entry}))
         says = f"{self.name} of {self._consortium} serves {self._offer.name} data on {self._device}"
         self._say(notice("serving", says, facts={"silo": self.name, "device": str(self._device)}))
@@ -122,8 +122,8 @@ class Service:
             notice(
                 "privacy",
                 "privacy: each run's manifest decides, within this hospital's policy (silo policy show): under the "
-                "profile 'none' updates leave as exact float32 numbers, without noise and without mask, readable by the "
-                "coordinator; under 'dp_record' with noise, charged to the ledger (silo ledger show)",
+                "profile 'none' updates leave as exact float32 numbers, without noise and without mask, readable by "
+                "the coordinator; under 'dp_record' with noise, charged to the ledger (silo ledger show)",
                 facts={"profiles": "none, dp_record", "policy": self._custody.policy_digest()},
             )
         )
@@ -196,7 +196,7 @@ class Service:
         )
 
     def _welcomed(self, welcome: pb.Welcome) -> None:
-        self._custody.check(Attested.of(welcome.attested))
+        self._custody.told(Attested.of(welcome.attested))
         self._desk.nudge()
         self._keeper.follow(welcome.signed_roster)
 

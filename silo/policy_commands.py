@@ -1,0 +1,77 @@
+"""`silo policy` and `silo approve`: what this hospital takes part in."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from privacy.policy import Policy
+from silo import show
+from silo.home import Home, default_home
+from silo.options import AsJson, AtHome
+from silo.store import Store
+
+app = typer.Typer(no_args_is_help=True, help="The hospital's policy: policy.toml in the silo's home.")
+
+
+@app.command("show")
+def show_policy(home: AtHome = None, as_json: AsJson = False) -> None:
+    """Show the policy in force, and the digest that goes with every update."""
+    place = Home(home or default_home())
+    policy = Policy.read(place.policy)
+    if as_json:
+        show.print_json({"file": str(place.policy), "there": place.policy.exists(), **asdict(policy)})
+        return
+    facts = [("file", str(place.policy) if policy.digest else f"{place.policy}: none, the defaults hold")]
+    facts += [("digest", policy.digest or "-")]
+    for section in ("runs", "privacy", "prototypes"):
+        facts += [(f"{section}.{key}", _text(value)) for key, value in asdict(getattr(policy, section)).items()]
+    facts += [(f"budget of {name}", f"epsilon {e:g} at delta {d:g}") for name, (e, d) in policy.budgets.items()]
+    show.show_facts(facts)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "-"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value) or "-"
+
+
+@app.command()
+def check(
+    file: Annotated[Path | None, typer.Argument(help="A file to look at. Default: the one in force.")] = None,
+    home: AtHome = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look for everything that would close this hospital to all runs; exit status 1 when something would."""
+    place = file or Home(home or default_home()).policy
+    policy = Policy.read(place)
+    if as_json:
+        show.print_json({"file": str(place), "digest": policy.digest, "sound": True})
+        return
+    show.show_facts([("file", str(place)), ("sound", "yes" if policy.digest else "there is none, the defaults hold")])
+
+
+def approve(
+    run: Annotated[str | None, typer.Argument(help="A run's id or name; without one, those that wait.")] = None,
+    deny: Annotated[bool, typer.Option("--deny", help="Decide against it.")] = False,
+    home: AtHome = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decide about a run that waits for this hospital, where its policy says approve = "by hand".
+
+    A decision holds for one manifest: a run that changes asks again.
+    """
+    store = Store(Home(home or default_home()).database)
+    try:
+        found = store.approvals.all() if run is None else [store.approvals.decide(run, not deny)]
+    finally:
+        store.close_database()
+    word = {None: "waits", True: "approved", False: "denied"}
+    if as_json:
+        show.print_json({"runs": [{**asdict(a), "decided": word[a.decided]} for a in found]})
+        return
+    rows = [(a.run_id, a.name, word[a.decided], show.moment(a.asked), a.about) for a in found]
+    show.show_rows("Runs", ("run", "name", "decision", "asked", "what it asks for"), rows)

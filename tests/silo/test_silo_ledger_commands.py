@@ -1,0 +1,163 @@
+"""`silo ledger`, `silo policy`, `silo approve`: what they print, what they change, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers_private import DATA, TEST, TRAIN, budgeted
+from helpers_silo import enrolled
+
+from privacy.accounting import Mechanism, epsilon_rdp
+from privacy.ledger import Ledger, Planned, Task
+from privacy.records import version
+from silo.commands import run
+from silo.home import Home
+from silo.store import Store
+from silo.tasks import Attested
+
+ROUND = [Planned("training", Mechanism(2.85, 0.032, 31))]
+
+
+def answer(capsys, *words):
+    assert run([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def fails(capsys, code, status, *words):
+    assert run(list(words)) == status
+    err = capsys.readouterr().err
+    assert err.startswith(f"{code}: ")
+    assert err.count("\n") == 1
+
+
+def spend(ledger: Ledger, round: int, state: str = "SPENT") -> str:
+    from fl_core import datasets
+
+    task = Task("run", "digest", round, "train", version(datasets.load(DATA), "train"))
+    entry = ledger.reserve(TRAIN, task, ROUND)
+    if state == "SPENT":
+        ledger.start(entry)
+        ledger.commit(entry, "sha")
+    return entry
+
+
+def test_a_hospital_registers_gives_a_budget_and_sees_both(capsys, tmp_path):
+    home = ["--home", str(tmp_path / "home")]
+    fails(capsys, "E-BUDGET-10", 1, "ledger", "show", *home)
+    named = answer(capsys, "ledger", "register", "--data", DATA, "--name", "center1", *home)
+    assert named == {"collections": {TRAIN: True, TEST: True}}
+    assert set(
+        answer(capsys, "ledger", "register", "--data", DATA, "--name", "center1", *home)["collections"].values()
+    ) == {False}
+    fails(capsys, "E-BUDGET-03", 1, "ledger", "register", "--data", "digits/iid-1/0", "--name", "other", *home)
+    amount = ["--epsilon", "2", "--delta", "1e-5", "--reason", "the board"]
+    assert answer(capsys, "ledger", "budget", "set", "center1", *amount, *home)["collections"] == [TEST, TRAIN]
+    fails(capsys, "E-BUDGET-04", 1, "ledger", "budget", "set", "centre1", *amount, *home)
+    fails(
+        capsys,
+        "E-PRIV-11",
+        2,
+        "ledger",
+        "budget",
+        "set",
+        TRAIN,
+        *home,
+        "--epsilon",
+        "2",
+        "--delta",
+        "1",
+        "--reason",
+        "x",
+    )
+    spend(Ledger(tmp_path / "home/ledger.db"), 0)
+    shown = answer(capsys, "ledger", "show", *home)
+    by_name = {c["collection"]: c for c in shown["collections"]}
+    assert by_name[TEST]["epsilon"] == 0
+    assert by_name[TEST]["entries"] == []
+    assert by_name[TRAIN]["epsilon"] == epsilon_rdp([ROUND[0].mechanism], 1e-5)
+    assert by_name[TRAIN]["epsilon_replace_one"]["epsilon"] == 2 * by_name[TRAIN]["epsilon"]
+    assert by_name[TRAIN]["budget"] == {"epsilon": 2.0, "delta": 1e-5}
+    (entry,) = by_name[TRAIN]["entries"]
+    assert entry["releases"] == [{"purpose": "training", "noise": 2.85, "rate": 0.032, "steps": 31}]
+    assert run(["ledger", "show", "--entries", *home]) == 0
+    printed = capsys.readouterr().out
+    assert entry["entry"] in printed
+    assert "epsilon 2 at 1e-05" in printed
+    assert answer(capsys, "ledger", "verify", *home)["events"] == shown["events"]
+
+
+def test_what_never_started_is_given_back_but_not_under_a_running_service(capsys, tmp_path):
+    ledger = budgeted(tmp_path / "home")
+    home = ["--home", str(tmp_path / "home")]
+    entry = spend(ledger, 0, "INTENT")
+    with Home(tmp_path / "home").locked():
+        fails(capsys, "E-STATE-60", 1, "ledger", "release", entry, *home)
+    assert answer(capsys, "ledger", "release", entry, *home) == {"released": entry}
+    assert ledger.history(TRAIN) == []
+    fails(capsys, "E-BUDGET-05", 1, "ledger", "release", entry, *home)
+
+
+def test_an_older_ledger_goes_on_only_at_the_price_of_what_it_may_have_forgotten(capsys, tmp_path):
+    ledger = budgeted(tmp_path / "home")
+    place, home = Home(tmp_path / "home"), ["--home", str(tmp_path / "home")]
+    spend(ledger, 0)
+    backup = place.ledger.read_bytes()
+    for t in range(1, 4):
+        spend(ledger, t)
+    lost, head = ledger.history(TRAIN)[0].steps, ledger.head()
+    place.attested.write_text(json.dumps(Attested("", head.seq, head.hash)))
+    fails(capsys, "E-BUDGET-09", 1, "ledger", "restore", "--acknowledge-spend", *home)
+    place.ledger.write_bytes(backup)
+    fails(capsys, "E-BUDGET-08", 1, "ledger", "verify", *home)
+    fails(capsys, "E-BUDGET-11", 2, "ledger", "restore", *home)
+    found = answer(capsys, "ledger", "restore", "--acknowledge-spend", *home)
+    assert found == {"charged": {TEST: 1, TRAIN: 5}}  # 9 events are missing, an entry has at least 2
+    restored = Ledger(place.ledger)
+    assert restored.history(TRAIN)[0].steps == 31 * 6 >= lost
+    assert restored.status(TEST).used == pytest.approx(1)  # without an entry to go by: all of it
+    answer(capsys, "ledger", "verify", *home)
+    fails(capsys, "E-BUDGET-09", 1, "ledger", "restore", "--acknowledge-spend", *home)
+
+
+def test_a_lost_ledger_without_collections_cannot_be_restored_to_a_fresh_budget(capsys, tmp_path):
+    place = Home(tmp_path / "home").make()
+    place.attested.write_text(json.dumps(Attested("", 12, "ab" * 32)))
+    home = ["--home", str(place.path)]
+    fails(capsys, "E-BUDGET-04", 1, "ledger", "restore", "--acknowledge-spend", *home)
+
+
+def test_the_policy_is_shown_with_its_digest_and_checked_before_it_closes_the_hospital(capsys, tmp_path):
+    place = Home(tmp_path / "home").make()
+    home = ["--home", str(place.path)]
+    assert answer(capsys, "policy", "show", *home)["privacy"]["rng"] == "secure"
+    place.policy.write_text(
+        "[runs]\nmethods = ['fedmr']\napprove = 'by hand'\n[budget.'center1/train']\nepsilon = 2\ndelta = 1e-5\n"
+    )
+    shown = answer(capsys, "policy", "show", *home)
+    assert shown["runs"]["methods"] == ["fedmr"]
+    assert shown["budgets"] == {"center1/train": [2.0, 1e-5]}
+    assert answer(capsys, "policy", "check", *home) == {
+        "file": str(place.policy), "digest": shown["digest"], "sound": True,
+    }  # fmt: skip
+    draft = tmp_path / "draft.toml"
+    for text in ("[runs]\nmethod = ['fedmr']\n", "[runs]\nmethods = 'fedmr'\n", "[privacy]\nrng = 'sure'\n",
+                 "[privacy]\nepsilon = -1\n", "[budget.a]\nepsilon = 1\n", "runs = 1\n", "x = = 1",
+                 "budget = 3\n"):  # fmt: skip
+        draft.write_text(text)
+        fails(capsys, "E-POLICY-01", 1, "policy", "check", str(draft))
+
+
+def test_a_hospital_approves_and_denies_by_id_or_name(capsys, tmp_path):
+    place = enrolled(tmp_path / "home")
+    home = ["--home", str(place.path)]
+    store = Store(place.database)
+    assert store.approvals.ask("run-1", "a" * 64, "skin", "fedmr") is None
+    assert [r["decided"] for r in answer(capsys, "approve", *home)["runs"]] == ["waits"]
+    fails(capsys, "E-POLICY-08", 2, "approve", "nobody", *home)
+    assert answer(capsys, "approve", "skin", *home)["runs"][0]["decided"] == "approved"
+    assert store.approvals.ask("run-1", "a" * 64, "skin", "fedmr") is True
+    assert store.approvals.ask("run-1", "b" * 64, "skin", "fedmr") is None  # another manifest asks again
+    assert answer(capsys, "approve", "run-1", "--deny", *home)["runs"][0]["decided"] == "denied"
+    assert store.approvals.ask("run-1", "b" * 64, "skin", "fedmr") is False
+    store.close_database()
