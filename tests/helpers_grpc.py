@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from protos.tls import require_tls13
 
@@ -39,6 +39,7 @@ CONSORTIUM = "test"
 KINDS = {pb.TRAIN: TaskKind.TRAIN, pb.EVALUATE: TaskKind.EVALUATE}
 WIRE = {kind: number for number, kind in KINDS.items()}
 FAST = Settings(pulse_s=0.2, recycle_s=300)
+Stub = TypeVar("Stub", rpc.ControlStub, rpc.TransferStub)
 _ONE_MODEL_AT_A_TIME = threading.Lock()  # training seeds torch's global generator
 
 
@@ -221,14 +222,15 @@ class ScriptedSilo:
             assert not thread.is_alive()
 
     @contextmanager
-    def _connected(self) -> Iterator[grpc.Channel]:
+    def _connected(self, make: Callable[[grpc.Channel], Stub]) -> Iterator[Stub]:
         ch = channel(self.world.port, self.world.people[self.name])
-        with self._lock:
+        with self._lock:  # a stub that is made over a channel while another thread closes it ends the process
             self._channels.add(ch)
+            stub = make(ch)
             if self._stop.is_set():
                 ch.close()
         try:
-            yield ch
+            yield stub
         except ValueError as error:  # a call over a channel that `stop` has closed
             if not self._stop.is_set():
                 raise
@@ -242,9 +244,9 @@ class ScriptedSilo:
 
     def _sessions(self) -> None:
         while not self._stop.is_set():
-            with self._connected() as ch:
+            with self._connected(rpc.ControlStub) as stub:
                 try:
-                    self._session(rpc.ControlStub(ch))
+                    self._session(stub)
                 except grpc.RpcError as error:
                     self.errors.append(error)
                     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
@@ -302,8 +304,7 @@ class ScriptedSilo:
         key = Key(offer.run_id, offer.round, KINDS[offer.kind])
         if key in self.memory.closed:
             return
-        with self._connected() as ch:
-            stub = rpc.TransferStub(ch)
+        with self._connected(rpc.TransferStub) as stub:
             if key not in self.memory.outbox:
                 self.memory.outbox[key] = self._train(stub, key, offer)
             entry = self.memory.outbox.get(key)
