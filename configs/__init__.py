@@ -1,1 +1,1 @@
-"""The configuration groups: method, data, model, federation, privacy, experiment."""
+"""The configuration groups: method, data, model, federation, privacy, experiment, scale."""

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from coordinator.spec import RunSpec, refuse_unknown
 from fl_core.errors import ConfigError
 
-GROUPS = ("method", "data", "model", "federation", "privacy", "experiment")
+GROUPS = ("method", "data", "model", "federation", "privacy", "experiment", "scale")
 
 
 def choices(group: str) -> list[str]:
@@ -36,7 +36,7 @@ def compose_spec(overrides: Sequence[str]) -> RunSpec:
         raw = _compose(words)
     except (ConfigCompositionException, HydraException, OmegaConfBaseException) as error:
         raise ConfigError("E-CFG-42", _explain(error, words)) from error
-    return RunSpec.from_mapping({str(k): v for k, v in raw.items() if k != "experiment"})
+    return RunSpec.from_mapping({str(k): v for k, v in raw.items() if k not in ("experiment", "scale")})
 
 
 def _compose(words: Sequence[str]) -> Mapping[str, object]:

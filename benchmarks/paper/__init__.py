@@ -1,0 +1,1 @@
+"""The papers' tables: run anew, beside the numbers that were printed."""

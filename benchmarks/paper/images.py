@@ -1,0 +1,127 @@
+"""Small image sets for two cores, cut from the user's own copies; nothing of them is part of the project.
+
+`images=cifar10-200-50` among a run's words stands for the first 200 training and 50 test images per class of CIFAR10,
+in one folder per class (ROOT/cifar10-jpeg or the archive ROOT/cifar10-jpeg.tar.gz, with train/CLASS/*.jpg and
+test/CLASS/*.jpg); `images=isic2019-32` for Fed-ISIC2019 with its images shrunk to squares of 36 pixels, of which 32 are
+seen. Both are written once, to CONSILIUM_CACHE or ~/.cache/consilium.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, ImageOps
+
+from fl_core.datasets import isic2019
+from fl_core.errors import ConfigError, DataError
+
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+FORMS = "images=cifar10-TRAIN-TEST (images per class), images=isic2019-SIZE"
+
+
+def resolved(words: Sequence[str], data_root: Path | None) -> list[str]:
+    """Replace images=... by the words of a real data set, cutting it where that was not done before.
+
+    Raises ConfigError (E-CFG-42) on another form, DataError (E-DATA-02) where the images are not there.
+    """
+    found: list[str] = []
+    for word in words:
+        if not word.startswith("images="):
+            found.append(word)
+        elif match := re.fullmatch(r"images=cifar10-(\d+)-(\d+)", word):
+            path = _cifar10(_root(data_root), int(match[1]), int(match[2]))
+            found += ["data=folder", f"data.path={path}", f"data.classes=[{','.join(CIFAR10)}]", "data.image_size=32"]
+        elif match := re.fullmatch(r"images=isic2019-(\d+)", word):
+            found += ["data=isic2019", f"data.image_size={match[1]}"]
+        else:
+            raise ConfigError("E-CFG-42", f"expected {FORMS}, found {word!r}")
+    return found
+
+
+def root_of(words: Sequence[str], data_root: Path | None) -> Path | None:
+    """Return where a run's data lie: for shrunk images the folder that holds them."""
+    for word in words:
+        if match := re.fullmatch(r"images=isic2019-(\d+)", word):
+            return _isic2019(_root(data_root), round(int(match[1]) * 224 / 200))
+    return data_root
+
+
+def _root(data_root: Path | None) -> Path:
+    given = data_root or os.environ.get("CONSILIUM_TEST_DATA")
+    if not given:
+        raise DataError(
+            "E-DATA-02",
+            "expected the folder of your own images, found none: give --data-root FOLDER or set CONSILIUM_TEST_DATA",
+        )
+    return Path(given)
+
+
+def _cache(name: str) -> Path:
+    return Path(os.environ.get("CONSILIUM_CACHE") or Path.home() / ".cache" / "consilium") / name
+
+
+def _finished(made: Path, target: Path) -> Path:
+    """Move a folder into place at once, so that an interrupted cut is never taken for a whole one."""
+    try:
+        made.rename(target)
+    except OSError:
+        shutil.rmtree(made)  # another process was first
+    return target
+
+
+def _cifar10(root: Path, train: int, test: int) -> Path:
+    target = _cache(f"cifar10-{train}-{test}")
+    if target.is_dir():
+        return target
+    made = target.with_name(f"{target.name}.{os.getpid()}")
+    archive, folder = root / "cifar10-jpeg.tar.gz", root / "cifar10-jpeg"
+    if folder.is_dir():
+        for split, limit in (("train", train), ("test", test)):
+            for name in CIFAR10:
+                (made / split / name).mkdir(parents=True)
+                for file in sorted((folder / split / name).glob("*.jpg"))[:limit]:
+                    shutil.copy(file, made / split / name)
+    elif archive.is_file():
+        _unpack(archive, made, {"train": train, "test": test})
+    else:
+        raise DataError("E-DATA-02", f"expected {folder} or {archive}, found neither: put CIFAR10 there as JPEG files")
+    return _finished(made, target)
+
+
+def _unpack(archive: Path, made: Path, limits: dict[str, int]) -> None:
+    with tarfile.open(archive) as tar:
+        by_class: dict[tuple[str, str], list[tarfile.TarInfo]] = {}
+        for member in tar.getmembers():
+            if member.isfile() and (match := re.search(r"(train|test)/(\w+)/[^/]+\.jpg$", member.name)):
+                by_class.setdefault((match[1], match[2]), []).append(member)
+        for (split, name), members in by_class.items():
+            (made / split / name).mkdir(parents=True)
+            for member in sorted(members, key=lambda m: m.name)[: limits[split]]:
+                content = tar.extractfile(member)
+                assert content is not None
+                (made / split / name / Path(member.name).name).write_bytes(content.read())
+
+
+def _isic2019(root: Path, side: int) -> Path:
+    target = _cache(f"isic2019-{side}")
+    if target.is_dir():
+        return target
+    source = next((f for f in (root / "isic2019", root) if (f / isic2019.SPLIT_FILE).is_file()), None)
+    if source is None:
+        raise DataError("E-DATA-02", f"expected Fed-ISIC2019 in FLamby's layout in {root}, found none: put it there")
+    made = target.with_name(f"{target.name}.{os.getpid()}")
+    (made / isic2019.IMAGES).mkdir(parents=True)
+    for name in (isic2019.SPLIT_FILE, isic2019.GROUP_FILE):
+        if (source / name).is_file():
+            shutil.copy(source / name, made / name)
+    for file in sorted((source / isic2019.IMAGES).glob("*.jpg")):
+        with Image.open(file) as image:
+            image.draft("RGB", (2 * side, 2 * side))
+            small = ImageOps.fit(image.convert("RGB"), (side, side), method=Image.Resampling.BILINEAR)
+        small.save(made / isic2019.IMAGES / file.name, quality=95)
+    return _finished(made, target)

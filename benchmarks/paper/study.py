@@ -1,0 +1,245 @@
+"""The runs of a table: composed, told apart by their manifests, computed in parallel processes, and kept.
+
+The store is a file of JSON lines, one per finished run, appended to as runs finish: what is there is not computed
+again, whichever table asks, and a changed setting has another key. A line that was cut off is ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from benchmarks.paper import images
+from benchmarks.paper.measures import Run
+from benchmarks.paper.tables import Setting, Table
+from coordinator import simulation
+from coordinator.config import compose_spec
+from coordinator.engines import How
+from coordinator.plan import manifest_from, schema_of
+from coordinator.spec import RunSpec
+from fl_core import datasets, metrics, rng
+from fl_core.evaluation import Joined
+from fl_core.methods import build_method
+from fl_core.models import describe
+from fl_core.rounds import RoundRecord
+from fl_core.simulate import bench_of
+from fl_core.types import Federation, State, TaskKind
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run: what the table asks of it, its words, and where its data lie (which is not part of its key)."""
+
+    key: str
+    method: str
+    setting: str
+    seed: int
+    words: tuple[str, ...]
+    fine_tune: int = 0
+    eigenvalues: bool = False
+    numbers: bool = False
+    data_root: Path | None = None
+    how: How = How()  # noqa: RUF009
+
+
+Grid = Mapping[tuple[str, str], Mapping[int, tuple[Point, ...]]]
+"""The runs behind each cell: by (method, setting), by seed."""
+
+
+def grid(table: Table, seeds: Sequence[int], data_root: Path | None, how: How | None = None) -> Grid:
+    """Compose all runs of a table; raises ConfigError where one does not compose."""
+    drawn, found = seeds[:1] if table.measures == ("numbers",) else seeds, {}
+    for setting in table.settings:
+        for method, own in table.methods.items():
+            if own is not None:
+                runs = [
+                    point_of(table, method, (*w, *own), drawn, data_root, how or How(), setting) for w in setting.runs
+                ]
+                found[method, setting.name] = {seed: tuple(run[seed] for run in runs) for seed in drawn}
+    return found
+
+
+def points(grid: Grid) -> list[Point]:
+    """List the runs of a grid, each once, seed by seed, so that an interrupted study has whole seeds."""
+    every = [p for cell in grid.values() for seed in cell.values() for p in seed]
+    return sorted({p.key: p for p in every}.values(), key=lambda p: p.seed)
+
+
+def point_of(
+    table: Table,
+    method: str,
+    words: Sequence[str],
+    seeds: Sequence[int],
+    data_root: Path | None,
+    how: How,
+    setting: Setting,
+) -> dict[int, Point]:
+    """Compose one run of a cell, at every seed.
+
+    The key is a digest of the run's manifest (at seed 0), the seed, how data are dealt, and what is measured beside.
+    """
+    written = (f"experiment={table.experiment}", f"scale={table.scale}", *words)
+    spec = compose_spec(images.resolved(written, data_root))
+    tune = table.fine_tune.get(method, 0)
+    eigen, numbers = "eigenvalues" in table.measures, table.measures == ("numbers",)
+    told = [w for w in words if w.startswith("images=")]
+    silos = (
+        [] if numbers else datasets.federation(simulation.dealt_from(spec), datasets.federation_text(spec.federation))
+    )
+    # One manifest per cell: what seeds change of it is drawn from them, and making it costs as much as a short run.
+    manifest = "" if numbers else manifest_from(seeded(spec, 0), [f"hospital{k}" for k in range(len(silos))]).digest()
+    found = {}
+    for seed in seeds:
+        asked = (manifest, seed, datasets.federation_text(seeded(spec, seed).federation), told, tune, eigen)
+        key = hashlib.sha256(json.dumps((*asked, list(words) if numbers else [])).encode()).hexdigest()[:20]
+        found[seed] = Point(key, method, setting.name, seed, written, tune, eigen, numbers, data_root, how)
+    return found
+
+
+def seeded(spec: RunSpec, seed: int) -> RunSpec:
+    """Draw partition, weights and batches by one seed; all runs have one name, so that tables share them."""
+    dealt = {"partition_seed": seed} if "partition_seed" in spec.federation else {}
+    return replace(spec, name="paper", seed=seed, federation={**spec.federation, **dealt})
+
+
+class _Last:
+    """An observer that keeps the newest server state."""
+
+    server: State | None = None
+
+    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+        """Note nothing."""
+
+    def arrived(self, name: str) -> None:
+        """Note nothing."""
+
+    def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
+        """Keep the state."""
+        self.server = server
+
+
+def measure(point: Point) -> dict[str, object]:
+    """Simulate one run and keep what tables read of it."""
+    start = time.process_time()
+    spec = seeded(compose_spec(images.resolved(point.words, point.data_root)), point.seed)
+    root = images.root_of(point.words, point.data_root)
+    found: dict[str, object] = {"key": point.key, "seed": point.seed, "words": list(point.words)}
+    if point.numbers:
+        return {**found, "numbers": _numbers(spec)}
+    last = _Last()
+    result = simulation.run(spec, root, last, point.how, point.fine_tune)
+    said = result.summary()
+    scores = [dict(s) for s in said.get("personal_by_round", [])]  # type: ignore[attr-defined]
+    found |= {
+        "manifest": result.manifest.digest(),
+        "model": result.model_digest[:16],
+        "by_round": [None if a is None else round(a, 5) for a in said["accuracy_by_round"]],  # type: ignore[attr-defined]
+        "balanced": said["balanced_accuracy"],
+        "personal": {name: [round(s[name], 5) for s in scores] for name in (scores[-1] if scores else ())},
+        "pa_fine_tuned": said.get("pa_fine_tuned"),
+    }
+    if point.eigenvalues and last.server is not None:
+        found["eigenvalues"] = _eigenvalues(spec, result, last.server, root)
+    return {**found, "cpu_seconds": round(time.process_time() - start, 2)}
+
+
+def _eigenvalues(spec: RunSpec, result: simulation.Result, server: State, data_root: Path | None) -> float:
+    """Return Table 7's number for the final model, on one batch of 128 test examples."""
+    dealt = datasets.federation(simulation.dealt_from(spec), datasets.federation_text(spec.federation))
+    size = spec.data.get("image_size")
+    tests = Joined([
+        datasets.load(r, data_root=data_root, image_size=size if isinstance(size, int) else None).test for r in dealt
+    ])  # fmt: skip
+    order = torch.from_numpy(rng.numpy_stream(spec.seed, "paper", "eigenvalues").permutation(len(tests.labels)))
+    bench = bench_of(result.manifest)
+    model = bench.method.global_model(bench.fresh(), bench.method.broadcast(server)).eval()
+    with torch.no_grad():
+        z = model.features(tests.batch(order[: metrics.BATCH])[0])
+    return round(metrics.eigenvalue_variance(metrics.correlation_eigenvalues(z), min(metrics.BATCH, len(z))), 3)
+
+
+def _numbers(spec: RunSpec) -> float:
+    """Count the model's numbers with all buffers, and prototypes where the method sends them, in millions."""
+    schema = schema_of(spec)
+    facts = describe(str(spec.model["name"]), schema, {k: v for k, v in spec.model.items() if k != "name"})
+    method = build_method(str(spec.method["name"]), {k: v for k, v in spec.method.items() if k != "name"})
+    extra = len(schema.classes) * facts.feature_dim if "prototypes" in method.sends else 0
+    return (facts.total_with_buffers + extra) / 1e6
+
+
+def stored(file: Path) -> dict[str, Run]:
+    """Read the runs that a store holds, by key; the newest line of a key wins."""
+    found: dict[str, Run] = {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            run = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # a line that an interrupted process did not finish
+        found[run["key"]] = run
+    return found
+
+
+def study(
+    asked: Sequence[Point],
+    file: Path,
+    jobs: int = 0,
+    tell: Callable[[str], None] = print,
+    work: Callable[[Point], dict[str, object]] = measure,
+) -> dict[str, Run]:
+    """Compute what the store lacks, appending each run as it ends; return the runs asked for, by key.
+
+    jobs: processes at a time (0: one per core), or -1: in this process. One run that fails does not stop the others;
+    the first error is raised at the end.
+    """
+    kept = stored(file)
+    missing = [p for p in asked if p.key not in kept]
+    tell(f"{len(asked)} runs, {len(asked) - len(missing)} of them done before")
+    start, errors = time.monotonic(), []
+    for done, (point, outcome) in enumerate(_results(missing, jobs, work), start=1):
+        if isinstance(outcome, Exception):
+            errors.append(outcome)
+            tell(f"{point.setting}, {point.method}, seed {point.seed}: {outcome}")
+            continue
+        kept[point.key] = outcome
+        _append(file, outcome)
+        left = (time.monotonic() - start) / done * (len(missing) - done)
+        tell(f"{done}/{len(missing)}  {point.setting}, {point.method}, seed {point.seed}  ({left:.0f} s left)")
+    if errors:
+        raise errors[0]
+    return {p.key: kept[p.key] for p in asked}
+
+
+def _results(
+    missing: Sequence[Point], jobs: int, work: Callable[[Point], dict[str, object]]
+) -> Iterable[tuple[Point, dict[str, object] | Exception]]:
+    if jobs < 0 or all(point.numbers for point in missing):
+        for point in missing:
+            try:
+                yield point, work(point)
+            except Exception as error:
+                yield point, error
+        return
+    number = max(1, min(jobs or os.cpu_count() or 1, len(missing)))
+    begin = partial(torch.set_num_threads, max(1, (os.cpu_count() or 1) // number))
+    with ProcessPoolExecutor(number, mp_context=get_context("spawn"), initializer=begin) as pool:
+        running = {pool.submit(work, point): point for point in missing}
+        for future in as_completed(running):
+            error = future.exception()
+            yield running[future], error if isinstance(error, Exception) else future.result()
+
+
+def _append(file: Path, run: Mapping[str, object]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torn = file.exists() and not file.read_bytes().endswith(b"\n") and file.stat().st_size > 0
+    with file.open("a") as out:
+        out.write(("\n" if torn else "") + json.dumps(run, sort_keys=True) + "\n")

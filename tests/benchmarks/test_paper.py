@@ -1,0 +1,204 @@
+"""The papers' tables: what their files say, how they are run and kept, and how they are written."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.paper import images, report, run, study, tables
+from benchmarks.paper.measures import MEASURES, curve
+from coordinator.config import choices, compose_spec
+from fl_core.errors import ConfigError, DataError
+
+TINY = """
+paper: A paper, Table 9
+experiment: fedmr_1
+measures: [ga, ga_last]
+across: {across}
+own: FedMR
+methods: {{FedAvg: method=fedavg, Best baseline: null, FedMR: method=fedmr}}
+settings: {{CIFAR10 P5C2: data=cifar10 federation=p5c2}}
+printed: {{CIFAR10 P5C2: 67.68/1 69.64/2 74.19/3}}
+small:
+  words: rounds=2 train.max_steps=2
+  settings:
+    digits P5C2: {{words: data=digits federation=p5c2, beside: CIFAR10 P5C2}}
+"""
+
+
+def _tiny(folder: Path, across: str = "methods") -> tables.Table:
+    (folder / "tiny.yaml").write_text(TINY.format(across=across))
+    return tables.load("tiny", "small", folder)
+
+
+def _never(point: study.Point) -> dict[str, object]:
+    raise AssertionError(f"{point.key} was computed twice")
+
+
+@pytest.mark.parametrize("scale", tables.SCALES)
+@pytest.mark.parametrize("name", tables.names())
+def test_every_table_reads_and_has_its_experiment(name: str, scale: str) -> None:
+    table = tables.load(name, scale)
+    assert table.experiment == name
+    assert name in choices("experiment")
+    assert table.own in table.methods
+    assert table.across in ("methods", "settings")
+    assert set(table.fine_tune) <= set(tables.load(name, "paper").methods)
+    for setting in table.settings:
+        for method in table.methods:
+            assert len(table.printed_cell(method, setting)) == len(table.measures)
+
+
+def test_every_table_of_the_papers_is_there() -> None:
+    asked = [f"fedmr_{n}" for n in range(1, 9)] + [f"fedgela_{n}" for n in (2, 3, 4, 5, 6, 10)]
+    assert set(tables.names()) == {*asked, "fednh_1", "fednh_2", "fedcd_1", "fedcd_3", "map_1"}
+
+
+@pytest.mark.parametrize("name", tables.names())
+def test_the_small_scale_of_every_experiment_runs_on_the_digits(name: str) -> None:
+    spec = compose_spec([f"experiment={name}", "scale=small"])
+    assert (spec.data["name"], spec.model["name"], spec.train.epochs, spec.threads) == ("digits", "digits_cnn", 1, 1)
+    assert compose_spec([f"experiment={name}"]).data["name"] != "digits"
+
+
+def test_printed_numbers_are_those_of_the_papers() -> None:
+    """One number from a corner of each table's middle, as the specification lists it."""
+
+    def cell(table: str, setting: str, method: str) -> tuple[str, ...]:
+        return tables.load(table, "paper").printed[setting][method]
+
+    assert cell("fedmr_1", "CIFAR10 P5C2", "FedDyn") == ("69.64",)
+    assert cell("fedmr_2", "ISIC2019 Real", "FedMR") == ("76.55",)
+    assert cell("fedmr_7", "P10C2", "FedMR (inter+intra)") == ("538",)
+    assert cell("fedgela_2", "CIFAR10 partial 0.2", "FedGELA") == ("86.55", "60.52")
+    assert cell("fedgela_5", "SVHN P50C2", "Best baseline") == ("96.88", "72.97")
+    assert cell("fednh_1", "CIFAR100 Dir(1.0)", "FedNH") == ("43.19", "36.88", "45.46")
+    assert cell("fedcd_1", "CIFAR100 β=5", "MOON") == ("68.29",)
+
+
+def test_a_study_is_kept_run_by_run_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    table, store, said = _tiny(tmp_path), tmp_path / "runs.jsonl", list[str]()
+    grid = study.grid(table, [0, 1], None)
+    asked = study.points(grid)
+    assert [p.seed for p in asked] == [0, 0, 1, 1]
+    assert len({p.key for p in asked}) == 4
+    first = study.study(asked[:1], store, -1, said.append)
+    store.write_text(store.read_text() + '{"key": "torn')
+    with pytest.raises(AssertionError, match="computed twice"):
+        study.study(asked, store, -1, said.append, _never)
+    every = study.study(asked, store, -1, said.append)
+    assert said[-4] == "4 runs, 1 of them done before"
+    assert study.study(asked, store, -1, said.append, _never) == every
+    assert every[asked[0].key] == first[asked[0].key]
+    assert len(curve(every[asked[0].key])) == 3  # before round 1, and after both
+    assert every[asked[0].key] != every[asked[2].key]
+
+
+def test_a_changed_setting_is_another_run(tmp_path: Path) -> None:
+    table = _tiny(tmp_path)
+
+    def keys(*words: str) -> set[str]:
+        found = study.point_of(table, "FedAvg", words, [0, 1], None, study.How(), table.settings[0])
+        return {point.key for point in found.values()}
+
+    assert len(keys("method=fedavg") | keys("method=fedavg", "train.lr=0.02")) == 4
+
+
+def _made(table: tables.Table, accuracies: dict[str, float]) -> report.Results:
+    grid = study.grid(table, [0, 1], None)
+    runs = {}
+    for (method, _), cell in grid.items():
+        for seed, (point,) in cell.items():
+            a = accuracies[method] + seed / 100
+            runs[point.key] = {"key": point.key, "by_round": [0.1, a, a - 0.05], "manifest": "m"}
+    return report.Results(table, grid, runs)
+
+
+def test_the_layout_is_the_papers_with_the_printed_number_beside_ours(tmp_path: Path) -> None:
+    results = _made(_tiny(tmp_path), {"FedAvg": 0.5, "FedMR": 0.75})
+    lines = report.markdown(results, [0, 1]).splitlines()
+    assert "|  | FedAvg | Best baseline | FedMR |" in lines
+    assert (
+        "| digits P5C2 (CIFAR10 P5C2) | 50.50 ± 0.71 (67.68) / 45.50 ± 0.71 (1) | not run (69.64) / not run (2) | "
+        "75.50 ± 0.71 (74.19) / 70.50 ± 0.71 (3) |"
+    ) in lines
+    assert "| digits P5C2, global accuracy | +25.0 (0.0) |" in lines
+    down = report.markdown(_made(_tiny(tmp_path, "settings"), {"FedAvg": 0.5, "FedMR": 0.75}), [0, 1])
+    assert "| FedAvg | 50.50 ± 0.71 (67.68) / 45.50 ± 0.71 (1) |" in down.splitlines()
+
+
+def test_all_three_files_are_written(tmp_path: Path) -> None:
+    table = _tiny(tmp_path)
+    run.write(table, [0], tmp_path / "out", -1, None)
+    rows = (tmp_path / "out" / "tiny_small.csv").read_text().splitlines()
+    assert len(rows) == 1 + 2 * 2
+    assert rows[1].startswith("tiny,small,digits P5C2,FedAvg,0,ga,")
+    assert (tmp_path / "out" / "tiny_small.png").read_bytes()[1:4] == b"PNG"
+    assert "74.19" in (tmp_path / "out" / "tiny_small.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["table=fedmr_11"], "did you mean 'fedmr_1'"),
+        (["table=fedmr_1", "scale=smal"], "did you mean 'small'"),
+        (["table=fedmr_1", "methods=FedMRR"], "did you mean 'FedMR'"),
+        (["table=fedmr_1", "settings=digits P5C3"], "did you mean 'digits P5C2'"),
+        (["tabel=fedmr_1"], "did you mean 'table'"),
+        (["table=fedmr_1", "seeds=one"], "whole numbers for seeds"),
+        (["scale=small"], "expected table=NAME"),
+    ],
+)
+def test_a_wrong_word_is_refused_with_the_nearest(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run.main(words)
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_printed_cells_that_do_not_fit_the_methods_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text(TINY.format(across="methods").replace("69.64/2 ", ""))
+    with pytest.raises(ConfigError, match="expected 3 cells of 2 numbers"):
+        tables.load("bad", "small", tmp_path)
+
+
+def test_measures_read_what_a_run_kept() -> None:
+    fedavg = {"key": "a", "by_round": [0.1, 0.4, 0.6, 0.5]}
+    ours = {"key": "b", "by_round": [0.1, 0.6, 0.5, 0.7], "personal": {"pa": [0.8, 0.9, 0.7]}, "pa_fine_tuned": None}
+    alone = {"key": "c", "by_round": [None] * 4, "personal": {"ga": [0.2, 0.3, 0.1]}, "pa_fine_tuned": 0.5}
+
+    def read(name: str, one: dict[str, object], at: int = 0) -> float:
+        return MEASURES[name].read(one, fedavg, at)
+
+    assert (read("ga", ours), read("ga_last", ours), read("ga", ours, 2)) == (0.7, 0.7, 0.6)
+    assert (read("pa", ours), read("pa_last", ours), read("pa", alone)) == (0.9, 0.7, 0.5)
+    assert (read("ga", alone), read("ga_last", alone)) == (0.3, 0.1)
+    assert math.isnan(read("gm", alone))
+    assert (read("rounds", fedavg), read("rounds", ours)) == (3, 1)
+    assert math.isnan(MEASURES["rounds"].read(fedavg, ours, 0))
+
+
+def test_images_are_cut_once_and_asked_for_where_they_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import Image
+
+    monkeypatch.setenv("CONSILIUM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CONSILIUM_TEST_DATA", raising=False)
+    words = ["method=fedavg", "images=cifar10-1-1"]
+    with pytest.raises(DataError, match="--data-root"):
+        images.resolved(words, None)
+    for split in ("train", "test"):
+        for name in images.CIFAR10:
+            (folder := tmp_path / "own" / "cifar10-jpeg" / split / name).mkdir(parents=True)
+            for k in range(2):
+                Image.new("RGB", (32, 32), (k, 0, 0)).save(folder / f"{k:04}.jpg")
+    found = images.resolved(words, tmp_path / "own")
+    cut = tmp_path / "cache" / "cifar10-1-1"
+    assert found[:3] == ["method=fedavg", "data=folder", f"data.path={cut}"]
+    assert sorted(p.name for p in cut.rglob("*.jpg")) == ["0000.jpg"] * 20
+    assert images.resolved(words, tmp_path / "own") == found
+    with pytest.raises(ConfigError, match="expected images="):
+        images.resolved(["images=cifar11-1-1"], tmp_path)
