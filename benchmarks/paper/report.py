@@ -67,7 +67,8 @@ def cell_text(results: Results, method: str, setting: Setting) -> str:
 def markdown(results: Results, seeds: Sequence[int]) -> str:
     """Write the table as the paper has it, then the gains of its method, paired by seed."""
     table = results.table
-    methods, settings = list(table.methods), list(table.settings)
+    methods = list(table.methods)
+    settings = [s for s in table.settings if any(name == s.name for _, name in results.grid)]
     said = " / ".join(MEASURES[m].label for m in table.measures)
     seeded = "computed, nothing trained" if table.measures == ("numbers",) else (
         f"mean ± standard deviation over seeds {', '.join(map(str, seeds))}"
@@ -81,18 +82,18 @@ def markdown(results: Results, seeds: Sequence[int]) -> str:
             ["", *map(_name, settings)], [[m, *(cell_text(results, m, s) for s in settings)] for m in methods]
         )
     if table.own in table.methods and len(methods) > 1 and any(MEASURES[m].better for m in table.measures):
-        lines += ["", *_gains(results)]
+        lines += ["", *_gains(results, settings)]
     lines += ["", f"`python -m benchmarks.paper table={table.name} scale={table.scale}`; {machine()}.", ""]
     return "\n".join(lines)
 
 
-def _gains(results: Results) -> list[str]:
+def _gains(results: Results, settings: Sequence[Setting]) -> list[str]:
     table = results.table
-    others = [m for m, words in table.methods.items() if m != table.own and words is not None]
+    others = [m for m in table.methods if m != table.own and any(method == m for method, _ in results.grid)]
     lines = [f"{table.own} minus another method, paired by seed (standard error):", ""]
     rows = []
     for measure in table.measures:
-        for setting in table.settings:
+        for setting in settings:
             cells = []
             for other in others:
                 gain, error = results.gain(other, setting, measure)

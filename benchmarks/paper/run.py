@@ -7,8 +7,8 @@ r"""Run tables of the papers, and write each as CSV, Markdown and learning curve
     python -m benchmarks.paper list
 
 Words: table, scale (paper, small), seeds, methods (all by comma), settings (by semicolon), jobs (processes; 0: one per
-core), device (cpu, cuda, auto), out (folder; results/ here). Runs are kept in OUT/runs_SCALE.jsonl: what is there is
-not computed again, so an interrupted table goes on where it stopped.
+core), device (cpu, cuda, auto), out (folder; results/ here), run (false: only write what is stored). Runs are kept in
+OUT/runs_SCALE.jsonl: what is there is not computed again, so an interrupted table goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fl_core.errors import ConfigError, FederationError
 from fl_core.words import nearest
 
 RESULTS = Path(__file__).parent / "results"
-KEYS = ("table", "scale", "seeds", "methods", "settings", "jobs", "device", "out")
+KEYS = ("table", "scale", "seeds", "methods", "settings", "jobs", "device", "out", "run")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -47,7 +47,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parsed(words: Sequence[str]) -> dict[str, str]:
     """Read KEY=VALUE words; raises ConfigError (E-CFG-42) on any other, with the nearest key."""
-    found = {"scale": "small", "seeds": "0,1,2", "methods": "", "settings": "", "jobs": "0", "device": "cpu"}
+    found = {
+        "scale": "small",
+        "seeds": "0,1,2",
+        "methods": "",
+        "settings": "",
+        "jobs": "0",
+        "device": "cpu",
+        "run": "true",
+    }
     found["out"] = str(RESULTS)
     for word in words:
         key, equals, value = word.partition("=")
@@ -56,6 +64,8 @@ def parsed(words: Sequence[str]) -> dict[str, str]:
         found[key] = value
     if "table" not in found:
         raise ConfigError("E-CFG-42", f"expected table=NAME, found none: valid: {', '.join(tables.names())}")
+    if found["run"] not in ("true", "false"):
+        raise ConfigError("E-CFG-42", f"expected run=true or run=false, found run={found['run']}")
     for key in ("seeds", "jobs"):
         if not all(part.lstrip("-").isdecimal() for part in found[key].split(",")):
             raise ConfigError("E-CFG-42", f"expected whole numbers for {key}, found {found[key]!r}: write {key}=0,1,2")
@@ -69,17 +79,27 @@ def run(words: dict[str, str], data_root: Path | None = None) -> None:
     loaded = [tables.chosen(tables.load(name, words["scale"]), *picked) for name in listed]
     seeds, out = [int(s) for s in words["seeds"].split(",")], Path(words["out"])
     for table in loaded:
-        write(table, seeds, out, int(words["jobs"]), data_root, How(device=words["device"]))
+        jobs = None if words["run"] == "false" else int(words["jobs"])
+        write(table, seeds, out, jobs, data_root, How(device=words["device"]))
 
 
 def write(
-    table: tables.Table, seeds: Sequence[int], out: Path, jobs: int, data_root: Path | None, how: How | None = None
+    table: tables.Table,
+    seeds: Sequence[int],
+    out: Path,
+    jobs: int | None,
+    data_root: Path | None,
+    how: How | None = None,
 ) -> report.Results:
-    """Compute what a table lacks, then write NAME_SCALE.csv, .md and .png into `out`."""
+    """Compute what a table lacks (nothing without jobs), then write NAME_SCALE.csv, .md and .png into `out`."""
     out.mkdir(parents=True, exist_ok=True)
     print(f"{table.name}, scale={table.scale}: composing", flush=True)
     grid = study.grid(table, seeds, data_root, how)
-    runs = study.study(study.points(grid), out / f"runs_{table.scale}.jsonl", jobs, lambda t: print(t, flush=True))
+    store = out / f"runs_{table.scale}.jsonl"
+    asked = study.points(grid)
+    kept = study.stored(store)
+    grid, asked = (study.only(grid, kept), []) if jobs is None else (grid, asked)
+    runs = {**kept, **study.study(asked, store, jobs or 0, lambda t: print(t, flush=True))}
     results = report.Results(table, grid, runs)
     file = out / f"{table.name}_{table.scale}"
     report.write_csv(results, file.with_suffix(".csv"))

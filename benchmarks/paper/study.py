@@ -69,6 +69,15 @@ def grid(table: Table, seeds: Sequence[int], data_root: Path | None, how: How | 
     return found
 
 
+def only(grid: Grid, kept: Mapping[str, Run]) -> Grid:
+    """Keep the seeds of cells whose runs are all stored, and the cells that have any."""
+    found = {
+        cell: {seed: runs for seed, runs in seeds.items() if all(p.key in kept for p in runs)}
+        for cell, seeds in grid.items()
+    }
+    return {cell: seeds for cell, seeds in found.items() if seeds}
+
+
 def points(grid: Grid) -> list[Point]:
     """List the runs of a grid, each once, seed by seed, so that an interrupted study has whole seeds."""
     every = [p for cell in grid.values() for seed in cell.values() for p in seed]

@@ -139,6 +139,16 @@ def test_all_three_files_are_written(tmp_path: Path) -> None:
     assert "74.19" in (tmp_path / "out" / "tiny_small.md").read_text()
 
 
+def test_what_is_stored_can_be_written_without_computing(tmp_path: Path) -> None:
+    table, out = _tiny(tmp_path), tmp_path / "out"
+    run.write(tables.chosen(table, ["FedAvg"], []), [0], out, -1, None)
+    lines = (out / "runs_small.jsonl").read_text()
+    run.write(table, [0, 1], out, None, None)
+    assert (out / "runs_small.jsonl").read_text() == lines
+    assert "| not run (74.19) / not run (3) |" in (out / "tiny_small.md").read_text()
+    assert len((out / "tiny_small.csv").read_text().splitlines()) == 1 + 2
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -149,6 +159,7 @@ def test_all_three_files_are_written(tmp_path: Path) -> None:
         (["tabel=fedmr_1"], "did you mean 'table'"),
         (["table=fedmr_1", "seeds=one"], "whole numbers for seeds"),
         (["scale=small"], "expected table=NAME"),
+        (["table=fedmr_1", "run=no"], "run=false"),
     ],
 )
 def test_a_wrong_word_is_refused_with_the_nearest(
