@@ -355,11 +355,15 @@ def chunks(data: bytes, name: str, offset: int, folder: Path) -> Iterator[pb.Chu
     return read_chunks(file, name, offset)
 
 
-def send(stub: rpc.TransferStub, silo: str, offer: pb.Offer, data: bytes) -> pb.Receipt:
+def send(
+    stub: rpc.TransferStub, silo: str, offer: pb.Offer, data: bytes, stated: pb.Attestation | None = None
+) -> pb.Receipt:
     """Open, put the rest, commit."""
     import tempfile
 
     request = open_request(silo, offer, data)
+    if stated is not None:
+        request.attestation.CopyFrom(stated)
     reply = stub.Open(request, timeout=20)
     if reply.HasField("receipt"):
         return reply.receipt

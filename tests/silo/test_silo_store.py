@@ -19,7 +19,7 @@ from protos import codec
 from silo.objects import Objects
 from silo.outbox import Finished, Outbox
 from silo.store import Store
-from silo.tasks import Evaluation, TaskKey
+from silo.tasks import Attested, Evaluation, TaskKey
 
 FACTS = Evaluation(("a", "b"), (1.0, 0.0), (2.0, 0.0))
 M, B = "a" * 64, "b" * 64
@@ -158,16 +158,20 @@ def test_a_run_that_ends_before_its_close_discards_every_state(tmp_path):
     assert value(outbox) is None
 
 
-def test_a_database_of_the_version_before_is_taken_over(tmp_path):
+@pytest.mark.parametrize("found", [1, 2])
+def test_a_database_of_a_version_before_is_taken_over(tmp_path, found):
     outbox = opened(tmp_path)
     stage(outbox)
     outbox.store.close_database()
     with sqlite3.connect(tmp_path / "silo.db") as db:
-        db.execute("ALTER TABLE tasks DROP COLUMN mirrored")
-        db.execute("PRAGMA user_version = 1")
+        db.execute("ALTER TABLE tasks DROP COLUMN attested")
+        if found == 1:
+            db.execute("ALTER TABLE tasks DROP COLUMN mirrored")
+        db.execute(f"PRAGMA user_version = {found}")
     db.close()
     again = opened(tmp_path)
     assert again.store.outbox()[0].mirrored
+    assert again.store.outbox()[0].attested == Attested()
     again.store.close(key(), included=False)
     assert value(again) is None
 

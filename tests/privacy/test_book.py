@@ -1,0 +1,108 @@
+"""The book over the ledger, the registration of records, and what is released once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_private import DATA, TEST, TRAIN, budgeted, private
+
+from fl_core import datasets
+from fl_core.datasets import SiloDataset, TensorExamples
+from fl_core.errors import RefusedError
+from fl_core.manifest import Choice
+from fl_core.types import Schema
+from privacy.accounting import Mechanism
+from privacy.book import LedgerBook
+from privacy.course import Release
+from privacy.ledger import Ledger
+from privacy.records import register, unit_names
+
+STEPS = Release("training", "train", Mechanism(2.0, 0.1, 10))
+LOOK = Release("evaluation", "test", Mechanism(20.0))
+
+
+def test_a_task_is_reserved_and_started_before_it_is_done_and_committed_after(tmp_path: Path) -> None:
+    ledger = budgeted(tmp_path)
+    book = LedgerBook(ledger, private(), datasets.load(DATA))
+    book.begin("run")
+    book.reserve(0, True, [STEPS, LOOK])
+    assert [state for _, state, _ in ledger.entries(TRAIN)] == ["RUNNING"]
+    book.commit("sha")
+    book.commit("sha")  # nothing is open any more
+    assert [state for _, state, _ in ledger.entries(TRAIN) + ledger.entries(TEST)] == ["SPENT", "SPENT"]
+    book.begin("run")
+    book.reserve(1, True, [STEPS])
+    book.begin("other")
+    book.commit("sha")  # of the other run, which did nothing: the first one's task stays as it was left
+    assert [state for _, state, _ in ledger.entries(TRAIN)] == ["SPENT", "RUNNING"]
+
+
+def test_what_was_released_once_is_kept_for_the_version_the_classes_and_the_kind_of_noise(tmp_path: Path) -> None:
+    ledger, dataset, run = budgeted(tmp_path), datasets.load(DATA), private()
+    counts = LedgerBook(ledger, run, dataset).counts()
+    assert "class counts" not in counts
+    with pytest.raises(KeyError):
+        counts["class counts"]
+    value = torch.rand(10) * 100 / 3
+    counts["class counts"] = value
+    counts["class counts"] = value + 1  # a second release would not replace the one that was paid for
+    again = LedgerBook(Ledger(tmp_path / "ledger.db"), replace(run, rounds=9), dataset).counts()
+    assert "class counts" in again
+    assert torch.equal(again["class counts"], value)
+    secure = replace(run, privacy=Choice("dp_record", {"rng": "secure"}))
+    assert "class counts" not in LedgerBook(ledger, secure, dataset).counts()
+    turned = replace(run, schema=Schema(run.schema.shape, tuple(reversed(run.schema.classes))))
+    assert "class counts" not in LedgerBook(ledger, turned, dataset).counts()
+
+
+def test_a_book_needs_every_split_registered_as_it_is(tmp_path: Path) -> None:
+    ledger, dataset = budgeted(tmp_path), datasets.load(DATA)
+    grown = replace(dataset, fingerprint="another")
+    with pytest.raises(RefusedError, match="E-BUDGET-06"):
+        LedgerBook(ledger, private(), grown)
+    register(ledger, grown, "center1")
+    LedgerBook(ledger, private(), grown)
+    assert ledger.collections() == [TEST, TRAIN]
+
+
+def test_a_policys_budget_stands_beside_the_ledgers(tmp_path: Path) -> None:
+    from privacy.accounting import Filter
+
+    ledger = budgeted(tmp_path, epsilon=50.0)
+    book = LedgerBook(ledger, private(), datasets.load(DATA), {TRAIN: Filter.of(0.5, 1e-5)})
+    with pytest.raises(RefusedError, match="E-BUDGET-01"):
+        book.reserve(0, True, [LOOK, STEPS])
+    assert ledger.history(TRAIN) == ledger.history(TEST) == []
+
+
+def test_units_are_the_same_under_any_label_space_and_patients_count_once(tmp_path: Path) -> None:
+    plain = datasets.load(DATA)
+    names = unit_names(plain.train)
+    turned = datasets.load(DATA, classes=tuple(reversed(plain.schema.classes)))
+    assert unit_names(turned.train) == names
+    assert len(set(names)) == len(plain.train)
+    assert turned.fingerprint == plain.fingerprint
+    x = torch.rand(4, 1, 2, 2)
+    patients = TensorExamples(x, torch.zeros(4), ("a", "b", "a", "c"))
+    assert unit_names(patients) == ["group a", "group b", "group c"]
+    torn = SiloDataset(plain.schema, patients, TensorExamples(x[:1], torch.zeros(1), ("c",)), "x", "v1")
+    with pytest.raises(RefusedError, match="E-BUDGET-03"):
+        register(Ledger(tmp_path / "ledger.db"), torn, "x")
+
+
+def test_image_files_are_identified_by_their_bytes(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for c, colour in (("a", 10), ("b", 200)):
+        for k in range(3):
+            file = tmp_path / "images" / c / f"{k}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (colour, k * 40, 0)).save(file)
+    small, large = (
+        datasets.load(f"folder:{tmp_path / 'images'}", classes=["a", "b"], image_size=size) for size in (8, 16)
+    )
+    assert unit_names(small.train) == unit_names(large.train)
+    assert len(set(unit_names(small.train) + unit_names(small.test))) == 6
