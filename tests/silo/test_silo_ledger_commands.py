@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from helpers_private import DATA, TEST, TRAIN, budgeted
@@ -10,6 +14,7 @@ from helpers_silo import enrolled
 
 from privacy.accounting import Mechanism, epsilon_rdp
 from privacy.ledger import Ledger, Planned, Task
+from privacy.policy import Policy
 from privacy.records import version
 from silo.commands import run
 from silo.home import Home
@@ -161,3 +166,20 @@ def test_a_hospital_approves_and_denies_by_id_or_name(capsys, tmp_path):
     assert answer(capsys, "approve", "run-1", "--deny", *home)["runs"][0]["decided"] == "denied"
     assert store.approvals.ask("run-1", "b" * 64, "skin", "fedmr") is False
     store.close_database()
+
+
+def test_the_commands_and_the_policy_of_the_readme_work_as_written(capsys, tmp_path):
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    place = enrolled(tmp_path / "home")
+    (policy,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    place.policy.write_text(policy)
+    lines = [line for block in re.findall(r"```sh budget\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    assert len(lines) == 8
+    for line in lines:
+        name, *words = shlex.split(line)
+        assert name == "silo"
+        assert run([*words, "--home", str(place.path)]) == 0, line
+    assert "epsilon 8 at 1e-05" in capsys.readouterr().out
+    written = Policy.parse(policy.encode())
+    assert replace(written, digest="", budgets={}) == Policy()
+    assert written.budgets == {"skin/train": (4.0, 1e-5)}

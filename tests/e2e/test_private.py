@@ -1,0 +1,146 @@
+"""Private runs through real processes: what is printed is what the ledgers' rows say, and the simulation agrees."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+import pytest
+from dp_accounting import rdp
+from e2e.world import World, until, world
+
+from coordinator import simulation
+from coordinator.config import compose_spec
+from fl_core import datasets
+from privacy.accounting import ORDERS
+from privacy.ledger import Ledger
+from privacy.records import register
+from silo.home import Home
+
+DELTA = 1e-5
+DATA = ["digits/p2c5/0", "digits/p2c5/1"]
+NAMES = ["hospital0", "hospital1"]
+SEEDED = '[privacy]\nrng = "test"\n'
+RUN = (
+    "data=digits", "federation=p2c5", "rounds=2", "train.epochs=1", "seed=3", "privacy=dp_record", "privacy.rng=test",
+    "privacy.epsilon=8",
+)  # fmt: skip
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def venus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Two hospitals whose records have a budget."""
+    with world(tmp_path_factory.mktemp("venus")) as made:
+        made.init()
+        made.serve()
+        for name, data in zip(NAMES, DATA, strict=True):
+            made.join(name)
+            home = Home(made.folder / name)
+            home.policy.write_text(SEEDED)
+            ledger = Ledger(home.ledger)
+            register(ledger, datasets.load(data), "digits")
+            for split in ("train", "test"):
+                ledger.set_budget(f"digits/{split}", 200.0, DELTA, "dpo", "test")
+            made.silo(name, data)
+        made.online(NAMES)
+        yield made
+
+
+def independent(releases: Sequence[Mapping[str, Any]]) -> float:
+    """Compute epsilon from the ledger's rows with an accountant that shares no code with ours."""
+    accountant = rdp.RdpAccountant(list(ORDERS))
+    for r in releases:
+        step: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(r["noise"])
+        if r["rate"] < 1:
+            step = dp_accounting.PoissonSampledDpEvent(r["rate"], step)
+        accountant.compose(step, r["steps"])
+    return float(accountant.get_epsilon(DELTA))
+
+
+def rows(venus: World, name: str) -> list[dict[str, Any]]:
+    """Read a hospital's training records as its command line prints them."""
+    shown = venus.json("silo", "ledger", "show", "--home", str(venus.folder / name))
+    (found,) = [c for c in shown["collections"] if c["collection"] == "digits/train"]
+    releases = [r for e in found["entries"] if e["state"] != "REFUSED" for r in e["releases"]]
+    assert found["epsilon"] == pytest.approx(independent(releases), rel=1e-3)
+    entries: list[dict[str, Any]] = found["entries"]
+    return entries
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ("method=fedmr", "method.inter_weighting=example"),
+        ("method=fedavg",),
+        ("method=fedproc",),
+        ("method=fednh",),
+        ("method=fedgela",),
+    ],
+    ids=lambda words: words[0],
+)
+def test_methods_train_privately_and_the_printed_epsilon_is_that_of_the_ledgers_rows(
+    venus: World, method: tuple[str, ...]
+) -> None:
+    run = venus.submit(*method, *RUN)
+    done = venus.wait(run, seconds=300)
+    simulated = simulation.run(compose_spec((*method, *RUN))).summary()
+    assert done["model_digest"] == simulated["model_digest"]
+    found = [r["accuracy"] for r in done["round"]]
+    shown = [a if a is not None and a >= 0 else None for a in found]  # noise can put a count below 0
+    assert shown == simulated["accuracy_by_round"]
+    assert all(r["missing"] == {} for r in done["round"])
+    printed: Any = simulated["privacy"]
+    for name in NAMES:
+        mine = [e for e in rows(venus, name) if e["entry"].startswith(f"{run}/")]
+        assert {e["state"] for e in mine} == {"SPENT"}
+        found = independent([r for e in mine for r in e["releases"]])
+        assert found == pytest.approx(printed["epsilon_by_silo"][name], rel=1e-3)
+        assert 0.9 * 8 < found <= 8
+
+
+def test_over_budget_is_refused_and_the_round_records_why_by_code(venus: World) -> None:
+    Ledger(venus.folder / "hospital1/ledger.db").set_budget("digits/train", 0.01, DELTA, "dpo", "withdrawn")
+    before = rows(venus, "hospital1")
+    done = venus.wait(venus.submit("method=fedavg", *RUN, "quorum=1"), seconds=300)
+    for r in done["round"][:2]:
+        assert r["included"] == ["hospital0"]
+        assert set(r["missing"]) == {"hospital1"}
+        assert "E-BUDGET-01" in r["missing"]["hospital1"]
+        assert "0.01" not in r["missing"]["hospital1"]
+    refused = [e for e in rows(venus, "hospital1") if e not in before]
+    assert {e["state"] for e in refused} == {"REFUSED"}
+
+
+def test_the_lead_sees_the_digest_of_a_policy_and_a_run_waits_for_approval(venus: World) -> None:
+    policy = venus.folder / "hospital0/policy.toml"
+    (shown,) = [s for s in venus.lead("silos")["silos"] if s["name"] == "hospital0"]
+    assert shown["policy_digest"] is not None
+    assert len(shown["policy_digest"]) == 64
+    policy.write_text(SEEDED + '[runs]\napprove = "by hand"\nleads = ["lead"]\n')
+    run = venus.submit("method=fedavg", "data=digits", "rounds=1", "train.epochs=1")
+    home = ["--home", str(venus.folder / "hospital0")]
+    asked = until(lambda: venus.json("silo", "approve", *home)["runs"], "the run to ask")
+    assert asked[0]["run"] == run
+    assert "asked for by lead" in asked[0]["about"]
+    assert venus.info(run)["closed"] == 0
+    assert json.dumps(venus.json("silo", "approve", run, *home)).count("approved") == 1
+    venus.wait(run)
+
+
+def test_a_ledger_that_is_put_back_stops_the_service(venus: World, tmp_path: Path) -> None:
+    home = Home(venus.folder / "hospital0")
+    venus.kill("hospital0", 15)
+    newest = home.ledger.read_bytes()
+    home.ledger.unlink()
+    ended = venus.call("silo", "serve", "--data", DATA[0], "--home", str(home.path), ok=False)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("E-BUDGET-08")
+    home.ledger.unlink()
+    home.ledger.write_bytes(newest)
+    venus.silo("hospital0", DATA[0])
+    venus.online(NAMES)
