@@ -134,7 +134,7 @@ def run(
     books = [SimulatedBook() for _ in manifest.members] if plan.private else []
     doors = [PrivateDoors(manifest, k, book) for k, book in enumerate(books)]
     history = _Reporting(tell)
-    shares = [SiloShare(s.train, s.test) for s in sets]
+    shares = [SiloShare(s.train, s.test, s.public) for s in sets]
     final = (how or How()).simulate(manifest, shares, history, doors or None, plan.silo, plan.incoming)
     tuned = fine_tuned(manifest, shares, history.best, history.best_round, fine_tune) if fine_tune else None
     spent = report(manifest, [book.releases for book in books])

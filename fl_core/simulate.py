@@ -23,10 +23,11 @@ from fl_core.worker import Bench, work
 
 @dataclass(frozen=True, slots=True)
 class SiloShare:
-    """The examples of one simulated silo."""
+    """The examples of one simulated silo; public: the official test set, where `test` was held out of its own data."""
 
     train: Examples
     test: Examples
+    public: Examples | None = None
 
 
 class LocalPort:
@@ -103,7 +104,8 @@ def on_device(shares: Sequence[SiloShare], device: torch.device) -> list[SiloSha
         for share in shares:
             there, room = devices.placed((share.train, share.test)[split], device, room)
             placed.append(there)
-    return [SiloShare(*both) for both in zip(placed_train, placed_test, strict=True)]
+    public = [share.public for share in shares]
+    return [SiloShare(*three) for three in zip(placed_train, placed_test, public, strict=True)]
 
 
 def local_ports(
@@ -114,7 +116,7 @@ def local_ports(
     device: torch.device | None = None,
     guards: Sequence[Guard] = (),
 ) -> list[LocalPort]:
-    """Make one port per member, all sharing one scratch model; the union of the test sets is public here.
+    """Make one port per member, all sharing one scratch model; the official test set is public here.
 
     doors: of each member; `PlainData` where there are none   states: where silos' states lie between rounds
     device: where models are trained; examples lie there as well, as far as they fit   guards: of every silo
@@ -126,7 +128,7 @@ def local_ports(
     )
     bench.model.to(device)
     shares = on_device(shares, device)
-    public = Joined([s.test for s in shares]) if manifest.personal else None
+    public = public_test(shares) if manifest.personal else None
     return [
         LocalPort(
             m.name,
@@ -143,6 +145,12 @@ def local_ports(
         )
         for k, (m, share) in enumerate(zip(manifest.members, shares, strict=True))
     ]
+
+
+def public_test(shares: Sequence[SiloShare]) -> Examples:
+    """Return the official test set where the data has one apart from the silos', else the union of theirs."""
+    official = [s.public for s in shares if s.public is not None]
+    return official[0] if official else Joined([s.test for s in shares])
 
 
 def simulate(

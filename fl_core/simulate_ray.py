@@ -17,11 +17,10 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from fl_core.errors import ConfigError
-from fl_core.evaluation import Joined
 from fl_core.manifest import RunManifest
 from fl_core.methods import build_method
 from fl_core.rounds import Observer
-from fl_core.simulate import LocalPort, SiloShare, bench_of, engine_of, initial_state, on_device
+from fl_core.simulate import LocalPort, SiloShare, bench_of, engine_of, initial_state, on_device, public_test
 from fl_core.states import InMemory, States
 from fl_core.types import Bundle, Examples, Federation, State, TaskKind
 
@@ -159,7 +158,7 @@ def simulate_ray(
     actors: list[Handle] = []
     try:
         kind = ray.remote(num_cpus=where.cpus, num_gpus=where.gpus)(Seats)
-        public = ray.put(Joined([s.test for s in shares])) if manifest.personal else None
+        public = ray.put(public_test(shares)) if manifest.personal else None
         number = min(where.actors, len(shares))
         for j in range(number):
             own = {k: shares[k] for k in range(j, len(shares), number)}

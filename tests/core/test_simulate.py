@@ -12,7 +12,7 @@ from fl_core import trees
 from fl_core.errors import ProtocolError
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.simulate import History, bench_of, initial_state, local_ports, simulate
+from fl_core.simulate import History, bench_of, initial_state, local_ports, public_test, simulate
 from fl_core.spec import derive_layout, layout_from_json, layout_to_json
 from fl_core.types import Part, PartSpec, Schema, TrainConfig
 
@@ -101,3 +101,11 @@ def test_two_blank_examples_are_enough_for_two_classes() -> None:
     schema = Schema((1, 8, 8), ("a", "b"))
     layout = derive_layout(build_method("fedmr", {}), build_model("digits_cnn", {"norm": "batch"}, schema, 0), schema)
     assert Part.of({"offset": torch.zeros(2, 64)}, torch.zeros(2)).total.keys() == layout["prototypes"].shapes.keys()
+
+
+def test_the_official_test_set_is_public_where_the_data_has_one_and_else_the_union() -> None:
+    plain = shares()
+    union = public_test(plain)
+    assert union.labels.tolist() == [y for share in plain for y in share.test.labels.tolist()]
+    official = plain[0].train
+    assert public_test([replace(share, public=official) for share in plain]) is official
