@@ -349,3 +349,26 @@ def test_the_declared_size_is_rounded_and_never_the_true_one(make, tmp_path):
     assert len(datasets.load(DATA).train) == 507
     assert hospital.control.last.hello.data.nominal_size == 510
     assert not Ledger(tmp_path / "unused.db").collections()
+
+
+@pytest.mark.parametrize(("policy", "sent"), [("submit = true", 1), ("submit = false", 0)])
+def test_a_hospitals_own_opt_out_is_neither_released_nor_charged(make, tmp_path, policy, sent):
+    ledger = budgeted(tmp_path / "home0", policy=f"{SEEDED_POLICY}[prototypes]\n{policy}\nmin_count = 10000\n")
+    hospital = make(private("fedproc"))
+    hospital.start()
+    first(hospital)
+    purposes = [p.purpose for _, _, planned in ledger.entries(TRAIN) for p in planned]
+    assert purposes.count("prototypes") == sent
+    (raw,) = hospital.transfer.uploads.values()
+    (tmp_path / "bundle").write_bytes(bytes(raw))
+    bundle = codec.FileBundle(tmp_path / "bundle")
+    weight = next(p.weight for name, p in bundle.items() if name != "metrics" and p.weight.shape == (10,))
+    assert (weight == 0).all()  # submitted or not: no class has so many records
+
+
+def test_a_hidden_class_that_the_run_does_not_know_closes_the_hospital(make, tmp_path):
+    budgeted(tmp_path / "home0", policy=f"{SEEDED_POLICY}[prototypes]\nhidden = ['sevn']\n")
+    hospital = make(private())
+    hospital.start()
+    hospital.offer()
+    assert hospital.refused().code == "E-POLICY-09"
