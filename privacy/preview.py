@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from fl_core import cohort
 from fl_core.manifest import RunManifest
-from privacy.accounting import Mechanism, epsilon_prv, epsilon_rdp
+from privacy.accounting import Filter, Mechanism, epsilon_prv, epsilon_rdp
 from privacy.central import silo_level
 from privacy.course import TEST, TRAIN, Release
 from privacy.doors import course_of
@@ -33,6 +33,7 @@ class Preview(TypedDict):
 class Projection:
     """One hospital's part: N, q, training steps and rounds in all, z, and epsilon at the run's delta.
 
+    used: share of the budget, by the filter that ledgers use, which keeps one order and is the stricter
     epsilon_tight: by the tighter accountant, for information; epsilon_test: of the test records, a collection of their
     own under record-level privacy (0 where they are public, or part of epsilon).
     """
@@ -46,6 +47,7 @@ class Projection:
     epsilon: float
     epsilon_tight: float
     epsilon_test: float
+    used: float
 
 
 def planned(manifest: RunManifest, index: int) -> list[Release]:
@@ -83,6 +85,7 @@ def project(manifest: RunManifest) -> list[Projection]:
                 epsilon_rdp(of[TRAIN], terms.delta),
                 epsilon_prv(of[TRAIN], terms.delta),
                 epsilon_rdp(of[TEST], terms.delta),
+                Filter.of(terms.epsilon, terms.delta).used(of[TRAIN]),
             )
         )
     return found
@@ -93,7 +96,8 @@ def _silo_level(manifest: RunManifest) -> list[Projection]:
     for member, rounds in zip(manifest.members, participations(manifest), strict=True):
         history = terms.history(noise, rounds, manifest.rounds + 1)
         spent, exact = epsilon_rdp(history, terms.delta), analytic_epsilon(history, terms.delta)
-        found.append(Projection(member.name, member.units, 1.0, rounds, rounds, noise, spent, exact, 0.0))
+        used = Filter.of(terms.epsilon, terms.delta).used(history)
+        found.append(Projection(member.name, member.units, 1.0, rounds, rounds, noise, spent, exact, 0.0, used))
     return found
 
 

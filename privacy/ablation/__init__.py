@@ -1,0 +1,1 @@
+"""The privacy-budget ablation: which runs it needs, and what its rows say. The program is `coordinator.ablation`."""

@@ -1,0 +1,148 @@
+"""The cells of the ablation, and the distinct runs behind them.
+
+A cell is (variant, epsilon, share of silos that submit prototypes, seed). Cells whose runs are equal by construction
+share one: FedAvg and FedMR-intra know no share; FedMR at share 0 is FedMR-intra, FedProc at share 0 is FedAvg. That
+they are equal is checked once, bit for bit, in `controls`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fl_core.errors import ConfigError
+
+Words = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A method as the ablation compares it.
+
+    words: that make it   uses_share: whether its runs depend on the share   zero: the variant that it is at share 0
+    personal: measured by personal accuracy, since there is no global model   finite: exists at finite epsilon alone.
+    """
+
+    words: Words
+    uses_share: bool = False
+    zero: str | None = None
+    personal: bool = False
+    finite: bool = False
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "fedavg": Variant(("method=fedavg",)),
+    "fedmr-intra": Variant(("method=fedmr", "method.prototypes=false")),
+    "fedmr": Variant(("method=fedmr", "method.inter_weighting=example"), True, "fedmr-intra"),
+    "fedmr-inter": Variant(
+        ("method=fedmr", "method.inter_weighting=example", "privacy.coupled=off"), True, "fedavg", finite=True
+    ),
+    "fedproc": Variant(("method=fedproc",), True, "fedavg"),
+    "fedproto": Variant(("method=fedproto", "personal=true"), True, personal=True),
+}
+"""FedMR-inter leaves the coupled term out, which is one of the treatments of finite epsilon."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Run:
+    """One distinct run; `words` override the base configuration."""
+
+    variant: str
+    epsilon: float
+    share: float
+    seed: int
+
+    @property
+    def words(self) -> Words:
+        """Return what the run changes of the base configuration."""
+        epsilon = "inf" if math.isinf(self.epsilon) else f"{self.epsilon:g}"
+        own = VARIANTS[self.variant].words
+        return ("privacy=dp_record", f"privacy.epsilon={epsilon}", *own, f"prototype_share={self.share:g}",
+                f"seed={self.seed}")  # fmt: skip
+
+    def key(self, base: Sequence[str], software: str) -> str:
+        """Return what a finished run is found by: a hash of all that decides its result."""
+        text = json.dumps([software, list(base), list(self.words)])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is asked for; shares are fractions of the silos."""
+
+    variants: tuple[str, ...]
+    epsilons: tuple[float, ...]
+    shares: tuple[float, ...]
+    seeds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if strangers := sorted(set(self.variants) - set(VARIANTS)):
+            raise ConfigError("E-CFG-02", f"expected methods of {list(VARIANTS)}, found {', '.join(strangers)}")
+        for name, values in (("epsilons", self.epsilons), ("shares", self.shares), ("seeds", self.seeds)):
+            if not values or len(set(values)) != len(values):
+                raise ConfigError("E-CFG-02", f"expected {name} to be a list of different values, found {values}")
+        if not all(e > 0 for e in self.epsilons) or not all(0 <= p <= 1 for p in self.shares):
+            raise ConfigError(
+                "E-CFG-02", f"expected epsilons > 0 and shares of [0, 1], found {self.epsilons} and {self.shares}"
+            )
+
+    def shares_of(self, variant: str) -> tuple[float, ...]:
+        """Return the shares at which a variant has cells: all, or 1 alone where it knows none."""
+        return self.shares if VARIANTS[variant].uses_share else (1.0,)
+
+    def cells(self) -> list[Run]:
+        """List all cells, each as the run that one would naively make for it."""
+        return [
+            Run(v, e, p, s)
+            for v in self.variants
+            for e in self.epsilons
+            if not (VARIANTS[v].finite and math.isinf(e))
+            for p in self.shares_of(v)
+            for s in self.seeds
+        ]
+
+    def runs(self) -> list[Run]:
+        """List the distinct runs, one seed after the other, so that early results cover the whole grid."""
+        return sorted({canonical(cell) for cell in self.cells()}, key=lambda r: (r.seed, r))
+
+
+def canonical(cell: Run) -> Run:
+    """Return the run that a cell is read off."""
+    variant = VARIANTS[cell.variant]
+    if cell.share == 0 and variant.zero:
+        return Run(variant.zero, cell.epsilon, 1.0, cell.seed)
+    return cell if variant.uses_share else Run(cell.variant, cell.epsilon, 1.0, cell.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Two sets of words whose final models must be equal bit for bit; epsilon: which schedule both have."""
+
+    name: str
+    left: Words
+    right: Words
+    epsilon: float = math.inf
+
+
+def controls(grid: Grid) -> list[Control]:
+    """List what is checked once: epsilon = inf is the plain run, share 0 is the variant without prototypes."""
+    seed, found = grid.seeds[0], list[Control]()
+    for name in grid.variants:
+        variant = VARIANTS[name]
+        if variant.personal:
+            continue
+        if variant.finite and variant.zero and (finite := [e for e in grid.epsilons if not math.isinf(e)]):
+            zero = Run(name, finite[0], 0.0, seed)
+            found.append(Control(f"share 0 of {name} is {variant.zero}", zero.words, canonical(zero).words, finite[0]))
+        if variant.finite:
+            continue
+        top = Run(name, math.inf, 1.0, seed)
+        plain = tuple(w for w in top.words if not w.startswith("privacy"))
+        found.append(Control(f"epsilon=inf of {name} is the run without privacy", top.words, plain))
+        if variant.zero:
+            zero = Run(name, math.inf, 0.0, seed)
+            found.append(Control(f"share 0 of {name} is {variant.zero}", zero.words, canonical(zero).words))
+    return found

@@ -1,0 +1,71 @@
+"""The rows on disk, and the table in the layout of FedMR's Table 5 (Fan et al., TMLR 2023)."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from privacy.ablation.checks import Accuracy, Estimate, estimate
+from privacy.ablation.grid import VARIANTS, Grid
+
+COLUMNS = (
+    "config_hash", "shared_run_id", "method", "coupled_mode", "split", "share", "eps_target", "eps_rdp", "eps_prv",
+    "budget_used", "delta", "z_min", "z_max", "z_p", "C1", "C2", "q_min", "q_max", "T", "rounds", "seed", "acc_final",
+    "acc_best_public", "worst_class_acc", "per_class_acc", "measure", "wall_s", "private", "git_sha",
+)  # fmt: skip
+
+
+def append(file: Path, row: Mapping[str, object]) -> None:
+    """Add one finished run; a line is written whole or not at all as far as `read` is concerned."""
+    new = not file.exists()
+    with file.open("a", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, COLUMNS)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def read(file: Path) -> dict[str, dict[str, str]]:
+    """Read finished runs by their hash; a last line that was cut off by a crash is dropped."""
+    if not file.exists():
+        return {}
+    with file.open(newline="", encoding="utf-8") as lines:
+        rows = [row for row in csv.DictReader(lines) if row.get("git_sha") and None not in row]
+    return {row["config_hash"]: row for row in rows}
+
+
+def write(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write all rows anew."""
+    with file.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def table5(accuracy: Accuracy, grid: Grid, dataset: str, split: str) -> str:
+    """Write one block per epsilon: a row per variant, columns FedAvg and the shares, accuracy in % with its SE."""
+    shares = [*grid.shares]
+    lines = ["Final accuracy in %, mean ± standard error over seeds.", ""]
+    variants = [v for v in grid.variants if VARIANTS[v].uses_share]
+    for epsilon in sorted(grid.epsilons, reverse=True):
+        lines += [f"### epsilon = {'inf (no privacy)' if math.isinf(epsilon) else f'{epsilon:g}'}", ""]
+        lines.append("| dataset | split | method | FedAvg | " + " | ".join(f"{100 * p:g} %" for p in shares) + " |")
+        lines.append("|---|---|---|" + "---|" * (1 + len(shares)))
+        plain = _cell(estimate(accuracy, grid, "fedavg", epsilon, 1.0))
+        for variant in variants:
+            if VARIANTS[variant].finite and math.isinf(epsilon):
+                continue
+            cells = [_cell(estimate(accuracy, grid, variant, epsilon, p)) for p in shares]
+            name = f"{variant} (personal)" if VARIANTS[variant].personal else variant
+            lines.append(f"| {dataset} | {split} | {name} | {plain} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(found: Estimate | None) -> str:
+    if found is None:
+        return "-"
+    error = "" if math.isnan(found.error) else f" ± {100 * found.error:.2f}"
+    return f"{100 * found.mean:.2f}{error}"
