@@ -14,7 +14,6 @@ import typer
 from fl_core.errors import ConfigError, StateError
 from privacy.chain import Head
 from silo import show
-from silo.custody import Custody
 from silo.home import Home, default_home
 from silo.options import AsJson, AtHome, Root
 from silo.store import Store
@@ -172,6 +171,8 @@ def restore(
 
 def _seen(place: Home) -> Head:
     """Return the furthest end of the ledger that this hospital knows others to have seen."""
+    from silo.custody import Custody
+
     store = Store(place.database)
     try:
         seen = Custody(place, store).seen()

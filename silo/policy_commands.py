@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from privacy.policy import Policy
 from silo import show
 from silo.home import Home, default_home
 from silo.options import AsJson, AtHome
@@ -20,6 +19,8 @@ app = typer.Typer(no_args_is_help=True, help="The hospital's policy: policy.toml
 @app.command("show")
 def show_policy(home: AtHome = None, as_json: AsJson = False) -> None:
     """Show the policy in force, and the digest that goes with every update."""
+    from privacy.policy import Policy
+
     place = Home(home or default_home())
     policy = Policy.read(place.policy)
     if as_json:
@@ -46,6 +47,8 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Look for everything that would close this hospital to all runs; exit status 1 when something would."""
+    from privacy.policy import Policy
+
     place = file or Home(home or default_home()).policy
     policy = Policy.read(place)
     if as_json:

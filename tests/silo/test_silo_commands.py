@@ -175,3 +175,9 @@ def test_serve_ends_in_good_order_on_a_signal(tmp_path, number):
         log.close()
     events = [json.loads(line)["event"] for line in (tmp_path / "log").read_text().splitlines()]
     assert events[:2] == ["serving", "privacy"]
+
+
+def test_the_command_line_answers_before_anything_heavy_is_imported():
+    program = "import sys, silo.commands; print(sorted({'torch', 'opacus'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
