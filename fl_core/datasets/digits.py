@@ -25,12 +25,21 @@ TEST_SHARE = 0.2
 
 
 class _Share(NamedTuple):
-    """One silo's digits: x (n, 1, 8, 8) in [0, 1] and the digit names, train and test."""
+    """One silo's digits: x (n, 1, 8, 8) in [0, 1] and the digit names, train and test.
+
+    public: the whole test split, where the silo's own test digits were held out of its training digits
+    """
 
     origin: str
     space: tuple[str, ...]
     pixels: tuple[Tensor, Tensor]
     names: tuple[list[str], list[str]]
+    public: tuple[Tensor, list[str]] | None = None
+
+    def examples(self, x: Tensor, names: Sequence[str]) -> TensorExamples:
+        """Label digits by their place in the label space; -1 outside it, which only the public split may have."""
+        place = [self.space.index(n) if n in self.space else -1 for n in names]
+        return TensorExamples(x, torch.tensor(place, dtype=torch.int64), how=DIGITS)
 
 
 def load(federation: Federated, silo: int, classes: Sequence[str] | None) -> SiloDataset:
@@ -42,11 +51,9 @@ def load(federation: Federated, silo: int, classes: Sequence[str] | None) -> Sil
     share = _share(federation, silo, classes)
     report = _report(share)
     report.require_sound()
-    train, test = (
-        TensorExamples(x, torch.tensor([share.space.index(n) for n in names], dtype=torch.int64), how=DIGITS)
-        for x, names in zip(share.pixels, share.names, strict=True)
-    )
-    return SiloDataset(Schema(SHAPE, share.space), train, test, share.origin, report.fingerprint)
+    train, test = (share.examples(x, names) for x, names in zip(share.pixels, share.names, strict=True))
+    public = share.examples(*share.public) if share.public else None
+    return SiloDataset(Schema(SHAPE, share.space), train, test, share.origin, report.fingerprint, public)
 
 
 def check(federation: Federated, silo: int, classes: Sequence[str] | None) -> Report:
@@ -68,10 +75,12 @@ def _share(federation: Federated, silo: int, classes: Sequence[str] | None) -> _
         train.append(index[cut:])
     at = [np.sort(np.concatenate(split)) for split in (train, test)]
     part = federation.deal(digits[at[0]], digits[at[1]], len(CLASSES))[silo]
-    mine = at[0][part.train], at[1][part.test]
+    held = len(part.held_out) > 0
+    mine = at[0][part.train], at[0][part.held_out] if held else at[1][part.test], at[1]
     names = [[CLASSES[c] for c in digits[index]] for index in mine]
     origin = f"digits/{federation.text}/{silo}"
-    return _Share(origin, tuple(classes or CLASSES), (x[mine[0]], x[mine[1]]), (names[0], names[1]))
+    public = (x[mine[2]], names[2]) if held else None
+    return _Share(origin, tuple(classes or CLASSES), (x[mine[0]], x[mine[1]]), (names[0], names[1]), public)
 
 
 def _report(share: _Share) -> Report:

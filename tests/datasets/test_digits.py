@@ -110,3 +110,16 @@ def test_more_silos_than_examples_is_refused() -> None:
     with pytest.raises(ConfigError, match="silos") as caught:
         load("digits/iid-2000/0")
     assert caught.value.code == "E-CFG-31"
+
+
+def test_where_a_fifth_is_held_out_it_is_the_test_split_and_the_test_split_is_public() -> None:
+    silos = [load(f"digits/map-10/{k}") for k in range(10)]
+    whole = load("digits/p1c10/0")
+    known = set(rows(whole.train.batch(torch.arange(len(whole.train)))[0]))
+    for silo in silos:
+        assert len(silo.test) == max(1, (len(silo.train) + len(silo.test)) // 5)
+        assert set(rows(silo.test.batch(torch.arange(len(silo.test)))[0])) <= known
+        assert silo.public is not None
+        assert torch.equal(silo.public.labels.bincount(), whole.test.labels.bincount())
+        assert rows(silo.public.batch(torch.arange(359))[0]) == rows(whole.test.batch(torch.arange(359))[0])
+    assert whole.public is None
