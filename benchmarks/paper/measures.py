@@ -45,8 +45,8 @@ def curve(run: Run) -> list[float]:
     """
     found = run.get("by_round") or []
     assert isinstance(found, list)
-    if found and found[0] is not None:
-        return [float(a) for a in found]
+    if found and found[-1] is not None:
+        return [math.nan if a is None else float(a) for a in found]
     return [math.nan, *_personal(run, "ga")]
 
 
@@ -80,7 +80,7 @@ def _gm(run: Run, _: Run | None, at: int) -> float:
     """Read a global model's accuracy alone: none without one, as FedNH prints it."""
     found = run.get("by_round") or []
     assert isinstance(found, list)
-    return math.nan if not found or found[0] is None else _last(_until(curve(run)[1:], at))
+    return math.nan if not found or found[-1] is None else _last(_until(curve(run)[1:], at))
 
 
 def _balanced(run: Run, _: Run | None, at: int) -> float:  # noqa: ARG001

@@ -34,6 +34,10 @@ from fl_core.models import describe
 from fl_core.rounds import RoundRecord
 from fl_core.simulate import bench_of
 from fl_core.types import Federation, State, TaskKind
+from fl_core.worker import Bench
+
+HOLD_OUT = ("persilo", "label", "map")
+"""Partitions whose silos hold out their own test examples: the global test set is the official one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +125,20 @@ def seeded(spec: RunSpec, seed: int) -> RunSpec:
     return replace(spec, name="paper", seed=seed, federation={**spec.federation, **dealt})
 
 
-class _Last:
-    """An observer that keeps the newest server state."""
+class _Watch:
+    """An observer that keeps the newest server state, and measures it on the global test set where no record does.
 
-    server: State | None = None
+    Under partial participation a round's record covers the test sets of its cohort alone, and a best over such rounds
+    would be the luck of the draw; where silos hold out their own test examples, it covers those. The papers measure
+    every round on the whole official test set.
+    """
+
+    def __init__(self, spec: RunSpec, data_root: Path | None) -> None:
+        self.server: State | None = None
+        self.accuracies: list[float] = []
+        self._spec = spec
+        self._root = data_root
+        self._all: tuple[Bench, Joined] | None = None
 
     def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
         """Note nothing."""
@@ -132,9 +146,32 @@ class _Last:
     def arrived(self, name: str) -> None:
         """Note nothing."""
 
-    def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
-        """Keep the state."""
+    def closed(self, record: RoundRecord, server: State) -> None:
+        """Keep the state, and measure it where the record does not; the closing evaluation is over all silos."""
         self.server = server
+        if not self._spec.cohort > 0 or record.round >= self._spec.rounds:
+            return
+        bench, tests = self._all = self._all or _bench_and_tests(self._spec, self._root)
+        if bench.method.has_global_model:
+            model = bench.method.global_model(bench.fresh(), bench.method.broadcast(server)).eval()
+            with torch.no_grad():
+                right = [(model(x).argmax(1) == y).sum() for x, y in map(tests.batch, _whole(tests).split(500))]
+            self.accuracies.append(float(sum(right)) / len(tests.labels))
+
+
+def _bench_and_tests(spec: RunSpec, data_root: Path | None) -> tuple[Bench, Joined]:
+    """Build a run's bench, and the global test set: the official one, or the union of the silos' own."""
+    dealt = datasets.federation(simulation.dealt_from(spec), datasets.federation_text(spec.federation))
+    size, classes = spec.data.get("image_size"), spec.data.get("classes")
+    labels = [str(c) for c in classes] if isinstance(classes, list | tuple) else None
+    pixels = size if isinstance(size, int) else None
+    sets = [datasets.load(r, data_root=data_root, classes=labels, image_size=pixels) for r in dealt]
+    tests = [sets[0].public] if sets[0].public is not None else [s.test for s in sets]
+    return bench_of(manifest_from(spec, [f"hospital{k}" for k in range(len(dealt))])), Joined(tests)
+
+
+def _whole(examples: Joined) -> torch.Tensor:
+    return torch.arange(len(examples.labels))
 
 
 def measure(point: Point) -> dict[str, object]:
@@ -145,32 +182,30 @@ def measure(point: Point) -> dict[str, object]:
     found: dict[str, object] = {"key": point.key, "seed": point.seed, "words": list(point.words)}
     if point.numbers:
         return {**found, "numbers": _numbers(spec)}
-    last = _Last()
-    result = simulation.run(spec, root, last, point.how, point.fine_tune)
+    watch = _Watch(spec, root)
+    result = simulation.run(spec, root, watch, point.how, point.fine_tune)
     said = result.summary()
     scores = [dict(s) for s in said.get("personal_by_round", [])]  # type: ignore[attr-defined]
+    accuracies = list(said["accuracy_by_round"])  # type: ignore[call-overload]
+    if watch.accuracies:
+        accuracies = [None, *watch.accuracies]
     found |= {
         "manifest": result.manifest.digest(),
         "model": result.model_digest[:16],
-        "by_round": [None if a is None else round(a, 5) for a in said["accuracy_by_round"]],  # type: ignore[attr-defined]
+        "by_round": [None if a is None else round(a, 5) for a in accuracies],
         "balanced": said["balanced_accuracy"],
         "personal": {name: [round(s[name], 5) for s in scores] for name in (scores[-1] if scores else ())},
         "pa_fine_tuned": said.get("pa_fine_tuned"),
     }
-    if point.eigenvalues and last.server is not None:
-        found["eigenvalues"] = _eigenvalues(spec, result, last.server, root)
+    if point.eigenvalues and watch.server is not None:
+        found["eigenvalues"] = _eigenvalues(spec, watch.server, root)
     return {**found, "cpu_seconds": round(time.process_time() - start, 2)}
 
 
-def _eigenvalues(spec: RunSpec, result: simulation.Result, server: State, data_root: Path | None) -> float:
+def _eigenvalues(spec: RunSpec, server: State, data_root: Path | None) -> float:
     """Return Table 7's number for the final model, on one batch of 128 test examples."""
-    dealt = datasets.federation(simulation.dealt_from(spec), datasets.federation_text(spec.federation))
-    size = spec.data.get("image_size")
-    tests = Joined([
-        datasets.load(r, data_root=data_root, image_size=size if isinstance(size, int) else None).test for r in dealt
-    ])  # fmt: skip
+    bench, tests = _bench_and_tests(spec, data_root)
     order = torch.from_numpy(rng.numpy_stream(spec.seed, "paper", "eigenvalues").permutation(len(tests.labels)))
-    bench = bench_of(result.manifest)
     model = bench.method.global_model(bench.fresh(), bench.method.broadcast(server)).eval()
     with torch.no_grad():
         z = model.features(tests.batch(order[: metrics.BATCH])[0])

@@ -213,3 +213,16 @@ def test_images_are_cut_once_and_asked_for_where_they_are_not(tmp_path: Path, mo
     assert images.resolved(words, tmp_path / "own") == found
     with pytest.raises(ConfigError, match="expected images="):
         images.resolved(["images=cifar11-1-1"], tmp_path)
+
+
+def test_under_partial_participation_every_round_is_measured_on_all_test_sets(tmp_path: Path) -> None:
+    """The round's own record covers its cohort; the closing one covers all silos, and equals the last one here."""
+    words = ("data=digits", "federation=p10c3", "cohort=3", "rounds=2", "train.max_steps=2", "method=fedavg")
+    point = study.point_of(_tiny(tmp_path), "FedAvg", words, [0], None, study.How(), _tiny(tmp_path).settings[0])[0]
+    found = study.measure(point)["by_round"]
+    assert isinstance(found, list)
+    result = study.simulation.run(study.seeded(compose_spec(point.words), 0))
+    assert found[0] is None
+    assert found[2] == round(result.accuracies[2], 5)
+    assert sum(result.records[2].examples) > sum(result.records[1].examples)
+    assert 360 * found[1] == pytest.approx(round(360 * found[1]), abs=2)
