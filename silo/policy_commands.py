@@ -74,7 +74,12 @@ def approve(
         store.close_database()
     word = {None: "waits", True: "approved", False: "denied"}
     if as_json:
-        show.print_json({"runs": [{**asdict(a), "decided": word[a.decided]} for a in found]})
+        runs = [
+            {"run": a.run_id, "name": a.name, "manifest_digest": a.manifest_digest, "about": a.about, "asked": a.asked,
+             "decided": word[a.decided]}
+            for a in found
+        ]  # fmt: skip
+        show.print_json({"runs": runs})
         return
     rows = [(a.run_id, a.name, word[a.decided], show.moment(a.asked), a.about) for a in found]
     show.show_rows("Runs", ("run", "name", "decision", "asked", "what it asks for"), rows)
