@@ -65,10 +65,15 @@ class LocalPort:
         """Run `worker.work` and stage the silo's next state."""
         turn = Turn(fed, self._index, self._seed, self._prototypes, self._withheld)
         data = self._doors(self._share.train, self._share.test, self._train, turn, self._device, public=self._public)
-        outcome = work(self._bench, msg, self._states.get(self._index), data, turn, kind)
+        outcome = work(self._bench, msg, self.state, data, turn, kind)
         if kind is TaskKind.TRAIN:
             self._states.stage(self._index, outcome.state)
         return outcome.bundle
+
+    @property
+    def state(self) -> State | None:
+        """Return the silo's committed state; None before the first."""
+        return self._states.get(self._index)
 
     def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:  # noqa: ARG002
         """Commit what was staged; of a method whose server mirrors silo states, only when this silo was included."""

@@ -125,6 +125,6 @@ def run_and_lose(
     server = engine_of(run, ports, 1).run(initial_state(run), history)
     for record in history.records[:rounds]:
         assert list(record.missing) == ([lost[record.round]] if record.round in lost else [])
-    states = {port.name: port.inner._state for port in ports}
+    states = {port.name: port.inner.state for port in ports}
     assert all(state is not None for state in states.values())
     return server, {name: state for name, state in states.items() if state is not None}

@@ -33,7 +33,7 @@ class Deaf(LocalPort):
 
 
 def state_of(port: LocalPort) -> State:
-    state = port._states.get(port._index)
+    state = port.state
     assert state is not None
     return state
 

@@ -71,7 +71,7 @@ def test_heads_differ_by_silo_and_grow_old_with_silos_that_are_not_asked() -> No
     run = manifest("fedper", rounds=1, cohort=2)
     ports = local_ports(run, shares())
     engine_of(run, ports, 1).run(initial_state(run), History())
-    heads = [None if p._state is None else p._state["head"] for p in ports]
+    heads = [None if p.state is None else p.state["head"] for p in ports]
     asked = [h for h in heads if h is not None]
     assert len(asked) == 2
     assert not same(*asked)

@@ -96,8 +96,8 @@ def networks(name: str, options: dict[str, float], rounds: int) -> list[dict[str
 
 
 def state_of(port: LocalPort) -> State:
-    assert port._state is not None
-    return port._state
+    assert port.state is not None
+    return port.state
 
 
 def test_without_a_pull_and_in_round_0_it_is_local_training_bit_for_bit() -> None:

@@ -61,7 +61,7 @@ def test_silos_that_are_not_asked_keep_their_network() -> None:
     ports = local_ports(run, shares())
     ports[1].round({"w": {}}, FED, TaskKind.TRAIN)
     ports[1].settle(FED, TaskKind.TRAIN, False)
-    kept = [p._state for p in ports]
+    kept = [p.state for p in ports]
     assert kept[0] is kept[2] is None
     assert kept[1] is not None
     assert not same(kept[1]["net"], bench_of(run).initial)
