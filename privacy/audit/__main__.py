@@ -66,7 +66,7 @@ def black_box(out: Path, seeds: int) -> list[Verdict]:
     found = {
         _name(e): [
             canaries.mislabelled(
-                Training(e, steps=1500 if math.isinf(e) else 400, lr=0.2),
+                Training(e, steps=1500, lr=0.1, momentum=0.9) if math.isinf(e) else Training(e, steps=400, lr=0.2),
                 seed=s,
                 noise=SeededNoise(s, "audit", "mislabelled"),
             )

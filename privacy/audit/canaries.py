@@ -50,12 +50,13 @@ class Training:
     lr: float = 0.1
     clip: float = 1.0
     delta: float = 1e-5
+    momentum: float = 0.0
 
     def run(
         self, model: nn.Module, data: Examples, loss: object, n_classes: int, noise: Noise | None, seed: int
     ) -> None:
         """Train `model` in place through the doors; noise: None for the operating system's entropy."""
-        config = TrainConfig(lr=self.lr, momentum=0.0, weight_decay=0.0, batch_size=self.batch, epochs=1)
+        config = TrainConfig(lr=self.lr, momentum=self.momentum, weight_decay=0.0, batch_size=self.batch, epochs=1)
         turn = Turn(Federation(1, n_classes, 1, 0, 1), 0, seed)
         if self.epsilon == float("inf"):
             PlainData(data, data, config, turn).sgd(model, loss, steps=self.steps)  # type: ignore[arg-type]
