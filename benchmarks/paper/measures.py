@@ -124,5 +124,5 @@ MEASURES: Mapping[str, Measure] = {
     "eigenvalues": Measure(
         "variance of the top 50 eigenvalues", _kept("eigenvalues"), percent=False, digits=1, better=-1
     ),
-    "numbers": Measure("numbers per round, millions", _kept("numbers"), percent=False, digits=3, better=-1),
+    "numbers": Measure("numbers per round, millions", _kept("numbers"), percent=False, digits=3, better=0),
 }
