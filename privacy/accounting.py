@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from opacus.accountants import PRVAccountant
-from opacus.accountants.analysis import rdp as analysis
 
 from fl_core.errors import ConfigError
 
@@ -59,8 +57,13 @@ def aggregated(history: Iterable[Mechanism]) -> list[Mechanism]:
     return [Mechanism(noise, rate, n) for (noise, rate), n in sorted(steps.items())]
 
 
+# Opacus is imported where it is needed: it takes seconds to load, and most processes of a federation never account.
+
+
 def rdp(history: Iterable[Mechanism], orders: Sequence[float] = ORDERS) -> NDArray[np.float64]:
     """Return the composed RDP at each order: of disjoint entries it is the sum."""
+    from opacus.accountants.analysis import rdp as analysis
+
     total = np.zeros(len(orders))
     for m in aggregated(history):
         if m.noise == 0:
@@ -78,6 +81,8 @@ def epsilon_rdp(history: Iterable[Mechanism], delta: float) -> float:
     entries = aggregated(history)
     if not entries:
         return 0.0
+    from opacus.accountants.analysis import rdp as analysis
+
     found = rdp(entries)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -92,6 +97,8 @@ def epsilon_prv(history: Iterable[Mechanism], delta: float, error: float = 0.01)
         return 0.0
     if any(m.noise == 0 for m in entries):
         return math.inf
+    from opacus.accountants import PRVAccountant
+
     accountant = PRVAccountant()
     accountant.history = [(m.noise, m.rate, m.steps) for m in entries]
     with warnings.catch_warnings():

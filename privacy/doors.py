@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from fl_core.models import build_model
 from fl_core.types import Examples, TrainConfig, Turn
 from privacy.course import Course, Release, Spend
 from privacy.entropy import Noise, SecureNoise, SeededNoise
-from privacy.example import PrivateData
 from privacy.terms import Terms
+
+if TYPE_CHECKING:
+    from privacy.example import PrivateData
 
 
 class Book(Protocol):
@@ -82,6 +84,8 @@ class PrivateDoors:
         public: Examples | None = None,
     ) -> PrivateData:
         """Reserve what the turn will release and open the doors; raises what the book refuses with."""
+        from privacy.example import PrivateData
+
         counts, training = self._book.counts(), turn.fed.round < self._rounds
         planned = self.course.releases(turn.fed.round, training, turn.prototypes, "class counts" not in counts)
         self._book.reserve(turn.fed.round, training, planned)

@@ -26,6 +26,7 @@ KEYS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_small_round_trip_counts_the_bytes_of_its_messages() -> None:
     words = [sys.executable, "-m", "benchmarks.round_trip", "--silos", "2", "--params", "50000", "--rounds", "2"]
     done = subprocess.run(

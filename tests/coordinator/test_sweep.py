@@ -37,6 +37,7 @@ def test_a_wrong_word_is_refused_before_anything_runs(words: list[str], code: st
     assert caught.value.code == code
 
 
+@pytest.mark.slow
 def test_a_sweep_prints_one_object_per_run_that_equals_the_run_alone() -> None:
     done = subprocess.run(
         [COMMAND, "simulate", "-m", *SHORT, "seed=0,1", "--jobs", "2"], capture_output=True, text=True, timeout=200

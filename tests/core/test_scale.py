@@ -62,6 +62,7 @@ def test_a_staged_state_is_committed_or_forgotten(kind: str, tmp_path: Path) -> 
     assert states.get(1) is None
 
 
+@pytest.mark.slow
 def test_a_hundred_silos_do_not_hold_a_hundred_models(tmp_path: Path) -> None:
     """Counts the numbers in living tensors after every arrival: with states in files, those of a few models."""
     names = [f"h{k}" for k in range(100)]

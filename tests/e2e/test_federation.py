@@ -141,6 +141,7 @@ def test_a_copy_of_a_home_is_refused_and_the_original_goes_on(earth: World) -> N
     assert "disconnected" not in earth.log("hospital0")
 
 
+@pytest.mark.slow
 def test_killing_and_restarting_either_side_between_rounds_continues_the_run(mars: World) -> None:
     names = mars.federation(P5C2[:3])
     overrides = ("method=fedmr", "data=digits", "rounds=40", "train.epochs=1", "seed=3")
