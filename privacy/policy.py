@@ -32,7 +32,8 @@ SHARE_OF_UNITS = 0.1
 class Runs:
     """[runs] methods, leads: who and what is accepted (empty: any)   approve: "automatic", or "by hand" for each run.
 
-    hide_size: no size is declared, and runs whose weights follow from sizes are refused.
+    hide_size: runs whose weights follow from sizes are refused, which all runs are so far; the size that the silo
+    declares when it connects stays rounded to two digits.
     """
 
     methods: tuple[str, ...] = ()
