@@ -60,6 +60,7 @@ def test_the_simulate_command_prints_one_object_that_names_the_same_model(earth:
     assert {"global_accuracy", "best_global_accuracy", "model_digest"} <= set(printed)
 
 
+@pytest.mark.slow
 def test_a_run_is_followed_interrupted_reattached_exported_and_listed(earth: World) -> None:
     lead = ["--home", str(earth.home)]
     follower = earth.start("run", "coordinator", "run", "method=fedavg", "data=digits", "rounds=60", *lead)

@@ -129,6 +129,7 @@ def here(wordings: Sequence[Words], jobs: int, job: Callable[[Words], object]) -
         yield words, job(words)
 
 
+@pytest.mark.slow
 def test_a_small_grid_resumes_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """T-42: the controls compare real runs bit for bit."""
     made: list[Words] = []
