@@ -190,7 +190,10 @@ class Keeper:
                     notice("roster", f"{name} {verb} (roster {change.version})", facts={"silo": name, "how": verb})
                 )
         for name, reason in change.held.items():
-            self.say(notice("held", f"{name} is not accepted: {reason}", facts={"silo": name, "reason": reason}))
+            remedy = f"compare fingerprints with that hospital, then: silo peers accept {name} FINGERPRINT"
+            self.say(
+                notice("held", f"{name} is not accepted: {reason}; {remedy}", facts={"silo": name, "reason": reason})
+            )
 
 
 def _closed(error: grpc.RpcError | ValueError) -> FederationError:

@@ -169,15 +169,17 @@ class SiloIdentity:
         """Sign with the key of the certificate in force (`protos.certificates.verify` checks it)."""
         return certificates.sign(self._current_key(), context, message)
 
-    def update_roster(
-        self, signed: SignedRoster, accept_additions: bool = True, consented: frozenset[str] = frozenset()
-    ) -> RosterChange:
+    def update_roster(self, signed: SignedRoster, accept_additions: bool = True) -> RosterChange:
         """Take over a newer roster as far as the policy allows; see `silo.pins.Pins.update`."""
-        return self._pins(self.load(), self._ca_pem()).update(signed, accept_additions, consented)
+        return self.pins().update(signed, accept_additions)
 
     def peers(self) -> dict[str, bytes]:
         """Give the certificates (PEM) of the members that this silo accepts, itself included, by name."""
-        return self._pins(self.load(), self._ca_pem()).accepted()
+        return self.pins().accepted()
+
+    def pins(self) -> Pins:
+        """Open the pinned roster."""
+        return self._pins(self.load(), self._ca_pem())
 
     def _pins(self, own: PeerCertificate, ca_pem: bytes) -> Pins:
         return Pins(self.folder / "roster.json", ca_pem, own.identity.consortium)

@@ -7,13 +7,16 @@ is pinned when it is first accepted, and a different key under the same name cou
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fl_core.errors import RefusedError, StateError
+from fl_core.errors import ConfigError, RefusedError, StateError
 from protos import keyfiles
+from protos.identity import colons
 from protos.roster import Member, Roster, SignedRoster, renewed_from
 
 
@@ -21,7 +24,7 @@ from protos.roster import Member, Roster, SignedRoster, renewed_from
 class RosterChange:
     """What a newer roster changed, by name.
 
-    added, removed, rekeyed: in force now. held: name -> why it is not accepted (the operator may consent by name).
+    added, removed, rekeyed: in force now. held: name -> why it is not accepted; `Pins.accept` takes consent.
     """
 
     version: int
@@ -51,21 +54,25 @@ class Pins:
         pins = {member.name: member.fingerprint for member in roster.members}
         return Pins(self.path, self.ca_pem, self.consortium, signed, pins)
 
-    def update(self, signed: SignedRoster, accept_additions: bool, consented: frozenset[str]) -> RosterChange:
+    def update(self, signed: SignedRoster, accept_additions: bool = True) -> RosterChange:
         """Take over a roster and save it.
 
         | what the roster says of a name         | what happens                                              |
         |----------------------------------------|-----------------------------------------------------------|
         | no longer a member                     | removed at once; its key is remembered                    |
-        | new, or back with the key it had       | added if `accept_additions` or consented, else held       |
+        | new, or back with the key it had       | added if `accept_additions`, else held                    |
         | other key, chain of proofs from ours   | rekeyed                                                   |
-        | other key, no such chain               | held unless consented; the old key is not accepted either |
+        | other key, no such chain               | held; the old key is not accepted either                  |
 
         Raises RefusedError: E-ID-14 (not the CA's, not this consortium's, inconsistent), E-ID-15 (an older version, or
         another document under the version that is pinned). On an error nothing changes.
         """
-        known = self.load()
         roster = signed.verify(self.ca_pem, self.consortium)
+        with self._alone():
+            return self._update(signed, roster, accept_additions)
+
+    def _update(self, signed: SignedRoster, roster: Roster, accept_additions: bool) -> RosterChange:
+        known = self.load()
         before = known._roster()
         if before is not None and known.signed is not None:
             if roster.version < before.version:
@@ -80,10 +87,47 @@ class Pins:
                     f"expected the roster of version {before.version} that is pinned, found another one of that "
                     "version: two lists were given out. Compare `silo fingerprint` with another hospital, ask the lead",
                 )
-        pins, change = _decide(known, roster, accept_additions, consented)
-        former = {n: f for n, f in {**known.former, **known.pins}.items() if n not in pins}
-        Pins(self.path, self.ca_pem, self.consortium, signed, pins, former).save()
+        pins, change = _decide(known, roster, accept_additions)
+        known._pin(signed, pins)
         return change
+
+    def _pin(self, signed: SignedRoster, pins: Mapping[str, str]) -> None:
+        former = {n: f for n, f in {**self.former, **self.pins}.items() if n not in pins}
+        Pins(self.path, self.ca_pem, self.consortium, signed, pins, former).save()
+
+    def held(self) -> dict[str, Member]:
+        """Give the members of the pinned roster whose present key this silo does not accept."""
+        known = self.load()
+        roster = known._roster()
+        members = () if roster is None else roster.members
+        return {m.name: m for m in members if known.pins.get(m.name) != m.fingerprint}
+
+    def accept(self, name: str, fingerprint: str) -> None:
+        """Consent to the key of one member that is held back; a member accepted with that key stays so.
+
+        fingerprint: hex, as the other hospital read it out. Raises ConfigError (E-ID-27) when the roster has no member
+        of that name, or has it with another key: nothing changes then.
+        """
+        with self._alone():
+            known = self.load()
+            roster = known._roster()
+            found = {} if roster is None else {m.name: m.fingerprint for m in roster.members}
+            if found.get(name) != fingerprint or known.signed is None:
+                there = f"the key {colons(found[name])}" if name in found else f"the members {', '.join(sorted(found))}"
+                raise ConfigError(
+                    "E-ID-27",
+                    f"expected a member {name} with the key {colons(fingerprint)} in the roster, found {there}; "
+                    "ask that hospital for its `silo fingerprint` by another way than this software",
+                )
+            known._pin(known.signed, {**known.pins, name: fingerprint})
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep the service and a command apart: each reads, decides and writes."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self.path.with_suffix(".lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def accepted(self) -> dict[str, bytes]:
         """Give the certificates of the members whose present key is pinned."""
@@ -126,9 +170,7 @@ class Pins:
         return None if self.signed is None else self.signed.verify(self.ca_pem, self.consortium)
 
 
-def _decide(
-    known: Pins, roster: Roster, accept_additions: bool, consented: frozenset[str]
-) -> tuple[dict[str, str], RosterChange]:
+def _decide(known: Pins, roster: Roster, accept_additions: bool) -> tuple[dict[str, str], RosterChange]:
     names = {member.name for member in roster.members}
     kept = {name: fingerprint for name, fingerprint in known.pins.items() if name in names}
     added: list[str] = []
@@ -138,7 +180,7 @@ def _decide(
         if known.pins.get(member.name) == member.fingerprint:
             continue
         why = _objection(member, known, accept_additions)
-        if why is not None and member.name not in consented:
+        if why is not None:
             held[member.name] = why
             continue
         kept[member.name] = member.fingerprint

@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers_pki import authority, certified, join, member, roster, today
 
-from fl_core.errors import ProtocolError, RefusedError, StateError
+from fl_core.errors import ConfigError, ProtocolError, RefusedError, StateError
 from protos import certificates
 from protos.identity import identity_of
 from protos.roster import Member, Roster, SignedRoster, renewal_link
@@ -133,9 +133,27 @@ def test_additions_wait_for_consent_where_the_policy_says_so(ca, silo):
     assert set(change.held) == {"a", "b"}
     assert all("E-ID-16" in why for why in change.held.values())
     assert set(silo.peers()) == {"me"}
-    change = silo.update_roster(signed, accept_additions=False, consented=frozenset({"b"}))
-    assert change.added == ("b",)
+    assert set(silo.pins().held()) == {"a", "b"}
+    silo.pins().accept("b", b.member.fingerprint)
     assert set(silo.peers()) == {"b", "me"}
+    assert set(silo.update_roster(signed, accept_additions=False).held) == {"a"}  # the consent stays
+    assert set(silo.peers()) == {"b", "me"}
+
+
+def test_consent_is_to_one_key_and_changes_nothing_where_it_does_not_fit(ca, silo):
+    a, other = Peer(ca, "a"), Peer(ca, "a")
+    silo.update_roster(roster(ca, [mine(ca, silo), a.member], 2), accept_additions=False)
+    kept = silo.pins().path.read_bytes()
+    for name, fingerprint in (("a", other.member.fingerprint), ("b", a.member.fingerprint)):
+        with pytest.raises(ConfigError) as caught:
+            silo.pins().accept(name, fingerprint)
+        assert caught.value.code == "E-ID-27"
+    assert silo.pins().path.read_bytes() == kept
+    silo.pins().accept("a", a.member.fingerprint)
+    # Another key that comes later under the same name is held again.
+    change = silo.update_roster(roster(ca, [mine(ca, silo), other.member], 3), accept_additions=False)
+    assert set(change.held) == {"a"}
+    assert set(silo.peers()) == {"me"}
 
 
 def test_rollback_and_two_lists_of_one_version_are_refused(ca, silo):
@@ -188,7 +206,7 @@ def test_another_key_without_proof_is_held(ca, silo, forge):
     assert change.rekeyed == ()
     assert "E-ID-16" in change.held["a"]
     assert set(silo.peers()) == {"me"}
-    assert silo.update_roster(signed, consented=frozenset({"a"})).rekeyed == ("a",)
+    silo.pins().accept("a", impostor.member.fingerprint)  # the operator was told on the phone that this is the key
     assert silo.peers()["a"] == impostor.cert
 
 
