@@ -14,6 +14,7 @@ from fl_core.errors import ConfigError
 from fl_core.models.char_lstm import CharLstm
 from fl_core.models.convnets import Conv2Cifar, LeNet, TfCnn
 from fl_core.models.digits_cnn import DigitsCnn
+from fl_core.models.digits_linear import DigitsLinear
 from fl_core.models.efficientnet import EfficientNetB0
 from fl_core.models.mlp import DigitsMlp, MlpNet, SpiralMlp
 from fl_core.models.resnet import ResNet18, ResNet20, ResNet50, ResNet56
@@ -41,6 +42,7 @@ class ModelOptions(Protocol):
 MODELS: Mapping[str, type[ModelOptions]] = {
     "digits_cnn": DigitsCnn,
     "digits_mlp": DigitsMlp,
+    "digits_linear": DigitsLinear,
     "simple_cnn": SimpleCnn,
     "conv2_cifar": Conv2Cifar,
     "tfcnn": TfCnn,

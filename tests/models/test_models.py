@@ -17,6 +17,7 @@ from fl_core.types import Schema
 SHAPES = dict.fromkeys(MODELS, (3, 32, 32)) | {
     "digits_cnn": (1, 8, 8),
     "digits_mlp": (1, 8, 8),
+    "digits_linear": (1, 8, 8),
     "lenet": (1, 28, 28),
     "mlp_net": (1, 28, 28),
     "wrn28_10": (3, 8, 8),
@@ -76,6 +77,8 @@ COUNTS = [
     # LEAF's characters: 80*8 + 4*256*(8+256+2) + 4*256*(256+256+2) + 257*80
     ("char_lstm", {}, (80,), 80, 819_920, 819_920),
     ("digits_mlp", {}, (1, 8, 8), 10, 64 * 65 + 32 * 65 + 10 * 33, 6_570),
+    ("digits_linear", {}, (1, 8, 8), 10, 16 * 65 + 10 * 17, 1_210),
+    ("digits_linear", {"projection": []}, (1, 8, 8), 10, 10 * 65, 650),
     ("spiral_mlp", {}, (2,), 5, 16 * 3 + 8 * 17 + 4 * 9 + 2 * 5 + 5 * 2, 240),
     ("digits_cnn", {}, (1, 8, 8), 10, 38_378, 38_378),
     ("digits_cnn", {"norm": "none"}, (1, 8, 8), 10, 38_282, 38_282),
