@@ -11,6 +11,8 @@ from coordinator.engines import How
 from coordinator.plan import IMAGES, manifest_from
 from coordinator.spec import RunSpec
 from fl_core import datasets, trees
+from fl_core.all_silos import AllSilos
+from fl_core.devices import choose_device
 from fl_core.errors import ConfigError
 from fl_core.manifest import RunManifest
 from fl_core.personalise import BestHistory, FineTuned, fine_tuned
@@ -25,18 +27,22 @@ from privacy.report import report
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a simulation found: the records of its rounds and the digest of its final model."""
+    """What a simulation found: the records of its rounds and the digest of its final model.
+
+    measured: the records with the counts of all silos' test sets, where a round's record covers its cohort alone
+    """
 
     manifest: RunManifest
     records: Sequence[RoundRecord]
     model_digest: str
     tuned: FineTuned | None = None
     privacy: Mapping[str, object] | None = None
+    measured: Sequence[RoundRecord] = ()
 
     @property
     def accuracies(self) -> list[float]:
-        """Return the global accuracy after 0, 1, ..., T rounds."""
-        return [r.accuracy for r in self.records]
+        """Return the global accuracy after 0, 1, ..., T rounds: over all silos' test sets where that was measured."""
+        return [r.accuracy for r in self.measured or self.records]
 
     def summary(self) -> dict[str, object]:
         """Return the JSON object that `coordinator simulate --json` prints."""
@@ -52,6 +58,7 @@ class Result:
             "balanced_accuracy": _known(last.balanced_accuracy),
             "class_accuracy": dict(zip(self.manifest.schema.classes, last.class_accuracy(), strict=True)),
             "accuracy_by_round": [_known(a) for a in self.accuracies],
+            **self._of_cohorts(),
             "clipped": sum(r.clipped for r in self.records),
             "model_digest": self.model_digest,
             "manifest_digest": self.manifest.digest(),
@@ -59,6 +66,12 @@ class Result:
             **({"pa_fine_tuned": self.tuned.pa, "fairness_fine_tuned": self.tuned.fairness} if self.tuned else {}),
             **({"privacy": self.privacy} if self.privacy else {}),
         }
+
+    def _of_cohorts(self) -> dict[str, object]:
+        """Return what a federation would see: accuracies over the test sets of each round's cohort."""
+        if not self.measured:
+            return {}
+        return {"cohort_accuracy_by_round": [_known(r.accuracy) for r in self.records]}
 
     def personal(self) -> dict[str, object]:
         """Return the last scores of personal models, the best over rounds, and all; nothing where none was measured.
@@ -84,8 +97,8 @@ def _known(accuracy: float) -> float | None:
 class _Reporting(BestHistory):
     """A history that also tells somebody."""
 
-    def __init__(self, tell: Observer | None) -> None:
-        super().__init__()
+    def __init__(self, tell: Observer | None, measure: AllSilos | None) -> None:
+        super().__init__(measure)
         self._tell = tell
 
     def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
@@ -126,6 +139,8 @@ def run(
     """Simulate a run over all silos of the spec's federation, named hospital0, hospital1, ...
 
     how: engine, device and the like   fine_tune: epochs after which the best global model is evaluated at each silo
+    Where a cohort is drawn, every round's model is also measured on all silos' test sets, and the best is chosen there;
+    not in a private run, whose counts are released by the rounds alone.
     Guarantees: equal specs give equal model digests; the digest equals that of the same run over real silo
     processes with these names.
     """
@@ -133,12 +148,13 @@ def run(
     plan = privacy.plan.build(manifest)
     books = [SimulatedBook() for _ in manifest.members] if plan.private else []
     doors = [PrivateDoors(manifest, k, book) for k, book in enumerate(books)]
-    history = _Reporting(tell)
-    shares = [SiloShare(s.train, s.test, s.public) for s in sets]
-    final = (how or How()).simulate(manifest, shares, history, doors or None, plan.silo, plan.incoming)
+    shares, how = [SiloShare(s.train, s.test, s.public) for s in sets], how or How()
+    apart = 0 < manifest.cohort < len(shares) and not plan.private
+    history = _Reporting(tell, AllSilos(manifest, shares, choose_device(how.device)) if apart else None)
+    final = how.simulate(manifest, shares, history, doors or None, plan.silo, plan.incoming)
     tuned = fine_tuned(manifest, shares, history.best, history.best_round, fine_tune) if fine_tune else None
     spent = report(manifest, [book.releases for book in books])
-    return Result(manifest, history.records, trees.digest(final["w"]), tuned, spent)
+    return Result(manifest, history.records, trees.digest(final["w"]), tuned, spent, history.measured if apart else ())
 
 
 def frozen(spec: RunSpec, data_root: Path | None = None) -> tuple[RunManifest, list[datasets.SiloDataset]]:

@@ -7,7 +7,7 @@ silos of the accuracy on the own test set. "Best" is chosen by test accuracy, as
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch.nn import Module
@@ -29,20 +29,26 @@ class BestHistory(History):
 
     A record measures the model from before its round, so the state of the close before it is the one that was best;
     the initial model does not count.
+    measure: makes `measured` of a record and the state before it (None: the initial one), which chooses the best; the
+    record itself without one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, measure: Callable[[RoundRecord, State | None], RoundRecord] | None = None) -> None:
         super().__init__()
         self.best: State | None = None
         self.best_round = 0
+        self.measured: list[RoundRecord] = []
+        self._measure = measure
         self._before: State | None = None
         self._accuracy = -math.inf
 
     def closed(self, record: RoundRecord, server: State) -> None:
         """Keep the record, and the state that it measured when no earlier one was better."""
         super().closed(record, server)
-        if self._before is not None and record.accuracy > self._accuracy:
-            self.best, self.best_round, self._accuracy = self._before, record.round, record.accuracy
+        self.measured.append(self._measure(record, self._before) if self._measure else record)
+        accuracy = self.measured[-1].accuracy
+        if self._before is not None and accuracy > self._accuracy:
+            self.best, self.best_round, self._accuracy = self._before, record.round, accuracy
         self._before = server
 
 

@@ -61,6 +61,17 @@ def test_ways_to_run_give_one_digest_and_fine_tuning_changes_none(tmp_path: Path
     assert list(tmp_path.iterdir())
 
 
+def test_under_a_cohort_accuracies_are_over_all_silos_and_the_cohorts_are_given_beside() -> None:
+    partial, whole = (simulation.run(compose_spec([*SHORT, words])) for words in ("cohort=2", "cohort=0"))
+    said = partial.summary()
+    assert "cohort_accuracy_by_round" not in whole.summary()
+    assert said["cohort_accuracy_by_round"] == [r.accuracy for r in partial.records]
+    assert said["accuracy_by_round"] == [r.accuracy for r in partial.measured]
+    assert all(r.examples == whole.records[0].examples for r in partial.measured)
+    assert said["accuracy_by_round"][0] == whole.summary()["accuracy_by_round"][0]  # type: ignore[index]
+    assert said["best_global_accuracy"] == max(said["accuracy_by_round"][1:])  # type: ignore[index]
+
+
 @pytest.mark.parametrize(
     ("words", "more", "code"),
     [(["seed=0,1"], {}, "E-CFG-64"), ([], {"engine": "slurm"}, "E-CFG-64"), ([], {"device": "tpu"}, "E-CFG-60"),

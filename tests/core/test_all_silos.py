@@ -1,0 +1,81 @@
+"""Rounds measured on the test sets of all silos, where their records cover a cohort."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from helpers_core import manifest, same, shares
+
+from fl_core.all_silos import AllSilos
+from fl_core.personalise import BestHistory
+from fl_core.records import RoundRecord
+from fl_core.simulate import History, bench_of, initial_state, simulate
+from fl_core.types import State, TrainConfig
+
+TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
+
+
+class Kept(BestHistory):
+    """A history that keeps every state."""
+
+    def __init__(self, measure: AllSilos | None = None) -> None:
+        super().__init__(measure)
+        self.states: list[State] = []
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        super().closed(record, server)
+        self.states.append({name: dict(part) for name, part in server.items()})
+
+
+def test_counts_are_those_of_every_silos_test_examples_one_by_one() -> None:
+    run, given = manifest(train=TRAIN, cohort=1, rounds=4), shares()
+    history = Kept(AllSilos(run, given))
+    simulate(run, given, history)
+    assert [sum(r.examples) for r in history.records[:4]] == [len(given[0].test.labels)] * 4
+    bench = bench_of(run)
+    for record, before in zip(history.measured, [initial_state(run), *history.states], strict=False):
+        model = bench.method.global_model(bench.fresh(), bench.method.broadcast(before)).eval()
+        correct, examples = [0] * 4, [0] * 4
+        for share in given:
+            x, y = share.test.batch(torch.arange(len(share.test)))
+            for one, label in zip(x, y.tolist(), strict=True):
+                correct[label] += int(model(one.unsqueeze(0)).argmax()) == label
+                examples[label] += 1
+        assert (record.correct, record.examples) == (tuple(correct), tuple(examples))
+
+
+def test_where_everybody_takes_part_the_counts_equal_the_records() -> None:
+    run, given, history = manifest(train=TRAIN), shares(), Kept()
+    simulate(run, given, history)
+    measure = AllSilos(run, given)
+    for record, before in zip(history.records, [None, *history.states], strict=False):
+        assert measure(record, before) is record
+        partial = replace(record, included=record.included[:1], correct=(0.0,) * 4, examples=(0.0,) * 4)
+        assert measure(partial, before) == replace(record, included=record.included[:1])
+
+
+def test_the_bits_of_a_run_do_not_change_and_records_stay_the_cohorts() -> None:
+    run, given, plain = manifest(train=TRAIN, cohort=2, rounds=3), shares(), History()
+    history = BestHistory(AllSilos(run, given))
+    assert same(simulate(run, given, history)["w"], simulate(run, given, plain)["w"])
+    assert history.records == plain.records
+    assert history.measured[:-1] != plain.records[:-1]
+    assert history.measured[-1] == plain.records[-1]
+
+
+def test_the_best_round_is_chosen_on_all_silos() -> None:
+    run, given = manifest(train=TRAIN, cohort=1, rounds=4), shares()
+    history = BestHistory(AllSilos(run, given))
+    simulate(run, given, history)
+    best = max(history.measured[1:], key=lambda r: r.accuracy)
+    assert history.best_round == best.round
+    assert history.measured[history.best_round].accuracy == max(r.accuracy for r in history.measured[1:])
+
+
+def test_a_method_without_a_global_model_has_nothing_to_measure() -> None:
+    run, given = manifest("fedproto", train=TRAIN, cohort=2, rounds=2), shares()
+    history = BestHistory(AllSilos(run, given))
+    simulate(run, given, history)
+    assert history.measured == history.records
+    assert [r.accuracy for r in history.measured] == [-1.0] * 3
