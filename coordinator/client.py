@@ -16,7 +16,7 @@ from coordinator.home import ADDRESS_FILE
 from coordinator.pki import FOLDER, Authority
 from fl_core.errors import ConfigError, FederationError, ProtocolError, UnavailableError
 from protos import status, tls
-from protos.chunks import MAX_MESSAGE_BYTES, append_chunk
+from protos.chunks import MAX_MESSAGE_BYTES, Chunk, append_chunk
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.digests import file_digest
@@ -45,7 +45,11 @@ class LeadClient:
         ]
         self._channel = grpc.secure_channel(str(address), secure, options)
         self._lead = rpc.LeadStub(self._channel)
-        self._transfer = rpc.TransferStub(self._channel)
+        self._get = self._channel.unary_stream(
+            f"/{pb.DESCRIPTOR.services_by_name['Transfer'].full_name}/Get",
+            pb.GetRequest.SerializeToString,
+            Chunk.unpack,
+        )
 
     @classmethod
     def open(cls, home: Path, lead: str | None = None) -> LeadClient:
@@ -128,7 +132,7 @@ class LeadClient:
         """Write an object to a file; raises ProtocolError (E-WIRE-04) when what arrives is not that object."""
         have = 0
         with path.open("wb") as file, self._errors():
-            for chunk in self._transfer.Get(pb.GetRequest(digest=digest)):
+            for chunk in self._get(pb.GetRequest(digest=digest)):
                 have = append_chunk(chunk, file, have)
         if file_digest(path) != digest:
             path.unlink()

@@ -135,7 +135,7 @@ class CoordinatorServer:
         rpc.add_EnrolmentServicer_to_server(EnrolmentService(gate, membership), server)
         control = ControlService(gate, self.hub, membership, self.settings.software, self.settings.recycle_s)
         rpc.add_ControlServicer_to_server(control, server)
-        rpc.add_TransferServicer_to_server(TransferService(gate, self.store, self.blobs, self.hub, certificate), server)
+        TransferService(gate, self.store, self.blobs, self.hub, certificate).add_to(server)
         rpc.add_LeadServicer_to_server(LeadService(gate, self.store, self.hub, self.runs, self._compose), server)
         names = [pb.DESCRIPTOR.services_by_name[name].full_name for name in _SERVICES]
         alive = health.HealthServicer()

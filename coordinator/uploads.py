@@ -35,7 +35,7 @@ class Upload:
         """Return the digest of the whole object if all of it passed through here, else None."""
         return self._digest.hexdigest() if self.hashed == size else None
 
-    def note(self, at: int, data: bytes) -> None:
+    def note(self, at: int, data: bytes | memoryview) -> None:
         """Hash what was written at an offset; bytes that do not continue what was hashed leave the rest unhashed."""
         if at == self.hashed:
             self._digest.update(data)
@@ -49,7 +49,7 @@ class Hashing:
         self._growth, self._upload = growth, upload
         self._begun = growth.have
 
-    def write(self, data: bytes, /) -> int:
+    def write(self, data: bytes | memoryview, /) -> int:
         """Write all of it, unbuffered, then hash: what is hashed is in the file."""
         at = self._growth.have
         self._growth.write(data)

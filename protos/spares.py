@@ -104,7 +104,7 @@ class Growth:
     def __init__(self, file: FileIO, have: int, note: FileIO | None) -> None:
         self.file, self.have, self._note = file, have, note
 
-    def write(self, data: bytes, /) -> int:
+    def write(self, data: bytes | memoryview, /) -> int:
         """Write all of it, then note that it is there."""
         write_all(self.file, data)
         self.have += len(data)

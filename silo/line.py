@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from protos.chunks import MAX_MESSAGE_BYTES
+from protos.chunks import MAX_MESSAGE_BYTES, Chunk
+from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.diagnosis import Diagnosis
 from protos.identity import Address
@@ -37,6 +38,17 @@ def dial_with(credentials: Callable[[], Credentials]) -> Dial:
     return lambda address: grpc.secure_channel(str(address), channel_credentials(credentials()), options=OPTIONS)
 
 
+class TransferStub:
+    """The calls of the data plane, whose chunks are `protos.chunks.Chunk` instead of protobuf's messages."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        theirs = rpc.TransferStub(channel)
+        path = f"/{pb.DESCRIPTOR.services_by_name['Transfer'].full_name}"
+        self.Open, self.Commit = theirs.Open, theirs.Commit
+        self.Put = channel.stream_unary(f"{path}/Put", Chunk.pack, pb.PutReply.FromString)
+        self.Get = channel.unary_stream(f"{path}/Get", pb.GetRequest.SerializeToString, Chunk.unpack)
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """An open channel and what can be called over it."""
@@ -44,13 +56,13 @@ class Line:
     address: Address
     channel: grpc.Channel = field(repr=False)
     control: rpc.ControlStub = field(repr=False)
-    transfer: rpc.TransferStub = field(repr=False)
+    transfer: TransferStub = field(repr=False)
     enrolment: rpc.EnrolmentStub = field(repr=False)
 
     @classmethod
     def over(cls, address: Address, channel: grpc.Channel) -> Line:
         """Make the stubs."""
-        stubs = rpc.ControlStub(channel), rpc.TransferStub(channel), rpc.EnrolmentStub(channel)
+        stubs = rpc.ControlStub(channel), TransferStub(channel), rpc.EnrolmentStub(channel)
         return cls(address, channel, *stubs)
 
 

@@ -25,7 +25,7 @@ class Growing:
     growth: Growth
     sha256: hashlib._Hash
 
-    def write(self, data: bytes, /) -> int:
+    def write(self, data: bytes | memoryview, /) -> int:
         """Append all of it."""
         self.growth.write(data)
         self.sha256.update(data)

@@ -16,9 +16,9 @@ import grpc
 
 from fl_core.errors import FederationError, ProtocolError, UnavailableError
 from protos import receipts
-from protos.chunks import append_chunk, read_chunks
+from protos.chunks import Chunk, append_chunk, read_chunks
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.consilium.v1 import federation_pb2_grpc as rpc
+from silo.line import TransferStub
 from silo.objects import Objects
 from silo.tasks import Attested, Entry
 from silo.waiting import Backoff, IdleWatch, Stop, persist, translated
@@ -93,7 +93,7 @@ class Transfer:
 
     def __init__(
         self,
-        stub: Callable[[], rpc.TransferStub],
+        stub: Callable[[], TransferStub],
         objects: Objects,
         patience: Patience,
         tell: Callable[[FederationError], None],
@@ -161,7 +161,7 @@ class Transfer:
         watch: list[IdleWatch] = []
         broken: list[OSError] = []
 
-        def chunks() -> Iterator[pb.Chunk]:
+        def chunks() -> Iterator[Chunk]:
             armed.wait()
             try:
                 for chunk in read_chunks(file, entry.contribution_id, have):

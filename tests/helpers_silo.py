@@ -169,7 +169,7 @@ def chunks_of(data: bytes, name: str, offset: int, shift: int = 0) -> Iterator[p
     """Cut bytes as `read_chunks` cuts a file."""
     folder = Path(mkdtemp(prefix="consilium-chunks-"))
     (folder / "object").write_bytes(data)
-    chunks = list(read_chunks(folder / "object", name, offset))
+    chunks = [pb.Chunk.FromString(chunk.pack()) for chunk in read_chunks(folder / "object", name, offset)]
     (folder / "object").unlink()
     folder.rmdir()
     for chunk in chunks:

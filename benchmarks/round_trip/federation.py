@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+import subprocess
+import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.round_trip.models import Workload
-from benchmarks.round_trip.processes import Processes, peak_mib
+from benchmarks.round_trip.processes import Processes, cpu_seconds, peak_mib
 from coordinator.client import LeadClient
 from coordinator.config import compose_spec
 from coordinator.pki import Authority
@@ -21,13 +24,15 @@ from silo.enrol import join
 from silo.home import Home
 
 START_S, ROUND_S = 180.0, 60.0
+LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
     """What the coordinator's record says of a run.
 
-    closed: Unix time of each training round's close; up, down: bytes per silo and training round, all of them equal.
+    closed: Unix time of each training round's close; up, down: bytes per silo and training round, all of them equal;
+    coordinator_cpu, silos_cpu: seconds of processor time per round, of the one and of all silos together.
     """
 
     closed: Sequence[float]
@@ -35,6 +40,8 @@ class Rounds:
     down: int
     total_up: int
     total_down: int
+    coordinator_cpu: float
+    silos_cpu: float
 
 
 class Federation:
@@ -52,9 +59,12 @@ class Federation:
         self._coordinator = started.start(words)
         started.until((self.home / "service.json").exists, "the coordinator", START_S)
         self._enrol(authority)
+        self._serving: list[subprocess.Popen[str]] = []
         for k, home in enumerate(self.silos):
             data = workload.data(folder, silos, k)
-            started.start(["benchmarks.round_trip.idle_silo", "--home", str(home), "--data", data])
+            self._serving.append(
+                started.start(["benchmarks.round_trip.idle_silo", "--home", str(home), "--data", data])
+            )
         self._lead = LeadClient.open(self.home)
         started.until(lambda: self._online() == silos, "every silo to be online", START_S + 10 * silos)
 
@@ -70,23 +80,33 @@ class Federation:
         return sum(silo.state == "online" for silo in self._lead.silos().silos)
 
     def run(self, rounds: int) -> Rounds:
-        """Run so many training rounds and the closing evaluation; return the coordinator's record of them."""
+        """Run so many training rounds and the closing evaluation; return the coordinator's record of them.
+
+        The record is read from the database: asking the service would be work that the round does not have.
+        """
         words = [*self._workload.overrides, f"rounds={rounds}", "method=fedavg", "threads=1"]
         run = self._lead.submit(compose_spec(words).to_json(), f"rounds-{rounds}").run_id
-        self._started.until(
-            lambda: self._lead.show(run).info.state not in ("waiting", "running"),
-            "the run to end", START_S + ROUND_S * rounds,
-        )  # fmt: skip
-        info = self._lead.show(run).info
-        if info.state != "finished":
-            raise UnavailableError("E-RUN-09", f"the run ended as {info.state}: {info.reason}")
+        used = list[_Used]()
         with closing(Store(self.home)) as store:
+            self._started.until(
+                lambda: used.append(self._used()) or store.runs.get(run).state.ended,
+                "the run to end", START_S + ROUND_S * rounds, LOOK_S,
+            )  # fmt: skip
+            info = self._lead.show(run).info
             rows = [row for row in store.runs.rounds(run) if row.kind is TaskKind.TRAIN]
             arrived = [e for e in store.runs.events(run, 0) if e.kind == "arrived" and e.round < rounds]
+        if info.state != "finished":
+            raise UnavailableError("E-RUN-09", f"the run ended as {info.state}: {info.reason}")
         ups, downs = {int(e.text.split()[0]) for e in arrived}, {row.base_size for row in rows}
         if len(ups) != 1 or len(downs) != 1 or any(row.missing for row in rows):
             raise UnavailableError("E-RUN-09", f"expected equal rounds, found {ups} bytes up and {downs} down")
-        return Rounds([row.closed for row in rows], ups.pop(), downs.pop(), info.bytes_up, info.bytes_down)
+        closed = [row.closed for row in rows]
+        cpu = (_per_round(closed, used, lambda u: u.coordinator), _per_round(closed, used, lambda u: u.silos))
+        return Rounds(closed, ups.pop(), downs.pop(), info.bytes_up, info.bytes_down, *cpu)
+
+    def _used(self) -> _Used:
+        silos = sum(cpu_seconds(p.pid) for p in self._serving)
+        return _Used(time.time(), cpu_seconds(self._coordinator.pid), silos)
 
     def peak_mib(self) -> float:
         """Return the coordinator's peak of resident memory so far."""
@@ -95,6 +115,22 @@ class Federation:
     def close(self) -> None:
         """Close the lead's connection."""
         self._lead.close()
+
+
+class _Used(NamedTuple):
+    """Processor time used so far, at a moment of Unix time."""
+
+    at: float
+    coordinator: float
+    silos: float
+
+
+def _per_round(closed: Sequence[float], used: Sequence[_Used], which: Callable[[_Used], float]) -> float:
+    """Return the seconds per round between the first close and the last; 0 with one round."""
+    if len(closed) < 2:
+        return 0.0
+    first, last = (which(min(used, key=lambda u: abs(u.at - moment))) for moment in (closed[0], closed[-1]))
+    return (last - first) / (len(closed) - 1)
 
 
 def _free_port() -> int:

@@ -41,7 +41,7 @@ class Processes:
         self.running.append(process)
         return process
 
-    def until(self, condition: Callable[[], object], what: str, seconds: float) -> None:
+    def until(self, condition: Callable[[], object], what: str, seconds: float, look_s: float = 0.05) -> None:
         """Wait for a condition; raises UnavailableError (E-RUN-09) when it is late or a process has ended."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -49,7 +49,7 @@ class Processes:
                 raise self.failure(f"{ended[0].args!r} ended with {ended[0].returncode}")
             if time.monotonic() > deadline:
                 raise self.failure(f"waited {seconds:.0f} s for {what}")
-            time.sleep(0.05)
+            time.sleep(look_s)
 
     def failure(self, what: str) -> UnavailableError:
         """Make an error with the end of the log."""
@@ -88,6 +88,12 @@ def processes(log: Path) -> Iterator[Processes]:
     finally:
         made.stop()
         signal.signal(signal.SIGTERM, before)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time that a process has used, its own and the system's for it."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_mib(pid: int) -> float:

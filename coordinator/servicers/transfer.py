@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 import grpc
 
@@ -20,15 +21,14 @@ from coordinator.tasks import KINDS, WIRE, TaskKey
 from coordinator.uploads import Hashing, Upload, Uploads
 from fl_core.errors import FederationError, ProtocolError, StateError, UnavailableError
 from protos import codec, receipts
-from protos.chunks import CHUNK_BYTES, append_chunk, read_chunks
+from protos.chunks import CHUNK_BYTES, Chunk, append_chunk, read_chunks
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.identity import Kind
 from protos.spares import Growth
 
 
-class TransferService(rpc.TransferServicer):
-    """Open, Put, Commit and Get."""
+class TransferService:
+    """Open, Put, Commit and Get; in a server it is added with `add_to`."""
 
     def __init__(self, gate: Gate, store: Store, blobs: Blobs, hub: Hub, certificate: ServerCertificate) -> None:
         self._gate = gate
@@ -39,6 +39,20 @@ class TransferService(rpc.TransferServicer):
         self._uploads = Uploads()
         self._limits: dict[str, int] = {}
         self._limits_lock = threading.Lock()
+
+    def add_to(self, server: grpc.Server) -> None:
+        """Serve the data plane, whose chunks are `protos.chunks.Chunk` instead of protobuf's messages."""
+        commit = pb.CommitRequest.FromString
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Open": grpc.unary_unary_rpc_method_handler(
+                self.Open, pb.OpenRequest.FromString, pb.OpenReply.SerializeToString
+            ),
+            "Put": grpc.stream_unary_rpc_method_handler(self.Put, Chunk.unpack, pb.PutReply.SerializeToString),
+            "Commit": grpc.unary_unary_rpc_method_handler(self.Commit, commit, pb.Receipt.SerializeToString),
+            "Get": grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, Chunk.pack),
+        }
+        name = pb.DESCRIPTOR.services_by_name["Transfer"].full_name
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
 
     def Open(self, request: pb.OpenRequest, context: grpc.ServicerContext) -> pb.OpenReply:  # noqa: N802
         """Take the announcement of an update and say how much of it is here."""
@@ -64,7 +78,7 @@ class TransferService(rpc.TransferServicer):
             )
         return pb.OpenReply(have=have)
 
-    def Put(self, request_iterator: Iterator[pb.Chunk], context: grpc.ServicerContext) -> pb.PutReply:  # noqa: N802
+    def Put(self, request_iterator: Iterator[Chunk], context: grpc.ServicerContext) -> pb.PutReply:  # noqa: N802
         """Append chunks to an upload; what has arrived is kept, however the stream ends."""
         first = next(request_iterator, None)
         if first is None or not first.object:
@@ -82,7 +96,7 @@ class TransferService(rpc.TransferServicer):
         return pb.PutReply(have=have)
 
     @staticmethod
-    def _append(c: Contribution, chunks: Iterator[pb.Chunk], growth: Growth, upload: Upload) -> int:
+    def _append(c: Contribution, chunks: Iterator[Chunk], growth: Growth, upload: Upload) -> int:
         have = growth.have
         upload.begin(have)
         into = Hashing(growth, upload)
@@ -136,7 +150,7 @@ class TransferService(rpc.TransferServicer):
         )  # fmt: skip
         return receipts.sign(plain, own.key_pem, own.cert_pem)
 
-    def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[pb.Chunk]:  # noqa: N802
+    def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[Chunk]:  # noqa: N802
         """Read an object from an offset: a silo the manifests and bases of its runs, a lead anything."""
         who = self._gate.caller(context).identity
         silo = who.name if who.kind is Kind.SILO else None

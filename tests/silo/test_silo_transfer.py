@@ -13,7 +13,7 @@ from fl_core.types import TaskKind
 from protos import codec
 from protos.chunks import CHUNK_BYTES
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.consilium.v1 import federation_pb2_grpc as rpc
+from silo.line import TransferStub
 from silo.objects import Objects
 from silo.tasks import Entry, TaskKey
 from silo.transfer import Patience, Transfer, Witness
@@ -37,7 +37,7 @@ class Rig:
         self.objects = Objects(folder / "objects")
         self.stop = Stop()
         self.witness = Witness(authority().ca_pem, CONSORTIUM, "center1")
-        self.transfer = Transfer(lambda: rpc.TransferStub(self.channel), self.objects, patience, self.told.append)
+        self.transfer = Transfer(lambda: TransferStub(self.channel), self.objects, patience, self.told.append)
 
     def entry(self, data=BYTES):
         name = codec.contribution_id(*KEY[:2], "train", "center1", "b" * 64)
