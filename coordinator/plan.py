@@ -52,6 +52,8 @@ def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | 
     model = _choice(spec.model)
     built = build_model(model.name, model.options, schema, spec.seed)
     layout = derive_layout(build_method(method.name, method.options), built, schema, spec.personal)
+    choice = _choice(spec.privacy)
+    layout = {**layout, **privacy.plan.parts(choice)}
     if max(spec.cohort, spec.quorum) > len(names):
         raise ConfigError(
             "E-CFG-43",
@@ -69,7 +71,7 @@ def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | 
         members=_members(spec, names, sizes),
         layout=layout,
         grid=Grid("ring64", len(names)),
-        privacy=_choice(spec.privacy),
+        privacy=choice,
         cohort=spec.cohort,
         quorum=spec.quorum,
         deadline_s=spec.deadline_s,

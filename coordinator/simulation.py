@@ -20,7 +20,8 @@ from fl_core.records import fairness
 from fl_core.rounds import Observer, RoundRecord
 from fl_core.simulate import SiloShare
 from fl_core.types import Federation, State, TaskKind
-from privacy.doors import PrivateDoors, SimulatedBook
+from privacy.access import doors_of
+from privacy.doors import SimulatedBook
 from privacy.release import Units
 from privacy.report import report
 
@@ -147,7 +148,7 @@ def run(
     manifest, sets = frozen(spec, data_root)
     plan = privacy.plan.build(manifest)
     books = [SimulatedBook() for _ in manifest.members] if plan.private else []
-    doors = [PrivateDoors(manifest, k, book) for k, book in enumerate(books)]
+    doors = [doors_of(manifest, k, book) for k, book in enumerate(books)]
     shares, how = [SiloShare(s.train, s.test, s.public) for s in sets], how or How()
     apart = 0 < manifest.cohort < len(shares) and not plan.private
     history = _Reporting(tell, AllSilos(manifest, shares, choose_device(how.device)) if apart else None)

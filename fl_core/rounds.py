@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fl_core import cohort
+from fl_core import cohort, steering
 from fl_core.errors import FederationError, UnavailableError
 from fl_core.evaluation import MEASURED, METRICS, personal_scores
 from fl_core.fixed_point import Accumulator, Grid
@@ -94,9 +94,11 @@ class Engine:
         names = [self.ports[k].name for k in ids]
         observer.opened(fed, kind, names)
         layout = self.layout if train else {METRICS: self.layout[METRICS]}
-        total, included, missing, clipped = self._gather(
-            self.method.broadcast(server), fed, kind, ids, layout, observer
-        )
+        own, now = steering.groups(self.incoming), steering.settings(self.incoming, server, t)
+        model = steering.without(server, own)
+        server = {**model, **now}
+        msg = {**self.method.broadcast(model), **now}
+        total, included, missing, clipped = self._gather(msg, fed, kind, ids, layout, observer)
         needed = min(plan.quorum or len(ids), len(ids))
         if len(included) < needed:
             raise UnavailableError(
@@ -106,8 +108,8 @@ class Engine:
             )
         metrics = total[METRICS]
         if train:
-            rest = {name: part for name, part in total.items() if name not in MEASURED}
-            server = self.method.merge(server, rest, fed)
+            rest = {name: part for name, part in total.items() if name not in MEASURED | own}
+            server = {**self.method.merge(model, rest, fed), **steering.followed(self.incoming, now, total)}
         record = RoundRecord(
             t,
             kind,
@@ -140,7 +142,7 @@ class Engine:
             included.append(name)
             observer.arrived(name)
         total = sums.total()
-        for guard in reversed(self.incoming):
+        for guard in reversed(steering.told(self.incoming, msg)):
             total = guard.incoming(total, len(included), fed.round)
         return total, included, missing, sums.clipped
 

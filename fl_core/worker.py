@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fl_core import trees
+from fl_core import steering, trees
 from fl_core.evaluation import METRICS as METRICS
 from fl_core.evaluation import PERSONAL, evaluate_personal
 from fl_core.evaluation import evaluate as evaluate
@@ -46,9 +46,12 @@ def work(bench: Bench, msg: State, state: State | None, data: SiloData, turn: Tu
     Returns the bundle that may leave and the silo's next state, the old one where training diverged; the caller
     commits it at the round's close, as `Method.mirrored` says. `bench.model` is scratch: it gets the run's initial
     weights before every use.
-    Raises ProtocolError (E-WIRE-02) when the method's bundle does not have the run's layout.
+    Raises ProtocolError (E-WIRE-02) when the method's bundle does not have the run's layout; RefusedError, before any
+    example is read, on a guard's setting that the plan is silent on.
     """
     method, fed = bench.method, turn.fed
+    guards, theirs = steering.told(bench.guards, msg), steering.groups(bench.guards)
+    msg = steering.without(msg, theirs)
     state = method.init_silo(bench.fresh(), fed) if state is None else state
     bundle: dict[str, Part] = {METRICS: measure_global(method, bench.fresh(), msg, data, fed.n_classes)}
     layout = {METRICS: bench.layout[METRICS]}
@@ -59,10 +62,10 @@ def work(bench: Bench, msg: State, state: State | None, data: SiloData, turn: Tu
         if PERSONAL in bench.layout:
             own = method.personal(bench.model, msg, trained, data, turn)
             bundle |= evaluate_personal(own, data, fed.n_classes)
-        layout = dict(bench.layout)
+        layout = {name: spec for name, spec in bench.layout.items() if name not in theirs}
     check_layout(bundle, layout)
     guarded: Bundle = bundle
-    for guard in bench.guards:
+    for guard in guards:
         guarded = guard.outgoing(guarded, turn.silo, fed.round)
     return Outcome(guarded, state)
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from fl_core.datasets import SiloDataset
 from fl_core.errors import FederationError, RefusedError
 from fl_core.manifest import RunManifest
-from privacy import records
+from privacy import plan, records
 from privacy.accounting import Filter
-from privacy.course import TRAIN, Release
+from privacy.course import HOSPITAL, TRAIN, Release
 from privacy.doors import spent
 from privacy.ledger import Ledger, Planned, Task
-from privacy.terms import Terms
+from privacy.silo_terms import SiloTerms
 
 SEEDED = "seeded noise"
 """Marks an entry whose noise could be repeated: it is charged, and protects nobody."""
@@ -29,7 +29,7 @@ SEEDED = "seeded noise"
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The records of one split: the version of the data, and the collection that has the budget."""
+    """What has a budget: the records of one split, or the hospital. The version of the data, and the collection."""
 
     fingerprint: str
     collection: str
@@ -80,8 +80,10 @@ class LedgerBook:
         self, ledger: Ledger, manifest: RunManifest, dataset: SiloDataset, caps: Mapping[str, Filter] | None = None
     ) -> None:
         self._ledger, self._manifest, self._caps = ledger, manifest.digest(), caps or {}
-        self._records = {split: _registered(ledger, dataset, split) for split in records.splits(dataset)}
-        self._seeded = Terms.of(manifest.privacy.options).rng != "secure"
+        terms = plan.terms_of(manifest.privacy)
+        needed = [*records.splits(dataset), *([HOSPITAL] if isinstance(terms, SiloTerms) else [])]
+        self._records = {split: _registered(ledger, dataset, split) for split in needed}
+        self._seeded = terms is not None and terms.rng != "secure"
         about = json.dumps([list(manifest.schema.classes), SEEDED if self._seeded else ""])
         self._kept = Kept(ledger, self._records[TRAIN].fingerprint, about)
         self._run = ""
@@ -129,7 +131,7 @@ def _registered(ledger: Ledger, dataset: SiloDataset, split: str) -> Records:
     if found is None:
         raise RefusedError(
             "E-BUDGET-06",
-            f"expected the {split} records of {dataset.origin} as they are registered, found a version that the ledger "
+            f"expected the {split} data of {dataset.origin} as they are registered, found a version that the ledger "
             f"does not know: silo ledger register --data {dataset.origin}",
         )
     return Records(fingerprint, found)

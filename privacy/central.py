@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,11 +26,12 @@ from fl_core.fixed_point import Grid
 from fl_core.manifest import RunManifest
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.types import Bundle, Layout, Part
+from fl_core.types import Bundle, Layout, Part, Tensors
+from privacy import adaptive
 from privacy.discrete import integer_noise
 from privacy.entropy import Noise, SecureNoise, SeededNoise
 from privacy.rehearsal import SIZE, rehearse
-from privacy.silo_terms import SiloTerms, participations
+from privacy.silo_terms import BIT, SiloTerms, participations
 
 LARGEST = 20_000
 """Coordinates beyond which noise buries what a few silos can tell: it needs privacy.allow_large=true."""
@@ -43,7 +44,10 @@ class SiloLevel:
     """The guard at the silo, and with central noise at the coordinator.
 
     noise: z of a round's update   shares: a_k of each silo   sized: parts whose weight is a_k; of others it is 1 or 0
-    scale: public factor of parts with weights per class. Guarantees: the bundle has the layout it had; everything that
+    scale: public factor of parts with weights per class   told: C_t as it was broadcast, where it follows the norms
+    (adaptive.py); then the silo's bit is a part of its own, with noise of its own.
+
+    Guarantees: the bundle has the layout it had; everything that
     depends on data is clipped, and noisy unless noise is central; evaluation passes as it is where test data is public.
     """
 
@@ -55,16 +59,40 @@ class SiloLevel:
     sized: frozenset[str]
     scale: float
     seed: int
+    told: float | None = None
+    group: str = adaptive.PART
+
+    def start(self) -> Tensors:
+        """Return C_0 where the clip follows the norms; nothing where it is fixed."""
+        return adaptive.start(self.terms)
+
+    def at(self, setting: Tensors | None) -> SiloLevel:
+        """Take a round's clip; raises RefusedError (E-PRIV-19) on one that the plan does not have, or lacks."""
+        return replace(self, told=adaptive.clip_of(self.terms, setting))
+
+    def follow(self, setting: Tensors, answered: Part) -> Tensors:
+        """Return the next round's clip."""
+        return adaptive.follow(self.terms, setting, answered)
+
+    def clip_at(self, round: int) -> float:
+        """Return C_t; raises RefusedError (E-PRIV-19) where it follows the norms and was not told."""
+        if self.terms.adaptive and self.told is None:
+            raise RefusedError("E-PRIV-19", "expected the clip of this round beside the model, found none")
+        return self.terms.clip_at(round) if self.told is None else self.told
 
     def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:
         """Clip one silo's bundle, round it to the grid and, unless noise is central, add noise."""
         weighed = {name: self._weighed(name, part, silo) for name, part in bundle.items()}
+        if self.terms.adaptive and set(bundle) - {METRICS}:
+            update, clip, _ = self._blocks(weighed, round)[0]
+            weighed[adaptive.PART] = adaptive.bit(self._norm({name: weighed[name] for name in update}), clip)
         local = self.terms.placement == "local"
         found = dict(weighed)
         for names, clip, noise in self._blocks(weighed, round):
             part_of = {name: weighed[name] for name in names}
             units = self._rounded(part_of, clip, noise)
-            found |= self._noisy(units, clip, noise, self._source(round, "silo", silo)) if local else units
+            source = self._source(round, "silo", silo, names)
+            found |= self._noisy(units, clip, noise, source) if local else units
         return found
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
@@ -74,25 +102,38 @@ class SiloLevel:
         found = dict(total)
         for names, clip, noise in self._blocks(total, round):
             part_of = {name: total[name] for name in names}
-            found |= self._noisy(part_of, clip, noise, self._source(round, "sum", 0), self.grid.n_max)
+            source = self._source(round, "sum", 0, names)
+            found |= self._noisy(part_of, clip, noise, source, self.grid.n_max)
         return found
 
     def sensitivity(self) -> Mapping[str, float]:
         """Return, per part, how far all data of one silo can move the sum in round 0."""
-        blocks = self._blocks(self.layout, 0)
+        first = replace(self, told=self.terms.clip if self.terms.adaptive else None)
+        blocks = first._blocks(self.layout, 0)
         return {name: clip * self._scale(name) for names, clip, _ in blocks for name in names}
 
     def _blocks(self, parts: Mapping[str, object], round: int) -> list[tuple[list[str], float, float]]:
-        """List (parts, clip, noise / clip) of the vectors that are clipped as one: the update, and evaluation."""
-        update = [name for name in sorted(parts) if name != METRICS]
-        blocks = [(update, self.terms.clip_at(round), self.noise)] if update else []
+        """List (parts, clip, noise / clip) of the vectors that are clipped as one: the update, its bit, evaluation."""
+        update = [name for name in sorted(parts) if name not in (METRICS, adaptive.PART)]
+        blocks = [(update, self.clip_at(round), self.noise)] if update else []
+        if adaptive.PART in parts:
+            blocks.append(([adaptive.PART], BIT, self.terms.bit.noise))
         if METRICS in parts and self.terms.test_data == "private":
             blocks.append(([METRICS], self.terms.metric_clip, self.terms.metric_noise))
         return blocks
 
     def _scale(self, name: str) -> float:
-        per_class = name != METRICS and self.layout[name].weight_shape
+        per_class = name not in (METRICS, adaptive.PART) and self.layout[name].weight_shape
         return self.scale if per_class else 1.0
+
+    def _norm(self, parts: Bundle) -> float:
+        """Return the joint norm of a vector, before the clip."""
+        squares = [
+            float((v.double() / self._scale(name)).square().sum())
+            for name, part in parts.items()
+            for v in self._values(part).values()
+        ]
+        return math.sqrt(sum(squares))
 
     def _weighed(self, name: str, part: Part, silo: int) -> Part:
         """Put the public weight in the place of a silo's own."""
@@ -114,20 +155,19 @@ class SiloLevel:
 
     def _rounded(self, parts: Bundle, clip: float, noise: float) -> Bundle:
         """Clip the joint vector to C minus what rounding can add, and round it to units of the grid."""
-        square = slack = 0.0
+        slack, norm = 0.0, self._norm(parts)
         for name, part in parts.items():
             scale = self._scale(name)
             for key, value in self._values(part).items():
                 segment = name if key else f"{name}.weight"
                 step = 2.0 ** (self._fine(segment, noise * clip * scale) - self.grid.frac_bits(segment)) / scale
                 slack += value.numel() * (step / 2) ** 2
-                square += float((value.double() / scale).square().sum())
-        if not math.isfinite(square):
+        if not math.isfinite(norm):
             raise RefusedError("E-PRIV-15", "expected finite numbers, found NaN or infinity: nothing was released")
         bound = clip - math.sqrt(slack)
         if bound <= 0:
             raise ConfigError("E-PRIV-11", f"privacy.clip={clip}: the grid is too coarse for it; choose a larger one")
-        factor = min(1.0, bound / math.sqrt(square)) if square else 1.0
+        factor = min(1.0, bound / norm) if norm else 1.0
 
         def units(segment: str, value: Tensor, sigma: float) -> Tensor:
             left_out = self._fine(segment, sigma)
@@ -149,38 +189,41 @@ class SiloLevel:
         return self._mapped(parts, noisy, clip * noise)
 
     def _mapped(self, parts: Bundle, change: Callable[[str, Tensor, float], Tensor], sigma: float) -> Bundle:
+        """Change every tensor, in the order of names: what came over the wire may be in another."""
         found = {}
         for name, part in parts.items():
             s = sigma * self._scale(name)
-            total = {key: change(name, value, s) for key, value in part.total.items()}
+            total = {key: change(name, value, s) for key, value in sorted(part.total.items())}
             weight = change(f"{name}.weight", part.weight, s) if part.weight.dim() else part.weight
             found[name] = Part(total, weight)
         return found
 
-    def _source(self, round: int, where: str, silo: int) -> Noise:
+    def _source(self, round: int, where: str, silo: int, names: list[str]) -> Noise:
         if self.terms.rng == "secure":
             return SecureNoise()
-        return SeededNoise(self.seed, "round", round, where, silo, "silo-level")
+        return SeededNoise(self.seed, "round", round, where, silo, "silo-level", *names)
 
 
 def coordinates(layout: Layout) -> int:
-    """Count the numbers that silo-level noise falls on, evaluation apart."""
-    parts = [spec for name, spec in layout.items() if name != METRICS]
+    """Count the numbers that an update's noise falls on."""
+    parts = [spec for name, spec in layout.items() if name not in (METRICS, adaptive.PART)]
     return sum(math.prod(s) for p in parts for s in (*p.shapes.values(), *([p.weight_shape] if p.weight_shape else [])))
 
 
 def silo_level(manifest: RunManifest) -> SiloLevel:
     """Plan the guard of a run: noise from the member that takes part most often, weights from declared sizes.
 
-    Raises ConfigError: E-PRIV-17 when a size was not declared, E-PRIV-18 on more coordinates than noise leaves useful,
-    E-PRIV-16 on personal models, on weights that are no public constant, and on central noise where the coordinator
-    sees silos one by one.
+    Raises ConfigError: E-PRIV-17 when a size that weighs was not declared, E-PRIV-18 on more coordinates than noise
+    leaves useful, E-PRIV-16 on personal models, on weights that are no public constant, and on central noise where the
+    coordinator sees silos one by one.
     """
     terms = SiloTerms.of(manifest.privacy.options)
-    if missing := [m.name for m in manifest.members if m.units < 1]:
+    uniform = terms.weights == "uniform"
+    if not uniform and (missing := [m.name for m in manifest.members if m.units < 1]):
         raise ConfigError(
             "E-PRIV-17",
-            f"expected a declared size of {missing[0]} in a private run, found none: silo serve --nominal-size N",
+            f"expected a declared size of {missing[0]} in a private run, found none: silo serve --nominal-size N, or "
+            "privacy.weights=uniform",
         )
     if (found := coordinates(manifest.layout)) > LARGEST and not terms.allow_large:
         raise ConfigError(
@@ -200,14 +243,14 @@ def silo_level(manifest: RunManifest) -> SiloLevel:
             "E-PRIV-16",
             f"method {method.name} weighs {odd[0]!r} by what follows from data: set method.weights=uniform",
         )
-    most = max(m.units for m in manifest.members)
-    measured = manifest.rounds + 1
+    most = 1 if uniform else max(m.units for m in manifest.members)
+    trained = max(participations(manifest))
     return SiloLevel(
         terms,
         manifest.grid,
         manifest.layout,
-        terms.noise(max(participations(manifest)), measured),
-        tuple(m.units / most for m in manifest.members),
+        terms.noise(trained, trained + 1),
+        tuple(1.0 if uniform else m.units / most for m in manifest.members),
         frozenset(name for name, w in weights.items() if w == SIZE),
         most * terms.prototype_scale,
         manifest.seed,

@@ -20,6 +20,8 @@ from privacy.rehearsal import rehearse, treatment
 from privacy.terms import Terms
 
 TRAIN, TEST = "train", "test"
+HOSPITAL = "hospital"
+"""All that a hospital has: what silo-level privacy hides."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,8 @@ class PrivateData:
         return optimizers.effective_steps(self._config, steps, self.lr * mu)
 
     def size(self) -> float:
-        """Return the declared number of units: the true one never leaves."""
-        return float(self._course.units)
+        """Return the declared number of units, 1 with uniform weights: the true one never leaves."""
+        return 1.0 if self._course.terms.weights == "uniform" else float(self._course.units)
 
     def sgd(
         self,

@@ -2,7 +2,7 @@
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 -- A collection of records is what has a budget; its data may come in several versions.
 CREATE TABLE collection(
-  name TEXT PRIMARY KEY, unit TEXT NOT NULL CHECK(unit IN('record','group')), created_at TEXT NOT NULL) STRICT;
+  name TEXT PRIMARY KEY, unit TEXT NOT NULL CHECK(unit IN('record','group','hospital')), created_at TEXT NOT NULL) STRICT;
 CREATE TABLE dataset_version(
   fingerprint TEXT PRIMARY KEY, collection TEXT NOT NULL REFERENCES collection,
   records INTEGER NOT NULL, units INTEGER NOT NULL, registered_at TEXT NOT NULL) STRICT;

@@ -16,6 +16,8 @@ from fl_core.kinds import Capability
 from fl_core.manifest import Choice, RunManifest
 from fl_core.methods import build_method
 from fl_core.protocols import Guard
+from fl_core.types import Layout
+from privacy import adaptive
 from privacy.central import silo_level
 from privacy.silo_terms import SiloTerms
 from privacy.terms import Terms
@@ -25,7 +27,7 @@ from privacy.terms import Terms
 class Plan:
     """What a run's profile means.
 
-    private: hospitals open `privacy.doors.PrivateDoors`, and nothing else, to their examples
+    private: hospitals open what `privacy.access.doors_of` makes, and nothing else, to their examples
     silo: guards applied at the hospital; incoming: guards undone on the sum, reversed. On the way out, silo guards come
     first, then what the accumulator does on arrival.
     """
@@ -54,13 +56,14 @@ def _dp_silo_small(manifest: RunManifest) -> Plan:
     if not is_private(manifest.privacy):
         return Plan("dp_silo_small", (), (grid,))
     guard = silo_level(manifest)
-    return Plan("dp_silo_small", (guard,), (grid, guard))
+    return Plan("dp_silo_small", (guard,), (grid, guard), private=True)
 
 
+SILO_LEVEL = "dp_silo_small"
 PROFILES: Mapping[str, Callable[[RunManifest], Plan]] = {
     "none": _none,
     "dp_record": _dp_record,
-    "dp_silo_small": _dp_silo_small,
+    SILO_LEVEL: _dp_silo_small,
 }
 
 
@@ -68,6 +71,19 @@ def is_private(privacy: Choice) -> bool:
     """Tell whether a profile asks for noise; raises ConfigError on terms that cannot be."""
     kinds: Mapping[str, type[Terms] | type[SiloTerms]] = {"dp_record": Terms, "dp_silo_small": SiloTerms}
     return privacy.name in kinds and kinds[privacy.name].of(privacy.options).epsilon != float("inf")
+
+
+def terms_of(privacy: Choice) -> Terms | SiloTerms | None:
+    """Return the terms of a private run, of records or of hospitals; None for a run without privacy."""
+    if not is_private(privacy):
+        return None
+    return (SiloTerms if privacy.name == SILO_LEVEL else Terms).of(privacy.options)
+
+
+def parts(privacy: Choice) -> Layout:
+    """Return what a profile adds to the layout of the method's bundles."""
+    terms = terms_of(privacy)
+    return {adaptive.PART: adaptive.SPEC} if isinstance(terms, SiloTerms) and terms.adaptive else {}
 
 
 def build(manifest: RunManifest) -> Plan:
@@ -83,7 +99,7 @@ def build(manifest: RunManifest) -> Plan:
             "this version cannot give what it promises; upgrade it or choose another profile",
         )
     plan = PROFILES[manifest.privacy.name](manifest)
-    if plan.private:
+    if manifest.privacy.name == "dp_record" and plan.private:
         method = build_method(manifest.method.name, manifest.method.options)
         capabilities.refuse(method, {Capability.DIFFERENTIAL_PRIVACY})
     return plan

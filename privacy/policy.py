@@ -17,6 +17,7 @@ from fl_core.errors import ConfigError, RefusedError
 from fl_core.manifest import RunManifest
 from fl_core.words import nearest
 from privacy import plan
+from privacy.silo_terms import SiloTerms
 from privacy.terms import COUPLED, RNG, Terms
 
 if TYPE_CHECKING:  # the accountants take seconds to import: only for whoever has a private run
@@ -32,8 +33,8 @@ SHARE_OF_UNITS = 0.1
 class Runs:
     """[runs] methods, leads: who and what is accepted (empty: any)   approve: "automatic", or "by hand" for each run.
 
-    hide_size: runs whose weights follow from sizes are refused, which all runs are so far; the size that the silo
-    declares when it connects stays rounded to two digits.
+    hide_size: only private runs with uniform weights are accepted, in which the hospital counts once; a size is
+    declared only where the operator typed one, which need not be the true one then.
     """
 
     methods: tuple[str, ...] = ()
@@ -46,8 +47,10 @@ class Runs:
 class Floors:
     """[privacy] require: a profile that every run must have ("": also runs without one are accepted).
 
-    epsilon, delta: the most that one run may ask   min_noise: least noise multiplier of training   max_rate: largest
-    sampling rate   coupled: treatments of losses that mix examples   unit: "group" accepts no data without groups
+    epsilon, delta: the most that one run may ask, for a record or for the hospital, whichever the run is about
+    min_noise: least noise multiplier of training or of the hospital's update   max_rate: largest sampling rate of
+    record-level training   central: also runs whose noise the coordinator adds, who must be trusted, are accepted
+    coupled: treatments of losses that mix examples   unit: "group" accepts no data without groups
     rng: "secure", or "test" where also repeatable noise is accepted, which protects nobody   public_test: also runs
     that publish what the test examples say, without noise, are accepted.
     """
@@ -61,6 +64,7 @@ class Floors:
     unit: str = "record"
     rng: str = "secure"
     public_test: bool = False
+    central: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class Policy:
         floors = self.privacy
         choices = [
             ("runs.approve", (self.runs.approve,), (AUTOMATIC, BY_HAND)),
-            ("privacy.require", (floors.require,), ("", "dp_record")),
+            ("privacy.require", (floors.require,), ("", "dp_record", plan.SILO_LEVEL)),
             ("privacy.unit", (floors.unit,), ("record", "group")),
             ("privacy.rng", (floors.rng,), RNG),
             ("privacy.coupled", floors.coupled, COUPLED),
@@ -154,23 +158,28 @@ class Policy:
             raise RefusedError("E-POLICY-02", f"expected a method of {runs.methods}, found {manifest.method.name!r}")
         if runs.leads and manifest.lead not in runs.leads:
             raise RefusedError("E-POLICY-03", f"expected a lead of {runs.leads}, found {manifest.lead or 'no name'!r}")
-        if runs.hide_size:
-            raise RefusedError("E-POLICY-06", "this hospital declares no size, and the run weighs hospitals by size")
+        private, terms = plan.build(manifest).private, plan.terms_of(manifest.privacy)
+        if runs.hide_size and (terms is None or terms.weights != "uniform"):
+            raise RefusedError(
+                "E-POLICY-06",
+                "expected a private run in which hospitals count once, since this one declares no size, found weights "
+                f"{terms.weights if terms else 'and evaluation sums in the clear'!r}: set privacy.weights=uniform",
+            )
         if strangers := sorted(set(self.prototypes.hidden) - set(manifest.schema.classes)):
             raise RefusedError(
                 "E-POLICY-09",
                 f"expected the hidden classes in the label space {manifest.schema.classes}, found none called "
                 f"{strangers}: a misspelt name would hide nothing",
             )
-        if not plan.build(manifest).private:
-            if floors.require:
-                raise RefusedError(
-                    "E-POLICY-04", f"expected the profile {floors.require!r} with a finite epsilon, found none"
-                )
-            return
-        self._check_terms(Terms.of(manifest.privacy.options))
+        found = manifest.privacy.name if private else "none"
+        if floors.require not in ("", found):
+            raise RefusedError(
+                "E-POLICY-04", f"expected the profile {floors.require!r} with a finite epsilon, found {found!r}"
+            )
+        if terms is not None:
+            self._check_terms(terms)
 
-    def _check_terms(self, terms: Terms) -> None:
+    def _check_terms(self, terms: Terms | SiloTerms) -> None:
         floors = self.privacy
         if terms.epsilon > floors.epsilon or terms.delta > floors.delta:
             raise RefusedError(
@@ -182,8 +191,18 @@ class Policy:
             raise RefusedError("E-POLICY-05", "expected noise that nobody can repeat, found privacy.rng=test")
         if terms.test_data == "public" and not floors.public_test:
             raise RefusedError("E-POLICY-05", "expected noise on evaluations, found privacy.test_data=public")
-        if terms.coupled not in floors.coupled:
+        if isinstance(terms, SiloTerms):
+            if terms.placement == "central" and not floors.central:
+                raise RefusedError(
+                    "E-POLICY-05", "expected noise before anything leaves, found privacy.placement=central"
+                )
+        elif terms.coupled not in floors.coupled:
             raise RefusedError("E-POLICY-05", f"expected a treatment of {floors.coupled}, found {terms.coupled!r}")
+
+    def check_update(self, noise: float) -> None:
+        """Raise RefusedError (E-POLICY-05) when the noise on a hospital's update is not allowed."""
+        if noise < self.privacy.min_noise:
+            raise RefusedError("E-POLICY-05", f"expected noise >= {self.privacy.min_noise:g}, found {noise:.4g}")
 
     def check_course(self, course: Course, unit: str) -> None:
         """Raise RefusedError (E-POLICY-05) when the noise, rate, delta or unit of a planned part is not allowed."""

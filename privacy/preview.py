@@ -12,7 +12,7 @@ from privacy.accounting import Filter, Mechanism, epsilon_prv, epsilon_rdp
 from privacy.central import silo_level
 from privacy.course import TEST, TRAIN, Release
 from privacy.doors import course_of
-from privacy.plan import is_private
+from privacy.plan import SILO_LEVEL, is_private, terms_of
 from privacy.silo_terms import SiloTerms, analytic_epsilon, participations
 from privacy.terms import Terms
 
@@ -65,7 +65,7 @@ def project(manifest: RunManifest) -> list[Projection]:
     """Project the cost of a run to each member; an empty list for a run without privacy."""
     if not is_private(manifest.privacy):
         return []
-    if manifest.privacy.name == "dp_silo_small":
+    if manifest.privacy.name == SILO_LEVEL:
         return _silo_level(manifest)
     terms, rounds, found = Terms.of(manifest.privacy.options), participations(manifest), []
     for k, member in enumerate(manifest.members):
@@ -94,7 +94,7 @@ def project(manifest: RunManifest) -> list[Projection]:
 def _silo_level(manifest: RunManifest) -> list[Projection]:
     terms, noise, found = SiloTerms.of(manifest.privacy.options), silo_level(manifest).noise, []
     for member, rounds in zip(manifest.members, participations(manifest), strict=True):
-        history = terms.history(noise, rounds, manifest.rounds + 1)
+        history = terms.history(noise, rounds, rounds + 1)
         spent, exact = epsilon_rdp(history, terms.delta), analytic_epsilon(history, terms.delta)
         used = Filter.of(terms.epsilon, terms.delta).used(history)
         found.append(Projection(member.name, member.units, 1.0, rounds, rounds, noise, spent, exact, 0.0, used))
@@ -104,8 +104,7 @@ def _silo_level(manifest: RunManifest) -> list[Projection]:
 def preview(manifest: RunManifest) -> Preview:
     """Return the projection as plain values: per silo and the largest epsilon."""
     silos = project(manifest)
-    kind = SiloTerms if manifest.privacy.name == "dp_silo_small" else Terms
-    terms = kind.of(manifest.privacy.options) if silos else None
+    terms = terms_of(manifest.privacy)
     return {
         "profile": manifest.privacy.name,
         "method": manifest.method.name,

@@ -10,7 +10,7 @@ import torch
 
 from fl_core.datasets import SiloDataset
 from fl_core.types import Examples
-from privacy.course import TEST, TRAIN
+from privacy.course import HOSPITAL, TEST, TRAIN
 from privacy.ledger import Ledger
 
 
@@ -25,8 +25,11 @@ def version(dataset: SiloDataset, split: str) -> str:
 
 
 def collection(name: str, split: str) -> str:
-    """Name the collection of a split: its training and test records have budgets of their own."""
-    return f"{name}/{split}"
+    """Name the collection of a split: its training and test records have budgets of their own.
+
+    The hospital has one budget, whatever data it serves under whatever names.
+    """
+    return HOSPITAL if split == HOSPITAL else f"{name}/{split}"
 
 
 def unit_of(examples: Examples) -> str:
@@ -42,12 +45,12 @@ def unit_names(examples: Examples) -> list[str]:
 
 
 def register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]:
-    """Register both splits under a name; tell which of the collections got a new version.
+    """Register both splits under a name, and the hospital itself; tell which collections got a new version.
 
     Raises RefusedError (E-BUDGET-03) when a unit stands in another collection: also when one patient has records in
     both splits, which would spend two budgets for one privacy.
     """
-    return {
+    found = {
         collection(name, split): ledger.register(
             collection(name, split),
             unit_of(examples),
@@ -57,6 +60,9 @@ def register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]
         )
         for split, examples in splits(dataset).items()
     }
+    everything = len(dataset.train) + len(dataset.test)
+    found[HOSPITAL] = ledger.register(HOSPITAL, HOSPITAL, version(dataset, HOSPITAL), everything, [HOSPITAL])
+    return found
 
 
 def _contents(examples: Examples) -> Iterator[str]:

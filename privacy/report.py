@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fl_core.manifest import RunManifest
-from privacy.accounting import epsilon_prv, epsilon_rdp, replace_one
+from privacy.accounting import Mechanism, epsilon_prv, epsilon_rdp, replace_one
 from privacy.central import coordinates, silo_level
-from privacy.course import TEST, TRAIN, Release
-from privacy.plan import is_private
+from privacy.course import HOSPITAL, TEST, TRAIN, Release
+from privacy.plan import SILO_LEVEL, is_private
 from privacy.silo_terms import SiloTerms, analytic_epsilon, participations
 from privacy.terms import Terms
 
@@ -50,12 +50,18 @@ def privacy_report(manifest: RunManifest, books: Sequence[Sequence[Release]]) ->
     }
 
 
-def silo_report(manifest: RunManifest) -> Mapping[str, object]:
-    """Report the spending of a run with silo-level privacy: a release of rate 1 per round that a silo took part in."""
+def silo_report(manifest: RunManifest, books: Sequence[Sequence[Release]]) -> Mapping[str, object]:
+    """Report the spending of a run with silo-level privacy: a release of rate 1 per round that a silo took part in.
+
+    epsilon_record: what it cost a single training record, for which the same noise is half as large (access.py).
+    """
     terms, guard = SiloTerms.of(manifest.privacy.options), silo_level(manifest)
-    rounds = participations(manifest)
-    histories = [terms.history(guard.noise, trained, manifest.rounds + 1) for trained in rounds]
-    spent = [epsilon_rdp(history, terms.delta) for history in histories]
+
+    def history(book: Sequence[Release], collection: str) -> list[Mechanism]:
+        return [r.mechanism for r in book if r.collection == collection]
+
+    histories = [history(book, HOSPITAL) for book in books]
+    spent = [epsilon_rdp(h, terms.delta) for h in histories]
     worst = histories[max(range(len(spent)), key=spent.__getitem__)]
     twice, more = replace_one(max(spent), terms.delta)
     central = terms.placement == "central"
@@ -74,7 +80,9 @@ def silo_report(manifest: RunManifest) -> Mapping[str, object]:
         "epsilon_analytic": analytic_epsilon(worst, terms.delta),
         "epsilon_replace_one": {"epsilon": twice, "delta": more},
         "epsilon_by_silo": dict(zip([m.name for m in manifest.members], spent, strict=True)),
-        "rounds_by_silo": dict(zip([m.name for m in manifest.members], rounds, strict=True)),
+        "epsilon_record": max(epsilon_rdp(history(book, TRAIN), terms.delta) for book in books),
+        "clipping": terms.clipping,
+        "rounds_by_silo": dict(zip([m.name for m in manifest.members], participations(manifest), strict=True)),
         "test_data": terms.test_data,
     }
 
@@ -83,4 +91,4 @@ def report(manifest: RunManifest, books: Sequence[Sequence[Release]]) -> Mapping
     """Report what a run's profile cost its hospitals; None for a run without privacy."""
     if not is_private(manifest.privacy):
         return None
-    return silo_report(manifest) if manifest.privacy.name == "dp_silo_small" else privacy_report(manifest, books)
+    return (silo_report if manifest.privacy.name == SILO_LEVEL else privacy_report)(manifest, books)

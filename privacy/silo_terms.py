@@ -20,8 +20,12 @@ from fl_core.errors import ConfigError
 from fl_core.manifest import RunManifest
 from fl_core.options import from_mapping
 from privacy.accounting import Mechanism, solve_noise
+from privacy.terms import RNG, TEST_DATA, WEIGHTS
 
 PLACES = ("local", "central")
+CLIPPING = ("fixed", "adaptive")
+BIT = 0.5
+"""What a silo can move the sum of the bits by: they are -1/2 and 1/2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +34,12 @@ class SiloTerms:
 
     epsilon, delta: the budget of the whole run for each hospital; epsilon = inf is the run without privacy
     clip: C, bound of the joint norm of all that a silo sends in round 0; clip_decay: C_t = C * clip_decay^t, public
+    clipping: "fixed", or "adaptive": C follows the quantile `target_quantile` of the silos' norms at the rate
+    `clip_rate` (adaptive.py), for which each silo releases a bit per round; bit_noise: std of the noise on it
     placement: "local" (each silo adds noise of std z C) or "central" (the coordinator, who is trusted, adds it once)
-    prototype_scale: public factor of parts with one weight per class, in units of the largest declared size
+    weights: "size" (by declared size) or "uniform" (each hospital counts once, whatever its size)
+    prototype_scale: public factor of parts with one weight per class, in units of the largest declared size; of one
+    example with uniform weights
     test_data: "private" (evaluation sums are clipped to metric_clip examples, noisy, charged) or "public"
     metric_noise: noise / sensitivity of evaluation   allow_large: accept more coordinates than the noise leaves useful
     rng: "secure", or "test", which is reproducible and private to nobody.
@@ -41,7 +49,12 @@ class SiloTerms:
     delta: float = 1e-5
     clip: float = 1.0
     clip_decay: float = 1.0
+    clipping: str = "fixed"
+    target_quantile: float = 0.5
+    clip_rate: float = 0.2
+    bit_noise: float = 0.0
     placement: str = "local"
+    weights: str = "size"
     prototype_scale: float = 1.0
     metric_clip: float = 100.0
     metric_noise: float = 20.0
@@ -50,7 +63,8 @@ class SiloTerms:
     rng: str = "secure"
 
     def __post_init__(self) -> None:
-        for name in ("epsilon", "clip", "clip_decay", "prototype_scale", "metric_clip", "metric_noise"):
+        for name in ("epsilon", "clip", "clip_decay", "clip_rate", "prototype_scale", "metric_clip",
+                     "metric_noise"):  # fmt: skip
             most = math.inf
             if not 0 < (found := getattr(self, name)) < most and not (name == "epsilon" and found == most):
                 raise ConfigError("E-PRIV-11", f"privacy.{name}: expected a number > 0, found {found}")
@@ -59,11 +73,33 @@ class SiloTerms:
         if not 0 < self.delta < 1e-3:
             raise ConfigError("E-PRIV-11", f"privacy.delta: expected 0 < delta < 0.001, found {self.delta}")
         valid: Mapping[str, tuple[str, ...]] = {
-            "placement": PLACES, "rng": ("secure", "test"), "test_data": ("private", "public"),
+            "placement": PLACES, "clipping": CLIPPING, "weights": WEIGHTS, "rng": RNG, "test_data": TEST_DATA,
         }  # fmt: skip
         for name, choices in valid.items():
             if (found := getattr(self, name)) not in choices:
                 raise ConfigError("E-PRIV-11", f"privacy.{name}: expected one of {choices}, found {found!r}")
+        self._check_clipping()
+
+    def _check_clipping(self) -> None:
+        if not 0 < self.target_quantile < 1:
+            raise ConfigError(
+                "E-PRIV-11", f"privacy.target_quantile: expected a number between 0 and 1, found {self.target_quantile}"
+            )
+        if self.adaptive and not 0 < self.bit_noise < math.inf:
+            raise ConfigError(
+                "E-PRIV-11",
+                f"privacy.bit_noise: expected a number > 0 with clipping=adaptive, found {self.bit_noise}: the bits "
+                "that the clip follows are a release of their own, whose noise the plan must state",
+            )
+        if self.adaptive and self.clip_decay != 1:
+            raise ConfigError("E-PRIV-11", "privacy.clip_decay: expected 1 with clipping=adaptive, which sets the clip")
+        if not self.adaptive and self.bit_noise:
+            raise ConfigError("E-PRIV-11", "privacy.bit_noise: expected 0 with clipping=fixed, which releases no bit")
+
+    @property
+    def adaptive(self) -> bool:
+        """Tell whether the clip follows what silos release."""
+        return self.clipping == "adaptive"
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> SiloTerms:
@@ -71,17 +107,38 @@ class SiloTerms:
         return from_mapping(cls, "privacy profile dp_silo_small", options)
 
     def clip_at(self, round: int) -> float:
-        """Return C_t, a public schedule."""
+        """Return C_t of a fixed clip, a public schedule."""
         return self.clip * self.clip_decay**round
+
+    @property
+    def bit(self) -> Mechanism:
+        """Return one round's release of the bit."""
+        return Mechanism(self.bit_noise / BIT)
 
     def history(self, noise: float, trained: int, measured: int) -> list[Mechanism]:
         """List one silo's releases: `trained` rounds of updates at noise z, `measured` evaluations if charged."""
         found = [Mechanism(noise, 1.0, trained)] if trained else []
+        if trained and self.adaptive:
+            found.append(Mechanism(self.bit.noise, 1.0, trained))
         return found + ([Mechanism(self.metric_noise, 1.0, measured)] if self.test_data == "private" else [])
 
     def noise(self, trained: int, measured: int) -> float:
-        """Return the least z with which so many rounds and evaluations fit the budget."""
+        """Return the least z of the update with which so many rounds, bits and evaluations fit the budget."""
         return solve_noise(self.epsilon, self.delta, lambda z: self.history(z, trained, measured))
+
+
+def split_noise(noise: float, bit_noise: float) -> float:
+    """Return z of the update where update and bit together are one release of noise z: (z^-2 - (2 s_b)^-2)^(-1/2).
+
+    Andrew, Thakkar, McMahan and Ramaswamy, "Differentially Private Learning with Adaptive Clipping", NeurIPS 2021,
+    theorem 1. Raises ConfigError (E-PRIV-12) when the bit alone takes what there is.
+    """
+    left = noise**-2 - (bit_noise / BIT) ** -2
+    if left <= 0:
+        raise ConfigError(
+            "E-PRIV-12", f"expected privacy.bit_noise > {noise * BIT:.4g}, found {bit_noise}: the bit takes the budget"
+        )
+    return float(left**-0.5)
 
 
 def participations(manifest: RunManifest) -> list[int]:

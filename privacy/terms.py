@@ -11,6 +11,7 @@ from fl_core.options import from_mapping
 COUPLED = ("split", "micro", "off")
 RNG = ("secure", "test")
 TEST_DATA = ("private", "public")
+WEIGHTS = ("size", "uniform")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class Terms:
     min_count: classes of fewer units (by the noisy count, plus two standard deviations) are suppressed; 0: none
     metric_noise, count_noise: noise / sensitivity of evaluation sums and of the class counts
     test_data: "private" (evaluation is noisy and charged) or "public", where test examples are published anyway
+    weights: "size" (hospitals count by declared size) or "uniform" (each counts once, whatever its size)
     max_per_unit: examples of one unit in a step (0: all)   rng: "secure", or "test", which is reproducible and private
     to nobody.
     """
@@ -47,6 +49,7 @@ class Terms:
     min_count: float = 0.0
     metric_noise: float = 20.0
     count_noise: float = 20.0
+    weights: str = "size"
     max_per_unit: int = 0
     test_data: str = "private"
     rng: str = "secure"
@@ -63,7 +66,8 @@ class Terms:
                 raise ConfigError("E-PRIV-11", f"privacy.{name}: expected at least 1, found {found}")
         if not 0 < self.delta < 1e-3:
             raise ConfigError("E-PRIV-11", f"privacy.delta: expected 0 < delta < 0.001, found {self.delta}")
-        for name, valid in (("coupled", COUPLED), ("rng", RNG), ("test_data", TEST_DATA)):
+        choices = (("coupled", COUPLED), ("rng", RNG), ("test_data", TEST_DATA), ("weights", WEIGHTS))
+        for name, valid in choices:
             if (found := getattr(self, name)) not in valid:
                 raise ConfigError("E-PRIV-11", f"privacy.{name}: expected one of {valid}, found {found!r}")
         if self.min_count < 0 or self.max_per_unit < 0:

@@ -20,7 +20,6 @@ from fl_core.protocols import Doors
 from privacy import plan
 from privacy.chain import Chain, Head
 from privacy.policy import BY_HAND, Policy
-from privacy.terms import Terms
 from privacy.withhold import withholding
 from protos import keyfiles
 from silo.home import Home
@@ -81,6 +80,13 @@ class Custody:
         except FileNotFoundError:
             return ""
 
+    def hides_size(self) -> bool:
+        """Tell whether the hospital hides its size; a policy that cannot be read hides it."""
+        try:
+            return self.policy().runs.hide_size
+        except RefusedError:
+            return True
+
     def attested(self) -> Attested:
         """Return what goes with an update that is made now."""
         head = Chain(self.home.ledger).head() if self.home.ledger.exists() else Head(0, "")
@@ -138,15 +144,20 @@ class Custody:
         hidden, least = _positions(policy, manifest), policy.prototypes.min_count
         if not plan.build(manifest).private:
             return Access(withholding(PlainData, hidden, least), policy.prototypes.submit)
+        from privacy.access import SiloLevelDoors
         from privacy.book import LedgerBook
         from privacy.doors import PrivateDoors
         from privacy.records import unit_of
 
         book = LedgerBook(self.ledger, manifest, dataset, policy.caps())
-        doors = PrivateDoors(manifest, index, book)
-        terms = doors.course.terms
-        doors.course = replace(doors.course, terms=replace(terms, min_count=max(terms.min_count, least)))
         try:
+            if manifest.privacy.name == plan.SILO_LEVEL:
+                plain = SiloLevelDoors(manifest, book)
+                policy.check_update(plain.guard.noise)
+                return Access(withholding(plain, hidden, least), policy.prototypes.submit, book)
+            doors = PrivateDoors(manifest, index, book)
+            terms = doors.course.terms
+            doors.course = replace(doors.course, terms=replace(terms, min_count=max(terms.min_count, least)))
             policy.check_course(doors.course, unit_of(dataset.train))
         except RefusedError as error:
             self._note(manifest.name, error)
@@ -162,10 +173,11 @@ def asks(manifest: RunManifest) -> str:
     """Say what a run asks of the hospital, for whoever decides about it."""
     what = f"{manifest.method.name} on {manifest.data}, {manifest.rounds} rounds"
     lead = f", asked for by {manifest.lead}" if manifest.lead else ""
-    if not plan.build(manifest).private:
+    plan.build(manifest)
+    if (terms := plan.terms_of(manifest.privacy)) is None:
         return f"{what}{lead}, without differential privacy"
-    terms = Terms.of(manifest.privacy.options)
-    return f"{what}{lead}, epsilon {terms.epsilon:g} at delta {terms.delta:g}"
+    unit = "the whole hospital" if manifest.privacy.name == plan.SILO_LEVEL else "each record"
+    return f"{what}{lead}, epsilon {terms.epsilon:g} at delta {terms.delta:g} for {unit}"
 
 
 def _positions(policy: Policy, manifest: RunManifest) -> frozenset[int]:

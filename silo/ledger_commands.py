@@ -84,8 +84,9 @@ def register(
 ) -> None:
     """Enter data in the ledger: once before its first private run, and again whenever records came or went.
 
-    Its training and its test records become two collections, NAME/train and NAME/test. A new version keeps the budget
-    and the spending of its collection. Patients are kept as keyed digests alone.
+    Its training and its test records become two collections, NAME/train and NAME/test; all that the hospital has, under
+    whatever names, is the collection hospital, which runs with silo-level privacy are charged to as well. A new version
+    keeps the budget and the spending of its collection. Patients are kept as keyed digests alone.
     """
     from fl_core import datasets
     from privacy import records
@@ -103,7 +104,7 @@ def register(
 
 @budget.command("set")
 def set_budget(
-    collection: Annotated[str, typer.Argument(help="NAME/train or NAME/test; NAME: both.")],
+    collection: Annotated[str, typer.Argument(help="NAME/train, NAME/test or hospital; NAME: both of its own.")],
     epsilon: Annotated[float, typer.Option("--epsilon", help="For all runs together, for ever.")],
     delta: Annotated[float, typer.Option("--delta", help="Less than 1 / (10 units).")],
     reason: Annotated[str, typer.Option("--reason", help="Why, for the record.")],

@@ -10,6 +10,7 @@ from pathlib import Path
 from fl_core.datasets import Source
 from fl_core.errors import ConfigError
 from fl_core.worker import work
+from privacy.plan import PROFILES
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.diagnosis import Diagnosis
 from protos.identity import Address
@@ -82,7 +83,7 @@ class Service:
         self.name, self._consortium = own.name, own.consortium
         source = settings.source()
         self._device = choose_device(settings.device)
-        self._offer = data_offer(source)
+        self._offer, self._typed = data_offer(source), settings.nominal_size is not None
         self.store = Store(settings.home.database)
         self._instance = settings.home.begin_instance()
         credentials = self._identity.current_credentials
@@ -123,8 +124,9 @@ class Service:
                 "privacy",
                 "privacy: each run's manifest decides, within this hospital's policy (silo policy show): under the "
                 "profile 'none' updates leave as exact float32 numbers, without noise and without mask, readable by "
-                "the coordinator; under 'dp_record' with noise, charged to the ledger (silo ledger show)",
-                facts={"profiles": "none, dp_record", "policy": self._custody.policy_digest()},
+                "the coordinator; under 'dp_record' and 'dp_silo_small' with noise, charged to the ledger (silo ledger "
+                "show)",
+                facts={"profiles": ", ".join(PROFILES), "policy": self._custody.policy_digest()},
             )
         )
         bodies: dict[str, Callable[[], None]] = {
@@ -187,13 +189,21 @@ class Service:
             protocol_min=PROTOCOL,
             protocol_max=PROTOCOL,
             software=software(),
-            data=self._offer,
+            data=self._declared(),
             staged=[entry.key.ref for entry in self.store.outbox()],
             policy_digest=self._custody.policy_digest(),
             roster_version=pinned_version(self._identity),
             instance=self._instance.id,
             previous_instance=self._instance.previous,
         )
+
+    def _declared(self) -> pb.DataOffer:
+        """Say what is public by declaration: where the policy hides the size, one that was counted is not."""
+        offer = pb.DataOffer()
+        offer.CopyFrom(self._offer)
+        if not self._typed and self._custody.hides_size():
+            offer.nominal_size = 0.0
+        return offer
 
     def _welcomed(self, welcome: pb.Welcome) -> None:
         self._custody.told(Attested.of(welcome.attested))

@@ -149,7 +149,8 @@ class Trainer:
             )
         bench = bench_of(manifest)
         scratch = build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
-        if derive_layout(bench.method, scratch, manifest.schema, manifest.personal) != manifest.layout:
+        own = derive_layout(bench.method, scratch, manifest.schema, manifest.personal)
+        if {**own, **plan.parts(manifest.privacy)} != manifest.layout:
             raise ProtocolError(
                 "E-WIRE-02",
                 f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "

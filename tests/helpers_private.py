@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from helpers_silo import MEMBERS, manifest
 
 from fl_core import datasets
 from fl_core.manifest import Choice, RunManifest, members
+from privacy import plan
 from privacy.ledger import Ledger
 from privacy.records import register
 from privacy.release import Units
 from privacy.terms import nominal
 from silo.home import Home
 
-TRAIN, TEST = "center1/train", "center1/test"
+TRAIN, TEST, HOSPITAL = "center1/train", "center1/test", "hospital"
 DATA = "digits/p3c4/1"
 SEEDED_POLICY = '[privacy]\nrng = "test"\n'
 
@@ -28,6 +30,14 @@ def private(method: str = "fedavg", options: dict | None = None, **terms) -> Run
         members=members(MEMBERS, 3, 1.0, [units] * 3),
         privacy=Choice("dp_record", facts),
     )
+
+
+def hospital_level(method: str = "fedavg", options: dict | None = None, **terms) -> RunManifest:
+    """Freeze a small run that hides what a whole hospital changes; the digits' network is large for it."""
+    units = nominal(len(Units.of(datasets.load(DATA).train)))
+    choice = Choice("dp_silo_small", {"rng": "test", "epsilon": 8.0, "allow_large": True, **terms})
+    made = manifest(method=Choice(method, options or {}), members=members(MEMBERS, 3, 1.0, [units] * 3), privacy=choice)
+    return replace(made, layout={**made.layout, **plan.parts(choice)})
 
 
 def budgeted(folder: Path, epsilon: float = 8.0, test_epsilon: float = 8.0, policy: str = SEEDED_POLICY) -> Ledger:

@@ -65,7 +65,7 @@ def test_a_book_needs_every_split_registered_as_it_is(tmp_path: Path) -> None:
         LedgerBook(ledger, private(), grown)
     register(ledger, grown, "center1")
     LedgerBook(ledger, private(), grown)
-    assert ledger.collections() == [TEST, TRAIN]
+    assert ledger.collections() == [TEST, TRAIN, "hospital"]
 
 
 def test_a_policys_budget_stands_beside_the_ledgers(tmp_path: Path) -> None:

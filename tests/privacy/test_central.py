@@ -19,8 +19,10 @@ from fl_core.methods import METHODS
 from fl_core.rounds import RoundRecord
 from fl_core.simulate import History, simulate
 from fl_core.types import Bundle, Part, PartSpec
+from privacy.access import silo_releases
 from privacy.accounting import Mechanism, epsilon_rdp
 from privacy.central import SiloLevel, coordinates, silo_level
+from privacy.course import Release
 from privacy.discrete import discrete_gaussian, integer_noise, sum_gap
 from privacy.entropy import SecureNoise, SeededNoise
 from privacy.plan import build
@@ -207,9 +209,18 @@ def test_t_8_analytic_epsilon() -> None:
         analytic_epsilon([Mechanism(1.0, 0.5)], 1e-5)
 
 
+def books_of(run: RunManifest) -> list[list[Release]]:
+    """Write what each hospital's book holds at the end of a run."""
+    guard = silo_level(run)
+    return [
+        [r for _ in range(trained) for r in silo_releases(guard, True)] + silo_releases(guard, False)
+        for trained in participations(run)
+    ]
+
+
 def test_each_participated_round_is_charged_at_rate_one() -> None:
     run = run_of(cohort=2, rounds=6, test_data="public")
-    found = report(run, [])
+    found = report(run, books_of(run))
     assert found is not None
     taken = participations(run)
     assert sum(taken) == 12
@@ -219,7 +230,7 @@ def test_each_participated_round_is_charged_at_rate_one() -> None:
     assert 0.9 * 8 < found["epsilon"] <= 8  # type: ignore[operator]
     assert found["epsilon_analytic"] < found["epsilon"]  # type: ignore[operator]
     assert found["private"] is False
-    charged = report(run_of(rounds=6), [])
+    charged = report(run_of(rounds=6), books_of(run_of(rounds=6)))
     assert charged is not None
     assert 0.9 * 8 < charged["epsilon"] <= 8  # type: ignore[operator]
     assert charged["noise_multiplier"] > z  # type: ignore[operator]

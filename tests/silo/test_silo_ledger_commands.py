@@ -51,7 +51,7 @@ def test_a_hospital_registers_gives_a_budget_and_sees_both(capsys, tmp_path):
     home = ["--home", str(tmp_path / "home")]
     fails(capsys, "E-BUDGET-10", 1, "ledger", "show", *home)
     named = answer(capsys, "ledger", "register", "--data", DATA, "--name", "center1", *home)
-    assert named == {"collections": {TRAIN: True, TEST: True}}
+    assert named == {"collections": {TRAIN: True, TEST: True, "hospital": True}}
     assert set(
         answer(capsys, "ledger", "register", "--data", DATA, "--name", "center1", *home)["collections"].values()
     ) == {False}

@@ -1,0 +1,77 @@
+"""What a private run opens to a hospital's examples, and what each turn of it costs.
+
+Under silo-level privacy the doors are plain: everything is bounded and noised on its way out, by the guard of
+central.py. What is charged is the guard's release, to two budgets at once. All data of a hospital, there or not, move a
+clipped vector by C: a Gaussian release of noise z on the hospital. One record moves it from one place in the ball of
+radius C to another, by at most 2 C: a release of noise z / 2 on the collection of records that was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from fl_core.local import PlainData
+from fl_core.manifest import RunManifest
+from fl_core.protocols import Doors
+from fl_core.types import Examples, TrainConfig, Turn
+from privacy.accounting import Mechanism
+from privacy.central import SiloLevel, silo_level
+from privacy.course import HOSPITAL, TEST, TRAIN, Release
+from privacy.doors import Book, PrivateDoors
+from privacy.plan import SILO_LEVEL
+
+
+def silo_releases(guard: SiloLevel, train: bool) -> list[Release]:
+    """List what one round of a run with silo-level privacy releases: update, its bit, evaluation."""
+    terms, made = guard.terms, list[tuple[str, str, Mechanism]]()
+    if train:
+        made.append(("update", TRAIN, Mechanism(guard.noise)))
+    if train and terms.adaptive:
+        made.append(("clip bit", TRAIN, terms.bit))
+    if terms.test_data == "private":
+        made.append(("evaluation", TEST, Mechanism(terms.metric_noise)))
+    whole = [Release(purpose, HOSPITAL, m) for purpose, _, m in made]
+    return whole + [Release(purpose, read, replace(m, noise=m.noise / 2)) for purpose, read, m in made]
+
+
+class SiloLevelDoors:
+    """Opens `PlainData` for one member of a run with silo-level privacy, turn by turn.
+
+    Guarantees: the releases of a turn are in the book before any example is read; of its steps, whose number follows
+    from the number of records, no progress is told.
+    """
+
+    def __init__(self, manifest: RunManifest, book: Book) -> None:
+        self.guard = silo_level(manifest)
+        self._rounds = manifest.rounds
+        self._book = book
+
+    def __call__(
+        self,
+        train: Examples,
+        test: Examples,
+        config: TrainConfig,
+        turn: Turn,
+        device: torch.device | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        public: Examples | None = None,
+    ) -> PlainData:
+        """Reserve what the turn will release and open the doors; raises what the book refuses with."""
+        training = turn.fed.round < self._rounds
+        self._book.reserve(turn.fed.round, training, silo_releases(self.guard, training))
+
+        def silent(done: int, total: int) -> None:  # noqa: ARG001
+            if progress is not None:
+                progress(0, 0)
+
+        return PlainData(train, test, config, turn, device, silent, public)
+
+
+def doors_of(manifest: RunManifest, index: int, book: Book) -> Doors:
+    """Make the doors of one member of a private run, over its book."""
+    return (
+        SiloLevelDoors(manifest, book) if manifest.privacy.name == SILO_LEVEL else PrivateDoors(manifest, index, book)
+    )

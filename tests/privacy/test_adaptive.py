@@ -1,0 +1,306 @@
+"""The clip that follows a quantile of norms: the bit's release, its share of the budget, and what a silo refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+from helpers_core import manifest, same, shares
+from scipy.stats import kstest, norm
+from torch import Tensor
+
+from fl_core.errors import ConfigError, RefusedError, StateError
+from fl_core.fixed_point import Accumulator, FixedPoint, Grid
+from fl_core.manifest import Choice, RunManifest
+from fl_core.rounds import Engine, RoundRecord, Schedule
+from fl_core.simulate import History, initial_state, simulate
+from fl_core.steering import settings
+from fl_core.types import Bundle, Federation, Part, PartSpec, State, TaskKind
+from privacy import adaptive, plan
+from privacy.access import silo_releases
+from privacy.accounting import Filter, Mechanism, rdp
+from privacy.central import SiloLevel, silo_level
+from privacy.silo_terms import SiloTerms, split_noise
+
+LAYOUT = {
+    "delta": PartSpec({"w": (40,)}, ()),
+    "metrics": PartSpec({"correct": (4,)}, (4,)),
+    adaptive.PART: adaptive.SPEC,
+}
+GRID = Grid("ring64", 20)
+FOLLOWING = {"clipping": "adaptive", "bit_noise": 1.5, "rng": "test", "test_data": "public"}
+
+
+def guard_of(noise: float = 1.0, told: float | None = None, **terms: object) -> SiloLevel:
+    made = SiloTerms(**{**FOLLOWING, **terms})  # type: ignore[arg-type]
+    return SiloLevel(made, GRID, LAYOUT, noise, (1.0,) * 20, frozenset({"delta"}), 1.0, 7, told)
+
+
+def bundle_of(length: float) -> Bundle:
+    w = torch.zeros(40)
+    w[3] = length
+    return {
+        "delta": Part({"w": w}, torch.tensor(1.0)),
+        "metrics": Part({"correct": torch.zeros(4)}, torch.zeros(4)),
+    }
+
+
+def answered(guard: SiloLevel, bundles: Mapping[int, Bundle]) -> Part:
+    """Sum what silos answer, as the coordinator does, and read it back."""
+    sums = Accumulator(LAYOUT, GRID)
+    for k, bundle in bundles.items():
+        sums.fold(guard.outgoing(bundle, k, 0))
+    return FixedPoint(GRID).incoming(guard.incoming(sums.total(), len(bundles), 0), len(bundles), 0)[adaptive.PART]
+
+
+@dataclass
+class Norms:
+    """A method whose silos send deltas of given norms, nothing else."""
+
+    name = "norms"
+    has_global_model = False
+    mirrored = False
+    apart: frozenset[str] = frozenset()
+
+    def broadcast(self, server: State) -> State:
+        return server
+
+    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+        assert set(total) == {"delta"}
+        return dict(server)
+
+
+@dataclass
+class NormPort:
+    """A silo whose delta has a norm drawn anew each round, behind the guard of the run."""
+
+    name: str
+    index: int
+    guard: SiloLevel
+
+    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+        draw = torch.Generator().manual_seed(1000 * fed.round + self.index)
+        length = float(torch.exp(0.5 * torch.randn((), generator=draw)))  # log-normal: its median is 1
+        bundle = bundle_of(length)
+        sent = bundle if kind is TaskKind.TRAIN else {"metrics": bundle["metrics"]}
+        return self.guard.at(msg[adaptive.PART]).outgoing(sent, self.index, fed.round)
+
+    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:
+        pass
+
+
+class Clips:
+    """An observer that keeps the clip after every round."""
+
+    def __init__(self) -> None:
+        self.clips: list[float] = []
+        self.states: list[State] = []
+
+    def opened(self, *_: object) -> None:
+        pass
+
+    def arrived(self, name: str) -> None:
+        pass
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        self.clips.append(float(server[adaptive.PART]["clip"]))
+        self.states.append(server)
+
+
+def followed(rounds: int, start: int = 0, server: State | None = None, **terms: object) -> Clips:
+    guard, seen = guard_of(**terms), Clips()  # type: ignore[arg-type]
+    ports = [NormPort(f"s{k:02}", k, guard) for k in range(20)]
+    engine = Engine(Norms(), Schedule(rounds, 0, 4), LAYOUT, GRID, (FixedPoint(GRID), guard), ports)  # type: ignore[arg-type]
+    engine.run(server or {"w": {}}, seen, start)  # type: ignore[arg-type]
+    return seen
+
+
+@pytest.mark.parametrize(("quantile", "first"), [(0.5, 20.0), (0.5, 0.05), (0.8, 1.0)])
+@pytest.mark.parametrize("placement", ["central", "local"])
+def test_the_clip_follows_the_target_quantile_of_the_norms(quantile: float, first: float, placement: str) -> None:
+    """From 20 times too much or too little, C_t comes to the quantile of the log-normal norms, and stays there."""
+    noise = 0.75 if placement == "central" else 0.2  # each silo's own: 20 of them are 0.9 on the sum
+    seen = followed(60, clip=first, target_quantile=quantile, placement=placement, bit_noise=noise)
+    target = math.exp(0.5 * norm.ppf(quantile))
+    late = seen.clips[40:60]
+    assert sum(late) / len(late) == pytest.approx(target, rel=0.1)
+    assert max(abs(math.log(c / target)) for c in late) < 0.35
+    assert seen.clips[60] == seen.clips[59]  # the closing evaluation releases no bit and moves nothing
+
+
+def test_the_clip_moves_by_the_papers_rule() -> None:
+    """Algorithm 1 by hand: 3 of 4 within C, eta 0.2, gamma 0.5, no noise worth the name."""
+    guard = guard_of(clip=2.0, bit_noise=1e-9, placement="central").at({"clip": torch.tensor(2.0)})
+    part = answered(guard, {k: bundle_of(size) for k, size in enumerate((0.5, 1.0, 1.9, 2.1))})
+    assert float(part.weight) == 4
+    assert float(part.total["within"]) == pytest.approx(0.5 * 3 - 0.5, abs=1e-6)
+    after = float(guard.follow({"clip": torch.tensor(2.0)}, part)["clip"])
+    assert after == pytest.approx(2.0 * math.exp(-0.2 * (0.75 - 0.5)), rel=1e-6)
+    nobody = Part({"within": torch.tensor(0.0)}, torch.tensor(0.0))
+    assert float(guard.follow({"clip": torch.tensor(2.0)}, nobody)["clip"]) == 2.0
+
+
+def test_brute_force_sensitivity_of_the_bit_and_of_the_update_at_the_clip_of_the_round() -> None:
+    """Adding or removing any silo moves the sum of bits by 1/2, and the update by at most C_t, not by C_0."""
+    guard = guard_of(clip=5.0, placement="central", noise=1e-3, bit_noise=1e-3).at({"clip": torch.tensor(0.25)})
+    everyone = {k: bundle_of(size) for k, size in enumerate((0.1, 0.3, 40.0))}
+
+    def sums(silos: Mapping[int, Bundle]) -> tuple[Tensor, Tensor]:
+        total = Accumulator(LAYOUT, GRID)
+        for k, bundle in silos.items():
+            total.fold(guard.outgoing(bundle, k, 0))
+        found = total.total()
+        bits = GRID.decode(adaptive.PART, found[adaptive.PART].total["within"].clone())
+        return GRID.decode("delta", found["delta"].total["w"].clone()), bits
+
+    whole = sums(everyone)
+    for gone in everyone:
+        rest = sums({k: b for k, b in everyone.items() if k != gone})
+        assert 0.05 < float((whole[0] - rest[0]).norm()) <= 0.25
+        assert float((whole[1] - rest[1]).abs()) == pytest.approx(0.5, abs=1e-6)
+        assert float((whole[1] - rest[1]).abs()) <= 0.5
+    assert guard_of(clip=5.0).sensitivity() == {"delta": 5.0, adaptive.PART: 0.5}
+
+
+def test_the_bits_noise_is_the_planned_gaussian_and_not_two_thirds_or_three_halves_of_it() -> None:
+    guard = guard_of(bit_noise=1.5, told=1.0)
+    drawn = []
+    for round in range(400):
+        sent = guard.outgoing(bundle_of(0.5), round % 5, round)[adaptive.PART].total["within"]
+        drawn.append((float(GRID.decode(adaptive.PART, sent.clone())) - 0.5) / 1.5)
+    assert kstest(drawn, norm.cdf).pvalue > 1e-3
+    assert kstest([d * 2 / 3 for d in drawn], norm.cdf).pvalue < 1e-4
+    assert kstest([d * 3 / 2 for d in drawn], norm.cdf).pvalue < 1e-4
+    zeros = [guard.outgoing(bundle_of(0.0), 0, 0)["delta"].total["w"].double() for _ in range(2)]
+    assert torch.equal(*zeros)  # seeded: repeated with the seed, but never the bit's own noise again
+    bit = guard.outgoing(bundle_of(0.0), 0, 0)[adaptive.PART].total["within"]
+    assert abs(float(zeros[0][0]) / 1.0 - (float(bit) - 0.5 * 2.0 ** GRID.frac_bits(adaptive.PART)) / 1.5) > 1
+
+
+def test_noise_is_split_as_the_specification_says() -> None:
+    """5.4: at z = 1 a bit of noise 0.75 leaves 1.34 to the update, one of 1.5 leaves 1.06."""
+    assert split_noise(1.0, 0.75) == pytest.approx(1.34, abs=5e-3)
+    assert split_noise(1.0, 1.5) == pytest.approx(1.06, abs=5e-3)
+    for silos, noise in ((6, 0.12), (20, 0.04)):
+        assert 0.75 / silos == pytest.approx(noise, abs=6e-3)
+    for silos, noise in ((6, 0.25), (20, 0.07)):
+        assert 1.5 / silos == pytest.approx(noise, abs=6e-3)
+    with pytest.raises(ConfigError, match="E-PRIV-12"):
+        split_noise(1.0, 0.5)
+
+
+def test_update_and_bit_together_cost_what_the_budget_has() -> None:
+    """z of the update is what `split_noise` leaves of the z that a run without a bit would have."""
+    fixed = SiloTerms(epsilon=4.0, test_data="public")
+    following = SiloTerms(epsilon=4.0, test_data="public", clipping="adaptive", bit_noise=20.0)
+    whole, update = fixed.noise(10, 11), following.noise(10, 11)
+    assert update == pytest.approx(split_noise(whole, 20.0), rel=1e-3)
+    budget = Filter.of(4.0, 1e-5)
+    both = following.history(update, 10, 11)
+    assert both == [Mechanism(update, 1.0, 10), Mechanism(40.0, 1.0, 10)]
+    assert budget.used(both) == pytest.approx(1.0, abs=1e-3)
+    assert float(rdp(both, [8.0])[0]) == pytest.approx(float(rdp([Mechanism(whole, 1.0, 10)], [8.0])[0]), rel=1e-3)
+
+
+def run_of(**terms: object) -> RunManifest:
+    made = manifest("fedavg", {"weights": "uniform"})
+    given = {"allow_large": True, **FOLLOWING, "bit_noise": 20.0, "weights": "uniform", **terms}
+    choice = Choice("dp_silo_small", given)  # type: ignore[arg-type]
+    return replace(made, privacy=choice, layout={**made.layout, **plan.parts(choice)})
+
+
+@cache
+def simulated(**terms: object) -> Clips:
+    run, seen = run_of(**terms), Clips()
+    built = plan.build(run)
+    simulate(run, shares(), seen, guards=built.silo, incoming=built.incoming)
+    return seen
+
+
+@pytest.mark.parametrize("placement", ["local", "central"])
+def test_a_run_carries_its_clip_in_its_state_and_resumes_with_it(placement: str) -> None:
+    seen = simulated(placement=placement)
+    assert len(set(seen.clips[:3])) == 3
+    assert all("w" in s for s in seen.states)
+    run, again = run_of(placement=placement), Clips()
+    built = plan.build(run)
+    from fl_core.simulate import engine_of, local_ports
+
+    engine = replace(engine_of(run, local_ports(run, shares(), guards=built.silo), 1), incoming=built.incoming)
+    end = engine.run(seen.states[0], again, start=1)
+    assert again.clips == seen.clips[1:]
+    assert same(end["w"], seen.states[-1]["w"])
+    with pytest.raises(StateError, match="E-STATE-46"):
+        settings(built.incoming, {"w": end["w"]}, 1)
+    assert float(settings(built.incoming, initial_state(run), 0)[adaptive.PART]["clip"]) == 1.0
+
+
+def test_every_round_charges_the_bit_beside_the_update() -> None:
+    guard = silo_level(run_of(test_data="private"))
+    made = [(r.purpose, r.collection, r.mechanism.noise) for r in silo_releases(guard, True)]
+    z = guard.noise
+    assert made == [
+        ("update", "hospital", z), ("clip bit", "hospital", 40.0), ("evaluation", "hospital", 20.0),
+        ("update", "train", z / 2), ("clip bit", "train", 20.0), ("evaluation", "test", 10.0),
+    ]  # fmt: skip
+    assert [r.purpose for r in silo_releases(guard, False)] == ["evaluation", "evaluation"]
+
+
+def test_a_clip_that_the_plan_is_silent_on_is_refused_and_so_is_none_where_it_has_one() -> None:
+    fixed = guard_of(clipping="fixed", bit_noise=0.0)
+    assert fixed.at(None).clip_at(0) == 1.0
+    for guard, setting in (
+        (fixed, {"clip": torch.tensor(3.0)}),
+        (guard_of(), None),
+        (guard_of(), {}),
+        (guard_of(), {"clip": torch.tensor(math.inf)}),
+        (guard_of(), {"clip": torch.tensor(math.nan)}),
+        (guard_of(), {"clip": torch.tensor(-1.0)}),
+    ):
+        with pytest.raises(RefusedError, match="E-PRIV-19"):
+            guard.at(setting)
+    with pytest.raises(RefusedError, match="E-PRIV-19"):
+        guard_of().outgoing(bundle_of(1.0), 0, 0)
+
+
+def test_a_round_with_a_clip_of_the_coordinators_own_is_refused_before_an_example_is_read() -> None:
+    run = replace(manifest("fedavg", {"weights": "uniform"}), rounds=1)
+    run = replace(run, privacy=Choice("dp_silo_small", {"allow_large": True, "rng": "test", "weights": "uniform"}))
+    from fl_core.simulate import local_ports
+
+    port = local_ports(run, shares(), guards=plan.build(run).silo)[0]
+    msg = {**initial_state(run), adaptive.PART: {"clip": torch.tensor(9.0)}}
+    port._share.train.batch = None  # type: ignore[method-assign, assignment]
+    with pytest.raises(RefusedError, match="E-PRIV-19"):
+        port.round(msg, Federation(3, 4, 1, 0, 3), TaskKind.TRAIN)
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"clipping": "adaptive"},
+        {"clipping": "adaptive", "bit_noise": 2.0, "clip_decay": 0.9},
+        {"bit_noise": 2.0},
+        {"clipping": "sometimes"},
+        {"clipping": "adaptive", "bit_noise": 2.0, "target_quantile": 1.0},
+        {"clipping": "adaptive", "bit_noise": 2.0, "clip_rate": 0.0},
+        {"clipping": "adaptive", "bit_noise": math.inf},
+    ],
+)
+def test_terms_that_do_not_say_what_the_bit_costs_are_refused(terms: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="E-PRIV-11"):
+        SiloTerms.of(terms)
+
+
+def test_an_infinite_epsilon_is_the_plain_run_without_a_bit() -> None:
+    run = run_of(epsilon=math.inf)
+    assert plan.parts(run.privacy) == {}
+    assert plan.build(run).silo == ()
+    plain, other = History(), History()
+    assert same(
+        simulate(replace(run, privacy=Choice("none")), shares(), plain)["w"], simulate(run, shares(), other)["w"]
+    )
