@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
@@ -12,13 +12,20 @@ from tempfile import mkdtemp
 from coordinator import display
 from coordinator.client import LeadClient
 from coordinator.config import compose_spec
+from coordinator.demo.budgets import open_budget, spending
 from coordinator.demo.processes import Processes, Signals, call, free_port
-from coordinator.demo.report import report
+from coordinator.demo.report import PRIVATE, report
 from fl_core.errors import UnavailableError
+from fl_core.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 
 HOSPITALS = 6
-METHODS = ("fedmr", "fedavg")
+RUNS: Mapping[str, tuple[str, ...]] = {
+    "fedmr": ("method=fedmr", "data=digits", "federation=hospitals6"),
+    "fedavg": ("method=fedavg", "data=digits", "federation=hospitals6"),
+    PRIVATE: ("experiment=private_demo",),
+}
+"""What is trained, one after the other; the private run brings a profile of its own."""
 
 
 @contextmanager
@@ -29,11 +36,13 @@ def _consortium(folder: Path, processes: Processes) -> Iterator[LeadClient]:
     processes.start("coordinator", "serve", "--home", str(home), "--bind", address)
     processes.until((home / "service.json").exists, "the coordinator")
     for k in range(HOSPITALS):
+        own, data = folder / f"hospital{k}", f"digits/hospital{k}"
         token = folder / f"hospital{k}.token"
         token.touch(mode=0o600)
         token.write_text(str(call("coordinator", "invite", f"hospital{k}", "--home", str(home))["token"]))
-        call("silo", "join", "--token-file", str(token), "--home", str(folder / f"hospital{k}"))
-        processes.start("silo", "serve", "--data", f"digits/hospital{k}", "--home", str(folder / f"hospital{k}"))
+        call("silo", "join", "--token-file", str(token), "--home", str(own))
+        open_budget(own, data)
+        processes.start("silo", "serve", "--data", data, "--home", str(own))
     client = LeadClient.open(home)
     try:
         processes.until(lambda: _online(client) == HOSPITALS, "six hospitals")
@@ -46,9 +55,9 @@ def _online(client: LeadClient) -> int:
     return sum(silo.state == "online" for silo in client.silos().silos)
 
 
-def _train(client: LeadClient, processes: Processes, method: str, rounds: int, quiet: bool) -> pb.RunDetail:
-    spec = compose_spec([f"method={method}", "data=digits", "federation=hospitals6", f"rounds={rounds}"])
-    run = client.submit(spec.to_json(), f"demo-{method}").run_id
+def _train(client: LeadClient, processes: Processes, name: str, rounds: int, quiet: bool) -> pb.RunDetail:
+    spec = compose_spec([*RUNS[name], f"rounds={rounds}"])
+    run = client.submit(spec.to_json(), f"demo-{name}").run_id
     if quiet:
         for _ in client.watch(run):
             processes.check()
@@ -63,15 +72,16 @@ def _train(client: LeadClient, processes: Processes, method: str, rounds: int, q
     return detail
 
 
-def _local_scores(folder: Path, run: str) -> dict[str, float | None]:
-    """Ask each hospital what the final model scored there: the number is in no message."""
-    scores: dict[str, float | None] = {}
+def _local_scores(folder: Path, runs: Mapping[str, str]) -> dict[str, dict[str, float | None]]:
+    """Ask each hospital what the final models of `runs` (name -> id) scored there: the numbers are in no message."""
+    scores: dict[str, dict[str, float | None]] = {name: {} for name in runs}
     for k in range(HOSPITALS):
         status = call("silo", "status", "--home", str(folder / f"hospital{k}"))
-        runs = {r["run"]: r for r in status["runs"]}
-        last = runs[run]["evaluations"][-1]
-        total = sum(last["examples"])
-        scores[f"hospital{k}"] = sum(last["correct"]) / total if total else None
+        known = {r["run"]: r for r in status["runs"]}
+        for name, run in runs.items():
+            last = known[run]["evaluations"][-1]
+            total = sum(last["examples"])
+            scores[name][f"hospital{k}"] = sum(last["correct"]) / total if total else None
     return scores
 
 
@@ -89,9 +99,10 @@ def run_demo(out: Path, rounds: int, quiet: bool) -> int:
         processes.log.write_bytes(b"")
         try:
             with signals.raising(), _consortium(folder, processes) as client:
-                details = {method: _train(client, processes, method, rounds, quiet) for method in METHODS}
+                details = {name: _train(client, processes, name, rounds, quiet) for name in RUNS}
                 silos = list(client.silos().silos)
-                scores = {method: _local_scores(folder, d.info.run_id) for method, d in details.items()}
+                scores = _local_scores(folder, {name: d.info.run_id for name, d in details.items()})
+                spent = spending(folder, RunManifest.from_json(details[PRIVATE].manifest_json))
         except KeyboardInterrupt:
             display.ERR.print("interrupted: the processes of the demo are being ended")
         finally:
@@ -99,5 +110,5 @@ def run_demo(out: Path, rounds: int, quiet: bool) -> int:
             shutil.rmtree(folder)
         if signals.received is not None:
             return 128 + signals.received
-    report(out, details, scores, silos, time.monotonic() - started, quiet)
+    report(out, details, scores, spent, silos, time.monotonic() - started, quiet)
     return 0

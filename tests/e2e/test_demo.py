@@ -1,7 +1,8 @@
-"""`coordinator demo` leaves nothing behind when it is interrupted, at whatever moment."""
+"""`coordinator demo` writes what it found, and leaves nothing behind when it is interrupted, at whatever moment."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -73,3 +74,24 @@ def test_an_interrupted_demo_leaves_no_process_and_no_folder(demo: Demo, moment:
     assert demo.process.wait(60) == 128 + signals[0]
     assert demo.children() == []
     assert list(demo.scratch.glob("consilium-*")) == []  # torch keeps a cache of its own there
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_summary_tells_what_the_private_row_cost_each_hospital(tmp_path: Path) -> None:
+    words = [str(BIN / "coordinator"), "demo", "--out", str(tmp_path), "--rounds", "2", "--json"]
+    done = subprocess.run(words, env=ENV, capture_output=True, text=True, check=False, timeout=550)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert json.loads(done.stdout) == summary
+    names = [f"hospital{k}" for k in range(6)]
+    assert 0 < summary["private_global_accuracy"] <= summary["private_best_global_accuracy"] <= 1
+    assert set(summary["accuracy_by_round"]) == {"fedmr", "fedavg", "fedmr-private"}
+    assert sorted(summary["epsilon"]) == sorted(summary["delta"]) == names
+    for silo in summary["silos"]:
+        assert silo["epsilon"] == summary["epsilon"][silo["name"]]
+        assert silo["epsilon"] == pytest.approx(summary["epsilon_projected"][silo["name"]], rel=1e-9)
+        assert 7 < silo["epsilon"] <= 8
+        assert silo["delta"] == 1e-5
+    assert sum(summary["submits_prototypes"].values()) == 3
+    assert (tmp_path / "accuracy.png").read_bytes()[:4] == b"\x89PNG"

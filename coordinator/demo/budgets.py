@@ -1,0 +1,64 @@
+"""What the demo's hospitals do about privacy: a policy and a budget before they serve, and the ledger after a run.
+
+On this machine one person plays all six hospitals, so what `silo ledger register`, `silo ledger budget set` and `silo
+ledger show` do at each is called here directly: the files are the ones that the silos' services keep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fl_core import datasets
+from fl_core.manifest import RunManifest
+from privacy import records
+from privacy.course import TRAIN
+from privacy.ledger import Ledger
+from privacy.preview import project
+
+COLLECTION = "digits"
+EPSILON, DELTA = 8.0, 1e-5
+POLICY = f"""\
+[privacy]
+epsilon = {EPSILON}
+delta = {DELTA}
+public_test = true  # these test images are published, so that evaluating on them needs no noise
+"""
+LEDGER_FILE, POLICY_FILE = "ledger.db", "policy.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """What one hospital's training records have spent on the private run, at delta.
+
+    epsilon: by the hospital's own ledger   projected: what the coordinator said before   tight: the projection by the
+    tighter accountant   noise: z, per sensitivity   prototypes: whether the hospital was drawn to submit them.
+    """
+
+    epsilon: float
+    delta: float
+    projected: float
+    tight: float
+    noise: float
+    prototypes: bool
+
+
+def open_budget(home: Path, data: str) -> None:
+    """Write a hospital's policy, enter its records in its ledger and give them their budget."""
+    (home / POLICY_FILE).write_text(POLICY)
+    ledger = Ledger(home / LEDGER_FILE)
+    records.register(ledger, datasets.load(data), COLLECTION)
+    training = records.collection(COLLECTION, TRAIN)
+    ledger.set_budget(training, EPSILON, DELTA, "demo", "the one private run of the demo")
+
+
+def spending(folder: Path, manifest: RunManifest) -> dict[str, Spending]:
+    """Read each hospital's ledger, and put beside it what the run was projected to cost there."""
+    found = {}
+    for member, planned in zip(manifest.members, project(manifest), strict=True):
+        status = Ledger(folder / member.name / LEDGER_FILE).status(records.collection(COLLECTION, TRAIN), prv=False)
+        delta = DELTA if status.delta is None else status.delta
+        found[member.name] = Spending(
+            status.spent_rdp, delta, planned.epsilon, planned.epsilon_tight, planned.noise, member.prototypes
+        )
+    return found

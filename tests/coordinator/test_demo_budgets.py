@@ -1,0 +1,97 @@
+"""What the demo's hospitals do about privacy: their files are a silo's own, and what they say is what was projected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.config import compose_spec
+from coordinator.demo import RUNS, budgets
+from coordinator.demo.report import COLOURS, LABELS, PRIVATE
+from coordinator.simulation import frozen
+from fl_core import datasets
+from fl_core.errors import RefusedError
+from fl_core.manifest import RunManifest
+from privacy import records
+from privacy.accounting import Mechanism
+from privacy.course import TRAIN
+from privacy.ledger import Ledger, Planned, Task
+from privacy.policy import Policy
+from privacy.preview import planned
+from silo.home import Home
+
+
+@pytest.fixture(scope="module")
+def manifest() -> RunManifest:
+    """The demo's private run, cut short."""
+    return frozen(compose_spec([*RUNS[PRIVATE], "rounds=2"]))[0]
+
+
+@pytest.fixture
+def hospitals(manifest: RunManifest, tmp_path: Path) -> dict[str, Ledger]:
+    """The hospitals with their budgets, as the demo opens them."""
+    made = {}
+    for member in manifest.members:
+        home = Home(tmp_path / member.name).make()
+        budgets.open_budget(home.path, f"digits/{member.name}")
+        made[member.name] = Ledger(home.ledger)
+    return made
+
+
+def charge(ledger: Ledger, name: str, mechanism: Mechanism) -> None:
+    """Reserve, start and commit one release, as a round does."""
+    version = records.version(datasets.load(f"digits/{name}"), TRAIN)
+    entry = ledger.reserve("digits/train", Task("run", "digest", 0, "train", version), [Planned("test", mechanism)])
+    ledger.start(entry)
+    ledger.commit(entry, "sha")
+
+
+def test_every_run_has_a_label_and_a_colour() -> None:
+    assert set(RUNS) == set(LABELS) == set(COLOURS)
+
+
+def test_files_lie_where_a_silo_looks_for_them(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    assert (home.ledger.name, home.policy.name) == (budgets.LEDGER_FILE, budgets.POLICY_FILE)
+
+
+def test_the_policy_allows_the_private_run_and_nothing_that_asks_for_more(
+    manifest: RunManifest, tmp_path: Path
+) -> None:
+    file = tmp_path / budgets.POLICY_FILE
+    file.write_text(budgets.POLICY)
+    policy = Policy.read(file)
+    policy.check(manifest)
+    more = frozen(compose_spec([*RUNS[PRIVATE], "rounds=2", "privacy.epsilon=8.5"]))[0]
+    with pytest.raises(RefusedError):
+        policy.check(more)
+
+
+def test_the_ledger_of_a_run_says_what_was_projected(
+    manifest: RunManifest, hospitals: dict[str, Ledger], tmp_path: Path
+) -> None:
+    for k, member in enumerate(manifest.members):
+        for release in planned(manifest, k):
+            assert release.collection == TRAIN  # test images are public: nothing is charged for them
+            charge(hospitals[member.name], member.name, release.mechanism)
+    found = budgets.spending(tmp_path, manifest)
+    assert list(found) == [f"hospital{k}" for k in range(6)]
+    for s in found.values():
+        assert s.epsilon == pytest.approx(s.projected, rel=1e-9)
+        assert 7 < s.epsilon <= budgets.EPSILON
+        assert s.tight < s.epsilon
+        assert s.delta == budgets.DELTA
+    assert sum(s.prototypes for s in found.values()) == 3
+    with_prototypes = max(s.epsilon for s in found.values() if not s.prototypes)
+    assert all(s.epsilon > with_prototypes for s in found.values() if s.prototypes)
+
+
+def test_what_was_spent_is_read_from_the_ledger_and_not_from_the_plan(
+    manifest: RunManifest, hospitals: dict[str, Ledger], tmp_path: Path
+) -> None:
+    charge(hospitals["hospital2"], "hospital2", Mechanism(20.0))
+    found = budgets.spending(tmp_path, manifest)
+    assert found["hospital0"].epsilon == 0
+    assert 0 < found["hospital2"].epsilon < 1
+    assert found["hospital2"].projected > 7
