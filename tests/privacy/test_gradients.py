@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy
 from fl_core.errors import ConfigError
 from fl_core.models import build_model
 from fl_core.types import Schema
-from privacy.gradients import Gradients, clipped, conv_grad_sample, per_unit, trainable
+from privacy import samplers
+from privacy.gradients import MODES, Gradients, clipped, conv_grad_sample, mode_of, per_unit, trainable
 from privacy.validate import validate
 
 SCHEMA = Schema((1, 8, 8), tuple("abcd"))
@@ -45,24 +46,26 @@ def loop(model: nn.Module, x: Tensor, y: Tensor, units: Tensor, clip: float) -> 
     return total
 
 
-def fast(model: nn.Module, x: Tensor, y: Tensor, units: Tensor, clip: float) -> Gradients:
-    with per_unit(model) as engine:
+def fast(model: nn.Module, x: Tensor, y: Tensor, units: Tensor, clip: float, mode: str = "bookkeeping") -> Gradients:
+    with per_unit(model, mode) as engine:
         return engine.clipped_sum(lambda: ce(model, x, y), units, clip)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("clip", [0.05, 0.5, 1e6])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_t_17_clipped_sums_are_those_of_a_loop_over_units(clip: float, grouped: bool) -> None:
+def test_t_17_clipped_sums_are_those_of_a_loop_over_units(clip: float, grouped: bool, mode: str) -> None:
     model, (x, y) = made(), batch(9)
     units = torch.tensor([0, 0, 1, 2, 2, 2, 3, 4, 4]) if grouped else torch.arange(9)
-    for a, b in zip(fast(model, x, y, units, clip), loop(model, x, y, units, clip), strict=True):
+    for a, b in zip(fast(model, x, y, units, clip, mode), loop(model, x, y, units, clip), strict=True):
         assert torch.allclose(a, b, rtol=2e-6, atol=1e-12)
 
 
-def test_hooks_are_gone_afterwards() -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_are_gone_afterwards(mode: str) -> None:
     model, (x, y) = made(), batch(4)
     clean = copy.deepcopy(model)
-    fast(model, x, y, torch.arange(4), 1.0)
+    fast(model, x, y, torch.arange(4), 1.0, mode)
     assert [*model.state_dict()] == [*clean.state_dict()]
     assert not any(hasattr(p, "grad_sample") for p in model.parameters())
     assert all(not m._forward_hooks and not m._backward_hooks for m in model.modules())
@@ -85,14 +88,15 @@ def norm_of(grads: Gradients) -> float:
     return float(torch.stack([g.square().sum() for g in grads]).sum().sqrt())
 
 
-def test_t_14_adding_or_removing_any_record_moves_the_sum_by_at_most_the_clip() -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_t_14_adding_or_removing_any_record_moves_the_sum_by_at_most_the_clip(mode: str) -> None:
     model, (x, y) = made(), batch(12)
-    clip, whole = 0.03, None
-    whole = fast(model, x, y, torch.arange(12), clip)
+    clip = 0.03
+    whole = fast(model, x, y, torch.arange(12), clip, mode)
     moved = []
     for i in range(12):
         rest = [k for k in range(12) if k != i]
-        less = fast(model, x[rest], y[rest], torch.arange(11), clip)
+        less = fast(model, x[rest], y[rest], torch.arange(11), clip, mode)
         moved.append(norm_of([a - b for a, b in zip(whole, less, strict=True)]))
     assert max(moved) <= clip
     assert max(moved) > 0.99 * clip  # the bound is reached
@@ -119,10 +123,102 @@ def test_a_microbatch_is_shortened_to_its_clip() -> None:
         assert torch.allclose(a, b)
 
 
-def test_a_parameter_without_influence_has_a_zero_gradient() -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_without_influence_has_a_zero_gradient(mode: str) -> None:
     model, (x, y) = made(), batch(3)
-    model.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
-    assert any(torch.equal(g, torch.zeros(2, dtype=torch.float64)) for g in fast(model, x, y, torch.arange(3), 1.0))
+    model.add_module("unused", nn.Linear(2, 3, dtype=torch.float64))
+    found = fast(model, x, y, torch.arange(3), 1.0, mode)
+    assert [g.shape for g in found] == [p.shape for p in trainable(model)]
+    assert [bool(g.any()) for g in found] == [True] * (len(found) - 2) + [False] * 2
+
+
+class Odd(nn.Module):
+    """Every kind of layer and use: a sequence, a strided and a grouped convolution, few places and many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(1, 4, 3, padding=1)
+        self.grouped = nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2)
+        self.few = nn.Conv2d(8, 16, 4, stride=3, padding=1, dilation=1)
+        self.norm = nn.GroupNorm(4, 16)
+        self.rows = nn.Linear(16, 48)
+        self.twice = nn.Linear(48, 48, bias=False)
+        self.head = nn.Linear(48, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norm(self.few(self.grouped(self.wide(x)).tanh())).flatten(2).mT
+        z = self.twice(self.rows(z).tanh()).tanh()
+        logits: Tensor = self.head(self.twice(z.mean(1)))
+        return logits
+
+
+@pytest.mark.parametrize("clip", [0.05, 1e6])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_every_kind_of_layer_gives_the_sums_of_a_loop(clip: float, grouped: bool) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = Odd().double(), batch(6)
+    units = torch.tensor([0, 0, 1, 1, 1, 2]) if grouped else torch.arange(6)
+    assert mode_of(model) == "bookkeeping"
+    for a, b in zip(fast(model, x, y, units, clip), loop(model, x, y, units, clip), strict=True):
+        assert torch.allclose(a, b, rtol=2e-6, atol=1e-12)
+
+
+def test_norms_come_by_gram_matrices_where_places_are_few() -> None:
+    model = Odd()
+    assert samplers.is_shorter(model.rows, torch.zeros(5, 4, 48))
+    assert not samplers.is_shorter(model.rows, torch.zeros(5, 8, 48))
+    assert samplers.is_shorter(model.head, torch.zeros(5, 4))
+    late, early = nn.Conv2d(256, 256, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)
+    assert samplers.is_shorter(late, torch.zeros(2, 256, 8, 8))
+    assert not samplers.is_shorter(early, torch.zeros(2, 64, 32, 32))
+    assert not samplers.is_shorter(nn.Conv2d(256, 256, 3, groups=256), torch.zeros(2, 256, 2, 2))
+
+
+@pytest.mark.parametrize("places", [1, 4])
+def test_norms_by_gram_matrices_are_exact_where_terms_cancel(places: int) -> None:
+    """All places see nearly the same, and their gradients sum to nearly nothing: the norm is 1e-4 of its terms."""
+    torch.manual_seed(1)
+    layer = nn.Conv2d(64, 64, 1)
+    x = torch.randn(3, 64, 1, 1).expand(-1, -1, 1, places) + 1e-4 * torch.randn(3, 64, 1, places)
+    dy = torch.randn(3, 64, 1, places)
+    dy = dy - dy.mean(3, keepdim=True) if places > 1 else dy
+    exact = conv_grad_sample(layer, [x.double()], dy.double())
+    true = torch.stack([g.flatten(1).square().sum(1) for g in exact.values()]).sum(0)
+    assert torch.allclose(samplers.squares(layer, x, dy), true, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("width", [3, 4096, 3_000_001])
+def test_norms_of_millions_of_numbers_are_exact_to_what_the_clip_allows(width: int) -> None:
+    """A float32 norm of the last one is wrong by 4e-5: its clipped gradient would be longer than the clip."""
+    g = torch.randn(2, width, generator=torch.Generator().manual_seed(0))
+    true = g.double().square().sum(1)
+    assert torch.allclose(samplers.square_norms([g]), true, rtol=1e-6, atol=0)
+
+
+def test_modes_agree_on_a_resnet() -> None:
+    model = build_model("resnet18", {"norm": "group"}, Schema((3, 16, 16), tuple("abcd")), 0)
+    x, y = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(3)
+    one, two = (fast(model, x, y, torch.arange(3), 0.5, mode) for mode in MODES)
+    whole = norm_of(one)
+    assert norm_of([a - b for a, b in zip(one, two, strict=True)]) < 1e-5 * whole
+
+
+@pytest.mark.parametrize("kind", ["shared weights", "a weight of no layer"])
+def test_a_model_that_bookkeeping_cannot_follow_gets_hooks(kind: str) -> None:
+    model = made()
+    assert mode_of(model) == "bookkeeping"
+    if kind == "shared weights":
+        model.add_module("twin", nn.Linear(64, 4))
+        model.twin.weight = model.head.weight  # type: ignore[union-attr]
+    else:
+        model.register_parameter("loose", nn.Parameter(torch.ones(2)))
+    assert mode_of(model) == "hooks"
+
+
+def test_the_chosen_mode_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="privacy.gradients"), per_unit(made()):
+        pass
+    assert caplog.messages == ["per-example gradients: bookkeeping"]
 
 
 class Frozen(nn.Module):
