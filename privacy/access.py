@@ -18,7 +18,7 @@ from fl_core.manifest import RunManifest
 from fl_core.protocols import Doors
 from fl_core.types import Examples, TrainConfig, Turn
 from privacy.accounting import Mechanism
-from privacy.central import SiloLevel, silo_level
+from privacy.central import SiloLevel, coordinates, silo_level
 from privacy.course import HOSPITAL, TEST, TRAIN, Release
 from privacy.doors import Book, PrivateDoors
 from privacy.plan import SILO_LEVEL
@@ -27,6 +27,7 @@ from privacy.plan import SILO_LEVEL
 def silo_releases(guard: SiloLevel, train: bool) -> list[Release]:
     """List what one round of a run with silo-level privacy releases: update, its bit, evaluation."""
     terms, made = guard.terms, list[tuple[str, str, Mechanism]]()
+    train = train and coordinates(guard.layout) > 0  # a method may send nothing
     if train:
         made.append(("update", TRAIN, Mechanism(guard.noise)))
     if train and terms.adaptive:

@@ -233,6 +233,11 @@ def silo_level(manifest: RunManifest) -> SiloLevel:
             "or accept it with privacy.allow_large=true",
         )
     method = build_method(manifest.method.name, manifest.method.options)
+    if terms.adaptive and not coordinates(manifest.layout):
+        raise ConfigError(
+            "E-PRIV-16",
+            f"method {method.name} sends nothing whose norm a clip could follow: set privacy.clipping=fixed",
+        )
     if manifest.personal or (method.apart and terms.placement == "central"):
         remedy = "personal=false" if manifest.personal else "privacy.placement=local"
         raise ConfigError("E-PRIV-16", f"silo-level privacy covers sums over silos alone: set {remedy}")

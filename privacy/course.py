@@ -73,7 +73,11 @@ class Rates:
 
 @dataclass(frozen=True)
 class Course:
-    """One hospital's part in a private run; passes: the steps of each call of `sgd` in a round."""
+    """One hospital's part in a private run; passes: the steps of each call of `sgd` in a round.
+
+    measured: the model received is evaluated, which the federation has one of   personal: so are personal models, on
+    the test records, and on a public test set with class counts.
+    """
 
     terms: Terms
     rates: Rates
@@ -82,10 +86,20 @@ class Course:
     passes: tuple[int, ...]
     class_sums: int
     counts: bool
+    measured: bool = True
+    personal: bool = False
 
     @classmethod
     def of(
-        cls, terms: Terms, train: TrainConfig, rounds: int, units: int, method: Method, model: nn.Module, schema: Schema
+        cls,
+        terms: Terms,
+        train: TrainConfig,
+        rounds: int,
+        units: int,
+        method: Method,
+        model: nn.Module,
+        schema: Schema,
+        personal: bool = False,
     ) -> Course:
         """Plan a run from a rehearsal of its method. units: the hospital's declared number of records or groups.
 
@@ -93,14 +107,17 @@ class Course:
         method asks for a sum that has no bound.
         """
         rates = Rates(train, max(units, 1))
-        needs = rehearse(method, model, schema, train, rates.steps)
+        needs = rehearse(method, model, schema, train, rates.steps, personal=personal)
         if needs.example_sums:
             raise RefusedError(
                 "E-PRIV-16",
                 f"method {method.name} sums over examples what no bound is known for: choose a method whose releases "
                 "are deltas, class counts and prototypes",
             )
-        return cls(terms, rates, rounds, method.coupling, tuple(needs.steps), needs.class_sums, needs.counts)
+        return cls(
+            terms, rates, rounds, method.coupling, tuple(needs.steps), needs.class_sums, needs.counts,
+            method.has_global_model, personal,
+        )  # fmt: skip
 
     @property
     def units(self) -> int:
@@ -170,22 +187,26 @@ class Course:
         """Tell whether prototypes are released in a round: in the first, and then every `prototype_every`-th."""
         return round % self.terms.prototype_every == 0
 
-    def releases(self, round: int, train: bool, prototypes: bool = True, counts: bool = True) -> list[Release]:
+    def releases(
+        self, round: int, train: bool, prototypes: bool = True, counts: bool = True, public: bool = False
+    ) -> list[Release]:
         """List what one round releases.
 
-        prototypes: this hospital submits any; counts: class counts were not released before.
+        prototypes: this hospital submits any   counts: class counts were not released before   public: there is a
+        public test set.
         """
-        return self._releases(round, train, prototypes, counts, None)
+        return self._releases(round, train, prototypes, counts and (self.counts or (self.personal and public)), None)
 
     def _releases(self, round: int, train: bool, prototypes: bool, counts: bool, noise: float | None) -> list[Release]:
-        planned = [self.metrics] if self.terms.test_data == "private" else []
+        models = self.measured + (self.personal and train)
+        planned = [self.metrics] * models if self.terms.test_data == "private" else []
         if not train:
             return planned
         for steps in self.passes:
             planned += self.training(steps, noise)
         if prototypes and self.sends_prototypes(round):
             planned += [self.prototypes] * self.class_sums
-        if counts and self.counts:
+        if counts:
             planned.append(self.class_counts)
         return planned
 
@@ -194,6 +215,6 @@ class Course:
         return [
             release.mechanism
             for t in range(self.rounds)
-            for release in self._releases(t, True, True, t == 0, noise)
+            for release in self._releases(t, True, True, t == 0 and (self.counts or self.personal), noise)
             if release.collection == TRAIN
         ]

@@ -59,7 +59,8 @@ def course_of(manifest: RunManifest, index: int) -> Course:
         )
     method = build_method(manifest.method.name, manifest.method.options)
     model = build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
-    return Course.of(terms, manifest.train, manifest.rounds, member.units, method, model, manifest.schema)
+    schema, personal = manifest.schema, manifest.personal
+    return Course.of(terms, manifest.train, manifest.rounds, member.units, method, model, schema, personal)
 
 
 class PrivateDoors:
@@ -87,7 +88,8 @@ class PrivateDoors:
         from privacy.example import PrivateData
 
         counts, training = self._book.counts(), turn.fed.round < self._rounds
-        planned = self.course.releases(turn.fed.round, training, turn.prototypes, "class counts" not in counts)
+        anew, shared = "class counts" not in counts, public is not None and len(public) > 0
+        planned = self.course.releases(turn.fed.round, training, turn.prototypes, anew, shared)
         self._book.reserve(turn.fed.round, training, planned)
         return PrivateData(
             train, test, config, turn, self.course, Spend(planned), self._noise(turn), device, counts, public, progress

@@ -6,6 +6,7 @@ The rehearsal runs a silo's half with doors that only write down what they are a
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -95,11 +96,18 @@ class _Doors:
 
 
 def rehearse(
-    method: Method, model: nn.Module, schema: Schema, train: TrainConfig, steps_of: StepsOf, probe: bool = True
+    method: Method,
+    model: nn.Module,
+    schema: Schema,
+    train: TrainConfig,
+    steps_of: StepsOf,
+    probe: bool = True,
+    personal: bool = False,
 ) -> Needs:
     """Run two rounds of a method, the first of which gives it prototypes, and return what the second asked for.
 
-    steps_of: epochs -> steps of the course that is planned   probe: check that examples' losses are apart.
+    steps_of: epochs -> steps of the course that is planned   probe: check that examples' losses are apart
+    personal: personal models are made after every round's training, which some methods train further for.
 
     Raises RefusedError (E-PRIV-13) when a loss that is declared per example mixes examples.
     """
@@ -110,7 +118,10 @@ def rehearse(
         needs = Needs()
         now = Federation(1, len(schema.classes), 4, t, 1)
         doors = _Doors(schema, train, steps_of, needs, probe)
-        bundle, silo = method.local(model, method.broadcast(server), silo, doors, Turn(now, 0, 0))
+        msg, turn = method.broadcast(server), Turn(now, 0, 0)
+        bundle, silo = method.local(model, msg, silo, doors, turn)
+        if personal:
+            method.personal(model, msg, silo, doors, turn)
         needs.weights = {name: float(part.weight) for name, part in bundle.items() if not part.weight.dim()}
         server = method.merge(server, {n: _alone(p) if n in method.apart else p for n, p in bundle.items()}, now)
     return needs
@@ -125,7 +136,7 @@ def check_independence(model: nn.Module, loss: LossFn, schema: Schema) -> None:
     """Raise RefusedError (E-PRIV-13) when the gradient of one example's loss moves with the other examples.
 
     On made-up examples, in two batches that share their first example alone; in float64, or in float32 where the loss
-    itself holds models in float32.
+    itself holds models in float32. What a loss draws from generators of its own is drawn alike for both.
     """
     for dtype, tolerance in PROBES:
         try:
@@ -147,8 +158,12 @@ def _difference(model: nn.Module, loss: LossFn, schema: Schema, dtype: torch.dty
     """Return how far the first example's gradient moves, relative to its largest entry (at least 1)."""
     params = [p for p in model.parameters() if p.requires_grad]
     own_x, own_y = blanks(schema, 1, 99)
+    held = inspect.getclosurevars(loss).nonlocals if inspect.isfunction(loss) else getattr(loss, "__dict__", {})
+    drawn = {g: g.get_state() for g in held.values() if isinstance(g, torch.Generator)}
 
     def first(seed: int) -> Tensor:
+        for generator, state in drawn.items():
+            generator.set_state(state)
         x, y = blanks(schema, PROBED, seed)
         x, y = torch.cat((own_x, x)).to(dtype), torch.cat((own_y, y))
         grads = torch.autograd.grad(loss(model, x, y).per_example[0], params, allow_unused=True)

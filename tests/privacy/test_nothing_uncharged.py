@@ -1,0 +1,172 @@
+"""Nothing that leaves a hospital in a private run depends on its data, but through a release that was charged.
+
+Non-interference: with the mechanisms blinded (empty samples, sums and counts of noise alone, an update of zeros), two
+hospitals of other records, classes and sizes send the same bytes. So whatever else a method sends, sizes, step counts,
+losses, presence of classes, is public by declaration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers_core import FED, NAMES, Given, manifest, same_bundle, shares
+from torch import Tensor
+
+from fl_core import capabilities
+from fl_core.errors import ConfigError
+from fl_core.kinds import Capability
+from fl_core.manifest import Choice, RunManifest
+from fl_core.methods import METHODS, build_method
+from fl_core.simulate import LocalPort, SiloShare, bench_of, initial_state
+from fl_core.types import Bundle, ClassSums, TaskKind
+from privacy import doors, entropy, example, plan
+from privacy.access import doors_of
+from privacy.central import SiloLevel
+from privacy.course import Spend
+from privacy.doors import SimulatedBook
+from privacy.entropy import Noise
+from privacy.release import Units
+
+OPTIONS = {
+    "fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"},
+    "fedcd": {"restarts": 2, "steps": 3},
+    "fedgen": {"alpha": 1.0, "beta": 1.0, "made": 4, "noise": 3, "hidden": 8, "steps": 2},
+    "creff": {"features": 3, "feature_steps": 2, "epochs": 1, "batch": 5},
+    "fedbabu": {"finetune_epochs": 1},
+    "fedrep": {"tune_epochs": 1},
+}
+
+
+def run_of(method: str, profile: str = "dp_record", personal: bool = True, **terms: object) -> RunManifest:
+    made = manifest(method, OPTIONS.get(method, {}), personal=personal)  # type: ignore[arg-type]
+    members = tuple(replace(m, units=14) for m in made.members)
+    choice = Choice(profile, {"rng": "test", "epsilon": 50.0, **terms})  # type: ignore[arg-type]
+    return replace(made, members=members, privacy=choice, layout={**made.layout, **plan.parts(choice)})
+
+
+def other() -> SiloShare:
+    """Make a hospital of more records, in other classes, than the first of `shares`."""
+    draw = torch.Generator().manual_seed(99)
+    x, y = torch.rand(23, 1, 8, 8, generator=draw), torch.randint(2, 4, (23,), generator=draw)
+    return SiloShare(Given(x, y), Given(x[:5].clone(), y[:5].clone()))
+
+
+PUBLIC = Given(torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(5)), torch.arange(6) % 4)
+
+
+def sent(run: RunManifest, share: SiloShare, public: bool = False) -> tuple[list[Bundle], SimulatedBook]:
+    """Let a hospital train and evaluate, and return all that leaves it."""
+    book, bench = SimulatedBook(), replace(bench_of(run), guards=plan.build(run).silo)
+    opened, open_test = doors_of(run, 0, book), PUBLIC if public else None
+    port = LocalPort(NAMES[0], 0, share, bench, run.train, 0, True, open_test, opened)
+    msg = bench.method.broadcast(initial_state(run))
+    rounds = [(0, TaskKind.TRAIN), (3, TaskKind.EVALUATE)]
+    return [port.round(msg, replace(FED, round=t), kind) for t, kind in rounds], book
+
+
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the mechanisms of record-level privacy see no data: what is left of them is noise."""
+
+    def sums(
+        query: ClassSums, examples: object, units: object, bound: float, weight: float, z: float, noise: Noise,
+        **more: object,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        width = query.vectors(torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.long)).shape[1]
+        drawn = {"sum": noise.gaussian((query.n_classes, width), z), "count": noise.gaussian((query.n_classes,), z)}
+        return {name: value.float() for name, value in drawn.items()}
+
+    monkeypatch.setattr(entropy, "poisson_sample", lambda *_: torch.zeros(0, dtype=torch.long))
+    monkeypatch.setattr(example, "class_sums", sums)
+    monkeypatch.setattr(Units, "class_shares", lambda self, labels, n: torch.zeros(n, dtype=torch.float64))
+
+
+def private(method: str) -> bool:
+    try:
+        capabilities.refuse(build_method(method, OPTIONS.get(method, {})), {Capability.DIFFERENTIAL_PRIVACY})
+    except ConfigError:
+        return False
+    return True
+
+
+PRIVATE = [m for m in sorted(METHODS) if private(m)]
+
+
+@pytest.mark.parametrize("method", PRIVATE)
+def test_what_leaves_under_record_level_privacy_depends_on_data_through_the_mechanisms_alone(
+    method: str, blind: None
+) -> None:
+    mine, charged = sent(run_of(method), shares()[0])
+    theirs, also = sent(run_of(method), other())
+    assert charged.releases == also.releases
+    for a, b in zip(mine, theirs, strict=True):
+        assert same_bundle(a, b)
+
+
+def test_all_methods_are_covered_but_the_one_that_says_that_it_cannot_be() -> None:
+    assert set(METHODS) - set(PRIVATE) == {"fedcd"}
+
+
+def test_with_open_eyes_the_same_two_hospitals_differ() -> None:
+    """The test above can fail: what was blinded is what told the hospitals apart."""
+    mine, _ = sent(run_of("fedproto"), shares()[0])
+    theirs, _ = sent(run_of("fedproto"), other())
+    assert not same_bundle(mine[0], theirs[0])
+
+
+@pytest.mark.parametrize("terms", [{}, {"clipping": "adaptive", "bit_noise": 20.0}], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_what_leaves_under_silo_level_privacy_depends_on_data_through_the_guard_alone(
+    method: str, terms: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from privacy import adaptive
+
+    run = run_of(method, "dp_silo_small", False, allow_large=True, **terms)
+    if method == "local" and terms:  # it sends nothing whose norm a clip could follow
+        with pytest.raises(ConfigError, match=r"clipping=fixed"):
+            plan.build(run)
+        return
+    plain = SiloLevel._rounded
+
+    def blinded(self: SiloLevel, parts: Bundle, clip: float, noise: float) -> Bundle:
+        return {
+            name: replace(part, total={k: v * 0 for k, v in part.total.items()},
+                          weight=part.weight * 0 if part.weight.dim() else part.weight)
+            for name, part in plain(self, parts, clip, noise).items()
+        }  # fmt: skip
+
+    monkeypatch.setattr(SiloLevel, "_rounded", blinded)
+    if terms:
+        start = plan.build(run).silo[0].start()  # type: ignore[attr-defined]
+        monkeypatch.setattr(SiloLevel, "at", lambda self, _: replace(self, told=float(start["clip"])))
+    (mine, charged), (theirs, also) = sent(run, shares()[0]), sent(run, other())
+    assert charged.releases == also.releases
+    assert (adaptive.PART in mine[0]) is bool(terms)
+    for a, b in zip(mine, theirs, strict=True):
+        assert same_bundle(a, b)
+
+
+@pytest.mark.parametrize("public", [False, True], ids=["at a hospital", "with a public test set"])
+@pytest.mark.parametrize("method", ["fedavg", "fedbabu", "fedrep", "fedgela", "fedproto", "ditto", "fednh"])
+def test_personal_models_are_rehearsed_every_release_is_planned_and_every_planned_one_is_made(
+    method: str, public: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Spend] = []
+
+    def spend(planned: list[object]) -> Spend:
+        opened.append(Spend(planned))  # type: ignore[arg-type]
+        return opened[-1]
+
+    monkeypatch.setattr(doors, "Spend", spend)
+    run = run_of(method)
+    _, book = sent(run, shares()[0], public)
+    assert [r for s in opened for r in s.left] == []
+    assert [r for s in opened for r in s.made] != []
+    purposes = [r.purpose for r in book.releases]
+    assert purposes.count("evaluation") == 2 * METHODS[method].has_global_model + 1
+    extra = {"fedbabu": 1, "fedrep": 1}.get(method, 0)
+    without = sent(run_of(method, personal=False), shares()[0])[1].releases
+    assert purposes.count("training") == [r.purpose for r in without].count("training") + extra
+    assert ("class counts" in purposes) is (public or method == "fedgela")
