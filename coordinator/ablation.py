@@ -41,19 +41,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A composed ablation; plain, private: more words of runs at epsilon = inf, and at finite epsilon."""
+    """A composed ablation.
+
+    plain, private: more words of runs at epsilon = inf, and at finite epsilon   rates: the learning rate of all methods
+    at an epsilon; one that is not named keeps the configuration's.
+    """
 
     grid: Grid
     base: Words
     plain: Words
     private: Words
+    rates: Mapping[float, float]
     out: Path
     jobs: int = 0
     controls: bool = True
 
     def schedule(self, epsilon: float) -> Words:
         """Return what all runs at an epsilon have in common."""
-        return (*self.base, *(self.plain if math.isinf(epsilon) else self.private))
+        rate = (f"train.lr={self.rates[epsilon]:g}",) if epsilon in self.rates else ()
+        return (*self.base, *(self.plain if math.isinf(epsilon) else self.private), *rate)
 
     def key(self, run: Run) -> str:
         """Return what a finished run is found by."""
@@ -76,7 +82,8 @@ def composed(words: Sequence[str]) -> Plan:
         tuple(map(int, raw["seeds"])),
     )
     base, plain, private = (tuple(map(str, raw[key])) for key in ("base", "plain", "private"))
-    return Plan(grid, base, plain, private, Path(str(raw["out"])), int(raw["jobs"]), bool(raw["controls"]))
+    rates = {float(epsilon): float(rate) for epsilon, rate in raw["rates"].items()}
+    return Plan(grid, base, plain, private, rates, Path(str(raw["out"])), int(raw["jobs"]), bool(raw["controls"]))
 
 
 def main(words: Sequence[str]) -> int:
@@ -125,14 +132,15 @@ def _report(plan: Plan) -> list[Check]:
         cells.append({**row, "method": cell.variant, "share": f"{cell.share:g}", "shared_run_id": shared})
     table.write(plan.out / "cells.csv", cells)
     text = table.table5(accuracy, grid, str(first.data["name"]), split)
-    (plan.out / "table5.md").write_text(text, encoding="utf-8")
+    (plan.out / "table5.md").write_text(f"{text}\n{table.by_epsilon(accuracy, grid)}", encoding="utf-8")
     plots.draw(accuracy, grid, plan.out / "acc_vs_eps.png", f"{first.data['name']}, {split}, {first.rounds} rounds")
     helps = checks.full_share_helps(accuracy, grid)
     found = [checks.monotone(accuracy, grid), *([helps] if helps else []), checks.spent(list(mine.values())),
              checks.above_chance(accuracy, grid, classes)]  # fmt: skip
     found += _controls(plan) if plan.controls else []
     report = {"checks": [asdict(c) for c in found], "runs": len(mine), "cells": len(cells), "software": software(),
-              "base": list(plan.base), "plain": list(plan.plain), "private": list(plan.private)}  # fmt: skip
+              "base": list(plan.base), "plain": list(plan.plain), "private": list(plan.private),
+              "rates": {f"{e:g}": r for e, r in plan.rates.items()}}  # fmt: skip
     (plan.out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return found
 

@@ -1,8 +1,8 @@
 """The cells of the ablation, and the distinct runs behind them.
 
 A cell is (variant, epsilon, share of silos that submit prototypes, seed). Cells whose runs are equal by construction
-share one: FedAvg and FedMR-intra know no share; FedMR at share 0 is FedMR-intra, FedProc at share 0 is FedAvg. That
-they are equal is checked once, bit for bit, in `controls`.
+share one: FedAvg, FedMR-intra and FedGELA know no share, FedNH is taken at share 1 alone; FedMR at share 0 is
+FedMR-intra, FedProc at share 0 is FedAvg. That they are equal is checked once, bit for bit, in `controls`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ VARIANTS: Mapping[str, Variant] = {
         ("method=fedmr", "method.inter_weighting=example", "privacy.coupled=off"), True, "fedavg", finite=True
     ),
     "fedproc": Variant(("method=fedproc",), True, "fedavg"),
+    "fednh": Variant(("method=fednh", "method.scale=10")),
+    "fedgela": Variant(("method=fedgela", "method.logit_scale=3")),
     "fedproto": Variant(("method=fedproto", "personal=true"), True, personal=True),
 }
-"""FedMR-inter leaves the coupled term out, which is one of the treatments of finite epsilon."""
+"""FedNH's prototypes are its head, which share 0 would leave as it was drawn. FedNH and FedGELA classify by directions,
+and the scales of their logits are those at which one learning rate does for all methods on the digits. FedMR-inter
+leaves the coupled term out, which is one of the treatments of finite epsilon."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -64,6 +64,19 @@ def table5(accuracy: Accuracy, grid: Grid, dataset: str, split: str) -> str:
     return "\n".join(lines)
 
 
+def by_epsilon(accuracy: Accuracy, grid: Grid) -> str:
+    """Write one row per variant at the largest share, columns epsilon, accuracy in % with its SE."""
+    epsilons, share = sorted(grid.epsilons, reverse=True), max(grid.shares)
+    lines = [f"### All methods, {100 * share:g} % submitting prototypes", ""]
+    lines.append("| method | " + " | ".join(f"epsilon {e:g}" for e in epsilons) + " |")
+    lines.append("|---|" + "---|" * len(epsilons))
+    for variant in grid.variants:
+        at = share if VARIANTS[variant].uses_share else 1.0
+        cells = [_cell(estimate(accuracy, grid, variant, e, at)) for e in epsilons]
+        lines.append(f"| {variant} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
+
+
 def _cell(found: Estimate | None) -> str:
     if found is None:
         return "-"

@@ -108,6 +108,9 @@ def test_the_table_has_fedmrs_layout_and_the_picture_is_drawn(tmp_path: Path) ->
     assert text.index("epsilon = inf") < text.index("epsilon = 2")
     plots.draw(found, SMALL, tmp_path / "p.png", "title")
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    below = table.by_epsilon(found, SMALL)
+    assert "| method | epsilon inf | epsilon 2 |" in below
+    assert "| fedmr | 61.00 ± 1.00 | 61.00 ± 1.00 |" in below
     missing = {r: a for r, a in found.items() if r.variant != "fedmr"}
     assert "51.00 ± 1.00 | - |" in table.table5(missing, SMALL, "digits", "p5c2")
 
@@ -119,6 +122,11 @@ def test_every_scale_composes_and_wrong_words_are_refused(capsys: pytest.Capture
         for run in plan.grid.runs()[:: max(1, len(plan.grid.runs()) // 7)]:
             ablation.compose_spec((*plan.schedule(run.epsilon), *run.words))
     assert ablation.composed(["scale=smoke", "epsilons=[inf,1]"]).grid.epsilons == (INF, 1.0)
+    small = ablation.composed(["scale=small"])
+    assert set(small.rates) == set(small.grid.epsilons)
+    assert "train.lr=5" in small.schedule(8.0)
+    assert "train.lr=0.1" in small.schedule(INF)
+    assert not any(word.startswith("train.lr") for word in ablation.composed(["scale=smoke"]).schedule(2.0))
     assert program.main(["scale=nothing"]) == 2
     assert program.main(["methods=[nothing]"]) == 2
     assert "E-CFG" in capsys.readouterr().err
