@@ -13,7 +13,7 @@ import typer
 
 from fl_core.errors import ConfigError, DataError, FederationError, StateError
 from protos.identity import colons, identity_of
-from silo import ledger_commands, peer_commands, policy_commands, show
+from silo import audit_commands, ledger_commands, peer_commands, policy_commands, show
 from silo.home import Home, default_home
 from silo.identity import SiloIdentity
 from silo.options import AsJson, AtHome, Root
@@ -40,6 +40,7 @@ app.add_typer(ledger_commands.app, name="ledger")
 app.add_typer(policy_commands.app, name="policy")
 app.add_typer(peer_commands.app, name="peers")
 app.command()(policy_commands.approve)
+app.command()(audit_commands.audit)
 
 
 @app.command()

@@ -1,156 +1,84 @@
 """`python -m privacy.audit`: attack training on digits, with and without privacy, and draw what was found.
 
-It audits the software: its doors, clips and noise are those that hospitals use. No hospital's records are read.
+It audits the software: its doors, clips and noise are those that hospitals use. No hospital's records are read; what a
+hospital runs on its own is `silo audit`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from privacy.audit import attacks, canaries, plots
-from privacy.audit.bounds import auc
-from privacy.audit.canaries import Training
-from privacy.entropy import SeededNoise
+from privacy.audit import plots, step
+from privacy.audit.audits import AUDITS, Outcome, Setting, Verdict, keep
+from privacy.audit.step import Step
+from privacy.audit.subject import Subject
 
-EPSILONS = (math.inf, 8.0, 1.0)
-FLAGGED, QUIET = 2.0, 0.8
-"""Non-private training must be refuted up to at least 2; private training never above its claim, at 1 not above 0.8."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What one audit expects and what it found."""
-
-    audit: str
-    expected: str
-    found: str
-    holds: bool
+STEPS = {
+    "per unit": Step("example"), "split": Step("split"), "micro": Step("micro"), "z = 0.5": Step("example", 0.5),
+    "z = 2": Step("example", 2.0), "z = 5": Step("example", 5.0),
+}  # fmt: skip
+"""Steps whose mu is bounded: each kind at z = 1, and other noise multipliers."""
 
 
 def main(words: Sequence[str]) -> int:
     """Run the named audits (all without a name); the exit status is 1 when one finds what must not be."""
+    valid = ["step", *AUDITS]
     parser = argparse.ArgumentParser("python -m privacy.audit", description="Attack private training on digits.")
-    parser.add_argument("audits", nargs="*", metavar="AUDIT", help=f"of {', '.join(AUDITS)}; all without a name")
-    parser.add_argument("--out", type=Path, default=Path("runs/audit"), help="folder of the plots and report.json")
-    parser.add_argument("--seeds", type=int, default=1, help="repetitions of the canary audits")
+    parser.add_argument("audits", nargs="*", metavar="AUDIT", help=f"of {', '.join(valid)}; all without a name")
+    parser.add_argument("--out", type=Path, default=Path("runs/audit"), help="folder of the plots and audit.json")
+    parser.add_argument("--seeds", type=int, default=1, help="repetitions of the canary audits and of mu")
+    parser.add_argument("--runs", type=int, default=10_000, help="steps in each of the two worlds of mu")
     given = parser.parse_args(list(words))
-    if unknown := sorted(set(given.audits) - set(AUDITS)):
-        parser.error(f"there is no audit {', '.join(unknown)}; valid: {', '.join(AUDITS)}")
+    if unknown := sorted(set(given.audits) - set(valid)):
+        parser.error(f"there is no audit {', '.join(unknown)}; valid: {', '.join(valid)}")
+    if given.seeds < 1 or given.runs < 100:
+        parser.error(f"expected at least 1 seed and 100 runs, found {given.seeds} and {given.runs}")
     given.out.mkdir(parents=True, exist_ok=True)
-    found = [v for name in given.audits or AUDITS for v in AUDITS[name](given.out, max(1, given.seeds))]
-    (given.out / "report.json").write_text(json.dumps([asdict(v) for v in found], indent=1) + "\n", encoding="utf-8")
-    for v in found:
-        sys.stdout.write(f"{'holds ' if v.holds else 'FAILS '} {v.audit}: expected {v.expected}, found {v.found}\n")
-    return 0 if all(v.holds for v in found) else 1
+    setting, subject = Setting(seeds=given.seeds), Subject.digits()
+    failed = False
+    for name in given.audits or valid:
+        outcome = steps(setting, given.runs, given.out) if name == "step" else AUDITS[name](subject, setting, given.out)
+        keep(given.out / "audit.json", name, outcome.json())
+        failed |= any(v.holds is False for v in outcome.verdicts)
+        sys.stdout.write("".join(f"{v.line()}\n" for v in outcome.verdicts))
+        sys.stdout.flush()
+    return int(failed)
 
 
-def white_box(out: Path, seeds: int) -> list[Verdict]:
-    """AU-4: canaries that push a coordinate of their own."""
-    found = {
-        _name(e): [
-            canaries.dirac(Training(e, steps=200), seed=s, noise=SeededNoise(s, "audit", "dirac")) for s in range(seeds)
+def steps(setting: Setting, runs: int, out: Path) -> Outcome:
+    """AU-1 to AU-3: one step of every kind against what the ledger is charged for it."""
+    scales = {k: step.noise_scale(Step(k, 1.3), setting.noise("scale", k)) for k in step.KINDS}
+    moved = {f"{k}{', groups' * g}": step.sensitivity(k, grouped=g) for k in step.KINDS for g in (False, True)}
+    refuted = {
+        name: [
+            float(step.mu_bounds(of, runs, [
+                (setting.noise("mu", name, seed, again, 0), setting.noise("mu", name, seed, again, 1))
+                for again in range(3)
+            ])[-1])
+            for seed in range(setting.seeds)
         ]
-        for e in EPSILONS
-    }
-    return _canaries("white-box canaries", found, out / "canaries_white_box.png")
-
-
-def black_box(out: Path, seeds: int) -> list[Verdict]:
-    """AU-5: images under wrong labels, scored by the final loss."""
-    found = {
-        _name(e): [
-            canaries.mislabelled(
-                Training(e, steps=1500, lr=0.1, momentum=0.9) if math.isinf(e) else Training(e, steps=400, lr=0.2),
-                seed=s,
-                noise=SeededNoise(s, "audit", "mislabelled"),
-            )
-            for s in range(seeds)
-        ]
-        for e in EPSILONS
-    }
-    return _canaries("black-box canaries", found, out / "canaries_black_box.png")
-
-
-def membership(out: Path, seeds: int) -> list[Verdict]:  # noqa: ARG001
-    """AU-7: the loss of an image tells whether it was trained on."""
-    pairs = {
-        _name(e): canaries.members(
-            Training(e, steps=400 if math.isinf(e) else 100, lr=0.3), noise=SeededNoise(0, "audit", "members")
-        )
-        for e in EPSILONS
-    }
-    plots.curves(pairs, out / "membership.png")
-    found = {name: auc(*pair) for name, pair in pairs.items()}
-    quiet = max(abs(a - 0.5) for name, a in found.items() if name != _name(math.inf))
-    return [Verdict("membership by loss", "AUC of 0.5 +- 0.08 under privacy", _said(found), quiet < 0.08)]
-
-
-def presence(out: Path, seeds: int) -> list[Verdict]:  # noqa: ARG001
-    """AU-8: an update shows which classes a hospital has."""
-    found = {_name(e): attacks.class_presence(Training(e, steps=20, lr=0.3)) for e in (math.inf, 8.0)}
-    plots.presence(found, out / "class_presence.png")
-    alone = {name: f.alone for name, f in found.items()}
-    masked = {name: f.masked for name, f in found.items()}
-    return [
-        Verdict("class presence, updates seen", "AUC > 0.98 without privacy", _said(alone), alone["no privacy"] > 0.98),
-        Verdict(
-            "class presence, sum seen",
-            "AUC 0.5 +- 0.1",
-            _said(masked),
-            all(abs(a - 0.5) <= 0.1 for a in masked.values()),
+        for name, of in STEPS.items()
+    }  # fmt: skip
+    plots.steps(scales, moved, refuted, out / "steps.png")
+    verdicts = [
+        *(Verdict(f"noise, {k}", "1 +- 0.005 of the claim", f"{s.ratio:.4f}", s.holds) for k, s in scales.items()),
+        *(Verdict(f"sensitivity, {k}", "at most 1, reached", f"{m.furthest:.6f}", m.holds) for k, m in moved.items()),
+        *(
+            Verdict(f"mu, {name}", "at most 1", ", ".join(f"{v:.3f}" for v in values), max(values) <= 1)
+            for name, values in refuted.items()
         ),
     ]
-
-
-def prototypes(out: Path, seeds: int) -> list[Verdict]:  # noqa: ARG001
-    """AU-9: a prototype of few images traces them, and an image can be made from it."""
-    cases = [(1, 0.0), (5, 0.0), (20, 0.0), (60, 0.0), (1, 2.0), (1, 8.0), (20, 8.0)]
-    found = attacks.prototypes(cases)
-    plots.tracing(found, 1 / attacks.CANDIDATES, out / "prototypes.png")
-    by = {f"{f.members} images, noise {f.noise:g}": f.tracing for f in found}
-    one, hidden = by["1 images, noise 0"], by["1 images, noise 8"]
-    return [
-        Verdict(
-            "prototype tracing", "1 image: AUC > 0.95 bare, < 0.75 at noise 8", _said(by), one > 0.95 and hidden < 0.75
-        )
-    ]
-
-
-AUDITS: Mapping[str, Callable[[Path, int], list[Verdict]]] = {
-    "white-box": white_box,
-    "black-box": black_box,
-    "membership": membership,
-    "presence": presence,
-    "prototypes": prototypes,
-}
-
-
-def _canaries(name: str, found: Mapping[str, Sequence[canaries.Found]], file: Path) -> list[Verdict]:
-    plots.bounds(found, {_name(e): e for e in EPSILONS if not math.isinf(e)}, file)
-    verdicts = []
-    for epsilon in EPSILONS:
-        refuted = [f.guesses.epsilon for f in found[_name(epsilon)]]
-        said = ", ".join(f"{e:.2f}" for e in refuted)
-        if math.isinf(epsilon):
-            verdicts.append(Verdict(f"{name}, no privacy", f"at least {FLAGGED}", said, min(refuted) >= FLAGGED))
-        else:
-            most = QUIET if epsilon == 1 else epsilon
-            verdicts.append(Verdict(f"{name}, epsilon {epsilon:g}", f"at most {most:g}", said, max(refuted) <= most))
-    return verdicts
-
-
-def _name(epsilon: float) -> str:
-    return "no privacy" if math.isinf(epsilon) else f"epsilon {epsilon:g}"
-
-
-def _said(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+    numbers = {
+        "noise": {k: asdict(s) for k, s in scales.items()},
+        "sensitivity": {k: asdict(m) for k, m in moved.items()},
+        "mu": refuted,
+        "runs": runs,
+    }
+    return Outcome(numbers, verdicts, "steps.png")
 
 
 if __name__ == "__main__":

@@ -17,104 +17,141 @@ import torch
 from torch import Tensor, nn
 
 from fl_core import rng, trees
+from fl_core.errors import ConfigError
 from fl_core.methods.prototypes import features_of
-from fl_core.models import build_model
 from fl_core.types import ClassSums
 from privacy.audit.bounds import Floats, auc
-from privacy.audit.canaries import InMemory, Training, _cross_entropy, digits
-from privacy.entropy import Noise, SeededNoise
+from privacy.audit.subject import InMemory, Subject, losses
+from privacy.audit.training import Training
+from privacy.entropy import Noise, SecureNoise, SeededNoise
 from privacy.release import Units, class_sums
 
-CANDIDATES = 51
+CANDIDATES = 50
+"""Images that a prototype's members are sought among, at most."""
+FEWEST = 5
+"""And at least: classes with fewer others are left out."""
+HOSPITALS, PER_SILO = 8, 120
+CASES = ((1, 0.0), (5, 0.0), (20, 0.0), (60, 0.0), (1, 2.0), (1, 8.0), (20, 8.0))
+"""Prototypes that are attacked: (members, noise multiplier of the release)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Scores of (silo, class) pairs whose class is there, and of others, from updates and through a masked sum."""
+    """Scores of (silo, class) pairs (silos, classes there are), from single updates and from their sum.
 
-    there: Floats
-    absent: Floats
-    masked_there: Floats
-    masked_absent: Floats
+    held: who has what.
+    """
+
+    updates: Floats
+    summed: Floats
+    held: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
     @property
     def alone(self) -> float:
         """Return the AUC of the attack on single updates."""
-        return auc(self.there, self.absent)
+        return auc(self.updates[self.held], self.updates[~self.held])
 
     @property
     def masked(self) -> float:
-        """Return the AUC where only the sum over silos is seen: every silo then has the same score."""
-        return auc(self.masked_there, self.masked_absent)
+        """Return the AUC where only the sum is seen: it has one score per class, the same for every silo."""
+        return auc(self.summed[self.held], self.summed[~self.held])
 
 
-def class_presence(training: Training, silos: int = 10, classes_each: int = 3, n: int = 120, seed: int = 0) -> Presence:
-    """Attack one round of hospitals that hold `classes_each` classes of digits each, n images."""
-    x, y, schema = digits()
-    n_classes = len(schema.classes)
-    start = trees.trainable(build_model("digits_mlp", {}, schema, seed))
-    bias = max(name for name in start if start[name].shape == (n_classes,))
+def class_presence(training: Training, subject: Subject, seed: int = 0, noise_seed: int | None = None) -> Presence:
+    """Attack one round of made-up hospitals, at least `HOSPITALS`, each with images of about a third of the classes.
+
+    Every class is held by equally many, so that the sum cannot be read for what is common. noise_seed: None for the
+    operating system's entropy.
+    """
+    classes = torch.tensor(subject.classes)
     draw = rng.stream(seed, "presence")
+    classes = classes[torch.randperm(len(classes), generator=draw)]
+    each, hospitals = max(1, round(0.3 * len(classes))), len(classes) * -(-HOSPITALS // len(classes))
+    start = trees.trainable(subject.network(seed))
+    bias = max(name for name in start if start[name].shape == (subject.n_classes,) and name.startswith("head"))
     moved, holds = [], []
-    for k in range(silos):
-        mine = torch.randperm(n_classes, generator=draw)[:classes_each]
-        index = torch.nonzero(torch.isin(y, mine)).flatten()
-        index = index[torch.randperm(len(index), generator=draw)[:n]]
-        model = build_model("digits_mlp", {}, schema, seed)
-        noise = SeededNoise(seed, "presence", k)
-        training.run(model, InMemory(x[index], y[index]), _cross_entropy, n_classes, noise, seed + k)
-        moved.append((trees.trainable(model)[bias] - start[bias]).double())
-        holds.append(torch.isin(torch.arange(n_classes), mine))
-    score, held = torch.stack(moved).numpy(), torch.stack(holds).numpy()
-    summed = np.broadcast_to(score.sum(0), score.shape)
-    # Which class is common in the federation shows in the sum; what a silo adds to that does not: compare per class.
-    centred = summed - score.sum(0)
-    return Presence(score[held], score[~held], centred[held], centred[~held])
+    for k in range(hospitals):
+        mine = classes.roll(-k)[:each]
+        index = torch.nonzero(torch.isin(subject.y, mine)).flatten()
+        index = index[torch.randperm(len(index), generator=draw)[:PER_SILO]]
+        model = subject.network(seed)
+        noise = None if noise_seed is None else SeededNoise(noise_seed, "presence", k)
+        data = InMemory(subject.x[index], subject.y[index])
+        training.run(model, data, losses, subject.n_classes, noise, seed + k)
+        moved.append((trees.trainable(model)[bias] - start[bias])[classes].double())
+        holds.append(torch.isin(classes, mine))
+    updates, held = torch.stack(moved).numpy(), torch.stack(holds).numpy()
+    return Presence(updates, np.broadcast_to(updates.sum(0), updates.shape), held)
 
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """AUC of tracing and top-1 rate of inversion for prototypes of `members` images at noise multiplier `noise`."""
+    """Attack on prototypes of `members` images at a noise multiplier: AUC of tracing, top-1 rate of inversion.
+
+    chance: of the top-1 rate, one in so many candidates.
+    """
 
     members: int
     noise: float
     tracing: float
     inversion: float
+    chance: float
 
 
 def prototypes(
-    cases: Sequence[tuple[int, float]], repeats: int = 20, seed: int = 0, steps: int = 60, invert: bool = True
-) -> list[Tracing]:
-    """Attack prototypes of one class with an extractor that was trained on other images; (members, noise) per case.
+    subject: Subject, cases: Sequence[tuple[int, float]] = CASES, repeats: int = 20, seed: int = 0, steps: int = 60,
+    seeded: bool = True, extractor: Training | None = None,
+) -> list[Tracing]:  # fmt: skip
+    """Attack prototypes of one class; the extractor was trained on other images, a third of all, which are public.
 
-    Noise is that of the release under record-level privacy, which `privacy.release` makes. invert: also make images.
+    The release is that of record-level privacy, `privacy.release`, at the case's noise. Cases of more members than any
+    class has images for are left out. Raises ConfigError (E-PRIV-29) when there is no other.
     """
-    x, y, schema = digits()
-    order = torch.randperm(len(y), generator=rng.stream(seed, "tracing"))
-    public, rest = order[: len(y) // 3], order[len(y) // 3 :]
-    model = build_model("digits_cnn", {}, schema, seed)
-    Training(float("inf"), steps=150).run(
-        model, InMemory(x[public], y[public]), _cross_entropy, len(schema.classes), None, seed
-    )
+    order = torch.randperm(len(subject.y), generator=rng.stream(seed, "tracing"))
+    public, rest = order[: len(order) // 3], order[len(order) // 3 :]
+    model = subject.network(seed)
+    training = extractor or Training(float("inf"), steps=150, lr=0.05, momentum=0.9)
+    shown = InMemory(subject.x[public], subject.y[public])
+    training.run(model, shown, losses, subject.n_classes, None, seed)
     model.eval().requires_grad_(False)
+    pools = {c: rest[subject.y[rest] == c] for c in subject.classes if bool((shown.labels == c).any())}
     found = []
     for n, z in cases:
-        inside, outside, hits = list[float](), list[float](), 0
-        for repeat in range(repeats):
-            c = repeat % len(schema.classes)
-            noise = SeededNoise(seed, "tracing", n, str(z), repeat)
-            pool = rest[y[rest] == c]
-            pool = pool[torch.randperm(len(pool), generator=rng.stream(seed, "tracing", n, str(z), repeat, "pool"))]
-            mine, others = pool[:n], pool[n : n + CANDIDATES - 1]
-            centre = _unit_features(model, x[public[y[public] == c]]).mean(0)
-            g = centre + _offset(model, x[mine], centre, z, noise)
-            inside += _scores(model, x[mine], centre, g)
-            outside += _scores(model, x[others], centre, g)
-            if invert:
-                made = _inverted(model, g, x[public[y[public] == c]].mean(0), steps)
-                hits += _nearest(made, torch.cat((x[mine[:1]], x[others]))) == 0
-        found.append(Tracing(n, z, auc(inside, outside), hits / repeats if invert else float("nan")))
+        able = [c for c, pool in pools.items() if len(pool) >= n + FEWEST]
+        if able:
+            found.append(
+                _attacked(subject, model, shown, [(c, pools[c]) for c in able], n, z, repeats, seed, steps, seeded)
+            )
+    if not found:
+        raise ConfigError(
+            "E-PRIV-29",
+            f"expected a class of more than {FEWEST} images beside a third of all, found none in {subject.name}: "
+            "audit more data, or leave the prototypes out",
+        )
     return found
+
+
+def _attacked(
+    subject: Subject, model: nn.Module, shown: InMemory, pools: Sequence[tuple[int, Tensor]], n: int, z: float,
+    repeats: int, seed: int, steps: int, seeded: bool,
+) -> Tracing:  # fmt: skip
+    inside, outside, hits, chance = list[float](), list[float](), 0, 0.0
+    for repeat in range(repeats):
+        c, pool = pools[repeat % len(pools)]
+        path = ("tracing", n, str(z), repeat)
+        pool = pool[torch.randperm(len(pool), generator=rng.stream(seed, *path, "pool"))]
+        mine, others = pool[:n], pool[n : n + CANDIDATES]
+        known = shown.x[shown.labels == c]
+        centre = _unit_features(model, known).mean(0)
+        noise = SeededNoise(seed, *path) if seeded else SecureNoise()
+        g = centre + _offset(model, subject.x[mine], centre, z, noise)
+        inside += _scores(model, subject.x[mine], centre, g)
+        outside += _scores(model, subject.x[others], centre, g)
+        if steps:
+            made = _inverted(model, g, known.mean(0), steps)
+            hits += _nearest(made, torch.cat((subject.x[mine[:1]], subject.x[others]))) == 0
+            chance += 1 / (1 + len(others)) / repeats
+    return Tracing(n, z, auc(inside, outside), hits / repeats if steps else float("nan"), chance)
 
 
 def _unit_features(model: nn.Module, x: Tensor) -> Tensor:

@@ -13,26 +13,28 @@ from matplotlib.figure import Figure
 from privacy.audit.attacks import Presence, Tracing
 from privacy.audit.bounds import Floats, auc
 from privacy.audit.canaries import Found
+from privacy.audit.step import Moved, Scale
 
 
 def bounds(found: Mapping[str, Sequence[Found]], claimed: Mapping[str, float], file: Path) -> None:
     """Draw the refuted epsilon of each training, one dot per seed, beside the claim where there is one."""
-    figure, axis = _new(len(found) * 1.6 + 1.5)
+    figure, axis = _new(len(found) * 1.4 + 1.8)
     for place, (name, runs) in enumerate(found.items()):
-        axis.plot(
-            [place] * len(runs), [f.guesses.epsilon for f in runs], "o", color="C0", label="refuted" * (not place)
-        )
+        beside = np.linspace(-0.15, 0.15, len(runs)) if len(runs) > 1 else np.zeros(1)
+        refuted = [f.guesses.epsilon for f in runs]
+        axis.plot(place + beside, refuted, "o", color="C0", label="" if place else "refuted, one dot per seed")
         if name in claimed:
-            axis.plot([place - 0.3, place + 0.3], [claimed[name]] * 2, color="C3", label="claimed" * (not place))
+            label = "claimed" if name == next(iter(claimed)) else ""
+            axis.plot([place - 0.3, place + 0.3], [claimed[name]] * 2, color="C3", label=label)
     axis.set_xticks(range(len(found)), list(found))
+    axis.set_ylim(bottom=-0.2)
     axis.set_ylabel("lower bound on epsilon")
-    axis.legend(fontsize="small")
-    figure.savefig(file, dpi=120)
+    _save(figure, axis, file)
 
 
 def curves(pairs: Mapping[str, tuple[Floats, Floats]], file: Path) -> None:
     """Draw the ROC curve of an attack for each training: (scores of members, scores of others)."""
-    figure, axis = _new(4.6)
+    figure, axis = _new(4.6, 4.2)
     for name, (inside, outside) in pairs.items():
         thresholds = np.sort(np.concatenate((inside, outside)))[::-1]
         right = [(inside >= t).mean() for t in thresholds]
@@ -41,36 +43,69 @@ def curves(pairs: Mapping[str, tuple[Floats, Floats]], file: Path) -> None:
     axis.plot([0, 1], [0, 1], color="0.7", linewidth=1)
     axis.set_xlabel("false positive rate")
     axis.set_ylabel("true positive rate")
-    axis.legend(fontsize="small")
-    figure.savefig(file, dpi=120)
+    _save(figure, axis, file)
 
 
 def presence(found: Mapping[str, Presence], file: Path) -> None:
-    """Draw the AUC of the class-presence attack on single updates and through a masked sum."""
-    figure, axis = _new(len(found) * 1.6 + 1.5)
+    """Draw the AUC of the class-presence attack on single updates and on their sum."""
+    figure, axis = _new(len(found) * 1.4 + 1.8)
     for shift, label, of in ((-0.2, "each update seen", "alone"), (0.2, "only the sum seen", "masked")):
         axis.bar([p + shift for p in range(len(found))], [getattr(f, of) for f in found.values()], 0.4, label=label)
-    axis.axhline(0.5, color="0.4", linewidth=1)
+    _chance(axis)
     axis.set_xticks(range(len(found)), list(found))
+    axis.set_ylim(0, 1.3)
     axis.set_ylabel("AUC of class presence")
-    axis.legend(fontsize="small")
-    figure.savefig(file, dpi=120)
+    _save(figure, axis, file)
 
 
-def tracing(found: Sequence[Tracing], chance: float, file: Path) -> None:
+def tracing(found: Sequence[Tracing], file: Path) -> None:
     """Draw how well prototypes trace their members, and how often an image made from one finds its own."""
     figure, axis = _new(len(found) * 1.1 + 2)
     places = range(len(found))
-    axis.bar([p - 0.2 for p in places], [f.tracing for f in found], 0.4, label="tracing, AUC (chance 0.5)")
-    axis.bar(
-        [p + 0.2 for p in places], [f.inversion for f in found], 0.4, label=f"inversion, top-1 (chance {chance:.2f})"
-    )
-    axis.set_xticks(places, [f"{f.members} images\nnoise {f.noise:g}" for f in found], fontsize="small")
+    axis.bar([p - 0.2 for p in places], [f.tracing for f in found], 0.4, label="tracing, AUC")
+    axis.bar([p + 0.2 for p in places], [f.inversion for f in found], 0.4, label="inversion, share found (top 1)")
+    for place, f in zip(places, found, strict=True):
+        label = "" if place else "chance of the inversion"
+        axis.plot([place, place + 0.4], [f.chance] * 2, color="C3", linewidth=1.5, label=label)
+    _chance(axis)
+    names = [f"{f.members} image{'s' * (f.members > 1)}\n{f'noise {f.noise:g}' if f.noise else 'bare'}" for f in found]
+    axis.set_xticks(places, names, fontsize="small")
+    axis.set_ylim(0, 1.45)
+    _save(figure, axis, file)
+
+
+def steps(
+    scales: Mapping[str, Scale], moved: Mapping[str, Moved], refuted: Mapping[str, Sequence[float]], file: Path
+) -> None:
+    """Draw what was found of one step over what is claimed: noise, the furthest move, mu; above 1 refutes a claim."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 3, sharey=True)
+    axes[0].bar(list(scales), [s.ratio for s in scales.values()], color="C0")
+    axes[0].set_title("AU-1: noise / claimed", fontsize="medium")
+    axes[1].bar(list(moved), [m.furthest for m in moved.values()], color="C0")
+    axes[1].set_title("AU-2: furthest move / sensitivity", fontsize="medium")
+    for place, values in enumerate(refuted.values()):
+        axes[2].plot(place + np.linspace(-0.15, 0.15, len(values)), values, "o", color="C0")
+    axes[2].set_xticks(range(len(refuted)), list(refuted))
+    axes[2].set_title("AU-3: lower bound on mu / claimed", fontsize="medium")
+    for axis in axes:
+        axis.axhline(1, color="C3", linewidth=1)
+        axis.tick_params(labelsize="small")
+    axes[0].set_ylim(0, 1.2)
+    figure.savefig(file, dpi=120)
+
+
+def _chance(axis: Axes) -> None:
+    axis.axhline(0.5, color="0.4", linewidth=1, linestyle="--", label="chance of an AUC")
+
+
+def _save(figure: Figure, axis: Axes, file: Path) -> None:
     axis.legend(fontsize="small")
     figure.savefig(file, dpi=120)
 
 
-def _new(width: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, 3.4), layout="constrained")
+def _new(width: float, height: float = 3.4) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(max(width, 4.2), height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()

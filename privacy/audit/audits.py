@@ -1,0 +1,237 @@
+"""The audits of a pool of images: run, judge, draw. `silo audit` and `python -m privacy.audit` share them.
+
+Each writes one picture and returns its numbers and its verdicts. A verdict on private training holds or fails; what
+training without privacy shows says how much the audit can see, and fails only where enough is known to demand it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from privacy.audit import attacks, canaries, plots
+from privacy.audit.bounds import auc, refuted
+from privacy.audit.canaries import Found
+from privacy.audit.subject import Subject
+from privacy.audit.training import Training, memorising
+from privacy.entropy import Noise, SecureNoise, SeededNoise
+
+FLAGGED, QUIET = 2.0, 0.8
+"""With 500 canaries training without privacy is refuted up to 2 at least, private training at epsilon 1 up to 0.8."""
+RETRIES = 2
+"""A correct claim is refuted once in twenty: only one that is refuted at three seeds fails."""
+PLAIN = "no privacy"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How to audit: claims to test, beside training without privacy; repetitions of the canary audits.
+
+    demanding: the thresholds are demanded that hold on `Subject.digits`; else only what each claim implies
+    seeded: noise that repeats, for numbers that others can reproduce; else the operating system's
+    """
+
+    epsilons: tuple[float, ...] = (8.0, 1.0)
+    delta: float = 1e-5
+    seeds: int = 1
+    demanding: bool = True
+    seeded: bool = True
+
+    @property
+    def trainings(self) -> list[Training]:
+        """List what is audited: training without privacy first."""
+        return [memorising(), *(Training(e, delta=self.delta) for e in self.epsilons)]
+
+    def noise(self, *path: str | int) -> Noise:
+        """Open a source of noise."""
+        return SeededNoise(0, "audit", *path) if self.seeded else SecureNoise()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one audit expects and what it found; holds: None where nothing is demanded."""
+
+    audit: str
+    expected: str
+    found: str
+    holds: bool | None
+
+    def line(self) -> str:
+        """Write it for a person."""
+        if self.holds is None:
+            return f"shows  {self.audit}: {self.found} ({self.expected})"
+        return f"{'holds' if self.holds else 'FAILS'}  {self.audit}: expected {self.expected}, found {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One audit's numbers by training, its verdicts, and its picture."""
+
+    numbers: Mapping[str, object]
+    verdicts: Sequence[Verdict]
+    picture: str
+
+    def json(self) -> Mapping[str, object]:
+        """Write it for a machine."""
+        return {**self.numbers, "verdicts": [asdict(v) for v in self.verdicts], "picture": self.picture}
+
+
+Audit = Callable[[Subject, Setting, Path], Outcome]
+
+
+def white_box(subject: Subject, setting: Setting, out: Path) -> Outcome:
+    """AU-4: canaries that push a coordinate of their own, among as many records as there are."""
+    m, records = _canaries(subject), len(subject.y)
+
+    def one(training: Training, seed: int) -> Found:
+        short = Training(training.epsilon, steps=200, lr=0.1, delta=training.delta)
+        return canaries.dirac(short, m, records, seed, setting.noise("white-box", seed, str(training.epsilon)))
+
+    return _by_canaries("white-box canaries", one, m, setting, out / "canaries_white_box.png")
+
+
+def black_box(subject: Subject, setting: Setting, out: Path) -> Outcome:
+    """AU-5: images under wrong labels, scored by the final loss."""
+    m = _canaries(subject)
+
+    def one(training: Training, seed: int) -> Found:
+        noise = setting.noise("black-box", seed, str(training.epsilon))
+        return canaries.mislabelled(training, subject, m, seed, noise)
+
+    return _by_canaries("black-box canaries", one, m, setting, out / "canaries_black_box.png")
+
+
+def membership(subject: Subject, setting: Setting, out: Path) -> Outcome:
+    """AU-7: the loss of an image tells whether it was trained on.
+
+    Of (epsilon, 0)-private training no attack has an AUC above e^eps / (1 + e^eps).
+    """
+    found = {
+        _name(t): canaries.members(t, subject, 0, setting.noise("membership", str(t.epsilon)))
+        for t in setting.trainings
+    }
+    plots.curves(found, out / "membership.png")
+    by = {name: auc(*pair) for name, pair in found.items()}
+    n = len(found[PLAIN][0])
+    error = math.sqrt((2 * n + 1) / (12 * n * n))
+    verdicts = [Verdict("membership by loss, no privacy", "what can be seen at all", f"AUC {by[PLAIN]:.3f}", None)]
+    if setting.demanding:
+        verdicts = [_at_least("membership by loss, no privacy", "AUC", 0.55, by[PLAIN])]
+    for t in setting.trainings[1:]:
+        most = 0.58 if setting.demanding else 1 / (1 + math.exp(-t.epsilon)) + 3 * error
+        verdicts.append(_at_most(f"membership by loss, {_name(t)}", "AUC", most, by[_name(t)]))
+    return Outcome({"auc": by, "members": n, "standard_error": error}, verdicts, "membership.png")
+
+
+def presence(subject: Subject, setting: Setting, out: Path) -> Outcome:
+    """AU-8: an update shows which classes a hospital has, whatever protects its records; a sum over hospitals less."""
+    found = {_name(t): _presence(subject, setting, t) for t in setting.trainings}
+    plots.presence(found, out / "class_presence.png")
+    alone = {name: f.alone for name, f in found.items()}
+    masked = {name: f.masked for name, f in found.items()}
+    numbers = {"one_update": alone, "sum_only": masked, "hospitals": len(found[PLAIN].held)}
+    verdicts = [
+        Verdict("class presence, updates seen", "AUC > 0.98 without privacy", _said(alone), alone[PLAIN] > 0.98),
+        Verdict("class presence, sum seen", "AUC 0.5 +- 0.1", _said(masked), _near(masked.values())),
+    ]
+    if not setting.demanding:
+        verdicts = [Verdict(v.audit, "nothing hides it but a masked sum", v.found, None) for v in verdicts]
+    return Outcome(numbers, verdicts, "class_presence.png")
+
+
+def prototypes(subject: Subject, setting: Setting, out: Path) -> Outcome:
+    """AU-9: a prototype of few images traces them, and an image can be made from it."""
+    found = attacks.prototypes(subject, seeded=setting.seeded)
+    plots.tracing(found, out / "prototypes.png")
+    by = {f"{f.members} images, noise {f.noise:g}": f.tracing for f in found}
+    verdict = Verdict("prototype tracing", "fewer images and less noise show more", _said(by), None)
+    if setting.demanding:
+        bare, hidden = by["1 images, noise 0"], by["1 images, noise 8"]
+        expected = "1 image: AUC > 0.95 bare, < 0.75 at noise 8"
+        verdict = Verdict("prototype tracing", expected, _said(by), bare > 0.95 and hidden < 0.75)
+    return Outcome({"prototypes": [asdict(f) for f in found]}, [verdict], "prototypes.png")
+
+
+AUDITS: Mapping[str, Audit] = {
+    "white-box": white_box,
+    "black-box": black_box,
+    "membership": membership,
+    "presence": presence,
+    "prototypes": prototypes,
+}
+
+
+def keep(file: Path, name: str, facts: Mapping[str, object]) -> None:
+    """Put one audit's facts into a summary beside the others', so that a cut loses one audit and no more."""
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    file.write_text(json.dumps({**found, name: facts}, indent=1) + "\n", encoding="utf-8")
+
+
+def _canaries(subject: Subject) -> int:
+    return min(canaries.CANARIES, len(subject.y) // 2)
+
+
+def _by_canaries(name: str, one: Callable[[Training, int], Found], m: int, setting: Setting, file: Path) -> Outcome:
+    """Repeat a canary audit over seeds and trainings, and judge each claim by what was refuted of it."""
+    found: dict[str, list[Found]] = {}
+    verdicts = []
+    for training in setting.trainings:
+        most = QUIET if training.epsilon == 1 and setting.demanding else training.epsilon
+        runs = [_quiet(one, training, seed, most) for seed in range(setting.seeds)]
+        found[_name(training)] = runs
+        said = ", ".join(f"{f.guesses.epsilon:.2f}" for f in runs)
+        bounds = [f.guesses.epsilon for f in runs]
+        if training.private:
+            verdicts.append(Verdict(f"{name}, {_name(training)}", f"at most {most:g}", said, max(bounds) <= most))
+            continue
+        ceiling = refuted(setting.delta, m, m, m)
+        demanded = setting.demanding and m >= canaries.CANARIES
+        expected = f"at least {FLAGGED:g}" if demanded else f"what {m} canaries can show: at most {ceiling:.2f}"
+        verdicts.append(Verdict(f"{name}, {PLAIN}", expected, said, min(bounds) >= FLAGGED if demanded else None))
+    claims = {_name(t): t.epsilon for t in setting.trainings if t.private}
+    plots.bounds(found, claims, file)
+    rows = {training: [_row(f) for f in runs] for training, runs in found.items()}
+    return Outcome({"bounds": rows, "ceiling": refuted(setting.delta, m, m, m)}, verdicts, file.name)
+
+
+def _quiet(one: Callable[[Training, int], Found], training: Training, seed: int, most: float) -> Found:
+    """Audit at a seed, and at two others while the claim is refuted."""
+    for again in range(RETRIES + 1):
+        found = one(training, seed + 1000 * again)
+        if not training.private or found.guesses.epsilon <= most:
+            break
+    return found
+
+
+def _presence(subject: Subject, setting: Setting, training: Training) -> attacks.Presence:
+    """Attack one round: a short one, as rounds are."""
+    lr = training.lr if training.private else 0.1
+    short = Training(training.epsilon, steps=20, lr=lr, delta=training.delta)
+    return attacks.class_presence(short, subject, 0, 0 if setting.seeded else None)
+
+
+def _row(found: Found) -> Mapping[str, object]:
+    return {"auc": found.auc, "score": found.score, **asdict(found.guesses)}
+
+
+def _name(training: Training) -> str:
+    return f"epsilon {training.epsilon:g}" if training.private else PLAIN
+
+
+def _at_most(audit: str, what: str, most: float, found: float) -> Verdict:
+    return Verdict(audit, f"{what} at most {most:.3f}", f"{found:.3f}", found <= most)
+
+
+def _at_least(audit: str, what: str, least: float, found: float) -> Verdict:
+    return Verdict(audit, f"{what} at least {least:.3f}", f"{found:.3f}", found >= least)
+
+
+def _near(values: Iterable[float]) -> bool:
+    return all(abs(a - 0.5) <= 0.1 for a in values)
+
+
+def _said(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in values.items())

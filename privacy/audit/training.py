@@ -1,0 +1,64 @@
+"""The training that is audited: through `PrivateData`, or `PlainData` without privacy, as hospitals train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from fl_core.local import PlainData
+from fl_core.types import Coupling, Examples, Federation, LossFn, TrainConfig, Turn
+from privacy.course import Course, Rates, Spend
+from privacy.entropy import Noise, SecureNoise
+from privacy.example import PrivateData
+from privacy.terms import Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Expected batch, steps, and epsilon (inf: without privacy) with its clip."""
+
+    epsilon: float
+    batch: int = 64
+    steps: int = 300
+    lr: float = 0.2
+    clip: float = 1.0
+    delta: float = 1e-5
+    momentum: float = 0.0
+
+    @property
+    def private(self) -> bool:
+        """Tell whether it claims anything."""
+        return not math.isinf(self.epsilon)
+
+    def run(
+        self, model: nn.Module, data: Examples, loss: LossFn, n_classes: int, noise: Noise | None = None, seed: int = 0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Train `model` in place through the doors; noise: None for the operating system's entropy."""
+        turn = Turn(Federation(1, n_classes, 1, 0, 1), 0, seed)
+        if not self.private:
+            PlainData(data, data, self.config, turn, progress=progress).sgd(model, loss, steps=self.steps)
+            return
+        course = self.course(len(data))
+        spend = Spend(course.training(self.steps))
+        PrivateData(
+            data, data, self.config, turn, course, spend, noise or SecureNoise(), progress=progress
+        ).sgd(model, loss, steps=self.steps)  # fmt: skip
+
+    @property
+    def config(self) -> TrainConfig:
+        """Return the schedule."""
+        return TrainConfig(lr=self.lr, momentum=self.momentum, weight_decay=0.0, batch_size=self.batch, epochs=1)
+
+    def course(self, units: int) -> Course:
+        """Plan the training: its noise is solved for epsilon."""
+        terms = Terms(epsilon=self.epsilon, delta=self.delta, clip=self.clip, test_data="public", physical_batch=512)
+        return Course(terms, Rates(self.config, units), 1, Coupling.EXAMPLE, (self.steps,), 0, False)
+
+
+def memorising(steps: int = 1500) -> Training:
+    """Return training without privacy that learns by heart: what an audit must flag, or it sees nothing."""
+    return Training(math.inf, steps=steps, lr=0.1, momentum=0.9)
