@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTO := protos/consilium/v1/federation.proto
 
-.PHONY: help setup demo test test-all check bench protos lock docs clean
+.PHONY: help setup demo test test-all test-ray check bench protos lock docs clean
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/'
 
@@ -22,7 +22,7 @@ $(STAMP): requirements.lock pyproject.toml
 	$$UV pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch $(STAMP)
 
-demo: setup  ## One federation on this machine: coordinator, six hospitals, mutual TLS; FedMR and FedAvg
+demo: setup  ## One federation on this machine: coordinator, six hospitals, mutual TLS; FedMR, FedAvg, and FedMR at epsilon 8
 	@$(BIN)/coordinator demo --out runs/demo
 
 test: setup  ## The tests, under 8 minutes on 2 cores
@@ -30,6 +30,11 @@ test: setup  ## The tests, under 8 minutes on 2 cores
 
 test-all: setup  ## The tests with the slow ones
 	@$(BIN)/python -m pytest -q -n 2
+
+test-ray: setup  ## The tests of simulation on Ray; adds the extra to .venv
+	@UV="$(PYTHON) -m uv"; $$UV --version >/dev/null 2>&1 || UV=$(VENV)/.uv/bin/uv; \
+	$$UV pip install --quiet --python $(BIN)/python --require-hashes -r requirements-ray.lock
+	@$(BIN)/python -m pytest -q tests/core/test_ray.py
 
 check: setup  ## Style, types, layers, generated code, configuration
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
@@ -48,6 +53,8 @@ protos: setup  ## Regenerate the protocol code and the error pages
 lock: setup  ## Resolve the dependencies anew
 	@$(PYTHON) -m uv pip compile pyproject.toml --extra dev --python-version 3.11 --universal --generate-hashes \
 	  --no-emit-index-url -c constraints.txt -o requirements.lock --quiet
+	@$(PYTHON) -m uv pip compile pyproject.toml --extra dev --extra ray --python-version 3.11 --universal \
+	  --generate-hashes --no-emit-index-url -c requirements.lock -o requirements-ray.lock --quiet
 
 clean:  ## Remove what make made
 	rm -rf $(VENV) runs build dist *.egg-info

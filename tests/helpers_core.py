@@ -16,6 +16,21 @@ from fl_core.simulate import SiloShare
 from fl_core.spec import derive_layout
 from fl_core.types import Bundle, Examples, Federation, LossFn, PenaltyFn, Query, Schema, Split, Tensors, TrainConfig
 
+METHOD_OPTIONS: Mapping[str, Mapping[str, Option]] = {
+    "fedmr": {"mu1": 1e-4, "mu2": 0.5},
+    "fedcd": {"restarts": 2, "steps": 3},
+    "fedrep": {"head_epochs": 2},
+    "ditto": {"lambda_v": 0.5},
+    "fedrod": {"variant": "hyper", "hidden": 8},
+    "fedproto": {"weights": "uniform"},
+    "fednova": {"mu": 0.1, "server_momentum": 0.5, "prototypes": "mixture"},
+    "feddyn": {"alpha": 0.1, "prototypes": "mixture"},
+    "feddc": {"alpha": 0.1, "prototypes": "additive"},
+    "fedgen": {"alpha": 1.0, "beta": 1.0, "made": 4, "noise": 3, "hidden": 8, "steps": 2},
+    "creff": {"features": 3, "feature_steps": 2, "epochs": 1, "batch": 5},
+}
+"""Settings under which a method is quick and all of its parts are at work."""
+
 
 class Given(Examples):
     """Examples in memory."""

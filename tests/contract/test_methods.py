@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_core import SCHEMA, Given, manifest, same, same_bundle, shares
+from helpers_core import METHOD_OPTIONS, SCHEMA, Given, manifest, same, same_bundle, shares
 from torch import nn
 
 from fl_core import trees
@@ -22,24 +22,11 @@ from fl_core.types import Bundle, Federation, Outcome, Part, PartSpec, State, Ta
 from fl_core.worker import Bench, work
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
-OPTIONS = {
-    "fedmr": {"mu1": 1e-4, "mu2": 0.5},
-    "fedcd": {"restarts": 2, "steps": 3},
-    "fedrep": {"head_epochs": 2},
-    "ditto": {"lambda_v": 0.5},
-    "fedrod": {"variant": "hyper", "hidden": 8},
-    "fedproto": {"weights": "uniform"},
-    "fednova": {"mu": 0.1, "server_momentum": 0.5, "prototypes": "mixture"},
-    "feddyn": {"alpha": 0.1, "prototypes": "mixture"},
-    "feddc": {"alpha": 0.1, "prototypes": "additive"},
-    "fedgen": {"alpha": 1.0, "beta": 1.0, "made": 4, "noise": 3, "hidden": 8, "steps": 2},
-    "creff": {"features": 3, "feature_steps": 2, "epochs": 1, "batch": 5},
-}
 FED = Federation(n_silos=3, n_classes=4, rounds=5, round=2, cohort=3)
 
 
 def made(name: str) -> Method:
-    return build_method(name, OPTIONS.get(name, {}))
+    return build_method(name, METHOD_OPTIONS.get(name, {}))
 
 
 def model_of(seed: int = 0) -> nn.Module:
@@ -102,7 +89,7 @@ every_method = pytest.mark.parametrize("name", METHODS)
 @every_method
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_derived_layout_is_the_layout_of_real_bundles(name: str, norm: str) -> None:
-    run = manifest(name, OPTIONS.get(name, {}), train=TRAIN, model_options={"norm": norm})
+    run = manifest(name, METHOD_OPTIONS.get(name, {}), train=TRAIN, model_options={"norm": norm})
     bench = bench_of(run)
     server = made(name).init_server(bench.model, FED)
     msg = made(name).broadcast(server)
@@ -115,7 +102,7 @@ def test_derived_layout_is_the_layout_of_real_bundles(name: str, norm: str) -> N
 @every_method
 def test_a_method_names_what_it_sends(name: str) -> None:
     layout = derive_layout(made(name), model_of(), SCHEMA)
-    assert sorted(layout) == sorted([*METHODS[name](**OPTIONS.get(name, {})).sends, "metrics"])
+    assert sorted(layout) == sorted([*METHODS[name](**METHOD_OPTIONS.get(name, {})).sends, "metrics"])
 
 
 @every_method
@@ -290,7 +277,7 @@ def _wrap(part: Part, ring: str) -> Part:
 
 @every_method
 def test_rounds_through_a_port_repeat(name: str) -> None:
-    run, share = manifest(name, OPTIONS.get(name, {}), train=TRAIN), shares()[0]
+    run, share = manifest(name, METHOD_OPTIONS.get(name, {}), train=TRAIN), shares()[0]
     msg = made(name).broadcast(made(name).init_server(bench_of(run).model, FED))
 
     def port() -> LocalPort:

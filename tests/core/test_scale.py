@@ -1,9 +1,8 @@
-"""Simulation at scale: states in files, few models in memory, devices, mixed precision, Ray."""
+"""Simulation at scale: states in files, few models in memory, devices, mixed precision."""
 
 from __future__ import annotations
 
 import gc
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from fl_core.manifest import members
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.simulate import History, simulate
-from fl_core.simulate_ray import Cluster, simulate_ray
 from fl_core.states import InFiles, InMemory
 from fl_core.types import TrainConfig, Turn
 
@@ -137,21 +135,3 @@ def test_examples_on_a_device_are_those_of_their_source() -> None:
     draws = [torch.Generator().manual_seed(0) for _ in range(2)]
     assert torch.equal(there.batch(index, draws[0])[0], share.batch(index, draws[1])[0])
     assert devices.placed(share, torch.device("cpu"), 10**9) == (share, 10**9)
-
-
-def test_without_ray_the_command_that_installs_it_is_named() -> None:
-    if importlib.util.find_spec("ray"):
-        pytest.skip("Ray is installed")
-    with pytest.raises(ConfigError, match="pip install") as caught:
-        simulate_ray(manifest(), shares(), History())
-    assert caught.value.code == "E-CFG-63"
-
-
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra: pip install 'consilium-fl[ray]'")
-@pytest.mark.parametrize("method", ["fedmr", "scaffold"])
-def test_actors_give_the_bits_of_one_process(method: str) -> None:
-    run, here, there = manifest(method, train=TRAIN, cohort=2, rounds=4, personal=True), History(), History()
-    expected = simulate(run, shares(), here)
-    found = simulate_ray(run, shares(), there, Cluster(actors=2))
-    assert all(same(found[group], expected[group]) for group in expected)
-    assert here.records == there.records
