@@ -55,8 +55,13 @@ def span(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Write an accuracy, or a dash when there is none yet."""
-    return "-" if share < 0 else f"{100 * share:.2f} %"
+    """Write an accuracy, or a dash when there is none yet (-1).
+
+    The noise of a private evaluation can put one below 0 or above 1: it is shown as it is, and marked.
+    """
+    if share == -1:
+        return "-"
+    return f"{100 * share:.2f} %" if 0 <= share <= 1 else f"{100 * share:.2f} % (noise)"
 
 
 def run_json(info: pb.RunInfo) -> Mapping[str, object]:
