@@ -11,11 +11,12 @@ kmeans.py).
 theta, phi, P^g and sum_k n^k_j go down; theta, phi, P^k and n^k_j go up. A class of which no fine class is known yet is
 clustered by each silo that holds it, on the received model, before it trains: in the first round all of them.
 What the paper leaves open: aggregation by sums, assignment by the nearest P^g anew in every batch, prototypes in every
-batch with their importance scaled to it. No official code is known.
+batch with their importance scaled to it (others: `importance`). No official code is known.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -114,5 +115,12 @@ class FedCD(FedCDOptions):
     def _objective(self, msg: State, anchors: Anchors, data: SiloData, turn: Turn) -> Objective:
         state = msg[PART]
         mu = decay(turn.fed.round, turn.fed.rounds, zero_based=self.zero_based) if self.hpc else 1.0
-        n = data.size() if self.importance == "scaled" else 0.0
-        return Objective(self, mu, msg["w"][acla.HEAD], anchors, state["p"], state["count"] * state["known"], n)
+        n = 0.0 if self.importance in ("unscaled", "shuffle") else data.size()
+        count = state["count"] * state["known"] * float(self.importance != "none")
+        drawn = self._shuffled(count, data, turn) if self.importance == "shuffle" else None
+        return Objective(self, mu, msg["w"][acla.HEAD], anchors, state["p"], count, n, drawn)
+
+    def _shuffled(self, count: Tensor, data: SiloData, turn: Turn) -> Callable[[int], Tensor]:
+        """Draw which prototypes join a batch: each one batch of an epoch on average."""
+        draw = rng.stream(turn.seed, "round", turn.fed.round, "silo", turn.silo, "prototypes")
+        return lambda batch: count * (torch.rand(len(count), generator=draw) < batch / data.size())

@@ -10,11 +10,14 @@ With psi(z, P) = exp(cos(z, P) / tau), t the fine class of an example of class c
     L   = 1/N sum I (mu_t dcl + (1 - mu_t) hpc + lam gid) + gamma bpr,      mu_t = 1 - t/T
 
 over D^{k+}: the silo's n_k examples with importance I = 1, and every global prototype with I = the examples it stands
-for; N = n_k + sum I. In a mini-batch b all importances of prototypes are multiplied by |b|/n_k, which keeps the ratio.
+for; N = n_k + sum I. In a mini-batch b all importances of prototypes are multiplied by |b|/n_k, which keeps the ratio:
+of K equal silos each then sees its own examples with a weight of 1/(K + 1). Shuffled among the examples instead, as
+algorithm 1 may be read, each prototype joins a batch with chance |b|/n_k and its whole importance.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -59,7 +62,8 @@ class Objective:
     options: M and the weights above   mu: of this round
     phi: the received head (CM, d)   anchors: what examples are assigned by, P^k at the start of the round
     prototypes: the received ones (CM, d) and count: what they stand for (CM,), 0 for unknown ones
-    n: the silo's examples; 0 takes importances as they are in every batch, whatever its size.
+    n: the silo's examples; 0 takes importances as they are in every batch, whatever its size
+    drawn: with n = 0, the importances (CM,) that join a batch of so many examples; all of them without it
     """
 
     options: FedCDOptions
@@ -69,6 +73,7 @@ class Objective:
     prototypes: Tensor
     count: Tensor
     n: float
+    drawn: Callable[[int], Tensor] | None = None
 
     def rows(self, model: FineModel, z: Tensor, y: Tensor, own: Tensor) -> Tensor:
         """Return mu dcl + (1 - mu) hpc + lam gid of each row (B,); own: fine classes in 0..CM-1."""
@@ -90,34 +95,35 @@ class Objective:
             total = total + self.options.lam * gap
         return total
 
-    def share(self, batch: int) -> float:
-        """Return what the silo's own examples count in the mean over D^{k+}."""
+    def share(self, batch: int, joining: Tensor | None = None) -> float:
+        """Return what the silo's own examples count in the mean over D^{k+}, or over a batch and what joins it."""
         own = self.n or float(batch)
-        return own / (own + float(self.count.sum()))
+        return own / (own + float((self.count if joining is None else joining).sum()))
 
-    def appended(self, model: nn.Module) -> Tensor:
-        """Return the mean loss () of the prototypes, weighed by their importances: no example enters it."""
-        known = self.count.nonzero().squeeze(1)
-        z, weight = self.prototypes[known].to(next(model.parameters())), self.count[known]
+    def appended(self, model: nn.Module, count: Tensor) -> Tensor:
+        """Return the mean loss () of the prototypes, weighed by importances (CM,): no example enters it."""
+        known = count.nonzero().squeeze(1)
+        z, weight = self.prototypes[known].to(next(model.parameters())), count[known]
         own = known.to(z.device)
         rows = self.rows(cast(FineModel, model), z, own // self.options.fine, own)
         return (rows * (weight / weight.sum()).to(z)).sum()
 
     def penalty(self, model: nn.Module) -> Tensor:
         """Return the prototypes' share of the loss."""
-        return (1.0 - self.share(0)) * self.appended(model)
+        return (1.0 - self.share(0)) * self.appended(model, self.count)
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Losses:
         """Return the examples' share of the loss, and what mixes the batch."""
         fine = cast(FineModel, model)
         z = fine.features(x)
         own = self.options.fine * y + self.anchors.nearest(z, y, self.options.fine)
-        share, coupled = self.share(len(y)), z.new_zeros(())
+        joining = self.drawn(len(y)) if self.drawn else self.count
+        share, coupled = self.share(len(y), joining), z.new_zeros(())
         if self.options.gamma:
             coupled = coupled + self.options.gamma * bpr(
                 z, y, self.phi.to(z), self.options.fine, self.options.aggregation, fine.n_classes
             )
-        if not self.n and bool(self.count.any()):
-            coupled = coupled + (1.0 - share) * self.appended(model)
+        if not self.n and bool(joining.any()):
+            coupled = coupled + (1.0 - share) * self.appended(model, joining)
         mixed = self.options.coupling is Coupling.BATCH
         return Losses(share * self.rows(fine, z, y, own), coupled if mixed else None)

@@ -20,7 +20,8 @@ class FedCDOptions(FedAvg):
     fine: M   lam, gamma: weights of gid and bpr   alpha: weight of the own class's other prototypes   tau: temperature
     xi: weight of the other classes in distillation   aggregation: "sum", "mean" or "prob"   distill: "dkd" or "kd"
     acla: "server", "stale", "counts" or "fedavg"   hpc: False takes mean features as prototypes, and mu_t = 1
-    importance: "scaled" to a batch or "unscaled"   zero_based: mu of the first round is 1   restarts, steps: k-means
+    importance: how prototypes join a batch: "scaled" to it, "unscaled", "shuffle" (as items of the silo's data) or
+    "none" (not at all)   zero_based: mu of the first round is 1   restarts, steps: k-means
     """
 
     fine: int = 3
@@ -53,7 +54,7 @@ class FedCDOptions(FedAvg):
         one_of(self, "acla", acla.MODES)
         one_of(self, "aggregation", tuple(fine_grained.AGGREGATIONS))
         one_of(self, "distill", ("dkd", "kd"))
-        one_of(self, "importance", ("scaled", "unscaled"))
+        one_of(self, "importance", ("scaled", "unscaled", "shuffle", "none"))
 
     @property
     def apart(self) -> frozenset[str]:
@@ -70,7 +71,7 @@ class FedCDOptions(FedAvg):
     @property
     def coupling(self) -> Coupling:
         """Say that bpr mixes a batch, and so do importances that ignore its size."""
-        return Coupling.BATCH if self.gamma or self.importance == "unscaled" else Coupling.EXAMPLE
+        return Coupling.BATCH if self.gamma or self.importance in ("unscaled", "shuffle") else Coupling.EXAMPLE
 
     @property
     def sends(self) -> tuple[str, ...]:

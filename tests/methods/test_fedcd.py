@@ -219,6 +219,49 @@ def test_cd_8_loss_is_the_mean_over_the_rebalanced_batch(n: float) -> None:
     assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
 
 
+def test_cd_8_a_shuffled_batch_is_the_mean_over_its_examples_and_the_prototypes_drawn_into_it() -> None:
+    count = torch.tensor([3.0, 0, 4, 5, 1, 2, 0, 6, 7, 8, 2, 1])
+    joins = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0])
+    net = FineModel(model_of(), 3, "sum", torch.randn(12, 64, generator=torch.Generator().manual_seed(2))).eval()
+    torch.nn.init.normal_(net.fine.weight, generator=torch.Generator().manual_seed(3))
+    x, y = shares()[0].train.batch(torch.arange(5))
+    shuffled = objective(count, 0.0, importance="shuffle", gamma=0.0)
+    found = replace(shuffled, drawn=lambda batch: count * joins * float(batch == 5)).loss(net, x, y).objective()
+    same_as = replace(shuffled, count=count * joins).loss(net, x, y).objective()  # these alone, unscaled
+    assert float(found.detach()) == pytest.approx(float(same_as.detach()))
+    none = replace(shuffled, drawn=torch.zeros_like(count).mul).loss(net, x, y)
+    own = objective(torch.zeros(12), 5.0, gamma=0.0).loss(net, x, y)
+    assert float(none.objective().detach()) == pytest.approx(float(own.objective().detach()))
+    assert float(none.objective().detach()) != pytest.approx(float(found.detach()))
+
+
+def test_cd_8_each_prototype_joins_one_batch_of_an_epoch_on_average() -> None:
+    share, turn = shares()[0], Turn(FED, 0, 7)
+    data, count = PlainData(share.train, share.test, TRAIN, turn), torch.arange(1.0, 13.0)
+    draw, again = (FedCD(importance="shuffle")._shuffled(count, data, turn) for _ in range(2))
+    seen = torch.stack([draw(b) / count for _ in range(1000) for b in (4, 4, 4, 2)])  # 14 examples
+    assert seen.unique().tolist() == [0, 1]
+    assert (seen.sum(0) / 1000).tolist() == pytest.approx([1.0] * 12, abs=0.1)
+    assert torch.equal(again(4) / count, seen[0])
+
+
+@pytest.mark.parametrize("importance", ["scaled", "unscaled", "shuffle", "none"])
+def test_every_importance_trains_and_without_any_no_prototype_is_appended(importance: str) -> None:
+    method = FedCD(acla="stale", importance=importance)
+    server = method.init_server(model_of(), FED)
+    _, first = played(method, 0, server)
+    server = method.merge(server, first.bundle, FED)
+    _, second = played(method, 0, server, t=1)
+    assert all(trees.all_finite(part.total) for part in second.bundle.values())
+    _, scaled = played(FedCD(acla="stale"), 0, server, t=1)
+    moved, by_default = (o.bundle["delta"].total for o in (second, scaled))
+    assert same(moved, by_default) == (importance == "scaled")
+    if importance == "none":
+        state = {**server[PART], "count": torch.zeros(12)}
+        _, without = played(FedCD(acla="stale"), 0, {**server, PART: state}, t=1)
+        assert same(moved, without.bundle["delta"].total)
+
+
 def test_cd_9_class_means_under_the_frozen_head() -> None:
     z, y = torch.tensor([[1.0, 0, 0], [3.0, 0, 0]], dtype=torch.float64), torch.tensor([0, 0])
     found = bpr(z, y, torch.eye(3, dtype=torch.float64), 1, "sum", 3)
@@ -377,7 +420,7 @@ def test_initial_head_follows_the_run_seed_and_lies_where_a_linear_layers_would(
 @pytest.mark.parametrize(
     "options",
     [{"acla": "two_phase"}, {"acla": "x"}, {"alpha": 0.5}, {"fine": 0}, {"tau": 0.0}, {"lam": -1.0}, {"distill": "x"},
-     {"aggregation": "x"}, {"importance": "shuffle"}],
+     {"aggregation": "x"}, {"importance": "x"}],
 )  # fmt: skip
 def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
