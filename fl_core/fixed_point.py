@@ -15,12 +15,13 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fl_core.buffers import MEMORY
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.types import BLOCK, Bundle, Layout, Part, PartSpec
 
@@ -52,15 +53,7 @@ class Grid:
 
     def frac_bits(self, segment: str) -> int:
         """Return f_s; raises ConfigError (E-CFG-06) when a bound leaves no resolution at all."""
-        top, bound = 2 ** (63 if self.ring == "ring64" else 31) - 1, Fraction(self.bound(segment))
-        bits = math.floor(math.log2(top / (self.n_max * bound)))
-        if self.n_max * math.ceil(bound * Fraction(2) ** bits) > top:  # log2 rounds, and so does the value at the bound
-            bits -= 1
-        if bits < 0:
-            raise ConfigError(
-                "E-CFG-06", f"{self.ring} cannot hold {self.n_max} silos with bound {self.bound(segment)}"
-            )
-        return bits
+        return _frac_bits(self.ring, self.n_max, self.bound(segment))
 
     def encode(self, segment: str, value: Tensor) -> tuple[Tensor, int]:
         """Put a float tensor on the grid: int64 units of 2^-f and the number of values that were clipped.
@@ -70,14 +63,15 @@ class Grid:
         units = torch.empty(value.shape, dtype=torch.int64, device=value.device)
         return units, self.add(segment, value, units, anew=True)
 
-    def add(self, segment: str, value: Tensor, into: Tensor, anew: bool = False) -> int:
+    def add(self, segment: str, value: Tensor, into: Tensor, anew: bool = False, peak: float | None = None) -> int:
         """Add a float tensor to a contiguous int64 sum of its shape and return the number of values that were clipped.
 
         Equals `into += encode(value)`, in blocks that stay in the processor's cache, so without a copy of either.
-        anew: begin the sum, whatever `into` holds.
+        anew: begin the sum, whatever `into` holds; peak: the largest magnitude, where the caller has looked already.
         Raises ProtocolError (E-WIRE-05) as `encode`, and changes nothing then.
         """
-        peak, bound, clipped = _peak(segment, value), self.bound(segment), 0
+        bound, clipped = self.bound(segment), 0
+        peak = _peak(segment, value) if peak is None else peak
         factor = 2.0 ** self.frac_bits(segment)
         limit = math.floor(bound * factor)
         for x, units in zip(torch.split(value.reshape(-1), BLOCK), torch.split(into.view(-1), BLOCK), strict=True):
@@ -93,17 +87,34 @@ class Grid:
 
     def decode(self, segment: str, units: Tensor) -> Tensor:
         """Turn a sum of units back into float64; ring32 sums are read modulo 2^32 as signed integers."""
+        return self._floats(units, 2.0 ** -self.frac_bits(segment))
+
+    def _floats(self, units: Tensor, unit: float) -> Tensor:
         if self.ring == "ring32":
             units = torch.remainder(units + 2**31, 2**32) - 2**31
-        return units.double().mul_(2.0 ** -self.frac_bits(segment))
+        return units.double().mul_(unit)
 
     def spend(self, segment: str, units: Tensor) -> Tensor:
         """Equal `decode`, and write the result over the sum itself: `units` holds nothing of use afterwards."""
-        units = units.contiguous()
+        units, unit = units.contiguous(), 2.0 ** -self.frac_bits(segment)
         result = units.view(torch.float64)
         for block, raw in zip(torch.split(result.view(-1), BLOCK), torch.split(units.view(-1), BLOCK), strict=True):
-            block.copy_(self.decode(segment, raw))
+            if self.ring == "ring64":  # a conversion of each number where it lies
+                torch.mul(block.copy_(raw), unit, out=block)
+            else:
+                block.copy_(self._floats(raw, unit))
         return result
+
+
+@cache
+def _frac_bits(ring: Ring, n_max: int, bound: float) -> int:
+    top, exact = 2 ** (63 if ring == "ring64" else 31) - 1, Fraction(bound)
+    bits = math.floor(math.log2(top / (n_max * exact)))
+    if n_max * math.ceil(exact * Fraction(2) ** bits) > top:  # log2 rounds, and so does the value at the bound
+        bits -= 1
+    if bits < 0:
+        raise ConfigError("E-CFG-06", f"{ring} cannot hold {n_max} silos with bound {bound}")
+    return bits
 
 
 class Accumulator:
@@ -130,7 +141,7 @@ class Accumulator:
         It holds nothing until the first bundle is written into it; only `total` must know of a sum without any.
         """
         return {
-            part: ({n: torch.empty(s, dtype=torch.int64) for n, s in spec.shapes.items()},
+            part: ({n: MEMORY.empty(s, torch.int64) for n, s in spec.shapes.items()},
                    torch.empty(spec.weight_shape, dtype=torch.int64))
             for part, spec in self.layout.items() if part not in self.apart
         }  # fmt: skip
@@ -141,34 +152,33 @@ class Accumulator:
         place: the silo's place in the roster, the order of what is kept apart.
         """
         check_layout(bundle, self.layout)
-        for name, part in bundle.items():  # all checks before the first addition
-            for value in (*part.total.values(), part.weight):
-                if value.is_floating_point():
-                    _peak(name, value)
-        self._single[place] = {name: self._units(name, bundle[name]) for name in self.apart & set(bundle)}
-        for name, part in bundle.items():
-            if name in self.apart:
-                continue
-            totals, weight = self._sum[name]
-            for key, value in part.total.items():
-                self._add(totals[key], name, value, anew=self.count == 0)
-            self._add(weight, f"{name}.weight", part.weight, anew=self.count == 0)
+        parts = dict(bundle)  # each is read once
+        peaks = {name: _peaks(name, part) for name, part in parts.items()}  # all checks before the first addition
+        anew = self.count == 0
+        self._single[place] = {name: self._units(name, parts[name], peaks[name]) for name in self.apart & set(parts)}
+        for name, part in parts.items():
+            if name not in self.apart:
+                totals, weight = self._sum[name]
+                self._fold(name, part, Part(totals, weight), peaks[name], anew)
         self.count += 1
 
-    def _add(self, into: Tensor, segment: str, value: Tensor, anew: bool) -> None:
+    def _fold(self, name: str, part: Part, into: Part, peaks: _Peaks, anew: bool) -> None:
+        for key, value in part.total.items():
+            self._add(into.total[key], name, value, anew, peaks[key])
+        self._add(into.weight, f"{name}.weight", part.weight, anew, peaks[None])
+
+    def _add(self, into: Tensor, segment: str, value: Tensor, anew: bool, peak: float) -> None:
         if value.is_floating_point():
-            self.clipped += self.grid.add(segment, value, into, anew)
+            self.clipped += self.grid.add(segment, value, into, anew, peak)
         elif anew:
             into.copy_(value)
         else:
             into.add_(value)
 
-    def _units(self, name: str, part: Part) -> Part:
+    def _units(self, name: str, part: Part, peaks: _Peaks) -> Part:
         units = Part({key: torch.empty(v.shape, dtype=torch.int64) for key, v in part.total.items()},
                      torch.empty(part.weight.shape, dtype=torch.int64))  # fmt: skip
-        for key, value in part.total.items():
-            self._add(units.total[key], name, value, anew=True)
-        self._add(units.weight, f"{name}.weight", part.weight, anew=True)
+        self._fold(name, part, units, peaks, anew=True)
         return units
 
     def total(self) -> Bundle:
@@ -207,13 +217,16 @@ class FixedPoint:
         return {name: self._encode(name, part) for name, part in bundle.items()}
 
     def _encode(self, name: str, part: Part) -> Part:
-        total = {}
-        for key, value in part.total.items():
-            total[key], clipped = self.grid.encode(name, value)
-            self.clipped += clipped
-        weight, clipped = self.grid.encode(f"{name}.weight", part.weight)
+        total = {key: self._units(name, value) for key, value in part.total.items()}
+        return Part(total, self._units(f"{name}.weight", part.weight))
+
+    def _units(self, segment: str, value: Tensor) -> Tensor:
+        """Encode floats; integers are on the grid already, where noise was added on it."""
+        if not value.is_floating_point():
+            return value
+        units, clipped = self.grid.encode(segment, value)
         self.clipped += clipped
-        return Part(total, weight)
+        return units
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
         """Read the sum back as float64, in its own memory: `total` is spent, and a sum is read once."""
@@ -228,6 +241,15 @@ class FixedPoint:
     def sensitivity(self) -> Mapping[str, float]:
         """Report none: coding is no privacy mechanism."""
         return {}
+
+
+_Peaks = Mapping[str | None, float]
+"""The largest magnitude of each total of a part, and (None) of its weight; 0 where it is on the grid already."""
+
+
+def _peaks(name: str, part: Part) -> _Peaks:
+    values: list[tuple[str | None, Tensor]] = [*part.total.items(), (None, part.weight)]
+    return {key: _peak(name, v) if v.is_floating_point() else 0.0 for key, v in values}
 
 
 def _peak(segment: str, value: Tensor) -> float:

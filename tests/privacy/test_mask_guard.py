@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
-from helpers_core import FED, NAMES, manifest, same_bundle, shares
+from helpers_core import FED, NAMES, manifest, same, same_bundle, shares
+from helpers_grpc import Alter, Key, ScriptedSilo, running
+from helpers_silo import Hospital
+from helpers_silo import manifest as hospital_manifest
 from torch import Tensor
 
-from fl_core import rng
+from fl_core import datasets, rng
 from fl_core.fixed_point import Accumulator, FixedPoint, Grid
+from fl_core.manifest import Choice, RunManifest
 from fl_core.methods import METHODS
 from fl_core.protocols import Guard
-from fl_core.simulate import LocalPort, bench_of, initial_state
-from fl_core.types import Bundle, Part, TaskKind
+from fl_core.simulate import History, LocalPort, SiloShare, bench_of, initial_state, local_ports, simulate
+from fl_core.types import Bundle, Federation, Part, TaskKind
+from privacy import plan
+from protos import codec
 
 OPTIONS = {
     "fedmr": {"mu1": 1e-4, "mu2": 0.5},
@@ -54,6 +61,14 @@ class Mask:
         return {}
 
 
+def grid_for(ring: str, run: RunManifest, bundles: Sequence[Bundle], room: float = 1.01) -> Grid:
+    """Make a grid whose bounds hold what these bundles have in them, times `room`."""
+    peak = {
+        n: max((float(v.abs().max()) for b in bundles for v in b[n].total.values()), default=1.0) for n in run.layout
+    }
+    return Grid(ring, 3, {n: room * p + 1e-3 for n, p in peak.items()} | {f"{n}.weight": 100.0 for n in peak})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.parametrize("ring", ["ring64", "ring32"])
 def test_the_masked_sum_on_the_grid_is_the_plain_sum(method: str, ring: str) -> None:
@@ -66,8 +81,7 @@ def test_the_masked_sum_on_the_grid_is_the_plain_sum(method: str, ring: str) -> 
         return [port.round(msg, replace(FED, round=0), TaskKind.TRAIN) for port in ports]
 
     plain = bundles()
-    peak = {n: max((float(v.abs().max()) for b in plain for v in b[n].total.values()), default=1.0) for n in run.layout}
-    grid = Grid(ring, 3, {n: 1.01 * p + 1e-3 for n, p in peak.items()} | {f"{n}.weight": 100.0 for n in peak})  # type: ignore[arg-type]
+    grid = grid_for(ring, run, plain)
     masked = bundles(FixedPoint(grid), Mask(ring, 3))
     sums = []
     for sent in (plain, masked):
@@ -81,3 +95,90 @@ def test_the_masked_sum_on_the_grid_is_the_plain_sum(method: str, ring: str) -> 
     for name, part in masked[0].items():  # alone it shows nothing: hardly any number is what it was
         for key, value in part.total.items():
             assert value.numel() < 8 or float((value == coded[name].total[key]).double().mean()) < 0.1
+
+
+def masked_run(method: str, ring: str, monkeypatch: pytest.MonkeyPatch) -> RunManifest:
+    """Freeze a run whose profile masks: the profile is registered like any other, the run knows only its name."""
+    monkeypatch.setitem(plan.PROFILES, "masked", _masked)  # type: ignore[arg-type]
+    run = manifest(method, OPTIONS.get(method, {}), rounds=2)  # type: ignore[arg-type]
+    msg = bench_of(run).method.broadcast(initial_state(run))
+    ports = local_ports(run, shares())
+    sent = [port.round(msg, replace(FED, round=0, rounds=2), TaskKind.TRAIN) for port in ports]
+    return replace(run, privacy=Choice("masked"), grid=grid_for(ring, run, sent, 8.0))
+
+
+def _masked(run: RunManifest) -> plan.Plan:
+    chain = (FixedPoint(run.grid), Mask(run.grid.ring, 3))
+    return plan.Plan("masked", chain, chain)
+
+
+@pytest.mark.parametrize("ring", ["ring64", "ring32"])
+@pytest.mark.parametrize("method", ["fedavg", "fedmr"])
+def test_a_masked_run_over_the_wire_is_the_plain_run_bit_for_bit(
+    method: str, ring: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The real coordinator, its ports and its round loop; what it is sent is masked, what it sums is the plain sum."""
+    run = masked_run(method, ring, monkeypatch)
+    seen: list[Bundle] = []
+
+    def guarded(k: int) -> Alter:
+        def alter(key: Key, bundle: Bundle) -> Bundle:
+            for guard in plan.build(run).silo:
+                bundle = guard.outgoing(bundle, k, key.round)
+            seen.append(bundle)
+            return bundle
+
+        return alter
+
+    with running(tmp_path / "home", NAMES) as world:
+        silos = [ScriptedSilo(world, n, shares()[k], alter=guarded(k)) for k, n in enumerate(NAMES)]
+        made = world.submit(run)
+        world.finished(made.id)
+        model, rounds = world.model(made.id), world.server.store.runs.rounds(made.id)  # type: ignore[union-attr]
+        for silo in silos:
+            silo.stop()
+    history = History()
+    plain = simulate(replace(run, privacy=Choice("none")), shares(), history)
+    assert all(same(model[group], plain[group]) for group in plain)
+    assert [r.correct for r in rounds] == [r.correct for r in history.records]
+    assert all(not v.is_floating_point() for b in seen for p in b.values() for v in (*p.total.values(), p.weight))
+    local, built = History(), plan.build(run)
+    again = simulate(run, shares(), local, guards=built.silo, incoming=built.incoming)
+    assert all(same(again[group], plain[group]) for group in plain)
+
+
+def test_a_hospital_sends_what_its_profiles_guards_made_of_its_update(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The silo's own service masks: its bytes are those of the same guards in one process, and say nothing alone."""
+    run = hospital_manifest()
+    monkeypatch.setitem(plan.PROFILES, "masked", _masked)  # type: ignore[arg-type]
+    run = replace(run, privacy=Choice("masked"), grid=Grid("ring64", 3))
+    hospital = Hospital(tmp_path / "home", run)
+    try:
+        hospital.start()
+        hospital.offer()
+        hospital.sent()
+        (raw,) = hospital.transfer.uploads.values()
+    finally:
+        hospital.stop()
+        hospital.host.stop()
+    data = [SiloShare(d.train, d.test) for d in (datasets.load(f"digits/p3c4/{k}") for k in range(3))]
+    port = local_ports(run, data, guards=plan.build(run).silo)[1]
+    msg = bench_of(run).method.broadcast(initial_state(run))
+    assert bytes(raw) == codec.pack_bundle(port.round(msg, Federation(3, 10, 2, 0, 3), TaskKind.TRAIN))
+
+
+def test_a_mask_goes_over_silo_level_noise() -> None:
+    """Clip and noise on the grid, fixed point, mask: the chain that secure aggregation takes; the sum is as without."""
+    run = replace(manifest("fedproto"), privacy=Choice("dp_silo_small", {"rng": "test", "weights": "uniform"}))
+    (guard,) = plan.build(run).silo
+    msg = bench_of(run).method.broadcast(initial_state(run))
+    sums = []
+    for more in ((), (FixedPoint(run.grid), Mask("ring64", 3))):
+        ports = local_ports(run, shares(), guards=(guard, *more))
+        total = Accumulator(run.layout, run.grid)
+        for k, port in enumerate(ports):
+            total.fold(port.round(msg, replace(FED, round=0), TaskKind.TRAIN), k)
+        sums.append(FixedPoint(run.grid).incoming(total.total(), 3, 0))
+    assert same_bundle(*sums)
