@@ -42,15 +42,16 @@ class Units:
 
         most: None for all at once; cap: examples of one unit, a random subset; 0: all. No unit is split.
         """
-        waiting: list[Tensor] = []
+        waiting, held = list[Tensor](), 0
         for u in drawn.tolist():
             mine = self.members[u]
             if cap and len(mine) > cap:
                 mine = mine[torch.argsort(noise.uniform(len(mine)))[:cap]]
-            if waiting and most is not None and sum(map(len, waiting)) + len(mine) > most:
+            if waiting and most is not None and held + len(mine) > most:
                 yield _joined(waiting)
-                waiting = []
+                waiting, held = [], 0
             waiting.append(mine)
+            held += len(mine)
         if waiting:
             yield _joined(waiting)
 
