@@ -149,7 +149,11 @@ class Engine:
     def _replies(
         self, ports: Sequence[SiloPort], msg: State, fed: Federation, kind: TaskKind
     ) -> Iterator[tuple[str, Future[Bundle]]]:
-        """Yield each silo's reply when it is there, at most `parallel` silos at work."""
+        """Yield each silo's reply when it is there, at most `parallel` silos at work; one at a time in this thread."""
+        if self.parallel == 1:
+            for port in ports:
+                yield port.name, _reply(port, msg, fed, kind)
+            return
         waiting = list(reversed(ports))
         with ThreadPoolExecutor(self.parallel, thread_name_prefix="port") as pool:
             running: dict[Future[Bundle], str] = {}
@@ -160,6 +164,15 @@ class Engine:
                 ready = sorted(wait(running, return_when=FIRST_COMPLETED).done, key=lambda r: running[r], reverse=True)
                 while ready:  # a reply that was folded is nowhere kept: its bundle may lie in memory
                     yield running.pop(ready[-1]), ready.pop()
+
+
+def _reply(port: SiloPort, msg: State, fed: Federation, kind: TaskKind) -> Future[Bundle]:
+    reply: Future[Bundle] = Future()
+    try:
+        reply.set_result(port.round(msg, fed, kind))
+    except Exception as error:
+        reply.set_exception(error)
+    return reply
 
 
 def _floats(values: Tensor) -> tuple[float, ...]:

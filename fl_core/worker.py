@@ -58,7 +58,7 @@ def work(bench: Bench, msg: State, state: State | None, data: SiloData, turn: Tu
     if kind is TaskKind.TRAIN:
         local, trained = method.local(bench.fresh(), msg, state, data, turn)
         bundle |= local
-        state = trained if _finite(local, trained) else state
+        state = trained if trained is state or _finite(local, trained) else state
         if PERSONAL in bench.layout:
             own = method.personal(bench.model, msg, trained, data, turn)
             bundle |= evaluate_personal(own, data, fed.n_classes)

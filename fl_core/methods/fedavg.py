@@ -129,7 +129,7 @@ class FedAvg:
     @staticmethod
     def moved(model: nn.Module, msg: State) -> dict[str, Tensor]:
         """Return trained minus received, for the tensors that travel."""
-        trained = trees.read(model)
+        trained = model.state_dict()
         return {name: trained[name].cpu() - received for name, received in msg["w"].items()}
 
     def merge(self, server: State, total: Bundle, fed: Federation) -> State:  # noqa: ARG002
