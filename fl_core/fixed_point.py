@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,6 +117,49 @@ def _frac_bits(ring: Ring, n_max: int, bound: float) -> int:
     return bits
 
 
+class _Room(NamedTuple):
+    """Room for the sum of one part. row: all totals as one row, where they are few; `totals` are views of it then."""
+
+    totals: dict[str, Tensor]
+    weight: Tensor
+    row: Tensor | None
+    sole: bool
+
+    @classmethod
+    def of(cls, spec: PartSpec, sole: bool = False) -> _Room:
+        """Make room, whatever it holds; sole: for a single silo, to whose numbers nothing is added."""
+        weight, sizes = torch.empty(spec.weight_shape, dtype=torch.int64), [math.prod(s) for s in spec.shapes.values()]
+        if sum(sizes) > BLOCK:
+            totals = {name: MEMORY.empty(shape, torch.int64) for name, shape in spec.shapes.items()}
+            return cls(totals, weight, None, sole)
+        row = torch.empty(sum(sizes), dtype=torch.int64)
+        views = zip(spec.shapes.items(), torch.split(row, sizes), strict=True)
+        return cls({name: view.view(shape) for (name, shape), view in views}, weight, row, sole)
+
+    def part(self) -> Part:
+        """Return what lies here."""
+        return Part(dict(self.totals), self.weight)
+
+
+class _Step(NamedTuple):
+    """One tensor to be added to another."""
+
+    segment: str
+    value: Tensor
+    into: Tensor
+    sole: bool
+
+
+def _steps(name: str, part: Part, room: _Room) -> list[_Step]:
+    """List the additions of a part; few floats are one: the cost of a small tensor is in the calls."""
+    weight = _Step(f"{name}.weight", part.weight, room.weight, room.sole)
+    values = {key: part.total[key] for key in room.totals}
+    if room.row is not None and values and all(v.is_floating_point() for v in values.values()):
+        row = torch.cat([v.reshape(-1) for v in values.values()])
+        return [_Step(name, row, room.row, room.sole), weight]
+    return [*(_Step(name, v, room.totals[key], room.sole) for key, v in values.items()), weight]
+
+
 class Accumulator:
     """One exact sum over the bundles of a round, folded on arrival and then forgotten.
 
@@ -135,16 +178,12 @@ class Accumulator:
         self._single: dict[int, dict[str, Part]] = {}
 
     @cached_property
-    def _sum(self) -> dict[str, tuple[dict[str, Tensor], Tensor]]:
+    def _sum(self) -> dict[str, _Room]:
         """Make room on first use: a round's silos are at work by then, and do not wait for it.
 
         It holds nothing until the first bundle is written into it; only `total` must know of a sum without any.
         """
-        return {
-            part: ({n: MEMORY.empty(s, torch.int64) for n, s in spec.shapes.items()},
-                   torch.empty(spec.weight_shape, dtype=torch.int64))
-            for part, spec in self.layout.items() if part not in self.apart
-        }  # fmt: skip
+        return {part: _Room.of(spec) for part, spec in self.layout.items() if part not in self.apart}
 
     def fold(self, bundle: Bundle, place: int = 0) -> None:
         """Add one silo's bundle: float parts are put on the grid here, integer parts are on it already.
@@ -152,42 +191,33 @@ class Accumulator:
         place: the silo's place in the roster, the order of what is kept apart.
         """
         check_layout(bundle, self.layout)
-        parts = dict(bundle)  # each is read once
-        peaks = {name: _peaks(name, part) for name, part in parts.items()}  # all checks before the first addition
-        anew = self.count == 0
-        self._single[place] = {name: self._units(name, parts[name], peaks[name]) for name in self.apart & set(parts)}
-        for name, part in parts.items():
-            if name not in self.apart:
-                totals, weight = self._sum[name]
-                self._fold(name, part, Part(totals, weight), peaks[name], anew)
+        alone = {name: _Room.of(self.layout[name], sole=True) for name in self.apart & set(bundle)}
+        steps = [
+            step for name, part in bundle.items() for step in _steps(name, part, alone.get(name) or self._sum[name])
+        ]
+        peaks = [
+            _peak(s.segment, s.value) if s.value.is_floating_point() else 0.0 for s in steps
+        ]  # before any addition
+        for step, peak in zip(steps, peaks, strict=True):
+            self._add(step, self.count == 0 or step.sole, peak)
+        self._single[place] = {name: room.part() for name, room in alone.items()}
         self.count += 1
 
-    def _fold(self, name: str, part: Part, into: Part, peaks: _Peaks, anew: bool) -> None:
-        for key, value in part.total.items():
-            self._add(into.total[key], name, value, anew, peaks[key])
-        self._add(into.weight, f"{name}.weight", part.weight, anew, peaks[None])
-
-    def _add(self, into: Tensor, segment: str, value: Tensor, anew: bool, peak: float) -> None:
-        if value.is_floating_point():
-            self.clipped += self.grid.add(segment, value, into, anew, peak)
+    def _add(self, step: _Step, anew: bool, peak: float) -> None:
+        if step.value.is_floating_point():
+            self.clipped += self.grid.add(step.segment, step.value, step.into, anew, peak)
         elif anew:
-            into.copy_(value)
+            step.into.copy_(step.value)
         else:
-            into.add_(value)
-
-    def _units(self, name: str, part: Part, peaks: _Peaks) -> Part:
-        units = Part({key: torch.empty(v.shape, dtype=torch.int64) for key, v in part.total.items()},
-                     torch.empty(part.weight.shape, dtype=torch.int64))  # fmt: skip
-        self._fold(name, part, units, peaks, anew=True)
-        return units
+            step.into.add_(step.value)
 
     def total(self) -> Bundle:
         """Return the sum so far, still in integer units; parts that are kept apart stacked in the roster's order."""
         if not self.count:
-            for totals, weight in self._sum.values():
-                for value in (*totals.values(), weight):
+            for room in self._sum.values():
+                for value in (*room.totals.values(), room.weight):
                     value.zero_()
-        summed = {name: Part(dict(totals), weight) for name, (totals, weight) in self._sum.items()}
+        summed = {name: room.part() for name, room in self._sum.items()}
         single = [parts for _, parts in sorted(self._single.items())]
         for name in self.apart & set(self.layout):
             spec = self.layout[name]
@@ -241,15 +271,6 @@ class FixedPoint:
     def sensitivity(self) -> Mapping[str, float]:
         """Report none: coding is no privacy mechanism."""
         return {}
-
-
-_Peaks = Mapping[str | None, float]
-"""The largest magnitude of each total of a part, and (None) of its weight; 0 where it is on the grid already."""
-
-
-def _peaks(name: str, part: Part) -> _Peaks:
-    values: list[tuple[str | None, Tensor]] = [*part.total.items(), (None, part.weight)]
-    return {key: _peak(name, v) if v.is_floating_point() else 0.0 for key, v in values}
 
 
 def _peak(segment: str, value: Tensor) -> float:
