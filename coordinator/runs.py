@@ -89,6 +89,20 @@ class RunService:
         self._enqueue(run)
         return run
 
+    def named(self, run: Run) -> Run:
+        """Return a run with the digest of its newest model, which is computed when it is first asked for."""
+        if run.model_digest or not run.closed or run.state_object is None:
+            return run
+        try:
+            model = trees.digest(read_state(self._blobs.path(run.state_object))["w"])
+        except (StateError, FileNotFoundError):  # rounds were closed meanwhile: there is a newer one
+            newer = self._store.runs.get(run.id)
+            if newer.state_object == run.state_object:
+                raise
+            return self.named(newer)
+        self._store.runs.note_model(run.id, run.state_object, model)
+        return replace(run, model_digest=model)
+
     def resume_all(self) -> None:
         """Go on with every run that has not ended: what a start of the service does."""
         with self._blobs.guard:
@@ -241,13 +255,11 @@ class Keeper:
 
     def closed(self, record: RoundRecord, server: State) -> None:
         """Store the state, close the round, tell the silos, forget the bundles: in this order."""
-        close = self._store.runs.close_round
-        with ThreadPoolExecutor(1) as beside, self._blobs.guard:
-            model = beside.submit(trees.digest, server["w"])  # a second core, while the state goes to the disk
-            base = None
-            if record.kind is TaskKind.TRAIN:
-                base = Base(*self._blobs.put_file(lambda file: write_state(server, file)))
-            self._in_time(lambda: close(self._run_id, record, base, model.result()))
+        close, train = self._store.runs.close_round, record.kind is TaskKind.TRAIN
+        model = "" if train else trees.digest(server["w"])  # between rounds: when somebody asks, see `RunService.named`
+        with self._blobs.guard:
+            base = Base(*self._blobs.put_file(lambda file: write_state(server, file))) if train else None
+            self._in_time(lambda: close(self._run_id, record, base, model))
         if base is not None:
             self._broadcasts.remember(server, base)
         row = self._store.runs.round(self._run_id, record.round)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import Connection, Integer, Row, RowMapping, func, insert, literal_column, select, update
+from sqlalchemy import Connection, Integer, RowMapping, bindparam, func, insert, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.database import Database
@@ -15,6 +15,14 @@ from coordinator.store_rosters import adopt, revoke_certificate
 from coordinator.tables import certificates, counters, invitations, revocations, rosters, silos
 from fl_core.errors import RefusedError
 from protos.roster import Revocation, Roster, SignedRoster
+
+_REVOKED = select(revocations.c.reason).where(revocations.c.serial == bindparam("serial"))
+_HELD = (
+    select(certificates.c.name, certificates.c.first_used, certificates.c.enrolled, silos.c.state)
+    .join(silos, silos.c.name == certificates.c.name)
+    .where(certificates.c.serial == bindparam("serial"))
+)
+"""Asked in every call and heartbeat: written once, because writing a statement takes longer than running it."""
 
 
 class MemberStore:
@@ -29,7 +37,7 @@ class MemberStore:
     def why_revoked(self, serial: str) -> str | None:
         """Return the reason for which a certificate, of whatever role, was revoked; None when it was not."""
         with self._db.read() as db:
-            return db.scalar(select(revocations.c.reason).where(revocations.c.serial == serial))
+            return db.scalar(_REVOKED, {"serial": serial})
 
     def holds(self, name: str, serial: str) -> bool:
         """Tell whether this certificate was given to a silo that is a member, and note that it is in use.
@@ -37,19 +45,18 @@ class MemberStore:
         The first use of a certificate that came by an invitation ends all older ones of that name: their key is lost.
         """
         with self._db.read() as db:
-            silo = _silo(db, name)
-            held = db.execute(select(certificates).where(certificates.c.serial == serial)).first()
-        if silo is None or silo.revoked or held is None or held.name != name:
+            held = db.execute(_HELD, {"serial": serial}).first()
+        if held is None or held.state == "revoked" or held.name != name:
             return False
         if held.first_used is None:
-            self._first_use(serial, name, held)
+            self._first_use(serial, name, bool(held.enrolled))
         return True
 
-    def _first_use(self, serial: str, name: str, held: Row[tuple[object, ...]]) -> None:
+    def _first_use(self, serial: str, name: str, enrolled: bool) -> None:
         now = self._clock()
         with self._db.write() as db:
             db.execute(update(certificates).where(certificates.c.serial == serial).values(first_used=now))
-            if not held.enrolled:
+            if not enrolled:
                 return
             # SQLite numbers rows in the order of their making; two certificates may be of one second.
             mine = (

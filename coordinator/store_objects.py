@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
-from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, delete, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.database import Database
@@ -16,6 +16,15 @@ from fl_core.errors import ProtocolError, StateError
 from fl_core.kinds import TaskKind
 
 KEEP_STATES = 2
+
+
+_CONTRIBUTION = select(contributions).where(contributions.c.id == bindparam("id"))
+_ROUND = (
+    select(rounds, runs.c.state, runs.c.manifest_digest)
+    .join(runs)
+    .where(rounds.c.run_id == bindparam("run_id"), rounds.c.round == bindparam("round"))
+)
+"""Asked many times in a round: written once, because writing a statement takes longer than running it."""
 
 
 class ObjectStore:
@@ -141,14 +150,13 @@ def _still_named(db: Connection, digests: Collection[str]) -> set[str]:
 
 
 def _contribution(db: Connection, contribution_id: str) -> Contribution | None:
-    row = db.execute(select(contributions).where(contributions.c.id == contribution_id)).first()
+    row = db.execute(_CONTRIBUTION, {"id": contribution_id}).first()
     return None if row is None else Contribution(**{**row._mapping, "kind": TaskKind(row.kind)})
 
 
 def _expect_open(db: Connection, c: Contribution) -> None:
     """Raise StateError (E-RUN-06) unless the round is open and asked this silo; E-WIRE-12 on another kind or base."""
-    query = select(rounds, runs.c.state, runs.c.manifest_digest).join(runs)
-    row = db.execute(query.where(rounds.c.run_id == c.run_id, rounds.c.round == c.round)).first()
+    row = db.execute(_ROUND, {"run_id": c.run_id, "round": c.round}).first()
     # The open round of a failed run still takes updates: they are there when the run is resumed.
     over = (RunState.FINISHED.value, RunState.ABORTED.value)
     what = None

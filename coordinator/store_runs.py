@@ -157,7 +157,7 @@ class RunStore:
     def close_round(self, run_id: str, record: RoundRecord, state: tuple[str, int] | None, model_digest: str) -> Run:
         """Close a round: its result, the server state after it (digest, size) and the run's progress, all or nothing.
 
-        The closing evaluation has no new state (None) and finishes the run.
+        The closing evaluation has no new state (None) and finishes the run. model_digest: empty where it is not known.
         Raises StateError (E-RUN-11) when the run has ended in between, for instance by an abort.
         """
         train, now = record.kind is TaskKind.TRAIN, self._clock()
@@ -189,6 +189,12 @@ class RunStore:
             if not train:
                 self._event(db, run_id, "ended", record.round, text=RunState.FINISHED.value)
             return _run(db, run_id)
+
+    def note_model(self, run_id: str, state_object: str, model_digest: str) -> None:
+        """Note the digest of the model in a server state, unless the run has a newer state by now."""
+        newest = (runs.c.id == run_id, runs.c.state_object == state_object)
+        with self._db.write() as db:
+            db.execute(update(runs).where(*newest).values(model_digest=model_digest))
 
     # ---- events ----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ def run_info(run: Run) -> pb.RunInfo:
         rounds=run.rounds, closed=run.closed, accuracy=run.accuracy, best_accuracy=run.best_accuracy,
         created_unix=run.created, ended_unix=run.ended, bytes_up=run.bytes_up, bytes_down=run.bytes_down,
         manifest_digest=run.manifest_digest, model_digest=run.model_digest,
-        model_object=(run.state_object or "") if run.model_digest else "",
+        model_object=(run.state_object or "") if run.closed else "",
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from fl_core.buffers import MEMORY
 from fl_core.errors import ProtocolError
 from fl_core.types import Tensors
 
@@ -43,8 +44,16 @@ def write(model: nn.Module, values: Tensors) -> None:
 def add(a: Tensors, b: Tensors, scale: float = 1.0) -> dict[str, Tensor]:
     """Return a + scale * b."""
     if scale == 1.0:  # without the copy of b
-        return {name: v + b[name] for name, v in a.items()}
+        return {name: _sum(v, b[name]) for name, v in a.items()}
     return {name: v + scale * b[name] for name, v in a.items()}
+
+
+def _sum(a: Tensor, b: Tensor) -> Tensor:
+    """Return a + b, on the CPU in memory that an earlier round has left."""
+    plain = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) and a.device.type == "cpu"
+    if not plain or a.requires_grad or b.requires_grad:
+        return a + b
+    return torch.add(a, b, out=MEMORY.empty(a.shape, a.dtype))
 
 
 def sub(a: Tensors, b: Tensors) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fl_core.buffers import MEMORY
 from fl_core.errors import ProtocolError
 from fl_core.kinds import Capability as Capability
 from fl_core.kinds import Coupling as Coupling
@@ -78,7 +79,8 @@ class Part:
 
 def _divided(value: Tensor, weight: Tensor) -> Tensor:
     """Divide by a scalar in float64 and return float32, in blocks that stay in the processor's cache."""
-    result = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+    on_cpu = value.device.type == "cpu"
+    result = MEMORY.empty(value.shape, torch.float32) if on_cpu else torch.empty_like(value, dtype=torch.float32)
     for part, v in zip(torch.split(result.view(-1), BLOCK), torch.split(value.reshape(-1), BLOCK), strict=True):
         part.copy_(v.double() / weight)
     return result

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
+from functools import lru_cache
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
@@ -20,6 +21,7 @@ from cryptography.hazmat.primitives import serialization
 from fl_core.errors import ConfigError, RefusedError
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_REMEMBERED = 1024
 _URI = re.compile(r"(silo|lead|coordinator|invite)://([^/]*)(?:/([^/]*))?")
 
 
@@ -100,11 +102,12 @@ class PeerCertificate:
     not_after: datetime
 
 
+@lru_cache(_REMEMBERED)
 def identity_of(certificate: bytes | x509.Certificate) -> PeerCertificate:
     """Read a peer's certificate (PEM, or parsed); raises RefusedError (E-ID-07) when it carries no identity of ours.
 
     The signature is TLS's business; this function trusts nothing but reads everything that a server decides by.
-    Guarantees: a certificate with two identities is refused.
+    Guarantees: a certificate with two identities is refused. What one says never changes, so it is read once.
     """
     try:
         cert = x509.load_pem_x509_certificate(certificate) if isinstance(certificate, bytes) else certificate

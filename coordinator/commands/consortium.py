@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
@@ -114,6 +115,7 @@ def serve(
 
     with watch_refusals():
         server = CoordinatorServer(place, bind, compose, Settings(software=software()))
+        gc.freeze()  # what was imported stays: the collector need not look at it again and again
         port = server.start()
         display.ERR.print(f"serving on {bind.rsplit(':', 1)[0]}:{port}; stop with Ctrl-C")
         while not stop.wait(3600):

@@ -50,11 +50,11 @@ class LeadService(rpc.LeadServicer):
 
     def Runs(self, request: pb.RunsRequest, context: grpc.ServicerContext) -> pb.RunList:  # noqa: ARG002, N802
         """List all runs, newest first."""
-        return pb.RunList(runs=[views.run_info(run) for run in self._store.runs.all()])
+        return pb.RunList(runs=[views.run_info(self._runs.named(run)) for run in self._store.runs.all()])
 
     def Show(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunDetail:  # noqa: ARG002, N802
         """Show one run with its manifest and its closed rounds."""
-        run = self._store.runs.find(request.run_id)
+        run = self._runs.named(self._store.runs.find(request.run_id))
         rounds = [views.round_info(row) for row in self._store.runs.rounds(run.id)]
         return pb.RunDetail(info=views.run_info(run), manifest_json=run.manifest, rounds=rounds)
 
@@ -89,11 +89,11 @@ class LeadService(rpc.LeadServicer):
 
     def Abort(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: ARG002, N802
         """End a run for good."""
-        return views.run_info(self._runs.abort(request.run_id))
+        return views.run_info(self._runs.named(self._runs.abort(request.run_id)))
 
     def Resume(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: ARG002, N802
         """Let a failed run go on at its last closed round."""
-        return views.run_info(self._runs.resume(request.run_id))
+        return views.run_info(self._runs.named(self._runs.resume(request.run_id)))
 
     def Silos(self, request: pb.SilosRequest, context: grpc.ServicerContext) -> pb.SiloList:  # noqa: ARG002, N802
         """List the silos, who is here, and the open invitations."""

@@ -99,6 +99,10 @@ def test_a_run_without_its_quorum_fails_and_can_be_resumed_without_training_anew
         assert "E-RUN-03" in run.reason
         assert "not today" in run.reason
         assert run.closed == 1
+        assert run.model_digest == ""  # nobody has asked for it yet
+        shown = world.lead().Show(pb.RunQuery(run_id=run.id)).info
+        after_one = codec.read_state(world.server.blobs.path(run.state_object or ""))
+        assert shown.model_digest == trees.digest(after_one["w"]) == world.run(run.id).model_digest
         assert all(not silo.memory.ended for silo in people)  # what they have staged is needed
         willing.set()
         lead.resume(run.name, home=world.home, as_json=True)  # as `coordinator resume` does: it follows the run
