@@ -1,0 +1,238 @@
+"""Every mechanism behind the private doors: bounded by force, noisy as charged, apart from all others, exact without.
+
+Training steps of each kind are audited in test_audit_steps.py, silo-level privacy in test_central.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from helpers_core import Given, manifest, shares
+from scipy.stats import kstest
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fl_core import trees
+from fl_core.evaluation import evaluate
+from fl_core.local import PlainData
+from fl_core.manifest import Choice
+from fl_core.methods import METHODS
+from fl_core.simulate import History, simulate
+from fl_core.types import ClassSums, Coupling, Federation, Losses, Split, TrainConfig, Turn
+from privacy.course import Course, Rates, Release, Spend
+from privacy.doors import PrivateDoors, SimulatedBook
+from privacy.entropy import SecureNoise, SeededNoise
+from privacy.example import PrivateData
+from privacy.plan import build
+from privacy.terms import Terms
+
+TURN = Turn(Federation(1, 4, 1, 0, 1), 0, 0)
+TRAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=24, epochs=2)
+
+
+class Silent(SeededNoise):
+    """Draws samples and microbatches, adds nothing."""
+
+    def gaussian(self, shape: tuple[int, ...], std: float) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64)
+
+
+class Scaled(SeededNoise):
+    """Noise of a wrong scale."""
+
+    factor = 1.0
+
+    def gaussian(self, shape: tuple[int, ...], std: float) -> Tensor:
+        return super().gaussian(shape, std * self.factor)
+
+
+def data_of(n: int = 24, grouped: bool = False) -> Given:
+    made = Given(torch.rand(n, 1, 8, 8, generator=torch.Generator().manual_seed(n)), torch.arange(n) % 4)
+    if grouped:
+        made.groups = tuple(f"patient {i // 3}" for i in range(n))
+    return made
+
+
+def without(data: Given, gone: Tensor) -> Given:
+    rest = torch.nonzero(~gone).flatten()
+    made = Given(data.x[rest], data.labels[rest])
+    made.groups = None if data.groups is None else tuple(data.groups[i] for i in rest.tolist())
+    return made
+
+
+def doors(data: Given, noise: object, coupling: Coupling = Coupling.EXAMPLE, **terms: object) -> PrivateData:
+    course = Course(Terms(**terms), Rates(TRAIN, 24), 1, coupling, (2,), 1, True)  # type: ignore[arg-type]
+    course.__dict__["noise"] = 1.0
+    spend = Spend([r for _ in range(9) for r in course.releases(0, True)])
+    return PrivateData(data, data, TRAIN, TURN, course, spend, noise)  # type: ignore[arg-type]
+
+
+PIXELS = ClassSums(lambda x, y: 5 * (x.flatten(1) - 0.5), 4)
+RIGHT = ClassSums(lambda x, y: (x.flatten(1).sum(1) > 32).float().unsqueeze(1), 4)
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """A sum over records: how it is asked for, whether it is clipped in one vector, and what it is charged as."""
+
+    ask: Callable[[PrivateData], dict[str, Tensor]]
+    charged: Callable[[Course], Release]
+    bound: float
+    weight: float
+
+    def vector(self, private: PrivateData) -> Tensor:
+        """Return what is released in the units in which one record moves it by at most `delta`."""
+        found = self.ask(private)
+        return torch.cat([found["sum"].flatten().double(), self.weight * found["count"].flatten().double()])
+
+    @property
+    def delta(self) -> float:
+        return float(torch.tensor([self.bound, self.weight], dtype=torch.float64).norm())
+
+
+MECHANISMS = {
+    "prototypes": Mechanism(lambda d: dict(d.sum(PIXELS)), lambda c: c.prototypes, 1.0, 0.5),
+    "evaluation": Mechanism(
+        lambda d: dict(d.sum(RIGHT, bound=1.0, split=Split.TEST)), lambda c: c.metrics, 1.0, 1.0
+    ),
+    "class counts": Mechanism(
+        lambda d: {"sum": torch.zeros(4), "count": d.class_counts()}, lambda c: c.class_counts, 0.0, 1.0
+    ),
+}  # fmt: skip
+each = pytest.mark.parametrize("name", MECHANISMS)
+
+
+@each
+@pytest.mark.parametrize("grouped", [False, True], ids=["records", "groups"])
+def test_brute_force_sensitivity_of_every_record_and_group(name: str, grouped: bool) -> None:
+    """Add and remove each unit through the door itself, without noise; the bound is reached by a record."""
+    mechanism, data = MECHANISMS[name], data_of(24, grouped)
+    units = list(dict.fromkeys(data.groups)) if data.groups else list(range(24))
+    whole, moved = mechanism.vector(doors(data, Silent(0))), []
+    for unit in units:
+        gone = torch.tensor([(data.groups[i] if data.groups else i) == unit for i in range(24)])
+        moved.append(float((whole - mechanism.vector(doors(without(data, gone), Silent(0)))).norm()))
+    assert max(moved) <= mechanism.delta * (1 + 1e-6)
+    if not grouped:
+        assert max(moved) > 0.999 * mechanism.delta
+
+
+@each
+def test_noise_of_every_sum_is_what_is_charged_and_not_two_thirds_or_three_halves_of_it(name: str) -> None:
+    """Residuals of repeated releases over z Delta, by Kolmogorov and Smirnov; enough records that none is cut at 0."""
+    mechanism, data = MECHANISMS[name], data_of(1200)
+    exact = mechanism.vector(doors(data, Silent(0)))
+    noise = Scaled(3, name)
+
+    def residuals(factor: float) -> Tensor:
+        noise.factor = factor
+        private = doors(data, noise)
+        z = mechanism.charged(private._course).mechanism.noise
+        found = []
+        for _ in range(4):
+            private._counts.clear()
+            found.append((mechanism.vector(private) - exact) / (z * mechanism.delta))
+        kept = torch.cat(found)
+        return kept[kept != 0]
+
+    times = 1 if name == "prototypes" else 20
+    right = torch.cat([residuals(1.0) for _ in range(times)]).numpy()
+    assert len(right) >= 320
+    assert kstest(right, "norm").pvalue > 1e-3
+    for factor in (2 / 3, 3 / 2):
+        wrong = torch.cat([residuals(factor) for _ in range(times)]).numpy()
+        assert kstest(wrong, "norm").pvalue < 1e-4
+
+
+def test_noise_is_distinct_for_every_part_step_round_and_silo() -> None:
+    """Through the doors that hospitals open: all noise of three silos and three rounds, and again for secure noise."""
+    run = manifest("fedproc", {})
+    members = tuple(replace(m, units=14) for m in run.members)
+    for rng in ("test", "secure"):
+        private = replace(run, members=members, privacy=Choice("dp_record", {"rng": rng, "prototype_every": 1}))
+        drawn: list[Tensor] = []
+
+        class Noted:
+            def __init__(self, source: SeededNoise | SecureNoise, out: list[Tensor]) -> None:
+                self._source, self._out, self.private, self.uniform = source, out, source.private, source.uniform
+
+            def gaussian(self, shape: tuple[int, ...], std: float) -> Tensor:
+                self._out.append(self._source.gaussian(shape, 1.0).flatten())
+                return self._out[-1].reshape(shape) * std
+
+        for silo, share in enumerate(shares()):
+            opened = PrivateDoors(private, silo, SimulatedBook())
+            for round in range(3):
+                turn = Turn(Federation(3, 4, 5, round, 3), silo, run.seed)
+                door = opened(share.train, share.test, run.train, turn)
+                door._noise = Noted(door._noise, drawn)
+                door.sgd(nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), ce)
+                door.sum(PIXELS)
+                evaluate(nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), door, 4)
+        assert len(drawn) >= 9 * (2 + 2 + 2)
+        heads = torch.stack([d[:4] for d in drawn])  # every part has at least 4 numbers
+        assert len(torch.unique(heads, dim=0)) == len(drawn)
+        assert len(torch.unique(torch.cat(drawn))) == sum(len(d) for d in drawn)
+
+
+def ce(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+    return Losses(cross_entropy(model(x), y, reduction="none"))
+
+
+def mixed(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+    """A loss with a term that mixes the examples."""
+    z = model(x)
+    return Losses(cross_entropy(z, y, reduction="none"), 0.05 * (z - z.mean(0)).square().sum(1).mean())
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["records", "groups of one"])
+@pytest.mark.parametrize("kind", ["example", "split", "micro"])
+def test_with_infinite_clip_and_no_noise_the_private_step_equals_the_plain_one(kind: str, grouped: bool) -> None:
+    """q = 1, one microbatch: the plain door's full batch. A group of one record is a record.
+
+    Split clipping divides both of its sums by B (specification 3.3), so that without clips its coupled term, one
+    gradient per microbatch, has the weight M / B beside the mean over examples: its strength is C2, not its factor.
+    """
+    data = data_of()
+    if grouped:
+        data.groups = tuple(str(i) for i in range(24))
+    terms = {} if kind == "example" else {"coupled": kind}
+    loss = ce if kind == "example" else mixed
+    coupling = Coupling.EXAMPLE if kind == "example" else Coupling.BATCH
+    private, plain = (nn.Sequential(nn.Flatten(), nn.Linear(64, 4)).double() for _ in range(2))
+    plain.load_state_dict(private.state_dict())
+    data.x = data.x.double()
+    doors(data, Silent(0), coupling, clip=1e9, coupled_clip_ratio=1.0, microbatch=24, **terms).sgd(private, loss)
+    share = 1 / 24 if kind == "split" else 1.0
+
+    def objective(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+        found = loss(model, x, y)
+        return Losses(found.per_example, None if found.coupled is None else share * found.coupled)
+
+    PlainData(data, data, TRAIN, TURN).sgd(plain, objective)
+    for name, value in trees.read(plain).items():
+        assert torch.allclose(trees.read(private)[name], value, rtol=1e-9, atol=1e-12), name
+
+
+@each
+def test_without_noise_and_with_room_every_sum_equals_the_plain_one(name: str) -> None:
+    data = data_of()
+    private, plain = doors(data, Silent(0), prototype_bound=1e6), PlainData(data, data, TRAIN, TURN)
+    found = MECHANISMS[name].ask(private)
+    exact = MECHANISMS[name].ask(plain)  # type: ignore[arg-type]
+    for part, value in exact.items():
+        assert torch.allclose(found[part].double(), value.double(), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_t_42_epsilon_infinity_is_the_plain_run_bit_for_bit(method: str) -> None:
+    plain = manifest(method, {}, rounds=2)
+    infinite = replace(plain, privacy=Choice("dp_record", {"epsilon": float("inf")}))
+    assert not build(infinite).private
+    a, b = (simulate(run, shares(), History()) for run in (plain, infinite))
+    assert a.keys() == b.keys()
+    for group in a:
+        assert all(torch.equal(v, b[group][n]) for n, v in a[group].items())
