@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fl_core import optimizers, rng
 from fl_core.errors import RefusedError
+from fl_core.freezing import Freezable
 from fl_core.local import PlainData
 from fl_core.types import (
     ClassSums,
@@ -39,7 +40,7 @@ from privacy import entropy
 from privacy.course import Course, Spend
 from privacy.entropy import Noise
 from privacy.gradients import Gradients, PerUnit, clipped, per_unit, trainable
-from privacy.release import Units, class_sums
+from privacy.release import Units, class_sums, sensitivity
 from privacy.validate import validate
 
 
@@ -101,6 +102,7 @@ class PrivateData:
         planned = self.planned_steps(epochs) if steps is None else steps
         for release in self._course.training(planned):
             self._spend.take(release)
+        loss = self._frozen(model, loss)
         path = ("round", self._turn.fed.round, "silo", self._turn.silo, "sgd", self._calls)
         self._calls += 1
         augment = rng.stream(self._turn.seed, *path, "augment") if self._config.augment else None
@@ -115,6 +117,20 @@ class PrivateData:
                         stepper.step()
                     self._progress(step + 1, planned)
         return planned
+
+    def _frozen(self, model: nn.Module, loss: LossFn) -> LossFn:
+        """Release the statistics that couple a loss, and hold them; the loss as it is where the plan has none."""
+        if not (self._course.frozen and isinstance(loss, Freezable)):
+            return loss
+        self._spend.take(self._course.statistics)
+        form, terms = loss.form, self._course.terms
+        model.eval()
+        sums = class_sums(
+            form.query(model, terms.statistics_bound), self._split[Split.TRAIN], self._units[Split.TRAIN], form.norm,
+            form.weight, terms.statistics_noise, self._noise, few=2.0, device=self._device,
+        )  # fmt: skip
+        std = terms.statistics_noise * sensitivity(form.norm, form.weight)
+        return form.loss(loss.whole, sums, terms.statistics_bound, std)
 
     def _gradient(
         self, engine: PerUnit, model: nn.Module, loss: LossFn, step: int, augment: torch.Generator | None

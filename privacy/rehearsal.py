@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.errors import RefusedError
+from fl_core.freezing import Freezable
 from fl_core.optimizers import effective_steps
 from fl_core.protocols import Method
 from fl_core.types import (
@@ -42,12 +43,14 @@ PROBES = ((torch.float64, 1e-10), (torch.float32, 1e-4))
 class Needs:
     """The calls of one round: steps of each training, sums over training examples, and whether counts are asked for.
 
-    weights: of the parts that one number weighs, for a silo of `SIZE` examples.
+    freezable: trainings whose coupled term has a frozen form   weights: of the parts that one number weighs, for a silo
+    of `SIZE` examples.
     """
 
     steps: list[int] = field(default_factory=list)
     class_sums: int = 0
     example_sums: int = 0
+    freezable: int = 0
     counts: bool = False
     weights: dict[str, float] = field(default_factory=dict)
 
@@ -71,8 +74,12 @@ class _Doors:
         only: Callable[[str], bool] | None = None, plain: Callable[[str], bool] | None = None,
     ) -> int:  # fmt: skip
         del lr_scale, penalty, shift, only, plain
+        if isinstance(loss, Freezable):
+            self._needs.freezable += 1
         if self._probe:
             check_independence(model, loss, self._schema)
+            if isinstance(loss, Freezable):
+                check_independence(model, _held(model, loss, self._schema), self._schema)
         self._needs.steps.append(self.planned_steps(epochs) if steps is None else steps)
         return self._needs.steps[-1]
 
@@ -158,7 +165,8 @@ def _difference(model: nn.Module, loss: LossFn, schema: Schema, dtype: torch.dty
     """Return how far the first example's gradient moves, relative to its largest entry (at least 1)."""
     params = [p for p in model.parameters() if p.requires_grad]
     own_x, own_y = blanks(schema, 1, 99)
-    held = inspect.getclosurevars(loss).nonlocals if inspect.isfunction(loss) else getattr(loss, "__dict__", {})
+    inner = loss.whole if isinstance(loss, Freezable) else loss
+    held = inspect.getclosurevars(inner).nonlocals if inspect.isfunction(inner) else getattr(inner, "__dict__", {})
     drawn = {g: g.get_state() for g in held.values() if isinstance(g, torch.Generator)}
 
     def first(seed: int) -> Tensor:
@@ -174,6 +182,14 @@ def _difference(model: nn.Module, loss: LossFn, schema: Schema, dtype: torch.dty
     return float((a - b).abs().max() / a.abs().max().clamp(min=1.0))
 
 
+def _held(model: nn.Module, loss: Freezable, schema: Schema) -> LossFn:
+    """Make a frozen loss of made-up examples."""
+    query = loss.form.query(copy.deepcopy(model).eval(), 1.0)
+    x, y = blanks(schema, 64, 7)
+    rows, one = query.vectors(x, y), torch.nn.functional.one_hot(y, query.n_classes).float()
+    return loss.form.loss(loss.whole, {"sum": one.T @ rows, "count": one.sum(0)}, 1.0, 0.0)
+
+
 def blanks(schema: Schema, n: int, seed: int) -> tuple[Tensor, Tensor]:
     """Make up examples of a schema."""
     g = torch.Generator().manual_seed(seed)
@@ -182,4 +198,4 @@ def blanks(schema: Schema, n: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def treatment(coupling: Coupling, coupled: str) -> bool:
     """Tell whether training steps have a coupled term under this treatment."""
-    return coupling is Coupling.BATCH and coupled != "off"
+    return coupling is Coupling.BATCH and coupled not in ("off", "frozen")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fl_core.errors import ConfigError
 from fl_core.options import from_mapping
 
-COUPLED = ("split", "micro", "off")
+COUPLED = ("split", "micro", "frozen", "off")
 RNG = ("secure", "test")
 TEST_DATA = ("private", "public")
 WEIGHTS = ("size", "uniform")
@@ -22,7 +22,10 @@ class Terms:
     epsilon = inf is the run without privacy
     clip: C1, bound of one unit's gradient   physical_batch: examples whose gradients are held at once
     coupled: treatment of losses that mix examples: "split" (clip C1 per unit, C2 = coupled_clip_ratio * C1 per
-    microbatch; sensitivity C1 + 2 C2), "micro" (everything per microbatch; 2 C1) or "off" (such terms are left out)
+    microbatch; sensitivity C1 + 2 C2), "micro" (everything per microbatch; 2 C1), "frozen" (the statistics that couple
+    a batch are released once per call of `sgd`, and held: then clip C1 per unit; experimental, for methods that have
+    such a form) or "off" (such terms are left out)
+    statistics_bound, statistics_noise: radius of features in that release, and its noise / sensitivity
     microbatch: expected examples of a microbatch   coupled_every: steps from one coupled term to the next
     prototype_bound: R, bound of one unit's feature offset   count_weight: lambda / R, the weight of counts in the joint
     query   prototype_noise: noise / sensitivity of a prototype release   prototype_every: rounds between releases
@@ -49,6 +52,8 @@ class Terms:
     min_count: float = 0.0
     metric_noise: float = 20.0
     count_noise: float = 20.0
+    statistics_bound: float = 1.0
+    statistics_noise: float = 8.0
     weights: str = "size"
     max_per_unit: int = 0
     test_data: str = "private"
@@ -56,7 +61,7 @@ class Terms:
 
     def __post_init__(self) -> None:
         above = ("epsilon", "clip", "coupled_clip_ratio", "prototype_bound", "count_weight", "prototype_noise",
-                 "metric_noise", "count_noise")  # fmt: skip
+                 "metric_noise", "count_noise", "statistics_bound", "statistics_noise")  # fmt: skip
         for name in above:
             most = float("inf")
             if not 0 < (found := getattr(self, name)) < most and not (name == "epsilon" and found == most):

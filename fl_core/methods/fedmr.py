@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from fl_core import rng, trees
 from fl_core.errors import ConfigError
-from fl_core.methods import manifold, prototypes
+from fl_core.methods import frozen, manifold, prototypes
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.manifold import IntraVariant, References
 from fl_core.methods.options import at_least, one_of
@@ -140,7 +140,7 @@ class FedMR(FedAvg):
                 per_example = per_example + mu2 * manifold.spread(terms, few, len(y))
             return Losses(per_example, coupled if self.coupling is Coupling.BATCH else None)
 
-        return loss
+        return frozen.freezable(self, loss, turn)
 
     def merge(self, server: State, total: Bundle, fed: Federation) -> State:
         """Average models as FedAvg does, and prototypes by class counts; classes nobody reported keep theirs."""
