@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from fl_core.datasets import SiloDataset
-from fl_core.errors import RefusedError
+from fl_core.errors import FederationError, RefusedError
 from fl_core.local import PlainData
 from fl_core.manifest import RunManifest
 from fl_core.protocols import Doors
@@ -130,7 +130,7 @@ class Custody:
             if decided is False:
                 raise RefusedError("E-POLICY-07", f"the hospital decided against run {run_id}")
         except RefusedError as error:
-            self._note(run_id, error)
+            self.note(run_id, error)
             raise
         return decided is True
 
@@ -160,11 +160,12 @@ class Custody:
             doors.course = replace(doors.course, terms=replace(terms, min_count=max(terms.min_count, least)))
             policy.check_course(doors.course, unit_of(dataset.train))
         except RefusedError as error:
-            self._note(manifest.name, error)
+            self.note(manifest.name, error)
             raise
         return Access(withholding(doors, hidden, 0.0), policy.prototypes.submit, book)
 
-    def _note(self, run: str, error: RefusedError) -> None:
+    def note(self, run: str, error: FederationError) -> None:
+        """Write down in the ledger what a coordinator asked for and was refused."""
         if error.code != "E-POLICY-01":  # of a file that says nothing there is nothing to record
             self.ledger.note_refusal(run, error.code)
 

@@ -174,7 +174,12 @@ class Trainer:
         Guarantees: equals `fl_core.simulate.LocalPort` for the same manifest and index, bit for bit on the CPU.
         """
         manifest = seat.manifest
-        fed = self._federation(seat, key, size)
+        try:
+            fed = self._federation(seat, key, size)
+        except ProtocolError as error:
+            if seat.access.book is not None:  # a round that the plan does not have would be one more release
+                self._custody.note(key.run_id, error)
+            raise
         submits = self._prototypes and seat.access.submits and manifest.members[seat.index].prototypes
         turn = Turn(fed, seat.index, manifest.seed, submits)
         with _threads(manifest.threads), seat.access.turn(key.run_id):

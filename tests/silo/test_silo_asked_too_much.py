@@ -1,0 +1,110 @@
+"""A coordinator that asks for less noise, more rounds, or another method than allowed: refused, and written down."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_private import SEEDED_POLICY, TRAIN, budgeted, private
+from helpers_silo import Hospital, until
+
+from fl_core import datasets
+from privacy.doors import course_of
+from protos.consilium.v1 import federation_pb2 as pb
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def hospital(run):
+        made.append(Hospital(tmp_path / "home", run))
+        made[-1].start()
+        return made[-1]
+
+    yield hospital
+    for one in made:
+        one.stop()
+        one.host.stop()
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    read, plain = [], datasets.TensorExamples.batch
+
+    def batch(examples, index, augment=None):
+        read.append(len(index))
+        return plain(examples, index, augment)
+
+    monkeypatch.setattr(datasets.TensorExamples, "batch", batch)
+    return read
+
+
+def refusals(ledger) -> list[tuple[str, str]]:
+    return [(subject, detail) for _, subject, state, detail, _ in ledger.events() if state == "REFUSED"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "terms", "code"),
+    [
+        ("[runs]\nmethods = ['fedmr', 'fednh']\n", {}, "E-POLICY-02"),
+        ("[privacy]\nrng = 'test'\nmin_noise = 3.0\n", {}, "E-POLICY-05"),
+        ("[privacy]\nrng = 'test'\n", {"epsilon": 9.0}, "E-POLICY-05"),
+        ("[privacy]\nrng = 'test'\n", {"delta": 1e-4}, "E-POLICY-05"),
+        ("", {}, "E-POLICY-05"),
+    ],
+    ids=["another method", "less noise", "a larger epsilon", "a larger delta", "noise that repeats"],
+)
+def test_less_noise_or_another_method_is_refused_with_a_record(make, tmp_path, reads, policy, terms, code):
+    ledger = budgeted(tmp_path / "home", epsilon=100.0, policy=policy)
+    hospital = make(private(**terms))
+    del reads[:]
+    hospital.offer()
+    assert hospital.refused().code == code
+    assert [detail for _, detail in refusals(ledger)] == [code]
+    assert reads == []
+    assert ledger.history(TRAIN) == []
+    ledger.verify()
+
+
+@pytest.mark.parametrize(("round", "cohort"), [(2, 3), (7, 3), (0, 2)])
+def test_a_round_that_the_plan_does_not_have_is_refused_with_a_record(make, tmp_path, reads, round, cohort):
+    """The run has two rounds of three hospitals: a third one would be a release that its noise was not solved for."""
+    ledger = budgeted(tmp_path / "home", epsilon=100.0)
+    hospital = make(private())
+    del reads[:]
+    hospital.offer(round, pb.TRAIN, cohort=cohort)
+    assert hospital.refused().code == "E-RUN-33"
+    assert refusals(ledger) == [(hospital.run_id, "E-RUN-33")]
+    assert reads == []
+    assert ledger.history(TRAIN) == []
+
+
+def test_a_round_asked_for_again_and_again_is_charged_each_time_until_the_budget_refuses(make, tmp_path):
+    """Another base makes it another task: noise is fresh, and so is the charge; two fit."""
+    ledger = budgeted(tmp_path / "home")
+    hospital = make(private())
+    once = course_of(private(), 1).training(course_of(private(), 1).passes[0])[0].mechanism
+    for attempt in range(3):
+        moved = {n: v + attempt for n, v in hospital.server["w"].items()}
+        hospital.offer(0, pb.TRAIN, {"w": moved})
+        done = attempt + 1
+        until(lambda done=done: hospital.events().count("sent") == done or "refused" in hospital.events(), 60)
+    assert hospital.refused().code == "E-BUDGET-01"
+    assert hospital.events().count("sent") == 2
+    assert ledger.history(TRAIN)[0].steps == 2 * once.steps
+    assert [state for _, state, _ in ledger.entries(TRAIN)] == ["SPENT", "SPENT", "REFUSED"]
+    assert ledger.status(TRAIN).used <= 1
+
+
+def test_more_rounds_are_more_noise_per_round_and_no_more_epsilon(tmp_path):
+    """The hospital solves the noise for the rounds of the manifest: who asks for more gets less of each."""
+    from dataclasses import replace
+
+    few, many = (course_of(replace(private(), rounds=rounds), 1) for rounds in (2, 40))
+    assert many.noise > 1.5 * few.noise
+    ledger = budgeted(tmp_path / "home", policy=SEEDED_POLICY)
+    for course in (few, many):
+        whole = [r.mechanism for t in range(course.rounds) for r in course.releases(t, True) if r.collection == "train"]
+        assert ledger.fits(TRAIN, whole)
+        assert not ledger.fits(TRAIN, [*whole, *whole[:: max(1, len(whole) // 20)]])
+    assert torch.isfinite(torch.tensor(many.noise))
