@@ -37,7 +37,7 @@ def audit(
     only: Annotated[
         list[str] | None, typer.Option("--only", help="Audits to run, repeatable. Default: all.", metavar="AUDIT")
     ] = None,
-    seeds: Annotated[int, typer.Option("--seeds", help="Repetitions of the canary audits.")] = 1,
+    seeds: Annotated[int, typer.Option("--seeds", help="Repetitions of every audit.")] = 1,
     image_size: Annotated[
         int | None, typer.Option("--image-size", help=f"Pixels. Default: {PIXELS}, or what the data fixes.")
     ] = None,

@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m privacy.audit", description="Attack private training on digits.")
     parser.add_argument("audits", nargs="*", metavar="AUDIT", help=f"of {', '.join(valid)}; all without a name")
     parser.add_argument("--out", type=Path, default=Path("runs/audit"), help="folder of the plots and audit.json")
-    parser.add_argument("--seeds", type=int, default=1, help="repetitions of the canary audits and of mu")
+    parser.add_argument("--seeds", type=int, default=1, help="repetitions of every audit that trains")
     parser.add_argument("--runs", type=int, default=10_000, help="steps in each of the two worlds of mu")
     given = parser.parse_args(list(words))
     if unknown := sorted(set(given.audits) - set(valid)):

@@ -97,6 +97,12 @@ class Tracing:
     inversion: float
     chance: float
 
+    @property
+    def case(self) -> str:
+        """Name the case."""
+        noise = f"noise {self.noise:g}" if self.noise else "bare"
+        return f"{self.members} image{'s' * (self.members > 1)}, {noise}"
+
 
 def prototypes(
     subject: Subject, cases: Sequence[tuple[int, float]] = CASES, repeats: int = 20, seed: int = 0, steps: int = 60,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from privacy.audit.attacks import Presence, Tracing
+from privacy.audit.attacks import Tracing
 from privacy.audit.bounds import Floats, auc
 from privacy.audit.canaries import Found
 from privacy.audit.step import Moved, Scale
@@ -46,31 +47,32 @@ def curves(pairs: Mapping[str, tuple[Floats, Floats]], file: Path) -> None:
     _save(figure, axis, file)
 
 
-def presence(found: Mapping[str, Presence], file: Path) -> None:
-    """Draw the AUC of the class-presence attack on single updates and on their sum."""
-    figure, axis = _new(len(found) * 1.4 + 1.8)
-    for shift, label, of in ((-0.2, "each update seen", "alone"), (0.2, "only the sum seen", "masked")):
-        axis.bar([p + shift for p in range(len(found))], [getattr(f, of) for f in found.values()], 0.4, label=label)
+def presence(alone: Mapping[str, Sequence[float]], masked: Mapping[str, Sequence[float]], file: Path) -> None:
+    """Draw the AUC of the class-presence attack on single updates and on their sum: the mean over seeds."""
+    figure, axis = _new(len(alone) * 1.4 + 1.8)
+    for shift, label, of in ((-0.2, "each update seen", alone), (0.2, "only the sum seen", masked)):
+        axis.bar([p + shift for p in range(len(of))], [fmean(values) for values in of.values()], 0.4, label=label)
     _chance(axis)
-    axis.set_xticks(range(len(found)), list(found))
-    axis.set_ylim(0, 1.3)
+    axis.set_xticks(range(len(alone)), list(alone))
+    axis.set_ylim(0, 1.4)
     axis.set_ylabel("AUC of class presence")
     _save(figure, axis, file)
 
 
-def tracing(found: Sequence[Tracing], file: Path) -> None:
-    """Draw how well prototypes trace their members, and how often an image made from one finds its own."""
-    figure, axis = _new(len(found) * 1.1 + 2)
-    places = range(len(found))
-    axis.bar([p - 0.2 for p in places], [f.tracing for f in found], 0.4, label="tracing, AUC")
-    axis.bar([p + 0.2 for p in places], [f.inversion for f in found], 0.4, label="inversion, share found (top 1)")
-    for place, f in zip(places, found, strict=True):
-        label = "" if place else "chance of the inversion"
-        axis.plot([place, place + 0.4], [f.chance] * 2, color="C3", linewidth=1.5, label=label)
+def tracing(runs: Sequence[Sequence[Tracing]], file: Path) -> None:
+    """Draw how well prototypes trace their members, and how often an image made from one finds its own: means."""
+    cases = list(zip(*runs, strict=True))
+    figure, axis = _new(len(cases) * 1.1 + 2)
+    places = range(len(cases))
+    traced, found = ([fmean(getattr(f, of) for f in case) for case in cases] for of in ("tracing", "inversion"))
+    axis.bar([p - 0.2 for p in places], traced, 0.4, label="tracing, AUC")
+    axis.bar([p + 0.2 for p in places], found, 0.4, label="inversion, share found (top 1)")
+    for place, (f, *_) in zip(places, cases, strict=True):
+        named = "" if place else "chance of the inversion"
+        axis.plot([place, place + 0.4], [f.chance] * 2, color="C3", linewidth=1.5, label=named)
     _chance(axis)
-    names = [f"{f.members} image{'s' * (f.members > 1)}\n{f'noise {f.noise:g}' if f.noise else 'bare'}" for f in found]
-    axis.set_xticks(places, names, fontsize="small")
-    axis.set_ylim(0, 1.45)
+    axis.set_xticks(places, [case[0].case.replace(", ", "\n") for case in cases], fontsize="small")
+    axis.set_ylim(0, 1.5)
     _save(figure, axis, file)
 
 

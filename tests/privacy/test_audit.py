@@ -234,11 +234,10 @@ def test_the_program_writes_its_report_and_plots(
 def test_every_picture_is_drawn(tmp_path: Path) -> None:
     present = np.arange(20) < 10
     found = canaries.Found(present + 0.0, present, one_run(present + 0.0, present, 1e-5), "given")
-    held = np.eye(3, dtype=bool)
     plots.bounds({"no privacy": [found], "epsilon 8": [found]}, {"epsilon 8": 8.0}, tmp_path / "bounds.png")
     plots.curves({"no privacy": (np.array([1.0, 2.0]), np.array([0.0, 1.5]))}, tmp_path / "curves.png")
-    plots.tracing([attacks.Tracing(1, 0.0, 0.9, 0.2, 0.02)], tmp_path / "tracing.png")
-    plots.presence({"no privacy": attacks.Presence(held + 0.0, held * 0.0, held)}, tmp_path / "presence.png")
+    plots.tracing([[attacks.Tracing(1, 0.0, 0.9, 0.2, 0.02)]] * 2, tmp_path / "tracing.png")
+    plots.presence({"no privacy": [1.0, 0.9]}, {"no privacy": [0.5, 0.5]}, tmp_path / "presence.png")
     plots.steps({"split": Scale(1.0, 0.5)}, {"split": Moved(1.0, 1.0)}, {"split": [0.9]}, tmp_path / "steps.png")
     assert len(list(tmp_path.glob("*.png"))) == 5
 
