@@ -1,0 +1,1 @@
+"""What a private step costs beside a plain one, and beside bare Opacus."""

@@ -1,0 +1,1 @@
+"""What one local step of FedMR costs beside one of FedAvg."""

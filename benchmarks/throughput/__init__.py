@@ -1,0 +1,1 @@
+"""Local training through the doors beside a bare PyTorch loop."""
