@@ -30,7 +30,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 60) -> Any:
+def until(condition: Callable[[], object], what: str, seconds: float = 240) -> Any:
     """Wait for a condition with a deadline, and return its value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -49,7 +49,7 @@ class World:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self._client: LeadClient | None = None
 
-    def call(self, *words: str, ok: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def call(self, *words: str, ok: bool = True, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [str(BIN / words[0]), *words[1:]], capture_output=True, text=True, env=ENV, timeout=timeout, cwd=self.folder
         )
@@ -110,7 +110,7 @@ class World:
     def silo(self, name: str, data: str, *more: str) -> None:
         self.start(name, "silo", "serve", "--data", data, "--home", str(self.folder / name), *more)
 
-    def online(self, names: Sequence[str], seconds: float = 60) -> None:
+    def online(self, names: Sequence[str], seconds: float = 240) -> None:
         def there() -> bool:
             for name in names:
                 if name in self.running:
