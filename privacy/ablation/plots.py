@@ -11,14 +11,21 @@ from matplotlib.figure import Figure
 from privacy.ablation.checks import Accuracy, estimate
 from privacy.ablation.grid import VARIANTS, Grid
 
+_APART = 0.04
+"""How far variants stand beside each other; a factor 2 of epsilon is 1."""
+
 
 def draw(accuracy: Accuracy, grid: Grid, file: Path, title: str) -> None:
-    """Draw into a file, PNG or SVG by its name; epsilon is on a log scale, "inf" a tick of its own to the right."""
+    """Draw into a file, PNG or SVG by its name; epsilon is on a log scale, "inf" a tick of its own to the right.
+
+    Variants stand a little beside each other, so that equal ones (FedMR and FedMR-intra at share 0) can both be seen;
+    those that know no share are the same in all panels.
+    """
     finite = sorted(e for e in grid.epsilons if not math.isinf(e))
     places = {e: math.log2(e) for e in finite}
     if math.inf in grid.epsilons:
         places[math.inf] = (max(places.values()) if places else 0.0) + 1.5
-    figure = Figure(figsize=(3.6 * len(grid.shares) + 1.2, 3.6), layout="constrained")
+    figure = Figure(figsize=(3.6 * len(grid.shares) + 1.8, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(grid.shares), sharey=True, squeeze=False)[0]
     for panel, share in zip(axes, grid.shares, strict=True):
@@ -30,16 +37,19 @@ def draw(accuracy: Accuracy, grid: Grid, file: Path, title: str) -> None:
                 if not (VARIANTS[variant].finite and math.isinf(e))
                 if (found := estimate(accuracy, grid, variant, e, at)) is not None
             ]
-            x, mean = [p for p, _ in points], [f.mean for _, f in points]
-            half = [0.0 if math.isnan(f.half) else f.half for _, f in points]
-            panel.plot(x, mean, marker="o", color=f"C{number}", label=variant)
+            beside = _APART * (number - (len(grid.variants) - 1) / 2)
+            x, mean = [p + beside for p, _ in points], [100 * f.mean for _, f in points]
+            half = [0.0 if math.isnan(f.half) else 100 * f.half for _, f in points]
+            panel.plot(x, mean, marker="o", markersize=4, linewidth=1.4, color=f"C{number}", label=variant)
             low = [m - h for m, h in zip(mean, half, strict=True)]
             high = [m + h for m, h in zip(mean, half, strict=True)]
-            panel.fill_between(x, low, high, color=f"C{number}", alpha=0.2, linewidth=0)
+            panel.fill_between(x, low, high, color=f"C{number}", alpha=0.12, linewidth=0)
         panel.set_xticks(list(places.values()), ["inf" if math.isinf(e) else f"{e:g}" for e in places])
         panel.set_title(f"{100 * share:g} % submit prototypes")
         panel.set_xlabel("epsilon")
-    axes[0].set_ylabel("final accuracy")
-    axes[-1].legend(fontsize="small")
-    figure.suptitle(title)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", alpha=0.3)
+    axes[0].set_ylabel("final accuracy (%)")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+    figure.suptitle(f"{title}; bands: 95 % interval over {len(grid.seeds)} seeds")
     figure.savefig(file, dpi=120)
