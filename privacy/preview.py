@@ -8,9 +8,10 @@ from typing import Any, TypedDict
 
 from fl_core import cohort
 from fl_core.manifest import RunManifest
+from privacy.access import silo_releases
 from privacy.accounting import Filter, Mechanism, epsilon_prv, epsilon_rdp
 from privacy.central import silo_level
-from privacy.course import TEST, TRAIN, Release
+from privacy.course import HOSPITAL, TEST, TRAIN, Release
 from privacy.doors import course_of
 from privacy.plan import SILO_LEVEL, is_private, terms_of
 from privacy.silo_terms import SiloTerms, analytic_epsilon, participations
@@ -34,8 +35,9 @@ class Projection:
     """One hospital's part: N, q, training steps and rounds in all, z, and epsilon at the run's delta.
 
     used: share of the budget, by the filter that ledgers use, which keeps one order and is the stricter
-    epsilon_tight: by the tighter accountant, for information; epsilon_test: of the test records, a collection of their
-    own under record-level privacy (0 where they are public, or part of epsilon).
+    epsilon_tight: by the tighter accountant, for information   epsilon_record, epsilon_test: of one training record and
+    of one test record, which have budgets of their own (0 where test records are public); under record-level privacy
+    the first is epsilon, under silo-level privacy epsilon is the hospital's.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Projection:
     noise: float
     epsilon: float
     epsilon_tight: float
+    epsilon_record: float
     epsilon_test: float
     used: float
 
@@ -84,6 +87,7 @@ def project(manifest: RunManifest) -> list[Projection]:
                 min((m.noise for m in training), default=0.0),
                 epsilon_rdp(of[TRAIN], terms.delta),
                 epsilon_prv(of[TRAIN], terms.delta),
+                epsilon_rdp(of[TRAIN], terms.delta),
                 epsilon_rdp(of[TEST], terms.delta),
                 Filter.of(terms.epsilon, terms.delta).used(of[TRAIN]),
             )
@@ -92,12 +96,25 @@ def project(manifest: RunManifest) -> list[Projection]:
 
 
 def _silo_level(manifest: RunManifest) -> list[Projection]:
-    terms, noise, found = SiloTerms.of(manifest.privacy.options), silo_level(manifest).noise, []
+    terms, guard, found = SiloTerms.of(manifest.privacy.options), silo_level(manifest), []
     for member, rounds in zip(manifest.members, participations(manifest), strict=True):
-        history = terms.history(noise, rounds, rounds + 1)
-        spent, exact = epsilon_rdp(history, terms.delta), analytic_epsilon(history, terms.delta)
-        used = Filter.of(terms.epsilon, terms.delta).used(history)
-        found.append(Projection(member.name, member.units, 1.0, rounds, rounds, noise, spent, exact, 0.0, used))
+        releases = silo_releases(guard, True) * rounds + silo_releases(guard, False)
+        hospital, train, test = ([r.mechanism for r in releases if r.collection == c] for c in (HOSPITAL, TRAIN, TEST))
+        found.append(
+            Projection(
+                member.name,
+                member.units,
+                1.0,
+                rounds,
+                rounds,
+                guard.noise,
+                epsilon_rdp(hospital, terms.delta),
+                analytic_epsilon(hospital, terms.delta),
+                epsilon_rdp(train, terms.delta),
+                epsilon_rdp(test, terms.delta),
+                Filter.of(terms.epsilon, terms.delta).used(hospital),
+            )
+        )
     return found
 
 

@@ -44,14 +44,16 @@ def preview(
     rows = [
         (
             str(s["name"]), str(s["units"]), f"{s['rate']:.4f}", str(s["steps"]), str(s["rounds"]),
-            f"{s['noise']:.3f}", f"{s['epsilon']:.3f}", f"{s['epsilon_tight']:.3f}", f"{s['epsilon_test']:.3f}",
+            f"{s['noise']:.3f}", f"{s['epsilon']:.3f}", f"{s['epsilon_tight']:.3f}", f"{s['epsilon_record']:.3f}",
+            f"{s['epsilon_test']:.3f}",
         )
         for s in found["silos"]
     ]  # fmt: skip
     if not rows:
         display.OUT.print(f"privacy={found['profile']} adds no noise: no epsilon bounds what this run shows")
         return
-    head = ("hospital", "size", "q", "steps", "rounds", "noise z", "epsilon", "tighter bound", "of test data")
+    head = ("hospital", "size", "q", "steps", "rounds", "noise z", "epsilon", "tighter bound", "of a record",
+            "of a test record")  # fmt: skip
     title = f"{found['method']}, {found['rounds']} rounds, delta {found['delta']:g}"
     display.OUT.print(display.table(title, head, rows))
 

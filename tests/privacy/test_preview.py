@@ -41,6 +41,7 @@ def test_what_is_projected_is_what_the_books_then_hold() -> None:
         assert silo.epsilon <= 8
     assert max(s.epsilon for s in found) == preview(run)["epsilon"]
     assert max(s.epsilon_test for s in found) == spent["epsilon_test_data"]
+    assert all(s.epsilon_record == s.epsilon for s in found)
     assert sum(s.rounds for s in found) == 6
     rates = [s.rate for s in found]
     assert rates == [4 / 14, 4 / 28, 4 / 7]
@@ -72,3 +73,4 @@ def test_preview_of_a_simulated_federation_and_of_silo_level_privacy() -> None:
     silos = found["silos"]
     assert [s["name"] for s in silos] == [f"hospital{k}" for k in range(5)]  # type: ignore[attr-defined]
     assert all(s["rate"] == 1 and 7 < s["epsilon_tight"] < s["epsilon"] <= 8 for s in silos)  # type: ignore[attr-defined]
+    assert all(s["epsilon"] < s["epsilon_record"] < 20 for s in silos)  # type: ignore[attr-defined]
