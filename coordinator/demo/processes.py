@@ -103,7 +103,7 @@ class Processes:
                 name = " ".join(str(word) for word in process.args) if isinstance(process.args, list) else ""
                 raise UnavailableError("E-RUN-09", f"a process of the demo ended: {name}\n{tail}")
 
-    def until(self, condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = 180) -> None:
         """Wait for a condition with a deadline; a process that ends meanwhile ends the wait."""
         deadline = time.monotonic() + seconds
         while not condition():
