@@ -7,9 +7,11 @@ import socket
 import stat
 
 import pytest
+from PIL import Image
 
 from privacy.audit import audits, canaries
 from privacy.audit.audits import Outcome, Verdict
+from silo import audit_commands
 from silo.commands import run
 
 DATA = "digits/hospital0"
@@ -107,3 +109,16 @@ def test_a_refuted_claim_is_status_1_after_all_audits_and_names_them(capsys, tmp
 def test_the_help_says_that_nothing_leaves(capsys):
     assert run(["audit", "--help"]) == 0
     assert "Nothing is sent" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("size", "side"), [(None, 32), (16, 16)])
+def test_a_folder_of_images_is_audited_at_32_pixels_or_as_asked(tmp_path, size, side):
+    for name, colour in (("melanoma", (90, 40, 30)), ("nevus", (200, 150, 120))):
+        (tmp_path / name).mkdir()
+        for k in range(60):
+            shade = tuple(c + k % 40 for c in colour)
+            Image.new("RGB", (48, 40), shade).save(tmp_path / name / f"{k}.png")
+    subject = audit_commands._subject(f"folder:{tmp_path}", None, "melanoma, nevus", size)
+    assert subject.x.shape == (120, 3, side, side)
+    assert subject.classes == [0, 1]
+    assert subject.network(0)(subject.x[:2]).shape == (2, 2)
