@@ -22,7 +22,7 @@ from pathlib import Path  # noqa: E402
 
 import grpc  # noqa: E402
 
-from benchmarks.round_trip.processes import Processes  # noqa: E402
+from benchmarks.round_trip.processes import Processes, cpu_seconds  # noqa: E402
 from coordinator.credentials import server_credentials  # noqa: E402
 from coordinator.server import CHANNEL_OPTIONS  # noqa: E402
 from protos.chunks import CHUNK_BYTES  # noqa: E402
@@ -89,6 +89,7 @@ class Bare:
 
     def __init__(self, started: Processes, coordinator: Path, silos: Sequence[Path]) -> None:
         self._started = started
+        first = len(started.running)
         server = started.start(["benchmarks.round_trip.bare", "serve", str(coordinator)], talks=True)
         address = f"127.0.0.1:{int(self._answer(server))}"
         self._clients = [
@@ -96,6 +97,11 @@ class Bare:
         ]
         for client in self._clients:
             self._answer(client)
+        self._pids = [process.pid for process in started.running[first:]]
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time of the server and all clients so far."""
+        return sum(cpu_seconds(pid) for pid in self._pids)
 
     def round(self, down: int, up: int) -> float:
         """Let all clients move their bytes at once; return the seconds until the last has."""

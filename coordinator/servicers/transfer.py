@@ -18,6 +18,7 @@ from coordinator.limits import object_limit
 from coordinator.records import Contribution
 from coordinator.store import Store
 from coordinator.tasks import KINDS, WIRE, TaskKey
+from coordinator.turns import Turns
 from coordinator.uploads import Hashing, Upload, Uploads
 from fl_core.errors import FederationError, ProtocolError, StateError, UnavailableError
 from protos import codec, receipts
@@ -37,6 +38,7 @@ class TransferService:
         self._hub = hub
         self._certificate = certificate
         self._uploads = Uploads()
+        self._turns = Turns()
         self._limits: dict[str, int] = {}
         self._limits_lock = threading.Lock()
 
@@ -95,16 +97,19 @@ class TransferService:
             upload.synced = have
         return pb.PutReply(have=have)
 
-    @staticmethod
-    def _append(c: Contribution, chunks: Iterator[Chunk], growth: Growth, upload: Upload) -> int:
+    def _append(self, c: Contribution, chunks: Iterator[Chunk], growth: Growth, upload: Upload) -> int:
         have = growth.have
         upload.begin(have)
         into = Hashing(growth, upload)
-        for chunk in chunks:
-            if chunk.object not in ("", c.id):
-                raise ProtocolError("E-WIRE-13", "expected one contribution in a stream, found a second")
-            have = append_chunk(chunk, into, have, c.size)
-        return have
+        while True:
+            with self._turns.turn():
+                chunk = next(chunks, None)
+                if chunk is None:
+                    return have
+                if chunk.object not in ("", c.id):
+                    raise ProtocolError("E-WIRE-13", "expected one contribution in a stream, found a second")
+                have = append_chunk(chunk, into, have, c.size)
+                del chunk  # before the next one comes
 
     def Commit(self, request: pb.CommitRequest, context: grpc.ServicerContext) -> pb.Receipt:  # noqa: N802
         """Verify an upload, take it and sign for it; object and record are on disk before the receipt leaves."""
@@ -167,9 +172,13 @@ class TransferService:
             )
         sent = 0
         try:
-            for chunk in read_chunks(file, request.digest, request.offset):
-                sent = min(chunk.offset + CHUNK_BYTES, size) - request.offset
-                yield chunk
+            chunks = read_chunks(file, request.digest, request.offset)
+            while True:
+                with self._turns.turn():
+                    if (chunk := next(chunks, None)) is None:
+                        return
+                    sent = min(chunk.offset + CHUNK_BYTES, size) - request.offset
+                    yield chunk  # until it has left
         finally:
             if silo is not None and sent:
                 self._store.runs.add_traffic(run_id, sent)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.round_trip.__main__ import compared
 from benchmarks.round_trip.models import RESNET18, workload
 from coordinator.config import compose_spec
 from coordinator.plan import manifest_from
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
     "silos", "params", "params_sent", "rounds", "bytes_up", "bytes_down", "run_bytes_up", "run_bytes_down",
     "round_seconds", "bare_stream_seconds", "ratio", "coordinator_peak_mib", "round_seconds_each",
-    "bare_stream_seconds_each",
+    "bare_stream_seconds_each", "coordinator_cpu_seconds", "silos_cpu_seconds", "bare_cpu_seconds",
 }  # fmt: skip
 
 
@@ -59,6 +60,11 @@ def test_a_small_round_trip_counts_the_bytes_of_its_messages() -> None:
     assert 0 < found["run_bytes_down"] - broadcasts < 2 * 20_000
     assert len(found["round_seconds_each"]) == 2
     assert all(s > 0 for s in (*found["round_seconds_each"], *found["bare_stream_seconds_each"]))
+
+
+def test_several_numbers_of_silos_are_compared_by_their_peaks() -> None:
+    found = [{"silos": k, "coordinator_peak_mib": peak} for k, peak in ((3, 900.0), (12, 941.5), (6, 910.0))]
+    assert compared(found) == {"measured": found, "peak_difference_mib": 41.5}
 
 
 @pytest.mark.parametrize("wanted", [38_378, 50_000, 300_000])
