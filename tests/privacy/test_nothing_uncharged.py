@@ -105,6 +105,16 @@ def test_what_leaves_under_record_level_privacy_depends_on_data_through_the_mech
         assert same_bundle(a, b)
 
 
+@pytest.mark.parametrize("method", PRIVATE)
+def test_with_uniform_weights_every_method_counts_a_hospital_once(method: str) -> None:
+    """Weights per class are noisy counts, which are charged; a weight of one number is 1, or 0 of what is not there."""
+    bundles, _ = sent(run_of(method, personal=False, weights="uniform"), shares()[0])
+    weights = {float(part.weight) for part in bundles[0].values() if not part.weight.dim()}
+    assert weights <= {0.0, 1.0}
+    sized, _ = sent(run_of(method, personal=False), shares()[0])
+    assert {float(part.weight) for part in sized[0].values() if not part.weight.dim()} <= {0.0, 1.0, 14.0}
+
+
 def test_all_methods_are_covered_but_the_one_that_says_that_it_cannot_be() -> None:
     assert set(METHODS) - set(PRIVATE) == {"fedcd"}
 
