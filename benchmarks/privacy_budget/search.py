@@ -46,10 +46,10 @@ class Setting:
     clip: float = 1.0
 
     def __str__(self) -> str:
-        """Name what is not the default."""
-        values = ((f, getattr(self, f.name)) for f in fields(self)[1:])
-        changed = [f"{f.name} {value:g}" for f, value in values if value != f.default]
-        return f"{self.federation}: {', '.join(changed) or 'the profile itself'}"
+        """Name the federation, epsilon and the rate, and of the rest what is not the default."""
+        rest = [f.name for f in fields(self)[3:] if getattr(self, f.name) != f.default]
+        changed = "".join(f", {name} {getattr(self, name):g}" for name in rest)
+        return f"{self.federation}, epsilon {self.epsilon:g}, lr {self.lr:g}{changed}"
 
 
 SEARCH = (
@@ -60,7 +60,7 @@ SEARCH = (
     *(Setting(lr=lr, rounds=r) for lr, r in ((5.0, 10), (4.0, 30))),
     *(Setting(lr=lr, batch=b) for lr, b in ((1.0, 150), (0.6, 100), (0.2, 32))),
     *(Setting(epsilon=math.inf, lr=lr, batch=b) for lr, b in ((0.5, 300), (0.03, 32), (0.1, 32))),
-    *(Setting("p5c2", math.inf, lr, batch=32) for lr in (0.03, 0.05, 0.1, 0.3)),
+    *(Setting("p5c2", math.inf, lr, batch=50) for lr in (0.05, 0.1, 0.2)),
     *(Setting("p5c2", 8.0, lr) for lr in (2.0, 4.0, 5.0, 6.0, 8.0)),
     *(Setting("p5c2", 4.0, lr) for lr in (2.0, 3.0, 4.0, 5.0)),
     *(Setting("p5c2", 2.0, lr) for lr in (1.0, 2.0, 3.0, 4.0)),
