@@ -12,6 +12,10 @@ from privacy.plan import SILO_LEVEL, is_private
 from privacy.silo_terms import SiloTerms, analytic_epsilon, participations
 from privacy.terms import Terms
 
+HOSPITAL_HIDDEN = (
+    "Silo-level privacy hides, within epsilon, what all data of a hospital change, and so which classes it treats; "
+    "that it takes part is not hidden."
+)
 CLASSES_SHOW = (
     "Record-level privacy does not hide which classes a hospital treats: "
     "without secure aggregation its update shows them."
@@ -21,7 +25,8 @@ CLASSES_SHOW = (
 def privacy_report(manifest: RunManifest, books: Sequence[Sequence[Release]]) -> Mapping[str, object]:
     """Report the spending of a run: epsilon per hospital and the largest, by both accountants.
 
-    `private` is False where noise came from a seed; unit, adjacency, accountant and the place of noise are named.
+    `private` is False where noise came from a seed, as `rng` says; unit, adjacency, accountant and the place of noise
+    are named.
     """
     terms = Terms.of(manifest.privacy.options)
 
@@ -35,6 +40,7 @@ def privacy_report(manifest: RunManifest, books: Sequence[Sequence[Release]]) ->
     return {
         "profile": manifest.privacy.name,
         "private": terms.rng == "secure",
+        "rng": terms.rng,
         "unit": "record, or the group that the data names",
         "adjacency": "add or remove one unit",
         "accountant": "RDP; PRV for information",
@@ -68,6 +74,7 @@ def silo_report(manifest: RunManifest, books: Sequence[Sequence[Release]]) -> Ma
     return {
         "profile": manifest.privacy.name,
         "private": terms.rng == "secure",
+        "rng": terms.rng,
         "unit": "hospital: all its records",
         "adjacency": "add or remove one hospital's data; its place in the roster stays",
         "accountant": "RDP, q = 1 per round taken part in; exact Gaussian curve for information",
@@ -84,6 +91,7 @@ def silo_report(manifest: RunManifest, books: Sequence[Sequence[Release]]) -> Ma
         "clipping": terms.clipping,
         "rounds_by_silo": dict(zip([m.name for m in manifest.members], participations(manifest), strict=True)),
         "test_data": terms.test_data,
+        "note": HOSPITAL_HIDDEN,
     }
 
 

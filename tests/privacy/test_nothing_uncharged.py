@@ -19,7 +19,8 @@ from fl_core.errors import ConfigError
 from fl_core.kinds import Capability
 from fl_core.manifest import Choice, RunManifest
 from fl_core.methods import METHODS, build_method
-from fl_core.simulate import LocalPort, SiloShare, bench_of, initial_state
+from fl_core.simulate import History, LocalPort, SiloShare, bench_of, initial_state, simulate
+from fl_core.states import InMemory
 from fl_core.types import Bundle, ClassSums, TaskKind
 from privacy import doors, entropy, example, plan
 from privacy.access import doors_of
@@ -28,6 +29,7 @@ from privacy.course import Spend
 from privacy.doors import SimulatedBook
 from privacy.entropy import Noise
 from privacy.release import Units
+from privacy.report import report
 
 OPTIONS = {
     "fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"},
@@ -68,14 +70,18 @@ def sent(run: RunManifest, share: SiloShare, public: bool = False) -> tuple[list
 
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the mechanisms of record-level privacy see no data: what is left of them is noise."""
+    """Let the mechanisms of record-level privacy see no data: what is left of them is noise.
+
+    Sums still show the extractor that they were asked of: one that was trained past the doors would be seen.
+    """
 
     def sums(
         query: ClassSums, examples: object, units: object, bound: float, weight: float, z: float, noise: Noise,
         **more: object,
     ) -> dict[str, Tensor]:  # fmt: skip
-        width = query.vectors(torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.long)).shape[1]
-        drawn = {"sum": noise.gaussian((query.n_classes, width), z), "count": noise.gaussian((query.n_classes,), z)}
+        extracted = query.vectors(torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.long))[0].double()
+        shape = (query.n_classes, len(extracted))
+        drawn = {"sum": noise.gaussian(shape, z) + extracted, "count": noise.gaussian(shape[:1], z)}
         return {name: value.float() for name, value in drawn.items()}
 
     monkeypatch.setattr(entropy, "poisson_sample", lambda *_: torch.zeros(0, dtype=torch.long))
@@ -95,7 +101,7 @@ PRIVATE = [m for m in sorted(METHODS) if private(m)]
 
 
 @pytest.mark.parametrize("method", PRIVATE)
-def test_what_leaves_under_record_level_privacy_depends_on_data_through_the_mechanisms_alone(
+def test_t_43_t_28_what_leaves_under_record_level_privacy_depends_on_data_through_the_mechanisms_alone(
     method: str, blind: None
 ) -> None:
     mine, charged = sent(run_of(method), shares()[0])
@@ -128,7 +134,7 @@ def test_with_open_eyes_the_same_two_hospitals_differ() -> None:
 
 @pytest.mark.parametrize("terms", [{}, {"clipping": "adaptive", "bit_noise": 20.0}], ids=["fixed", "adaptive"])
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_what_leaves_under_silo_level_privacy_depends_on_data_through_the_guard_alone(
+def test_t_43_what_leaves_under_silo_level_privacy_depends_on_data_through_the_guard_alone(
     method: str, terms: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from privacy import adaptive
@@ -180,3 +186,45 @@ def test_personal_models_are_rehearsed_every_release_is_planned_and_every_planne
     without = sent(run_of(method, personal=False), shares()[0])[1].releases
     assert purposes.count("training") == [r.purpose for r in without].count("training") + extra
     assert ("class counts" in purposes) is (public or method == "fedgela")
+
+
+@pytest.mark.parametrize("profile", ["dp_record", "dp_silo_small"])
+def test_t_23_two_production_runs_differ_and_no_state_holds_a_generators(profile: str) -> None:
+    """Secure noise is never repeated; what is checkpointed has the groups and tensors of the plain run, no more."""
+    more = {"allow_large": True} if profile == "dp_silo_small" else {}
+    run = run_of("fedavg", profile, False, rng="secure", **more)
+    (mine, _), (again, _) = sent(run, shares()[0]), sent(run, shares()[0])
+    assert not same_bundle(mine[0], again[0])
+    built, states = plan.build(run), [InMemory(), InMemory()]
+    finals = []
+    for made, kept in ((run, states[0]), (replace(run, privacy=Choice("none")), states[1])):
+        private_run = made is run
+        opened = [doors_of(run, k, SimulatedBook()) for k in range(3)] if private_run else None
+        guards, incoming = (built.silo, built.incoming) if private_run else ((), None)
+        finals.append(simulate(made, shares(), History(), opened, kept, guards=guards, incoming=incoming))
+    assert {g: sorted(t) for g, t in finals[0].items()} == {g: sorted(t) for g, t in finals[1].items()}
+    for k in range(3):
+        one, other_ = ({g: sorted(t) for g, t in (s.get(k) or {}).items()} for s in states)
+        assert one == other_
+    assert all(v.dtype is not torch.uint8 for group in finals[0].values() for v in group.values())
+
+
+@pytest.mark.parametrize("profile", ["dp_record", "dp_silo_small"])
+def test_t_45_the_report_names_what_its_epsilon_means(profile: str) -> None:
+    run = run_of("fedavg", profile, False, **({"allow_large": True} if profile == "dp_silo_small" else {}))
+    found = report(run, [sent(run, shares()[0])[1].releases] * 3)
+    assert found is not None
+    for fact in (
+        "unit",
+        "adjacency",
+        "delta",
+        "accountant",
+        "noise",
+        "rng",
+        "private",
+        "epsilon",
+        "epsilon_replace_one",
+    ):
+        assert found[fact] not in (None, ""), fact
+    assert (found["rng"], found["private"]) == ("test", False)
+    assert "classes" in str(found["note"])
