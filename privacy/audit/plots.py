@@ -55,6 +55,7 @@ def presence(alone: Mapping[str, Sequence[float]], masked: Mapping[str, Sequence
     _chance(axis)
     axis.set_xticks(range(len(alone)), list(alone))
     axis.set_ylim(0, 1.4)
+    axis.set_yticks(np.linspace(0, 1, 6))
     axis.set_ylabel("AUC of class presence")
     _save(figure, axis, file)
 
@@ -73,6 +74,7 @@ def tracing(runs: Sequence[Sequence[Tracing]], file: Path) -> None:
     _chance(axis)
     axis.set_xticks(places, [case[0].case.replace(", ", "\n") for case in cases], fontsize="small")
     axis.set_ylim(0, 1.5)
+    axis.set_yticks(np.linspace(0, 1, 6))
     _save(figure, axis, file)
 
 
