@@ -16,6 +16,11 @@ LABELS = {"fedmr": "fedmr", "fedavg": "fedavg", PRIVATE: f"fedmr, epsilon {EPSIL
 COLOURS = {"fedmr": "#0b6e4f", "fedavg": "#8a8a8a", PRIVATE: "#b5562b"}
 
 
+def _model(detail: pb.RunDetail) -> str:
+    """Name the architecture of a run: rows of different ones are not to be compared without saying so."""
+    return str(json.loads(detail.manifest_json)["model"]["name"])
+
+
 def _series(detail: pb.RunDetail) -> list[float]:
     return [sum(r.correct) / max(sum(r.examples), 1) for r in detail.rounds]
 
@@ -53,12 +58,13 @@ def report(
         "bytes_up": ours.info.bytes_up,
         "bytes_down": ours.info.bytes_down,
         "seconds": round(seconds, 1),
+        "model": {method: _model(d) for method, d in details.items()},
         "model_digest": {method: d.info.model_digest for method, d in details.items()},
         "accuracy_by_round": {method: _series(d) for method, d in details.items()},
         "hospital_accuracy": {method: dict(s) for method, s in scores.items()},
     }  # fmt: skip
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    _picture(out / "accuracy.png", {method: _series(d) for method, d in details.items()})
+    _picture(out / "accuracy.png", details)
     if quiet:
         display.print_json(summary)
         return
@@ -73,12 +79,12 @@ def _tables(
     silos: Sequence[pb.SiloInfo],
 ) -> None:
     rows = [
-        (LABELS[m], display.percent(d.info.accuracy), display.percent(d.info.best_accuracy), str(d.info.rounds),
-         display.size(d.info.bytes_up), display.size(d.info.bytes_down),
+        (LABELS[m], _model(d), display.percent(d.info.accuracy), display.percent(d.info.best_accuracy),
+         str(d.info.rounds), display.size(d.info.bytes_up), display.size(d.info.bytes_down),
          display.span(d.info.ended_unix - d.info.created_unix))
         for m, d in details.items()
     ]  # fmt: skip
-    head = ("method", "global accuracy", "best", "rounds", "bytes up", "bytes down", "time")
+    head = ("method", "model", "global accuracy", "best", "rounds", "bytes up", "bytes down", "time")
     display.OUT.print(display.table("One model for six hospitals, no image moved", head, rows))
     last = {m: d.rounds[-1] for m, d in details.items()}
     names = json.loads(details["fedmr"].manifest_json)["schema"]["classes"]
@@ -108,7 +114,7 @@ def _spending(spent: Mapping[str, Spending]) -> None:
     display.OUT.print(display.table(title, head, rows))
 
 
-def _picture(path: Path, series: Mapping[str, Sequence[float]]) -> None:
+def _picture(path: Path, details: Mapping[str, pb.RunDetail]) -> None:
     """Draw accuracy by round."""
     import matplotlib as mpl
 
@@ -117,8 +123,9 @@ def _picture(path: Path, series: Mapping[str, Sequence[float]]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for method, values in series.items():
-        label = f"{LABELS[method]}: {100 * values[-1]:.1f} % at the end"
+    for method, detail in details.items():
+        values = _series(detail)
+        label = f"{LABELS[method]} ({_model(detail)}): {100 * values[-1]:.1f} % at the end"
         axes.plot(range(len(values)), [100 * v for v in values], color=COLOURS[method], linewidth=2, label=label)
     axes.set(xlabel="round", ylabel="global accuracy (%)", ylim=(0, 100), title="Six hospitals, class-disjoint digits")
     axes.spines[["top", "right"]].set_visible(False)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from coordinator.config import compose_spec
 from coordinator.demo import RUNS, budgets
-from coordinator.demo.report import COLOURS, LABELS, PRIVATE
+from coordinator.demo.report import COLOURS, LABELS, PRIVATE, report
 from coordinator.simulation import frozen
 from fl_core import datasets
 from fl_core.errors import RefusedError
@@ -19,6 +20,7 @@ from privacy.course import TRAIN
 from privacy.ledger import Ledger, Planned, Task
 from privacy.policy import Policy
 from privacy.preview import planned
+from protos.consilium.v1 import federation_pb2 as pb
 from silo.home import Home
 
 
@@ -95,3 +97,35 @@ def test_what_was_spent_is_read_from_the_ledger_and_not_from_the_plan(
     assert found["hospital0"].epsilon == 0
     assert 0 < found["hospital2"].epsilon < 1
     assert found["hospital2"].projected > 7
+
+
+def detail(accuracy: float, model: str) -> pb.RunDetail:
+    """A finished run of one round."""
+    made = pb.RunDetail(manifest_json=json.dumps({"model": {"name": model}, "schema": {"classes": ["0", "1"]}}))
+    made.info.accuracy = made.info.best_accuracy = accuracy
+    for share in (0.5, accuracy):
+        made.rounds.add(correct=[10 * share] * 2, examples=[10.0] * 2)
+    return made
+
+
+def test_the_report_names_models_accuracies_and_what_was_spent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"fedmr": detail(0.9, "a"), "fedavg": detail(0.8, "a"), PRIVATE: detail(0.7, "b")}
+    spent = {
+        "h0": budgets.Spending(7.5, 1e-5, 7.5, 7.1, 2.9, True),
+        "h1": budgets.Spending(7.4, 1e-5, 7.5, 7.1, 2.9, False),
+    }
+    silos = [pb.SiloInfo(name=name, fingerprint=name * 20) for name in spent]
+    report(tmp_path, found, {m: {"h0": 0.6, "h1": None} for m in found}, spent, silos, 12.0, quiet=False)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "fedmr, epsilon 8" in shown
+    assert "7.4000" in shown
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["model"] == {"fedmr": "a", "fedavg": "a", PRIVATE: "b"}
+    assert (summary["global_accuracy"], summary["private_global_accuracy"]) == pytest.approx((0.9, 0.7))
+    assert summary["epsilon"] == {"h0": 7.5, "h1": 7.4}
+    assert summary["epsilon_projected"]["h1"] == 7.5
+    assert summary["silos"][1]["epsilon"] == 7.4
+    assert summary["silos"][1]["delta"] == 1e-5
+    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
