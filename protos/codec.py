@@ -43,14 +43,14 @@ def pack_bundle(bundle: Bundle) -> bytes:
     return b"".join(_of_bundle(bundle))
 
 
-def write_state(state: State, file: Path) -> tuple[str, int]:
+def write_state(state: State, file: Path, sync: bool = True) -> tuple[str, int]:
     """Bring the bytes of `pack_state` to the disk and return their digest and number; see `write_sealed`."""
-    return write_sealed(file, _of_state(state))
+    return write_sealed(file, _of_state(state), sync)
 
 
-def write_bundle(bundle: Bundle, file: Path) -> tuple[str, int]:
+def write_bundle(bundle: Bundle, file: Path, sync: bool = True) -> tuple[str, int]:
     """Bring the bytes of `pack_bundle` to the disk and return their digest and number; see `write_sealed`."""
-    return write_sealed(file, _of_bundle(bundle))
+    return write_sealed(file, _of_bundle(bundle), sync)
 
 
 def _of_state(state: State) -> Iterator[memoryview]:

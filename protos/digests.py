@@ -25,8 +25,10 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def write_sealed(path: Path, pieces: Iterable[memoryview]) -> tuple[str, int]:
+def write_sealed(path: Path, pieces: Iterable[memoryview], sync: bool = True) -> tuple[str, int]:
     """Write a file, mode 0600, bring it to the disk (fsync), and return its SHA-256 in hex and its size.
+
+    sync: False leaves the last step, and the wait for it, to the caller.
 
     Each block is hashed while the processor still has it. A file that is there already is written over in place, which
     takes no new room, and is as long as what was written. Raises OSError as write and fsync do.
@@ -44,7 +46,8 @@ def write_sealed(path: Path, pieces: Iterable[memoryview]) -> tuple[str, int]:
                     write_behind(file, begun, size - begun)
                     begun = size
         file.truncate(size)
-        os.fsync(descriptor)
+        if sync:
+            os.fsync(descriptor)
     return sha256.hexdigest(), size
 
 

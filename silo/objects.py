@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import secrets
 from collections.abc import Callable, Container, Iterator
@@ -35,8 +36,8 @@ class Growing:
 class Objects:
     """A folder of content-addressed files, open to its owner alone.
 
-    Guarantees: what is put is on the disk before it has its name; what was downloaded has had its digest, and is hashed
-    again before another process trusts it; writing the same content twice is harmless.
+    Guarantees: what `put` or `seal` have returned from is on the disk; what was downloaded has had its digest, and is
+    hashed again before another process trusts it; writing the same content twice is harmless.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -69,19 +70,24 @@ class Objects:
         return digest
 
     def put_file(self, write: Callable[[Path], tuple[str, int]]) -> tuple[str, int]:
-        """Keep the object that `write` brings to the disk in a file of ours; return digest and size, as it does."""
+        """Keep the object that `write` writes in a file of ours; return digest and size, as it does.
+
+        It is not yet on the disk for certain: `seal` brings it there.
+        """
         aside = self.folder / f".{secrets.token_hex(8)}{_PART}"
         self.spares.take(aside)
         digest, size = write(aside)
-        self._place(aside, digest)
-        return digest, size
-
-    def _place(self, aside: Path, digest: str) -> None:
-        """Give a file that is on the disk its name, and remember how it looked when it had that digest."""
         path = self.path(digest)
         aside.replace(path)
-        keyfiles.sync_folder(self.folder)
         self._sound[digest] = _looks(path)
+        return digest, size
+
+    def seal(self, *digests: str) -> None:
+        """Bring objects and their names to the disk (fsync of the files, then of the folder)."""
+        for digest in digests:
+            with self.path(digest).open("rb") as file:
+                os.fsync(file.fileno())
+        keyfiles.sync_folder(self.folder)
 
     def sound(self, digest: str) -> Path:
         """Give the path of an object whose bytes still have their digest; raises StateError (E-STATE-63) otherwise."""

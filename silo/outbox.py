@@ -1,7 +1,9 @@
-"""The outbox: a finished update is whole on disk before its first byte leaves, and stays until its round is closed."""
+"""The outbox: a finished update is whole on disk before anybody signs for it, and stays until its round is closed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,22 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Staging:
+    """A finished update whose files are written, and on their way to the disk; it is entered as soon as they are there.
+
+    Its bytes may be sent meanwhile: until they are committed the coordinator takes another update in their place, so a
+    crash here costs the training and nothing else. `finish` comes before the commit.
+    """
+
+    entry: Entry
+    _entered: Future[None]
+
+    def finish(self) -> None:
+        """Wait until the update is on the disk and entered. Raises OSError as fsync does."""
+        self._entered.result()
+
+
+@dataclass(frozen=True, slots=True)
 class Outbox:
     """Finished updates of one silo. Files first, then the one row that makes them count."""
 
@@ -40,24 +58,48 @@ class Outbox:
 
         Guarantees: when this returns, a crash loses nothing; a crash before leaves no entry, only files to sweep.
         """
+        staging = self.begin(key, manifest_digest, base_digest, done, attested)
+        staging.finish()
+        return staging.entry
+
+    def begin(
+        self,
+        key: TaskKey,
+        manifest_digest: str,
+        base_digest: str,
+        done: Finished,
+        attested: Attested | None = None,
+        then: Callable[[Entry], None] = lambda _: None,
+    ) -> Staging:
+        """Write bundle and next state, and have a thread bring them to the disk; see `Staging`.
+
+        then: called once the update is entered.
+        """
         staged = None
         if key.kind is TaskKind.TRAIN:
-            staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file))
-        bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file))
-        name = codec.contribution_id(key.run_id, key.round, key.kind.value, self.silo, base_digest)
+            staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file, sync=False))
+        bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file, sync=False))
         entry = Entry(
             key,
             manifest_digest,
             base_digest,
-            name,
+            codec.contribution_id(key.run_id, key.round, key.kind.value, self.silo, base_digest),
             bundle,
             size,
             staged,
             mirrored=done.mirrored,
             attested=attested or Attested(),
         )
-        self.store.stage(entry, done.evaluation)
-        return entry
+
+        def enter() -> None:
+            self.objects.seal(*(d for d in (staged, bundle) if d is not None))
+            self.store.stage(entry, done.evaluation)
+            then(entry)
+
+        beside = ThreadPoolExecutor(1, thread_name_prefix="stage")
+        entered = beside.submit(enter)
+        beside.shutdown(wait=False)
+        return Staging(entry, entered)
 
     def find(self, key: TaskKey, base_digest: str) -> Entry | None:
         """Return the update that was made for this task from this base, if there is one."""

@@ -105,9 +105,18 @@ class Transfer:
 
     # ---- up ----------------------------------------------------------------------------------------------------
 
-    def upload(self, entry: Entry, file: Path, witness: Witness, stop: Stop, moved: Moved) -> bytes:
+    def upload(
+        self,
+        entry: Entry,
+        file: Path,
+        witness: Witness,
+        stop: Stop,
+        moved: Moved,
+        ready: Callable[[], None] = lambda: None,
+    ) -> bytes:
         """Send an update until the coordinator's receipt for it is verified; return the receipt's bytes.
 
+        ready: called before each commit, for what must be done before anybody signs.
         Raises StoppedError, and whatever the coordinator refuses it with.
         Guarantees: after a cut, only bytes that are not there yet are sent; an update that was taken before is not
         sent at all.
@@ -124,6 +133,7 @@ class Transfer:
                 if receipt is None:
                     if have < entry.size:
                         self._put(entry, file, have, stop, moved)
+                    ready()
                     receipt = self._unary(self._stub().Commit, pb.CommitRequest(contribution_id=entry.contribution_id))
             except ProtocolError as error:
                 faults.note(error)

@@ -14,7 +14,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from silo.custody import Custody
 from silo.desk import Desk, Task
 from silo.notices import Say, notice, trouble
-from silo.outbox import Outbox
+from silo.outbox import Outbox, Staging
 from silo.tasks import Entry
 from silo.training import Seat, Trainer
 from silo.transfer import Transfer, Witness
@@ -77,16 +77,20 @@ class Worker:
         """Send the update that is in the outbox, or make it first."""
         entry = self.outbox.find(task.key, task.offer.base_digest)
         if entry is None:
-            entry = self._make(task)
-        elif entry.refused is not None:
+            made = self._make(task)
+            try:
+                self._send(task, made.entry, made.finish)
+            finally:
+                made.finish()  # however the sending ended, what was trained is kept
+            return
+        if entry.refused is not None:
             code, _, reason = entry.refused.partition(": ")
             raise RefusedError(code, reason)
-        else:
-            self.desk.accept(task)
-        self._send(task, entry)
+        self.desk.accept(task)
+        self._send(task, entry, lambda: None)
 
-    def _make(self, task: Task) -> Entry:
-        """Train, and have the result on disk before anything of it leaves."""
+    def _make(self, task: Task) -> Staging:
+        """Train, and write the result; of a private run all of it is on the disk before anything leaves."""
         offer, key = task.offer, task.key
         self.desk.note(task, pb.FETCHING)
         seat = self._seat(task)
@@ -100,14 +104,20 @@ class Worker:
         done = self.trainer.train(seat, key, offer.cohort, msg, state, self._meter(task, pb.TRAINING))
         task.stop.check()
         attested = self.custody.attested()
-        entry = self.outbox.stage(key, offer.manifest_digest, offer.base_digest, done, attested)
-        seat.access.commit(entry.object_digest)
         right, all_of = sum(done.evaluation.correct), sum(done.evaluation.examples)
         about = "about " if seat.access.book else ""  # of a private run not even the hospital counts exactly
         said = f"the received model is right on {about}{right:.0f} of {about}{all_of:.0f} own test examples"
         said = said if all_of else "trained; no model or no test examples to measure"
-        self.say(notice("staged", f"{key}: {said}", key, {"correct": right, "examples": all_of, "bytes": entry.size}))
-        return entry
+
+        def tell(entry: Entry) -> None:
+            facts = {"correct": right, "examples": all_of, "bytes": entry.size}
+            self.say(notice("staged", f"{key}: {said}", key, facts))
+
+        made = self.outbox.begin(key, offer.manifest_digest, offer.base_digest, done, attested, tell)
+        if seat.access.book:
+            made.finish()
+        seat.access.commit(made.entry.object_digest)
+        return made
 
     def _seat(self, task: Task) -> Seat:
         """Fetch the manifest and take this silo's place in the run.
@@ -131,19 +141,24 @@ class Worker:
         self.outbox.store.note_run(run_id, manifest.name, digest)
         return seat
 
-    def _send(self, task: Task, entry: Entry) -> None:
-        """Upload until the receipt is here; what the coordinator refuses waits for the round's close."""
+    def _send(self, task: Task, entry: Entry, ready: Callable[[], None]) -> None:
+        """Upload until the receipt is here; what the coordinator refuses waits for the round's close.
+
+        ready: called before the commit, and before the refusal of an update is noted.
+        """
         task.stop.check()
         self.desk.note(task, pb.UPLOADING, 0, entry.size)
         meter = self._meter(task, pb.UPLOADING, checked=False)
         try:
-            receipt = self.transfer.upload(entry, self.outbox.bundle(entry), self.witness(), task.stop, meter)
+            receipt = self.transfer.upload(entry, self.outbox.bundle(entry), self.witness(), task.stop, meter, ready)
         except FederationError as error:
             # Nobody refuses an update by the certificate that brings it: that one comes again once it is repaired.
             if not isinstance(error, StoppedError) and not error.code.startswith(("E-ID", "E-TLS")):
+                ready()
                 self.outbox.store.refuse(entry.key, str(error))
                 self.recycle()
             raise
+        ready()  # also where it was taken before, and no commit was asked for
         self.outbox.store.deliver(entry.key, receipt)
         self.desk.note(task, pb.WAITING)
         self.say(notice("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
