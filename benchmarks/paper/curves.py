@@ -14,25 +14,33 @@ from benchmarks.paper.report import Results
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
+from matplotlib.lines import Line2D
 
 WIDE = 3
 
 
 def draw(results: Results, file: Path) -> bool:
-    """Draw global accuracy against rounds; return False, and draw nothing, where no run has any."""
+    """Draw global accuracy against rounds; return False, and draw nothing, where no run has any.
+
+    A method has one colour in all panels, also where some lack it.
+    """
     panels = [(s, _lines(results, s.name)) for s in results.table.settings]
     panels = [(s, lines) for s, lines in panels if lines]
     if not panels:
         return False
     across = min(WIDE, len(panels))
     down = math.ceil(len(panels) / across)
+    places = {method: place for place, method in enumerate(results.table.methods)}
+    named: dict[str, Line2D] = {}
     figure, axes = plt.subplots(down, across, figsize=(4.2 * across, 3.2 * down), squeeze=False, layout="constrained")
     for axis, (setting, lines) in zip(axes.flat, panels, strict=False):
-        for place, (method, values) in enumerate(lines.items()):
+        for method, values in lines.items():
+            place = places[method]
             rounds, middle, spread = np.arange(values.shape[1]), values.mean(0), values.std(0)
             own = method == results.table.own
             (line,) = axis.plot(rounds, middle, label=method, lw=2.2 if own else 1.1, zorder=3 if own else 2,
                                 color=f"C{place % 10}", ls="-" if place < 10 else "--")  # fmt: skip
+            named[method] = line
             axis.fill_between(rounds, middle - spread, middle + spread, color=line.get_color(), alpha=0.12, lw=0)
         axis.set_title(setting.name, fontsize=9)
         axis.set_xlabel("round")
@@ -40,7 +48,8 @@ def draw(results: Results, file: Path) -> bool:
         axis.grid(alpha=0.3)
     for axis in list(axes.flat)[len(panels) :]:
         axis.axis("off")
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    shown = [method for method in places if method in named]
+    figure.legend([named[m] for m in shown], shown, loc="outside right upper", fontsize=8)
     figure.savefig(file, dpi=80, metadata={"Software": None})
     plt.close(figure)
     return True

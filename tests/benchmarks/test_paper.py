@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
-from benchmarks.paper import images, report, run, study, tables
+from benchmarks.paper import curves, images, report, run, study, tables
 from benchmarks.paper.measures import MEASURES, curve
 from coordinator.config import choices, compose_spec
 from fl_core.errors import ConfigError, DataError
@@ -31,6 +33,12 @@ small:
 def _tiny(folder: Path, across: str = "methods") -> tables.Table:
     (folder / "tiny.yaml").write_text(TINY.format(across=across))
     return tables.load("tiny", "small", folder)
+
+
+MAY_LACK = ("gm", "rounds")
+"""Measures that a method without a global model, or a run of two rounds, has no number for."""
+DIGITS = "data=digits federation=p5c2 cohort=0"
+"""In place of images that only their owner has."""
 
 
 def _never(point: study.Point) -> dict[str, object]:
@@ -139,6 +147,21 @@ def test_all_three_files_are_written(tmp_path: Path) -> None:
     assert "74.19" in (tmp_path / "out" / "tiny_small.md").read_text()
 
 
+def test_a_method_has_one_colour_in_all_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = "settings: {digits P5C2: data=digits federation=p5c2, digits P10C3: data=digits federation=p10c3}"
+    text = TINY.format(across="methods").split("  settings:")[0] + f"  {both}\n"
+    (tmp_path / "two.yaml").write_text(text)
+    made = _made(tables.load("two", "small", tmp_path), {"FedAvg": 0.5, "FedMR": 0.75})
+    partial = replace(made, grid={cell: runs for cell, runs in made.grid.items() if cell != ("FedAvg", "digits P5C2")})
+    drawn: list[Figure] = []
+    monkeypatch.setattr(curves.plt, "close", drawn.append)
+    assert curves.draw(partial, tmp_path / "two.png")
+    alone, beside = ({line.get_label(): line.get_color() for line in axis.lines} for axis in drawn[0].axes)
+    assert set(alone) == {"FedMR"}
+    assert alone["FedMR"] == beside["FedMR"] != beside["FedAvg"]
+    assert [entry.get_text() for entry in drawn[0].legends[0].get_texts()] == ["FedAvg", "FedMR"]
+
+
 def test_what_is_stored_can_be_written_without_computing(tmp_path: Path) -> None:
     table, out = _tiny(tmp_path), tmp_path / "out"
     run.write(tables.chosen(table, ["FedAvg"], []), [0], out, -1, None)
@@ -226,3 +249,21 @@ def test_under_partial_participation_every_round_is_measured_on_all_test_sets(tm
     assert found[2] == round(result.accuracies[2], 5)
     assert sum(result.records[2].examples) > sum(result.records[1].examples)
     assert 360 * found[1] == pytest.approx(round(360 * found[1]), abs=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", tables.names())
+def test_every_table_runs_through_at_the_small_scale(name: str, tmp_path: Path) -> None:
+    """All methods of its first setting, cut to two rounds of one step: every cell has a number, and is written."""
+    table = tables.load(name, "small")
+    first = table.settings[0]
+    given = DIGITS.split() if any(word.startswith("images=") for word in first.runs[0]) else first.runs[0]
+    words = (*given, "rounds=2", "train.max_steps=1")
+    short = replace(table, settings=[replace(first, runs=(words,), at=min(first.at, 1))])
+    results = run.write(short, [0], tmp_path, -1, None)
+    text = (tmp_path / f"{name}_small.md").read_text()
+    for method, own in table.methods.items():
+        if own is not None:
+            found = [results.values(method, short.settings[0], m)[0] for m in table.measures if m not in MAY_LACK]
+            assert not any(map(math.isnan, found)), (method, found)
+    assert (f"{table.own} minus another method" in text) == (name != "fedmr_3")  # which counts, and ranks nothing
