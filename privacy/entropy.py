@@ -91,7 +91,7 @@ class SeededNoise:
 
     def gaussian(self, shape: tuple[int, ...], std: float) -> Tensor:
         """Draw float64 Gaussians of mean 0."""
-        return torch.randn(shape, generator=self._generator, dtype=torch.float64) * std
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64).mul_(std)
 
 
 def poisson_sample(noise: Noise, n: int, rate: float) -> Tensor:

@@ -161,7 +161,7 @@ class PrivateData:
                         _add(total, clipped(term, params, terms.clip if micro else terms.coupled_clip))
         divisor = course.groups if micro else course.batch
         for p, s in zip(params, total, strict=True):
-            p.grad = (s + self._noise.gaussian(tuple(p.shape), course.std).to(s)) / divisor
+            p.grad = s.add_(self._noise.gaussian(tuple(p.shape), course.std).to(s)).div_(divisor)
 
     def _checked(self, losses: Losses) -> Losses:
         if losses.coupled is not None and not self._course.coupled and self._course.terms.coupled != "off":
