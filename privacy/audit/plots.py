@@ -82,12 +82,12 @@ def steps(
     scales: Mapping[str, Scale], moved: Mapping[str, Moved], refuted: Mapping[str, Sequence[float]], file: Path
 ) -> None:
     """Draw what was found of one step over what is claimed: noise, the furthest move, mu; above 1 refutes a claim."""
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 3, sharey=True)
     axes[0].bar(list(scales), [s.ratio for s in scales.values()], color="C0")
     axes[0].set_title("AU-1: noise / claimed", fontsize="medium")
-    axes[1].bar(list(moved), [m.furthest for m in moved.values()], color="C0")
+    axes[1].bar([name.replace(", ", "\n") for name in moved], [m.furthest for m in moved.values()], color="C0")
     axes[1].set_title("AU-2: furthest move / sensitivity", fontsize="medium")
     for place, values in enumerate(refuted.values()):
         axes[2].plot(place + np.linspace(-0.15, 0.15, len(values)), values, "o", color="C0")

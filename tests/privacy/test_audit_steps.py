@@ -134,7 +134,8 @@ def test_au_3_mu_audit_of_the_real_step_over_five_seeds(kind: str, z: float, see
     """Correct doors: mu z at most 1, and near it; halved noise and, of coupled terms, a forgotten factor: above."""
     made = Step(kind, z)
     found = step.mu_bounds(made, 3000, pairs("au-3", kind, z, seed))
-    assert (0.5 if z <= 1 else 0.0) < found[-1] <= 1
+    assert found[-1] <= 1
+    assert found[-1] > 0.5 or z > 1  # of a wider noise 3,000 runs say little
     with faults.halved_noise():
         assert step.mu(made, 3000, pairs("halved", kind, z, seed)[0]) > 1
     if kind != "example":
