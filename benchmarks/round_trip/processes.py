@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from fl_core.errors import UnavailableError
 
@@ -21,9 +22,13 @@ END_S = 20.0
 
 @dataclass(slots=True)
 class Processes:
-    """What was started, and the file that everything of it is logged to."""
+    """What was started, the file that everything of it is logged to, and a folder for compiled modules.
+
+    Twelve silos that compile the same modules at once would take minutes to start where Python may not keep them.
+    """
 
     log: Path
+    compiled: Path
     running: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, words: Sequence[str], talks: bool = False) -> subprocess.Popen[str]:
@@ -32,7 +37,8 @@ class Processes:
         talks: it is given lines on its standard input and answers on its standard output.
         """
         pipe = subprocess.PIPE if talks else None
-        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPYCACHEPREFIX": str(self.compiled)}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
         with self.log.open("a") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", *words], stdin=pipe or subprocess.DEVNULL, stdout=pipe or log, stderr=log,
@@ -80,14 +86,15 @@ def processes(log: Path) -> Iterator[Processes]:
     def told(*_: object) -> None:
         raise KeyboardInterrupt
 
-    made = Processes(log)
     log.touch()
-    before = signal.signal(signal.SIGTERM, told)
-    try:
-        yield made
-    finally:
-        made.stop()
-        signal.signal(signal.SIGTERM, before)
+    with TemporaryDirectory(prefix="consilium-bench-modules-") as compiled:
+        made = Processes(log, Path(compiled))
+        before = signal.signal(signal.SIGTERM, told)
+        try:
+            yield made
+        finally:
+            made.stop()
+            signal.signal(signal.SIGTERM, before)
 
 
 def cpu_seconds(pid: int) -> float:
