@@ -18,7 +18,7 @@ $(STAMP): requirements.lock pyproject.toml
 	  $(PYTHON) -m venv $(VENV)/.uv && $(VENV)/.uv/bin/pip install --quiet uv; }
 	@UV="$(PYTHON) -m uv"; $$UV --version >/dev/null 2>&1 || UV=$(VENV)/.uv/bin/uv; \
 	test -x $(BIN)/python || $$UV venv --quiet --allow-existing --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV); \
-	$$UV pip sync --quiet --python $(BIN)/python --require-hashes requirements.lock && \
+	$$UV pip sync --quiet --compile-bytecode --python $(BIN)/python --require-hashes requirements.lock && \
 	$$UV pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch $(STAMP)
 
