@@ -3,7 +3,8 @@
 Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, "Deep Learning with Differential Privacy", CCS 2016,
 Algorithm 1, with Poisson samples of constant rate and a constant divisor:
 
-    S     = sum over drawn units of clip_C1(gradient)  [ + sum over microbatches of clip_C2(gradient of coupled terms) ]
+    S     = sum over drawn units of clip_C1(gradient)
+            [ + sum over M microbatches of clip_C2(B / M times the gradient of coupled terms) ]
     grad  = (S + N(0, s^2)) / B,   s = z (C1 + 2 C2)   then penalty, shift, weight decay, momentum: post-processing
 
 A unit is a record, or the group (patient, lesion) that the data names: its gradient is the mean over its examples. The
@@ -142,6 +143,8 @@ class PrivateData:
         drawn = entropy.poisson_sample(self._noise, len(units), course.rate)
         coupled = course.is_coupled(step)
         micro = coupled and terms.coupled == "micro"
+        # The mean over microbatches of a term that stands beside a mean over B examples: M terms, divided by B below.
+        weight = 1.0 if micro else course.batch / course.groups
 
         def losses(index: Tensor) -> Losses:
             x, y = self._read(index, augment)
@@ -158,7 +161,7 @@ class PrivateData:
                     found = losses(index)
                     term = found.objective() if micro else found.coupled
                     if term is not None and term.requires_grad:
-                        _add(total, clipped(term, params, terms.clip if micro else terms.coupled_clip))
+                        _add(total, clipped(term * weight, params, terms.clip if micro else terms.coupled_clip))
         divisor = course.groups if micro else course.batch
         for p, s in zip(params, total, strict=True):
             p.grad = s.add_(self._noise.gaussian(tuple(p.shape), course.std).to(s)).div_(divisor)
