@@ -106,9 +106,17 @@ def epsilon_prv(history: Iterable[Mechanism], delta: float, error: float = 0.01)
         return float(accountant.get_epsilon(delta=_valid(delta), eps_error=error))
 
 
+_LARGEST = 700.0
+"""Below the logarithm of the largest float."""
+
+
 def replace_one(epsilon: float, delta: float) -> tuple[float, float]:
-    """Return what add-or-remove privacy means when one record is replaced: (2 eps, (1 + e^eps) delta)."""
-    return 2 * epsilon, (1 + math.exp(epsilon)) * delta
+    """Return what add-or-remove privacy means when one record is replaced: (2 eps, (1 + e^eps) delta).
+
+    delta: at most 1, which promises nothing; so it is for an epsilon whose exponential is beyond all floats.
+    """
+    factor = 1 + math.exp(epsilon) if epsilon < _LARGEST else math.inf
+    return 2 * epsilon, min(1.0, factor * delta) if delta > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,9 @@ def test_an_impossible_mechanism_is_refused(wrong: tuple[float, float, int]) -> 
 
 def test_replacing_a_record_is_two_steps() -> None:
     assert replace_one(1.0, 1e-5) == pytest.approx((2.0, (1 + math.e) * 1e-5))
+    assert replace_one(20.0, 1e-5) == (40.0, 1.0)  # no delta is larger
+    assert replace_one(5000.0, 1e-5) == (10000.0, 1.0)  # whose exponential is no float
+    assert replace_one(5000.0, 0.0) == (10000.0, 0.0)
 
 
 def test_composition_is_the_sum_of_rdp() -> None:
