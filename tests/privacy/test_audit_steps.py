@@ -132,15 +132,15 @@ def test_au_3_a_fault_of_the_real_step_is_caught(kind: str) -> None:
                                          ("split", 1.0), ("micro", 1.0)])  # fmt: skip
 def test_au_3_mu_audit_of_the_real_step_over_five_seeds(kind: str, z: float, seed: int) -> None:
     """Correct doors: mu z at most 1, and near it; halved noise and, of coupled terms, a forgotten factor: above."""
-    made = Step(kind, z)
-    found = step.mu_bounds(made, 3000, pairs("au-3", kind, z, seed))
+    made, runs = Step(kind, z), 20_000 if z > 2 else 3000  # of a wide noise few runs say little
+    found = step.mu_bounds(made, runs, pairs("au-3", kind, z, seed))
     assert found[-1] <= 1
-    assert found[-1] > 0.5 or z > 1  # of a wider noise 3,000 runs say little
+    assert found[-1] > 0.5 or z > 1
     with faults.halved_noise():
-        assert step.mu(made, 3000, pairs("halved", kind, z, seed)[0]) > 1
+        assert step.mu(made, runs, pairs("halved", kind, z, seed)[0]) > 1
     if kind != "example":
         with faults.small_sensitivity():
-            assert step.mu(made, 3000, pairs("small", kind, z, seed)[0]) > 1
+            assert step.mu(made, runs, pairs("small", kind, z, seed)[0]) > 1
 
 
 @pytest.mark.parametrize("seed", SEEDS)
