@@ -1,4 +1,4 @@
-"""AU-1 to AU-4 on the real step: correct doors pass at five seeds, and every fault is seen by those that should."""
+"""T-44: AU-1 to AU-4 on the real step: correct doors pass at five seeds, and those that should see a fault see it."""
 
 from __future__ import annotations
 
