@@ -1,5 +1,6 @@
-"""T-44: the audits flag what is not private, and do not flag what is (AU-4, AU-5, AU-7 to AU-9; AU-1 to AU-4 of one step:
-`test_audit_steps`); the one-run bound has the specification's numbers.
+"""T-44: the audits flag what is not private, and do not flag what is; the one-run bound has the published numbers.
+
+AU-4, AU-5 and AU-7 to AU-9; AU-1 to AU-4 of one step are in `test_audit_steps`.
 """
 
 from __future__ import annotations
