@@ -7,6 +7,7 @@ import shutil
 import signal
 import sqlite3
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,12 +33,14 @@ def forked(work: Callable[[int], None]) -> tuple[int, int]:
     """Do work in a child; return its id and the end of a pipe that it writes to."""
     reading, writing = os.pipe()
     child = os.fork()
-    if child == 0:  # pragma: no cover
+    if child == 0:
         status = 1
         try:
             os.close(reading)
             work(writing)
             status = 0
+        except BaseException:  # the child must not return into pytest, so what went wrong is printed here
+            traceback.print_exc()
         finally:
             os._exit(status)
     os.close(writing)
