@@ -1,0 +1,26 @@
+"""A silo's round of FedCD, for its tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from helpers_core import FED, SCHEMA, shares
+
+from fl_core.local import PlainData
+from fl_core.methods.fedcd import FedCD
+from fl_core.models import build_model
+from fl_core.models.split import SplitModel
+from fl_core.types import Outcome, State, TrainConfig, Turn
+
+TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
+
+
+def model_of(seed: int = 0) -> SplitModel:
+    return build_model("digits_cnn", {}, SCHEMA, seed)
+
+
+def played(method: FedCD, k: int = 0, server: State | None = None, t: int = 0) -> tuple[State, Outcome]:
+    """Train one silo for one round."""
+    share, turn = shares()[k], Turn(replace(FED, round=t), k, 0)
+    msg = method.broadcast(method.init_server(model_of(), FED) if server is None else server)
+    return msg, method.local(model_of(), msg, {}, PlainData(share.train, share.test, TRAIN, turn), turn)
