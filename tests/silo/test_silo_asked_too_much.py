@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers_private import SEEDED_POLICY, TRAIN, budgeted, private
-from helpers_silo import Hospital, until
+from helpers_silo import until
 
 from fl_core import datasets
 from privacy.doors import course_of
@@ -13,18 +13,13 @@ from protos.consilium.v1 import federation_pb2 as pb
 
 
 @pytest.fixture
-def make(tmp_path):
-    made = []
-
+def make(make, tmp_path):
     def hospital(run):
-        made.append(Hospital(tmp_path / "home", run))
-        made[-1].start()
-        return made[-1]
+        made = make(run, folder=tmp_path / "home")
+        made.start()
+        return made
 
-    yield hospital
-    for one in made:
-        one.stop()
-        one.host.stop()
+    return hospital
 
 
 @pytest.fixture

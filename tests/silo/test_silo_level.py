@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers_hospital import Watched
 from helpers_private import HOSPITAL, SEEDED_POLICY, TEST, TRAIN, budgeted, hospital_level, private
-from helpers_silo import Hospital, until
+from helpers_silo import until
 
 from fl_core import datasets
 from fl_core.errors import RefusedError
@@ -32,17 +33,11 @@ ROOM = 40.0
 
 
 @pytest.fixture
-def make(tmp_path):
-    made = []
-
+def make(make, tmp_path):
     def hospital(run=None, do=work, **settings):
-        made.append(Hospital(tmp_path / "home", run or hospital_level(), do, **settings))
-        return made[-1]
+        return make(run or hospital_level(), do, tmp_path / "home", **settings)
 
-    yield hospital
-    for one in made:
-        one.stop()
-        one.host.stop()
+    return hospital
 
 
 def ledger_of(tmp_path, hospital=8.0, train=ROOM, test=ROOM, policy=SEEDED_POLICY) -> Ledger:
@@ -96,20 +91,6 @@ def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make
     (opened,) = list(hospital.transfer.opened.values())[-1:]
     assert opened.attestation.ledger_seq > 10
     assert opened.attestation.policy_digest
-
-
-class Watched:
-    """Counts how often examples are read."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.read = 0
-        plain = datasets.TensorExamples.batch
-
-        def batch(examples, index, augment=None):
-            self.read += 1
-            return plain(examples, index, augment)
-
-        monkeypatch.setattr(datasets.TensorExamples, "batch", batch)
 
 
 @pytest.mark.parametrize(

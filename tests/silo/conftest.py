@@ -1,0 +1,30 @@
+"""Hospitals against a scripted coordinator, ended with the test."""
+
+from __future__ import annotations
+
+import pytest
+from helpers_hospital import Slow
+from helpers_silo import Hospital
+
+from fl_core.worker import work
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def hospital(run=None, do=work, folder=None, **settings):
+        made.append(Hospital(folder or tmp_path / f"home{len(made)}", run, do, **settings))
+        return made[-1]
+
+    yield hospital
+    for one in made:
+        one.stop()
+        one.host.stop()
+
+
+@pytest.fixture
+def slow():
+    control = Slow()
+    yield control
+    control.free.set()

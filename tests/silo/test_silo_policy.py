@@ -1,0 +1,160 @@
+"""A hospital's policy in its service: it wins over the run, and what leaves says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_hospital import Watched, first
+from helpers_private import DATA, SEEDED_POLICY, TRAIN, budgeted, private
+from helpers_silo import manifest, until
+
+from fl_core import datasets
+from privacy.ledger import Ledger
+from protos import codec
+from protos.consilium.v1 import federation_pb2 as pb
+from silo.desk import public_reason
+
+
+@pytest.mark.parametrize(
+    ("policy", "code"),
+    [
+        ("", "E-POLICY-05"),
+        ("[runs]\nmethods = ['fedmr']\n", "E-POLICY-02"),
+        ("[runs]\nleads = ['alice']\n", "E-POLICY-03"),
+        ("[runs]\nhide_size = true\n", "E-POLICY-06"),
+        ("[privacy]\nrng = 'test'\nepsilon = 4\n", "E-POLICY-05"),
+        ("[privacy]\nrng = 'test'\nmin_noise = 50.0\n", "E-POLICY-05"),
+        ("[privacy]\nrng = 'test'\nmax_rate = 0.01\n", "E-POLICY-05"),
+        ("[privacy]\nrng = 'test'\nunit = 'group'\n", "E-POLICY-05"),
+        ("[privacy]\nrng = 'test'\ncoupled = ['off']\n", "E-POLICY-05"),
+        ("[privacy]\nrng = 'test'\nepsilom = 4\n", "E-POLICY-01"),
+        ("[privasy]\n", "E-POLICY-01"),
+        ("runs = = 1", "E-POLICY-01"),
+        ("[budget.'center1/train']\nepsilon = 0.1\ndelta = 1e-5\n[privacy]\nrng = 'test'\n", "E-BUDGET-01"),
+    ],
+)
+def test_the_policy_wins_over_the_run_and_fails_closed(make, tmp_path, monkeypatch, policy, code):
+    ledger = budgeted(tmp_path / "home0", policy=policy)
+    hospital = make(private())
+    hospital.start()
+    watched = Watched(monkeypatch)
+    hospital.offer()
+    refused = hospital.refused()
+    assert refused.code == code
+    assert not any(character.isdigit() for character in refused.reason.replace("0.001", ""))
+    assert watched.read == 0
+    assert ledger.history(TRAIN) == []
+    if code != "E-POLICY-01":
+        assert [state for _, _, state, _, _ in ledger.events() if state == "REFUSED"]
+
+
+def test_a_plain_run_is_refused_where_privacy_is_required(make, tmp_path):
+    budgeted(tmp_path / "home0", policy="[privacy]\nrequire = 'dp_record'\n")
+    hospital = make(manifest())
+    hospital.start()
+    hospital.offer()
+    assert hospital.refused().code == "E-POLICY-04"
+
+
+def test_the_digest_of_the_policy_goes_with_the_session_and_with_every_update(make, tmp_path):
+    import hashlib
+
+    budgeted(tmp_path / "home0")
+    hospital = make(private())
+    service = hospital.start()
+    wanted = hashlib.sha256(SEEDED_POLICY.encode()).hexdigest()
+    assert hospital.control.last.hello.policy_digest == wanted
+    first(hospital)
+    (opened,) = hospital.transfer.opened.values()
+    assert opened.attestation.policy_digest == wanted
+    (kept,) = service.store.receipts()
+    assert pb.Receipt.FromString(kept).attestation == opened.attestation
+
+
+@pytest.mark.parametrize("approved", [True, False])
+def test_a_run_waits_for_the_hospitals_decision(make, tmp_path, monkeypatch, approved):
+    (tmp_path / "home0").mkdir(mode=0o700)
+    (tmp_path / "home0/policy.toml").write_text("[runs]\napprove = 'by hand'\n")
+    hospital = make(manifest())
+    service = hospital.start()
+    watched = Watched(monkeypatch)
+    hospital.offer()
+    until(lambda: "approval" in hospital.events())
+    assert service.pulse().activity == pb.AWAITING_APPROVAL
+    assert watched.read == 0
+    assert hospital.answers() == []
+    (asked,) = service.store.approvals.all()
+    assert asked.about == "fedavg on digits, 2 rounds, without differential privacy"
+    service.store.approvals.decide("run-1", approved)
+    if approved:
+        hospital.sent()
+    else:
+        assert hospital.refused().code == "E-POLICY-07"
+        assert watched.read == 0
+
+
+def test_withheld_classes_are_zeros_and_the_others_are_as_before(make, tmp_path):
+    (tmp_path / "home0").mkdir(mode=0o700)
+    labels = datasets.load(DATA).train.labels
+    counts = torch.bincount(labels, minlength=10)
+    present = torch.nonzero(counts).flatten().tolist()
+    hidden, rare = present[0], int(counts[present].min())
+    bundles = []
+    for policy in ("", f"[prototypes]\nhidden = ['{hidden}']\nmin_count = {rare + 1}\n"):
+        (tmp_path / "home0/policy.toml").write_text(policy)
+        hospital = make(private("fedmr", epsilon=float("inf")), folder=tmp_path / "home0")
+        hospital.run_id = f"run-{len(bundles)}"
+        hospital.start()
+        first(hospital)
+        (raw,) = hospital.transfer.uploads.values()
+        (tmp_path / hospital.run_id).write_bytes(bytes(raw))
+        bundles.append(codec.FileBundle(tmp_path / hospital.run_id)["prototypes"])
+        hospital.stop()
+    free, held = bundles
+    withheld = counts <= rare
+    withheld[hidden] = True
+    assert torch.equal(free.weight > 0, counts > 0)
+    assert torch.equal(held.weight > 0, ~withheld)
+    assert torch.equal(held.weight[~withheld], free.weight[~withheld])
+    for name, rows in held.total.items():
+        assert (rows[withheld] == 0).all()
+        assert torch.equal(rows[~withheld], free.total[name][~withheld])
+
+
+def test_no_number_of_the_ledger_or_the_policy_reaches_the_coordinator():
+    from fl_core.errors import RefusedError
+
+    for code in ("E-BUDGET-01", "E-POLICY-05"):
+        assert "17" not in public_reason(RefusedError(code, "expected 17, found folder:/home/doe"))
+        assert "/home" not in public_reason(RefusedError(code, "expected 17, found folder:/home/doe"))
+
+
+def test_the_declared_size_is_rounded_and_never_the_true_one(make, tmp_path):
+    hospital = make()
+    hospital.start()
+    assert len(datasets.load(DATA).train) == 507
+    assert hospital.control.last.hello.data.nominal_size == 510
+    assert not Ledger(tmp_path / "unused.db").collections()
+
+
+@pytest.mark.parametrize(("policy", "sent"), [("submit = true", 1), ("submit = false", 0)])
+def test_a_hospitals_own_opt_out_is_neither_released_nor_charged(make, tmp_path, policy, sent):
+    ledger = budgeted(tmp_path / "home0", policy=f"{SEEDED_POLICY}[prototypes]\n{policy}\nmin_count = 10000\n")
+    hospital = make(private("fedproc"))
+    hospital.start()
+    first(hospital)
+    purposes = [p.purpose for _, _, planned in ledger.entries(TRAIN) for p in planned]
+    assert purposes.count("prototypes") == sent
+    (raw,) = hospital.transfer.uploads.values()
+    (tmp_path / "bundle").write_bytes(bytes(raw))
+    bundle = codec.FileBundle(tmp_path / "bundle")
+    weight = next(p.weight for name, p in bundle.items() if name != "metrics" and p.weight.shape == (10,))
+    assert (weight == 0).all()  # submitted or not: no class has so many records
+
+
+def test_a_hidden_class_that_the_run_does_not_know_closes_the_hospital(make, tmp_path):
+    budgeted(tmp_path / "home0", policy=f"{SEEDED_POLICY}[prototypes]\nhidden = ['sevn']\n")
+    hospital = make(private())
+    hospital.start()
+    hospital.offer()
+    assert hospital.refused().code == "E-POLICY-09"

@@ -1,0 +1,163 @@
+"""What a silo refuses, what is refused to it, and that the next round works."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import grpc
+import pytest
+from helpers_silo import manifest, until
+from PIL import Image
+
+from fl_core import datasets
+from fl_core.manifest import Choice, Member
+from fl_core.methods import build_method
+from fl_core.models import build_model
+from fl_core.spec import derive_layout
+from fl_core.types import PartSpec, Schema
+
+
+def unknown_classes():
+    return Schema((1, 8, 8), tuple("abcdefghij"))
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda: {"privacy": Choice("magic", {})}, "E-PRIV-01"),
+        (lambda: {"software": "consilium-fl 99.0.0"}, "E-RUN-34"),
+        (lambda: {"members": (Member("center0"), Member("center7"))}, "E-RUN-05"),
+        (lambda: {"schema": unknown_classes()}, "E-DATA-05"),
+        (lambda: {"layout": {"metrics": PartSpec({"correct": (10,)}, (10,))}}, "E-WIRE-02"),
+        (lambda: {"cohort": 2}, "E-RUN-33"),
+        (lambda: {"rounds": 0}, "E-RUN-33"),
+    ],
+    ids=["privacy", "software", "stranger", "label space", "layout", "cohort", "round"],
+)
+def test_a_manifest_that_does_not_fit_is_refused(make, change, code):
+    hospital = make(manifest(**change()))
+    hospital.start()
+    offer = hospital.offer()
+    assert hospital.refused().code == code
+    count = len(hospital.answers())
+    hospital.control.last.send(offer=offer)
+    until(lambda: len(hospital.answers()) == count + 1)
+    assert hospital.answers()[-1].code == code
+    assert hospital.transfer.calls.count("Open") == 0
+
+
+def test_a_refusal_over_the_hospitals_images_names_no_file_of_it(make, tmp_path):
+    """Names of files and folders may be names of patients; they stay in the hospital's own log."""
+    images = tmp_path / "ward7" / "images"
+    for name in ("nevus", "melanoma"):
+        (images / name).mkdir(parents=True)
+        for k in range(10):
+            Image.new("RGB", (40, 40), (20 * k, 40, 90)).save(images / name / f"smith-john-{k}.png")
+    schema = Schema((3, 32, 32), ("nevus", "melanoma"))
+    small = build_model("simple_cnn", {}, schema, 3)
+    layout = derive_layout(build_method("fedavg", {}), small, schema)
+    facts = {"data": "folder", "schema": schema, "layout": layout, "model": Choice("simple_cnn", {}), "image_size": 32}
+    hospital = make(manifest(**facts), data=f"folder:{images}")
+    hospital.start()
+    for file in images.rglob("*.png"):
+        file.write_bytes(file.read_bytes()[:60])  # sound when the service starts, damaged when it trains
+    hospital.offer()
+    answer = hospital.refused()
+    assert answer.code.startswith("E-DATA")
+    for word in ("ward7", "smith", str(tmp_path)):
+        assert word not in answer.reason
+    assert any("smith-john" in notice.text for notice in hospital.notices)
+
+
+def test_another_shape_is_refused(make):
+    run = manifest()
+    hospital = make(run)
+    hospital.start()
+    other = replace(run, schema=Schema((1, 9, 9), run.schema.classes))
+    hospital.digest = hospital.transfer.offer(other.to_json().encode())
+    hospital.offer()
+    assert hospital.refused().code == "E-DATA-30"
+
+
+def test_an_unknown_privacy_profile_is_refused_before_any_data_is_touched(make, monkeypatch):
+    hospital = make(manifest(privacy=Choice("magic", {})))
+    hospital.start()
+    touched = []
+    monkeypatch.setattr(datasets, "load", lambda *a, **k: touched.append(a))
+    hospital.offer()
+    assert hospital.refused().code == "E-PRIV-01"
+    assert touched == []
+
+
+def test_a_run_that_comes_back_under_another_manifest_is_refused(make):
+    hospital = make()
+    hospital.start()
+    hospital.offer(0)
+    hospital.sent()
+    hospital.close(0)
+    hospital.settled()
+    hospital.digest = hospital.transfer.offer(manifest(seed=99).to_json().encode())
+    hospital.offer(1)
+    assert hospital.refused().code == "E-RUN-35"
+
+
+def test_a_manifest_in_another_form_is_refused(make):
+    hospital = make()
+    hospital.start()
+    hospital.digest = hospital.transfer.offer(b" " + manifest().to_json().encode())
+    hospital.offer()
+    assert hospital.refused().code == "E-WIRE-04"
+
+
+def test_an_update_that_the_coordinator_refuses_waits_for_the_close(make):
+    hospital = make()
+    service = hospital.start()
+    hospital.transfer.refusal = (grpc.StatusCode.FAILED_PRECONDITION, "E-RUN-06: the round is closed")
+    hospital.offer()
+    assert hospital.refused().code == "E-RUN-06"
+    until(lambda: len(hospital.control.sessions) == 2, what="for a session in which closes are named")
+    assert [s.round for s in hospital.control.last.hello.staged] == [0]
+    assert service.store.committed("run-1") is None
+    hospital.close(included=True)
+    hospital.settled()
+    assert service.store.committed("run-1")[1] == 0
+
+
+def test_a_task_that_fails_is_reported_and_the_next_one_works(make, slow, caplog):
+    slow.held, slow.fail = False, RuntimeError("no room for /data/smith_john.png")
+    hospital = make(do=slow)
+    hospital.start()
+    hospital.offer(0)
+    answer = hospital.refused()
+    assert (answer.code, "the hospital's own log" in answer.reason) == ("E-RUN-31", True)
+    assert "smith" not in answer.reason
+    assert "smith_john" in caplog.text
+    assert any("smith_john" in notice.text for notice in hospital.notices)
+    slow.fail = None
+    hospital.offer(1)
+    hospital.sent()
+
+
+def test_a_damaged_outbox_file_is_refused_with_its_reason(make):
+    hospital = make()
+    hospital.transfer.refusal = (grpc.StatusCode.UNAVAILABLE, "away")
+    service = hospital.start()
+    hospital.offer()
+    until(lambda: "staged" in hospital.events())
+    hospital.stop()
+    entry = next(p for p in (hospital.folder / "objects").iterdir() if p.name == hospital_object(hospital))
+    entry.write_bytes(b"damaged")
+    hospital.start()
+    hospital.transfer.refusal = None
+    hospital.offer()
+    assert hospital.refused().code == "E-STATE-63"
+    assert service is not None
+
+
+def hospital_object(hospital) -> str:
+    from silo.store import Store
+
+    store = Store(hospital.folder / "silo.db")
+    (entry,) = store.outbox()
+    store.close_database()
+    return entry.object_digest
