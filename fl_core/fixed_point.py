@@ -12,21 +12,23 @@ so n values inside their bound never overflow. Values outside it are clipped, co
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache, cached_property
-from typing import Literal, NamedTuple
+from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fl_core.buffers import MEMORY
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.types import BLOCK, Bundle, Layout, Part, PartSpec
 
 RING64_BOUND = 2.0**24
 """Bound of every segment of a plain run: weight times value of one silo, 16.7 million."""
+
+_FLOAT32_BITS = 64
+"""Fractional bits below which a scaled value stays a float32: at most 2^63 by its bound, and its factor is one itself."""
 
 Ring = Literal["ring64", "ring32"]
 
@@ -63,20 +65,21 @@ class Grid:
         units = torch.empty(value.shape, dtype=torch.int64, device=value.device)
         return units, self.add(segment, value, units, anew=True)
 
-    def add(self, segment: str, value: Tensor, into: Tensor, anew: bool = False, peak: float | None = None) -> int:
+    def add(self, segment: str, value: Tensor, into: Tensor, anew: bool = False, largest: float | None = None) -> int:
         """Add a float tensor to a contiguous int64 sum of its shape and return the number of values that were clipped.
 
         Equals `into += encode(value)`, in blocks that stay in the processor's cache, so without a copy of either.
-        anew: begin the sum, whatever `into` holds; peak: the largest magnitude, where the caller has looked already.
+        anew: begin the sum, whatever `into` holds; largest: the largest magnitude, where the caller has looked already.
         Raises ProtocolError (E-WIRE-05) as `encode`, and changes nothing then.
         """
-        bound, clipped = self.bound(segment), 0
-        peak = _peak(segment, value) if peak is None else peak
-        factor = 2.0 ** self.frac_bits(segment)
-        limit = math.floor(bound * factor)
+        bound, clipped, bits = self.bound(segment), 0, self.frac_bits(segment)
+        found = peak(segment, value) if largest is None else largest
+        # A power of two scales exactly, and rint is exact: what neither leaves the bound nor float32 needs no float64.
+        exact = found <= bound and bits < _FLOAT32_BITS and value.dtype in (torch.float32, torch.float64)
+        limit = math.floor(bound * 2.0**bits)
         for x, units in zip(torch.split(value.reshape(-1), BLOCK), torch.split(into.view(-1), BLOCK), strict=True):
-            scaled = x.double().mul_(factor).round_()
-            if peak > bound:
+            scaled = (x if exact else x.double()).mul(2.0**bits).round_()
+            if found > bound:
                 clipped += int((x.abs() > bound).sum())
                 scaled.clamp_(-limit, limit)
             if anew:
@@ -117,124 +120,6 @@ def _frac_bits(ring: Ring, n_max: int, bound: float) -> int:
     return bits
 
 
-class _Room(NamedTuple):
-    """Room for the sum of one part. row: all totals as one row, where they are few; `totals` are views of it then."""
-
-    totals: dict[str, Tensor]
-    weight: Tensor
-    row: Tensor | None
-    sole: bool
-
-    @classmethod
-    def of(cls, spec: PartSpec, sole: bool = False) -> _Room:
-        """Make room, whatever it holds; sole: for a single silo, to whose numbers nothing is added."""
-        weight, sizes = torch.empty(spec.weight_shape, dtype=torch.int64), [math.prod(s) for s in spec.shapes.values()]
-        if sum(sizes) > BLOCK:
-            totals = {name: MEMORY.empty(shape, torch.int64) for name, shape in spec.shapes.items()}
-            return cls(totals, weight, None, sole)
-        row = torch.empty(sum(sizes), dtype=torch.int64)
-        views = zip(spec.shapes.items(), torch.split(row, sizes), strict=True)
-        return cls({name: view.view(shape) for (name, shape), view in views}, weight, row, sole)
-
-    def part(self) -> Part:
-        """Return what lies here."""
-        return Part(dict(self.totals), self.weight)
-
-
-class _Step(NamedTuple):
-    """One tensor to be added to another."""
-
-    segment: str
-    value: Tensor
-    into: Tensor
-    sole: bool
-
-
-def _steps(name: str, part: Part, room: _Room) -> list[_Step]:
-    """List the additions of a part; few floats are one: the cost of a small tensor is in the calls."""
-    weight = _Step(f"{name}.weight", part.weight, room.weight, room.sole)
-    values = {key: part.total[key] for key in room.totals}
-    if room.row is not None and values and all(v.is_floating_point() for v in values.values()):
-        row = torch.cat([v.reshape(-1) for v in values.values()])
-        return [_Step(name, row, room.row, room.sole), weight]
-    return [*(_Step(name, v, room.totals[key], room.sole) for key, v in values.items()), weight]
-
-
-class Accumulator:
-    """One exact sum over the bundles of a round, folded on arrival and then forgotten.
-
-    apart: parts that are not summed but kept one by one, for methods that must see them.
-
-    Guarantees: the same bundles in any order give the same bytes; memory is one sum, whatever the number of silos,
-    and what is kept apart; a bundle that does not fit the layout, or holds a NaN, changes nothing.
-    """
-
-    def __init__(self, layout: Layout, grid: Grid, apart: Collection[str] = ()) -> None:
-        self.layout = layout
-        self.grid = grid
-        self.apart = frozenset(apart)
-        self.clipped = 0
-        self.count = 0
-        self._single: dict[int, dict[str, Part]] = {}
-
-    @cached_property
-    def _sum(self) -> dict[str, _Room]:
-        """Make room on first use: a round's silos are at work by then, and do not wait for it.
-
-        It holds nothing until the first bundle is written into it; only `total` must know of a sum without any.
-        """
-        return {part: _Room.of(spec) for part, spec in self.layout.items() if part not in self.apart}
-
-    def fold(self, bundle: Bundle, place: int = 0) -> None:
-        """Add one silo's bundle: float parts are put on the grid here, integer parts are on it already.
-
-        place: the silo's place in the roster, the order of what is kept apart.
-        """
-        check_layout(bundle, self.layout)
-        alone = {name: _Room.of(self.layout[name], sole=True) for name in self.apart & set(bundle)}
-        steps = [
-            step for name, part in bundle.items() for step in _steps(name, part, alone.get(name) or self._sum[name])
-        ]
-        peaks = [
-            _peak(s.segment, s.value) if s.value.is_floating_point() else 0.0 for s in steps
-        ]  # before any addition
-        for step, peak in zip(steps, peaks, strict=True):
-            self._add(step, self.count == 0 or step.sole, peak)
-        self._single[place] = {name: room.part() for name, room in alone.items()}
-        self.count += 1
-
-    def _add(self, step: _Step, anew: bool, peak: float) -> None:
-        if step.value.is_floating_point():
-            self.clipped += self.grid.add(step.segment, step.value, step.into, anew, peak)
-        elif anew:
-            step.into.copy_(step.value)
-        else:
-            step.into.add_(step.value)
-
-    def total(self) -> Bundle:
-        """Return the sum so far, still in integer units; parts that are kept apart stacked in the roster's order."""
-        if not self.count:
-            for room in self._sum.values():
-                for value in (*room.totals.values(), room.weight):
-                    value.zero_()
-        summed = {name: room.part() for name, room in self._sum.items()}
-        single = [parts for _, parts in sorted(self._single.items())]
-        for name in self.apart & set(self.layout):
-            spec = self.layout[name]
-            summed[name] = Part(
-                {
-                    key: _stack([parts[name].total[key] for parts in single], shape)
-                    for key, shape in spec.shapes.items()
-                },
-                _stack([p[name].weight for p in single], spec.weight_shape),
-            )
-        return summed
-
-
-def _stack(values: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-    return torch.stack(list(values)) if values else torch.zeros((0, *shape), dtype=torch.int64)
-
-
 class FixedPoint:
     """The guard that encodes: at the silo when a mask follows, on arrival in a plain run."""
 
@@ -273,7 +158,7 @@ class FixedPoint:
         return {}
 
 
-def _peak(segment: str, value: Tensor) -> float:
+def peak(segment: str, value: Tensor) -> float:
     """Return the largest magnitude in one pass; raises ProtocolError (E-WIRE-05) when one is NaN or infinite."""
     if not value.numel():
         return 0.0

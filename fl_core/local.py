@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
@@ -103,33 +103,23 @@ class PlainData:
         if self._config.augment:
             augment = rng.stream(self._turn.seed, *path, "augment")
         named = {name: p for name, p in model.named_parameters() if only is None or only(name)}
-        bare = {name: p for name, p in named.items() if plain is not None and plain(name)}
-        full = {name: p for name, p in named.items() if name not in bare}
-        steppers = [optimizers.make_optimizer(full.values(), lr_scale * self.lr, self._config)] if full else []
-        steppers += [torch.optim.SGD(bare.values(), lr_scale * self.lr)] if bare else []
-        lonely = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
         model.train()
-        scaler = torch.amp.grad_scaler.GradScaler(self._device.type, enabled=self._config.amp == "fp16")
         if self._config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        descent = optimizers.Descent(named, lr_scale * self.lr, self._config, plain, self._device.type)
         taken = 0
         with rng.torch_scope(self._turn.seed, *path, "dropout"):
             batches = self._batches(order, self.planned_steps(epochs) if steps is None else steps)
+            lonely = any(len(i) == 1 for i in batches) and _normalises(model)
             wanted = [(done, i) for done, i in enumerate(batches, start=1) if not (lonely and len(i) == 1)]
             for (done, _), (x, y) in zip(wanted, self._stream([i for _, i in wanted], augment), strict=True):
-                for stepper in steppers:
-                    stepper.zero_grad(set_to_none=True)
                 with self._autocast():
                     objective = loss(model, x, y).objective()
                 if penalty is not None:
                     objective = objective + penalty(model)
-                scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
-                for stepper in steppers:
-                    scaler.unscale_(stepper)
-                self._correct(named, full, shift)
-                for stepper in steppers:
-                    scaler.step(stepper)
-                scaler.update()
+                descent.backward(objective)
+                self._correct(named, plain, shift)
+                descent.step()
                 taken += 1
                 self._progress(done, len(batches))
         if self._config.channels_last:
@@ -179,10 +169,13 @@ class PlainData:
             batches += torch.split(torch.randperm(n, generator=order), size)
         return batches[:steps]
 
-    def _correct(self, named: dict[str, nn.Parameter], clipped: dict[str, nn.Parameter], shift: Tensors | None) -> None:
+    def _correct(
+        self, named: Mapping[str, nn.Parameter], plain: Callable[[str], bool] | None, shift: Tensors | None
+    ) -> None:
         """Clip the gradient where the schedule says so, then add the data-free shift."""
         if self._config.clip_norm:
-            torch.nn.utils.clip_grad_norm_(list(clipped.values()), self._config.clip_norm)
+            clipped, _ = optimizers.split(named, plain)
+            torch.nn.utils.clip_grad_norm_(clipped, self._config.clip_norm)
         for name, value in (shift or {}).items():
             if name in named and (grad := named[name].grad) is not None:
                 grad.add_(value.to(grad.device))
@@ -222,3 +215,7 @@ def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:
     vectors = query.vectors(x, y)
     total = vectors.new_zeros(query.n_classes, vectors.shape[1]).index_add_(0, y, vectors)
     return {"sum": total, "count": torch.bincount(y, minlength=query.n_classes).to(vectors.dtype)}
+
+
+def _normalises(model: nn.Module) -> bool:
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())

@@ -10,9 +10,10 @@ from typing import Protocol
 from torch import Tensor
 
 from fl_core import cohort, steering
+from fl_core.accumulator import Accumulator
 from fl_core.errors import FederationError, UnavailableError
 from fl_core.evaluation import MEASURED, METRICS, personal_scores
-from fl_core.fixed_point import Accumulator, Grid
+from fl_core.fixed_point import Grid
 from fl_core.protocols import Guard, Method, SiloPort
 from fl_core.records import RoundRecord as RoundRecord
 from fl_core.types import Bundle, Federation, Layout, State, TaskKind

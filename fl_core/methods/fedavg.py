@@ -129,8 +129,8 @@ class FedAvg:
     @staticmethod
     def moved(model: nn.Module, msg: State) -> dict[str, Tensor]:
         """Return trained minus received, for the tensors that travel."""
-        trained = model.state_dict()
-        return {name: trained[name].cpu() - received for name, received in msg["w"].items()}
+        trained = trees.named(model)
+        return {name: trained[name].detach().cpu() - received for name, received in msg["w"].items()}
 
     def merge(self, server: State, total: Bundle, fed: Federation) -> State:  # noqa: ARG002
         """Add the mean difference; without any update the model stays as it is."""

@@ -11,7 +11,8 @@ from helpers_core import METHOD_OPTIONS, SCHEMA, Given, manifest, same, same_bun
 from torch import nn
 
 from fl_core import trees
-from fl_core.fixed_point import Accumulator, FixedPoint, Grid
+from fl_core.accumulator import Accumulator
+from fl_core.fixed_point import FixedPoint, Grid
 from fl_core.local import PlainData
 from fl_core.methods import METHODS, build_method
 from fl_core.models import build_model

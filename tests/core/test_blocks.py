@@ -11,8 +11,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fl_core import trees
+from fl_core.accumulator import Accumulator
 from fl_core.errors import ProtocolError
-from fl_core.fixed_point import Accumulator, Grid
+from fl_core.fixed_point import Grid
 from fl_core.types import BLOCK, Part, PartSpec
 from protos import codec
 from protos.digests import file_digest, write_sealed

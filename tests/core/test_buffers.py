@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fl_core import trees
+from fl_core.accumulator import Accumulator
 from fl_core.buffers import LARGE, Buffers
-from fl_core.fixed_point import Accumulator, FixedPoint, Grid
+from fl_core.fixed_point import FixedPoint, Grid
 from fl_core.types import Part, PartSpec
 
 SHAPE = (LARGE // 4, 2)

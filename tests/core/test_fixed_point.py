@@ -12,8 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from oracles import units
 
+from fl_core.accumulator import Accumulator
 from fl_core.errors import ConfigError, ProtocolError
-from fl_core.fixed_point import RING64_BOUND, Accumulator, FixedPoint, Grid
+from fl_core.fixed_point import RING64_BOUND, FixedPoint, Grid
 from fl_core.types import Part, PartSpec
 
 LAYOUT = {"p": PartSpec({"v": (2,)}, ())}
@@ -40,6 +41,33 @@ def test_sum_is_exact(sent: list[float], ring: str) -> None:
     assert float(decoded.weight) == len(sent)
     assert sums.count == len(sent)
     assert sums.clipped == 0
+
+
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=6, max_size=6), st.sampled_from([1.0, 2.0**-40, 2.0**10]))
+def test_parts_on_one_grid_and_on_several_add_up_alike(v: list[float], scale: float) -> None:
+    layout = {"p": PartSpec({"a": (2,), "b": (1, 2)}, ()), "q": PartSpec({"c": (1,)}, (1,))}
+    t = torch.tensor(v, dtype=torch.float64).mul(scale).float()
+    sent = {"p": Part({"a": t[:2], "b": t[2:4].view(1, 2)}, torch.tensor(3.0)), "q": Part({"c": t[4:5]}, t[5:].abs())}
+    one, several = (
+        Accumulator(layout, Grid(n_max=3)),
+        Accumulator(layout, Grid(n_max=3, bounds={"q.weight": 2.0**24 + 2})),
+    )
+    for sums in (one, several):
+        sums.fold(sent)
+        sums.fold(sent)
+    assert same_bundle(one.total(), several.total())
+    bits = one.grid.frac_bits("p")
+    assert one.total()["p"].total["b"].tolist() == [[units([float(x)] * 2, bits) for x in t[2:4]]]
+    assert float(several.total()["p"].weight) == units([3.0, 3.0], bits)
+
+
+def test_a_bundle_in_float64_is_summed_and_not_changed() -> None:
+    sums, value = Accumulator(LAYOUT, Grid(n_max=2)), torch.tensor([1 / 3, 2.0**25], dtype=torch.float64)
+    sums.fold({"p": Part({"v": value}, torch.tensor(1.0, dtype=torch.float64))})
+    assert value.tolist() == [1 / 3, 2.0**25]
+    bits = sums.grid.frac_bits("p")
+    assert sums.total()["p"].total["v"].tolist() == [round(1 / 3 * 2**bits), 2 ** (24 + bits)]
+    assert sums.clipped == 1
 
 
 @given(st.permutations([0.1, -7.3, 1e4, 2.0**-40, -1e4, 3.0]))

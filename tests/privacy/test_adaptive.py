@@ -13,8 +13,9 @@ from helpers_core import manifest, same, shares
 from scipy.stats import kstest, norm
 from torch import Tensor
 
+from fl_core.accumulator import Accumulator
 from fl_core.errors import ConfigError, RefusedError, StateError
-from fl_core.fixed_point import Accumulator, FixedPoint, Grid
+from fl_core.fixed_point import FixedPoint, Grid
 from fl_core.manifest import Choice, RunManifest
 from fl_core.rounds import Engine, RoundRecord, Schedule
 from fl_core.simulate import History, initial_state, simulate

@@ -12,8 +12,9 @@ from helpers_core import NAMES, manifest, shares
 from scipy.stats import kstest, norm
 from torch import Tensor
 
+from fl_core.accumulator import Accumulator
 from fl_core.errors import ConfigError
-from fl_core.fixed_point import Accumulator, Grid
+from fl_core.fixed_point import Grid
 from fl_core.manifest import Choice, Member, RunManifest
 from fl_core.methods import METHODS
 from fl_core.rounds import RoundRecord

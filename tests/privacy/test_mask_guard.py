@@ -15,7 +15,8 @@ from helpers_silo import manifest as hospital_manifest
 from torch import Tensor
 
 from fl_core import datasets, rng
-from fl_core.fixed_point import Accumulator, FixedPoint, Grid
+from fl_core.accumulator import Accumulator
+from fl_core.fixed_point import FixedPoint, Grid
 from fl_core.manifest import Choice, RunManifest
 from fl_core.methods import METHODS
 from fl_core.protocols import Guard
