@@ -3,16 +3,20 @@
 `images=cifar10-200-50` among a run's words stands for the first 200 training and 50 test images per class of CIFAR10,
 in one folder per class (ROOT/cifar10-jpeg or the archive ROOT/cifar10-jpeg.tar.gz, with train/CLASS/*.jpg and
 test/CLASS/*.jpg); `images=isic2019-32` for Fed-ISIC2019 with its images shrunk to squares of 36 pixels, of which 32 are
-seen. Both are written once, to CONSILIUM_CACHE or ~/.cache/consilium.
+seen, and `images=isic2019-32-200-50` for at most 200 training and 50 test images of each class at each centre, the
+first by name: what is common is cut, what is rare or missing at a centre stays so. All are written once, to
+CONSILIUM_CACHE or ~/.cache/consilium.
 """
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import shutil
 import tarfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from PIL import Image, ImageOps
@@ -21,7 +25,9 @@ from fl_core.datasets import isic2019
 from fl_core.errors import ConfigError, DataError
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-FORMS = "images=cifar10-TRAIN-TEST (images per class), images=isic2019-SIZE"
+FORMS = "images=cifar10-TRAIN-TEST (images per class), images=isic2019-SIZE or images=isic2019-SIZE-TRAIN-TEST"
+_CIFAR10 = re.compile(r"images=cifar10-(\d+)-(\d+)")
+_ISIC2019 = re.compile(r"images=isic2019-(\d+)(?:-(\d+)-(\d+))?")
 
 
 def resolved(words: Sequence[str], data_root: Path | None) -> list[str]:
@@ -33,10 +39,10 @@ def resolved(words: Sequence[str], data_root: Path | None) -> list[str]:
     for word in words:
         if not word.startswith("images="):
             found.append(word)
-        elif match := re.fullmatch(r"images=cifar10-(\d+)-(\d+)", word):
+        elif match := _CIFAR10.fullmatch(word):
             path = _cifar10(_root(data_root), int(match[1]), int(match[2]))
             found += ["data=folder", f"data.path={path}", f"data.classes=[{','.join(CIFAR10)}]", "data.image_size=32"]
-        elif match := re.fullmatch(r"images=isic2019-(\d+)", word):
+        elif match := _ISIC2019.fullmatch(word):
             found += ["data=isic2019", f"data.image_size={match[1]}"]
         else:
             raise ConfigError("E-CFG-42", f"expected {FORMS}, found {word!r}")
@@ -46,8 +52,9 @@ def resolved(words: Sequence[str], data_root: Path | None) -> list[str]:
 def root_of(words: Sequence[str], data_root: Path | None) -> Path | None:
     """Return where a run's data lie: for shrunk images the folder that holds them."""
     for word in words:
-        if match := re.fullmatch(r"images=isic2019-(\d+)", word):
-            return _isic2019(_root(data_root), round(int(match[1]) * 224 / 200))
+        if match := _ISIC2019.fullmatch(word):
+            limits = {"train": int(match[2]), "test": int(match[3])} if match[2] else {}
+            return _isic2019(_root(data_root), round(int(match[1]) * 224 / 200), limits)
     return data_root
 
 
@@ -107,8 +114,9 @@ def _unpack(archive: Path, made: Path, limits: dict[str, int]) -> None:
                 (made / split / name / Path(member.name).name).write_bytes(content.read())
 
 
-def _isic2019(root: Path, side: int) -> Path:
-    target = _cache(f"isic2019-{side}")
+def _isic2019(root: Path, side: int, limits: Mapping[str, int]) -> Path:
+    """Shrink the images of Fed-ISIC2019; with limits, only so many of each class per centre and split."""
+    target = _cache("-".join(["isic2019", str(side), *map(str, limits.values())]))
     if target.is_dir():
         return target
     source = next((f for f in (root / "isic2019", root) if (f / isic2019.SPLIT_FILE).is_file()), None)
@@ -116,12 +124,34 @@ def _isic2019(root: Path, side: int) -> Path:
         raise DataError("E-DATA-02", f"expected Fed-ISIC2019 in FLamby's layout in {root}, found none: put it there")
     made = target.with_name(f"{target.name}.{os.getpid()}")
     (made / isic2019.IMAGES).mkdir(parents=True)
-    for name in (isic2019.SPLIT_FILE, isic2019.GROUP_FILE):
-        if (source / name).is_file():
-            shutil.copy(source / name, made / name)
-    for file in sorted((source / isic2019.IMAGES).glob("*.jpg")):
+    files = sorted((source / isic2019.IMAGES).glob("*.jpg"))
+    if limits:
+        kept = _first(source / isic2019.SPLIT_FILE, made / isic2019.SPLIT_FILE, limits)
+        files = [file for file in files if file.stem in kept]
+    else:
+        shutil.copy(source / isic2019.SPLIT_FILE, made)
+    if (source / isic2019.GROUP_FILE).is_file():
+        shutil.copy(source / isic2019.GROUP_FILE, made)
+    for file in files:
         with Image.open(file) as image:
             image.draft("RGB", (2 * side, 2 * side))
             small = ImageOps.fit(image.convert("RGB"), (side, side), method=Image.Resampling.BILINEAR)
         small.save(made / isic2019.IMAGES / file.name, quality=95)
     return _finished(made, target)
+
+
+def _first(source: Path, target: Path, limits: Mapping[str, int]) -> set[str]:
+    """Write the rows of the first images by name, per centre, split and class; return the images' names."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    kept = set[str]()
+    with source.open(newline="") as text, target.open("w", newline="") as out:
+        rows = csv.DictReader(text)
+        lines = csv.DictWriter(out, rows.fieldnames or (), lineterminator="\n")
+        lines.writeheader()
+        for row in sorted(rows, key=lambda r: r["image"]):
+            place = row["center"], row["fold"], row["target"]
+            counts[place] += 1
+            if counts[place] <= limits[row["fold"]]:
+                lines.writerow(row)
+                kept.add(row["image"])
+    return kept

@@ -14,6 +14,7 @@ fine_tune: {FedAvg: 10}                  # epochs on each silo before its person
 small:                                   # the same on two cores
 words: rounds=10                       # beside configs/scale/small.yaml
 methods: [FedAvg, FedMR]               # all without it; a mapping adds words of the small scale
+also: [balanced]                       # measures behind the paper's own, of which nothing is printed
 settings: {digits P5C2: {words: data=digits federation=p5c2, beside: CIFAR10 P5C2}}
 """
 
@@ -32,7 +33,7 @@ from fl_core.words import nearest
 FOLDER = Path(__file__).parent / "tables"
 SCALES = ("paper", "small")
 _KEYS = ("paper", "experiment", "measures", "across", "own", "methods", "settings", "printed", "fine_tune", "small")
-_SMALL = ("words", "methods", "settings")
+_SMALL = ("words", "methods", "settings", "also")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ class Table:
 
     def printed_cell(self, method: str, setting: Setting) -> tuple[str, ...]:
         """Return what the paper printed of a cell, one text per measure; dashes where it printed nothing."""
-        blank = ("-",) * len(self.measures)
-        return self.printed.get(setting.beside or setting.name, {}).get(method, blank)
+        known = self.printed.get(setting.beside or setting.name, {}).get(method, ())
+        return (*known, *("-",) * (len(self.measures) - len(known)))
 
 
 def names() -> list[str]:
@@ -82,10 +83,7 @@ def load(name: str, scale: str, folder: Path = FOLDER) -> Table:
     raw = _mapping(yaml.safe_load((folder / f"{name}.yaml").read_text()), name, _KEYS)
     methods = {m: None if w is None else tuple(str(w).split()) for m, w in _mapping(raw["methods"], name).items()}
     order, settings = list(methods), _mapping(raw["settings"], name)
-    measures = tuple(str(m) for m in raw["measures"])  # type: ignore[attr-defined]
-    for measure in measures:
-        if measure not in MEASURES:
-            raise ConfigError("E-CFG-42", f"{name}: there is no measure {measure!r}: {nearest(measure, MEASURES)}")
+    measures = _measures(raw["measures"], name)
     printed = {
         s: _cells(str(text), order, measures, f"{name}: {s}") for s, text in _mapping(raw["printed"], name).items()
     }
@@ -97,6 +95,7 @@ def load(name: str, scale: str, folder: Path = FOLDER) -> Table:
         small = _mapping(raw["small"], name, _SMALL)
         methods, settings = _small_methods(methods, small, name), _mapping(small["settings"], name)
         shared = tuple(str(small.get("words") or "").split())
+        measures += _measures(small.get("also") or [], name)
     else:
         shared = ()
     return Table(
@@ -126,6 +125,14 @@ def chosen(table: Table, methods: Sequence[str], settings: Sequence[str]) -> Tab
         "methods": {m: w for m, w in table.methods.items() if not methods or m in methods},
         "settings": [s for s in table.settings if not settings or s.name in settings],
     })  # fmt: skip
+
+
+def _measures(raw: object, name: str) -> tuple[str, ...]:
+    found = tuple(str(m) for m in raw)  # type: ignore[attr-defined]
+    for measure in found:
+        if measure not in MEASURES:
+            raise ConfigError("E-CFG-42", f"{name}: there is no measure {measure!r}: {nearest(measure, MEASURES)}")
+    return found
 
 
 def _small_methods(

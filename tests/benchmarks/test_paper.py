@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 from benchmarks.paper import curves, images, report, run, study, tables
 from benchmarks.paper.measures import MEASURES, curve
 from coordinator.config import choices, compose_spec
+from fl_core.datasets import isic2019
 from fl_core.errors import ConfigError, DataError
 
 TINY = """
@@ -35,7 +37,7 @@ def _tiny(folder: Path, across: str = "methods") -> tables.Table:
     return tables.load("tiny", "small", folder)
 
 
-MAY_LACK = ("gm", "rounds")
+MAY_LACK = ("gm", "balanced", "rounds")
 """Measures that a method without a global model, or a run of two rounds, has no number for."""
 DIGITS = "data=digits federation=p5c2 cohort=0"
 """In place of images that only their owner has."""
@@ -236,6 +238,44 @@ def test_images_are_cut_once_and_asked_for_where_they_are_not(tmp_path: Path, mo
     assert images.resolved(words, tmp_path / "own") == found
     with pytest.raises(ConfigError, match="expected images="):
         images.resolved(["images=cifar11-1-1"], tmp_path)
+
+
+def test_isic_images_are_cut_by_centre_and_class_to_the_first_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import Image
+
+    monkeypatch.setenv("CONSILIUM_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "own" / "isic2019"
+    (source / isic2019.IMAGES).mkdir(parents=True)
+    rows = ["image,target,center,fold"]
+    for k, (center, fold, target) in enumerate(itertools.product((1, 3), ("train", "test"), (1, 1, 1, 0))):
+        rows.append(f"ISIC_{16 - k:04},{target},{center},{fold}")
+        Image.new("RGB", (224, 224), (k, 0, 0)).save(source / isic2019.IMAGES / f"ISIC_{16 - k:04}.jpg")
+    (source / isic2019.SPLIT_FILE).write_text("\n".join(rows) + "\n")
+    words = ["images=isic2019-32-2-1"]
+    assert images.resolved(words, tmp_path / "own") == ["data=isic2019", "data.image_size=32"]
+    cut = images.root_of(words, tmp_path / "own")
+    assert cut == tmp_path / "cache" / "isic2019-36-2-1"
+    assert images.root_of(["images=isic2019-32"], tmp_path / "own") == tmp_path / "cache" / "isic2019-36"
+    found = isic2019.scan(cut, 3, None)
+    assert not found.problems
+    assert [f"{item.name[-2:]} {item.label} {item.split.value}" for item in found.items] == [
+        *("01 MEL test", "02 NV test", "05 MEL train", "06 NV train", "07 NV train"),
+    ]
+    assert len(list((cut / isic2019.IMAGES).glob("*.jpg"))) == 10
+
+
+def test_measures_added_at_the_small_scale_have_nothing_printed(tmp_path: Path) -> None:
+    text = TINY.format(across="methods") + "  also: [balanced]\n"
+    (tmp_path / "tiny.yaml").write_text(text)
+    assert tables.load("tiny", "paper", tmp_path).measures == ("ga", "ga_last")
+    table = tables.load("tiny", "small", tmp_path)
+    assert table.measures == ("ga", "ga_last", "balanced")
+    assert table.printed_cell("FedMR", table.settings[0]) == ("74.19", "3", "-")
+    (tmp_path / "tiny.yaml").write_text(text.replace("balanced", "balance"))
+    with pytest.raises(ConfigError, match="did you mean 'balanced'"):
+        tables.load("tiny", "small", tmp_path)
 
 
 def test_under_partial_participation_every_round_is_measured_on_all_test_sets(tmp_path: Path) -> None:
