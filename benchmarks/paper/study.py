@@ -125,7 +125,7 @@ def seeded(spec: RunSpec, seed: int) -> RunSpec:
     return replace(spec, name="paper", seed=seed, federation={**spec.federation, **dealt})
 
 
-class _Watch:
+class Watch:
     """An observer that keeps the newest server state, and measures it on the global test set where no record does.
 
     Under partial participation a round's record covers the test sets of its cohort alone, and a best over such rounds
@@ -151,15 +151,15 @@ class _Watch:
         self.server = server
         if not self._spec.cohort > 0 or record.round >= self._spec.rounds:
             return
-        bench, tests = self._all = self._all or _bench_and_tests(self._spec, self._root)
+        bench, tests = self._all = self._all or bench_and_tests(self._spec, self._root)
         if bench.method.has_global_model:
             model = bench.method.global_model(bench.fresh(), bench.method.broadcast(server)).eval()
             with torch.no_grad():
-                right = [(model(x).argmax(1) == y).sum() for x, y in map(tests.batch, _whole(tests).split(500))]
+                right = [(model(x).argmax(1) == y).sum() for x, y in map(tests.batch, whole(tests).split(500))]
             self.accuracies.append(float(sum(right)) / len(tests.labels))
 
 
-def _bench_and_tests(spec: RunSpec, data_root: Path | None) -> tuple[Bench, Joined]:
+def bench_and_tests(spec: RunSpec, data_root: Path | None) -> tuple[Bench, Joined]:
     """Build a run's bench, and the global test set: the official one, or the union of the silos' own."""
     dealt = datasets.federation(simulation.dealt_from(spec), datasets.federation_text(spec.federation))
     size, classes = spec.data.get("image_size"), spec.data.get("classes")
@@ -170,7 +170,8 @@ def _bench_and_tests(spec: RunSpec, data_root: Path | None) -> tuple[Bench, Join
     return bench_of(manifest_from(spec, [f"hospital{k}" for k in range(len(dealt))])), Joined(tests)
 
 
-def _whole(examples: Joined) -> torch.Tensor:
+def whole(examples: Joined) -> torch.Tensor:
+    """Return the index of all examples."""
     return torch.arange(len(examples.labels))
 
 
@@ -182,7 +183,7 @@ def measure(point: Point) -> dict[str, object]:
     found: dict[str, object] = {"key": point.key, "seed": point.seed, "words": list(point.words)}
     if point.numbers:
         return {**found, "numbers": _numbers(spec)}
-    watch = _Watch(spec, root)
+    watch = Watch(spec, root)
     result = simulation.run(spec, root, watch, point.how, point.fine_tune)
     said = result.summary()
     scores = [dict(s) for s in said.get("personal_by_round", [])]  # type: ignore[attr-defined]
@@ -204,7 +205,7 @@ def measure(point: Point) -> dict[str, object]:
 
 def _eigenvalues(spec: RunSpec, server: State, data_root: Path | None) -> float:
     """Return Table 7's number for the final model, on one batch of 128 test examples."""
-    bench, tests = _bench_and_tests(spec, data_root)
+    bench, tests = bench_and_tests(spec, data_root)
     order = torch.from_numpy(rng.numpy_stream(spec.seed, "paper", "eigenvalues").permutation(len(tests.labels)))
     model = bench.method.global_model(bench.fresh(), bench.method.broadcast(server)).eval()
     with torch.no_grad():
