@@ -28,7 +28,7 @@ RING64_BOUND = 2.0**24
 """Bound of every segment of a plain run: weight times value of one silo, 16.7 million."""
 
 _FLOAT32_BITS = 64
-"""Fractional bits below which a scaled value stays a float32: at most 2^63 by its bound, and its factor is one itself."""
+"""Fractional bits below which a value is scaled in float32: it stays below 2^63, and the factor is a float32 too."""
 
 Ring = Literal["ring64", "ring32"]
 

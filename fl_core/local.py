@@ -113,6 +113,7 @@ class PlainData:
             lonely = any(len(i) == 1 for i in batches) and _normalises(model)
             wanted = [(done, i) for done, i in enumerate(batches, start=1) if not (lonely and len(i) == 1)]
             for (done, _), (x, y) in zip(wanted, self._stream([i for _, i in wanted], augment), strict=True):
+                descent.clear()
                 with self._autocast():
                     objective = loss(model, x, y).objective()
                 if penalty is not None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +10,10 @@ from torch.amp.grad_scaler import GradScaler
 
 from fl_core.errors import ConfigError
 from fl_core.records import TrainConfig
-from fl_core.rows import RowOptimizer, lay
 
 OPTIMIZERS = ("sgd", "adam")
+AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Precisions of losses in training, by name."""
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], lr: float, config: TrainConfig) -> torch.optim.Optimizer:
@@ -26,18 +26,6 @@ def make_optimizer(parameters: Iterable[nn.Parameter], lr: float, config: TrainC
     )
 
 
-AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Precisions of losses in training, by name."""
-
-
-class Stepper(Protocol):
-    """What takes a step along the gradients of its parameters."""
-
-    def step(self) -> object:
-        """Take one."""
-        ...
-
-
 def split(
     named: Mapping[str, nn.Parameter], plain: Callable[[str], bool] | None = None
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -47,34 +35,12 @@ def split(
     return [p for name, p in named.items() if not plain(name)], [p for name, p in named.items() if plain(name)]
 
 
-def make_optimizers(
+def make_steppers(
     named: Mapping[str, nn.Parameter], lr: float, config: TrainConfig, plain: Callable[[str], bool] | None = None
 ) -> list[torch.optim.Optimizer]:
     """Make the optimizers of a pass: the schedule's, and bare steps (no momentum or decay) for what `plain` selects."""
     full, bare = split(named, plain)
     return ([make_optimizer(full, lr, config)] if full else []) + ([torch.optim.SGD(bare, lr)] if bare else [])
-
-
-def make_steppers(
-    named: Mapping[str, nn.Parameter], lr: float, config: TrainConfig, plain: Callable[[str], bool] | None = None
-) -> list[Stepper]:
-    """Equal `make_optimizers` in every step, bit for bit; few numbers in many tensors are laid in a row for it."""
-
-    def scheduled(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        return make_optimizer(parameters, lr, config)
-
-    def bare(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr)
-
-    both = zip(split(named, plain), (scheduled, bare), strict=True)
-    return [_stepper(parameters, make) for parameters, make in both if parameters]
-
-
-def _stepper(
-    parameters: list[nn.Parameter], make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-) -> Stepper:
-    row = lay(parameters)
-    return make(parameters) if row is None else RowOptimizer(parameters, row, make)
 
 
 def check(config: TrainConfig) -> None:
@@ -102,34 +68,32 @@ class Descent:
         device: str = "cpu",
     ) -> None:
         self._parameters = tuple(named.values())
-        self._scaler: GradScaler | None = None
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._steppers: list[Stepper] = []
-        if config.amp == "fp16":
-            self._scaler = GradScaler(device)
-            self._optimizers = make_optimizers(named, lr, config, plain)
-        else:
-            self._steppers = make_steppers(named, lr, config, plain)
+        self._steppers = make_steppers(named, lr, config, plain)
+        self._scaler = GradScaler(device) if config.amp == "fp16" else None
 
-    def backward(self, objective: Tensor) -> None:
-        """Put the gradient of a scalar into `grad` of every parameter, in place of the last one."""
+    def clear(self) -> None:
+        """Forget the last gradient, before a forward pass needs its memory."""
         for p in self._parameters:
             p.grad = None
+
+    def backward(self, objective: Tensor) -> None:
+        """Add the gradient of a scalar to `grad` of every parameter."""
         if self._scaler is None:
             objective.backward()  # type: ignore[no-untyped-call]
             return
         self._scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
-        for optimizer in self._optimizers:
-            self._scaler.unscale_(optimizer)
+        for stepper in self._steppers:
+            self._scaler.unscale_(stepper)
 
     def step(self) -> None:
         """Take a step along what `grad` holds now; none where float16 overflowed."""
+        if self._scaler is None:
+            for stepper in self._steppers:
+                stepper.step()
+            return
         for stepper in self._steppers:
-            stepper.step()
-        if self._scaler is not None:
-            for optimizer in self._optimizers:
-                self._scaler.step(optimizer)
-            self._scaler.update()
+            self._scaler.step(stepper)
+        self._scaler.update()
 
 
 def effective_steps(config: TrainConfig, steps: int, pull: float = 0.0) -> float:

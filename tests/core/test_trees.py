@@ -1,0 +1,29 @@
+"""Models as named tensors: the names of `state_dict`, without its detours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fl_core import trees
+from fl_core.models import MODELS
+from fl_core.types import Schema
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_of_tensors_are_those_of_the_state_dict(name: str) -> None:
+    odd = {"char_lstm": (80,), "spiral_mlp": (2,), "mlp_net": (1, 28, 28)}
+    shape = (1, 8, 8) if name.startswith("digits") else odd.get(name, (3, 32, 32))
+    with torch.device("meta"):
+        model = MODELS[name]().build(Schema(shape, tuple("abcd")))
+    assert [*trees.named(model)] == [*model.state_dict()]
+    wanted = {id(v) for v in model.state_dict(keep_vars=True).values()}
+    assert {id(v) for v in trees.named(model).values()} == wanted
+
+
+def test_a_buffer_that_is_not_kept_has_no_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+    model[0].register_buffer("scratch", torch.zeros(1), persistent=False)
+    assert [*trees.named(model)] == [*model.state_dict()]
+    assert "0.scratch" not in trees.named(model)
