@@ -10,7 +10,7 @@ from fl_core.capabilities import asked_by, refuse
 from fl_core.errors import ConfigError
 from fl_core.kinds import Capability
 from fl_core.methods.fedavg import FedAvg
-from fl_core.optimizers import check, effective_steps, make_optimizer
+from fl_core.optimizers import Descent, check, effective_steps, make_optimizer
 from fl_core.types import TrainConfig
 
 
@@ -69,3 +69,30 @@ def test_a_method_is_refused_what_it_lacks_with_the_remedy(cohort: int, quorum: 
             refuse(Picky(), asked)
     refuse(FedAvg(), asked)
     assert refused or not asked
+
+
+def test_float16_scales_what_would_become_zero_and_takes_no_step_where_it_overflows() -> None:
+    w = nn.Parameter(torch.zeros(3))
+    descent = Descent({"w": w}, 0.5, TrainConfig(amp="fp16", momentum=0.0, weight_decay=0.0))
+
+    def step(factor: float) -> None:
+        descent.clear()
+        descent.backward((w.half().float() * factor).sum())  # the gradient passes through float16
+        descent.step()
+
+    step(1e-8)  # 0 in float16, where the smallest number is 6e-8
+    assert w.detach().tolist() == pytest.approx([-0.5e-8] * 3, rel=1e-2)
+    step(3.0)  # 3 * 65,536 is above 65,504
+    assert w.detach().tolist() == pytest.approx([-0.5e-8] * 3, rel=1e-2)
+    step(0.25)
+    assert w.detach().tolist() == pytest.approx([-0.125] * 3)
+
+
+def test_gradients_are_cleared_before_they_are_added_to() -> None:
+    w = nn.Parameter(torch.zeros(1))
+    w.grad = torch.full((1,), 7.0)
+    descent = Descent({"w": w}, 1.0, TrainConfig(momentum=0.0, weight_decay=0.0))
+    descent.clear()
+    descent.backward(w.sum())
+    descent.step()
+    assert float(w.detach()) == -1.0
