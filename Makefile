@@ -48,7 +48,7 @@ bench: setup  ## The benchmarks, with their numbers
 	@$(BIN)/python -m benchmarks.step_cost --json
 	@$(BIN)/python -m benchmarks.throughput --json
 	@$(BIN)/python -m benchmarks.simulate --json
-	@$(BIN)/python -m benchmarks.simulate --words train.epochs=10 --json
+	@$(BIN)/python -m benchmarks.simulate --epochs 1 --json
 	@$(BIN)/python -m benchmarks.dp_step --json
 	@$(BIN)/python -m benchmarks.fedmr_digits
 

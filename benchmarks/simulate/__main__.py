@@ -1,7 +1,7 @@
 """Measure a simulated federation of FedAvg on digits against a plain loop that does the same local steps.
 
 python -m benchmarks.simulate --json
-python -m benchmarks.simulate --words train.epochs=10 --json
+python -m benchmarks.simulate --epochs 1 --json
 """
 
 from __future__ import annotations
@@ -103,11 +103,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--silos", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=10, help="local epochs; the papers take ten")
     parser.add_argument("--words", nargs="*", default=[], help="more of the run's configuration, KEY=VALUE")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     given = parser.parse_args()
-    setting = [f"federation=iid-{given.silos}", f"rounds={given.rounds}", "threads=1", *given.words]
-    timing.show(measure(setting), given.json)
+    setting = [f"federation=iid-{given.silos}", f"rounds={given.rounds}", f"train.epochs={given.epochs}", "threads=1"]
+    timing.show(measure([*setting, *given.words]), given.json)
 
 
 if __name__ == "__main__":
