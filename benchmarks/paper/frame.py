@@ -48,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = tables.load(TABLE, "small")
     setting = next(s for s in table.settings if s.name == SETTING)
     method = table.methods[table.own] or ()
-    words = replaced((f"experiment={table.experiment}", "scale=small", *setting.runs[0], *method), given.words)
+    own = (f"experiment={table.experiment}", "scale=small", "personal=false", *setting.runs[0], *method)
     for seed in map(int, given.seeds.split(",")):
-        print(json.dumps({"seed": seed, "words": given.words, **answers(words, seed, given.data_root)}), flush=True)
+        found = answers(replaced(own, given.words), seed, given.data_root)
+        print(json.dumps({"seed": seed, "words": given.words, **found}), flush=True)
 
 
 def replaced(words: Sequence[str], given: Sequence[str]) -> list[str]:
