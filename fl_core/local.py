@@ -17,17 +17,16 @@ from fl_core.types import (
     ExampleSums,
     LossFn,
     PenaltyFn,
+    Progress,
     Query,
     Split,
     Tensors,
     TrainConfig,
     Turn,
+    Visit,
 )
 
 EVAL_BATCH = 512
-
-Progress = Callable[[int, int], None]
-"""Told (done, in all) after every step and every batch; it may raise to end the work there."""
 
 
 class _None(Examples):
@@ -68,6 +67,12 @@ class PlainData:
         self._ahead = 2 if self._device.type == "cuda" else 0
         self._calls = 0
         self._counts: Tensor | None = None
+
+    @classmethod
+    def open(cls, visit: Visit) -> PlainData:
+        """Open the doors of one turn."""
+        v = visit
+        return cls(v.train, v.test, v.config, v.turn, v.device, v.progress, v.public)
 
     def planned_steps(self, epochs: float | None = None) -> int:
         """Return the optimiser steps of an `sgd` call: whole batches, the last may be short, cut at `max_steps`."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from fl_core.types import (
     Bundle,
     Capability,
     Coupling,
-    Examples,
     Exposure,
     Federation,
     LossFn,
@@ -23,8 +21,8 @@ from fl_core.types import (
     State,
     TaskKind,
     Tensors,
-    TrainConfig,
     Turn,
+    Visit,
 )
 
 
@@ -87,18 +85,9 @@ class SiloData(Protocol):
 
 
 class Doors(Protocol):
-    """Opens a silo's doors for one turn: `PlainData`, or what a privacy profile puts in its place."""
+    """Opens a silo's doors for one turn: `PlainData.open`, or what a privacy profile puts in its place."""
 
-    def __call__(
-        self,
-        train: Examples,
-        test: Examples,
-        config: TrainConfig,
-        turn: Turn,
-        device: torch.device | None = None,
-        progress: Callable[[int, int], None] | None = None,
-        public: Examples | None = None,
-    ) -> SiloData:
+    def __call__(self, visit: Visit, /) -> SiloData:
         """Make the doors; a private profile reserves what the turn will release, before any example is read."""
         ...
 

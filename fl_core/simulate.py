@@ -17,7 +17,7 @@ from fl_core.models import build_model
 from fl_core.protocols import Doors, Guard, SiloPort
 from fl_core.rounds import Engine, Observer, RoundRecord, Schedule
 from fl_core.states import InMemory, States
-from fl_core.types import Bundle, Examples, Federation, State, TaskKind, TrainConfig, Turn
+from fl_core.types import Bundle, Examples, Federation, State, TaskKind, TrainConfig, Turn, Visit
 from fl_core.worker import Bench, work
 
 
@@ -43,7 +43,7 @@ class LocalPort:
         seed: int,
         prototypes: bool,
         public: Examples | None = None,
-        doors: Doors = PlainData,
+        doors: Doors = PlainData.open,
         states: States | None = None,
         device: torch.device | None = None,
         withheld: frozenset[int] = frozenset(),
@@ -64,8 +64,8 @@ class LocalPort:
     def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
         """Run `worker.work` and stage the silo's next state."""
         turn = Turn(fed, self._index, self._seed, self._prototypes, self._withheld)
-        data = self._doors(self._share.train, self._share.test, self._train, turn, self._device, public=self._public)
-        outcome = work(self._bench, msg, self.state, data, turn, kind)
+        visit = Visit(self._share.train, self._share.test, self._train, turn, self._device, public=self._public)
+        outcome = work(self._bench, msg, self.state, self._doors(visit), turn, kind)
         if kind is TaskKind.TRAIN:
             self._states.stage(self._index, outcome.state)
         return outcome.bundle
@@ -123,7 +123,7 @@ def local_ports(
 ) -> list[LocalPort]:
     """Make one port per member, all sharing one scratch model; the official test set is public here.
 
-    doors: of each member; `PlainData` where there are none   states: where silos' states lie between rounds
+    doors: of each member; plain ones where there are none   states: where silos' states lie between rounds
     device: where models are trained; examples lie there as well, as far as they fit   guards: of every silo
     """
     bench, device, states = (
@@ -144,7 +144,7 @@ def local_ports(
             manifest.seed,
             m.prototypes,
             public,
-            doors[k] if doors else PlainData,
+            doors[k] if doors else PlainData.open,
             states,
             device,
         )

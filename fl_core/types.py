@@ -168,6 +168,26 @@ class Turn:
         return Part(total, torch.where(rows, torch.zeros_like(part.weight), part.weight))
 
 
+Progress = Callable[[int, int], None]
+"""Told (done, in all) after every step and every batch; it may raise to end the work there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What a silo's doors are opened for: its examples, the run's schedule, the turn, and where the work is done.
+
+    public: the public test set, where there is one   device: where the model is; the CPU by default
+    """
+
+    train: Examples
+    test: Examples
+    config: TrainConfig
+    turn: Turn
+    device: torch.device | None = None
+    progress: Progress | None = None
+    public: Examples | None = None
+
+
 class Outcome(NamedTuple):
     """What `Method.local` returns: the bundle leaves the silo, the state stays."""
 

@@ -8,15 +8,12 @@ radius C to another, by at most 2 C: a release of noise z / 2 on the collection 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-
-import torch
 
 from fl_core.local import PlainData
 from fl_core.manifest import RunManifest
 from fl_core.protocols import Doors
-from fl_core.types import Examples, TrainConfig, Turn
+from fl_core.types import Visit
 from privacy.accounting import Mechanism
 from privacy.central import SiloLevel, coordinates, silo_level
 from privacy.course import HOSPITAL, TEST, TRAIN, Release
@@ -50,25 +47,17 @@ class SiloLevelDoors:
         self._rounds = manifest.rounds
         self._book = book
 
-    def __call__(
-        self,
-        train: Examples,
-        test: Examples,
-        config: TrainConfig,
-        turn: Turn,
-        device: torch.device | None = None,
-        progress: Callable[[int, int], None] | None = None,
-        public: Examples | None = None,
-    ) -> PlainData:
+    def __call__(self, visit: Visit, /) -> PlainData:
         """Reserve what the turn will release and open the doors; raises what the book refuses with."""
-        training = turn.fed.round < self._rounds
-        self._book.reserve(turn.fed.round, training, silo_releases(self.guard, training))
+        round = visit.turn.fed.round
+        training, told = round < self._rounds, visit.progress
+        self._book.reserve(round, training, silo_releases(self.guard, training))
 
         def silent(done: int, total: int) -> None:  # noqa: ARG001
-            if progress is not None:
-                progress(0, 0)
+            if told is not None:
+                told(0, 0)
 
-        return PlainData(train, test, config, turn, device, silent, public)
+        return PlainData.open(replace(visit, progress=silent))
 
 
 def doors_of(manifest: RunManifest, index: int, book: Book) -> Doors:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import Tensor
 
 from fl_core.errors import ConfigError
 from fl_core.manifest import RunManifest
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.types import Examples, TrainConfig, Turn
+from fl_core.types import Turn, Visit
 from privacy.course import Course, Release, Spend
 from privacy.entropy import Noise, SecureNoise, SeededNoise
 from privacy.terms import Terms
@@ -74,26 +73,19 @@ class PrivateDoors:
         self._rounds = manifest.rounds
         self._book = book
 
-    def __call__(
-        self,
-        train: Examples,
-        test: Examples,
-        config: TrainConfig,
-        turn: Turn,
-        device: torch.device | None = None,
-        progress: Callable[[int, int], None] | None = None,
-        public: Examples | None = None,
-    ) -> PrivateData:
+    def __call__(self, visit: Visit, /) -> PrivateData:
         """Reserve what the turn will release and open the doors; raises what the book refuses with."""
         from privacy.example import PrivateData
 
-        counts, training = self._book.counts(), turn.fed.round < self._rounds
+        turn, public, counts = visit.turn, visit.public, self._book.counts()
+        training = turn.fed.round < self._rounds
         anew, shared = "class counts" not in counts, public is not None and len(public) > 0
         planned = self.course.releases(turn.fed.round, training, turn.prototypes, anew, shared)
         self._book.reserve(turn.fed.round, training, planned)
         return PrivateData(
-            train, test, config, turn, self.course, Spend(planned), self._noise(turn), device, counts, public, progress
-        )
+            visit.train, visit.test, visit.config, turn, self.course, Spend(planned), self._noise(turn), visit.device,
+            counts, public, visit.progress,
+        )  # fmt: skip
 
     def _noise(self, turn: Turn) -> Noise:
         if self.course.terms.rng == "secure":

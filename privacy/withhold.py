@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.protocols import Doors, SiloData
-from fl_core.types import ClassSums, Examples, LossFn, PenaltyFn, Query, Split, Tensors, TrainConfig, Turn
+from fl_core.types import ClassSums, LossFn, PenaltyFn, Query, Split, Tensors, Visit
 
 
 class Withheld:
@@ -75,18 +75,9 @@ class _Doors:
     hidden: frozenset[int]
     least: float
 
-    def __call__(
-        self,
-        train: Examples,
-        test: Examples,
-        config: TrainConfig,
-        turn: Turn,
-        device: torch.device | None = None,
-        progress: Callable[[int, int], None] | None = None,
-        public: Examples | None = None,
-    ) -> Withheld:
+    def __call__(self, visit: Visit, /) -> Withheld:
         """Open the doors behind it."""
-        return Withheld(self.doors(train, test, config, turn, device, progress, public), self.hidden, self.least)
+        return Withheld(self.doors(visit), self.hidden, self.least)
 
 
 def withholding(doors: Doors, hidden: frozenset[int], least: float) -> Doors:

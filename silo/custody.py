@@ -143,7 +143,7 @@ class Custody:
         policy = self.policy()
         hidden, least = _positions(policy, manifest), policy.prototypes.min_count
         if not plan.build(manifest).private:
-            return Access(withholding(PlainData, hidden, least), policy.prototypes.submit)
+            return Access(withholding(PlainData.open, hidden, least), policy.prototypes.submit)
         from privacy.access import SiloLevelDoors
         from privacy.book import LedgerBook
         from privacy.doors import PrivateDoors

@@ -15,13 +15,12 @@ from fl_core import cohort, datasets
 from fl_core.datasets import SiloDataset
 from fl_core.devices import choose_device as choose_device
 from fl_core.errors import DataError, ProtocolError, RefusedError
-from fl_core.local import Progress
 from fl_core.manifest import RunManifest
 from fl_core.models import build_model
 from fl_core.protocols import SiloData
 from fl_core.simulate import bench_of
 from fl_core.spec import derive_layout
-from fl_core.types import Bundle, Federation, Outcome, State, TaskKind, Turn
+from fl_core.types import Bundle, Federation, Outcome, Progress, State, TaskKind, Turn, Visit
 from fl_core.worker import METRICS, Bench, work
 from privacy import plan
 from privacy.release import Units
@@ -183,10 +182,8 @@ class Trainer:
         submits = self._prototypes and seat.access.submits and manifest.members[seat.index].prototypes
         turn = Turn(fed, seat.index, manifest.seed, submits)
         with _threads(manifest.threads), seat.access.turn(key.run_id):
-            data = seat.access.doors(
-                seat.dataset.train, seat.dataset.test, manifest.train, turn, self._device, progress
-            )
-            outcome = self._do(seat.bench, msg, state, data, turn, key.kind)
+            visit = Visit(seat.dataset.train, seat.dataset.test, manifest.train, turn, self._device, progress)
+            outcome = self._do(seat.bench, msg, state, seat.access.doors(visit), turn, key.kind)
         evaluation = Evaluation(manifest.schema.classes, *seat.notebook.metrics)
         return Finished(outcome.bundle, outcome.state, evaluation, seat.bench.method.mirrored)
 

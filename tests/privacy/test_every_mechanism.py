@@ -21,7 +21,7 @@ from fl_core.local import PlainData
 from fl_core.manifest import Choice
 from fl_core.methods import METHODS
 from fl_core.simulate import History, simulate
-from fl_core.types import ClassSums, Coupling, Federation, Losses, Split, TrainConfig, Turn
+from fl_core.types import ClassSums, Coupling, Federation, Losses, Split, TrainConfig, Turn, Visit
 from privacy.course import Course, Rates, Release, Spend
 from privacy.doors import PrivateDoors, SimulatedBook
 from privacy.entropy import SecureNoise, SeededNoise
@@ -167,7 +167,7 @@ def test_noise_is_distinct_for_every_part_step_round_and_silo() -> None:
             opened = PrivateDoors(private, silo, SimulatedBook())
             for round in range(3):
                 turn = Turn(Federation(3, 4, 5, round, 3), silo, run.seed)
-                door = opened(share.train, share.test, run.train, turn)
+                door = opened(Visit(share.train, share.test, run.train, turn))
                 door._noise = Noted(door._noise, drawn)
                 door.sgd(nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), ce)
                 door.sum(PIXELS)

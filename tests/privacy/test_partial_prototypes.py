@@ -34,7 +34,7 @@ def run_of(method: str, private: bool, **options: object) -> RunManifest:
 def sent(method: str, private: bool, withheld: frozenset[int], **options: object) -> tuple[Bundle, SimulatedBook]:
     """Run one round of silo 0, which holds classes 0 and 1 of four."""
     run, book = run_of(method, private, **options), SimulatedBook()
-    doors = PrivateDoors(run, 0, book) if private else PlainData
+    doors = PrivateDoors(run, 0, book) if private else PlainData.open
     port = LocalPort("north", 0, shares()[0], bench_of(run), run.train, 0, True, doors=doors, withheld=withheld)
     msg: State = bench_of(run).method.broadcast(initial_state(run))
     return port.round(msg, replace(FED, round=0), TaskKind.TRAIN), book
