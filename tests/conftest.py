@@ -11,6 +11,7 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from helpers_data import real_data  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 settings.register_profile("ci", derandomize=True, max_examples=25, deadline=None)
@@ -18,13 +19,6 @@ settings.register_profile("nightly", max_examples=500, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(1)
-
-
-def real_data(name: str) -> Path | None:
-    """Find a folder or file of real images, or None: users bring their own copies, the project ships none."""
-    given = os.environ.get("CONSILIUM_TEST_DATA")
-    roots = [Path(given)] if given else [Path(__file__).resolve().parents[2] / "shared" / "data"]
-    return next((root / name for root in roots if (root / name).exists()), None)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """FedAvg as a plain loop: every silo's steps with PyTorch alone, then the mean of their models by examples.
 
-No layout, no grid, no doors; the batches are those of the federation, drawn from its streams. Evaluation is a call apart.
+No layout, no grid, no doors; the batches are those of the federation, drawn from its streams. Evaluation is apart.
 """
 
 from __future__ import annotations

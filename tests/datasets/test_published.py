@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import real_data
+from helpers_data import real_data
 from helpers_images import write_image
 from helpers_published import images, write_cifar, write_emnist, write_leaf, write_mnist, write_svhn
 
