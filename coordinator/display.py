@@ -15,8 +15,9 @@ from rich.table import Table
 from fl_core.records import fairness
 from protos.consilium.v1 import federation_pb2 as pb
 
-OUT = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-ERR = Console(stderr=True, highlight=False)
+# Text is shown as it is: ":AB:" in a fingerprint is no emoji, and "[...]" in a path or a reason no markup.
+OUT = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+ERR = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def print_json(value: object) -> None:

@@ -36,7 +36,7 @@ class Printer:
 
     def __init__(self, as_json: bool) -> None:
         self._json = as_json
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._lock = threading.Lock()
         self._status: Status | None = None
         if not as_json and self._console.is_terminal:
@@ -48,7 +48,7 @@ class Printer:
             if self._json:
                 print_json({"event": notice.event, "at": time.time(), "text": notice.text} | dict(notice.facts))
             else:
-                self._console.print(f"{moment(time.time())}  {notice.text}", markup=False)
+                self._console.print(f"{moment(time.time())}  {notice.text}")
                 sys.stdout.flush()
 
     def progress(self, pulse: pb.Pulse) -> None:

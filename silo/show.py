@@ -19,7 +19,8 @@ from silo.store import RunRecord, Store, TaskRecord
 if TYPE_CHECKING:
     from fl_core.datasets import Report
 
-OUT = Console(highlight=False, soft_wrap=True)
+# Text is shown as it is: ":AB:" in a fingerprint is no emoji, and "[...]" in a path or a reason no markup.
+OUT = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
 Json = Mapping[str, object]
 
 
@@ -33,7 +34,7 @@ def show_rows(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) ->
     """Print a table on a terminal, and lines with tabs between their fields otherwise."""
     if not OUT.is_terminal:
         for row in rows:
-            OUT.print("\t".join(row), markup=False)
+            OUT.print("\t".join(row))
         return
     table = Table(*head, title=title, title_justify="left")
     for row in rows:
@@ -44,7 +45,7 @@ def show_rows(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) ->
 def show_facts(facts: Iterable[tuple[str, str]]) -> None:
     """Print names and values, one per line."""
     for name, value in facts:
-        OUT.print(f"{name + ':':<14} {value}" if OUT.is_terminal else f"{name}\t{value}", markup=False)
+        OUT.print(f"{name + ':':<14} {value}" if OUT.is_terminal else f"{name}\t{value}")
 
 
 def moment(unix: float | None) -> str:
@@ -146,7 +147,7 @@ def show_status(own: PeerCertificate, addresses: Sequence[str], due: bool, store
     for run in store.history():
         title = f"{run.name or '?'} ({run.run_id}): {run.state}{': ' + run.reason if run.reason else ''}"
         if not OUT.is_terminal:
-            OUT.print(title, markup=False)
+            OUT.print(title)
         rows = [_evaluation_row(task) for task in run.tasks if task.evaluation is not None]
         show_rows(title, ("task", "own test images", "by class", "update"), rows)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator import display
 from coordinator.display import percent
 
 
@@ -14,3 +15,17 @@ from coordinator.display import percent
 )  # fmt: skip
 def test_an_accuracy_that_noise_moved_out_of_its_range_is_shown_and_marked(share: float, shown: str) -> None:
     assert percent(share) == shown
+
+
+AS_IT_IS = "29:AB:FB:0A /data/[b]/x [/dim] :smile:"
+
+
+@pytest.mark.parametrize("console", ["OUT", "ERR"])
+def test_text_is_shown_as_it_is(console: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fingerprints are read out to others: no part of one may turn into a picture."""
+    getattr(display, console).print(AS_IT_IS)
+    getattr(display, console).print(display.table("[/title]", ("[/head]",), [(AS_IT_IS,)]))
+    shown = "".join(capsys.readouterr())
+    assert shown.count(AS_IT_IS) == 2
+    assert "[/title]" in shown
+    assert "[/head]" in shown

@@ -8,6 +8,7 @@ import pytest
 from helpers_pki import authority, certified, join, member, roster, today
 
 from protos.identity import colons, identity_of
+from silo import show
 from silo.commands import run
 
 
@@ -43,3 +44,13 @@ def test_another_key_name_or_half_a_fingerprint_is_refused_with_what_was_found(h
     assert capsys.readouterr().err.startswith("E-ID-27: expected")
     assert run(["peers", "show", "--home", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["held"] == {"north": held}
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_text_is_shown_as_it_is(terminal, capsys, monkeypatch):
+    """Fingerprints are read out to others: no part of one may turn into a picture."""
+    text = "29:AB:FB:0A /data/[b]/x [/dim] :smile:"
+    monkeypatch.setattr(show.OUT, "_force_terminal", terminal)
+    show.show_rows("[/title]", ("[/head]",), [(text,)])
+    show.show_facts([("key", text)])
+    assert capsys.readouterr().out.count(text) == 2
