@@ -136,7 +136,7 @@ def test_an_upload_that_waits_goes_on_when_the_coordinator_is_back(make, monkeyp
     hospital.start()
     hospital.offer()
     until(lambda: "Open" in hospital.transfer.calls, what="for the first try")
-    until(lambda: hospital.notices and hospital.notices[-1].facts.get("code") == "E-NET-01")
+    until(lambda: any(n.facts.get("code") == "E-NET-01" for n in hospital.notices), what="for the notice of it")
     hospital.transfer.refusal = None
     hospital.control.last.end()
     until(lambda: len(hospital.control.sessions) == 2)
