@@ -69,7 +69,8 @@ def _federation(value: str) -> list[str]:
     if match := re.fullmatch(r"centers((?:-\d)+)", value):
         return ["federation=centers", f"federation.centers=[{','.join(match[1].split('-')[1:])}]"]
     if re.fullmatch(r"(p\d+c\d+|clients\d+|(dirichlet|persilo|label|iid|map|users)-\d)[\w.+-]*(@\d+)?", value):
-        return ["federation=hospitals6", f"federation.name={value}"]
+        known = value.partition("@")[0]  # another draw of a partition with a file of its own keeps what suits that
+        return [f"federation={known if known in choices('federation') else 'hospitals6'}", f"federation.name={value}"]
     return []
 
 

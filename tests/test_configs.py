@@ -102,6 +102,13 @@ def test_class_disjoint_digits_have_a_network_a_schedule_and_weights_of_their_ow
     assert compose_spec([*words, "experiment=fedmr_1", "scale=small"]).model["norm"] == "group"
 
 
+def test_another_draw_of_a_partition_keeps_what_suits_it() -> None:
+    words = ["method=fedmr", "data=digits"]
+    drawn, first = compose_spec([*words, "federation=p5c2@3"]), compose_spec([*words, "federation=p5c2"])
+    assert drawn.federation == {**first.federation, "name": "p5c2@3"}
+    assert (drawn.model, drawn.train, drawn.method) == (first.model, first.train, first.method)
+
+
 @pytest.mark.parametrize("name", choices("experiment"))
 def test_every_experiment_composes(name: str) -> None:
     assert compose_spec([f"experiment={name}"]).rounds >= 1
