@@ -10,7 +10,6 @@ import threading
 import time
 from types import FrameType
 
-from rich.console import Console
 from rich.status import Status
 
 from fl_core.worker import work
@@ -18,7 +17,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from silo.identity import SiloIdentity
 from silo.notices import Notice
 from silo.service import Service, Settings
-from silo.show import moment, print_json
+from silo.show import OUT, moment, print_json
 from silo.training import Work
 
 POLL_S = 0.2
@@ -36,7 +35,7 @@ class Printer:
 
     def __init__(self, as_json: bool) -> None:
         self._json = as_json
-        self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._console = OUT
         self._lock = threading.Lock()
         self._status: Status | None = None
         if not as_json and self._console.is_terminal:
