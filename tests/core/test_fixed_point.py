@@ -70,6 +70,13 @@ def test_a_bundle_in_float64_is_summed_and_not_changed() -> None:
     assert sums.clipped == 1
 
 
+def test_a_bundle_in_float16_is_scaled_without_overflow() -> None:
+    sums = Accumulator(LAYOUT, Grid(n_max=2))
+    sums.fold({"p": Part({"v": torch.tensor([0.25, -60000.0]).half()}, torch.tensor(1.0))})
+    bits = sums.grid.frac_bits("p")
+    assert sums.total()["p"].total["v"].tolist() == [2 ** (bits - 2), -60000 * 2**bits]
+
+
 @given(st.permutations([0.1, -7.3, 1e4, 2.0**-40, -1e4, 3.0]))
 def test_order_does_not_matter(order: list[float]) -> None:
     def folded(sent: list[float]) -> Accumulator:
