@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from matplotlib.figure import Figure
 
-from benchmarks.paper import curves, frame, images, report, run, study, tables
+from benchmarks.paper import curves, report, run, study, tables
 from benchmarks.paper.measures import MEASURES, curve
 from coordinator.config import choices, compose_spec
-from fl_core.datasets import isic2019
-from fl_core.errors import ConfigError, DataError
+from fl_core.errors import ConfigError
 
 TINY = """
 paper: A paper, Table 9
@@ -219,54 +216,6 @@ def test_measures_read_what_a_run_kept() -> None:
     assert math.isnan(MEASURES["rounds"].read(fedavg, ours, 0))
 
 
-def test_images_are_cut_once_and_asked_for_where_they_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from PIL import Image
-
-    monkeypatch.setenv("CONSILIUM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("CONSILIUM_TEST_DATA", raising=False)
-    words = ["method=fedavg", "images=cifar10-1-1"]
-    with pytest.raises(DataError, match="--data-root"):
-        images.resolved(words, None)
-    for split in ("train", "test"):
-        for name in images.CIFAR10:
-            (folder := tmp_path / "own" / "cifar10-jpeg" / split / name).mkdir(parents=True)
-            for k in range(2):
-                Image.new("RGB", (32, 32), (k, 0, 0)).save(folder / f"{k:04}.jpg")
-    found = images.resolved(words, tmp_path / "own")
-    cut = tmp_path / "cache" / "cifar10-1-1"
-    assert found[:3] == ["method=fedavg", "data=folder", f"data.path={cut}"]
-    assert sorted(p.name for p in cut.rglob("*.jpg")) == ["0000.jpg"] * 20
-    assert images.resolved(words, tmp_path / "own") == found
-    with pytest.raises(ConfigError, match="expected images="):
-        images.resolved(["images=cifar11-1-1"], tmp_path)
-
-
-def test_isic_images_are_cut_by_centre_and_class_to_the_first_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from PIL import Image
-
-    monkeypatch.setenv("CONSILIUM_CACHE", str(tmp_path / "cache"))
-    source = tmp_path / "own" / "isic2019"
-    (source / isic2019.IMAGES).mkdir(parents=True)
-    rows = ["image,target,center,fold"]
-    for k, (center, fold, target) in enumerate(itertools.product((1, 3), ("train", "test"), (1, 1, 1, 0))):
-        rows.append(f"ISIC_{16 - k:04},{target},{center},{fold}")
-        Image.new("RGB", (224, 224), (k, 0, 0)).save(source / isic2019.IMAGES / f"ISIC_{16 - k:04}.jpg")
-    (source / isic2019.SPLIT_FILE).write_text("\n".join(rows) + "\n")
-    words = ["images=isic2019-32-2-1"]
-    assert images.resolved(words, tmp_path / "own") == ["data=isic2019", "data.image_size=32"]
-    cut = images.root_of(words, tmp_path / "own")
-    assert cut == tmp_path / "cache" / "isic2019-36-2-1"
-    assert images.root_of(["images=isic2019-32"], tmp_path / "own") == tmp_path / "cache" / "isic2019-36"
-    found = isic2019.scan(cut, 3, None)
-    assert not found.problems
-    assert [f"{item.name[-2:]} {item.label} {item.split.value}" for item in found.items] == [
-        *("01 MEL test", "02 NV test", "05 MEL train", "06 NV train", "07 NV train"),
-    ]
-    assert len(list((cut / isic2019.IMAGES).glob("*.jpg"))) == 10
-
-
 def test_measures_added_at_the_small_scale_have_nothing_printed(tmp_path: Path) -> None:
     text = TINY.format(across="methods") + "  also: [balanced]\n"
     (tmp_path / "tiny.yaml").write_text(text)
@@ -308,21 +257,3 @@ def test_every_table_runs_through_at_the_small_scale(name: str, tmp_path: Path) 
             found = [results.values(method, short.settings[0], m)[0] for m in table.measures if m not in MAY_LACK]
             assert not any(map(math.isnan, found)), (method, found)
     assert (f"{table.own} minus another method" in text) == (name != "fedmr_3")  # which counts, and ranks nothing
-
-
-def test_fedgelas_plain_frame_answers_as_its_record_says_and_equal_counts_change_nothing() -> None:
-    words = ["experiment=fedgela_3", "scale=small", "federation=p5c2", "cohort=0", "rounds=2", "train.max_steps=3"]
-    found = frame.answers(words, 0, None)
-    result = study.simulation.run(study.seeded(compose_spec(words), 0))
-    assert found["plain"]["accuracy"] == round(result.accuracies[-1], 4)
-    assert found["plain"]["balanced"] == pytest.approx(result.records[-1].balanced_accuracy, abs=1e-4)
-    logits = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
-    equal = frame.ways(logits, torch.full((4,), 7.0))
-    assert all(torch.equal(way.argmax(1), logits.argmax(1)) for way in equal.values())
-    skewed = frame.ways(torch.tensor([[2.0, 1.2]]), torch.tensor([1.0, 9.0]))
-    torch.testing.assert_close(skewed["adapted"], torch.tensor([[0.4, 2.16]]))
-    assert [int(skewed[name].argmax()) for name in ("plain", "adapted", "shifted", "levelled")] == [0, 1, 1, 0]
-
-
-def test_words_given_to_the_frame_study_replace_those_of_the_setting() -> None:
-    assert frame.replaced(["a=1", "b=2"], ["b=3", "c=4"]) == ["a=1", "b=3", "c=4"]
