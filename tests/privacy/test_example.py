@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers_core import SCHEMA, Given
+from helpers_doors import PLAIN, TURN, Silent, ce, course_of, doors, examples, model_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -16,54 +16,13 @@ from fl_core.errors import ConfigError, RefusedError
 from fl_core.local import PlainData
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.types import ClassSums, Coupling, Federation, Losses, Split, TrainConfig, Turn
+from fl_core.types import ClassSums, Coupling, Losses, Split, TrainConfig
 from privacy.course import Course, Rates, Spend
 from privacy.entropy import SecureNoise, SeededNoise
 from privacy.example import PrivateData
 from privacy.gradients import clipped
 from privacy.rehearsal import check_independence, rehearse
-from privacy.release import Units, class_sums, exact_class_sums
 from privacy.terms import Terms, nominal
-
-TURN = Turn(Federation(3, 4, rounds=5, round=0, cohort=3), 0, 7)
-PLAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=1000, epochs=3)
-
-
-class Silent(SeededNoise):
-    """Samples as usual, adds nothing."""
-
-    def gaussian(self, shape: tuple[int, ...], std: float) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64)
-
-
-def examples(n: int = 24, groups: bool = False) -> Given:
-    g = torch.Generator().manual_seed(n)
-    made = Given(torch.rand(n, 1, 8, 8, generator=g), torch.arange(n) % 4)
-    if groups:
-        made.groups = tuple(f"patient {i // 3}" for i in range(n))
-    return made
-
-
-def model_of(seed: int = 0) -> nn.Module:
-    return build_model("digits_cnn", {}, SCHEMA, seed)
-
-
-def course_of(
-    terms: Terms, train: TrainConfig = PLAIN, units: int = 24, method: str = "fedavg", **options: object
-) -> Course:
-    return Course.of(terms, train, 5, units, build_method(method, options), model_of(), SCHEMA)
-
-
-def doors(course: Course, data: Given, noise: object = None, round: int = 0, **more: object) -> PrivateData:
-    turn = replace(TURN, fed=replace(TURN.fed, round=round))
-    spend = Spend([r for _ in range(3) for r in course.releases(round, True)])
-    source = Silent(1, "sampling") if noise is None else noise
-    return PrivateData(data, data, course.rates.train, turn, course, spend, source, **more)  # type: ignore[arg-type]
-
-
-def ce(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
-    return Losses(cross_entropy(model(x), y, reduction="none"))
-
 
 OPEN = Terms(clip=1e6, physical_batch=5)
 
@@ -254,83 +213,6 @@ def test_batch_norm_is_refused_before_the_first_step() -> None:
     model = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0)
     with pytest.raises(ConfigError, match="E-PRIV-14"):
         doors(course_of(Terms()), examples()).sgd(model, ce)
-
-
-FLAT = ClassSums(lambda x, y: x.flatten(1) - 0.5, 4)
-
-
-@pytest.mark.parametrize("groups", [False, True])
-def test_t_24_adding_or_removing_any_unit_moves_the_joint_query_by_at_most_delta(groups: bool) -> None:
-    data, bound, weight = examples(24, groups), 0.7, 0.35
-    units = Units.of(data)
-
-    def joint(data: Given) -> Tensor:
-        total, count = exact_class_sums(FLAT, data, Units.of(data), bound)
-        return torch.cat((total.flatten(), weight * count))
-
-    whole, moved = joint(data), []
-    for u in range(len(units)):
-        keep = torch.nonzero(units.of_example != u).flatten()
-        rest = Given(data.x[keep], data.labels[keep])
-        rest.groups = None if data.groups is None else tuple(data.groups[i] for i in keep.tolist())
-        moved.append(float((whole - joint(rest)).norm()))
-    delta = math.hypot(bound, weight)
-    assert max(moved) <= delta * (1 + 1e-12)
-    if not groups:
-        assert max(moved) == pytest.approx(delta)  # reached: the vectors are longer than the bound
-
-
-def test_t_25_and_t_26_noise_of_a_prototype_release() -> None:
-    """An absent class has noise of the same scale, and its count's noise is that of the specification."""
-    few = Given(examples(8).x, torch.zeros(8, dtype=torch.long))
-    wide = ClassSums(lambda x, y: x.flatten(1).repeat(1, 40), 4)
-    noise, rows, counts = SeededNoise(5, "t"), [], []
-    for _ in range(400):
-        found = class_sums(wide, few, Units.of(few), 1.0, 0.5, 8.0, noise, few=0.0)
-        rows.append(found["sum"][3])
-        counts.append(float(found["count"][3]))
-    seen = torch.stack([r for r in rows if bool(r.any())])
-    assert float(seen.std()) == pytest.approx(8 * math.hypot(1, 0.5), rel=0.01)
-    positive = torch.tensor([c for c in counts if c > 0])
-    assert float(positive.square().mean().sqrt()) == pytest.approx(8 * math.hypot(1, 0.5) / 0.5, rel=0.1)  # 17.9
-
-
-def test_t_27_an_absent_class_is_suppressed() -> None:
-    few = Given(examples(40).x, torch.zeros(40, dtype=torch.long))
-    narrow = ClassSums(lambda x, y: x.flatten(1)[:, :1], 4)
-    noise, passed = SeededNoise(6, "t"), 0
-    trials = 3400
-    for _ in range(trials):
-        passed += int((class_sums(narrow, few, Units.of(few), 1.0, 0.5, 8.0, noise, few=20)["count"][1:] > 0).sum())
-    assert passed / (3 * trials) < 0.005
-
-
-def test_without_noise_a_joint_release_is_the_plain_sum() -> None:
-    data = examples()
-    private = class_sums(FLAT, data, Units.of(data), 1e6, 1.0, 0.0, SeededNoise(0, "x"))
-    plain = PlainData(data, data, PLAIN, TURN).sum(FLAT)
-    assert torch.allclose(private["sum"], plain["sum"], atol=1e-5)
-    assert torch.equal(private["count"], plain["count"])
-
-
-def test_rounds_without_a_release_send_zeros_of_weight_zero() -> None:
-    course = course_of(Terms(prototype_every=2), method="fedproc")
-    silent = doors(course, examples(), round=1).sum(FLAT)
-    assert not silent["sum"].any()
-    assert not silent["count"].any()
-    assert silent["sum"].shape == (4, 64)
-    assert not any(r.purpose == "prototypes" for r in course.releases(1, True))
-    assert sum(r.purpose == "prototypes" for r in course.releases(2, True)) == 1
-
-
-def test_class_counts_are_released_once() -> None:
-    course = course_of(Terms(), method="fedrs")
-    cache: dict[str, Tensor] = {}
-    first = doors(course, examples(), SeededNoise(1, "n"), counts=cache)
-    once = first.class_counts()
-    later = PrivateData(examples(), examples(), PLAIN, TURN, course, Spend([]), SeededNoise(2, "n"), counts=cache)
-    assert torch.equal(later.class_counts(), once)
-    assert sum(r.purpose == "class counts" for r in first._spend.made) == 1
 
 
 def test_evaluation_on_the_test_split_is_charged_to_its_own_collection() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers_core import FED, NAMES, manifest, same, same_bundle, shares
-from helpers_grpc import Alter, Key, ScriptedSilo, running
+from helpers_grpc import running
+from helpers_scripted import Alter, Key, ScriptedSilo
 from helpers_silo import Hospital
 from helpers_silo import manifest as hospital_manifest
 from torch import Tensor

@@ -1,0 +1,57 @@
+"""Private doors on a few made images, silent unless a test brings noise, and courses that plan what they release."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from helpers_core import SCHEMA, Given
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fl_core.methods import build_method
+from fl_core.models import build_model
+from fl_core.types import Federation, Losses, TrainConfig, Turn
+from privacy.course import Course, Spend
+from privacy.entropy import SeededNoise
+from privacy.example import PrivateData
+from privacy.terms import Terms
+
+TURN = Turn(Federation(3, 4, rounds=5, round=0, cohort=3), 0, 7)
+PLAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=1000, epochs=3)
+
+
+class Silent(SeededNoise):
+    """Samples as usual, adds nothing."""
+
+    def gaussian(self, shape: tuple[int, ...], std: float) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64)
+
+
+def examples(n: int = 24, groups: bool = False) -> Given:
+    g = torch.Generator().manual_seed(n)
+    made = Given(torch.rand(n, 1, 8, 8, generator=g), torch.arange(n) % 4)
+    if groups:
+        made.groups = tuple(f"patient {i // 3}" for i in range(n))
+    return made
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    return build_model("digits_cnn", {}, SCHEMA, seed)
+
+
+def course_of(
+    terms: Terms, train: TrainConfig = PLAIN, units: int = 24, method: str = "fedavg", **options: object
+) -> Course:
+    return Course.of(terms, train, 5, units, build_method(method, options), model_of(), SCHEMA)
+
+
+def doors(course: Course, data: Given, noise: object = None, round: int = 0, **more: object) -> PrivateData:
+    turn = replace(TURN, fed=replace(TURN.fed, round=round))
+    spend = Spend([r for _ in range(3) for r in course.releases(round, True)])
+    source = Silent(1, "sampling") if noise is None else noise
+    return PrivateData(data, data, course.rates.train, turn, course, spend, source, **more)  # type: ignore[arg-type]
+
+
+def ce(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+    return Losses(cross_entropy(model(x), y, reduction="none"))

@@ -1,0 +1,95 @@
+"""Releases of class sums and counts: bounded for every unit, noisy as planned, suppressed where few, made once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers_core import Given
+from helpers_doors import PLAIN, TURN, course_of, doors, examples
+from torch import Tensor
+
+from fl_core.local import PlainData
+from fl_core.types import ClassSums
+from privacy.course import Spend
+from privacy.entropy import SeededNoise
+from privacy.example import PrivateData
+from privacy.release import Units, class_sums, exact_class_sums
+from privacy.terms import Terms
+
+FLAT = ClassSums(lambda x, y: x.flatten(1) - 0.5, 4)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_t_24_adding_or_removing_any_unit_moves_the_joint_query_by_at_most_delta(groups: bool) -> None:
+    data, bound, weight = examples(24, groups), 0.7, 0.35
+    units = Units.of(data)
+
+    def joint(data: Given) -> Tensor:
+        total, count = exact_class_sums(FLAT, data, Units.of(data), bound)
+        return torch.cat((total.flatten(), weight * count))
+
+    whole, moved = joint(data), []
+    for u in range(len(units)):
+        keep = torch.nonzero(units.of_example != u).flatten()
+        rest = Given(data.x[keep], data.labels[keep])
+        rest.groups = None if data.groups is None else tuple(data.groups[i] for i in keep.tolist())
+        moved.append(float((whole - joint(rest)).norm()))
+    delta = math.hypot(bound, weight)
+    assert max(moved) <= delta * (1 + 1e-12)
+    if not groups:
+        assert max(moved) == pytest.approx(delta)  # reached: the vectors are longer than the bound
+
+
+def test_t_25_and_t_26_noise_of_a_prototype_release() -> None:
+    """An absent class has noise of the same scale, and its count's noise is that of the specification."""
+    few = Given(examples(8).x, torch.zeros(8, dtype=torch.long))
+    wide = ClassSums(lambda x, y: x.flatten(1).repeat(1, 40), 4)
+    noise, rows, counts = SeededNoise(5, "t"), [], []
+    for _ in range(400):
+        found = class_sums(wide, few, Units.of(few), 1.0, 0.5, 8.0, noise, few=0.0)
+        rows.append(found["sum"][3])
+        counts.append(float(found["count"][3]))
+    seen = torch.stack([r for r in rows if bool(r.any())])
+    assert float(seen.std()) == pytest.approx(8 * math.hypot(1, 0.5), rel=0.01)
+    positive = torch.tensor([c for c in counts if c > 0])
+    assert float(positive.square().mean().sqrt()) == pytest.approx(8 * math.hypot(1, 0.5) / 0.5, rel=0.1)  # 17.9
+
+
+def test_t_27_an_absent_class_is_suppressed() -> None:
+    few = Given(examples(40).x, torch.zeros(40, dtype=torch.long))
+    narrow = ClassSums(lambda x, y: x.flatten(1)[:, :1], 4)
+    noise, passed = SeededNoise(6, "t"), 0
+    trials = 3400
+    for _ in range(trials):
+        passed += int((class_sums(narrow, few, Units.of(few), 1.0, 0.5, 8.0, noise, few=20)["count"][1:] > 0).sum())
+    assert passed / (3 * trials) < 0.005
+
+
+def test_without_noise_a_joint_release_is_the_plain_sum() -> None:
+    data = examples()
+    private = class_sums(FLAT, data, Units.of(data), 1e6, 1.0, 0.0, SeededNoise(0, "x"))
+    plain = PlainData(data, data, PLAIN, TURN).sum(FLAT)
+    assert torch.allclose(private["sum"], plain["sum"], atol=1e-5)
+    assert torch.equal(private["count"], plain["count"])
+
+
+def test_rounds_without_a_release_send_zeros_of_weight_zero() -> None:
+    course = course_of(Terms(prototype_every=2), method="fedproc")
+    silent = doors(course, examples(), round=1).sum(FLAT)
+    assert not silent["sum"].any()
+    assert not silent["count"].any()
+    assert silent["sum"].shape == (4, 64)
+    assert not any(r.purpose == "prototypes" for r in course.releases(1, True))
+    assert sum(r.purpose == "prototypes" for r in course.releases(2, True)) == 1
+
+
+def test_class_counts_are_released_once() -> None:
+    course = course_of(Terms(), method="fedrs")
+    cache: dict[str, Tensor] = {}
+    first = doors(course, examples(), SeededNoise(1, "n"), counts=cache)
+    once = first.class_counts()
+    later = PrivateData(examples(), examples(), PLAIN, TURN, course, Spend([]), SeededNoise(2, "n"), counts=cache)
+    assert torch.equal(later.class_counts(), once)
+    assert sum(r.purpose == "class counts" for r in first._spend.made) == 1
