@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from helpers_core import NAMES, manifest, same, shares
-from helpers_grpc import ScriptedSilo, running, until
+from helpers_grpc import running, until
+from helpers_scripted import ScriptedSilo
 
 from fl_core import trees
 from fl_core.methods import METHODS

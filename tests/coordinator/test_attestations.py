@@ -9,7 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 from helpers_core import NAMES, manifest
-from helpers_grpc import World, channel, open_request, running, send, until
+from helpers_grpc import World, channel, running, until
+from helpers_wire import open_request, send
 
 from fl_core.errors import RefusedError
 from fl_core.manifest import RunManifest

@@ -10,7 +10,8 @@ from functools import partial
 
 import pytest
 from helpers_core import manifest, shares
-from helpers_grpc import Memory, ScriptedSilo, World, until
+from helpers_grpc import World, until
+from helpers_scripted import Memory, ScriptedSilo
 from sqlalchemy import Connection
 
 from coordinator.records import RunState

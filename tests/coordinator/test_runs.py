@@ -12,7 +12,8 @@ import psutil
 import pytest
 import torch
 from helpers_core import NAMES, manifest, same, shares
-from helpers_grpc import FAST, Key, Memory, ScriptedSilo, World, running, until
+from helpers_grpc import FAST, World, running, until
+from helpers_scripted import Key, Memory, ScriptedSilo
 
 from coordinator.commands import lead
 from coordinator.ports import StoredBundle

@@ -12,7 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from helpers_core import NAMES, manifest, shares
-from helpers_grpc import ScriptedSilo, World, channel, running, until
+from helpers_grpc import World, channel, running, until
+from helpers_scripted import ScriptedSilo
 
 from coordinator.client import LeadClient
 from coordinator.membership import Membership

@@ -12,7 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 from helpers_core import NAMES, manifest
-from helpers_grpc import FAST, World, channel, credentials, running, send, until
+from helpers_grpc import FAST, World, channel, credentials, running, until
+from helpers_wire import send
 
 from coordinator.hub import Hub
 from coordinator.membership import Membership

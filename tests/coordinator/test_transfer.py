@@ -10,7 +10,8 @@ import google_crc32c
 import grpc
 import pytest
 from helpers_core import NAMES, manifest
-from helpers_grpc import FAST, World, fetch, open_request, running, until
+from helpers_grpc import FAST, World, running, until
+from helpers_wire import fetch, open_request
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers_silo import Hospital, authority, enrolled, until
+from helpers_silo import Hospital, enrolled, until
+from helpers_transfer import authority
 
 from silo.commands import run
 from silo.home import Home

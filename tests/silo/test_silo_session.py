@@ -6,7 +6,8 @@ import statistics
 import threading
 
 import pytest
-from helpers_silo import FakeControl, FakeTransfer, Host, until
+from helpers_silo import FakeControl, Host, until
+from helpers_transfer import FakeTransfer
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError, UnavailableError
 from fl_core.rng import numpy_stream

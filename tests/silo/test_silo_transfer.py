@@ -6,7 +6,8 @@ import threading
 
 import grpc
 import pytest
-from helpers_silo import BYTES, CONSORTIUM, PATIENCE, FakeTransfer, Host, authority, receipt_for, until
+from helpers_silo import PATIENCE, Host, until
+from helpers_transfer import BYTES, CONSORTIUM, FakeTransfer, authority, receipt_for
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from fl_core.types import TaskKind

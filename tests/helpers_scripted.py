@@ -1,0 +1,198 @@
+"""Silos that follow a script: sessions, training and uploads, with exceptions on demand."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import grpc
+from helpers_grpc import World, channel
+from helpers_wire import KINDS, fetch, send
+
+from fl_core.local import PlainData
+from fl_core.manifest import RunManifest
+from fl_core.simulate import SiloShare, bench_of
+from fl_core.types import Bundle, Federation, State, TaskKind, Turn
+from fl_core.worker import work
+from protos import codec
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
+
+WIRE = {kind: number for number, kind in KINDS.items()}
+Stub = TypeVar("Stub", rpc.ControlStub, rpc.TransferStub)
+_ONE_MODEL_AT_A_TIME = threading.Lock()  # training seeds torch's global generator
+
+
+class Key(NamedTuple):
+    run_id: str
+    round: int
+    kind: TaskKind
+
+
+@dataclass
+class Entry:
+    """A finished update of a scripted silo."""
+
+    offer: pb.Offer
+    data: bytes
+    staged: State
+    receipt: pb.Receipt | None = None
+    refused: str = ""
+
+
+@dataclass
+class Memory:
+    """What a hospital's disk would hold; outlives the silo object."""
+
+    states: dict[str, State] = field(default_factory=dict)
+    outbox: dict[Key, Entry] = field(default_factory=dict)
+    trained: list[Key] = field(default_factory=list)
+    closed: dict[Key, bool] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+
+
+Alter = Callable[[Key, Bundle], Bundle]
+
+
+class ScriptedSilo:
+    """A silo that follows docs/protocol.md with the least code: session, outbox, uploads, and a script for exceptions.
+
+    alter: changes a bundle before it is packed. refuse: says why an offer is refused, or "".
+    """
+
+    def __init__(
+        self, world: World, name: str, share: SiloShare, memory: Memory | None = None, *,
+        alter: Alter | None = None, refuse: Callable[[pb.Offer], str] = lambda offer: "",
+    ) -> None:  # fmt: skip
+        self.world, self.name, self.share = world, name, share
+        self.memory = memory or Memory()
+        self._alter, self._refuse = alter, refuse
+        self._stop = threading.Event()
+        self._offers: queue.Queue[pb.Offer | None] = queue.Queue()
+        self.received: list[pb.CoordinatorMessage] = []
+        self.errors: list[Exception] = []
+        self._lock = threading.Lock()
+        self._channels: set[grpc.Channel] = set()
+        self._threads = [threading.Thread(target=t, daemon=True) for t in (self._sessions, self._work)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._offers.put(None)
+        with self._lock:
+            for ch in self._channels:
+                ch.close()  # ends every call over it, also one that nobody will ever answer
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+    @contextmanager
+    def _connected(self, make: Callable[[grpc.Channel], Stub]) -> Iterator[Stub]:
+        ch = channel(self.world.port, self.world.people[self.name])
+        with self._lock:  # a stub that is made over a channel while another thread closes it ends the process
+            self._channels.add(ch)
+            stub = make(ch)
+            if self._stop.is_set():
+                ch.close()
+        try:
+            yield stub
+        except ValueError as error:  # a call over a channel that `stop` has closed
+            if not self._stop.is_set():
+                raise
+            self.errors.append(error)
+        finally:
+            with self._lock:
+                self._channels.discard(ch)
+            ch.close()
+
+    # ---- control ----
+
+    def _sessions(self) -> None:
+        while not self._stop.is_set():
+            with self._connected(rpc.ControlStub) as stub:
+                try:
+                    self._session(stub)
+                except grpc.RpcError as error:
+                    self.errors.append(error)
+                    if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+                        return
+            self._stop.wait(0.05)
+
+    def _session(self, stub: rpc.ControlStub) -> None:
+        out: queue.Queue[pb.SiloMessage | None] = queue.Queue()
+        staged = [pb.RoundRef(run_id=k.run_id, round=k.round, kind=WIRE[k.kind]) for k in self.memory.outbox]
+        out.put(pb.SiloMessage(hello=pb.Hello(protocol_min=1, protocol_max=1, software="scripted", staged=staged)))
+        call = stub.Session(iter(out.get, None))
+        try:
+            for message in call:
+                self.received.append(message)
+                self._take(message, out)
+                if self._stop.is_set():
+                    return
+        finally:
+            out.put(None)
+            call.cancel()
+
+    def _take(self, message: pb.CoordinatorMessage, out: queue.Queue[pb.SiloMessage | None]) -> None:
+        kind = message.WhichOneof("body")
+        if kind == "pulse":
+            out.put(pb.SiloMessage(pulse=pb.Pulse(activity=pb.IDLE)))
+        elif kind == "offer":
+            offer = message.offer
+            why = self._refuse(offer)
+            ref = {"run_id": offer.run_id, "round": offer.round, "kind": offer.kind}
+            out.put(
+                pb.SiloMessage(answer=pb.Answer(**ref, accepted=not why, code="E-RUN-14" if why else "", reason=why))
+            )
+            if not why:
+                self._offers.put(offer)
+        elif kind == "round_closed":
+            closed = message.round_closed
+            key = Key(closed.run_id, closed.round, KINDS[closed.kind])
+            entry = self.memory.outbox.pop(key, None)
+            self.memory.closed[key] = closed.included
+            if entry is not None and closed.included and key.kind is TaskKind.TRAIN:
+                self.memory.states[key.run_id] = entry.staged
+        elif kind == "run_ended":
+            self.memory.ended[message.run_ended.run_id] = message.run_ended.state
+
+    # ---- data ----
+
+    def _work(self) -> None:
+        while (offer := self._offers.get()) is not None and not self._stop.is_set():
+            try:
+                self._task(offer)
+            except grpc.RpcError as error:
+                self.errors.append(error)
+
+    def _task(self, offer: pb.Offer) -> None:
+        key = Key(offer.run_id, offer.round, KINDS[offer.kind])
+        if key in self.memory.closed:
+            return
+        with self._connected(rpc.TransferStub) as stub:
+            if key not in self.memory.outbox:
+                self.memory.outbox[key] = self._train(stub, key, offer)
+            entry = self.memory.outbox.get(key)
+            if entry is not None:
+                entry.receipt = send(stub, self.name, entry.offer, entry.data)
+
+    def _train(self, stub: rpc.TransferStub, key: Key, offer: pb.Offer) -> Entry:
+        folder = self.world.home.parent / "silos" / self.name
+        folder.mkdir(parents=True, exist_ok=True)
+        manifest = RunManifest.from_json(fetch(stub, offer.manifest_digest, folder).read_text())
+        assert manifest.digest() == offer.manifest_digest
+        msg = codec.read_state(fetch(stub, offer.base_digest, folder))
+        me = manifest.index(self.name)
+        fed = Federation(len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, offer.cohort)
+        turn = Turn(fed, me, manifest.seed, manifest.members[me].prototypes)
+        data = PlainData(self.share.train, self.share.test, manifest.train, turn)
+        with _ONE_MODEL_AT_A_TIME:
+            outcome = work(bench_of(manifest), msg, self.memory.states.get(key.run_id), data, turn, key.kind)
+        self.memory.trained.append(key)
+        bundle = outcome.bundle if self._alter is None else self._alter(key, outcome.bundle)
+        return Entry(offer, codec.pack_bundle(bundle), outcome.state)
