@@ -1,137 +1,21 @@
-"""The silo's memory: each transition survives a crash at every write; nothing is acknowledged before it is kept."""
+"""The silo's memory: what is staged, committed, kept and swept; nothing is acknowledged before it is kept."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import sqlite3
 import stat
 import threading
-from pathlib import Path
 
 import pytest
-import torch
-from sqlalchemy import event
+from helpers_outbox import FACTS, B, M, finished, key, opened, stage, value
 
 from fl_core.errors import ProtocolError, StateError
-from fl_core.types import Part, TaskKind
+from fl_core.types import TaskKind
 from protos import codec
 from silo.objects import Objects
-from silo.outbox import Finished, Outbox
+from silo.outbox import Outbox
 from silo.store import Store
-from silo.tasks import Attested, Evaluation, TaskKey
-
-FACTS = Evaluation(("a", "b"), (1.0, 0.0), (2.0, 0.0))
-M, B = "a" * 64, "b" * 64
-
-
-def key(round=0, run="run-1", kind=TaskKind.TRAIN):
-    return TaskKey(run, round, kind)
-
-
-def finished(value: float, mirrored: bool = True) -> Finished:
-    bundle = {
-        "metrics": Part({"correct": torch.ones(2)}, torch.ones(2)),
-        "delta": Part.of({"w": torch.ones(3) * value}),
-    }
-    return Finished(bundle, {"own": {"w": torch.full((2,), value)}}, FACTS, mirrored)
-
-
-def opened(home: Path) -> Outbox:
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return Outbox(Store(home / "silo.db"), Objects(home / "objects"), "center1")
-
-
-def value(outbox: Outbox, run="run-1") -> float | None:
-    state = outbox.state(run)
-    return None if state is None else float(state["own"]["w"][0])
-
-
-class Snapshots:
-    """Copies the home at every moment at which something reaches the disk: what a kill at that moment leaves."""
-
-    def __init__(self, home: Path, into: Path, store: Store, patch: pytest.MonkeyPatch) -> None:
-        self.home, self.into, self.taken = home, into, []
-        fsync, replace = os.fsync, Path.replace
-        patch.setattr(os, "fsync", lambda fd: (self.take("before fsync"), fsync(fd), self.take("after fsync")))
-        patch.setattr(
-            Path, "replace", lambda a, b: (self.take("before rename"), replace(a, b), self.take("renamed"))[1]
-        )
-        event.listen(store._engine, "commit", lambda _: self.take("before commit"))
-
-    def take(self, what: str) -> None:
-        target = self.into / f"{len(self.taken)}"
-        shutil.copytree(self.home, target)
-        self.taken.append(what)
-
-    def homes(self):
-        self.take("at the end")
-        return [(what, self.into / str(n)) for n, what in enumerate(self.taken)]
-
-
-def crash_points(tmp_path, patch, prepare, step):
-    """Run `step` after `prepare` and give the home as a kill at each write would leave it."""
-    outbox = opened(tmp_path / "home")
-    prepare(outbox)
-    with patch.context() as inner:
-        snapshots = Snapshots(tmp_path / "home", tmp_path / "copies", outbox.store, inner)
-        step(outbox)
-        homes = snapshots.homes()
-    outbox.store.close_database()
-    return homes
-
-
-def stage(outbox: Outbox, round=0, value=1.0, base=B, kind=TaskKind.TRAIN):
-    return outbox.stage(key(round, kind=kind), M, base, finished(value))
-
-
-def test_a_crash_while_staging_loses_the_update_whole_or_not_at_all(tmp_path, monkeypatch):
-    homes = crash_points(tmp_path, monkeypatch, lambda o: None, stage)
-    found = []
-    for what, home in homes:
-        again = opened(home)
-        entry = again.find(key(), B)
-        found.append(entry is not None)
-        if entry is not None:
-            assert codec.file_digest(again.bundle(entry)) == entry.object_digest, what
-        again.sweep()
-        assert {p.name for p in (home / "objects").iterdir()} == again.store.referenced(), what
-        assert stage(again).object_digest, what  # and the work can be done again
-        assert again.store.close(key(), included=True)
-        assert value(again) == 1.0
-    assert len(homes) > 8
-    assert found == sorted(found)
-    assert found[-1]
-    assert not found[0]
-
-
-def test_a_crash_while_committing_leaves_the_old_state_or_the_new_one(tmp_path, monkeypatch):
-    def prepare(outbox):
-        stage(outbox, 0, 1.0)
-        outbox.store.close(key(0), included=True)
-        stage(outbox, 1, 2.0)
-
-    homes = crash_points(tmp_path, monkeypatch, prepare, lambda o: o.store.close(key(1), included=True))
-    for what, home in homes:
-        again = opened(home)
-        assert (value(again), again.find(key(1), B) is None) in [(1.0, False), (2.0, True)], what
-        again.store.close(key(1), included=True)  # the coordinator names the round again in the next session
-        assert value(again) == 2.0, what
-    assert value(opened(homes[0][1])) == 2.0
-
-
-def test_a_crash_while_discarding_never_commits(tmp_path, monkeypatch):
-    def prepare(outbox):
-        stage(outbox, 0, 1.0)
-        outbox.store.close(key(0), included=True)
-        stage(outbox, 1, 2.0)
-
-    for what, home in crash_points(tmp_path, monkeypatch, prepare, lambda o: o.store.close(key(1), included=False)):
-        again = opened(home)
-        assert value(again) == 1.0, what
-        again.store.close(key(1), included=False)
-        assert value(again) == 1.0, what
-        assert again.store.outbox() == []
+from silo.tasks import Attested, TaskKey
 
 
 @pytest.mark.parametrize(("included", "mirrored", "left"), [
@@ -174,14 +58,6 @@ def test_a_database_of_a_version_before_is_taken_over(tmp_path, found):
     assert again.store.outbox()[0].attested == Attested()
     again.store.close(key(), included=False)
     assert value(again) is None
-
-
-def test_a_crash_while_keeping_a_receipt_leaves_the_entry_in_the_outbox(tmp_path, monkeypatch):
-    homes = crash_points(tmp_path, monkeypatch, stage, lambda o: o.store.deliver(key(), b"receipt"))
-    for what, home in homes:
-        entry = opened(home).find(key(), B)
-        assert entry is not None, what
-        assert entry.receipt in (None, b"receipt"), what
 
 
 def test_a_close_seen_twice_is_harmless(tmp_path):
