@@ -19,12 +19,7 @@ from protos.dial import proxy_for
 from protos.tls import diagnose
 
 HOST = "127.0.0.1"
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_proxy")
 
 
 @pytest.fixture(scope="module")

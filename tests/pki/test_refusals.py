@@ -1,4 +1,4 @@
-"""Every refusal, by a real coordinator in a process of its own, explained on both sides."""
+"""Every refusal of a caller, by a real coordinator in a process of its own, explained on both sides."""
 
 from __future__ import annotations
 
@@ -8,28 +8,18 @@ import ssl
 import grpc
 import pytest
 from helpers_pki import authority, join, today
+from helpers_pki_calls import HOST, call, refused_call
 from helpers_pki_server import Server
 
 from coordinator.pki import Authority
 from fl_core.errors import RefusedError, UnavailableError
-from protos.identity import Address, identity_of
+from protos.identity import Address
 from protos.invitation import InvitationToken
 from protos.keyfiles import Credentials
 from protos.tls import diagnose
-from silo.credentials import channel_credentials, explain, name_options, silo_credentials
+from silo.credentials import explain, silo_credentials
 
-HOST = "127.0.0.1"
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(scope="module")
-def clock():
-    return today()
+pytestmark = pytest.mark.usefixtures("no_proxy")
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +45,6 @@ def server(running, ca, silo):
     (ca.home / "revoked").write_text("")
     running.forget()
     return running
-
-
-def call(port, credentials, method="/x/silo", name=None):
-    options = [*name_options(name), ("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
-    with grpc.secure_channel(f"{HOST}:{port}", channel_credentials(credentials), options=options) as channel:
-        return channel.unary_unary(method)(b"", timeout=10)
-
-
-def refused_call(port, credentials, method="/x/silo", name=None) -> grpc.RpcError:
-    with pytest.raises(grpc.RpcError) as caught:
-        call(port, credentials, method, name)
-    return caught.value
 
 
 def test_a_member_is_let_in(server, silo):
@@ -260,69 +238,6 @@ def test_a_lead_is_no_silo(server, ca):
 def test_the_coordinators_certificate_is_no_clients(server, ca):
     refused_call(server.port, ca.server_credentials())
     assert server.expect("refused")["code"] == "E-TLS-14"
-
-
-def test_expired_server_certificate(tmp_path, clock):
-    past = today()
-    past.advance(days=-200)
-    old = authority(tmp_path / "ca", past)
-    silo = join(Authority.open(old.home, clock), tmp_path / "s", "a")
-    (old.folder / "ca.key").rename(tmp_path / "ca.key")  # kept elsewhere: this service cannot renew by itself
-    server = Server(old.home)
-    try:
-        finding = explain(Address(HOST, server.port), silo.current_credentials())
-        assert finding.code == "E-TLS-06"
-        assert f"{identity_of(old.server_credentials().cert_pem).not_after:%Y-%m-%d}" in finding.explanation
-        assert server.expect("refused")["code"] == "E-TLS-13"
-        refused_call(server.port, silo.current_credentials())
-    finally:
-        said = server.stop()
-    assert "E-TLS-06" in said  # the operator hears of it too
-
-
-def test_a_silo_cannot_play_the_coordinator(tmp_path, clock):
-    """Its certificate is of the right CA; neither its use nor its name lets it serve, even called localhost."""
-    ca = authority(tmp_path / "ca", clock)
-    impostor = join(ca, tmp_path / "impostor", "localhost")
-    (ca.folder / "ca.key").rename(tmp_path / "ca.key")
-    (ca.folder / "server.pem").write_bytes((impostor.folder / "silo.pem").read_bytes())
-    (ca.folder / "server.pem").chmod(0o600)
-    victim = impostor.current_credentials()
-    (ca.home / "members").write_text(impostor.fingerprint())
-    server = Server(ca.home)
-    try:
-        finding = diagnose(HOST, server.port, victim.ca_pem, victim.cert_pem, victim.key_pem, server_name="localhost")
-        assert finding.code in {"E-TLS-07", "E-TLS-14"}
-        error = refused_call(server.port, victim, name="localhost")
-        assert error.code() == grpc.StatusCode.UNAVAILABLE
-    finally:
-        server.stop()
-
-
-def test_other_lines_pass_unchanged_and_trace_lines_do_not(tmp_path, clock):
-    ca = authority(tmp_path / "ca", clock)
-    server = Server(ca.home)
-    for line in ("hello from C", "I1121 03:04:05.123456    77 other.cc:1] not about handshakes", "src/core/x", "é ö"):
-        server.say(line)
-    diagnose(HOST, server.port, ca.ca_pem)
-    server.expect("refused")
-    said = server.stop()
-    assert "hello from C\nI1121 03:04:05.123456    77 other.cc:1] not about handshakes\nsrc/core/x\né ö\n" in said
-    for sign in ("handshaker", "CallNext", "Source Location", "ssl_transport_security"):
-        assert sign not in said
-    assert said.count("E-TLS-10: refused a connection from 127.0.0.1:") == 1  # the line for a person
-    assert "PRIVATE" not in said
-
-
-def test_without_the_trace_the_reason_comes_without_the_peer(tmp_path, clock):
-    ca = authority(tmp_path / "ca", clock)
-    server = Server(ca.home, trace=False)
-    try:
-        assert diagnose(HOST, server.port, ca.ca_pem).code == "E-TLS-10"
-        event = server.expect("refused")
-        assert (event["code"], event["peer"]) == ("E-TLS-10", None)
-    finally:
-        server.stop()
 
 
 def test_findings_become_errors_by_what_the_reader_can_do(server, ca, silo):

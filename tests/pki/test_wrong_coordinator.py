@@ -1,0 +1,53 @@
+"""What a silo says of a coordinator that is not as it should be: its certificate expired, or it is another silo."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from helpers_pki import authority, join, today
+from helpers_pki_calls import HOST, refused_call
+from helpers_pki_server import Server
+
+from coordinator.pki import Authority
+from protos.identity import Address, identity_of
+from protos.tls import diagnose
+from silo.credentials import explain
+
+pytestmark = pytest.mark.usefixtures("no_proxy")
+
+
+def test_expired_server_certificate(tmp_path, clock):
+    past = today()
+    past.advance(days=-200)
+    old = authority(tmp_path / "ca", past)
+    silo = join(Authority.open(old.home, clock), tmp_path / "s", "a")
+    (old.folder / "ca.key").rename(tmp_path / "ca.key")  # kept elsewhere: this service cannot renew by itself
+    server = Server(old.home)
+    try:
+        finding = explain(Address(HOST, server.port), silo.current_credentials())
+        assert finding.code == "E-TLS-06"
+        assert f"{identity_of(old.server_credentials().cert_pem).not_after:%Y-%m-%d}" in finding.explanation
+        assert server.expect("refused")["code"] == "E-TLS-13"
+        refused_call(server.port, silo.current_credentials())
+    finally:
+        said = server.stop()
+    assert "E-TLS-06" in said  # the operator hears of it too
+
+
+def test_a_silo_cannot_play_the_coordinator(tmp_path, clock):
+    """Its certificate is of the right CA; neither its use nor its name lets it serve, even called localhost."""
+    ca = authority(tmp_path / "ca", clock)
+    impostor = join(ca, tmp_path / "impostor", "localhost")
+    (ca.folder / "ca.key").rename(tmp_path / "ca.key")
+    (ca.folder / "server.pem").write_bytes((impostor.folder / "silo.pem").read_bytes())
+    (ca.folder / "server.pem").chmod(0o600)
+    victim = impostor.current_credentials()
+    (ca.home / "members").write_text(impostor.fingerprint())
+    server = Server(ca.home)
+    try:
+        finding = diagnose(HOST, server.port, victim.ca_pem, victim.cert_pem, victim.key_pem, server_name="localhost")
+        assert finding.code in {"E-TLS-07", "E-TLS-14"}
+        error = refused_call(server.port, victim, name="localhost")
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+    finally:
+        server.stop()
