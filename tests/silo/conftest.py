@@ -1,10 +1,11 @@
-"""Hospitals against a scripted coordinator, ended with the test."""
+"""Hospitals against a scripted coordinator and transfers against a fake one, ended with the test."""
 
 from __future__ import annotations
 
 import pytest
 from helpers_hospital import Slow
 from helpers_silo import Hospital
+from helpers_silo_transfer import Rig
 
 from fl_core.worker import work
 
@@ -28,3 +29,10 @@ def slow():
     control = Slow()
     yield control
     control.free.set()
+
+
+@pytest.fixture
+def rig(tmp_path):
+    rig = Rig(tmp_path)
+    yield rig
+    rig.close()

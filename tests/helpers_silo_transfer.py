@@ -1,0 +1,48 @@
+"""A silo's end of transfers, against the fake coordinator, and the places at which a test cuts them."""
+
+from __future__ import annotations
+
+from helpers_silo import PATIENCE, Host
+from helpers_transfer import BYTES, CONSORTIUM, FakeTransfer, authority
+
+from fl_core.errors import FederationError
+from fl_core.types import TaskKind
+from protos import codec
+from protos.chunks import CHUNK_BYTES
+from silo.line import TransferStub
+from silo.objects import Objects
+from silo.tasks import Entry, TaskKey
+from silo.transfer import Transfer, Witness
+from silo.waiting import Stop
+
+KEY = TaskKey("run-1", 2, TaskKind.TRAIN)
+CUTS = [0, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES, 17, CHUNK_BYTES + 5, len(BYTES) - 1]
+IDS = ["first byte", "chunk 1", "chunk 2", "chunk 3", "inside 1", "inside 2", "last byte"]
+
+
+def still(done: int, total: int) -> None:
+    """Care about no progress."""
+
+
+class Rig:
+    def __init__(self, folder, patience=PATIENCE):
+        self.fake = FakeTransfer()
+        self.host = Host(self.fake)
+        self.channel = self.host.channel()
+        self.told: list[FederationError] = []
+        self.objects = Objects(folder / "objects")
+        self.stop = Stop()
+        self.witness = Witness(authority().ca_pem, CONSORTIUM, "center1")
+        self.transfer = Transfer(lambda: TransferStub(self.channel), self.objects, patience, self.told.append)
+
+    def entry(self, data=BYTES):
+        name = codec.contribution_id(*KEY[:2], "train", "center1", "b" * 64)
+        return Entry(KEY, "a" * 64, "b" * 64, name, self.objects.put(data), len(data))
+
+    def upload(self, entry=None, moved=still):
+        entry = entry or self.entry()
+        return self.transfer.upload(entry, self.objects.path(entry.object_digest), self.witness, self.stop, moved)
+
+    def close(self):
+        self.channel.close()
+        self.host.stop()
