@@ -1,0 +1,27 @@
+"""One coordinator for the transfers of a module, and for each test a round that waits for updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from helpers_core import NAMES
+from helpers_grpc import World, running
+from helpers_upload import open_round
+
+from coordinator.server import Settings
+from protos.consilium.v1 import federation_pb2 as pb
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with running(tmp_path_factory.mktemp("transfer") / "home", NAMES, Settings(pulse_s=0.2, parallel_runs=100)) as w:
+        yield w
+
+
+@pytest.fixture
+def offer(world: World, request: pytest.FixtureRequest) -> Iterator[pb.Offer]:
+    run, found = open_round(world, request_id=request.node.name)
+    yield found
+    if not world.run(run.id).state.ended:
+        world.server.runs.abort(run.id)
