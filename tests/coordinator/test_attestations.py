@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
-from helpers_core import NAMES, manifest
-from helpers_grpc import World, channel, running, until
+from helpers_core import manifest
+from helpers_grpc import World, channel, until
 from helpers_wire import open_request, send
 
 from fl_core.errors import RefusedError
@@ -20,12 +19,6 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 
 DATA = bytes(range(256)) * 8
 STATED = pb.Attestation(policy_digest="ab" * 32, ledger_seq=17, ledger_head="cd" * 32)
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with running(tmp_path / "home", NAMES) as found:
-        yield found
 
 
 def greeted(world: World, name: str, policy: str = "") -> pb.Welcome:

@@ -1,0 +1,115 @@
+"""Two sessions of one name: which of them stays, and what the other is told."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+from helpers_core import manifest
+from helpers_grpc import World, channel, credentials, until
+from helpers_line import DENIED, HELLO, Line, instance
+
+from coordinator.hub import Hub
+from coordinator.sessions import Session
+from coordinator.store import Store
+from fl_core.errors import RefusedError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.identity import Identity, Kind, PeerCertificate
+
+
+def test_a_second_session_supersedes_the_first(world: World) -> None:
+    first = Line(world, "north", HELLO)
+    until(lambda: first.got, "a welcome")
+    second = Line(world, "north", HELLO)
+    until(lambda: second.got, "a welcome")
+    assert first.over.wait(10)
+    assert first.error is None
+    assert not second.over.is_set()
+    assert world.server.hub.live("north") is not None
+    second.close()
+
+
+def test_the_first_use_of_a_new_enrolment_shuts_the_old_key_out(world: World) -> None:
+    old, new = world.people["north"], credentials(world.home, "north")
+    here = Line(world, "north", HELLO, own=new)
+    until(lambda: here.got, "a welcome")
+    with pytest.raises(grpc.RpcError) as error:
+        rpc.TransferStub(channel(world.port, old)).Open(pb.OpenRequest())
+    assert (error.value.code(), error.value.details()[:7]) == (DENIED, "E-ID-12")
+    assert not here.over.is_set()
+    here.close()
+
+
+def test_two_machines_with_one_name_are_told(tmp_path: Path) -> None:
+    """The one with the newer certificate stays."""
+
+    def session(issued: int) -> Session:
+        start = datetime(2026, 1, issued, tzinfo=UTC)
+        who = Identity(Kind.SILO, "test", "north")
+        return Session(PeerCertificate(who, f"{issued:x}", "f", start, start + timedelta(days=90)))
+
+    hub = Hub(Store(tmp_path), 1.0)
+    newer, renewed = session(2), session(3)
+    hub.attach(newer)
+    with pytest.raises(RefusedError, match="E-ID-26"):
+        hub.attach(session(1))
+    assert not newer.over
+    newer.send(pb.CoordinatorMessage(pulse=pb.Pulse(round=7)))
+    hub.attach(renewed)
+    assert newer.over
+    assert renewed.next(0.0) == pb.CoordinatorMessage(pulse=pb.Pulse(round=7))  # nothing that was queued is lost
+    hub.store.close()
+
+
+def test_a_second_machine_is_refused_while_the_first_is_alive(world: World) -> None:
+    """The first stays undisturbed, the second is told why, and so is the lead."""
+    run = world.submit(manifest(rounds=1, names=("north",)))
+    until(lambda: world.server.hub._pending, "the task")
+    first = Line(world, "north", instance("a"))
+    until(lambda: first.got, "a welcome")
+    second = Line(world, "north", instance("b", previous="c"))
+    assert second.failure() == (DENIED, "E-ID-26")
+    assert second.got[-1].refusal.code == "E-ID-26"
+    pulses = first.kinds().count("pulse")
+    until(lambda: first.kinds().count("pulse") >= pulses + 3, "more pulses")
+    assert not first.over.is_set()
+    told = [e.text for e in world.server.store.runs.events(run.id, 0) if e.kind == "refused"]
+    assert len(told) == 1
+    assert told[0].startswith("E-ID-26")
+    first.close()
+
+
+@pytest.mark.parametrize("following", [{"id": "a"}, {"id": "b", "previous": "a"}])
+def test_the_same_process_and_the_next_on_its_home_take_over_at_once(world: World, following: dict[str, str]) -> None:
+    first = Line(world, "north", instance("a"))
+    until(lambda: first.got, "a welcome")
+    second = Line(world, "north", instance(**following))
+    until(lambda: second.got, "a welcome")
+    assert first.over.wait(10)
+    assert first.error is None
+    assert not second.over.is_set()
+    back = Line(world, "north", instance("a", previous="z"))  # a copy of the home at most displaces once
+    if following["id"] == "b":
+        assert back.failure() == (DENIED, "E-ID-26")
+        assert not second.over.is_set()
+    back.close()
+    second.close()
+
+
+def test_a_machine_that_fell_silent_makes_place(tmp_path: Path) -> None:
+    who = Identity(Kind.SILO, "test", "north")
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+    peer = PeerCertificate(who, "1", "f", start, start + timedelta(days=90))
+    silent, fresh = Session(peer, hello=instance("a")), Session(peer, hello=instance("b"))
+    hub = Hub(Store(tmp_path), 1.0)
+    hub.attach(silent)
+    silent.heard -= 1.9
+    with pytest.raises(RefusedError, match="E-ID-26"):
+        hub.attach(fresh)
+    silent.heard -= 0.2
+    hub.attach(fresh)
+    assert silent.over
+    hub.store.close()
