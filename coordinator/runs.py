@@ -7,13 +7,13 @@ import re
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import privacy.plan
 from coordinator.blobs import Blobs
 from coordinator.hub import Hub
+from coordinator.keeper import Keeper
 from coordinator.ports import Base, Broadcasts, GrpcPort, allowed_dtypes
 from coordinator.records import Run, RunState
 from coordinator.store import Store
@@ -21,9 +21,9 @@ from coordinator.tasks import Interrupted
 from fl_core import trees
 from fl_core.errors import ConfigError, FederationError, StateError
 from fl_core.manifest import RunManifest
-from fl_core.rounds import Engine, RoundRecord
+from fl_core.rounds import Engine
 from fl_core.simulate import engine_of, initial_state
-from fl_core.types import Federation, State, TaskKind
+from fl_core.types import State
 from protos.codec import read_state, write_state
 
 log = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ class RunService:
         engine: Engine = replace(
             engine_of(manifest, ports, parallel=len(ports)), incoming=privacy.plan.build(manifest).incoming
         )
-        keeper = Keeper(run_id, broadcasts, self._store, self._blobs, self._hub, self._collect)
+        keeper = Keeper(run_id, broadcasts, self._store, self._blobs, self._hub, self._collect_beside)
         engine.run(server, keeper, start=run.closed)
 
     def _begin(self, run: Run, manifest: RunManifest, broadcasts: Broadcasts) -> State:
@@ -218,6 +218,16 @@ class RunService:
         self._emptier.submit(self._empty)
         self._drop_uploads()
 
+    def _collect_beside(self, run_id: str) -> None:
+        """Collect while the next round begins, which does not depend on it; the run's end collects once more."""
+        self._emptier.submit(self._tidy, run_id)
+
+    def _tidy(self, run_id: str) -> None:
+        try:
+            self._collect(run_id)
+        except (OSError, StateError):
+            log.exception("what run %s no longer needs could not be deleted", run_id)
+
     def _empty(self) -> None:
         """Give back the room of what was deleted, beside the next round."""
         try:
@@ -231,50 +241,6 @@ class RunService:
         for silo, contribution in list(self._blobs.uploads()):
             if not self._store.objects.is_wanted(contribution):
                 self._blobs.discard(silo, contribution)
-
-
-class Keeper:
-    """The observer of one run: what is closed is on the disk before any silo hears of it."""
-
-    def __init__(
-        self, run_id: str, broadcasts: Broadcasts, store: Store, blobs: Blobs, hub: Hub, collect: Callable[[str], None]
-    ) -> None:
-        self._run_id = run_id
-        self._broadcasts = broadcasts
-        self._store = store
-        self._blobs = blobs
-        self._hub = hub
-        self._collect = collect
-
-    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
-        """Note the open round before anything is sent."""
-        self._in_time(lambda: self._store.runs.open_round(self._run_id, fed.round, kind, names))
-
-    def arrived(self, name: str) -> None:
-        """Do nothing: an arrival was noted with the receipt."""
-
-    def closed(self, record: RoundRecord, server: State) -> None:
-        """Store the state, close the round, tell the silos, forget the bundles: in this order."""
-        close, train = self._store.runs.close_round, record.kind is TaskKind.TRAIN
-        model = "" if train else trees.digest(server["w"])  # between rounds: when somebody asks, see `RunService.named`
-        with self._blobs.guard:
-            base = Base(*self._blobs.put_file(lambda file: write_state(server, file))) if train else None
-            self._in_time(lambda: close(self._run_id, record, base, model))
-        if base is not None:
-            self._broadcasts.remember(server, base)
-        row = self._store.runs.round(self._run_id, record.round)
-        assert row is not None
-        self._hub.announce_close(row)
-        if record.kind is TaskKind.EVALUATE:
-            self._hub.announce_end(self._store.runs.get(self._run_id))
-        self._collect(self._run_id)
-
-    def _in_time(self, write: Callable[[], object]) -> None:
-        """Write, unless the run was aborted meanwhile."""
-        try:
-            write()
-        except StateError as error:
-            raise Interrupted(str(error)) from error
 
 
 def _new_run(manifest: RunManifest, digest: str, spec: str, request_id: str) -> Run:
