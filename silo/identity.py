@@ -82,7 +82,7 @@ class SiloIdentity:
         key = self._next_key()
         if self.joined:
             own = self.load()
-            mine = (own.identity.consortium, own.identity.name, certificate_fingerprint(self._ca_pem()))
+            mine = (own.identity.consortium, own.identity.name, certificate_fingerprint(self.authority_pem()))
             if mine != (token.consortium, token.name, certificate_fingerprint(token.ca_pem)):
                 raise StateError(
                     "E-STATE-44",
@@ -131,7 +131,7 @@ class SiloIdentity:
                 "E-STATE-44", f"expected a silo's identity in {self.home}, found none; run `silo join TOKEN`"
             )
         keyfiles.private_folder(self.folder)
-        return certificates.read_bundle(self.folder / "silo.pem", self._ca_pem())
+        return certificates.read_bundle(self.folder / "silo.pem", self.authority_pem())
 
     def fingerprint(self) -> str:
         """Hash this silo's public key, lower-case hex: what its peers pin and hospitals read to each other."""
@@ -139,7 +139,7 @@ class SiloIdentity:
 
     def ca_fingerprint(self) -> str:
         """Hash the pinned CA certificate, lower-case hex: must equal what the lead reads out."""
-        return certificate_fingerprint(self._ca_pem())
+        return certificate_fingerprint(self.authority_pem())
 
     @property
     def expires_at(self) -> datetime:
@@ -179,12 +179,13 @@ class SiloIdentity:
 
     def pins(self) -> Pins:
         """Open the pinned roster."""
-        return self._pins(self.load(), self._ca_pem())
+        return self._pins(self.load(), self.authority_pem())
 
     def _pins(self, own: PeerCertificate, ca_pem: bytes) -> Pins:
         return Pins(self.folder / "roster.json", ca_pem, own.identity.consortium)
 
-    def _ca_pem(self) -> bytes:
+    def authority_pem(self) -> bytes:
+        """Read the pinned CA certificate; raises StateError (E-STATE-43) where it is gone."""
         path = self.folder / "ca.crt"
         if not path.exists():
             raise StateError("E-STATE-43", f"expected the consortium's authority at {path}, found nothing; join anew")
@@ -232,7 +233,7 @@ class SiloIdentity:
         return peer
 
     def _ca_pem_canonical(self) -> bytes:
-        return certificates.to_pem(certificates.load_certificate(self._ca_pem(), "ca.crt"))
+        return certificates.to_pem(certificates.load_certificate(self.authority_pem(), "ca.crt"))
 
 
 def _not_ours(what: str) -> RefusedError:

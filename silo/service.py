@@ -211,4 +211,4 @@ class Service:
         self._keeper.follow(welcome.signed_roster)
 
     def _witness(self) -> Witness:
-        return Witness(self._identity.current_credentials().ca_pem, self._consortium, self.name)
+        return Witness(self._identity.authority_pem(), self._consortium, self.name)

@@ -130,8 +130,8 @@ class Trainer:
         (E-RUN-05) when this silo is no member; DataError when the data cannot be loaded or is not what the run is about
         (E-DATA-30); ProtocolError (E-WIRE-02) on another layout.
         """
-        digest = f"{manifest.digest()} {self._custody.policy_digest()}"
-        if self._seat is not None and self._seat[0] == digest:
+        policy = self._custody.policy_digest()
+        if self._seat is not None and (self._seat[0], self._seat[1].manifest) == (policy, manifest):
             return self._seat[1]
         guards = plan.build(manifest).silo
         if not _compatible(manifest.software, software()):
@@ -160,7 +160,7 @@ class Trainer:
         access = self._custody.access(manifest, index, dataset)
         bench = dataclasses.replace(bench, guards=(notebook, *guards))
         seat = Seat(manifest, index, dataset, bench, notebook, access)
-        self._seat = (digest, seat)
+        self._seat = (policy, seat)
         return seat
 
     def train(
