@@ -7,7 +7,7 @@ import re
 import secrets
 import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import privacy.plan
@@ -121,6 +121,7 @@ class RunService:
             self._hub.interrupt(run_id)
         for thread in active.values():
             thread.join(seconds)
+        wait([self._emptier.submit(lambda: None)], seconds)  # what is being collected now needs the store
 
     # ---- threads ---------------------------------------------------------------------------------------------------
 
@@ -212,21 +213,18 @@ class RunService:
         self._hub.bell.ring()
 
     def _collect(self, run_id: str) -> None:
-        """Delete what nothing needs any more."""
-        with self._blobs.guard:
-            self._store.objects.collect(run_id, self._blobs.remove)
+        """Delete what nothing needs any more; what cannot be deleted stays until the next round, or the next start."""
+        try:
+            with self._blobs.guard:
+                self._store.objects.collect(run_id, self._blobs.remove)
+            self._drop_uploads()
+        except OSError:
+            log.exception("what run %s no longer needs could not be deleted", run_id)
         self._emptier.submit(self._empty)
-        self._drop_uploads()
 
     def _collect_beside(self, run_id: str) -> None:
         """Collect while the next round begins, which does not depend on it; the run's end collects once more."""
-        self._emptier.submit(self._tidy, run_id)
-
-    def _tidy(self, run_id: str) -> None:
-        try:
-            self._collect(run_id)
-        except (OSError, StateError):
-            log.exception("what run %s no longer needs could not be deleted", run_id)
+        self._emptier.submit(self._collect, run_id)
 
     def _empty(self) -> None:
         """Give back the room of what was deleted, beside the next round."""

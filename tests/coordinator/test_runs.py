@@ -182,8 +182,8 @@ def test_a_finished_run_leaves_its_final_state_its_manifest_and_its_receipts(tmp
     with running(tmp_path / "home", NAMES) as world:
         people = silos(world)
         run = world.finished(world.submit(manifest(rounds=3)).id)
-        files = {f.name for f in (world.home / "blobs" / "objects").glob("*/*")}
-        assert files == {run.state_object, run.manifest_digest}
+        objects, kept = world.home / "blobs" / "objects", {run.state_object, run.manifest_digest}
+        until(lambda: {f.name for f in objects.glob("*/*")} == kept, "nothing else to be there")
         assert list(world.server.blobs.uploads()) == []
         entry = codec.contribution_id
         bases = [world.server.store.runs.round(run.id, t).base_digest for t in range(4)]
@@ -191,6 +191,26 @@ def test_a_finished_run_leaves_its_final_state_its_manifest_and_its_receipts(tmp
         names = [entry(run.id, t, kinds[t], "north", bases[t]) for t in range(4)]
         assert all(world.server.store.objects.contribution(name).receipt for name in names)
         assert run.bytes_up == sum(world.server.store.objects.contribution(n).size for n in names) * 3
+        stop(people)
+
+
+def test_a_run_goes_on_while_what_it_leaves_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = manifest("fedavg")
+    with running(tmp_path / "home", NAMES, replace(FAST, parallel_runs=1)) as world:
+        assert world.server is not None
+        asked: list[str] = []
+
+        def fail(digest: str) -> None:
+            asked.append(digest)
+            raise OSError("a disk that does not answer")
+
+        monkeypatch.setattr(world.server.blobs, "remove", fail)
+        people = silos(world)
+        started = world.submit(run)
+        world.finished(started.id)
+        until(lambda: asked, "something to be deleted")
+        again = world.submit(run, "another")
+        world.finished(again.id)  # the place of the first one is free
         stop(people)
 
 
