@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         run(parsed(given.words), given.data_root)
     except FederationError as error:
-        print(f"{error.code}: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         raise SystemExit(2) from error
 
 
