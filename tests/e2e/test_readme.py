@@ -8,12 +8,14 @@ import signal
 import subprocess
 from pathlib import Path
 
-import pytest
 from e2e.world import BIN, ENV, ROOT, free_port, until
 from PIL import Image
 
 README = (ROOT / "README.md").read_text()
-QUICKSTART = README[README.index("## Quickstart") : README.index("## For researchers")]
+QUICKSTART, RESEARCH = (
+    README[README.index(begin) : README.index(end)]
+    for begin, end in (("## Quickstart", "## For researchers"), ("## For researchers", "## What it does"))
+)
 BLOCK = re.compile(r"```sh(?: ([a-z ]+))?\n(.*?)```", re.DOTALL)
 
 
@@ -87,8 +89,14 @@ def test_every_command_of_the_quickstart_works(tmp_path: Path) -> None:
     assert ran == QUICKSTART.count("```sh")
 
 
-@pytest.mark.slow
 def test_every_command_for_researchers_works(tmp_path: Path) -> None:
-    for words, script in _blocks(README[README.index("## For researchers") :]):
-        assert words == ["simulate"]
-        assert "global accuracy" in Machine(tmp_path / "r").run(script)
+    ((words, script),) = _blocks(RESEARCH)
+    assert words == ["simulate"]
+    assert "global accuracy" in Machine(tmp_path / "r").run(script)
+
+
+def test_no_command_of_the_readme_is_without_a_test() -> None:
+    kinds = [" ".join(words) for words, _ in _blocks(README)]
+    two, quickstart = ["", ""], [" ".join(words) for words, _ in _blocks(QUICKSTART)]
+    budget = ["budget", "budget"]  # tests/silo/test_silo_ledger_commands.py
+    assert kinds == [*two, *quickstart, "simulate", *budget]
