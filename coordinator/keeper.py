@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from coordinator.blobs import Blobs
 from coordinator.hub import Hub
@@ -16,41 +17,42 @@ from fl_core.types import Federation, State, TaskKind
 from protos.codec import write_state
 
 
+@dataclass(frozen=True, slots=True)
 class Keeper:
-    """The observer of one run: what is closed is on the disk before any silo hears of it."""
+    """The observer of one run: what is closed is on the disk before any silo hears of it.
 
-    def __init__(
-        self, run_id: str, broadcasts: Broadcasts, store: Store, blobs: Blobs, hub: Hub, collect: Callable[[str], None]
-    ) -> None:
-        self._run_id = run_id
-        self._broadcasts = broadcasts
-        self._store = store
-        self._blobs = blobs
-        self._hub = hub
-        self._collect = collect
+    collect: deletes what a run no longer needs.
+    """
+
+    run_id: str
+    broadcasts: Broadcasts
+    store: Store
+    blobs: Blobs
+    hub: Hub
+    collect: Callable[[str], None]
 
     def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
         """Note the open round before anything is sent."""
-        self._in_time(lambda: self._store.runs.open_round(self._run_id, fed.round, kind, names))
+        self._in_time(lambda: self.store.runs.open_round(self.run_id, fed.round, kind, names))
 
     def arrived(self, name: str) -> None:
         """Do nothing: an arrival was noted with the receipt."""
 
     def closed(self, record: RoundRecord, server: State) -> None:
         """Store the state, close the round, tell the silos, forget the bundles: in this order."""
-        close, train = self._store.runs.close_round, record.kind is TaskKind.TRAIN
+        close, train = self.store.runs.close_round, record.kind is TaskKind.TRAIN
         model = "" if train else trees.digest(server["w"])  # between rounds: when somebody asks, see `RunService.named`
-        with self._blobs.guard:
-            base = Base(*self._blobs.put_file(lambda file: write_state(server, file))) if train else None
-            self._in_time(lambda: close(self._run_id, record, base, model))
+        with self.blobs.guard:
+            base = Base(*self.blobs.put_file(lambda file: write_state(server, file))) if train else None
+            self._in_time(lambda: close(self.run_id, record, base, model))
         if base is not None:
-            self._broadcasts.remember(server, base)
-        row = self._store.runs.round(self._run_id, record.round)
+            self.broadcasts.remember(server, base)
+        row = self.store.runs.round(self.run_id, record.round)
         assert row is not None
-        self._hub.announce_close(row)
+        self.hub.announce_close(row)
         if record.kind is TaskKind.EVALUATE:
-            self._hub.announce_end(self._store.runs.get(self._run_id))
-        self._collect(self._run_id)
+            self.hub.announce_end(self.store.runs.get(self.run_id))
+        self.collect(self.run_id)
 
     def _in_time(self, write: Callable[[], object]) -> None:
         """Write, unless the run was aborted meanwhile."""

@@ -49,7 +49,7 @@ class RunService:
         self._queue: deque[str] = deque()
         self._active: dict[str, threading.Thread] = {}
         self._stopping = False
-        self._emptier = ThreadPoolExecutor(1, thread_name_prefix="empty")
+        self._tidier = ThreadPoolExecutor(1, thread_name_prefix="tidy")
 
     # ---- commands --------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class RunService:
             self._hub.interrupt(run_id)
         for thread in active.values():
             thread.join(seconds)
-        wait([self._emptier.submit(lambda: None)], seconds)  # what is being collected now needs the store
+        wait([self._tidier.submit(lambda: None)], seconds)  # what is being deleted now needs the store
 
     # ---- threads ---------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class RunService:
         engine: Engine = replace(
             engine_of(manifest, ports, parallel=len(ports)), incoming=privacy.plan.build(manifest).incoming
         )
-        keeper = Keeper(run_id, broadcasts, self._store, self._blobs, self._hub, self._collect_beside)
+        keeper = Keeper(run_id, broadcasts, self._store, self._blobs, self._hub, self._collect)
         engine.run(server, keeper, start=run.closed)
 
     def _begin(self, run: Run, manifest: RunManifest, broadcasts: Broadcasts) -> State:
@@ -213,27 +213,19 @@ class RunService:
         self._hub.bell.ring()
 
     def _collect(self, run_id: str) -> None:
-        """Delete what nothing needs any more; what cannot be deleted stays until the next round, or the next start."""
+        """Delete what nothing needs any more, beside whatever comes next: nothing waits for it."""
+        self._tidier.submit(self._tidy, run_id)
+
+    def _tidy(self, run_id: str) -> None:
         try:
             with self._blobs.guard:
                 self._store.objects.collect(run_id, self._blobs.remove)
             self._drop_uploads()
-        except OSError:
-            log.exception("what run %s no longer needs could not be deleted", run_id)
-        self._emptier.submit(self._empty)
-
-    def _collect_beside(self, run_id: str) -> None:
-        """Collect while the next round begins, which does not depend on it; the run's end collects once more."""
-        self._emptier.submit(self._collect, run_id)
-
-    def _empty(self) -> None:
-        """Give back the room of what was deleted, beside the next round."""
-        try:
             self._blobs.empty()
             if not self._active:
                 self._blobs.spares.clear()
-        except OSError:  # what stays is deleted by the next round's end, or by the next start
-            log.exception("files that are no longer needed could not be deleted")
+        except Exception:  # no run fails for it: what stays is deleted at the next round's end, or at the next start
+            log.exception("what run %s no longer needs could not be deleted", run_id)
 
     def _drop_uploads(self) -> None:
         for silo, contribution in list(self._blobs.uploads()):

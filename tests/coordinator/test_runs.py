@@ -194,7 +194,10 @@ def test_a_finished_run_leaves_its_final_state_its_manifest_and_its_receipts(tmp
         stop(people)
 
 
-def test_a_run_goes_on_while_what_it_leaves_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError("a disk that does not answer"), StateError("E-STATE-22", "no database")])
+def test_a_run_goes_on_while_what_it_leaves_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
     run = manifest("fedavg")
     with running(tmp_path / "home", NAMES, replace(FAST, parallel_runs=1)) as world:
         assert world.server is not None
@@ -202,7 +205,7 @@ def test_a_run_goes_on_while_what_it_leaves_cannot_be_deleted(tmp_path: Path, mo
 
         def fail(digest: str) -> None:
             asked.append(digest)
-            raise OSError("a disk that does not answer")
+            raise error
 
         monkeypatch.setattr(world.server.blobs, "remove", fail)
         people = silos(world)
@@ -211,6 +214,7 @@ def test_a_run_goes_on_while_what_it_leaves_cannot_be_deleted(tmp_path: Path, mo
         until(lambda: asked, "something to be deleted")
         again = world.submit(run, "another")
         world.finished(again.id)  # the place of the first one is free
+        assert any(error is r.exc_info[1] for r in caplog.records if r.exc_info)
         stop(people)
 
 
