@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError, StateError
 from fl_core.manifest import RunManifest
@@ -46,8 +48,6 @@ class Worker:
     recycle: Callable[[], None]
     greeted: threading.Event
     """Set by the client when a session began: the moment to ask for receipts that were lost."""
-    manifests: dict[str, RunManifest] = field(default_factory=dict)
-    """The manifest of the last task, by its digest."""
 
     def run(self, over: threading.Event) -> None:
         """Work until `over` is set; an error of one task ends that task alone."""
@@ -133,26 +133,13 @@ class Worker:
             raise RefusedError(
                 "E-RUN-35", f"expected run {run_id} under the manifest {known[:16]}, found {digest[:16]}: ask the lead"
             )
-        manifest = self._manifest(task)
+        path = self.transfer.fetch(digest, 0, task.stop, self._meter(task, pb.FETCHING))
+        manifest = _read_manifest(path, digest)
         if not self.custody.admit(run_id, manifest):
             raise _UndecidedError
         seat = self.trainer.prepare(manifest)
         self.outbox.store.note_run(run_id, manifest.name, digest)
         return seat
-
-    def _manifest(self, task: Task) -> RunManifest:
-        """Fetch the manifest of a task, once for all rounds of a run."""
-        digest = task.offer.manifest_digest
-        if digest not in self.manifests:
-            path = self.transfer.fetch(digest, 0, task.stop, self._meter(task, pb.FETCHING))
-            manifest = RunManifest.from_json(path.read_text(encoding="utf-8"))
-            if manifest.digest() != digest:
-                raise ProtocolError(
-                    "E-WIRE-04", f"expected the manifest {digest} in canonical form, found another text"
-                )
-            self.manifests.clear()
-            self.manifests[digest] = manifest
-        return self.manifests[digest]
 
     def _send(self, task: Task, entry: Entry, ready: Callable[[], None]) -> None:
         """Upload until the receipt is here; what the coordinator refuses waits for the round's close.
@@ -209,3 +196,12 @@ class Worker:
         if self.desk.untidy.is_set():
             self.desk.untidy.clear()
             self.outbox.sweep()
+
+
+@lru_cache(maxsize=1)
+def _read_manifest(path: Path, digest: str) -> RunManifest:
+    """Read a manifest from a file that has been held against its digest: once for all rounds of a run."""
+    manifest = RunManifest.from_json(path.read_text(encoding="utf-8"))
+    if manifest.digest() != digest:
+        raise ProtocolError("E-WIRE-04", f"expected the manifest {digest} in canonical form, found another text")
+    return manifest
