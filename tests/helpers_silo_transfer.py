@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from helpers_silo import PATIENCE, Host
+import threading
+from contextlib import contextmanager
+
+from helpers_silo import PATIENCE, Host, until
 from helpers_transfer import BYTES, CONSORTIUM, FakeTransfer, authority
 
 from fl_core.errors import FederationError
@@ -13,7 +16,7 @@ from silo.line import TransferStub
 from silo.objects import Objects
 from silo.tasks import Entry, TaskKey
 from silo.transfer import Transfer, Witness
-from silo.waiting import Stop
+from silo.waiting import Stop, StoppedError
 
 KEY = TaskKey("run-1", 2, TaskKind.TRAIN)
 CUTS = [0, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES, 17, CHUNK_BYTES + 5, len(BYTES) - 1]
@@ -42,6 +45,39 @@ class Rig:
     def upload(self, entry=None, moved=still):
         entry = entry or self.entry()
         return self.transfer.upload(entry, self.objects.path(entry.object_digest), self.witness, self.stop, moved)
+
+    @contextmanager
+    def uploading(self):
+        """Upload beside the block, held at its first chunk until that ends; gives the receipt, or why there is none."""
+        self.fake.hold, found = threading.Event(), []
+
+        def send():
+            try:
+                found.append(self.upload())
+            except StoppedError as error:
+                found.append(error.reason)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        assert self.fake.holding.wait(20)
+        yield found
+        self.fake.hold.set()
+        sender.join(20)
+
+    @contextmanager
+    def silent(self):
+        """Let nothing move inside the block until the silo has told of it."""
+        self.fake.hold = threading.Event()
+
+        def release():
+            until(lambda: self.told)
+            self.fake.hold, held = None, self.fake.hold
+            held.set()
+
+        helper = threading.Thread(target=release)
+        helper.start()
+        yield
+        helper.join(20)
 
     def close(self):
         self.channel.close()

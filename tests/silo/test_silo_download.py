@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
-from helpers_silo import PATIENCE, until
+from helpers_silo import PATIENCE
 from helpers_silo_transfer import CUTS, IDS, Rig, still
 from helpers_transfer import BYTES
 
@@ -107,16 +105,7 @@ def test_an_object_that_the_coordinator_does_not_have_is_an_error_at_once(rig):
 def test_a_silent_download_is_given_up_and_continued(tmp_path):
     rig = Rig(tmp_path, Patience(idle_s=0.2, backoff_s=0.001, backoff_cap_s=0.01))
     digest = rig.fake.offer(BYTES)
-    rig.fake.hold = threading.Event()
-
-    def release():
-        until(lambda: rig.told)
-        rig.fake.hold, held = None, rig.fake.hold
-        held.set()
-
-    helper = threading.Thread(target=release)
-    helper.start()
-    assert rig.transfer.fetch(digest, len(BYTES), rig.stop, still).read_bytes() == BYTES
-    helper.join(20)
+    with rig.silent():
+        assert rig.transfer.fetch(digest, len(BYTES), rig.stop, still).read_bytes() == BYTES
     assert rig.told[0].code == "E-NET-11"
     rig.close()

@@ -14,7 +14,6 @@ from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos import codec
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.transfer import Patience
-from silo.waiting import StoppedError
 
 
 def test_an_upload_gives_a_verified_receipt(rig):
@@ -115,68 +114,30 @@ def test_a_receipt_with_a_wrong_signature_is_refused(rig):
 
 def test_a_stream_in_which_nothing_moves_is_given_up_and_opened_anew(tmp_path):
     rig = Rig(tmp_path, Patience(idle_s=0.2, backoff_s=0.001, backoff_cap_s=0.01))
-    rig.fake.hold = threading.Event()
-
-    def release():
-        until(lambda: rig.told)
-        rig.fake.hold, held = None, rig.fake.hold
-        held.set()
-
-    helper = threading.Thread(target=release)
-    helper.start()
-    rig.upload()
-    helper.join(20)
+    with rig.silent():
+        rig.upload()
     assert rig.told[0].code == "E-NET-11"
     rig.close()
 
 
 def test_a_stop_cancels_the_stream_at_once(rig):
-    rig.fake.hold = threading.Event()
-    caught = []
-
-    def send():
-        try:
-            rig.upload()
-        except StoppedError as error:
-            caught.append(error.reason)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    assert rig.fake.holding.wait(20)
-    rig.stop.set("round closed")
-    sender.join(20)
-    rig.fake.hold.set()
-    assert caught == ["round closed"]
+    with rig.uploading() as found:
+        rig.stop.set("round closed")
+        until(lambda: found)  # while the stream is still held
+    assert found == ["round closed"]
 
 
 def test_a_gentle_stop_lets_the_upload_under_way_finish(rig):
-    rig.fake.hold = threading.Event()
-    done = []
-    sender = threading.Thread(target=lambda: done.append(rig.upload()))
-    sender.start()
-    assert rig.fake.holding.wait(20)
-    rig.stop.set("shutting down", gently=True)
-    rig.fake.hold.set()
-    sender.join(20)
-    assert done
+    with rig.uploading() as found:
+        rig.stop.set("shutting down", gently=True)
+    (receipt,) = found
+    assert isinstance(receipt, bytes)
+    assert receipt
 
 
 def test_after_a_gentle_stop_there_is_no_second_try(rig):
     rig.fake.put_cut.at = [5]
-    rig.fake.hold = threading.Event()
-    caught = []
-
-    def send():
-        try:
-            rig.upload()
-        except StoppedError as error:
-            caught.append(error.reason)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    assert rig.fake.holding.wait(20)
-    rig.stop.set("shutting down", gently=True)
-    rig.fake.hold.set()
-    sender.join(20)
-    assert caught == ["shutting down"]
+    with rig.uploading() as found:
+        rig.stop.set("shutting down", gently=True)
+    assert found == ["shutting down"]
     assert rig.fake.calls == ["Open", "Put"]
