@@ -13,10 +13,7 @@ from torch import Tensor
 from fl_core.buffers import MEMORY
 from fl_core.errors import ProtocolError
 from fl_core.fixed_point import Grid, check_layout, peak
-from fl_core.types import Bundle, Layout, Part
-
-_ROW = 1 << 16
-"""Numbers of a sum that is little: they lie in one row, and are treated at once."""
+from fl_core.types import BLOCK, Bundle, Layout, Part
 
 
 class _Room(NamedTuple):
@@ -30,7 +27,7 @@ class _Room(NamedTuple):
         """Make room, whatever it holds."""
         shapes = [shape for spec in layout.values() for shape in (*spec.shapes.values(), spec.weight_shape)]
         sizes, row = [math.prod(shape) for shape in shapes], None
-        if sum(sizes) > _ROW:
+        if sum(sizes) > BLOCK:
             room = iter([MEMORY.empty(shape, torch.int64) for shape in shapes])
         else:
             row = torch.empty(sum(sizes), dtype=torch.int64)

@@ -25,8 +25,8 @@ from fl_core.kinds import TaskKind as TaskKind
 from fl_core.records import Schema as Schema
 from fl_core.records import TrainConfig as TrainConfig
 
-BLOCK = 1 << 19
-"""Numbers that arithmetic in float64 treats at a time: what lies between needs little room, and calls are few."""
+BLOCK = 1 << 16
+"""Numbers that arithmetic in float64 treats at a time, so that its copies stay in the processor's cache."""
 
 Tensors = Mapping[str, Tensor]
 """Parameter name -> tensor; float32, or integers once on the fixed-point grid."""
