@@ -136,7 +136,7 @@ def test_without_extra_terms_it_trains_by_cross_entropy_alone() -> None:
         def sgd(self, model: nn.Module, loss: object, **options: object) -> int:  # type: ignore[override]
             def both(net: nn.Module, x: Tensor, y: Tensor) -> object:
                 losses = loss(net, x, y)  # type: ignore[operator]
-                self.seen = [*getattr(self, "seen", []), (float(losses.objective()), float(cross_entropy(net(x), y)))]
+                self.seen = [*getattr(self, "seen", []), (losses.objective().item(), cross_entropy(net(x), y).item())]
                 return losses
 
             assert options["penalty"] is None
