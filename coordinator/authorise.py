@@ -7,24 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from datetime import datetime
+from typing import NamedTuple
 
 from fl_core.errors import RefusedError
 from protos.certificates import utc_now
 from protos.identity import Kind, PeerCertificate
 
 
+class Standing(NamedTuple):
+    """What the lists say of a certificate at one moment.
+
+    revoked: the reason on the list of revocations, None off it. member: whether a silo or lead of this name and key is
+    in force, or an invitation of this serial is open.
+    """
+
+    revoked: str | None
+    member: bool
+
+
 def authorise(
     peer: PeerCertificate,
     allowed_kinds: Collection[Kind],
     consortium: str,
-    why_revoked: Callable[[str], str | None],
-    is_member: Callable[[PeerCertificate], bool],
+    standing: Callable[[PeerCertificate], Standing],
     now: datetime | None = None,
 ) -> RefusedError | None:
     """Return why `peer` may not make this call, or None; call it per call and per heartbeat.
 
-    why_revoked: serial (hex) -> the reason on the list, None off it. is_member: whether a silo or lead of this name and
-    fingerprint is in force, or an invitation of this serial is open.
+    standing: looks the peer up; asked once, and only about a peer whose certificate alone does not refuse it.
 
     | code     | the peer                                                                    |
     |----------|-----------------------------------------------------------------------------|
@@ -48,12 +58,14 @@ def authorise(
             f"expected a certificate in force, found one of {who} valid from {peer.not_before:%Y-%m-%d %H:%M} to "
             f"{peer.not_after:%Y-%m-%d %H:%M} UTC; renew it, or enrol anew with a new invitation",
         )
-    if (reason := why_revoked(peer.serial)) is not None:
+    found = standing(peer)
+    if found.revoked is not None:
         return RefusedError(
             "E-ID-12",
-            f"expected a certificate in force, found the revoked one {peer.serial} of {who} ({reason}); ask the lead",
+            f"expected a certificate in force, found the revoked one {peer.serial} of {who} ({found.revoked}); ask the "
+            "lead",
         )
-    if not is_member(peer):
+    if not found.member:
         what = "an open invitation" if who.kind is Kind.INVITE else "a member of the consortium"
         return RefusedError(
             "E-ID-13", f"expected {what}, found {who} (key {peer.fingerprint[:16]}...); ask the lead for an invitation"

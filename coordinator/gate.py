@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from coordinator.authorise import authorise
+from coordinator.authorise import Standing, authorise
 from coordinator.store_members import MemberStore
 from fl_core.errors import FederationError, RefusedError
 from protos.identity import Kind, PeerCertificate, peer_of
@@ -66,21 +66,24 @@ class Gate:
     def check(self, peer: PeerCertificate, method: str = _SERVICE + "Control/Session", place: str = "") -> None:
         """Raise RefusedError unless this peer may call this method now; also for each heartbeat of a session."""
         if method.startswith(OPEN):
-            error = authorise(peer, list(Kind), self.consortium, self.members.why_revoked, lambda _: True)
+            error = authorise(peer, list(Kind), self.consortium, self._unrevoked)
         else:
             allowed = RULES.get(method.removeprefix(_SERVICE), frozenset())
-            error = authorise(peer, allowed, self.consortium, self.members.why_revoked, self._is_member)
+            error = authorise(peer, allowed, self.consortium, self._standing)
         if error is not None:
             audit.warning("refused %s to %s (certificate %s) %s: %s", method, peer.identity, peer.serial, place, error)
             self.refused(peer, error)
             raise error
 
-    def _is_member(self, peer: PeerCertificate) -> bool:
+    def _unrevoked(self, peer: PeerCertificate) -> Standing:
+        return Standing(self.members.why_revoked(peer.serial), member=True)
+
+    def _standing(self, peer: PeerCertificate) -> Standing:
         if peer.identity.kind is Kind.SILO:
-            return self.members.holds(peer.identity.name, peer.serial)
+            return self.members.standing(peer.identity.name, peer.serial)
         if peer.identity.kind is Kind.INVITE:
-            return self.members.is_invited(peer.serial)
-        return peer.identity.kind is Kind.LEAD
+            return Standing(self.members.why_revoked(peer.serial), self.members.is_invited(peer.serial))
+        return Standing(self.members.why_revoked(peer.serial), peer.identity.kind is Kind.LEAD)
 
 
 def _peer(context: grpc.ServicerContext) -> PeerCertificate:

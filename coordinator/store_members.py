@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import Connection, Integer, RowMapping, bindparam, func, insert, literal_column, select, update
+from sqlalchemy import Connection, Integer, RowMapping, String, bindparam, func, insert, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
+from coordinator.authorise import Standing
 from coordinator.database import Database
 from coordinator.records import Certificate, DataOffer, InvitationRow, Silo
 from coordinator.store_rosters import VERSION_OF_MEMBERSHIP as _VERSION
@@ -16,11 +17,15 @@ from coordinator.tables import certificates, counters, invitations, revocations,
 from fl_core.errors import RefusedError
 from protos.roster import Revocation, Roster, SignedRoster
 
+_SERIAL = select(bindparam("serial", type_=String).label("serial")).subquery()
 _REVOKED = select(revocations.c.reason).where(revocations.c.serial == bindparam("serial"))
-_HELD = (
-    select(certificates.c.name, certificates.c.first_used, certificates.c.enrolled, silos.c.state)
-    .join(silos, silos.c.name == certificates.c.name)
-    .where(certificates.c.serial == bindparam("serial"))
+_STATE = select(silos.c.state).where(silos.c.name == bindparam("name"))
+_STANDING = (
+    select(revocations.c.reason, certificates.c.name, certificates.c.first_used, certificates.c.enrolled, silos.c.state)
+    .select_from(_SERIAL)
+    .outerjoin(revocations, revocations.c.serial == _SERIAL.c.serial)
+    .outerjoin(certificates, certificates.c.serial == _SERIAL.c.serial)
+    .outerjoin(silos, silos.c.name == certificates.c.name)
 )
 """Asked in every call and heartbeat: written once, because writing a statement takes longer than running it."""
 
@@ -39,18 +44,19 @@ class MemberStore:
         with self._db.read() as db:
             return db.scalar(_REVOKED, {"serial": serial})
 
-    def holds(self, name: str, serial: str) -> bool:
-        """Tell whether this certificate was given to a silo that is a member, and note that it is in use.
+    def standing(self, name: str, serial: str) -> Standing:
+        """Tell whether a certificate is revoked, and whether it was given to a silo of this name that is a member.
 
-        The first use of a certificate that came by an invitation ends all older ones of that name: their key is lost.
+        Notes that a certificate in force is in use. The first use of one that came by an invitation ends all older ones
+        of that name: their key is lost.
         """
         with self._db.read() as db:
-            held = db.execute(_HELD, {"serial": serial}).first()
-        if held is None or held.state == "revoked" or held.name != name:
-            return False
+            held = db.execute(_STANDING, {"serial": serial}).one()
+        if held.reason is not None or held.name != name or held.state in (None, "revoked"):
+            return Standing(held.reason, member=False)
         if held.first_used is None:
             self._first_use(serial, name, bool(held.enrolled))
-        return True
+        return Standing(None, member=True)
 
     def _first_use(self, serial: str, name: str, enrolled: bool) -> None:
         now = self._clock()
@@ -80,8 +86,8 @@ class MemberStore:
 
     def is_member(self, name: str) -> bool:
         """Tell whether a silo is enrolled and not revoked."""
-        found = self.silo(name)
-        return found is not None and not found.revoked
+        with self._db.read() as db:
+            return db.scalar(_STATE, {"name": name}) == "member"
 
     # ---- silos -----------------------------------------------------------------------------------------------------
 

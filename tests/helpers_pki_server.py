@@ -87,7 +87,7 @@ def main() -> None:
 
     import grpc
 
-    from coordinator.authorise import authorise
+    from coordinator.authorise import Standing, authorise
     from coordinator.credentials import server_credentials
     from fl_core.errors import RefusedError
     from protos.identity import Kind, peer_of
@@ -113,8 +113,9 @@ def main() -> None:
                         peer,
                         kinds,
                         "demo",
-                        lambda serial: "left" if serial in listed("revoked") else None,
-                        lambda p: p.fingerprint in listed("members"),
+                        lambda p: Standing(
+                            "left" if p.serial in listed("revoked") else None, p.fingerprint in listed("members")
+                        ),
                     )
                 except RefusedError as refused:
                     error = refused

@@ -66,7 +66,7 @@ def test_an_invitation_gives_one_key_one_certificate(store: Store) -> None:
     assert enrol(store, serial="other") == first
     with pytest.raises(RefusedError, match="E-ID-24"):
         enrol(store, key="thief", serial="c9")
-    assert store.members.holds("north", "c1")
+    assert store.members.standing("north", "c1").member
     with pytest.raises(RefusedError, match="E-ID-24"):
         enrol(store)
 
@@ -107,12 +107,13 @@ def test_a_revocation_takes_every_certificate_and_open_invitation_of_a_name(stor
     store.members.invite(InvitationRow("i1", "north", 0, 2000))
     enrol(store)
     store.members.renew(certificate("c2", "k2", enrolled=False), (("old", "proof"),))
-    assert store.members.holds("north", "c1")
-    assert store.members.holds("north", "c2")
+    assert store.members.standing("north", "c1").member
+    assert store.members.standing("north", "c2").member
     store.members.invite(InvitationRow("i2", "north", 0, 2000))
     assert store.members.revoke("north", "left")
-    assert not store.members.holds("north", "c1")
-    assert not store.members.holds("north", "c2")
+    assert store.members.standing("north", "c1") == ("left", False)
+    assert store.members.standing("north", "c2") == ("left", False)
+    assert store.members.standing("north", "c3") == (None, False)
     assert store.members.why_revoked("c1") is not None
     assert not store.members.is_invited("i2")
     version, members, revoked = store.members.membership()
@@ -125,9 +126,9 @@ def test_the_first_use_of_a_new_enrolment_ends_the_older_certificates(store: Sto
         store.members.invite(InvitationRow(f"i{k}", "north", 0, 2000))
         enrol(store, f"i{k}", f"k{k}", f"c{k}")
         if k == 1:
-            assert store.members.holds("north", "c1")
+            assert store.members.standing("north", "c1").member
     assert store.members.why_revoked("c1") is None
-    assert store.members.holds("north", "c2")
+    assert store.members.standing("north", "c2").member
     assert store.members.why_revoked("c1") is not None
     assert store.members.why_revoked("c2") is None
 

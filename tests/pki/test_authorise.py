@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from helpers_pki import today
 
-from coordinator.authorise import authorise
+from coordinator.authorise import Standing, authorise
 from protos.identity import Identity, Kind, PeerCertificate
 
 CLOCK = today()
@@ -23,7 +23,8 @@ def peer(kind=Kind.SILO, consortium="demo", name="a", **change):
 
 
 def ask(who, kinds=(Kind.SILO, Kind.LEAD), revoked=(), member=True, now=None):
-    error = authorise(who, kinds, "demo", lambda s: "left" if s in revoked else None, lambda p: member, now or CLOCK())
+    found = Standing("left" if who.serial in revoked else None, member)
+    error = authorise(who, kinds, "demo", lambda _: found, now or CLOCK())
     return None if error is None else error.code
 
 
@@ -51,14 +52,19 @@ def test_each_refusal_has_its_code(code, arguments):
     assert ask(**arguments) == code
 
 
-def test_the_lists_are_asked_about_this_peer():
+def test_the_lists_are_asked_once_about_this_peer():
     asked = []
     who = peer()
-    authorise(who, [Kind.SILO], "demo", lambda s: asked.append(s), lambda p: asked.append(p) or True, CLOCK())
-    assert asked == ["ab12", who]
+    authorise(who, [Kind.SILO], "demo", lambda p: asked.append(p) or Standing(None, member=True), CLOCK())
+    assert asked == [who]
+
+
+def test_the_lists_are_not_asked_about_a_peer_that_its_certificate_refuses():
+    for who in (peer(consortium="other"), peer(Kind.INVITE), peer(not_after=CLOCK() - timedelta(minutes=1))):
+        assert authorise(who, [Kind.SILO], "demo", lambda _: pytest.fail("asked"), CLOCK()) is not None
 
 
 def test_messages_name_the_peer_and_the_remedy():
-    error = authorise(peer(), [Kind.SILO], "demo", lambda s: None, lambda p: False, CLOCK())
+    error = authorise(peer(), [Kind.SILO], "demo", lambda _: Standing(None, member=False), CLOCK())
     assert "silo://demo/a" in error.message
     assert "invitation" in error.message
