@@ -5,12 +5,26 @@ It can be seen here and set by nobody here: a hospital that finds its ledger sho
 
 from __future__ import annotations
 
-from sqlalchemy import delete, insert, select
+from sqlalchemy import Connection, bindparam, delete, select
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.database import Database
 from coordinator.tables import attestations, contributions, policies
 from protos.consilium.v1 import federation_pb2 as pb
+
+_OF = select(attestations).where(attestations.c.id == bindparam("id"))
+_NEWEST = (
+    select(attestations)
+    .join(contributions, contributions.c.id == attestations.c.id)
+    .where(contributions.c.silo == bindparam("silo"), contributions.c.received.is_not(None))
+    .order_by(contributions.c.received.desc())
+    .limit(1)
+)
+_STATED = upsert(attestations)
+_STATE = _STATED.on_conflict_do_update(
+    index_elements=["id"], set_={name: _STATED.excluded[name] for name in ("policy", "seq", "head")}
+)
+_WITHDRAW = delete(attestations).where(attestations.c.id == bindparam("id"))
 
 
 class AttestationStore:
@@ -22,23 +36,18 @@ class AttestationStore:
     def announce(self, contribution_id: str, stated: pb.Attestation | None) -> None:
         """Note what goes with an update that is announced; it replaces what an earlier announcement said."""
         with self._db.write() as db:
-            db.execute(delete(attestations).where(attestations.c.id == contribution_id))
-            if stated is not None:
-                values = {"policy": stated.policy_digest, "seq": stated.ledger_seq, "head": stated.ledger_head}
-                db.execute(insert(attestations).values(id=contribution_id, **values))
+            attest(db, contribution_id, stated)
 
     def of(self, contribution_id: str) -> pb.Attestation | None:
         """Return what went with an update."""
         with self._db.read() as db:
-            row = db.execute(select(attestations).where(attestations.c.id == contribution_id)).first()
+            row = db.execute(_OF, {"id": contribution_id}).first()
         return None if row is None else _message(row.policy, row.seq, row.head)
 
     def newest(self, silo: str) -> pb.Attestation | None:
         """Return what a silo stated with the newest update that was taken."""
-        query = select(attestations).join(contributions, contributions.c.id == attestations.c.id)
-        mine = query.where(contributions.c.silo == silo, contributions.c.received.is_not(None))
         with self._db.read() as db:
-            row = db.execute(mine.order_by(contributions.c.received.desc()).limit(1)).first()
+            row = db.execute(_NEWEST, {"silo": silo}).first()
         return None if row is None else _message(row.policy, row.seq, row.head)
 
     def keep_policy(self, silo: str, digest: str) -> None:
@@ -51,6 +60,15 @@ class AttestationStore:
         """Return the digest of a silo's policy; empty where it has none, or never said."""
         with self._db.read() as db:
             return db.scalar(select(policies.c.digest).where(policies.c.silo == silo)) or ""
+
+
+def attest(db: Connection, contribution_id: str, stated: pb.Attestation | None) -> None:
+    """Note what goes with an update, inside a transaction that is open; it replaces what was said of it before."""
+    if stated is None:
+        db.execute(_WITHDRAW, {"id": contribution_id})
+        return
+    values = {"policy": stated.policy_digest, "seq": stated.ledger_seq, "head": stated.ledger_head}
+    db.execute(_STATE, {"id": contribution_id, **values})
 
 
 def _message(policy: str, seq: int, head: str) -> pb.Attestation:

@@ -3,28 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from dataclasses import asdict
 
-from sqlalchemy import ColumnElement, Connection, bindparam, delete, insert, select, update
-from sqlalchemy.dialects.sqlite import insert as upsert
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from coordinator.database import Database
 from coordinator.records import Contribution, ObjectKind, RunState
-from coordinator.store_runs import add_event
+from coordinator.store_attested import attest
+from coordinator.store_runs import add_event, note_object
 from coordinator.tables import contributions, objects, rounds, runs
 from fl_core.errors import ProtocolError, StateError
 from fl_core.kinds import TaskKind
+from protos.consilium.v1 import federation_pb2 as pb
 
 KEEP_STATES = 2
+_OVER = (RunState.FINISHED.value, RunState.ABORTED.value)
+_OPEN_TO_SILOS = (ObjectKind.MANIFEST.value, ObjectKind.BASE.value)
+_PASSING = (ObjectKind.BASE.value, ObjectKind.BUNDLE.value)
 
-
+# Asked many times in a round: written once, because writing a statement takes longer than running it.
 _CONTRIBUTION = select(contributions).where(contributions.c.id == bindparam("id"))
 _ROUND = (
-    select(rounds, runs.c.state, runs.c.manifest_digest)
+    select(rounds.c.kind, rounds.c.is_open, rounds.c.cohort, rounds.c.base_digest, runs.c.state, runs.c.manifest_digest)
     .join(runs)
     .where(rounds.c.run_id == bindparam("run_id"), rounds.c.round == bindparam("round"))
 )
-"""Asked many times in a round: written once, because writing a statement takes longer than running it."""
+_ANNOUNCE = insert(contributions)
+_CHANGE = update(contributions).where(contributions.c.id == bindparam("changed"))
+_COUNT = update(runs).where(runs.c.id == bindparam("counted")).values(bytes_up=runs.c.bytes_up + bindparam("more"))
+_READABLE = (
+    select(objects.c.run_id, objects.c.kind, runs.c.members)
+    .join(runs)
+    .where(objects.c.digest == bindparam("digest"))
+    .order_by(runs.c.created.desc())
+)
+_STATE = select(runs.c.state).where(runs.c.id == bindparam("run_id"))
+_MINE = (
+    select(objects.c.digest, objects.c.kind, objects.c.round, rounds.c.is_open)
+    .outerjoin(rounds, (rounds.c.run_id == objects.c.run_id) & (rounds.c.round == objects.c.round))
+    .where(objects.c.run_id == bindparam("run_id"))
+    .order_by(objects.c.round.desc())
+)
+_FORGET = delete(objects).where(
+    objects.c.digest == bindparam("digest"), objects.c.run_id == bindparam("run_id"),
+    objects.c.kind == bindparam("kind"), objects.c.round == bindparam("round"),
+)  # fmt: skip
+_NAMED = select(objects.c.digest).where(objects.c.digest.in_(bindparam("digests", expanding=True)))
 
 
 class ObjectStore:
@@ -41,12 +66,13 @@ class ObjectStore:
         with self._db.read() as db:
             return _contribution(db, contribution_id)
 
-    def announce(self, wanted: Contribution) -> tuple[Contribution, bool]:
+    def announce(self, wanted: Contribution, stated: pb.Attestation | None = None) -> tuple[Contribution, bool]:
         """Note that a silo will send an object; return what is known, and whether an earlier upload must be forgotten.
 
-        Until it is committed, an announced object may be replaced by another one (the silo lost its disk and trained
-        anew). Raises ProtocolError (E-WIRE-07) when another object was committed under this id; StateError (E-RUN-06)
-        when the round is not open.
+        stated: what the silo states with it; it replaces what an earlier announcement said. Until it is committed, an
+        announced object may be replaced by another one (the silo lost its disk and trained anew).
+        Raises ProtocolError (E-WIRE-07) when another object was committed under this id; StateError (E-RUN-06) when
+        the round is not open.
         """
         with self._db.write() as db:
             known = _contribution(db, wanted.id)
@@ -59,16 +85,13 @@ class ObjectStore:
                     )
                 return known, False
             _expect_open(db, wanted)
+            attest(db, wanted.id, stated)
             if known is None:
-                names = contributions.c.keys()
-                db.execute(
-                    insert(contributions).values(**{c: getattr(wanted, c) for c in names} | {"kind": wanted.kind.value})
-                )
+                db.execute(_ANNOUNCE, {**asdict(wanted), "kind": wanted.kind.value})
                 return wanted, True
             if (known.object_digest, known.size) == (wanted.object_digest, wanted.size):
                 return known, False
-            changed = {"object_digest": wanted.object_digest, "size": wanted.size}
-            db.execute(update(contributions).where(contributions.c.id == wanted.id).values(**changed))
+            db.execute(_CHANGE, {"changed": wanted.id, "object_digest": wanted.object_digest, "size": wanted.size})
             return wanted, True
 
     def commit(self, contribution: Contribution, received: float, receipt: bytes) -> None:
@@ -79,11 +102,9 @@ class ObjectStore:
         c = contribution
         with self._db.write() as db:
             _expect_open(db, c)
-            taken = {"received": received, "receipt": receipt}
-            db.execute(update(contributions).where(contributions.c.id == c.id).values(**taken))
-            values = {"digest": c.object_digest, "run_id": c.run_id, "kind": ObjectKind.BUNDLE.value, "round": c.round}
-            db.execute(upsert(objects).values(**values, size=c.size).on_conflict_do_nothing())
-            db.execute(update(runs).where(runs.c.id == c.run_id).values(bytes_up=runs.c.bytes_up + c.size))
+            db.execute(_CHANGE, {"changed": c.id, "received": received, "receipt": receipt})
+            note_object(db, c.object_digest, c.run_id, ObjectKind.BUNDLE, c.round, c.size)
+            db.execute(_COUNT, {"counted": c.run_id, "more": c.size})
             add_event(db, self._clock(), c.run_id, "arrived", c.round, c.silo, f"{c.size} bytes")
 
     def is_wanted(self, contribution_id: str) -> bool:
@@ -105,11 +126,9 @@ class ObjectStore:
 
         silo: a member may read manifests and bases of its own runs; None (a lead) may read everything.
         """
-        query = select(objects.c.run_id, objects.c.kind, runs.c.members).join(runs).where(objects.c.digest == digest)
         with self._db.read() as db:
-            for row in db.execute(query.order_by(runs.c.created.desc())):
-                open_to_silos = row.kind in (ObjectKind.MANIFEST.value, ObjectKind.BASE.value)
-                if silo is None or (open_to_silos and silo in row.members):
+            for row in db.execute(_READABLE, {"digest": digest}):
+                if silo is None or (row.kind in _OPEN_TO_SILOS and silo in row.members):
                     return str(row.run_id)
         return None
 
@@ -127,26 +146,19 @@ class ObjectStore:
         them); of the server states the newest two stay, of a run that is over the newest one. Receipts stay for ever.
         """
         with self._db.write() as db:
-            run = db.execute(select(runs).where(runs.c.id == run_id)).one()
-            over = run.state in (RunState.FINISHED.value, RunState.ABORTED.value)
-            closed = set(db.scalars(select(rounds.c.round).where(rounds.c.run_id == run_id, rounds.c.is_open == 0)))
-            mine = db.execute(select(objects).where(objects.c.run_id == run_id).order_by(objects.c.round.desc())).all()
+            over = db.execute(_STATE, {"run_id": run_id}).scalar_one() in _OVER
+            mine = db.execute(_MINE, {"run_id": run_id}).all()
             states = [row for row in mine if row.kind == ObjectKind.STATE.value]
             gone = states[1 if over else KEEP_STATES :]
-            passing = (ObjectKind.BASE.value, ObjectKind.BUNDLE.value)
-            gone += [row for row in mine if row.kind in passing and (over or row.round in closed)]
-            for row in gone:
-                this = (objects.c.digest == row.digest, objects.c.kind == row.kind, objects.c.round == row.round)
-                db.execute(delete(objects).where(objects.c.run_id == run_id, *this))
+            gone += [row for row in mine if row.kind in _PASSING and (over or row.is_open == 0)]
+            if not gone:
+                return
+            names = [{"digest": r.digest, "run_id": run_id, "kind": r.kind, "round": r.round} for r in gone]
+            db.execute(_FORGET, names)
             digests = {row.digest for row in gone}
-            needed = _still_named(db, digests)
+            needed = set(db.scalars(_NAMED, {"digests": list(digests)}))
         for digest in sorted(digests - needed):
             release(digest)
-
-
-def _still_named(db: Connection, digests: Collection[str]) -> set[str]:
-    named: ColumnElement[bool] = objects.c.digest.in_(digests)
-    return set(db.scalars(select(objects.c.digest).where(named)))
 
 
 def _contribution(db: Connection, contribution_id: str) -> Contribution | None:
@@ -158,11 +170,10 @@ def _expect_open(db: Connection, c: Contribution) -> None:
     """Raise StateError (E-RUN-06) unless the round is open and asked this silo; E-WIRE-12 on another kind or base."""
     row = db.execute(_ROUND, {"run_id": c.run_id, "round": c.round}).first()
     # The open round of a failed run still takes updates: they are there when the run is resumed.
-    over = (RunState.FINISHED.value, RunState.ABORTED.value)
     what = None
     if row is None:
         what = "none of this number"
-    elif row.state in over:
+    elif row.state in _OVER:
         what = f"one of a run that is {row.state}"
     elif not row.is_open:
         what = "a closed one"

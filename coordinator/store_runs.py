@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from sqlalchemy import Connection, Row, Select, func, insert, select, update
+from sqlalchemy import Connection, Float, Integer, Row, Select, String, bindparam, func, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.database import Database
@@ -16,6 +16,17 @@ from coordinator.tables import events, objects, rounds, runs, scores
 from fl_core.errors import ConfigError, StateError
 from fl_core.kinds import TaskKind
 from fl_core.records import RoundRecord
+
+# Asked many times in a round: written once, because writing a statement takes longer than running it.
+_OBJECT = upsert(objects).on_conflict_do_nothing()
+_EVENT = insert(events).from_select(
+    ["run_id", "number", "at", "kind", "round", "silo", "text"],
+    select(
+        bindparam("of", type_=String), func.coalesce(func.max(events.c.number), 0) + 1, bindparam("at", type_=Float),
+        bindparam("what", type_=String), bindparam("in_round", type_=Integer), bindparam("who", type_=String),
+        bindparam("said", type_=String),
+    ).where(events.c.run_id == bindparam("of")),
+)  # fmt: skip
 
 
 class RunStore:
@@ -46,7 +57,7 @@ class RunStore:
                 run = replace(run, id=f"{run.id[:-5]}-{secrets.token_hex(2)}")
             values = {c: getattr(run, c) for c in runs.c.keys()}  # noqa: SIM118
             db.execute(insert(runs).values(**values | {"state": run.state.value, "created": self._clock()}))
-            _note_object(db, run.manifest_digest, run.id, ObjectKind.MANIFEST, 0, manifest_size)
+            note_object(db, run.manifest_digest, run.id, ObjectKind.MANIFEST, 0, manifest_size)
             self._event(
                 db, run.id, "submitted", text=f"{run.rounds} rounds of {run.method} with {len(run.members)} silos"
             )
@@ -92,7 +103,7 @@ class RunStore:
         with self._db.write() as db:
             run = _live(db, run_id)
             if run.state_object is None:
-                _note_object(db, state_object, run_id, ObjectKind.STATE, 0, size)
+                note_object(db, state_object, run_id, ObjectKind.STATE, 0, size)
                 db.execute(update(runs).where(runs.c.id == run_id).values(state_object=state_object))
             db.execute(update(runs).where(runs.c.id == run_id).values(state=RunState.RUNNING.value))
             return _run(db, run_id)
@@ -137,7 +148,7 @@ class RunStore:
     def set_base(self, run_id: str, round: int, digest: str, size: int) -> None:
         """Note what a round broadcasts."""
         with self._db.write() as db:
-            _note_object(db, digest, run_id, ObjectKind.BASE, round, size)
+            note_object(db, digest, run_id, ObjectKind.BASE, round, size)
             here = (rounds.c.run_id == run_id, rounds.c.round == round)
             db.execute(update(rounds).where(*here).values(base_digest=digest, base_size=size))
 
@@ -177,7 +188,7 @@ class RunStore:
                 "model_digest": model_digest,
             }
             if state is not None:
-                _note_object(db, state[0], run_id, ObjectKind.STATE, record.round + 1, state[1])
+                note_object(db, state[0], run_id, ObjectKind.STATE, record.round + 1, state[1])
                 progress["state_object"] = state[0]
             if train:
                 progress["closed"] = record.round + 1
@@ -217,10 +228,13 @@ def add_event(
     db: Connection, at: float, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = ""
 ) -> None:
     """Add an event inside a transaction that is open."""
-    last = db.scalar(select(func.max(events.c.number)).where(events.c.run_id == run_id)) or 0
-    db.execute(
-        insert(events).values(run_id=run_id, number=last + 1, at=at, kind=kind, round=round, silo=silo, text=text)
-    )
+    db.execute(_EVENT, {"of": run_id, "at": at, "what": kind, "in_round": round, "who": silo, "said": text})
+
+
+def note_object(db: Connection, digest: str, run_id: str, kind: ObjectKind, round: int, size: int) -> None:
+    """Note what an object is to a run, inside a transaction that is open; again is harmless."""
+    values = {"digest": digest, "run_id": run_id, "kind": kind.value, "round": round, "size": size}
+    db.execute(_OBJECT, values)
 
 
 def _expect(run: Run, states: Iterable[RunState], verb: str) -> None:
@@ -260,8 +274,3 @@ def _to_round(row: Row[tuple[object, ...]]) -> RoundRow:
     raw |= {name: tuple(raw[name]) for name in ("cohort", "correct", "examples", "included")}
     raw["personal"] = raw["personal"] or {}
     return RoundRow(**raw | {"kind": TaskKind(raw["kind"]), "is_open": bool(raw["is_open"])})
-
-
-def _note_object(db: Connection, digest: str, run_id: str, kind: ObjectKind, round: int, size: int) -> None:
-    values = {"digest": digest, "run_id": run_id, "kind": kind.value, "round": round, "size": size}
-    db.execute(upsert(objects).values(**values).on_conflict_do_nothing())

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from coordinator.display import personal_text, round_json
-from coordinator.records import Certificate, Contribution, InvitationRow, Run, RunState
+from coordinator.records import Certificate, Contribution, EventRow, InvitationRow, Run, RunState
 from coordinator.store import FILE, Store
 from coordinator.views import round_info
 from fl_core.errors import ConfigError, ProtocolError, RefusedError, StateError
 from fl_core.rounds import RoundRecord
 from fl_core.types import TaskKind
+from protos.consilium.v1 import federation_pb2 as pb
 
 
 class Clock:
@@ -204,6 +205,27 @@ def test_an_announced_object_is_fixed_once_it_is_taken(store: Store) -> None:
     with pytest.raises(ProtocolError, match="E-WIRE-07"):
         store.objects.announce(update())
     assert store.runs.get("run-0001").bytes_up == 10
+
+
+def test_what_is_stated_with_an_announcement_replaces_what_was_stated_before(store: Store) -> None:
+    opened(store)
+    stated = [pb.Attestation(policy_digest="p", ledger_seq=n, ledger_head="h") for n in range(2)]
+    for word in (stated[0], stated[1], None, stated[0]):
+        store.objects.announce(update(), word)
+        assert store.attested.of("c") == word
+    with pytest.raises(StateError, match="E-RUN-06"):
+        store.objects.announce(update(silo="west"), stated[1])
+    store.objects.commit(update(), 1.0, b"r")
+    store.objects.announce(update(), stated[1])  # it was taken: what was signed for stays
+    assert store.attested.of("c") == store.attested.newest("north") == stated[0]
+
+
+def test_events_are_numbered_from_one_for_each_run(store: Store) -> None:
+    opened(store)
+    store.runs.add(run_of("run-0002", "r2"), 2)
+    store.runs.event("run-0002", "accepted", 3, "north", "text")
+    assert [(e.number, e.kind) for e in store.runs.events("run-0001", 0)] == [(1, "submitted"), (2, "opened")]
+    assert store.runs.events("run-0002", 1) == [EventRow("run-0002", 2, 1000.0, "accepted", 3, "north", "text")]
 
 
 def test_an_update_of_a_closed_round_or_of_another_base_is_refused(store: Store) -> None:
