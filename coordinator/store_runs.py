@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from sqlalchemy import Connection, Float, Integer, Row, Select, String, bindparam, func, insert, select, update
+from sqlalchemy import Connection, Float, Integer, Row, String, bindparam, func, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.database import Database
@@ -18,6 +18,23 @@ from fl_core.kinds import TaskKind
 from fl_core.records import RoundRecord
 
 # Asked many times in a round: written once, because writing a statement takes longer than running it.
+_RUN = select(runs).where(runs.c.id == bindparam("run_id"))
+_SET_RUN = update(runs).where(runs.c.id == bindparam("changed"))
+_TRAFFIC = (
+    update(runs).where(runs.c.id == bindparam("counted")).values(bytes_down=runs.c.bytes_down + bindparam("more"))
+)
+_OPEN = upsert(rounds).on_conflict_do_nothing()
+_SET_ROUND = update(rounds).where(rounds.c.run_id == bindparam("of"), rounds.c.round == bindparam("number"))
+_ROUNDS = select(rounds, scores.c.personal).select_from(
+    rounds.outerjoin(scores, (scores.c.run_id == rounds.c.run_id) & (scores.c.round == rounds.c.round))
+)
+_ROUND = _ROUNDS.where(rounds.c.run_id == bindparam("run_id"), rounds.c.round == bindparam("round"))
+_CLOSED = _ROUNDS.where(rounds.c.run_id == bindparam("run_id"), rounds.c.is_open == 0).order_by(rounds.c.round)
+_EVENTS = (
+    select(events)
+    .where(events.c.run_id == bindparam("run_id"), events.c.number > bindparam("after"))
+    .order_by(events.c.number)
+)
 _OBJECT = upsert(objects).on_conflict_do_nothing()
 _EVENT = insert(events).from_select(
     ["run_id", "number", "at", "kind", "round", "silo", "text"],
@@ -104,8 +121,8 @@ class RunStore:
             run = _live(db, run_id)
             if run.state_object is None:
                 note_object(db, state_object, run_id, ObjectKind.STATE, 0, size)
-                db.execute(update(runs).where(runs.c.id == run_id).values(state_object=state_object))
-            db.execute(update(runs).where(runs.c.id == run_id).values(state=RunState.RUNNING.value))
+                db.execute(_SET_RUN, {"changed": run_id, "state_object": state_object})
+            db.execute(_SET_RUN, {"changed": run_id, "state": RunState.RUNNING.value})
             return _run(db, run_id)
 
     def end(self, run_id: str, state: RunState, reason: str, of: Iterable[RunState]) -> Run:
@@ -113,7 +130,7 @@ class RunStore:
         with self._db.write() as db:
             _expect(run := _run(db, run_id), of, state.value)
             values = {"state": state.value, "reason": reason, "ended": self._clock()}
-            db.execute(update(runs).where(runs.c.id == run_id).values(**values))
+            db.execute(_SET_RUN, {"changed": run_id, **values})
             self._event(db, run_id, "ended", run.closed, text=f"{state.value}: {reason}" if reason else state.value)
             return _run(db, run_id)
 
@@ -122,14 +139,14 @@ class RunStore:
         with self._db.write() as db:
             _expect(run := _run(db, run_id), [RunState.FAILED], "resumed")
             values = {"state": RunState.WAITING.value, "reason": "", "ended": 0.0}
-            db.execute(update(runs).where(runs.c.id == run_id).values(**values))
+            db.execute(_SET_RUN, {"changed": run_id, **values})
             self._event(db, run_id, "submitted", run.closed, text=f"resumed after {run.closed} closed rounds")
             return _run(db, run_id)
 
     def add_traffic(self, run_id: str, down: int) -> None:
         """Count bytes that went down."""
         with self._db.write() as db:
-            db.execute(update(runs).where(runs.c.id == run_id).values(bytes_down=runs.c.bytes_down + down))
+            db.execute(_TRAFFIC, {"counted": run_id, "more": down})
 
     # ---- rounds ----------------------------------------------------------------------------------------------------
 
@@ -142,28 +159,25 @@ class RunStore:
                 "base_digest": "", "base_size": 0, "correct": [], "examples": [], "included": [], "missing": {},
                 "clipped": 0, "opened": self._clock(), "closed": 0.0,
             }  # fmt: skip
-            if db.execute(upsert(rounds).values(**values).on_conflict_do_nothing()).rowcount:
+            if db.execute(_OPEN, values).rowcount:
                 self._event(db, run_id, "opened", round, text=f"{kind.value}: {len(cohort)} silos")
 
     def set_base(self, run_id: str, round: int, digest: str, size: int) -> None:
         """Note what a round broadcasts."""
         with self._db.write() as db:
             note_object(db, digest, run_id, ObjectKind.BASE, round, size)
-            here = (rounds.c.run_id == run_id, rounds.c.round == round)
-            db.execute(update(rounds).where(*here).values(base_digest=digest, base_size=size))
+            db.execute(_SET_ROUND, {"of": run_id, "number": round, "base_digest": digest, "base_size": size})
 
     def round(self, run_id: str, round: int) -> RoundRow | None:
         """Return a round, open or closed."""
-        here = (rounds.c.run_id == run_id, rounds.c.round == round)
         with self._db.read() as db:
-            row = db.execute(_with_scores().where(*here)).first()
+            row = db.execute(_ROUND, {"run_id": run_id, "round": round}).first()
             return None if row is None else _to_round(row)
 
     def rounds(self, run_id: str) -> list[RoundRow]:
         """Return the closed rounds of a run, in order."""
-        closed = _with_scores().where(rounds.c.run_id == run_id, rounds.c.is_open == 0)
         with self._db.read() as db:
-            return [_to_round(row) for row in db.execute(closed.order_by(rounds.c.round))]
+            return [_to_round(row) for row in db.execute(_CLOSED, {"run_id": run_id})]
 
     def close_round(self, run_id: str, record: RoundRecord, state: tuple[str, int] | None, model_digest: str) -> Run:
         """Close a round: its result, the server state after it (digest, size) and the run's progress, all or nothing.
@@ -178,7 +192,7 @@ class RunStore:
                 "is_open": 0, "correct": record.correct, "examples": record.examples, "included": record.included,
                 "missing": dict(record.missing), "clipped": record.clipped, "closed": now,
             }  # fmt: skip
-            db.execute(update(rounds).where(rounds.c.run_id == run_id, rounds.c.round == record.round).values(**values))
+            db.execute(_SET_ROUND, {"of": run_id, "number": record.round, **values})
             if record.personal:
                 db.execute(insert(scores).values(run_id=run_id, round=record.round, personal=dict(record.personal)))
             best = max(run.best_accuracy, record.accuracy)
@@ -194,7 +208,7 @@ class RunStore:
                 progress["closed"] = record.round + 1
             else:
                 progress |= {"state": RunState.FINISHED.value, "ended": now}
-            db.execute(update(runs).where(runs.c.id == run_id).values(**progress))
+            db.execute(_SET_RUN, {"changed": run_id, **progress})
             text = f"{len(record.included)} updates" + (f", {len(record.missing)} missing" if record.missing else "")
             self._event(db, run_id, "closed", record.round, text=text)
             if not train:
@@ -216,9 +230,8 @@ class RunStore:
 
     def events(self, run_id: str, after: int) -> list[EventRow]:
         """Return the events of a run whose number is higher than `after`."""
-        later = select(events).where(events.c.run_id == run_id, events.c.number > after)
         with self._db.read() as db:
-            return [EventRow(**row._mapping) for row in db.execute(later.order_by(events.c.number))]
+            return [EventRow(**row._mapping) for row in db.execute(_EVENTS, {"run_id": run_id, "after": after})]
 
     def _event(self, db: Connection, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
         add_event(db, self._clock(), run_id, kind, round, silo, text)
@@ -251,7 +264,7 @@ def _live(db: Connection, run_id: str) -> Run:
 
 
 def _run(db: Connection, run_id: str) -> Run:
-    found = _to_run(db.execute(select(runs).where(runs.c.id == run_id)).first())
+    found = _to_run(db.execute(_RUN, {"run_id": run_id}).first())
     if found is None:
         raise ConfigError("E-RUN-10", f"expected the id of a run, found {run_id!r}: see `coordinator runs`")
     return found
@@ -262,11 +275,6 @@ def _to_run(row: Row[tuple[object, ...]] | None) -> Run | None:
         return None
     raw = row._mapping
     return Run(**{**raw, "state": RunState(raw["state"]), "members": tuple(raw["members"])})
-
-
-def _with_scores() -> Select[tuple[object, ...]]:
-    here = (scores.c.run_id == rounds.c.run_id) & (scores.c.round == rounds.c.round)
-    return select(rounds, scores.c.personal).select_from(rounds.outerjoin(scores, here))
 
 
 def _to_round(row: Row[tuple[object, ...]]) -> RoundRow:
