@@ -12,15 +12,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sqlalchemy import select
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy import Connection, Row, func, select, update
+from sqlalchemy.dialects.sqlite import insert as upsert
+from sqlalchemy.orm import sessionmaker
 
 from fl_core.kinds import TaskKind
+from silo import statements
 from silo.approvals import Approvals
-from silo.tables import BaseRow, ContactRow, RunRow, TaskRow, open_database
+from silo.tables import contact, open_database, runs, tasks
 from silo.tasks import Attested, Entry, Evaluation, TaskKey
 
-BASES_PER_RUN = 2
 ENDED_RUNS = 3
 
 
@@ -64,9 +65,9 @@ class Store:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._engine = open_database(path)
-        self._begin = sessionmaker(self._engine, expire_on_commit=False).begin
+        self._begin = self._engine.begin
         self._clock = clock
-        self.approvals = Approvals(self._begin, clock)
+        self.approvals = Approvals(sessionmaker(self._engine, expire_on_commit=False).begin, clock)
 
     def close_database(self) -> None:
         """Give the file back."""
@@ -74,32 +75,26 @@ class Store:
 
     # ---- runs and what they need -------------------------------------------------------------------------------
 
-    def note_run(self, run_id: str, name: str, manifest_digest: str) -> None:
-        """Remember a run; one that had ended is running again."""
+    def note_run(self, run_id: str, name: str, manifest_digest: str, base_digest: str) -> None:
+        """Remember a run and that a base of it is needed: the newest two are; a run that had ended is running again."""
+        here = {"run_id": run_id}
         with self._begin() as db:
-            row = _run(db, run_id, self._clock())
-            row.name, row.manifest_digest, row.state, row.reason, row.ended = name, manifest_digest, "running", "", None
-
-    def note_base(self, run_id: str, digest: str) -> None:
-        """Remember that a base is needed; the newest two of a run are."""
-        with self._begin() as db:
-            rows = list(db.scalars(select(BaseRow).where(BaseRow.run_id == run_id).order_by(BaseRow.number)))
-            if rows and rows[-1].digest == digest:
-                return
-            db.add(BaseRow(run_id=run_id, digest=digest))
-            for row in rows[: max(0, len(rows) - BASES_PER_RUN + 1)]:
-                db.delete(row)
+            known = {"name": name, "manifest_digest": manifest_digest, "started": self._clock()}
+            db.execute(statements.RUNNING, here | known)
+            if db.scalar(statements.NEWEST_BASE, here) != base_digest:
+                db.execute(statements.ADD_BASE, here | {"digest": base_digest})
+                db.execute(statements.DROP_BASES, here)
 
     def manifest_of(self, run_id: str) -> str | None:
         """Return the digest of the manifest under which this silo knows a run."""
         with self._begin() as db:
-            row = db.get(RunRow, run_id)
+            row = db.execute(statements.RUN, {"run_id": run_id}).first()
             return row.manifest_digest or None if row else None
 
     def committed(self, run_id: str) -> tuple[str, int] | None:
         """Return the digest of a run's silo state and the round it is from; None before the first commit."""
         with self._begin() as db:
-            row = db.get(RunRow, run_id)
+            row = db.execute(statements.RUN, {"run_id": run_id}).first()
             if row is None or row.state_digest is None or row.state_round is None:
                 return None
             return row.state_digest, row.state_round
@@ -107,38 +102,32 @@ class Store:
     def end_run(self, run_id: str, state: str, reason: str) -> None:
         """Note a run's end; an aborted or failed run takes its open tasks with it, unincluded."""
         with self._begin() as db:
-            row = db.get(RunRow, run_id)
-            if row is not None:  # else a run of others, or one that ended before this silo had a task in it
-                row.state, row.reason, row.ended = state, reason, row.ended or self._clock()
+            now = self._clock()
+            ended = {"state": state, "reason": reason, "ended": func.coalesce(runs.c.ended, now)}
+            # There is none of a run of others, or of one that ended before this silo had a task in it.
+            db.execute(update(runs).where(runs.c.run_id == run_id).values(ended))
             if state != "finished":  # a finished run has closed all its rounds, and says so for each
-                for task in _open(db, run_id):
-                    task.closed, task.included = self._clock(), False
+                still_open = update(tasks).where(statements.IS_OPEN, tasks.c.run_id == run_id)
+                db.execute(still_open.values(closed=now, included=False))
 
     # ---- tasks -------------------------------------------------------------------------------------------------
 
     def stage(self, entry: Entry, evaluation: Evaluation) -> None:
         """Take a finished update into the outbox; its files are on disk already."""
+        written = {"attested": json.dumps(entry.attested), "evaluation": json.dumps(asdict(evaluation))}
+        made = {name: getattr(entry, name) for name in statements.STAGED}
         with self._begin() as db:
-            row = _task(db, entry.key)
-            if row.closed is not None:
-                return
-            for name in ("manifest_digest", "base_digest", "contribution_id", "object_digest", "size", "state_digest",
-                         "mirrored"):  # fmt: skip
-                setattr(row, name, getattr(entry, name))
-            row.attested = json.dumps(entry.attested)
-            row.evaluation, row.staged = json.dumps(asdict(evaluation)), self._clock()
-            row.receipt = row.refused = None
+            db.execute(statements.STAGE, {**_primary(entry.key), **made, **written, "staged": self._clock()})
 
     def deliver(self, key: TaskKey, receipt: bytes) -> None:
         """Keep the signed receipt of a task."""
         with self._begin() as db:
-            row = _task(db, key)
-            row.receipt, row.refused = receipt, None
+            db.execute(statements.DELIVER, {**_primary(key), "receipt": receipt, "refused": None})
 
     def refuse(self, key: TaskKey, why: str) -> None:
         """Note that the coordinator will not take this update: it is not sent again, and waits for the close."""
         with self._begin() as db:
-            _task(db, key).refused = why
+            db.execute(statements.REFUSE, {**_primary(key), "refused": why})
 
     def close(self, key: TaskKey, included: bool) -> bool:
         """Commit or discard what was staged; return False when the round was closed before.
@@ -148,42 +137,42 @@ class Store:
         """
         with self._begin() as db:
             row = _task(db, key)
-            if row.closed is not None:
+            if row is not None and row.closed is not None:
                 return False
-            row.closed, row.included = self._clock(), included
-            if row.state_digest is not None and (included or not row.mirrored):
-                run = _run(db, key.run_id, self._clock())
-                if run.state_round is None or run.state_round < key.round:
-                    run.state_digest, run.state_round = row.state_digest, key.round
+            now = self._clock()
+            db.execute(statements.CLOSE, {**_primary(key), "closed": now, "included": included})
+            if row is not None and row.state_digest is not None and (included or not row.mirrored):
+                state = {"state_digest": row.state_digest, "state_round": key.round}
+                db.execute(statements.COMMIT, {"run_id": key.run_id, "started": now, **state})
             return True
 
     def entry(self, key: TaskKey) -> Entry | None:
         """Return the outbox entry of a task whose round is open."""
         with self._begin() as db:
-            row = db.get(TaskRow, _primary(key))
+            row = _task(db, key)
             return _entry(row) if row and row.closed is None and row.staged is not None else None
 
     def outbox(self) -> list[Entry]:
         """Return all outbox entries, oldest first."""
         with self._begin() as db:
-            return [_entry(row) for row in _open(db)]
+            return [_entry(row) for row in db.execute(statements.OUTBOX)]
 
     def closed(self, key: TaskKey) -> bool:
         """Tell whether a round's close was seen."""
         with self._begin() as db:
-            row = db.get(TaskRow, _primary(key))
+            row = _task(db, key)
             return row is not None and row.closed is not None
 
     def unproven(self) -> list[Entry]:
         """Return the tasks that were included but whose receipt was lost with a connection."""
+        lost = tasks.c.included.is_(True), tasks.c.receipt.is_(None), tasks.c.contribution_id != ""
         with self._begin() as db:
-            lost = TaskRow.included.is_(True), TaskRow.receipt.is_(None), TaskRow.contribution_id != ""
-            return [_entry(row) for row in db.scalars(select(TaskRow).where(*lost))]
+            return [_entry(row) for row in db.execute(select(tasks).where(*lost))]
 
     def newest_attested(self) -> Attested:
         """Return the furthest end of the ledger that any update of this silo went with."""
         with self._begin() as db:
-            found = db.scalars(select(TaskRow.attested).where(TaskRow.attested != ""))
+            found = db.scalars(select(tasks.c.attested).where(tasks.c.attested != ""))
             return max((Attested(*json.loads(row)) for row in found), key=lambda a: a.seq, default=Attested())
 
     # ---- the rest ----------------------------------------------------------------------------------------------
@@ -195,78 +184,63 @@ class Store:
         the state and manifest of the newest three, which hold the silo's personal part of the model.
         """
         with self._begin() as db:
-            runs = list(db.scalars(select(RunRow)))
-            ended = sorted((r for r in runs if r.ended is not None), key=lambda r: r.ended or 0.0)
-            kept = [r for r in runs if r.ended is None] + ended[-ENDED_RUNS:]
-            alive = {r.run_id for r in runs if r.ended is None}
+            known = db.execute(statements.RUNS).all()
+            ended = sorted((r for r in known if r.ended is not None), key=lambda r: r.ended)
+            kept = [r for r in known if r.ended is None] + ended[-ENDED_RUNS:]
             digests = {d for r in kept for d in (r.manifest_digest, r.state_digest) if d}
-            digests |= {b.digest for b in db.scalars(select(BaseRow)) if b.run_id in alive}
-            for task in _open(db):
+            digests |= set(db.scalars(statements.BASES_IN_USE))
+            for task in db.execute(statements.OUTBOX):
                 digests |= {task.object_digest} | ({task.state_digest} if task.state_digest else set())
             return digests
 
     def met(self, address: str, software: str) -> None:
         """Note that a session began."""
+        now = {"address": address, "software": software, "since": self._clock(), "until": None, "why": ""}
         with self._begin() as db:
-            db.merge(ContactRow(id=1, address=address, software=software, since=self._clock(), until=None, why=""))
+            db.execute(upsert(contact).values(id=1, **now).on_conflict_do_update(index_elements=["id"], set_=now))
 
     def parted(self, why: str) -> None:
         """Note that the session ended, or could not be opened."""
+        row = upsert(contact).values(id=1, until=self._clock(), why=why)
+        ended = {"until": func.coalesce(contact.c.until, row.excluded.until), "why": why}
         with self._begin() as db:
-            row = db.get(ContactRow, 1) or ContactRow(id=1, address="", software="", since=None)
-            row.until, row.why = row.until or self._clock(), why
-            db.add(row)
+            db.execute(row.on_conflict_do_update(index_elements=["id"], set_=ended))
 
     def contact(self) -> Contact | None:
         """Return the last session, None before the first."""
         with self._begin() as db:
-            row = db.get(ContactRow, 1)
+            row = db.execute(select(contact).where(contact.c.id == 1)).first()
             return Contact(row.address, row.software, row.since, row.until, row.why) if row else None
 
     def history(self) -> list[RunRecord]:
         """Return all runs with their tasks, oldest first."""
         with self._begin() as db:
-            tasks = [_record(row) for row in db.scalars(select(TaskRow).order_by(TaskRow.run_id, TaskRow.round))]
+            done = [_record(row) for row in db.execute(select(tasks).order_by(tasks.c.run_id, tasks.c.round))]
             return [
                 RunRecord(r.run_id, r.name, r.state, r.reason, r.state_round,
-                          tuple(t for t in tasks if t.key.run_id == r.run_id))
-                for r in db.scalars(select(RunRow).order_by(RunRow.started))
+                          tuple(t for t in done if t.key.run_id == r.run_id))
+                for r in db.execute(select(runs).order_by(runs.c.started))
             ]  # fmt: skip
 
     def receipts(self) -> list[bytes]:
         """Return all receipts as they were signed."""
         with self._begin() as db:
-            return [row for row in db.scalars(select(TaskRow.receipt).where(TaskRow.receipt.is_not(None))) if row]
+            return [row for row in db.scalars(select(tasks.c.receipt).where(tasks.c.receipt.is_not(None))) if row]
 
 
-def _primary(key: TaskKey) -> tuple[str, int, str]:
-    return key.run_id, key.round, key.kind.value
+def _primary(key: TaskKey) -> dict[str, object]:
+    return {"run_id": key.run_id, "round": key.round, "kind": key.kind.value}
 
 
-def _run(db: Session, run_id: str, now: float) -> RunRow:
-    row = db.get(RunRow, run_id)
-    if row is None:
-        db.add(row := RunRow(run_id=run_id, name="", manifest_digest="", state="running", reason="", started=now))
-    return row
+def _task(db: Connection, key: TaskKey) -> Row[tuple[object, ...]] | None:
+    return db.execute(statements.TASK, _primary(key)).first()
 
 
-def _task(db: Session, key: TaskKey) -> TaskRow:
-    row = db.get(TaskRow, _primary(key))
-    if row is None:
-        db.add(row := TaskRow(run_id=key.run_id, round=key.round, kind=key.kind.value))
-    return row
-
-
-def _open(db: Session, run_id: str | None = None) -> list[TaskRow]:
-    query = select(TaskRow).where(TaskRow.closed.is_(None), TaskRow.staged.is_not(None)).order_by(TaskRow.staged)
-    return list(db.scalars(query if run_id is None else query.where(TaskRow.run_id == run_id)))
-
-
-def _key(row: TaskRow) -> TaskKey:
+def _key(row: Row[tuple[object, ...]]) -> TaskKey:
     return TaskKey(row.run_id, row.round, TaskKind(row.kind))
 
 
-def _entry(row: TaskRow) -> Entry:
+def _entry(row: Row[tuple[object, ...]]) -> Entry:
     return Entry(
         _key(row), row.manifest_digest, row.base_digest, row.contribution_id, row.object_digest, row.size,
         row.state_digest, row.receipt, row.refused, row.mirrored,
@@ -274,7 +248,7 @@ def _entry(row: TaskRow) -> Entry:
     )  # fmt: skip
 
 
-def _record(row: TaskRow) -> TaskRecord:
+def _record(row: Row[tuple[object, ...]]) -> TaskRecord:
     raw = json.loads(row.evaluation) if row.evaluation else None
     found = Evaluation(*(tuple(raw[k]) for k in ("classes", "correct", "examples"))) if raw else None
     return TaskRecord(_key(row), found, row.staged, row.receipt is not None, row.refused, row.included)

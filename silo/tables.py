@@ -90,6 +90,10 @@ class ContactRow(Base):
     why: Mapped[str] = mapped_column(default="")
 
 
+runs, bases, tasks, contact = (Base.metadata.tables[name] for name in ("runs", "bases", "tasks", "contact"))
+"""What statements are written over: a session around a row costs several times what SQLite does with it."""
+
+
 def open_database(path: Path) -> Engine:
     """Open or create the database; raises StateError (E-STATE-62) on a damaged file or one of a newer version.
 

@@ -97,7 +97,6 @@ class Worker:
         self.desk.note(task, pb.FETCHING)
         seat = self._seat(task)
         self.desk.accept(task)
-        self.outbox.store.note_base(key.run_id, offer.base_digest)
         base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, self._meter(task, pb.FETCHING))
         msg = codec.read_state(base)
         self.say(notice("training", f"{key} of {seat.manifest.name}: training", key, {"name": seat.manifest.name}))
@@ -138,7 +137,7 @@ class Worker:
         if not self.custody.admit(run_id, manifest):
             raise _UndecidedError
         seat = self.trainer.prepare(manifest)
-        self.outbox.store.note_run(run_id, manifest.name, digest)
+        self.outbox.store.note_run(run_id, manifest.name, digest, task.offer.base_digest)
         return seat
 
     def _send(self, task: Task, entry: Entry, ready: Callable[[], None]) -> None:
