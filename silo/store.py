@@ -10,16 +10,17 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-from sqlalchemy import Connection, Row, func, select, update
+from sqlalchemy import Connection, Row, event, func, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 from sqlalchemy.orm import sessionmaker
 
 from fl_core.kinds import TaskKind
 from silo import statements
 from silo.approvals import Approvals
-from silo.tables import contact, open_database, runs, tasks
+from silo.tables import begin, contact, lock, open_database, runs, tasks
 from silo.tasks import Attested, Entry, Evaluation, TaskKey
 
 ENDED_RUNS = 3
@@ -65,9 +66,11 @@ class Store:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._engine = open_database(path)
-        self._begin = self._engine.begin
+        self._begin = partial(begin, self._engine)
         self._clock = clock
-        self.approvals = Approvals(sessionmaker(self._engine, expire_on_commit=False).begin, clock)
+        sessions = sessionmaker(self._engine, expire_on_commit=False)
+        event.listen(sessions, "after_begin", lambda _session, _transaction, connection: lock(connection))
+        self.approvals = Approvals(sessions.begin, clock)
 
     def close_database(self) -> None:
         """Give the file back."""

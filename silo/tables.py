@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -101,9 +103,8 @@ def open_database(path: Path) -> Engine:
     """
     engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 30.0})
     event.listen(engine, "connect", _configure)
-    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
     try:
-        with engine.begin() as connection:
+        with begin(engine) as connection:
             found = int(connection.execute(text("PRAGMA user_version")).scalar_one())
             if found > VERSION:
                 raise StateError(
@@ -124,6 +125,19 @@ def open_database(path: Path) -> Engine:
             "from a backup, or move it away and serve again (open rounds are then trained anew)",
         ) from error
     return engine
+
+
+@contextmanager
+def begin(engine: Engine) -> Iterator[Connection]:
+    """Open a transaction that no other writer is inside, in this process or another."""
+    with engine.begin() as connection:
+        lock(connection)
+        yield connection
+
+
+def lock(connection: Connection) -> None:
+    """Begin in the database what SQLAlchemy has begun in memory; without an event, which slows every statement."""
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def _configure(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
