@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fl_core.errors import UnavailableError
-from protos.digests import WRITE_BEHIND, write_behind
+from protos.digests import WRITE_BEHIND, Hasher, write_behind
 from protos.spares import Growth
 
 _TAKEOVER_S = 10.0
@@ -22,14 +21,14 @@ class Upload:
     hashed: int = 0
     synced: int = 0
     """Bytes that are known to be on the disk."""
-    _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+    _digest: Hasher = field(default_factory=Hasher)
     writer: threading.Lock = field(default_factory=threading.Lock)
     cancel: Callable[[], object] | None = None
 
     def begin(self, have: int) -> None:
         """Prepare for an upload that goes on at `have`; from 0 on the digest begins anew."""
         if have == 0:
-            self.hashed, self.synced, self._digest = 0, 0, hashlib.sha256()
+            self.hashed, self.synced, self._digest = 0, 0, Hasher()
 
     def result(self, size: int) -> str | None:
         """Return the digest of the whole object if all of it passed through here, else None."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import cast
+
+from blake3 import blake3
 
 from fl_core import cohort
 from fl_core.errors import ConfigError, ProtocolError
@@ -14,7 +15,8 @@ from fl_core.fixed_point import Grid, Ring
 from fl_core.spec import layout_from_json, layout_to_json
 from fl_core.types import Layout, Schema, TrainConfig
 
-FORMAT = 1
+FORMAT = 2
+"""Since 2, objects are named by BLAKE3 (ADR 0013)."""
 Option = str | int | float | bool | list[int] | None
 
 
@@ -79,8 +81,8 @@ class RunManifest:
         return json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     def digest(self) -> str:
-        """Return the SHA-256 of the canonical JSON, in hex."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        """Return the BLAKE3 of the canonical JSON, in hex: the name of the object that it is sent as."""
+        return blake3(self.to_json().encode()).hexdigest()
 
     @classmethod
     def from_json(cls, text: str) -> RunManifest:
@@ -89,7 +91,9 @@ class RunManifest:
             raw = json.loads(text)
             if raw.get("format") != FORMAT:
                 raise ProtocolError(
-                    "E-WIRE-01", f"expected a manifest of format {FORMAT}, found {raw.get('format')}: upgrade this side"
+                    "E-WIRE-01",
+                    f"expected a manifest of format {FORMAT}, found {raw.get('format')}: let all sides run "
+                    "one version, and submit a run of an earlier one anew",
                 )
             if unknown := set(raw) - {f.name for f in fields(cls)}:
                 raise ProtocolError(

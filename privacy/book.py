@@ -119,7 +119,7 @@ class LedgerBook:
         self._open = made
 
     def commit(self, output: str) -> None:
-        """Note that the output of the task is safe; output: its SHA-256."""
+        """Note that the output of the task is safe; output: its digest."""
         for entry in self._open:
             self._ledger.commit(entry, output)
         self._open = []

@@ -47,7 +47,7 @@ class Access:
         yield
 
     def commit(self, output: str) -> None:
-        """Note that what a task made is safe; output: its SHA-256."""
+        """Note that what a task made is safe; output: its digest."""
         if self.book is not None:
             self.book.commit(output)
 

@@ -1,8 +1,7 @@
-"""Files named by the SHA-256 of their content: manifests, bases, bundles, states; and downloads under way."""
+"""Files named by the digest of their content: manifests, bases, bundles, states; and downloads under way."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from fl_core.errors import ProtocolError, StateError
 from protos import codec, keyfiles
+from protos.digests import Hasher, begun
 from protos.spares import LENGTH, Growth, Spares, growing, length
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -24,12 +24,12 @@ class Growing:
     """A download that grows, hashed while it does; what was here before is hashed first."""
 
     growth: Growth
-    sha256: hashlib._Hash
+    digest: Hasher
 
     def write(self, data: bytes | memoryview, /) -> int:
         """Append all of it."""
         self.growth.write(data)
-        self.sha256.update(data)
+        self.digest.update(data)
         return len(data)
 
 
@@ -46,9 +46,9 @@ class Objects:
         self._sound: dict[str, tuple[int, int, int]] = {}
 
     def path(self, digest: str) -> Path:
-        """Name the file of an object; raises ProtocolError (E-WIRE-06) on what is no SHA-256 in hex."""
+        """Name the file of an object; raises ProtocolError (E-WIRE-06) on what is no digest in hex."""
         if not _DIGEST.fullmatch(digest):
-            raise ProtocolError("E-WIRE-06", f"expected the SHA-256 of an object in hex, found {digest[:80]!r}")
+            raise ProtocolError("E-WIRE-06", f"expected the digest of an object in hex, found {digest[:80]!r}")
         return self.folder / digest
 
     def has(self, digest: str) -> bool:
@@ -122,11 +122,11 @@ class Objects:
         """Open a download where it was cut, to be appended to. size: of the whole; 0 when unknown."""
         part = self.partial(digest)
         with growing(part, self.spares, size) as growth:
-            sha256 = hashlib.sha256()
+            found = Hasher()
             if growth.have:
                 with part.open("rb") as before:
-                    sha256 = hashlib.file_digest(before, "sha256")
-            yield Growing(growth, sha256)
+                    found = begun(before)
+            yield Growing(growth, found)
 
     def have(self, digest: str) -> int:
         """Count the bytes of a download that are here."""

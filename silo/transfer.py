@@ -214,7 +214,7 @@ class Transfer:
             before = self._have(digest)
             try:
                 if not self._objects.adopt(digest, self._get(digest, size, stop, moved)):
-                    raise ProtocolError("E-WIRE-04", f"expected an object of SHA-256 {digest}, found other bytes")
+                    raise ProtocolError("E-WIRE-04", f"expected an object of digest {digest}, found other bytes")
             except ProtocolError as error:
                 faults.note(error)
                 raise
@@ -251,7 +251,7 @@ class Transfer:
                 call.cancel()
         if size and have < size:
             raise UnavailableError("E-NET-12", f"the stream ended after {have} of {size} bytes")
-        return file.sha256.hexdigest()
+        return file.digest.hexdigest()
 
     def _unary(self, call: grpc.UnaryUnaryMultiCallable[Request, Reply], request: Request) -> Reply:
         try:

@@ -41,20 +41,37 @@ def test_values_outside_the_bound_are_clipped_and_counted_in_every_block() -> No
     assert units[[0, BLOCK, 2 * BLOCK + 6]].tolist() == [top, -top, top]
 
 
+@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("at", [0, BLOCK + 3, 2 * BLOCK + 6])
-def test_a_number_that_is_none_changes_nothing_wherever_it_is(bad: float, at: int) -> None:
+def test_a_number_that_is_none_changes_nothing_wherever_it_is(bad: float, at: int, first: bool) -> None:
     good, wrong = values(2 * BLOCK + 7), values(2 * BLOCK + 7, seed=1)
-    wrong[at] = bad
-    parts = [{"a": Part({"x": v}, torch.ones(())), "b": Part({"y": w}, torch.ones(()))} for v, w in
-             ((good, good), (good, wrong))]  # fmt: skip
-    sums = Accumulator({name: PartSpec.of(part) for name, part in parts[0].items()}, Grid("ring64", 2))
-    sums.fold(parts[0])
-    before = sums.total()["a"].total["x"].clone()
+    wrong[[1, BLOCK]] = 1e12  # outside the bound: what is taken back was clipped
+    one, whole = torch.ones(()), torch.arange(BLOCK + 9)
+    kept = {"a": Part({"x": good}, one), "b": Part({"y": good}, one), "c": Part({"z": whole}, one)}
+    broken = {"a": Part({"x": wrong.clone()}, one), "b": Part({"y": wrong}, one), "c": Part({"z": whole}, one)}
+    broken["b"].total["y"][at] = bad
+    layout = {name: PartSpec.of(part) for name, part in kept.items()}
+    sums, expected = Accumulator(layout, Grid("ring64", 2)), Accumulator(layout, Grid("ring64", 2))
+    expected.fold(kept)
+    if not first:
+        sums.fold(kept)
     with pytest.raises(ProtocolError, match="E-WIRE-05"):
-        sums.fold(parts[1])
-    assert torch.equal(sums.total()["a"].total["x"], before)
-    assert sums.count == 1
+        sums.fold(broken)
+    if first:
+        sums.fold(kept)
+    for name, part in sums.total().items():
+        for key, total in part.total.items():
+            assert torch.equal(total, expected.total()[name].total[key])
+        assert torch.equal(part.weight, expected.total()[name].weight)
+    assert (sums.count, sums.clipped) == (1, 0)
+
+
+def test_what_is_added_can_be_taken_back_to_the_last_bit() -> None:
+    grid, value, into = Grid("ring64", 2, {"delta": 1e3}), values(2 * BLOCK + 7), torch.arange(2 * BLOCK + 7) * 3
+    assert grid.add("delta", value, into) > 0
+    grid.take_back("delta", value, into)
+    assert torch.equal(into, torch.arange(2 * BLOCK + 7) * 3)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -106,6 +123,22 @@ def test_a_file_is_written_over_in_place_and_ends_where_its_content_ends(tmp_pat
             codec.digest(content), len(content)
         )  # fmt: skip
         assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (0, "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"),
+        (1024, "42214739f095a406f3fc83deb889744ac00df831c10daa55189b5d121c855af7"),
+        (102400, "bc3e3d41a1146b069abffad3c0d44860cf664390afce4d9661f7902e7943e085"),
+    ],
+)
+def test_objects_are_named_by_blake3(size: int, expected: str, tmp_path: Path) -> None:
+    """The vectors of the algorithm's authors: https://github.com/BLAKE3-team/BLAKE3/tree/master/test_vectors."""
+    data = bytes(i % 251 for i in range(size))
+    (tmp_path / "file").write_bytes(data)
+    assert codec.digest(data) == file_digest(tmp_path / "file") == expected
+    assert write_sealed(tmp_path / "sealed", [memoryview(data)]) == (expected, size)
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def fetched(objects: Objects, data: bytes = DATA, cut: int = 0) -> str:
     for begin, end in ((0, cut), (cut, len(data))):
         with objects.growing(digest) as file:
             file.write(data[begin:end])
-    assert objects.adopt(digest, file.sha256.hexdigest())
+    assert objects.adopt(digest, file.digest.hexdigest())
     return digest
 
 
@@ -36,7 +36,7 @@ def test_a_download_with_another_digest_is_deleted(tmp_path: Path) -> None:
     objects, digest = Objects(tmp_path / "objects"), codec.digest(DATA)
     with objects.growing(digest) as file:
         file.write(DATA[:-1])
-    assert not objects.adopt(digest, file.sha256.hexdigest())
+    assert not objects.adopt(digest, file.digest.hexdigest())
     assert not objects.partial(digest).exists()
     assert not objects.holds(digest)
 
