@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fl_core.buffers import MEMORY
 from fl_core.errors import ProtocolError
-from fl_core.fixed_point import Grid, check_layout, peak
+from fl_core.fixed_point import Grid, check_layout
 from fl_core.types import BLOCK, Bundle, Layout, Part
 
 
@@ -42,43 +42,56 @@ _NOWHERE = _Room({}, None)
 
 
 class _Step(NamedTuple):
-    """One tensor to be added to another."""
+    """One tensor to be added to another: floats, which are put on the grid, or integers that are on it."""
 
     segment: str
     value: Tensor
     into: Tensor
-    largest: float
+
+    def add(self, grid: Grid, anew: bool) -> int:
+        """Add, and return how many values were clipped. anew: whatever the sum holds."""
+        if self.value.is_floating_point():
+            return grid.add(self.segment, self.value, self.into, anew)
+        if anew:
+            self.into.copy_(self.value)
+        else:
+            self.into.add_(self.value)
+        return 0
+
+    def take_back(self, grid: Grid) -> None:
+        """Undo `add`, to the last bit."""
+        if self.value.is_floating_point():
+            grid.take_back(self.segment, self.value, self.into)
+        else:
+            self.into.sub_(self.value)
 
 
 def _steps(bundle: Bundle, room: _Room, grid: Grid) -> list[_Step]:
-    """List the additions of a bundle, every tensor looked at; raises ProtocolError (E-WIRE-05) on a NaN."""
-    pairs = [
-        pair
+    """List the additions of a bundle."""
+    steps = [
+        step
         for name, into in room.parts.items()
-        for pair in (
-            *((name, bundle[name].total[key], place) for key, place in into.total.items()),
-            (f"{name}.weight", bundle[name].weight, into.weight),
+        for step in (
+            *(_Step(name, bundle[name].total[key], place) for key, place in into.total.items()),
+            _Step(f"{name}.weight", bundle[name].weight, into.weight),
         )
     ]
-    if room.row is not None and (whole := _at_once(pairs, room.row, grid)) is not None:
+    if room.row is not None and (whole := _at_once(steps, room.row, grid)) is not None:
         return [whole]
-    return [_Step(*pair, peak(pair[0], pair[1]) if pair[1].is_floating_point() else 0.0) for pair in pairs]
+    return steps
 
 
-def _at_once(pairs: Sequence[tuple[str, Tensor, Tensor]], row: Tensor, grid: Grid) -> _Step | None:
+def _at_once(steps: Sequence[_Step], row: Tensor, grid: Grid) -> _Step | None:
     """Make the additions of few floats on one grid a single one: what small tensors cost is in the calls.
 
     None where segments differ in their grids, numbers are on it already, or one is not finite and wants its own name.
     """
-    if len({grid.bound(segment) for segment, _, _ in pairs}) != 1:
+    if len({grid.bound(step.segment) for step in steps}) != 1:
         return None
-    if not all(value.is_floating_point() for _, value, _ in pairs):
+    if not all(step.value.is_floating_point() for step in steps):
         return None
-    segment, values = pairs[0][0], torch.cat([value.reshape(-1) for _, value, _ in pairs])
-    try:
-        return _Step(segment, values, row, peak(segment, values))
-    except ProtocolError:
-        return None
+    values = torch.cat([step.value.reshape(-1) for step in steps])
+    return _Step(steps[0].segment, values, row) if torch.isfinite(values).all() else None
 
 
 class Accumulator:
@@ -113,21 +126,24 @@ class Accumulator:
         """
         check_layout(bundle, self.layout)
         alone = _Room.of({name: self.layout[name] for name in self.apart & set(bundle)}) if self.apart else _NOWHERE
-        summed, single = _steps(bundle, self._sum, self.grid), _steps(bundle, alone, self.grid)  # before any addition
-        for step in summed:
-            self._add(step, anew=self.count == 0)
-        for step in single:
-            self._add(step, anew=True)
+        clipped = sum(step.add(self.grid, anew=True) for step in _steps(bundle, alone, self.grid))
+        clipped += self._sum_up(_steps(bundle, self._sum, self.grid))
         self._single[place] = alone.parts
+        self.clipped += clipped
         self.count += 1
 
-    def _add(self, step: _Step, anew: bool) -> None:
-        if step.value.is_floating_point():
-            self.clipped += self.grid.add(step.segment, step.value, step.into, anew, step.largest)
-        elif anew:
-            step.into.copy_(step.value)
-        else:
-            step.into.add_(step.value)
+    def _sum_up(self, steps: Sequence[_Step]) -> int:
+        """Add all or nothing, and return how many values were clipped."""
+        anew, clipped = self.count == 0, 0
+        for i, step in enumerate(steps):
+            try:
+                clipped += step.add(self.grid, anew)
+            except ProtocolError:
+                if not anew:  # else the sum holds nothing yet
+                    for before in steps[:i]:
+                        before.take_back(self.grid)
+                raise
+        return clipped
 
     def total(self) -> Bundle:
         """Return the sum so far, still in integer units; parts that are kept apart stacked in the roster's order."""
