@@ -1,4 +1,4 @@
-"""Objects as files: named by their SHA-256, written aside, and there either whole or not at all."""
+"""Objects as files: named by their digest, written aside, and there either whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from threading import RLock
 
+from coordinator.packed import Packed
 from fl_core.errors import ProtocolError, StateError
 from protos import codec
 from protos.digests import write_sealed
@@ -31,6 +32,7 @@ class Blobs:
         self._objects, self._partials, self._aside = folder / "objects", folder / "partial", folder / "aside"
         self.quota = quota
         self.spares = Spares(folder / "spare")
+        self.packed = Packed()
         self.guard = RLock()
         """Held while an object and its record are made or removed together, so that neither is without the other."""
         shutil.rmtree(self._aside, ignore_errors=True)  # what a crash left half-written
@@ -101,7 +103,7 @@ class Blobs:
             partial.unlink()
             raise ProtocolError(
                 "E-WIRE-04",
-                f"expected an object with the SHA-256 {digest[:16]}, found {found[:16]}: it was damaged or changed; "
+                f"expected an object of digest {digest[:16]}, found {found[:16]}: it was damaged or changed; "
                 "open the contribution and send all of it again",
             )
         if self.has(digest):  # of another silo: the same numbers
@@ -118,6 +120,7 @@ class Blobs:
 
     def remove(self, digest: str) -> None:
         """Take an object away; the caller holds `guard`, has removed its last record, and calls `empty` later."""
+        self.packed.forget(digest)
         with suppress(FileNotFoundError):
             self._file(digest).replace(self._aside / f"{secrets.token_hex(8)}{_GONE}")
 
@@ -140,7 +143,7 @@ class Blobs:
 
     def _file(self, digest: str) -> Path:
         if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
-            raise ProtocolError("E-WIRE-15", f"expected a SHA-256 in lower-case hex, found {digest[:80]!r}")
+            raise ProtocolError("E-WIRE-15", f"expected a digest in lower-case hex, found {digest[:80]!r}")
         return self._objects / digest[:2] / digest
 
     def _place(self, aside: Path, digest: str) -> Path:

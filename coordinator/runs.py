@@ -224,6 +224,7 @@ class RunService:
             self._blobs.empty()
             if not self._active:
                 self._blobs.spares.clear()
+                self._blobs.packed.clear()
         except Exception:  # no run fails for it: what stays is deleted at the next round's end, or at the next start
             log.exception("what run %s no longer needs could not be deleted", run_id)
 

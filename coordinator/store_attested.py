@@ -33,11 +33,6 @@ class AttestationStore:
     def __init__(self, database: Database) -> None:
         self._db = database
 
-    def announce(self, contribution_id: str, stated: pb.Attestation | None) -> None:
-        """Note what goes with an update that is announced; it replaces what an earlier announcement said."""
-        with self._db.write() as db:
-            attest(db, contribution_id, stated)
-
     def of(self, contribution_id: str) -> pb.Attestation | None:
         """Return what went with an update."""
         with self._db.read() as db:

@@ -115,7 +115,7 @@ class ObjectStore:
                 return False
             try:
                 _expect_open(db, found)
-            except StateError:
+            except (StateError, ProtocolError):  # closed, or open with another base than was announced
                 return False
             return True
 

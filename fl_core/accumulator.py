@@ -13,32 +13,41 @@ from torch import Tensor
 from fl_core.buffers import MEMORY
 from fl_core.errors import ProtocolError
 from fl_core.fixed_point import Grid, check_layout
+from fl_core.pieces import cut, side_by_side
 from fl_core.types import BLOCK, Bundle, Layout, Part
+
+SMALL = BLOCK // 4
+"""Numbers up to which a tensor is added together with others."""
 
 
 class _Room(NamedTuple):
-    """Room for the sum of some parts. row: everything in one row, where it is little; `parts` are views of it then."""
+    """Room for the sum of some parts. small: the names of tensors that lie in `row`, one after the other."""
 
     parts: dict[str, Part]
-    row: Tensor | None
+    small: frozenset[tuple[str, str | None]]
+    row: Tensor
 
     @classmethod
     def of(cls, layout: Layout) -> _Room:
         """Make room, whatever it holds."""
-        shapes = [shape for spec in layout.values() for shape in (*spec.shapes.values(), spec.weight_shape)]
-        sizes, row = [math.prod(shape) for shape in shapes], None
-        if sum(sizes) > BLOCK:
-            room = iter([MEMORY.empty(shape, torch.int64) for shape in shapes])
-        else:
-            row = torch.empty(sum(sizes), dtype=torch.int64)
-            room = iter([v.view(shape) for v, shape in zip(torch.split(row, sizes), shapes, strict=True)])
-        parts = {
-            name: Part({key: next(room) for key in spec.shapes}, weight=next(room)) for name, spec in layout.items()
+        shapes: dict[tuple[str, str | None], tuple[int, ...]] = {}
+        for name, spec in layout.items():
+            shapes |= {(name, key): shape for key, shape in spec.shapes.items()} | {(name, None): spec.weight_shape}
+        sizes = {which: math.prod(shape) for which, shape in shapes.items() if math.prod(shape) <= SMALL}
+        row = torch.empty(sum(sizes.values()), dtype=torch.int64)
+        room = dict(zip(sizes, torch.split(row, list(sizes.values())), strict=True)) if sizes else {}
+        made = {
+            which: room[which].view(shape) if which in room else MEMORY.empty(shape, torch.int64)
+            for which, shape in shapes.items()
         }
-        return cls(parts, row)
+        parts = {
+            name: Part({key: made[name, key] for key in spec.shapes}, weight=made[name, None])
+            for name, spec in layout.items()
+        }
+        return cls(parts, frozenset(sizes), row)
 
 
-_NOWHERE = _Room({}, None)
+_NOWHERE = _Room.of({})
 
 
 class _Step(NamedTuple):
@@ -67,18 +76,16 @@ class _Step(NamedTuple):
 
 
 def _steps(bundle: Bundle, room: _Room, grid: Grid) -> list[_Step]:
-    """List the additions of a bundle."""
-    steps = [
-        step
-        for name, into in room.parts.items()
-        for step in (
-            *(_Step(name, bundle[name].total[key], place) for key, place in into.total.items()),
-            _Step(f"{name}.weight", bundle[name].weight, into.weight),
-        )
-    ]
-    if room.row is not None and (whole := _at_once(steps, room.row, grid)) is not None:
-        return [whole]
-    return steps
+    """List the additions of a bundle: of large tensors in pieces, of small ones as one where that can be."""
+    small, large = list[_Step](), list[_Step]()
+    for name, into in room.parts.items():
+        for key, place in (*into.total.items(), (None, into.weight)):
+            value = bundle[name].weight if key is None else bundle[name].total[key]
+            step = _Step(f"{name}.weight" if key is None else name, value, place)
+            (small if (name, key) in room.small else large).append(step)
+    pieces = [_Step(step.segment, value, into) for step in large for value, into in cut(step.value, step.into)]
+    whole = _at_once(small, room.row, grid)
+    return [*pieces, *(small if whole is None else [whole])]
 
 
 def _at_once(steps: Sequence[_Step], row: Tensor, grid: Grid) -> _Step | None:
@@ -86,9 +93,9 @@ def _at_once(steps: Sequence[_Step], row: Tensor, grid: Grid) -> _Step | None:
 
     None where segments differ in their grids, numbers are on it already, or one is not finite and wants its own name.
     """
-    if len({grid.bound(step.segment) for step in steps}) != 1:
+    if len({(grid.bound(step.segment), step.value.dtype) for step in steps}) != 1:
         return None
-    if not all(step.value.is_floating_point() for step in steps):
+    if not steps[0].value.is_floating_point():
         return None
     values = torch.cat([step.value.reshape(-1) for step in steps])
     return _Step(steps[0].segment, values, row) if torch.isfinite(values).all() else None
@@ -134,16 +141,15 @@ class Accumulator:
 
     def _sum_up(self, steps: Sequence[_Step]) -> int:
         """Add all or nothing, and return how many values were clipped."""
-        anew, clipped = self.count == 0, 0
-        for i, step in enumerate(steps):
-            try:
-                clipped += step.add(self.grid, anew)
-            except ProtocolError:
-                if not anew:  # else the sum holds nothing yet
-                    for before in steps[:i]:
-                        before.take_back(self.grid)
-                raise
-        return clipped
+        anew, added = self.count == 0, list[tuple[_Step, int]]()
+        try:
+            side_by_side(lambda step: added.append((step, step.add(self.grid, anew))), steps)
+        except ProtocolError:
+            if not anew:  # else the sum holds nothing yet
+                for step, _ in added:
+                    step.take_back(self.grid)
+            raise
+        return sum(clipped for _, clipped in added)
 
     def total(self) -> Bundle:
         """Return the sum so far, still in integer units; parts that are kept apart stacked in the roster's order."""

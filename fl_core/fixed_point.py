@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_core.errors import ConfigError, ProtocolError
+from fl_core.pieces import cut, side_by_side
 from fl_core.types import BLOCK, Bundle, Layout, Part, PartSpec
 
 RING64_BOUND = 2.0**24
@@ -137,16 +138,15 @@ class Grid:
             units = torch.remainder(units + 2**31, 2**32) - 2**31
         return units.double().mul_(unit)
 
-    def spend(self, segment: str, units: Tensor) -> Tensor:
-        """Equal `decode`, and write the result over the sum itself: `units` holds nothing of use afterwards."""
-        units, unit = units.contiguous(), 2.0 ** -self.frac_bits(segment)
-        result = units.view(torch.float64)
-        for block, raw in zip(torch.split(result.view(-1), BLOCK), torch.split(units.view(-1), BLOCK), strict=True):
+    def spend(self, segment: str, units: Tensor) -> None:
+        """Write `decode` over a contiguous sum itself, as float64: `units.view(torch.float64)` is the result."""
+        unit, room = 2.0 ** -self.frac_bits(segment), np.empty(min(BLOCK, units.numel()))
+        for block in torch.split(units.view(-1), BLOCK):
             if self.ring == "ring64":  # a conversion of each number where it lies
-                torch.mul(block.copy_(raw), unit, out=block)
+                floats = np.multiply(block.numpy(), unit, out=room[: block.numel()])
+                block.numpy().view(np.float64)[:] = floats
             else:
-                block.copy_(self._floats(raw, unit))
-        return result
+                block.view(torch.float64).copy_(self._floats(block, unit))
 
 
 @cache
@@ -185,11 +185,17 @@ class FixedPoint:
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
         """Read the sum back as float64, in its own memory: `total` is spent, and a sum is read once."""
+        total = {
+            name: Part({key: v.contiguous() for key, v in part.total.items()}, part.weight.contiguous())
+            for name, part in total.items()
+        }
+        sums = [(name, v) for name, part in total.items() for v in part.total.values()]
+        sums += [(f"{name}.weight", part.weight) for name, part in total.items()]
+        side_by_side(
+            lambda one: self.grid.spend(*one), [(segment, piece) for segment, v in sums for (piece,) in cut(v)]
+        )
         return {
-            name: Part(
-                {key: self.grid.spend(name, v) for key, v in part.total.items()},
-                self.grid.spend(f"{name}.weight", part.weight),
-            )
+            name: Part({key: v.view(torch.float64) for key, v in part.total.items()}, part.weight.view(torch.float64))
             for name, part in total.items()
         }
 

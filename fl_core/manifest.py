@@ -15,8 +15,7 @@ from fl_core.fixed_point import Grid, Ring
 from fl_core.spec import layout_from_json, layout_to_json
 from fl_core.types import Layout, Schema, TrainConfig
 
-FORMAT = 2
-"""Since 2, objects are named by BLAKE3 (ADR 0013)."""
+FORMAT = 1
 Option = str | int | float | bool | list[int] | None
 
 
@@ -91,9 +90,7 @@ class RunManifest:
             raw = json.loads(text)
             if raw.get("format") != FORMAT:
                 raise ProtocolError(
-                    "E-WIRE-01",
-                    f"expected a manifest of format {FORMAT}, found {raw.get('format')}: let all sides run "
-                    "one version, and submit a run of an earlier one anew",
+                    "E-WIRE-01", f"expected a manifest of format {FORMAT}, found {raw.get('format')}: upgrade this side"
                 )
             if unknown := set(raw) - {f.name for f in fields(cls)}:
                 raise ProtocolError(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fl_core.buffers import MEMORY
 from fl_core.errors import ProtocolError
+from fl_core.pieces import cut, side_by_side
 from fl_core.types import Tensors
 
 
@@ -65,17 +67,19 @@ def write(model: nn.Module, values: Tensors) -> None:
 
 def add(a: Tensors, b: Tensors, scale: float = 1.0) -> dict[str, Tensor]:
     """Return a + scale * b."""
-    if scale == 1.0:  # without the copy of b
-        return {name: _sum(v, b[name]) for name, v in a.items()}
-    return {name: v + scale * b[name] for name, v in a.items()}
+    if scale != 1.0:
+        return {name: v + scale * b[name] for name, v in a.items()}
+    # Without the copy of b, and on the CPU in memory that an earlier round has left.
+    plain = {name: MEMORY.empty(v.shape, v.dtype) for name, v in a.items() if _plain(v, b[name])}
+    pieces = [piece for name, place in plain.items() for piece in cut(a[name], b[name], place)]
+    side_by_side(lambda piece: np.add(piece[0].numpy(), piece[1].numpy(), out=piece[2].numpy()), pieces)
+    return {name: plain[name] if name in plain else v + b[name] for name, v in a.items()}
 
 
-def _sum(a: Tensor, b: Tensor) -> Tensor:
-    """Return a + b, on the CPU in memory that an earlier round has left."""
-    plain = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) and a.device.type == "cpu"
-    if not plain or a.requires_grad or b.requires_grad:
-        return a + b
-    return torch.add(a, b, out=MEMORY.empty(a.shape, a.dtype))
+def _plain(a: Tensor, b: Tensor) -> bool:
+    """Tell whether a sum needs no conversion and no gradient, and is made on the CPU."""
+    alike = (a.shape, a.dtype, a.device.type) == (b.shape, b.dtype, "cpu") and b.device.type == "cpu"
+    return alike and a.dtype in (torch.float32, torch.float64) and not (a.requires_grad or b.requires_grad)
 
 
 def sub(a: Tensors, b: Tensors) -> dict[str, Tensor]:

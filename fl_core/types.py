@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ from fl_core.kinds import Coupling as Coupling
 from fl_core.kinds import Exposure as Exposure
 from fl_core.kinds import Split as Split
 from fl_core.kinds import TaskKind as TaskKind
+from fl_core.pieces import cut, side_by_side
 from fl_core.records import Schema as Schema
 from fl_core.records import TrainConfig as TrainConfig
 
@@ -68,7 +70,7 @@ class Part:
         """
         w = self.weight.double()
         if w.dim() == 0 and w > 0:
-            return {name: _divided(v, w) for name, v in self.total.items()}
+            return _divided(self.total, float(w))
         safe = torch.where(w > 0, w, torch.ones_like(w))
         mean: dict[str, Tensor] = {}
         for name, v in self.total.items():
@@ -77,13 +79,17 @@ class Part:
         return mean
 
 
-def _divided(value: Tensor, weight: Tensor) -> Tensor:
-    """Divide by a scalar in float64 and return float32, in blocks that stay in the processor's cache."""
-    on_cpu = value.device.type == "cpu"
-    result = MEMORY.empty(value.shape, torch.float32) if on_cpu else torch.empty_like(value, dtype=torch.float32)
-    for part, v in zip(torch.split(result.view(-1), BLOCK), torch.split(value.reshape(-1), BLOCK), strict=True):
-        part.copy_(v.double() / weight)
-    return result
+def _divided(total: Tensors, weight: float) -> Tensors:
+    """Divide by a scalar in float64 and return float32; on the CPU without a copy in float64."""
+    here = {name: v.detach() for name, v in total.items() if v.device.type == "cpu" and v.dtype != torch.bfloat16}
+    mean = {name: MEMORY.empty(v.shape, torch.float32) for name, v in here.items()}
+
+    def divide(piece: tuple[Tensor, ...]) -> None:
+        with np.errstate(over="ignore"):  # infinite, as torch makes it
+            np.divide(piece[0].numpy(), weight, out=piece[1].numpy(), dtype=np.float64, casting="same_kind")
+
+    side_by_side(divide, [piece for name, v in here.items() for piece in cut(v, mean[name])])
+    return {name: mean[name] if name in mean else (v.double() / weight).float() for name, v in total.items()}
 
 
 def _rows(weight: Tensor, value: Tensor) -> Tensor:

@@ -140,8 +140,7 @@ class FileBundle(Mapping[str, Part]):
     """A bundle that stays on disk: a part is read when it is asked for, so twelve waiting bundles cost no memory."""
 
     def __init__(self, file: Path) -> None:
-        self._file = file
-        tensors = _Tensors(file)
+        self._tensors = tensors = _Tensors(file)
         self._index: dict[str, dict[str | None, int]] = {name: {} for name in tensors.groups}
         for i, path in enumerate(tensors.paths):
             if len(path) not in (2, 3) or path[0] not in self._index or path[1] not in ("total", "weight"):
@@ -151,8 +150,7 @@ class FileBundle(Mapping[str, Part]):
             raise ProtocolError("E-WIRE-06", f"expected a weight with every part, found none for {missing}")
 
     def __getitem__(self, name: str) -> Part:
-        numbers, read = self._index[name], _Tensors(self._file)
-        tensors: dict[str | None, Tensor] = {key: read[i] for key, i in numbers.items()}
+        tensors: dict[str | None, Tensor] = {key: self._tensors[i] for key, i in self._index[name].items()}
         weight = tensors.pop(None)
         return Part({key: v for key, v in tensors.items() if key is not None}, weight)
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
@@ -41,21 +42,27 @@ def begun(file: BinaryIO) -> Hasher:
 def write_sealed(path: Path, pieces: Iterable[memoryview], sync: bool = True) -> tuple[str, int]:
     """Write a file, mode 0600, bring it to the disk (fsync), and return its digest and its size.
 
-    sync: False leaves the last step, and the wait for it, to the caller.
+    sync: False leaves the last step, and the wait for it, to the caller; nothing is on its way to the disk then.
 
-    Each block is hashed while the processor still has it. A file that is there already is written over in place, which
-    takes no new room, and is as long as what was written. Raises OSError as write and fsync do.
+    Large blocks are hashed beside the writing. A file that is there already is written over in place, which takes no
+    new room, and is as long as what was written. Raises OSError as write and fsync do.
     """
     found, size, behind = Hasher(), 0, 0
+    hashed: Future[object] | None = None
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb", buffering=0) as file:
+    with os.fdopen(descriptor, "wb", buffering=0) as file, ThreadPoolExecutor(1, "hash") as beside:
         for piece in pieces:
             for at in range(0, len(piece), _BLOCK):
                 block = piece[at : at + _BLOCK]
+                if len(block) == _BLOCK:
+                    hashed = beside.submit(found.update, block)  # one thread: in their order
+                else:
+                    if hashed is not None:
+                        hashed.result()
+                    found.update(block)
                 write_all(file, block)
-                found.update(block)
                 size += len(block)
-                if size - behind >= WRITE_BEHIND:
+                if sync and size - behind >= WRITE_BEHIND:
                     write_behind(file, behind, size - behind)
                     behind = size
         file.truncate(size)

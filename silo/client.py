@@ -18,7 +18,7 @@ from silo.store import Store
 from silo.transfer import Patience
 from silo.waiting import Backoff, Stop
 
-PROTOCOL = 1
+PROTOCOL = 2  # since 2, objects are named by BLAKE3
 RECONNECT_CAP_S = 15.0
 """The longest wait for the next session: a federation has some dozens of silos, no herd that must be spread further."""
 

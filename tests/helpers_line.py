@@ -62,12 +62,12 @@ class Line:
 
 
 HELLO = pb.Hello(
-    protocol_min=1, protocol_max=1, software="by hand 1.0", data=pb.DataOffer(name="digits", shape=[1, 8, 8])
+    protocol_min=2, protocol_max=2, software="by hand 1.0", data=pb.DataOffer(name="digits", shape=[1, 8, 8])
 )
 
 
 def instance(id: str, previous: str = "") -> pb.Hello:
-    return pb.Hello(protocol_min=1, protocol_max=1, instance=id, previous_instance=previous)
+    return pb.Hello(protocol_min=2, protocol_max=2, instance=id, previous_instance=previous)
 
 
 def online(world: World, name: str) -> Callable[[], bool]:

@@ -126,7 +126,7 @@ class ScriptedSilo:
     def _session(self, stub: rpc.ControlStub) -> None:
         out: queue.Queue[pb.SiloMessage | None] = queue.Queue()
         staged = [pb.RoundRef(run_id=k.run_id, round=k.round, kind=WIRE[k.kind]) for k in self.memory.outbox]
-        out.put(pb.SiloMessage(hello=pb.Hello(protocol_min=1, protocol_max=1, software="scripted", staged=staged)))
+        out.put(pb.SiloMessage(hello=pb.Hello(protocol_min=2, protocol_max=2, software="scripted", staged=staged)))
         call = stub.Session(iter(out.get, None))
         try:
             for message in call:

@@ -113,7 +113,7 @@ class FakeControl(rpc.ControlServicer):
         self.beats = True
 
     def _welcome(self, hello: pb.Hello) -> pb.CoordinatorMessage:
-        facts = pb.Welcome(protocol=1, software="fake 1", pulse_seconds=self.pulse_s, recycle_seconds=self.recycle_s)
+        facts = pb.Welcome(protocol=2, software="fake 1", pulse_seconds=self.pulse_s, recycle_seconds=self.recycle_s)
         return pb.CoordinatorMessage(welcome=facts)
 
     @property

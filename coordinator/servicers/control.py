@@ -17,7 +17,7 @@ from fl_core.errors import FederationError, ProtocolError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 
-PROTOCOL = 1
+PROTOCOL = 2  # since 2, objects are named by BLAKE3
 _TEXT = 200
 _CLASSES = 10_000
 

@@ -15,6 +15,7 @@ from coordinator.credentials import ServerCertificate
 from coordinator.gate import Gate
 from coordinator.hub import Hub
 from coordinator.limits import object_limit
+from coordinator.packed import PackedChunk
 from coordinator.records import Contribution
 from coordinator.store import Store
 from coordinator.tasks import KINDS, WIRE, TaskKey
@@ -22,7 +23,7 @@ from coordinator.turns import Turns
 from coordinator.uploads import Hashing, Upload, Uploads
 from fl_core.errors import FederationError, ProtocolError, StateError, UnavailableError
 from protos import codec, receipts
-from protos.chunks import CHUNK_BYTES, Chunk, append_chunk, read_chunks
+from protos.chunks import Chunk, append_chunk
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.identity import Kind
 from protos.spares import Growth
@@ -51,7 +52,7 @@ class TransferService:
             ),
             "Put": grpc.stream_unary_rpc_method_handler(self.Put, Chunk.unpack, pb.PutReply.SerializeToString),
             "Commit": grpc.unary_unary_rpc_method_handler(self.Commit, commit, pb.Receipt.SerializeToString),
-            "Get": grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, Chunk.pack),
+            "Get": grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, PackedChunk.pack),
         }
         name = pb.DESCRIPTOR.services_by_name["Transfer"].full_name
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
@@ -63,11 +64,11 @@ class TransferService:
         known = self._store.objects.contribution(wanted.id)
         if known is None or known.receipt is None:
             self._check_size(wanted)
-        found, anew = self._store.objects.announce(wanted)
+            _require_digests(request)
+        stated = request.attestation if request.HasField("attestation") else None
+        found, anew = self._store.objects.announce(wanted, stated)
         if found.receipt is not None:
             return pb.OpenReply(have=found.size, receipt=pb.Receipt.FromString(found.receipt))
-        _require_digests(request)
-        self._store.attested.announce(found.id, request.attestation if request.HasField("attestation") else None)
         have = self._blobs.have(silo, found.id)
         if (anew and have) or have > found.size:
             with self._uploads.writing(found.id):
@@ -155,7 +156,7 @@ class TransferService:
         )  # fmt: skip
         return receipts.sign(plain, own.key_pem, own.cert_pem)
 
-    def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[Chunk]:  # noqa: N802
+    def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[PackedChunk]:  # noqa: N802
         """Read an object from an offset: a silo the manifests and bases of its runs, a lead anything."""
         who = self._gate.caller(context).identity
         silo = who.name if who.kind is Kind.SILO else None
@@ -172,12 +173,12 @@ class TransferService:
             )
         sent = 0
         try:
-            chunks = read_chunks(file, request.digest, request.offset)
+            chunks = self._blobs.packed.chunks(file, request.digest, request.offset, shared=silo is not None)
             while True:
                 with self._turns.turn():
                     if (chunk := next(chunks, None)) is None:
                         return
-                    sent = min(chunk.offset + CHUNK_BYTES, size) - request.offset
+                    sent = chunk.end - request.offset
                     yield chunk  # until it has left
         finally:
             if silo is not None and sent:
@@ -228,7 +229,7 @@ def _announced(request: pb.OpenRequest, silo: str) -> Contribution:
             f"expected the contribution {name[:16]} for this task and silo, found {request.contribution_id[:16]!r}",
         )
     if len(request.object_digest) != 64 or not set(request.object_digest) <= set("0123456789abcdef"):
-        raise ProtocolError("E-WIRE-15", f"expected a SHA-256 in lower-case hex, found {request.object_digest[:80]!r}")
+        raise ProtocolError("E-WIRE-15", f"expected a digest in lower-case hex, found {request.object_digest[:80]!r}")
     return Contribution(
         name, request.run_id, request.round, kind, silo, request.manifest_digest, request.base_digest,
         request.object_digest, request.size,

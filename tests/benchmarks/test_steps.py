@@ -153,7 +153,8 @@ def test_dp_step_reports_every_way_and_its_ratios() -> None:
 def test_the_plain_loop_does_what_the_federation_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["simulate", "--silos", "3", "--rounds", "2", "--words", "train.epochs=2", "train.lr=0.1", "--json"]
+    # At a rate of 0.1 training is so unstable that the last bit of the first mean grows to 3e-3 on some processors.
+    words = ["simulate", "--silos", "3", "--rounds", "2", "--words", "train.epochs=2", "train.lr=0.01", "--json"]
     monkeypatch.setattr(sys, "argv", words)
     simulate_program.main()
     lines = capsys.readouterr().out.splitlines()

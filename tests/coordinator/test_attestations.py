@@ -26,7 +26,7 @@ def greeted(world: World, name: str, policy: str = "") -> pb.Welcome:
     over = threading.Event()
 
     def say() -> Iterator[pb.SiloMessage]:
-        yield pb.SiloMessage(hello=pb.Hello(protocol_min=1, protocol_max=1, policy_digest=policy))
+        yield pb.SiloMessage(hello=pb.Hello(protocol_min=2, protocol_max=2, policy_digest=policy))
         over.wait(20)
 
     with channel(world.port, world.people[name]) as line:

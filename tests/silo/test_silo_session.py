@@ -56,7 +56,7 @@ class Rig:
         self.client = Client(
             Lines([Address("127.0.0.1", 1)], lambda _: self.host.channel()),
             self.store,
-            lambda: pb.Hello(protocol_min=1, protocol_max=1, staged=self.staged),
+            lambda: pb.Hello(protocol_min=2, protocol_max=2, staged=self.staged),
             lambda welcome: None,
             lambda address: (self.explained.append(address), finding)[1],
             self.notices.append,
@@ -104,7 +104,7 @@ def make(tmp_path):
 def test_a_session_begins_with_hello_and_pulses_both_ways(make):
     rig = make(FakeControl(pulse_s=0.2)).start()
     until(lambda: len(rig.control.last.got("pulse")) >= 3)
-    assert rig.control.last.hello.protocol_max == 1
+    assert rig.control.last.hello.protocol_max == 2
     assert rig.control.last.got("pulse")[0].done == 7
     assert rig.store.contact().address == "127.0.0.1:1"
     assert rig.greeted.is_set()

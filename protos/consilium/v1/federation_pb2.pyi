@@ -439,7 +439,7 @@ class Offer(_message.Message):
     round: _builtins.int
     kind: Global___TaskKind.ValueType
     manifest_digest: _builtins.str
-    """fetch it with Get; its SHA-256 is the digest of the run"""
+    """fetch it with Get; its BLAKE3 is the digest of the run"""
     base_digest: _builtins.str
     """what was broadcast; fetch it with Get"""
     base_size: _builtins.int
