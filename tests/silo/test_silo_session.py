@@ -227,7 +227,7 @@ def test_a_refusal_about_the_network_is_not(make):
 
 def test_another_protocol_is_refused(make):
     control = FakeControl()
-    control.welcome = lambda hello: pb.CoordinatorMessage(welcome=pb.Welcome(protocol=2, pulse_seconds=1))
+    control.welcome = lambda hello: pb.CoordinatorMessage(welcome=pb.Welcome(protocol=3, pulse_seconds=1))
     rig = make(control).start(sessions=0)
     rig.thread.join(20)
     assert rig.error.code == "E-WIRE-01"
