@@ -1,4 +1,4 @@
-"""What the coordinator computes for each number of a model when it closes a round, step by step, in one thread.
+"""What the coordinator computes for each number of a model when it closes a round, step by step.
 
 python -m benchmarks.round_trip.arithmetic
 """
@@ -34,7 +34,7 @@ def once(model: Tensors, part: Part, timed: dict[str, Timed]) -> None:
 
 
 def main() -> None:
-    """Print the median of each step over nine rounds, after three to warm up."""
+    """Print the median of each step over nine rounds, after three to warm up; threads are those of `fl_core.pieces`."""
     torch.set_num_threads(1)
     words = [*workload(RESNET18).overrides, "rounds=1", "method=fedavg"]
     model = initial_state(manifest_from(compose_spec(words), ["hospital0", "hospital1"]))["w"]
