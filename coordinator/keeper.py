@@ -50,6 +50,7 @@ class Keeper:
         row = self.store.runs.round(self.run_id, record.round)
         assert row is not None
         self.hub.announce_close(row)
+        self.blobs.packed.forget(row.base_digest)  # before the next one is packed: one model in memory, not two
         if record.kind is TaskKind.EVALUATE:
             self.hub.announce_end(self.store.runs.get(self.run_id))
         self.collect(self.run_id)
