@@ -33,7 +33,7 @@ from coordinator.servicers.transfer import TransferService
 from coordinator.store import Store
 from fl_core.errors import StateError
 from protos import keyfiles
-from protos.chunks import CHUNK_BYTES, MAX_MESSAGE_BYTES
+from protos.chunks import AHEAD_BYTES, MAX_MESSAGE_BYTES
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.identity import Address
@@ -48,9 +48,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
-    # What a stream may send ahead of being read: one chunk. By gRPC's own estimate of a fast link it grew to many MiB.
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", CHUNK_BYTES),
+    ("grpc.http2.lookahead_bytes", AHEAD_BYTES),
 )
 
 

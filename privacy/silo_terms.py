@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from scipy.stats import norm
+from scipy.special import log_ndtr, ndtr  # the normal distribution; scipy.stats takes a second to import
 
 from fl_core import cohort
 from fl_core.errors import ConfigError
@@ -152,8 +152,8 @@ def participations(manifest: RunManifest) -> list[int]:
 
 def analytic_delta(noise: float, epsilon: float) -> float:
     """Return the exact delta of one Gaussian release of noise / sensitivity `noise`."""
-    first = norm.cdf(1 / (2 * noise) - epsilon * noise)
-    return float(first - math.exp(epsilon + norm.logcdf(-1 / (2 * noise) - epsilon * noise)))
+    first = ndtr(1 / (2 * noise) - epsilon * noise)
+    return float(first - math.exp(epsilon + log_ndtr(-1 / (2 * noise) - epsilon * noise)))
 
 
 def analytic_noise(epsilon: float, delta: float, releases: int = 1) -> float:

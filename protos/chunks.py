@@ -1,4 +1,4 @@
-"""Objects in chunks of 1 MiB, each with a CRC-32C: the unit of sending, checking and resuming.
+"""Objects in chunks of 2 MiB, each with a CRC-32C: the unit of sending, checking and resuming.
 
 `Chunk` is the message `consilium.v1.Chunk` of federation.proto. The protobuf library copies a field of bytes when it is
 set, when it is written and each time it is read; these are nearly all bytes of a round, so this one message is written
@@ -17,7 +17,10 @@ import numpy as np
 from fl_core.errors import ProtocolError
 from protos.spares import open_shared
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 2 << 20
+"""Bytes in a chunk: fewer cost more processor time per byte, more no longer fit a processor's cache."""
+AHEAD_BYTES = 1 << 20
+"""Bytes that a stream may send ahead of being read, whose estimate by gRPC grows to many MiB."""
 MAX_MESSAGE_BYTES = 4 << 20
 """Both sides refuse larger messages: a bound against denial of service, far above a chunk."""
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5

@@ -77,6 +77,9 @@ class Objects:
         aside = self.folder / f".{secrets.token_hex(8)}{_PART}"
         self.spares.take(aside)
         digest, size = write(aside)
+        if self.holds(digest):
+            self.spares.keep(aside)
+            return digest, size
         path = self.path(digest)
         aside.replace(path)
         self._sound[digest] = _looks(path)

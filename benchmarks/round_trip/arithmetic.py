@@ -1,10 +1,11 @@
-"""What the coordinator computes for each number of a model when it closes a round, step by step.
+"""What is computed for each number of a model when a round closes, step by step, and what naming an object takes.
 
 python -m benchmarks.round_trip.arithmetic
 """
 
 from __future__ import annotations
 
+import hashlib
 from statistics import median
 
 import torch
@@ -18,12 +19,13 @@ from fl_core.accumulator import Accumulator
 from fl_core.fixed_point import FixedPoint, Grid
 from fl_core.simulate import initial_state
 from fl_core.types import Part, PartSpec, Tensors
+from protos import codec
 
-STEPS = ("first fold", "next fold", "sum read", "mean", "added")
+STEPS = ("first fold", "next fold", "sum read", "mean", "added", "BLAKE3", "SHA-256")
 
 
 def once(model: Tensors, part: Part, timed: dict[str, Timed]) -> None:
-    """Close a round of two updates."""
+    """Close a round of two updates and name the model, as it is done and by SHA-256 for comparison."""
     sums = Accumulator({"delta": PartSpec.of(part)}, Grid(n_max=2))
     timed["first fold"].add(lambda: sums.fold({"delta": part}))
     timed["next fold"].add(lambda: sums.fold({"delta": part}))
@@ -31,6 +33,9 @@ def once(model: Tensors, part: Part, timed: dict[str, Timed]) -> None:
     timed["sum read"].add(lambda: total.update(FixedPoint(sums.grid).incoming(sums.total(), 2, 0)))
     timed["mean"].add(lambda: mean.update(total["delta"].mean()))
     timed["added"].add(lambda: trees.add(model, mean))
+    packed = codec.pack_state({"w": model})
+    timed["BLAKE3"].add(lambda: codec.digest(packed))
+    timed["SHA-256"].add(lambda: hashlib.sha256(packed).hexdigest())
 
 
 def main() -> None:

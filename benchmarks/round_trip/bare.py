@@ -1,7 +1,7 @@
 """The same bytes over the same kind of channel, and nothing else: no disk, no hash, no message format.
 
 The server and each client are processes of their own, with the certificates of the consortium that is measured. One
-round: every client reads `down` bytes as a stream and then sends `up` bytes as a stream, in messages of 1 MiB.
+round: every client reads `down` bytes as a stream and then sends `up` bytes as a stream, in messages of a chunk's size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SERVICE = "benchmarks.Bare"
 
 
 def stream(size: int) -> Iterator[bytes]:
-    """Give `size` bytes in messages of 1 MiB, made once."""
+    """Give `size` bytes in messages of a chunk's size, made once."""
     message = os.urandom(min(size, CHUNK_BYTES))
     for _ in range(size // CHUNK_BYTES):
         yield message

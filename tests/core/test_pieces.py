@@ -40,7 +40,24 @@ def test_several_threads_work_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     side_by_side(lambda _: together.wait(20), range(12))
 
 
-def test_an_error_is_raised_when_no_thread_works_any_more(threads: int) -> None:
+def test_an_error_is_raised_when_no_thread_works_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "THREADS", 3)
+    in_hand, done = threading.Barrier(3), list[int]()
+
+    def work(piece: int) -> None:
+        if piece < 3:
+            in_hand.wait(20)  # each of three threads has one
+        if piece == 0:
+            raise ValueError("this one")
+        done.append(piece)
+
+    with pytest.raises(ValueError, match="this one"):
+        side_by_side(work, range(10_000))
+    assert sorted(done) == list(range(1, 10_000))  # by the two others, which nobody waits for after this
+
+
+def test_an_error_of_a_single_thread_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "THREADS", 1)
     done: list[int] = []
 
     def work(piece: int) -> None:
@@ -50,9 +67,7 @@ def test_an_error_is_raised_when_no_thread_works_any_more(threads: int) -> None:
 
     with pytest.raises(ValueError, match="this one"):
         side_by_side(work, range(100))
-    before = len(done)
-    assert threading.active_count() == len([t for t in threading.enumerate() if not t.name.startswith("pieces")])
-    assert len(done) == before
+    assert done == list(range(50))
 
 
 def test_sums_and_means_are_the_same_to_the_last_bit_however_many_threads(threads: int) -> None:

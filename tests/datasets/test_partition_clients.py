@@ -85,7 +85,7 @@ def test_map_gives_each_silo_two_classes_or_more_and_every_class_an_owner() -> N
     assert min(map(len, parts)) >= 5
     assert len(np.unique(LABELS[disjoint(parts)])) == 10
     with pytest.raises(ConfigError, match="fewer silos"):
-        partition_clients.deal_map(LABELS[::25], 10, 200, seed=0)
+        partition_clients.deal_map(LABELS[::100], 10, 12, seed=0)
 
 
 @pytest.mark.parametrize("text", ["persilo-0.5-10", "label-3-10", "map-10", "map-10@4"])

@@ -32,6 +32,19 @@ def test_a_download_is_hashed_over_all_of_its_streams(tmp_path: Path, cut: int) 
     assert objects.path(digest).read_bytes() == DATA
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_writing_the_same_content_twice_is_harmless(tmp_path: Path, damaged: bool) -> None:
+    objects = Objects(tmp_path / "objects")
+    digest, size = objects.put_file(lambda file: write_sealed(file, [memoryview(DATA)]))
+    before = objects.path(digest).stat().st_ino
+    if damaged:
+        objects.path(digest).write_bytes(b"something else")
+    assert objects.put_file(lambda file: write_sealed(file, [memoryview(DATA)])) == (digest, size)
+    assert objects.sound(digest).read_bytes() == DATA
+    assert [path.name for path in objects.folder.iterdir()] == [digest]
+    assert (objects.path(digest).stat().st_ino == before) is not damaged
+
+
 def test_a_download_with_another_digest_is_deleted(tmp_path: Path) -> None:
     objects, digest = Objects(tmp_path / "objects"), codec.digest(DATA)
     with objects.growing(digest) as file:

@@ -691,7 +691,7 @@ class Chunk(_message.Message):
     """Put: the contribution id. Get: the digest. Set in the first chunk of a stream."""
     offset: _builtins.int
     data: _builtins.bytes
-    """about 1 MiB"""
+    """at most 2 MiB"""
     crc32c: _builtins.int
     def __init__(
         self,
