@@ -54,11 +54,10 @@ def write_sealed(path: Path, pieces: Iterable[memoryview], sync: bool = True) ->
         for piece in pieces:
             for at in range(0, len(piece), _BLOCK):
                 block = piece[at : at + _BLOCK]
-                if len(block) == _BLOCK:
-                    hashed = beside.submit(found.update, block)  # one thread: in their order
-                else:
-                    if hashed is not None:
-                        hashed.result()
+                if hashed is not None:
+                    hashed.result()  # in their order; raises what hashing the last one raised
+                hashed = beside.submit(found.update, block) if len(block) == _BLOCK else None
+                if hashed is None:
                     found.update(block)
                 write_all(file, block)
                 size += len(block)
@@ -68,6 +67,8 @@ def write_sealed(path: Path, pieces: Iterable[memoryview], sync: bool = True) ->
         file.truncate(size)
         if sync:
             os.fsync(descriptor)
+        if hashed is not None:
+            hashed.result()
     return found.hexdigest(), size
 
 

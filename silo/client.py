@@ -11,6 +11,7 @@ from fl_core.errors import FederationError, ProtocolError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.diagnosis import Diagnosis
 from protos.identity import Address
+from protos.version import PROTOCOL
 from silo.line import Lines
 from silo.notices import Say, notice, trouble
 from silo.session import Handler, Session
@@ -18,7 +19,6 @@ from silo.store import Store
 from silo.transfer import Patience
 from silo.waiting import Backoff, Stop
 
-PROTOCOL = 2  # since 2, objects are named by BLAKE3
 RECONNECT_CAP_S = 15.0
 """The longest wait for the next session: a federation has some dozens of silos, no herd that must be spread further."""
 

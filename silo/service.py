@@ -14,7 +14,8 @@ from privacy.plan import PROFILES
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.diagnosis import Diagnosis
 from protos.identity import Address
-from silo.client import PROTOCOL, Client
+from protos.version import PROTOCOL
+from silo.client import Client
 from silo.custody import Custody
 from silo.desk import Desk
 from silo.enrol import Keeper, pinned_version

@@ -16,8 +16,8 @@ from coordinator.sessions import Session as Stream
 from fl_core.errors import FederationError, ProtocolError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.version import PROTOCOL
 
-PROTOCOL = 2  # since 2, objects are named by BLAKE3
 _TEXT = 200
 _CLASSES = 10_000
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import pytest
 from e2e.world import BIN, ENV, ROOT, free_port, until
 from PIL import Image
 
@@ -90,7 +89,6 @@ def test_every_command_of_the_quickstart_works(tmp_path: Path) -> None:
     assert ran == QUICKSTART.count("```sh")
 
 
-@pytest.mark.slow
 def test_every_command_for_researchers_works(tmp_path: Path) -> None:
     ((words, script),) = _blocks(RESEARCH)
     assert words == ["simulate"]

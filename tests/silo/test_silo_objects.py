@@ -80,3 +80,17 @@ def test_an_object_is_written_private_under_its_digest(tmp_path: Path) -> None:
     objects.path(digest).write_bytes(DATA[::-1])
     with pytest.raises(StateError, match="E-STATE-63"):
         objects.sound(digest)
+
+
+def test_an_error_of_hashing_any_block_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        calls = 0
+
+        def update(self, block: memoryview) -> None:
+            self.calls += 1
+            if self.calls == 2:
+                raise MemoryError("the second of four")
+
+    monkeypatch.setattr("protos.digests.Hasher", Failing)
+    with pytest.raises(MemoryError, match="the second of four"):
+        write_sealed(tmp_path / "object", [memoryview(bytes(4 << 20))])
