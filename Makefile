@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTO := protos/consilium/v1/federation.proto
+PACKAGES := coordinator fl_core privacy protos silo configs
+
+# Demo and tests start dozens of processes; without files of compiled code each would compile all of the project anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-all test-ray check bench protos lock docs clean
 help:  ## List the targets
@@ -20,6 +24,7 @@ $(STAMP): requirements.lock pyproject.toml
 	test -x $(BIN)/python || $$UV venv --quiet --allow-existing --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV); \
 	$$UV pip sync --quiet --compile-bytecode --python $(BIN)/python --require-hashes requirements.lock && \
 	$$UV pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@$(BIN)/python -m compileall -q $(PACKAGES)
 	@touch $(STAMP)
 
 demo: setup  ## One federation on this machine: coordinator, six hospitals, mutual TLS; FedMR, FedAvg, and FedMR at epsilon 8

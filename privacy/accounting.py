@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,18 +63,23 @@ def aggregated(history: Iterable[Mechanism]) -> list[Mechanism]:
 
 def rdp(history: Iterable[Mechanism], orders: Sequence[float] = ORDERS) -> NDArray[np.float64]:
     """Return the composed RDP at each order: of disjoint entries it is the sum."""
-    from opacus.accountants.analysis import rdp as analysis
-
     total = np.zeros(len(orders))
     for m in aggregated(history):
         if m.noise == 0:
             return np.full(len(orders), math.inf)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            total += np.atleast_1d(
-                analysis.compute_rdp(q=m.rate, noise_multiplier=m.noise, steps=m.steps, orders=list(orders))
-            )
+        total += m.steps * _rdp_of_a_step(m.noise, m.rate, tuple(orders))
     return total
+
+
+@lru_cache(maxsize=4096)  # a hospital solves for the noise of one plan in every round, by the same steps
+def _rdp_of_a_step(noise: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
+    from opacus.accountants.analysis import rdp as analysis
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = np.atleast_1d(analysis.compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=list(orders)))
+    found.flags.writeable = False
+    return found
 
 
 def epsilon_rdp(history: Iterable[Mechanism], delta: float) -> float:

@@ -112,7 +112,7 @@ class World:
 
         def over() -> bool:
             assert self.server is not None
-            return self.run(run_id).state.ended and run_id not in self.server.runs._active
+            return run_id not in self.server.runs._active and self.run(run_id).state.ended
 
         until(over, f"the end of {run_id}", seconds)
         return self.run(run_id)

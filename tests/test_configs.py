@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -54,11 +55,22 @@ def test_train_section_has_the_fields_and_defaults_of_train_config() -> None:
     assert raw == {f.name: f.default for f in fields(TrainConfig)}
 
 
+def _composes(method: str, data: str) -> None:
+    spec = compose_spec([f"method={method}", f"data={data}"])
+    assert (spec.method["name"], spec.data["name"]) == (method, data)
+    assert RunSpec.from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize(("method", "data"), zip(sorted(METHODS), itertools.cycle(choices("data"))))
+def test_every_method_and_every_data_set_compose(method: str, data: str) -> None:
+    _composes(method, data)
+
+
+@pytest.mark.slow  # a minute of Hydra on a slow machine; `make check` runs it too
 @pytest.mark.parametrize("data", choices("data"))
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_method_composes_with_every_data_set(method: str, data: str) -> None:
-    spec = compose_spec([f"method={method}", f"data={data}"])
-    assert RunSpec.from_json(spec.to_json()) == spec
+    _composes(method, data)
 
 
 def test_scaffold_brings_a_schedule_without_momentum_and_the_command_line_wins() -> None:

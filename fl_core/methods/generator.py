@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, one_hot
 
 from fl_core import rng, trees
+from fl_core.optimizers import Adam
 from fl_core.types import Tensors
 
 ADAM = ("exp_avg", "exp_avg_sq")
@@ -108,21 +109,22 @@ def train(
     moments: as an earlier call returned them; None starts anew.
     """
     named = dict(model.named_parameters())
-    adam = torch.optim.Adam(named.values(), course.lr, weight_decay=course.weight_decay)
-    for name, p in named.items() if moments else ():
-        assert moments is not None
-        adam.state[p] = {key: moments[key][name].clone() for key in ADAM} | {"step": moments["step"]["t"].clone()}
+    before = moments or fresh_moments(model)
+    first, second = ([before[key][name].clone() for name in named] for key in ADAM)
+    seen = float(before["step"]["t"])
+    adam = Adam(named.values(), course.lr, weight_decay=course.weight_decay, first=first, second=second, steps=seen)
     model.train()
     with one_thread():
         for _ in range(course.steps):
             y, e = draw_labels(course.batch, known, random), draw_noise(course.batch, course.noise, course.kind, random)
             z = model(y, e)
             loss = teachers.loss(z, y) + course.diversity * diversity(e, z)
-            adam.zero_grad()
+            for p in adam.parameters:
+                p.grad = None
             loss.backward()  # type: ignore[no-untyped-call]
             adam.step()
-    after: dict[str, dict[str, Tensor]] = {key: {n: adam.state[p][key] for n, p in named.items()} for key in ADAM}
-    return {**after, "step": {"t": next(iter(adam.state.values()))["step"]}}
+    after = {key: dict(zip(named, kept, strict=True)) for key, kept in zip(ADAM, (first, second), strict=True)}
+    return {**after, "step": {"t": adam.steps[0]}}
 
 
 def fresh_moments(model: Generator) -> dict[str, dict[str, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -49,6 +50,22 @@ def server_of(method: Method) -> State:
     return method.merge(start, merged_total(method, bundles), FED)
 
 
+@cache
+def _kept(name: str) -> tuple[State, tuple[Bundle, ...]]:
+    server = server_of(made(name))
+    return server, tuple(local(made(name), copied(server), k).bundle for k in range(3))
+
+
+def server_after_a_round(name: str) -> State:
+    """Give a copy of `server_of` the method, made once: what a test does to it no other test sees."""
+    return copied(_kept(name)[0])
+
+
+def answers(name: str) -> list[Bundle]:
+    """Give copies of what three silos answer to that state."""
+    return [copied_bundle(bundle) for bundle in _kept(name)[1]]
+
+
 def merged_total(method: Method, bundles: list[Bundle]) -> Bundle:
     """Sum over silos, except for the parts that `merge` sees one by one."""
     return {name: stacked([b[name] for b in bundles]) if name in method.apart else part
@@ -80,6 +97,10 @@ def copied(state: State) -> State:
     return {group: {name: v.clone() for name, v in values.items()} for group, values in state.items()}
 
 
+def copied_bundle(bundle: Bundle) -> Bundle:
+    return {n: Part({key: v.clone() for key, v in p.total.items()}, p.weight.clone()) for n, p in bundle.items()}
+
+
 def same_state(a: State, b: State) -> bool:
     return set(a) == set(b) and all(same(values, b[group]) for group, values in a.items())
 
@@ -108,7 +129,7 @@ def test_a_method_names_what_it_sends(name: str) -> None:
 
 @every_method
 def test_contents_of_the_scratch_model_change_nothing(name: str) -> None:
-    method, server = made(name), server_of(made(name))
+    method, server = made(name), server_after_a_round(name)
     clean = Bench(method, model_of(), derive_layout(method, model_of(), SCHEMA))
     dirty = Bench(method, poisoned(), clean.layout, initial=clean.initial)
     for k, share in enumerate(shares()):
@@ -126,7 +147,7 @@ def test_contents_of_the_scratch_model_change_nothing(name: str) -> None:
 
 @every_method
 def test_a_silo_s_second_round_uses_its_state_alone_and_leaves_it_as_it_is(name: str) -> None:
-    method, server = made(name), server_of(made(name))
+    method, server = made(name), server_after_a_round(name)
     layout, share, turn = derive_layout(method, model_of(), SCHEMA), shares()[1], Turn(FED, 1, 0)
     initial, outcomes = trees.read(model_of()), []
     for model in (model_of(), poisoned()):
@@ -144,7 +165,7 @@ def test_a_silo_s_second_round_uses_its_state_alone_and_leaves_it_as_it_is(name:
 @every_method
 def test_evaluation_reads_nothing_of_the_scratch_model(name: str) -> None:
     method, share, turn = made(name), shares()[0], Turn(FED, 0, 0)
-    msg = method.broadcast(server_of(method))
+    msg = method.broadcast(server_after_a_round(name))
     layout = derive_layout(method, model_of(), SCHEMA)
     parts = [
         work(
@@ -160,7 +181,7 @@ def test_evaluation_reads_nothing_of_the_scratch_model(name: str) -> None:
 @every_method
 def test_local_mutates_nothing_of_its_arguments(name: str) -> None:
     method = made(name)
-    server, silo = server_of(method), method.init_silo(model_of(), FED)
+    server, silo = server_after_a_round(name), method.init_silo(model_of(), FED)
     before_server, before_silo = copied(server), copied(silo)
     local(method, server, 0, silo=silo)
     assert same_state(server, before_server)
@@ -170,7 +191,7 @@ def test_local_mutates_nothing_of_its_arguments(name: str) -> None:
 @every_method
 def test_bundles_do_not_share_memory_with_the_model(name: str) -> None:
     method, model = made(name), model_of()
-    outcome = local(method, server_of(method), 0, model)
+    outcome = local(method, server_after_a_round(name), 0, model)
     before = {part: {key: v.clone() for key, v in p.total.items()} for part, p in outcome.bundle.items()}
     with torch.no_grad():
         for v in model.state_dict().values():
@@ -181,7 +202,7 @@ def test_bundles_do_not_share_memory_with_the_model(name: str) -> None:
 @every_method
 def test_merge_of_an_empty_cohort_changes_nothing(name: str) -> None:
     method = made(name)
-    server = server_of(method)
+    server = server_after_a_round(name)
     empty = dict.fromkeys(method.apart, (0,))  # no silo to stack
     nothing = {
         part: Part(
@@ -197,9 +218,9 @@ def test_merge_of_an_empty_cohort_changes_nothing(name: str) -> None:
 @every_method
 def test_merge_mutates_neither_the_state_nor_the_sum(name: str) -> None:
     method = made(name)
-    server = server_of(method)
-    before, total = copied(server), merged_total(method, [local(method, server, k).bundle for k in range(2)])
-    kept = {part: Part({key: v.clone() for key, v in p.total.items()}, p.weight.clone()) for part, p in total.items()}
+    server = server_after_a_round(name)
+    before, total = copied(server), merged_total(method, answers(name)[:2])
+    kept = copied_bundle(total)
     method.merge(server, total, FED)
     assert same_state(server, before)
     assert same_bundle(total, kept)
@@ -208,7 +229,7 @@ def test_merge_mutates_neither_the_state_nor_the_sum(name: str) -> None:
 @every_method
 def test_equal_inputs_give_equal_bytes(name: str) -> None:
     method = made(name)
-    server = server_of(method)
+    server = server_after_a_round(name)
     first, second = local(method, server, 1), local(method, server, 1)
     assert same_bundle(first.bundle, second.bundle)
     assert same_state(server, server_of(method))
@@ -217,8 +238,8 @@ def test_equal_inputs_give_equal_bytes(name: str) -> None:
 @every_method
 def test_arrival_order_does_not_matter(name: str) -> None:
     method = made(name)
-    server = server_of(method)
-    bundles = [local(method, server, k).bundle for k in range(3)]
+    server = server_after_a_round(name)
+    bundles = answers(name)
     layout = {part: spec for part, spec in derive_layout(method, model_of(), SCHEMA).items() if part != "metrics"}
     grid = Grid("ring64", 3)
     merged = []
@@ -234,10 +255,8 @@ def test_arrival_order_does_not_matter(name: str) -> None:
 @pytest.mark.parametrize("ring", ["ring64", "ring32"])
 def test_integer_bundles_give_the_same_sum_as_float_bundles(name: str, ring: str) -> None:
     """A mask needs integers at the silo: encoding there or on arrival must agree to the last bit, modulo the ring."""
-    method = made(name)
-    server = server_of(method)
-    bundles = [local(method, server, k).bundle for k in range(3)]
-    layout = {part: spec for part, spec in derive_layout(method, model_of(), SCHEMA).items() if part != "metrics"}
+    bundles = answers(name)
+    layout = {part: spec for part, spec in derive_layout(made(name), model_of(), SCHEMA).items() if part != "metrics"}
     peak = {part: max(float(v.abs().max()) for b in bundles for v in b[part].total.values()) for part in layout}
     bounds = {part: 1.01 * peak[part] + 1e-3 for part in layout} | {f"{part}.weight": 100.0 for part in layout}
     grid = Grid("ring32" if ring == "ring32" else "ring64", 3, bounds)
@@ -292,7 +311,7 @@ def test_rounds_through_a_port_repeat(name: str) -> None:
 @every_method
 def test_a_silo_with_one_class_takes_part(name: str) -> None:
     method, turn = made(name), Turn(FED, 0, 0)
-    server = server_of(method)
+    server = server_after_a_round(name)
     only = Given(torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.full((5,), 2))
     data = PlainData(only, only, TRAIN, turn)
     bundle = method.local(model_of(), method.broadcast(server), method.init_silo(model_of(), FED), data, turn).bundle

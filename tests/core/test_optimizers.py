@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +13,7 @@ from fl_core.capabilities import asked_by, refuse
 from fl_core.errors import ConfigError
 from fl_core.kinds import Capability
 from fl_core.methods.fedavg import FedAvg
-from fl_core.optimizers import Descent, check, effective_steps, make_optimizer
+from fl_core.optimizers import Adam, Descent, check, effective_steps, make_optimizer, make_steppers
 from fl_core.types import TrainConfig
 
 
@@ -40,6 +43,87 @@ def test_effective_steps_are_the_way_of_the_optimizer_itself(nesterov: bool) -> 
         w.grad = torch.ones_like(w)
         optimizer.step()
     assert effective_steps(config, 6) == pytest.approx(-float(w.detach()) / 0.05, rel=1e-12)
+
+
+CONFIGS = [
+    TrainConfig(optimizer="sgd", momentum=0.0, weight_decay=0.0),
+    TrainConfig(optimizer="sgd", momentum=0.9, weight_decay=0.01),
+    TrainConfig(optimizer="sgd", momentum=0.9, weight_decay=0.01, nesterov=True),
+    TrainConfig(optimizer="adam", weight_decay=0.01),
+    TrainConfig(optimizer="adam", weight_decay=0.0),
+]
+
+
+def _torchs(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
+    if config.optimizer == "adam":
+        return torch.optim.Adam(parameters, 0.05, weight_decay=config.weight_decay)
+    return torch.optim.SGD(
+        parameters, 0.05, momentum=config.momentum, weight_decay=config.weight_decay, nesterov=config.nesterov
+    )
+
+
+def _some(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.optimizer}-{c.momentum}-{c.weight_decay}-{c.nesterov}")
+def test_steps_equal_those_of_torchs_optimizer_bit_for_bit(config: TrainConfig) -> None:
+    ours, theirs = ([nn.Parameter(_some(i, 3, 4 + i)) for i in range(4)] for _ in range(2))
+    optimizer, reference = make_optimizer(ours, 0.05, config), _torchs(theirs, config)
+    for step in range(6):
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            without = i == 3 or (i == 2 and step < 2) or (i == 1 and step == 4)  # never, not yet, not in this step
+            a.grad = b.grad = None if without else _some(100 + 10 * step + i, 3, 4 + i)
+        optimizer.step()
+        reference.step()
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert torch.equal(ours[3], _some(3, 3, 7)), "a parameter without a gradient moved"
+
+
+def test_adam_goes_on_with_given_moments() -> None:
+    whole, cut = nn.Parameter(_some(0, 5)), nn.Parameter(_some(0, 5))
+    gradients = [_some(i, 5) for i in range(1, 7)]
+
+    def steps(optimizer: Adam, gradients: list[torch.Tensor]) -> None:
+        for gradient in gradients:
+            optimizer.parameters[0].grad = gradient
+            optimizer.step()
+
+    steps(Adam([whole], 0.05), gradients)
+    first = Adam([cut], 0.05)
+    steps(first, gradients[:3])
+    steps(Adam([cut], 0.05, first=first.first, second=first.second, steps=float(first.steps[0])), gradients[3:])
+    assert torch.equal(whole, cut)
+
+
+def test_bare_parameters_move_without_momentum_or_decay() -> None:
+    full, bare = nn.Parameter(_some(0, 3)), nn.Parameter(_some(1, 3))
+    steppers = make_steppers(
+        {"full": full, "bare": bare}, 0.05, TrainConfig(momentum=0.9, weight_decay=0.5), lambda name: name == "bare"
+    )
+    for seed in (2, 3):
+        full.grad = bare.grad = _some(seed, 3)
+        for stepper in steppers:
+            stepper.step()
+    assert torch.equal(bare, (_some(1, 3) - 0.05 * _some(2, 3)) - 0.05 * _some(3, 3))
+    assert not torch.equal(full - _some(0, 3), bare - _some(1, 3))
+
+
+def test_neither_training_nor_counting_parameters_imports_the_compiler() -> None:
+    code = (
+        "import sys, torch; from fl_core.models import describe\n"
+        "from fl_core.optimizers import Descent; from fl_core.types import Schema, TrainConfig\n"
+        "for name in ('sgd', 'adam'):\n"
+        "    w = torch.nn.Parameter(torch.ones(2))\n"
+        "    descent = Descent({'w': w}, 0.1, TrainConfig(optimizer=name))\n"
+        "    descent.clear(); descent.backward(w.sum()); descent.step()\n"
+        "    assert float(w[0]) < 1\n"
+        "for name, shape in (('resnet18', (3, 32, 32)), ('mlp_net', (1, 28, 28)), ('vgg11', (3, 32, 32))):\n"
+        "    assert describe(name, Schema(shape, ('a', 'b'))).parameters > 0\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out == "False\n"
 
 
 def test_an_adaptive_optimizer_has_no_effective_steps() -> None:
