@@ -11,7 +11,7 @@ from fl_core.fixed_point import Grid
 from fl_core.manifest import Choice, Option, RunManifest, members
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.optimizers import effective_steps
+from fl_core.optimizers import SGD, effective_steps
 from fl_core.simulate import SiloShare
 from fl_core.spec import derive_layout
 from fl_core.types import Bundle, Examples, Federation, LossFn, PenaltyFn, Query, Schema, Split, Tensors, TrainConfig
@@ -75,13 +75,11 @@ class QData:
     ) -> int:  # fmt: skip
         assert isinstance(model, Scalar)
         planned = self.steps if steps is None else steps
-        optimiser = torch.optim.SGD(model.parameters(), lr_scale * self.lr, momentum=self.momentum)
+        optimiser = SGD(model.parameters(), lr_scale * self.lr, momentum=self.momentum)
         for _ in range(planned):
-            optimiser.zero_grad()
-            objective = 0.5 * self.a * (model.w - self.b).square().sum()
+            model.w.grad = self.a * (model.w.detach() - self.b)  # of a/2 (w - b)^2
             if penalty is not None:
-                objective = objective + penalty(model)
-            objective.backward()
+                penalty(model).backward()  # adds its own
             if shift is not None:
                 model.w.grad.add_(shift["w"])
             optimiser.step()

@@ -5,11 +5,15 @@ Alpaydin and Kaynak (1998), "Optical recognition of handwritten digits", UCI mac
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_core import rng
@@ -17,6 +21,7 @@ from fl_core.datasets.augment import DIGITS
 from fl_core.datasets.base import SiloDataset, TensorExamples, fingerprint
 from fl_core.datasets.federations import Federated
 from fl_core.datasets.scan import Report, problem
+from fl_core.errors import DataError
 from fl_core.types import Schema, Split
 
 CLASSES = tuple("0123456789")
@@ -63,9 +68,7 @@ def check(federation: Federated, silo: int, classes: Sequence[str] | None) -> Re
 
 def _share(federation: Federated, silo: int, classes: Sequence[str] | None) -> _Share:
     """Hold out a stratified fifth, the same in every run, and deal both splits."""
-    from sklearn.datasets import load_digits  # takes a second to import: only for those who load digits
-
-    images, digits = load_digits(return_X_y=True)
+    images, digits = _digits()
     x = torch.tensor(images / 16, dtype=torch.float32).reshape(-1, *SHAPE)
     train, test = [], []
     for c in range(len(CLASSES)):
@@ -81,6 +84,21 @@ def _share(federation: Federated, silo: int, classes: Sequence[str] | None) -> _
     origin = f"digits/{federation.text}/{silo}"
     public = (x[mine[2]], names[2]) if held else None
     return _Share(origin, tuple(classes or CLASSES), (x[mine[0]], x[mine[1]]), (names[0], names[1]), public)
+
+
+@cache
+def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Read the digits, 64 numbers from 0 to 16 each, and what they are, as scikit-learn's `load_digits` gives them.
+
+    From the library's own file: to import it takes as long as to import torch, and each silo is a process.
+    """
+    found = importlib.util.find_spec("sklearn")
+    file = Path(found.origin).parent / "datasets/data/digits.csv.gz" if found is not None and found.origin else None
+    if file is None or not file.exists():
+        raise DataError("E-DATA-02", f"expected scikit-learn's digits in {file}, found none: run make setup")
+    rows = np.loadtxt(file, delimiter=",")
+    rows.flags.writeable = False
+    return rows[:, :-1], rows[:, -1].astype(np.int64)
 
 
 def _report(share: _Share) -> Report:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from fl_core.datasets import check, federation, load
+from fl_core.datasets import check, digits, federation, load
 from fl_core.errors import ConfigError, DataError
 from fl_core.types import Schema, Split
 
@@ -51,6 +51,20 @@ def test_a_silo_has_the_schema_and_the_right_labels() -> None:
     assert [known[tuple(v.flatten().tolist())] for v in silo.train.batch(torch.arange(len(silo.train)))[0]] == (
         silo.train.labels.tolist()
     )
+
+
+def test_the_digits_are_scikit_learns_as_it_gives_them() -> None:
+    pixels, labels = load_digits(return_X_y=True)
+    found, names = digits._digits()
+    assert (found.dtype, names.dtype) == (pixels.dtype, labels.dtype)
+    assert (found == pixels).all()
+    assert (names == labels).all()
+
+
+def test_digits_that_are_not_there_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(DataError, match=r"E-DATA-02: expected scikit-learn's digits.*make setup"):
+        digits._digits.__wrapped__()
 
 
 def test_an_empty_batch_keeps_its_shape() -> None:
