@@ -92,7 +92,7 @@ def test_lost_update_does_no_harm_and_committed_anyway_it_would() -> None:
 @pytest.mark.parametrize("control", ["code", "paper", "none"])
 def test_unequal_sizes_reach_the_weighed_optimum(control: str) -> None:
     sized = (QData(1, 0, n=1), QData(4, 1, n=3))
-    assert play(cloud(control), sized, 200).path[-1] == pytest.approx(12 / 13, abs=1e-6)
+    assert play(cloud(control), sized, 60).path[-1] == pytest.approx(12 / 13, abs=1e-6)
     uniform = FedDC(alpha=1, control=control, weights="uniform", report="cloud")
     assert play(uniform, sized, 10).path == play(cloud(control), Q, 10).path
 
@@ -100,12 +100,12 @@ def test_unequal_sizes_reach_the_weighed_optimum(control: str) -> None:
 @pytest.mark.parametrize("control", ["code", "paper", "none"])
 def test_unequal_steps_reach_the_optimum(control: str) -> None:
     silos = (QData(1, 0, steps=2), QData(4, 1, steps=20))
-    assert play(cloud(control), silos, 250).path[-1] == pytest.approx(0.8, abs=1e-6)
+    assert play(cloud(control), silos, 140).path[-1] == pytest.approx(0.8, abs=1e-6)
 
 
 def test_momentum_enters_by_the_effective_steps() -> None:
     silos = (QData(1, 0, lr=0.01, momentum=0.9), QData(4, 1, lr=0.01, momentum=0.9))
-    played = play(cloud("paper"), silos, 150)
+    played = play(cloud("paper"), silos, 100)
     assert played.path[-1] == pytest.approx(0.8, abs=1e-6)
     moved = [played.trained[0][k] for k in (0, 1)]
     assert played.state(0, "c") == pytest.approx([-d / (0.01 * 41.381059609) for d in moved], abs=1e-6)

@@ -53,14 +53,14 @@ def test_t_dyn_1_small_alpha_overshoots_first() -> None:
 
 
 def test_t_dyn_2_alternating_silos() -> None:
-    path = play(cloud(2), EXACT, 200, asked=alternating).path
+    path = play(cloud(2), EXACT, 80, asked=alternating).path
     assert path[:4] == pytest.approx([0, 1, 5 / 6, 5 / 6], abs=1e-6)
     assert path[-1] == pytest.approx(0.8, abs=1e-6)
 
 
 def test_t_dyn_3_sizes_enter_by_alpha() -> None:
     sized = (Exact(1, 0, n=1), Exact(4, 1, n=3))
-    played = play(cloud(1), sized, 200)
+    played = play(cloud(1), sized, 60)
     assert played.path[-1] == pytest.approx(12 / 13, abs=1e-6)
     assert played.state(-1, "m") == pytest.approx([-0.4615384615, 0.4615384615], abs=1e-6)
     uniform = play(FedDyn(alpha=1, weights="uniform"), sized, 20)
@@ -170,7 +170,7 @@ def test_an_empty_round_moves_nothing_even_under_drift() -> None:
 
 def test_momentum_is_an_ordinary_matter() -> None:
     silos = (QData(1, 0, lr=0.02, momentum=0.5), QData(4, 1, lr=0.02, momentum=0.5))
-    assert play(cloud(1), silos, 200).path[-1] == pytest.approx(0.8, abs=1e-6)
+    assert play(cloud(1), silos, 80).path[-1] == pytest.approx(0.8, abs=1e-6)
 
 
 @pytest.mark.parametrize("form", ["mixture", "additive"])

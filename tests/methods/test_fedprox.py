@@ -46,7 +46,7 @@ def play(mu: float, kind: type[QData], rounds: int) -> list[float]:
 
 @pytest.mark.parametrize(("mu", "first", "limit"), [(1, 0.4, 8 / 13), (10, 0.1428571429, 0.7586206897)])
 def test_t_prx_1_exact_solve(mu: float, first: float, limit: float) -> None:
-    path = play(mu, Exact, 300)
+    path = play(mu, Exact, 130)
     assert path[0] == pytest.approx(first, abs=1e-6)
     assert path[-1] == pytest.approx(limit, abs=1e-6)
 
@@ -57,7 +57,7 @@ def test_t_prx_1_huge_mu_stays_at_the_global_model() -> None:
 
 @pytest.mark.parametrize(("mu", "first", "limit"), [(1, 0.399609375, 0.6416687560), (5, None, 0.7272935260)])
 def test_t_prx_2_gradient_descent(mu: float, first: float | None, limit: float) -> None:
-    path = play(mu, QData, 300)
+    path = play(mu, QData, 90)
     if first is not None:
         assert path[0] == pytest.approx(first, abs=1e-6)
     assert path[-1] == pytest.approx(limit, abs=1e-6)
