@@ -1,8 +1,8 @@
 """The local optimizer, made anew for every call of `sgd`, and how far its steps reach.
 
 The update rules are torch's, by their functions. Its optimizer classes do the same around them, but the first object
-of one in a process imports the compiler TorchDynamo, which nothing here uses: 879 modules, half as long again as
-`import torch`, in every silo and every simulation.
+of one in a process imports the compiler TorchDynamo, which training does not use: 879 modules, three quarters of the
+time that `import torch` takes, in each silo and each simulation (ADR 0014).
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Stepper(ABC):
-    """An update rule over some parameters; one without a gradient is left out of a step."""
+    """An update rule over some parameters; one without a gradient is left out of a step.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0) -> None:
+    Raises ConfigError (E-CFG-41) on a negative rate, decay or momentum, and on Nesterov's without momentum.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float, weight_decay: float = 0.0) -> None:
+        _require_range(lr=lr, weight_decay=weight_decay)
         self.parameters = list(parameters)
         self.lr = lr
         self.weight_decay = weight_decay
@@ -39,7 +43,7 @@ class Stepper(ABC):
             self._move([i for i, p in enumerate(self.parameters) if p.grad is not None])
 
     @property
-    def param_groups(self) -> list[dict[str, list[nn.Parameter]]]:
+    def param_groups(self) -> list[dict[str, list[Tensor]]]:
         """Give the parameters as a `GradScaler` asks an optimizer for them."""
         return [{"params": self.parameters}]
 
@@ -49,17 +53,20 @@ class Stepper(ABC):
 
     def _chosen(self, having: list[int]) -> tuple[list[Tensor], list[Tensor]]:
         chosen = [self.parameters[i] for i in having]
-        return [*chosen], [p.grad for p in chosen if p.grad is not None]
+        return chosen, [p.grad for p in chosen if p.grad is not None]
 
 
 class SGD(Stepper):
     """Stochastic gradient descent; equals `torch.optim.SGD` bit for bit."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0,
+        self, parameters: Iterable[Tensor], lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0,
         nesterov: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(parameters, lr, weight_decay)
+        _require_range(momentum=momentum)
+        if nesterov and not momentum:
+            raise ConfigError("E-CFG-41", "train.nesterov needs train.momentum > 0, found 0")
         self.momentum = momentum
         self.nesterov = nesterov
         self._buffers: list[Tensor | None] = [None] * len(self.parameters)
@@ -83,7 +90,7 @@ class Adam(Stepper):
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], lr: float, *, weight_decay: float = 0.0,
+        self, parameters: Iterable[Tensor], lr: float, *, weight_decay: float = 0.0,
         first: Iterable[Tensor] | None = None, second: Iterable[Tensor] | None = None, steps: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(parameters, lr, weight_decay)
@@ -101,6 +108,12 @@ class Adam(Stepper):
             parameters, gradients, first, second, [], steps, lr=self.lr, weight_decay=self.weight_decay,
             beta1=0.9, beta2=0.999, eps=1e-8, amsgrad=False, maximize=False,
         )  # fmt: skip
+
+
+def _require_range(**settings: float) -> None:
+    for name, value in settings.items():
+        if not value >= 0:
+            raise ConfigError("E-CFG-41", f"expected train.{name} >= 0, found {value}")
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], lr: float, config: TrainConfig) -> Stepper:

@@ -50,8 +50,8 @@ class _Share(NamedTuple):
 def load(federation: Federated, silo: int, classes: Sequence[str] | None) -> SiloDataset:
     """Deal the digits and take one silo's.
 
-    classes: the run's label space, the ten digits by default; raises DataError (E-DATA-05) when a digit of this silo
-    is not among them.
+    classes: the run's label space, the ten digits by default. Raises DataError: E-DATA-05 when a digit of this silo is
+    not among them, E-DATA-02 when scikit-learn's file of the digits is not there.
     """
     share = _share(federation, silo, classes)
     report = _report(share)
@@ -90,15 +90,19 @@ def _share(federation: Federated, silo: int, classes: Sequence[str] | None) -> _
 def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Read the digits, 64 numbers from 0 to 16 each, and what they are, as scikit-learn's `load_digits` gives them.
 
-    From the library's own file: to import it takes as long as to import torch, and each silo is a process.
+    From the library's own file: to import it takes nearly as long as to import torch, and each silo is a process.
     """
     found = importlib.util.find_spec("sklearn")
-    file = Path(found.origin).parent / "datasets/data/digits.csv.gz" if found is not None and found.origin else None
-    if file is None or not file.exists():
+    if found is None or found.origin is None:
+        raise DataError("E-DATA-02", "expected scikit-learn, whose digits these are, found none: run make setup")
+    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if not file.exists():
         raise DataError("E-DATA-02", f"expected scikit-learn's digits in {file}, found none: run make setup")
     rows = np.loadtxt(file, delimiter=",")
-    rows.flags.writeable = False
-    return rows[:, :-1], rows[:, -1].astype(np.int64)
+    images, digits = rows[:, :-1], rows[:, -1].astype(np.int64)
+    for kept in (images, digits):
+        kept.flags.writeable = False
+    return images, digits
 
 
 def _report(share: _Share) -> Report:

@@ -109,7 +109,7 @@ def train(
     moments: as an earlier call returned them; None starts anew.
     """
     named = dict(model.named_parameters())
-    before = moments or fresh_moments(model)
+    before = fresh_moments(model) if moments is None else moments
     first, second = ([before[key][name].clone() for name in named] for key in ADAM)
     seen = float(before["step"]["t"])
     adam = Adam(named.values(), course.lr, weight_decay=course.weight_decay, first=first, second=second, steps=seen)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass
 from typing import ClassVar, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fl_core import rng
 from fl_core.errors import ConfigError
@@ -94,9 +95,29 @@ def build_model(name: str, options: Mapping[str, object], schema: Schema, seed: 
 
 def describe(name: str, schema: Schema, options: Mapping[str, object] | None = None) -> ModelFacts:
     """Count a model's numbers, without drawing any; raises ConfigError as `build_model`."""
-    with torch.device("meta"):
+    with torch.device("meta"), _Undrawn():
         model = model_options(name, options or {}).build(schema)
     return ModelFacts(name, model.feature_dim, *_counts(model))
+
+
+class _Undrawn(TorchFunctionMode):
+    """Draw no normal numbers: a tensor on the meta device has none, and torch imports its compiler to draw some there.
+
+    That takes nearly as long as importing torch.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        del types
+        named = kwargs or {}
+        if func in (Tensor.normal_, nn.init.normal_):
+            return args[0] if args else named["tensor"]
+        return func(*args, **named)
 
 
 def _counts(model: nn.Module) -> tuple[int, int]:

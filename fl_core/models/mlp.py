@@ -11,7 +11,7 @@ from torch import nn
 
 from fl_core.errors import ConfigError
 from fl_core.models.options import image_shape
-from fl_core.models.split import SplitModel, assemble, can_be_drawn
+from fl_core.models.split import SplitModel, assemble
 from fl_core.types import Schema
 
 
@@ -30,7 +30,7 @@ class MlpNet:
         image_shape("mlp_net", schema, channels={1}, sizes={28})
         body = nn.Sequential(nn.Flatten(), *_layers((784, 1024, 1024, 128)))
         for module in body:
-            if isinstance(module, nn.Linear) and can_be_drawn(module.weight):
+            if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, 0.0, 0.01)
                 nn.init.zeros_(module.bias)
         return assemble(body, 128, self.projection, len(schema.classes), head_bias=self.head_bias)

@@ -66,16 +66,8 @@ def assemble(
 def kaiming(body: nn.Module) -> nn.Module:
     """Draw all convolutions' weights by He's rule (fan-out), set their biases to 0, and return `body`."""
     for module in body.modules():
-        if isinstance(module, nn.Conv2d) and can_be_drawn(module.weight):
+        if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
     return body
-
-
-def can_be_drawn(weight: Tensor) -> bool:
-    """Tell whether a tensor has numbers: one on the meta device has none, and torch imports its compiler to draw them.
-
-    That takes as long as importing torch, where only parameters are to be counted.
-    """
-    return not weight.is_meta

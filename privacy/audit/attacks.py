@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fl_core import rng, trees
 from fl_core.errors import ConfigError
 from fl_core.methods.prototypes import features_of
+from fl_core.optimizers import Adam
 from fl_core.types import ClassSums
 from privacy.audit.bounds import Floats, auc
 from privacy.audit.subject import InMemory, Subject, losses
@@ -183,9 +184,9 @@ def _scores(model: nn.Module, x: Tensor, centre: Tensor, g: Tensor) -> list[floa
 def _inverted(model: nn.Module, g: Tensor, start: Tensor, steps: int) -> Tensor:
     """Make an image whose features are g, from the class's public mean, with a penalty on total variation."""
     image = start.clone().unsqueeze(0).requires_grad_(True)
-    optimizer = torch.optim.Adam([image], lr=0.05)
+    optimizer = Adam([image], lr=0.05)
     for _ in range(steps):
-        optimizer.zero_grad()
+        image.grad = None
         rough = (image.diff(dim=-1).abs().mean() + image.diff(dim=-2).abs().mean()) * 0.01
         ((_unit_features(model, image) - g).square().sum() + rough).backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from fl_core.capabilities import asked_by, refuse
 from fl_core.errors import ConfigError
 from fl_core.kinds import Capability
 from fl_core.methods.fedavg import FedAvg
-from fl_core.optimizers import Adam, Descent, check, effective_steps, make_optimizer, make_steppers
+from fl_core.optimizers import SGD, Adam, Descent, check, effective_steps, make_optimizer, make_steppers
 from fl_core.types import TrainConfig
 
 
@@ -45,6 +47,7 @@ def test_effective_steps_are_the_way_of_the_optimizer_itself(nesterov: bool) -> 
     assert effective_steps(config, 6) == pytest.approx(-float(w.detach()) / 0.05, rel=1e-12)
 
 
+ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = [
     TrainConfig(optimizer="sgd", momentum=0.0, weight_decay=0.0),
     TrainConfig(optimizer="sgd", momentum=0.9, weight_decay=0.01),
@@ -62,22 +65,25 @@ def _torchs(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.
     )
 
 
-def _some(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def _some(seed: int, *shape: int, device: str = "cpu") -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.optimizer}-{c.momentum}-{c.weight_decay}-{c.nesterov}")
-def test_steps_equal_those_of_torchs_optimizer_bit_for_bit(config: TrainConfig) -> None:
-    ours, theirs = ([nn.Parameter(_some(i, 3, 4 + i)) for i in range(4)] for _ in range(2))
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_steps_equal_those_of_torchs_optimizer_bit_for_bit(config: TrainConfig, device: str) -> None:
+    ours, theirs = ([nn.Parameter(_some(i, 3, 4 + i, device=device)) for i in range(4)] for _ in range(2))
     optimizer, reference = make_optimizer(ours, 0.05, config), _torchs(theirs, config)
     for step in range(6):
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             without = i == 3 or (i == 2 and step < 2) or (i == 1 and step == 4)  # never, not yet, not in this step
-            a.grad = b.grad = None if without else _some(100 + 10 * step + i, 3, 4 + i)
+            a.grad = b.grad = None if without else _some(100 + 10 * step + i, 3, 4 + i, device=device)
         optimizer.step()
         reference.step()
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert torch.equal(ours[3], _some(3, 3, 7)), "a parameter without a gradient moved"
+    assert torch.equal(ours[3], _some(3, 3, 7, device=device)), "a parameter without a gradient moved"
 
 
 def test_adam_goes_on_with_given_moments() -> None:
@@ -109,21 +115,34 @@ def test_bare_parameters_move_without_momentum_or_decay() -> None:
     assert not torch.equal(full - _some(0, 3), bare - _some(1, 3))
 
 
-def test_neither_training_nor_counting_parameters_imports_the_compiler() -> None:
+def test_neither_training_nor_counting_nor_the_digits_import_what_they_do_not_use() -> None:
+    """The compiler and scikit-learn take longer to import than all of ours; torchvision imports the compiler itself."""
     code = (
-        "import sys, torch; from fl_core.models import describe\n"
-        "from fl_core.optimizers import Descent; from fl_core.types import Schema, TrainConfig\n"
+        "import sys, torch; from fl_core.datasets import load; from fl_core.models import MODELS, describe\n"
+        "from fl_core.optimizers import Descent; from fl_core.types import TrainConfig\n"
+        "from helpers_models import SHAPES, schema\n"
+        "assert len(load('digits/p5c2/0').train) > 0\n"
         "for name in ('sgd', 'adam'):\n"
         "    w = torch.nn.Parameter(torch.ones(2))\n"
         "    descent = Descent({'w': w}, 0.1, TrainConfig(optimizer=name))\n"
         "    descent.clear(); descent.backward(w.sum()); descent.step()\n"
-        "    assert float(w[0]) < 1\n"
-        "for name, shape in (('resnet18', (3, 32, 32)), ('mlp_net', (1, 28, 28)), ('vgg11', (3, 32, 32))):\n"
-        "    assert describe(name, Schema(shape, ('a', 'b'))).parameters > 0\n"
-        "print('torch._dynamo' in sys.modules)"
+        "    assert float(w.detach()[0]) < 1\n"
+        "for name in set(MODELS) - {'efficientnet_b0'}:\n"
+        "    assert describe(name, schema(SHAPES[name])).parameters > 0\n"
+        "print([name for name in ('torch._dynamo', 'sklearn', 'torchvision') if name in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out == "False\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": "tests"}
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lr": -0.1}, {"weight_decay": -0.1}, {"momentum": -0.1}, {"nesterov": True}, {"lr": float("nan")}]
+)
+def test_a_step_in_the_wrong_direction_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="E-CFG-41"):
+        SGD([nn.Parameter(torch.ones(1))], **{"lr": 0.1} | wrong)  # type: ignore[arg-type]
 
 
 def test_an_adaptive_optimizer_has_no_effective_steps() -> None:

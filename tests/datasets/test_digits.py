@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,10 +63,13 @@ def test_the_digits_are_scikit_learns_as_it_gives_them() -> None:
     assert (names == labels).all()
 
 
-def test_digits_that_are_not_there_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(DataError, match=r"E-DATA-02: expected scikit-learn's digits.*make setup"):
-        digits._digits.__wrapped__()
+def test_digits_that_are_not_there_are_an_error_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for found in (None, ModuleSpec("sklearn", None, origin=str(tmp_path / "sklearn/__init__.py"))):
+        monkeypatch.setattr("importlib.util.find_spec", lambda _, found=found: found)
+        with pytest.raises(DataError, match=r"E-DATA-02: expected scikit-learn.*digits.*make setup"):
+            digits._digits.__wrapped__()
 
 
 def test_an_empty_batch_keeps_its_shape() -> None:

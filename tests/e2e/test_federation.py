@@ -161,16 +161,16 @@ def test_killing_and_restarting_either_side_between_rounds_continues_the_run(mar
 
 def test_a_revoked_silo_is_dropped_and_says_why_and_the_other_goes_on_and_ends_cleanly(mars: World) -> None:
     names = mars.federation(P5C2[:2])
-    mars.call("coordinator", "revoke", "hospital1", "--reason", "left the study", "--home", str(mars.home))
-    until(lambda: "left the study" in mars.log("hospital1"), "the silo to say why")
-    assert mars.running.pop("hospital1").wait(30) == 1
-    assert "hospital1" in mars.log("coordinator")
+    mars.call("coordinator", "revoke", "hospital0", "--reason", "left the study", "--home", str(mars.home))
+    until(lambda: "left the study" in mars.log("hospital0"), "the silo to say why")
+    assert mars.running.pop("hospital0").wait(30) == 1
+    assert "hospital0" in mars.log("coordinator")
     assert "left the study" in mars.log("coordinator")
-    assert mars.states() == {names[0]: "online", names[1]: "revoked"}
+    assert mars.states() == {names[0]: "revoked", names[1]: "online"}
     done = mars.wait(mars.submit("method=fedavg", "data=digits", "rounds=1", "train.epochs=1"))
-    assert done["round"][0]["included"] == ["hospital0"]
-    assert mars.kill("hospital0", signal.SIGTERM) == 0
-    until(lambda: mars.states()["hospital0"] == "offline", "its absence")
+    assert done["round"][0]["included"] == ["hospital1"]
+    assert mars.kill("hospital1", signal.SIGTERM) == 0
+    until(lambda: mars.states()["hospital1"] == "offline", "its absence")
     assert mars.kill("coordinator", signal.SIGTERM) == 0
 
 
