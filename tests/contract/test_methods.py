@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 from helpers_core import METHOD_OPTIONS, SCHEMA, Given, manifest, same, same_bundle, shares
+from helpers_drift import total_of
+from helpers_methods import (
+    FED,
+    TRAIN,
+    answers,
+    copied,
+    copied_bundle,
+    local,
+    made,
+    merged_total,
+    model_of,
+    same_state,
+    server_after_a_round,
+    server_of,
+)
 from torch import nn
 
 from fl_core import trees
 from fl_core.accumulator import Accumulator
 from fl_core.fixed_point import FixedPoint, Grid
 from fl_core.local import PlainData
-from fl_core.methods import METHODS, build_method
-from fl_core.models import build_model
-from fl_core.protocols import Method
+from fl_core.methods import METHODS
 from fl_core.simulate import LocalPort, bench_of
 from fl_core.spec import derive_layout
-from fl_core.types import Bundle, Federation, Outcome, Part, PartSpec, State, TaskKind, TrainConfig, Turn
+from fl_core.types import Bundle, Part, PartSpec, TaskKind, Turn
 from fl_core.worker import Bench, work
-
-TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
-FED = Federation(n_silos=3, n_classes=4, rounds=5, round=2, cohort=3)
-
-
-def made(name: str) -> Method:
-    return build_method(name, METHOD_OPTIONS.get(name, {}))
-
-
-def model_of(seed: int = 0) -> nn.Module:
-    return build_model("digits_cnn", {"norm": "batch"}, SCHEMA, seed)
 
 
 def poisoned() -> nn.Module:
@@ -41,68 +42,6 @@ def poisoned() -> nn.Module:
         for v in model.state_dict().values():
             v.fill_(float("nan") if v.is_floating_point() else -7)
     return model
-
-
-def server_of(method: Method) -> State:
-    """Make the state after one round, so that nothing in it is still at its start."""
-    start = method.init_server(model_of(), FED)
-    bundles = [local(method, start, k).bundle for k in range(3)]
-    return method.merge(start, merged_total(method, bundles), FED)
-
-
-@cache
-def _kept(name: str) -> tuple[State, tuple[Bundle, ...]]:
-    server = server_of(made(name))
-    return server, tuple(local(made(name), copied(server), k).bundle for k in range(3))
-
-
-def server_after_a_round(name: str) -> State:
-    """Give a copy of `server_of` the method, made once: what a test does to it no other test sees."""
-    return copied(_kept(name)[0])
-
-
-def answers(name: str) -> list[Bundle]:
-    """Give copies of what three silos answer to that state."""
-    return [copied_bundle(bundle) for bundle in _kept(name)[1]]
-
-
-def merged_total(method: Method, bundles: list[Bundle]) -> Bundle:
-    """Sum over silos, except for the parts that `merge` sees one by one."""
-    return {name: stacked([b[name] for b in bundles]) if name in method.apart else part
-            for name, part in total_of(bundles).items()}  # fmt: skip
-
-
-def stacked(parts: list[Part]) -> Part:
-    return Part(
-        {key: torch.stack([p.total[key] for p in parts]) for key in parts[0].total},
-        torch.stack([p.weight for p in parts]),
-    )
-
-
-def total_of(bundles: list[Bundle]) -> Bundle:
-    total = dict(bundles[0])
-    for bundle in bundles[1:]:
-        total = {name: part + bundle[name] for name, part in total.items()}
-    return total
-
-
-def local(method: Method, server: State, k: int, model: nn.Module | None = None, silo: State | None = None) -> Outcome:
-    model = model_of() if model is None else model
-    share, turn = shares()[k], Turn(FED, k, 0)
-    silo = method.init_silo(model_of(), FED) if silo is None else silo
-    return method.local(model, method.broadcast(server), silo, PlainData(share.train, share.test, TRAIN, turn), turn)
-
-
-def copied(state: State) -> State:
-    return {group: {name: v.clone() for name, v in values.items()} for group, values in state.items()}
-
-
-def copied_bundle(bundle: Bundle) -> Bundle:
-    return {n: Part({key: v.clone() for key, v in p.total.items()}, p.weight.clone()) for n, p in bundle.items()}
-
-
-def same_state(a: State, b: State) -> bool:
-    return set(a) == set(b) and all(same(values, b[group]) for group, values in a.items())
 
 
 every_method = pytest.mark.parametrize("name", METHODS)
