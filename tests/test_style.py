@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ def _lines(path: Path) -> int:
 def test_module_is_within_its_ceiling(path: Path) -> None:
     limit = 150 if path.parent.name == "methods" else 300
     assert _lines(path) <= limit, f"{path.name} has outgrown its idea: split it"
+
+
+def test_what_set_up_compiles_is_what_is_installed() -> None:
+    installed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"][
+        "include"
+    ]
+    (compiled,) = re.findall(r"^PACKAGES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert sorted(compiled.split()) == sorted(name.removesuffix("*") for name in installed)
 
 
 def test_no_function_is_longer_than_sixty_lines() -> None:
