@@ -66,7 +66,7 @@ class SGD(Stepper):
         super().__init__(parameters, lr, weight_decay)
         _require_range(momentum=momentum)
         if nesterov and not momentum:
-            raise ConfigError("E-CFG-41", "train.nesterov needs train.momentum > 0, found 0")
+            raise ConfigError("E-CFG-41", "nesterov needs momentum > 0, found 0")
         self.momentum = momentum
         self.nesterov = nesterov
         self._buffers: list[Tensor | None] = [None] * len(self.parameters)
@@ -113,7 +113,7 @@ class Adam(Stepper):
 def _require_range(**settings: float) -> None:
     for name, value in settings.items():
         if not value >= 0:
-            raise ConfigError("E-CFG-41", f"expected train.{name} >= 0, found {value}")
+            raise ConfigError("E-CFG-41", f"expected {name} >= 0, found {value}")
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], lr: float, config: TrainConfig) -> Stepper:
