@@ -135,6 +135,7 @@ def test_what_follows_the_welcome_at_once_is_answered_over_that_session(make):
 
 def test_it_comes_back_after_the_coordinator_was_restarted(make):
     rig = make().start()
+    until(rig.greeted.is_set)  # at the coordinator the session is there before the silo has read its welcome
     rig.host.stop()
     until(lambda: "disconnected" in [n.event for n in rig.notices])
     until(lambda: rig.codes().count("E-NET-01") >= 2)
