@@ -23,7 +23,7 @@ class Database:
     """Transactions on the coordinator's file.
 
     Guarantees: what was written in a `write` block is on the disk when the block ends (WAL, synchronous=FULL), all
-    of it or nothing; a reader sees one moment and blocks nobody.
+    of it or nothing; of a `note` block the same, but for the disk; a reader sees one moment and blocks nobody.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +31,7 @@ class Database:
         self.path = path
         # Threads of this process queue here: SQLite's own waiting is a sleep, meant for the rare other process.
         self._turn = RLock()
-        self._engine = _engine(path)
+        self._engine, self._notes = _engine(path, "FULL"), _engine(path, "NORMAL")
         try:
             self._prepare()
         except DatabaseError as error:
@@ -63,16 +63,32 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """Open a transaction that writes; no other writer is inside, in this process or another."""
-        with self._turn, self._engine.begin() as db:
+        with self._in_turn(self._engine) as db:
+            yield db
+
+    @contextmanager
+    def note(self) -> Iterator[Connection]:
+        """Open a transaction that writes what nobody is promised yet, and wait for no disk.
+
+        The next `write` brings it to the disk with its own; killing this process loses nothing. Only a machine that
+        loses its power may forget it, and then whoever wrote it writes it again, or it is a mere count or event.
+        """
+        with self._in_turn(self._notes) as db:
+            yield db
+
+    @contextmanager
+    def _in_turn(self, engine: Engine) -> Iterator[Connection]:
+        with self._turn, engine.begin() as db:
             db.exec_driver_sql("BEGIN IMMEDIATE")
             yield db
 
     def close(self) -> None:
         """Close all connections."""
         self._engine.dispose()
+        self._notes.dispose()
 
 
-def _engine(path: Path) -> Engine:
+def _engine(path: Path, synchronous: str) -> Engine:
     engine = create_engine(
         f"sqlite:///{path}", connect_args={"timeout": _BUSY_SECONDS, "check_same_thread": False}, pool_size=16,
         max_overflow=-1,
@@ -84,7 +100,7 @@ def _engine(path: Path) -> Engine:
         if not isinstance(connection, sqlite3.Connection):
             raise TypeError(f"expected a connection of sqlite3, found {type(connection).__name__}")
         connection.isolation_level = None  # the driver's implicit BEGIN would come too late for a writer
-        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+        for pragma in ("journal_mode = WAL", f"synchronous = {synchronous}", "foreign_keys = ON"):
             connection.execute(f"PRAGMA {pragma}")
 
     return engine

@@ -1,4 +1,8 @@
-"""Runs, their rounds and events. Every method is one transaction; what it promises is on the disk when it returns."""
+"""Runs, their rounds and events. Every method is one transaction; what it promises is on the disk when it returns.
+
+Counts of bytes, events and the opening of a round are notes (`Database.note`): the base of a round, without which
+nothing is offered, is written after its opening and takes it to the disk.
+"""
 
 from __future__ import annotations
 
@@ -145,14 +149,14 @@ class RunStore:
 
     def add_traffic(self, run_id: str, down: int) -> None:
         """Count bytes that went down."""
-        with self._db.write() as db:
+        with self._db.note() as db:
             db.execute(_TRAFFIC, {"counted": run_id, "more": down})
 
     # ---- rounds ----------------------------------------------------------------------------------------------------
 
     def open_round(self, run_id: str, round: int, kind: TaskKind, cohort: Sequence[str]) -> None:
         """Note that a round is open; one that was open before stays open, with what it has received."""
-        with self._db.write() as db:
+        with self._db.note() as db:
             _live(db, run_id)
             values = {
                 "run_id": run_id, "round": round, "kind": kind.value, "is_open": 1, "cohort": list(cohort),
@@ -225,7 +229,7 @@ class RunStore:
 
     def event(self, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
         """Add an event to a run."""
-        with self._db.write() as db:
+        with self._db.note() as db:
             self._event(db, run_id, kind, round, silo, text)
 
     def events(self, run_id: str, after: int) -> list[EventRow]:

@@ -1,4 +1,6 @@
-"""What a silo remembers between restarts. Every method is one transaction: done and on disk, or not begun.
+"""What a silo remembers between restarts. Every method is one transaction: done, or not begun.
+
+What it returns from is on the disk, but for a further base of a known run: that goes there with the next one.
 
 A task goes through three transitions, each idempotent: `stage` (the update and the next state are on disk), `deliver`
 (the coordinator's signed receipt is here), `close` (the state is committed or discarded, the outbox entry is gone).
@@ -20,7 +22,7 @@ from sqlalchemy.orm import sessionmaker
 from fl_core.kinds import TaskKind
 from silo import statements
 from silo.approvals import Approvals
-from silo.tables import begin, contact, lock, open_database, runs, tasks
+from silo.tables import begin, contact, for_notes, lock, open_database, reading, runs, tasks
 from silo.tasks import Attested, Entry, Evaluation, TaskKey
 
 ENDED_RUNS = 3
@@ -66,7 +68,9 @@ class Store:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._engine = open_database(path)
-        self._begin = partial(begin, self._engine)
+        self._notes = for_notes(path)
+        self._begin, self._note = partial(begin, self._engine), partial(begin, self._notes)
+        self._read = partial(reading, self._engine)
         self._clock = clock
         sessions = sessionmaker(self._engine, expire_on_commit=False)
         event.listen(sessions, "after_begin", lambda _session, _transaction, connection: lock(connection))
@@ -75,13 +79,17 @@ class Store:
     def close_database(self) -> None:
         """Give the file back."""
         self._engine.dispose()
+        self._notes.dispose()
 
     # ---- runs and what they need -------------------------------------------------------------------------------
 
     def note_run(self, run_id: str, name: str, manifest_digest: str, base_digest: str) -> None:
-        """Remember a run and that a base of it is needed: the newest two are; a run that had ended is running again."""
+        """Remember a run and that a base of it is needed: the newest two are; a run that had ended is running again.
+
+        A base of a known run is not on the disk at once: if a power cut takes it, it is offered and fetched again.
+        """
         here = {"run_id": run_id}
-        with self._begin() as db:
+        with self._note() if self.manifest_of(run_id) == manifest_digest else self._begin() as db:
             known = {"name": name, "manifest_digest": manifest_digest, "started": self._clock()}
             db.execute(statements.RUNNING, here | known)
             if db.scalar(statements.NEWEST_BASE, here) != base_digest:
@@ -90,13 +98,13 @@ class Store:
 
     def manifest_of(self, run_id: str) -> str | None:
         """Return the digest of the manifest under which this silo knows a run."""
-        with self._begin() as db:
+        with self._read() as db:
             row = db.execute(statements.RUN, {"run_id": run_id}).first()
             return row.manifest_digest or None if row else None
 
     def committed(self, run_id: str) -> tuple[str, int] | None:
         """Return the digest of a run's silo state and the round it is from; None before the first commit."""
-        with self._begin() as db:
+        with self._read() as db:
             row = db.execute(statements.RUN, {"run_id": run_id}).first()
             if row is None or row.state_digest is None or row.state_round is None:
                 return None
@@ -151,30 +159,30 @@ class Store:
 
     def entry(self, key: TaskKey) -> Entry | None:
         """Return the outbox entry of a task whose round is open."""
-        with self._begin() as db:
+        with self._read() as db:
             row = _task(db, key)
             return _entry(row) if row and row.closed is None and row.staged is not None else None
 
     def outbox(self) -> list[Entry]:
         """Return all outbox entries, oldest first."""
-        with self._begin() as db:
+        with self._read() as db:
             return [_entry(row) for row in db.execute(statements.OUTBOX)]
 
     def closed(self, key: TaskKey) -> bool:
         """Tell whether a round's close was seen."""
-        with self._begin() as db:
+        with self._read() as db:
             row = _task(db, key)
             return row is not None and row.closed is not None
 
     def unproven(self) -> list[Entry]:
         """Return the tasks that were included but whose receipt was lost with a connection."""
         lost = tasks.c.included.is_(True), tasks.c.receipt.is_(None), tasks.c.contribution_id != ""
-        with self._begin() as db:
+        with self._read() as db:
             return [_entry(row) for row in db.execute(select(tasks).where(*lost))]
 
     def newest_attested(self) -> Attested:
         """Return the furthest end of the ledger that any update of this silo went with."""
-        with self._begin() as db:
+        with self._read() as db:
             found = db.scalars(select(tasks.c.attested).where(tasks.c.attested != ""))
             return max((Attested(*json.loads(row)) for row in found), key=lambda a: a.seq, default=Attested())
 
@@ -186,7 +194,7 @@ class Store:
         Manifest and bases of running runs, bundles and staged states of open rounds, committed states; of ended runs
         the state and manifest of the newest three, which hold the silo's personal part of the model.
         """
-        with self._begin() as db:
+        with self._read() as db:
             known = db.execute(statements.RUNS).all()
             ended = sorted((r for r in known if r.ended is not None), key=lambda r: r.ended)
             kept = [r for r in known if r.ended is None] + ended[-ENDED_RUNS:]
@@ -211,13 +219,13 @@ class Store:
 
     def contact(self) -> Contact | None:
         """Return the last session, None before the first."""
-        with self._begin() as db:
+        with self._read() as db:
             row = db.execute(select(contact).where(contact.c.id == 1)).first()
             return Contact(row.address, row.software, row.since, row.until, row.why) if row else None
 
     def history(self) -> list[RunRecord]:
         """Return all runs with their tasks, oldest first."""
-        with self._begin() as db:
+        with self._read() as db:
             done = [_record(row) for row in db.execute(select(tasks).order_by(tasks.c.run_id, tasks.c.round))]
             return [
                 RunRecord(r.run_id, r.name, r.state, r.reason, r.state_round,
@@ -227,7 +235,7 @@ class Store:
 
     def receipts(self) -> list[bytes]:
         """Return all receipts as they were signed."""
-        with self._begin() as db:
+        with self._read() as db:
             return [row for row in db.scalars(select(tasks.c.receipt).where(tasks.c.receipt.is_not(None))) if row]
 
 

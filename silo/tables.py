@@ -101,8 +101,7 @@ def open_database(path: Path) -> Engine:
 
     Guarantees: a transaction that was committed survives a crash of the machine (WAL, synchronous=FULL).
     """
-    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 30.0})
-    event.listen(engine, "connect", _configure)
+    engine = _engine(path, "FULL")
     try:
         with begin(engine) as connection:
             found = int(connection.execute(text("PRAGMA user_version")).scalar_one())
@@ -127,6 +126,22 @@ def open_database(path: Path) -> Engine:
     return engine
 
 
+def for_notes(path: Path) -> Engine:
+    """Open a database that is there for transactions that wait for no disk: a later one of `open_database` takes them.
+
+    Guarantees: they survive the end of the process, however it ends; a crash of the machine may take the last of them.
+    """
+    return _engine(path, "NORMAL")
+
+
+@contextmanager
+def reading(engine: Engine) -> Iterator[Connection]:
+    """Open a transaction that only reads: it sees one moment, and waits for no writer that waits for the disk."""
+    with engine.begin() as connection:
+        connection.exec_driver_sql("BEGIN")
+        yield connection
+
+
 @contextmanager
 def begin(engine: Engine) -> Iterator[Connection]:
     """Open a transaction that no other writer is inside, in this process or another."""
@@ -140,11 +155,18 @@ def lock(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-def _configure(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
-    """Leave transactions to us, and let none be acknowledged before it is on the disk."""
-    # pysqlite would begin lazily and deferred; two threads that read and then write could then never finish.
-    connection.isolation_level = None
-    cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=30000"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
+def _engine(path: Path, synchronous: str) -> Engine:
+    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 30.0})
+
+    @event.listens_for(engine, "connect")
+    def _configure(connection: DBAPIConnection, entry: ConnectionPoolEntry) -> None:
+        """Leave transactions to us. FULL: none is acknowledged before it is on the disk."""
+        del entry
+        # pysqlite would begin lazily and deferred; two threads that read and then write could then never finish.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        for pragma in ("journal_mode=WAL", f"synchronous={synchronous}", "busy_timeout=30000"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    return engine
