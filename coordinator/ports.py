@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
 
 import privacy.plan
 from coordinator.blobs import Blobs
@@ -20,7 +19,8 @@ from coordinator.tasks import Task, TaskKey
 from fl_core.errors import ProtocolError
 from fl_core.manifest import RunManifest
 from fl_core.types import Bundle, Federation, Part, State, TaskKind
-from protos.codec import FileBundle, write_state
+from protos.bundles import FileBundle
+from protos.codec import write_state
 
 
 class Base(NamedTuple):
@@ -31,7 +31,7 @@ class Base(NamedTuple):
 
 
 class StoredBundle(Mapping[str, Part]):
-    """An update on the disk. It is read once, when the loop folds it; until then only its index is in memory.
+    """An update on the disk: only its index is in memory, and of the rest what is read, while it is.
 
     Raises ProtocolError: E-WIRE-06 when the file is no bundle, E-WIRE-16 when a part holds numbers of another kind
     than this run's silos send.
@@ -43,19 +43,12 @@ class StoredBundle(Mapping[str, Part]):
         self._read: dict[str, Part] = {}
 
     def __getitem__(self, name: str) -> Part:
-        """Read a part, and keep it: folding looks at each one three times."""
+        """Give a part, made once: folding looks at each one several times."""
         if name not in self._read:
-            try:
-                part = self._file[name]
-            except (SafetensorError, OSError, ValueError) as error:
-                raise ProtocolError("E-WIRE-06", f"part {name!r} cannot be read: {error}") from error
-            for value in (*part.total.values(), part.weight):
-                if value.dtype not in self._allowed:
-                    raise ProtocolError(
-                        "E-WIRE-16",
-                        f"part {name!r}: expected one of {sorted(map(str, self._allowed))}, found {value.dtype}",
-                    )
-            self._read[name] = part
+            if not self._file.dtypes(name) <= self._allowed:
+                allowed, found = (sorted(map(str, dtypes)) for dtypes in (self._allowed, self._file.dtypes(name)))
+                raise ProtocolError("E-WIRE-16", f"part {name!r}: expected some of {allowed}, found {found}")
+            self._read[name] = self._file[name]
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:

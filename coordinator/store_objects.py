@@ -70,8 +70,8 @@ class ObjectStore:
         """Note that a silo will send an object; return what is known, and whether an earlier upload must be forgotten.
 
         stated: what the silo states with it; it replaces what an earlier announcement said. Until it is committed, an
-        announced object may be replaced by another one (the silo lost its disk and trained anew). An announcement that a
-        power cut has taken is made again: a silo opens its contribution in every attempt.
+        announced object may be replaced by another one (the silo lost its disk and trained anew). An announcement that
+        a power cut has taken is made again: a silo opens its contribution in every attempt.
         Raises ProtocolError (E-WIRE-07) when another object was committed under this id; StateError (E-RUN-06) when
         the round is not open.
         """

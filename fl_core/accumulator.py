@@ -3,102 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fl_core.buffers import MEMORY
-from fl_core.errors import ProtocolError
-from fl_core.fixed_point import Grid, check_layout
-from fl_core.pieces import cut, side_by_side
-from fl_core.types import BLOCK, Bundle, Layout, Part
+from fl_core.deferred import Numbers
+from fl_core.fixed_point import Grid, Units, check_layout
+from fl_core.sums import Large, Place, Row
+from fl_core.types import Bundle, Layout, Part
 
-SMALL = BLOCK // 4
-"""Numbers up to which a tensor is added together with others."""
-
-
-class _Room(NamedTuple):
-    """Room for the sum of some parts. small: the names of tensors that lie in `row`, one after the other."""
-
-    parts: dict[str, Part]
-    small: frozenset[tuple[str, str | None]]
-    row: Tensor
-
-    @classmethod
-    def of(cls, layout: Layout) -> _Room:
-        """Make room, whatever it holds."""
-        shapes: dict[tuple[str, str | None], tuple[int, ...]] = {}
-        for name, spec in layout.items():
-            shapes |= {(name, key): shape for key, shape in spec.shapes.items()} | {(name, None): spec.weight_shape}
-        sizes = {which: math.prod(shape) for which, shape in shapes.items() if math.prod(shape) <= SMALL}
-        row = torch.empty(sum(sizes.values()), dtype=torch.int64)
-        room = dict(zip(sizes, torch.split(row, list(sizes.values())), strict=True)) if sizes else {}
-        made = {
-            which: room[which].view(shape) if which in room else MEMORY.empty(shape, torch.int64)
-            for which, shape in shapes.items()
-        }
-        parts = {
-            name: Part({key: made[name, key] for key in spec.shapes}, weight=made[name, None])
-            for name, spec in layout.items()
-        }
-        return cls(parts, frozenset(sizes), row)
+SMALL = 1 << 14
+"""Numbers up to which a tensor is added at once, together with others; all weights are."""
 
 
-_NOWHERE = _Room.of({})
+class Sums(Units):
+    """The sums of one part."""
 
+    def __init__(self, name: str, shapes: Mapping[str, tuple[int, ...]], row: Row, large: Large) -> None:
+        super().__init__(shapes)
+        self._name, self._row, self._large = name, row, large
 
-class _Step(NamedTuple):
-    """One tensor to be added to another: floats, which are put on the grid, or integers that are on it."""
-
-    segment: str
-    value: Tensor
-    into: Tensor
-
-    def add(self, grid: Grid, anew: bool) -> int:
-        """Add, and return how many values were clipped. anew: whatever the sum holds."""
-        if self.value.is_floating_point():
-            return grid.add(self.segment, self.value, self.into, anew)
-        if anew:
-            self.into.copy_(self.value)
+    def fill(self, name: str, start: int, out: Numbers) -> None:
+        """Add up a block."""
+        if (small := self._row.sums.get((self._name, name))) is not None:
+            np.copyto(out, small.reshape(-1).numpy()[start : start + len(out)])
         else:
-            self.into.add_(self.value)
-        return 0
+            self._large.fill((self._name, name), start, out)
 
-    def take_back(self, grid: Grid) -> None:
-        """Undo `add`, to the last bit."""
-        if self.value.is_floating_point():
-            grid.take_back(self.segment, self.value, self.into)
+    def floats(self, name: str, start: int, out: Numbers) -> None:
+        """Add up a block, in float64 where that is exact."""
+        if (self._name, name) in self._row.sums:
+            self.fill(name, start, out)
         else:
-            self.into.sub_(self.value)
-
-
-def _steps(bundle: Bundle, room: _Room, grid: Grid) -> list[_Step]:
-    """List the additions of a bundle: of large tensors in pieces, of small ones as one where that can be."""
-    small, large = list[_Step](), list[_Step]()
-    for name, into in room.parts.items():
-        for key, place in (*into.total.items(), (None, into.weight)):
-            value = bundle[name].weight if key is None else bundle[name].total[key]
-            step = _Step(f"{name}.weight" if key is None else name, value, place)
-            (small if (name, key) in room.small else large).append(step)
-    pieces = [_Step(step.segment, value, into) for step in large for value, into in cut(step.value, step.into)]
-    whole = _at_once(small, room.row, grid)
-    return [*pieces, *(small if whole is None else [whole])]
-
-
-def _at_once(steps: Sequence[_Step], row: Tensor, grid: Grid) -> _Step | None:
-    """Make the additions of few floats on one grid a single one: what small tensors cost is in the calls.
-
-    None where segments differ in their grids, numbers are on it already, or one is not finite and wants its own name.
-    """
-    if len({(grid.bound(step.segment), step.value.dtype) for step in steps}) != 1:
-        return None
-    if not steps[0].value.is_floating_point():
-        return None
-    values = torch.cat([step.value.reshape(-1) for step in steps])
-    return _Step(steps[0].segment, values, row) if torch.isfinite(values).all() else None
+            self._large.floats((self._name, name), start, out)
 
 
 class Accumulator:
@@ -106,8 +45,8 @@ class Accumulator:
 
     apart: parts that are not summed but kept one by one, for methods that must see them.
 
-    Guarantees: the same bundles in any order give the same bytes; memory is one sum, whatever the number of silos,
-    and what is kept apart; a bundle that does not fit the layout, or holds a NaN, changes nothing.
+    Guarantees: the same bundles in any order give the same bytes; memory is one sum, whatever the number of silos, and
+    what is kept apart; a bundle that does not fit the layout, or holds a NaN, changes nothing.
     """
 
     def __init__(self, layout: Layout, grid: Grid, apart: Collection[str] = ()) -> None:
@@ -116,48 +55,51 @@ class Accumulator:
         self.apart = frozenset(apart)
         self.clipped = 0
         self.count = 0
+        small, large = dict[Place, tuple[int, ...]](), dict[Place, tuple[int, ...]]()
+        for name, spec in layout.items():
+            if name in self.apart:
+                continue
+            small[name, None] = spec.weight_shape
+            for key, shape in spec.shapes.items():
+                (small if math.prod(shape) <= SMALL else large)[name, key] = shape
+        self._row, self._large = Row(small, grid), Large(large, grid)
         self._single: dict[int, dict[str, Part]] = {}
-
-    @cached_property
-    def _sum(self) -> _Room:
-        """Make room on first use: a round's silos are at work by then, and do not wait for it.
-
-        It holds nothing until the first bundle is written into it; only `total` must know of a sum without any.
-        """
-        return _Room.of({name: spec for name, spec in self.layout.items() if name not in self.apart})
 
     def fold(self, bundle: Bundle, place: int = 0) -> None:
         """Add one silo's bundle: float parts are put on the grid here, integer parts are on it already.
 
         place: the silo's place in the roster, the order of what is kept apart.
+        Raises ProtocolError: E-WIRE-02 on another layout, E-WIRE-05 on a number that is not finite.
         """
         check_layout(bundle, self.layout)
-        alone = _Room.of({name: self.layout[name] for name in self.apart & set(bundle)}) if self.apart else _NOWHERE
-        clipped = sum(step.add(self.grid, anew=True) for step in _steps(bundle, alone, self.grid))
-        clipped += self._sum_up(_steps(bundle, self._sum, self.grid))
-        self._single[place] = alone.parts
-        self.clipped += clipped
+        alone, clipped = dict[str, Part](), 0
+        for name in self.apart & set(bundle):
+            alone[name], outside = self._alone(name, bundle[name])
+            clipped += outside
+        units, outside = self._row.units(bundle)
+        seen = self._large.look(bundle)
+        self._row.add(units)  # from here on nothing can fail
+        self._large.add(seen)
+        self._single[place] = alone
+        self.clipped += clipped + outside + seen.clipped
         self.count += 1
 
-    def _sum_up(self, steps: Sequence[_Step]) -> int:
-        """Add all or nothing, and return how many values were clipped."""
-        anew, added = self.count == 0, list[tuple[_Step, int]]()
-        try:
-            side_by_side(lambda step: added.append((step, step.add(self.grid, anew))), steps)
-        except ProtocolError:
-            if not anew:  # else the sum holds nothing yet
-                for step, _ in added:
-                    step.take_back(self.grid)
-            raise
-        return sum(clipped for _, clipped in added)
+    def _alone(self, name: str, part: Part) -> tuple[Part, int]:
+        row = Row({(name, key): tuple(v.shape) for key, v in [*part.total.items(), (None, part.weight)]}, self.grid)
+        units, clipped = row.units({name: part})
+        row.add(units)
+        return Part({key: row.sums[name, key] for key in part.total}, row.sums[name, None]), clipped
 
     def total(self) -> Bundle:
-        """Return the sum so far, still in integer units; parts that are kept apart stacked in the roster's order."""
-        summed = {name: Part(dict(part.total), part.weight) for name, part in self._sum.parts.items()}
-        if not self.count:
-            for part in summed.values():
-                for value in (*part.total.values(), part.weight):
-                    value.zero_()
+        """Return the sum so far, still in integer units; parts that are kept apart stacked in the roster's order.
+
+        Totals are deferred: what is folded later shows in them.
+        """
+        summed = {
+            name: Part(Sums(name, spec.shapes, self._row, self._large), self._row.sums[name, None])
+            for name, spec in self.layout.items()
+            if name not in self.apart
+        }
         single = [parts for _, parts in sorted(self._single.items())]
         for name in self.apart & set(self.layout):
             spec = self.layout[name]

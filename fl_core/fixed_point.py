@@ -16,25 +16,33 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fl_core.deferred import Deferred, Numbers
 from fl_core.errors import ConfigError, ProtocolError
-from fl_core.pieces import cut, side_by_side
-from fl_core.types import BLOCK, Bundle, Layout, Part, PartSpec
+from fl_core.pieces import BLOCK
+from fl_core.types import Bundle, Layout, Part, PartSpec
 
 RING64_BOUND = 2.0**24
 """Bound of every segment of a plain run: weight times value of one silo, 16.7 million."""
 
 _FLOAT32_BITS = 64
-"""Fractional bits below which a value is scaled in float32: it stays below 2^63, and the factor is a float32 too."""
+"""Fractional bits below which a value is scaled in float32."""
 
 Ring = Literal["ring64", "ring32"]
 _Floats = NDArray[np.float32] | NDArray[np.float64]
+
+
+class Reach(NamedTuple):
+    """How far numbers reach: the largest magnitude, and how many are beyond their bound."""
+
+    most: float
+    outside: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,30 +83,29 @@ class Grid:
 
         Equals `into += encode(value)`, in blocks that stay in the processor's cache, so without a copy of either.
         anew: begin the sum, whatever `into` holds, a CPU tensor.
-        Raises ProtocolError (E-WIRE-05) as `encode`, and changes nothing then, unless the sum begins.
+        Raises ProtocolError (E-WIRE-05) as `encode`, in the middle: `look` before what must not be left half-done.
         """
         sums, done, clipped = into.view(-1).numpy(), 0, 0
-        try:
-            for units, outside in self._units(segment, value):
-                block = sums[done : done + len(units)]
-                if anew:
-                    np.copyto(block, units, casting="unsafe")
-                else:
-                    np.add(block, units, out=block, dtype=np.int64, casting="unsafe")
-                done, clipped = done + len(units), clipped + outside
-        except ProtocolError:
-            if not anew:
-                self.take_back(segment, value.reshape(-1)[:done], into.view(-1)[:done])
-            raise
+        for units, outside in self._units(segment, value):
+            block = sums[done : done + len(units)]
+            if anew:
+                np.copyto(block, units, casting="unsafe")
+            else:
+                np.add(block, units, out=block, dtype=np.int64, casting="unsafe")
+            done, clipped = done + len(units), clipped + outside
         return clipped
 
-    def take_back(self, segment: str, value: Tensor, into: Tensor) -> None:
-        """Undo `add`, to the last bit: what is added are integers."""
-        sums, done = into.view(-1).numpy(), 0
-        for units, _ in self._units(segment, value):
-            block = sums[done : done + len(units)]
-            np.subtract(block, units, out=block, dtype=np.int64, casting="unsafe")
-            done += len(units)
+    def look(self, segment: str, block: Numbers) -> Reach:
+        """Say how far floats reach. Raises ProtocolError (E-WIRE-05) as `add`."""
+        return _reach(segment, block, self.bound(segment))
+
+    def scaling(self, segment: str) -> np.float32 | None:
+        """Return 2^f where a float32 inside the bound is scaled in float32: it stays below 2^63, and so does 2^f.
+
+        rint(v * 2^f) has no other error than rint's then: a power of two scales exactly.
+        """
+        bits = self.frac_bits(segment)
+        return np.float32(2.0**bits) if bits < _FLOAT32_BITS else None
 
     def _units(self, segment: str, value: Tensor) -> Iterator[tuple[_Floats, int]]:
         """Give a tensor's units block by block, still as floats, and how many of them were clipped.
@@ -106,23 +113,16 @@ class Grid:
         A block is good until the next one. NumPy, since it takes less time for this than torch (`benchmarks.round_trip.
         arithmetic`), most of all to make integers.
         """
-        bound, bits = self.bound(segment), self.frac_bits(segment)
-        known = value.dtype in (torch.float32, torch.float64)
-        x: _Floats = (value if known else value.double()).detach().reshape(-1).cpu().numpy()
-        # A power of two scales exactly, and rint is exact: what neither leaves the bound nor float32 needs no float64.
-        exact = bits < _FLOAT32_BITS or x.dtype == np.float64
-        room, factor = np.empty(min(BLOCK, len(x)), x.dtype), x.dtype.type(2.0**bits if exact else 0)
+        bound, bits, x = self.bound(segment), self.frac_bits(segment), flat(value)
+        factor = np.float64(2.0**bits) if x.dtype == np.float64 else self.scaling(segment)
+        room = np.empty(min(BLOCK, len(x)), x.dtype)
         for at in range(0, len(x), BLOCK):
-            block, outside = x[at : at + BLOCK], 0
-            low, high = float(block.min()), float(block.max())  # NaN in any place makes both NaN
-            if not (math.isfinite(low) and math.isfinite(high)):
-                raise ProtocolError("E-WIRE-05", f"expected finite numbers in {segment!r}, found NaN or infinity")
-            if exact and max(-low, high) <= bound:
+            block = x[at : at + BLOCK]
+            outside = _reach(segment, block, bound).outside
+            if factor is not None and not outside:
                 scaled = np.multiply(block, factor, out=room[: len(block)])
             else:
-                wide = block.astype(np.float64)
-                outside = int(np.count_nonzero(np.abs(wide) > bound))
-                scaled = wide.clip(-bound, bound) * 2.0**bits
+                scaled = block.astype(np.float64).clip(-bound, bound) * 2.0**bits
             np.rint(scaled, out=scaled)
             if outside:
                 limit = float(math.floor(bound * 2.0**bits))
@@ -131,22 +131,24 @@ class Grid:
 
     def decode(self, segment: str, units: Tensor) -> Tensor:
         """Turn a sum of units back into float64; ring32 sums are read modulo 2^32 as signed integers."""
-        return self._floats(units, 2.0 ** -self.frac_bits(segment))
-
-    def _floats(self, units: Tensor, unit: float) -> Tensor:
         if self.ring == "ring32":
             units = torch.remainder(units + 2**31, 2**32) - 2**31
-        return units.double().mul_(unit)
+        return units.double().mul_(2.0 ** -self.frac_bits(segment))
 
-    def spend(self, segment: str, units: Tensor) -> None:
-        """Write `decode` over a contiguous sum itself, as float64: `units.view(torch.float64)` is the result."""
-        unit, room = 2.0 ** -self.frac_bits(segment), np.empty(min(BLOCK, units.numel()))
-        for block in torch.split(units.view(-1), BLOCK):
-            if self.ring == "ring64":  # a conversion of each number where it lies
-                floats = np.multiply(block.numpy(), unit, out=room[: block.numel()])
-                block.numpy().view(np.float64)[:] = floats
-            else:
-                block.view(torch.float64).copy_(self._floats(block, unit))
+
+def flat(value: Tensor) -> Numbers:
+    """Read a tensor as a flat array, without a copy where it can; floats that NumPy does not know as float64."""
+    known = not value.is_floating_point() or value.dtype in (torch.float32, torch.float64)
+    return (value if known else value.double()).detach().reshape(-1).cpu().numpy()
+
+
+def _reach(segment: str, block: _Floats, bound: float) -> Reach:
+    """Look at a block. Raises ProtocolError (E-WIRE-05) on a number that is not finite."""
+    low, high = float(block.min()), float(block.max())  # NaN in any place makes both NaN
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ProtocolError("E-WIRE-05", f"expected finite numbers in {segment!r}, found NaN or infinity")
+    most = max(-low, high)
+    return Reach(most, 0 if most <= bound else int(np.count_nonzero(np.abs(block.astype(np.float64)) > bound)))
 
 
 @cache
@@ -158,6 +160,42 @@ def _frac_bits(ring: Ring, n_max: int, bound: float) -> int:
     if bits < 0:
         raise ConfigError("E-CFG-06", f"{ring} cannot hold {n_max} silos with bound {bound}")
     return bits
+
+
+class Units(Deferred):
+    """Sums in integer units."""
+
+    def dtype_of(self, name: str) -> torch.dtype:  # noqa: ARG002
+        """Name the type of all numbers."""
+        return torch.int64
+
+    def floats(self, name: str, start: int, out: Numbers) -> None:
+        """Fill a block with units in float64."""
+        units = np.empty(len(out), np.int64)
+        self.fill(name, start, units)
+        np.copyto(out, units)
+
+
+class Decoded(Deferred):
+    """Sums in integer units, read as float64."""
+
+    def __init__(self, units: Units, grid: Grid, segment: str) -> None:
+        super().__init__(units.shapes)
+        self._units, self._grid, self._segment = units, grid, segment
+
+    def dtype_of(self, name: str) -> torch.dtype:  # noqa: ARG002
+        """Name the type of all numbers."""
+        return torch.float64
+
+    def fill(self, name: str, start: int, out: Numbers) -> None:
+        """Decode a block."""
+        if self._grid.ring == "ring64":
+            self._units.floats(name, start, out)
+            np.multiply(out, 2.0 ** -self._grid.frac_bits(self._segment), out=out)
+        else:
+            units = torch.empty(len(out), dtype=torch.int64)
+            self._units.fill(name, start, units.numpy())
+            np.copyto(out, self._grid.decode(self._segment, units).numpy())
 
 
 class FixedPoint:
@@ -184,20 +222,14 @@ class FixedPoint:
         return units
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
-        """Read the sum back as float64, in its own memory: `total` is spent, and a sum is read once."""
-        total = {
-            name: Part({key: v.contiguous() for key, v in part.total.items()}, part.weight.contiguous())
-            for name, part in total.items()
-        }
-        sums = [(name, v) for name, part in total.items() for v in part.total.values()]
-        sums += [(f"{name}.weight", part.weight) for name, part in total.items()]
-        side_by_side(
-            lambda one: self.grid.spend(*one), [(segment, piece) for segment, v in sums for (piece,) in cut(v)]
-        )
-        return {
-            name: Part({key: v.view(torch.float64) for key, v in part.total.items()}, part.weight.view(torch.float64))
-            for name, part in total.items()
-        }
+        """Read the sum back as float64; what is deferred stays so."""
+        return {name: self._decode(name, part) for name, part in total.items()}
+
+    def _decode(self, name: str, part: Part) -> Part:
+        weight = self.grid.decode(f"{name}.weight", part.weight)
+        if isinstance(part.total, Units):
+            return Part(Decoded(part.total, self.grid, name), weight)
+        return Part({key: self.grid.decode(name, v) for key, v in part.total.items()}, weight)
 
     def sensitivity(self) -> Mapping[str, float]:
         """Report none: coding is no privacy mechanism."""

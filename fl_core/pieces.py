@@ -16,6 +16,8 @@ from torch import Tensor
 
 PIECE = 1 << 18
 """Numbers in a piece."""
+BLOCK = 1 << 17
+"""Numbers that are treated at a time, so that what is computed on the way stays in the processor's cache."""
 THREADS = min(4, os.cpu_count() or 1)
 """Threads at most: memory is what is busy, and a few keep all of it so."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fl_core import cohort, steering
 from fl_core.accumulator import Accumulator
+from fl_core.deferred import Deferred
 from fl_core.errors import FederationError, UnavailableError
 from fl_core.evaluation import MEASURED, METRICS, personal_scores
 from fl_core.fixed_point import Grid
@@ -108,9 +109,6 @@ class Engine:
                 + "; ".join(f"{name}: {why}" for name, why in missing.items()),
             )
         metrics = total[METRICS]
-        if train:
-            rest = {name: part for name, part in total.items() if name not in MEASURED | own}
-            server = {**self.method.merge(model, rest, fed), **steering.followed(self.incoming, now, total)}
         record = RoundRecord(
             t,
             kind,
@@ -121,6 +119,12 @@ class Engine:
             clipped,
             personal_scores(total),
         )
+        if train:
+            rest = {name: part for name, part in total.items() if name not in MEASURED | own}
+            server = {**self.method.merge(model, rest, fed), **steering.followed(self.incoming, now, total)}
+            server = {group: dict(v) if isinstance(v, Deferred) else v for group, v in server.items()}
+            del rest
+        del total, metrics  # nothing reads an update any more: its file may be written over
         observer.closed(record, server)
         for k in ids:
             self.ports[k].settle(fed, kind, self.ports[k].name in included)

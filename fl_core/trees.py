@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.buffers import MEMORY
+from fl_core.deferred import Deferred, block_by_block
 from fl_core.errors import ProtocolError
 from fl_core.pieces import cut, side_by_side
 from fl_core.types import Tensors
@@ -66,13 +67,29 @@ def write(model: nn.Module, values: Tensors) -> None:
 
 
 def add(a: Tensors, b: Tensors, scale: float = 1.0) -> dict[str, Tensor]:
-    """Return a + scale * b."""
+    """Return a + scale * b; where b is deferred, it is computed in the same pass."""
     if scale != 1.0:
         return {name: v + scale * b[name] for name, v in a.items()}
+    if isinstance(b, Deferred):
+        return _add_deferred(a, b)
     # Without the copy of b, and on the CPU in memory that an earlier round has left.
     plain = {name: MEMORY.empty(v.shape, v.dtype) for name, v in a.items() if _plain(v, b[name])}
     pieces = [piece for name, place in plain.items() for piece in cut(a[name], b[name], place)]
     side_by_side(lambda piece: np.add(piece[0].numpy(), piece[1].numpy(), out=piece[2].numpy()), pieces)
+    return {name: plain[name] if name in plain else v + b[name] for name, v in a.items()}
+
+
+def _add_deferred(a: Tensors, b: Deferred) -> dict[str, Tensor]:
+    fits = [n for n, v in a.items() if (v.shape, v.dtype, v.device.type) == (b.shapes[n], b.dtype_of(n), "cpu")]
+    plain = {n: MEMORY.empty(a[n].shape, a[n].dtype) for n in fits if not a[n].requires_grad}
+    flat = {name: (a[name].detach().reshape(-1).numpy(), place.view(-1).numpy()) for name, place in plain.items()}
+
+    def step(name: str, at: int, end: int) -> None:
+        value, place = (array[at:end] for array in flat[name])
+        b.fill(name, at, place)
+        np.add(value, place, out=place)
+
+    block_by_block({name: b.shapes[name] for name in plain}, step)
     return {name: plain[name] if name in plain else v + b[name] for name, v in a.items()}
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.buffers import MEMORY
+from fl_core.deferred import Deferred, Mean
 from fl_core.errors import ProtocolError
 from fl_core.kinds import Capability as Capability
 from fl_core.kinds import Coupling as Coupling
@@ -26,9 +27,6 @@ from fl_core.kinds import TaskKind as TaskKind
 from fl_core.pieces import cut, side_by_side
 from fl_core.records import Schema as Schema
 from fl_core.records import TrainConfig as TrainConfig
-
-BLOCK = 1 << 16
-"""Numbers that arithmetic in float64 treats at a time, so that its copies stay in the processor's cache."""
 
 Tensors = Mapping[str, Tensor]
 """Parameter name -> tensor; float32, or integers once on the fixed-point grid."""
@@ -61,7 +59,7 @@ class Part:
         return Part({name: v + other.total[name] for name, v in self.total.items()}, self.weight + other.weight)
 
     def mean(self, default: Tensors | None = None) -> Tensors:
-        """Divide by the weight, in float64, and return float32.
+        """Divide by the weight, in float64, and return float32; deferred where the total is and the weight is one.
 
         | weight of a row | result of that row            |
         |-----------------|-------------------------------|
@@ -81,6 +79,8 @@ class Part:
 
 def _divided(total: Tensors, weight: float) -> Tensors:
     """Divide by a scalar in float64 and return float32; on the CPU without a copy in float64."""
+    if isinstance(total, Deferred):
+        return Mean(total, weight)
     here = {name: v.detach() for name, v in total.items() if v.device.type == "cpu" and v.dtype != torch.bfloat16}
     mean = {name: MEMORY.empty(v.shape, torch.float32) for name, v in here.items()}
 
@@ -111,6 +111,8 @@ class PartSpec:
     @classmethod
     def of(cls, part: Part) -> PartSpec:
         """Read the shape off a part."""
+        if isinstance(part.total, Deferred):
+            return cls(dict(sorted(part.total.shapes.items())), tuple(part.weight.shape))
         return cls({name: tuple(v.shape) for name, v in sorted(part.total.items())}, tuple(part.weight.shape))
 
 

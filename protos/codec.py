@@ -7,16 +7,18 @@ contain any character. Equal states give equal bytes, hence equal digests.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fl_core.errors import ProtocolError
-from fl_core.types import Bundle, Part, State
+from fl_core.types import Bundle, State
 from protos.digests import contribution_id as contribution_id
 from protos.digests import digest as digest
 from protos.digests import file_digest as file_digest
@@ -88,11 +90,24 @@ def _content(entries: _Entries, groups: Sequence[str]) -> Iterator[memoryview]:
         yield v.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-class _Tensors:
-    """The tensors of a file, mapped into memory: what is not read is not loaded.
+class Entry(NamedTuple):
+    """Where a tensor lies in a file; begin: offset of its first byte."""
 
-    While any of them is alive, the file is not written over (`protos.spares`). Raises ProtocolError (E-WIRE-06) when
-    the file is not ours.
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def numbers(self) -> int:
+        """Count its numbers."""
+        return math.prod(self.shape)
+
+
+class Tensors:
+    """A file of tensors, open to be read: what lies where.
+
+    While it is open, or mapped into memory, it is not written over (`protos.spares`). Raises ProtocolError (E-WIRE-06)
+    when the file is not ours.
     """
 
     def __init__(self, file: Path) -> None:
@@ -102,23 +117,18 @@ class _Tensors:
                 self.groups, self.paths = list(header["groups"]), [list(path) for path in header["paths"]]
                 if sorted(checked.keys()) != [_name(i) for i in range(len(self.paths))]:
                     raise ValueError("the header and the tensors disagree")
-            with open_shared(file) as raw:
-                head = int.from_bytes(raw.read(8), "little")
-                self._index = json.loads(raw.read(head))
-                self._start = 8 + head
-                self._map = mmap(raw.fileno(), 0, access=ACCESS_COPY)
+            self.file = open_shared(file)
+            head = int.from_bytes(self.file.read(8), "little")
+            index = json.loads(self.file.read(head))
+            self.entries = [_entry(index[_name(i)], 8 + head) for i in range(len(self.paths))]
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ProtocolError("E-WIRE-06", f"expected tensors of Consilium in {file.name}, found: {error}") from error
 
-    def __getitem__(self, number: int) -> Tensor:
-        entry = self._index[_name(number)]
-        dtype, shape, (begin, end) = _DTYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
-        if dtype is None:
-            raise ProtocolError("E-WIRE-06", f"expected numbers of {[*_DTYPES]}, found {entry['dtype']}")
-        if begin == end:
-            return torch.empty(shape, dtype=dtype)
-        count = (end - begin) // dtype.itemsize
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._start + begin).reshape(shape)
+
+def _entry(found: Mapping[str, Any], start: int) -> Entry:
+    if (dtype := _DTYPES.get(found["dtype"])) is None:
+        raise ValueError(f"numbers of the kind {found['dtype']}, none of {[*_DTYPES]}")
+    return Entry(dtype, tuple(found["shape"]), start + found["data_offsets"][0])
 
 
 def _name(number: int) -> str:
@@ -126,36 +136,18 @@ def _name(number: int) -> str:
 
 
 def read_state(file: Path) -> State:
-    """Read a State; raises ProtocolError (E-WIRE-06) when the file holds something else."""
-    tensors = _Tensors(file)
+    """Read a State; raises ProtocolError (E-WIRE-06) when the file holds something else.
+
+    Its tensors are the file mapped into memory: what is not read is not loaded.
+    """
+    tensors = Tensors(file)
     state: dict[str, dict[str, Tensor]] = {group: {} for group in tensors.groups}
-    for i, path in enumerate(tensors.paths):
+    with tensors.file:
+        mapped = mmap(tensors.file.fileno(), 0, access=ACCESS_COPY)
+    for path, (dtype, shape, begin) in zip(tensors.paths, tensors.entries, strict=True):
         if len(path) != 2 or path[0] not in state:
             raise ProtocolError("E-WIRE-06", f"expected group and name, found the path {path}")
-        state[path[0]][path[1]] = tensors[i]
+        empty, count = torch.empty(shape, dtype=dtype) if 0 in shape else None, math.prod(shape)
+        value = torch.frombuffer(mapped, dtype=dtype, count=count, offset=begin) if empty is None else empty
+        state[path[0]][path[1]] = value.reshape(shape)
     return state
-
-
-class FileBundle(Mapping[str, Part]):
-    """A bundle that stays on disk: a part is read when it is asked for, so twelve waiting bundles cost no memory."""
-
-    def __init__(self, file: Path) -> None:
-        self._tensors = tensors = _Tensors(file)
-        self._index: dict[str, dict[str | None, int]] = {name: {} for name in tensors.groups}
-        for i, path in enumerate(tensors.paths):
-            if len(path) not in (2, 3) or path[0] not in self._index or path[1] not in ("total", "weight"):
-                raise ProtocolError("E-WIRE-06", f"expected a part of a bundle, found the path {path}")
-            self._index[path[0]][path[2] if path[1] == "total" else None] = i
-        if missing := [name for name, keys in self._index.items() if None not in keys]:
-            raise ProtocolError("E-WIRE-06", f"expected a weight with every part, found none for {missing}")
-
-    def __getitem__(self, name: str) -> Part:
-        tensors: dict[str | None, Tensor] = {key: self._tensors[i] for key, i in self._index[name].items()}
-        weight = tensors.pop(None)
-        return Part({key: v for key, v in tensors.items() if key is not None}, weight)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._index)
-
-    def __len__(self) -> int:
-        return len(self._index)

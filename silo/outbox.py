@@ -77,8 +77,10 @@ class Outbox:
         """
         staged = None
         if key.kind is TaskKind.TRAIN:
-            staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file, sync=False))
-        bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file, sync=False))
+            large = sum(v.nbytes for group in done.state.values() for v in group.values())
+            staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file, sync=False), large)
+        large = sum(v.nbytes for part in done.bundle.values() for v in part.total.values())
+        bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file, sync=False), large)
         entry = Entry(
             key,
             manifest_digest,

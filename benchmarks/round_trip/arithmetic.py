@@ -6,7 +6,9 @@ python -m benchmarks.round_trip.arithmetic
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -20,19 +22,21 @@ from fl_core.fixed_point import FixedPoint, Grid
 from fl_core.simulate import initial_state
 from fl_core.types import Part, PartSpec, Tensors
 from protos import codec
+from protos.bundles import FileBundle
 
-STEPS = ("first fold", "next fold", "sum read", "mean", "added", "BLAKE3", "SHA-256")
+STEPS = ("folded", "looked at", "added", "read and added", "BLAKE3", "SHA-256")
 
 
-def once(model: Tensors, part: Part, timed: dict[str, Timed]) -> None:
-    """Close a round of two updates and name the model, as it is done and by SHA-256 for comparison."""
-    sums = Accumulator({"delta": PartSpec.of(part)}, Grid(n_max=2))
-    timed["first fold"].add(lambda: sums.fold({"delta": part}))
-    timed["next fold"].add(lambda: sums.fold({"delta": part}))
-    total, mean = dict[str, Part](), dict[str, torch.Tensor]()
-    timed["sum read"].add(lambda: total.update(FixedPoint(sums.grid).incoming(sums.total(), 2, 0)))
-    timed["mean"].add(lambda: mean.update(total["delta"].mean()))
-    timed["added"].add(lambda: trees.add(model, mean))
+def once(model: Tensors, part: Part, stored: Path, timed: dict[str, Timed]) -> None:
+    """Close a round of three updates, in memory and then on the disk, and name the model in two ways."""
+    layout, grid = {"delta": PartSpec.of(part)}, Grid(n_max=3)
+    here, there = Accumulator(layout, grid), Accumulator(layout, grid)
+    for _ in range(3):
+        timed["folded"].add(lambda: here.fold({"delta": part}))
+        timed["looked at"].add(lambda: there.fold(FileBundle(stored)))
+    for sums, step in ((here, "added"), (there, "read and added")):
+        total = FixedPoint(grid).incoming(sums.total(), 3, 0)["delta"]
+        timed[step].add(lambda total=total: trees.add(model, total.mean()))  # type: ignore[misc]
     packed = codec.pack_state({"w": model})
     timed["BLAKE3"].add(lambda: codec.digest(packed))
     timed["SHA-256"].add(lambda: hashlib.sha256(packed).hexdigest())
@@ -44,12 +48,15 @@ def main() -> None:
     words = [*workload(RESNET18).overrides, "rounds=1", "method=fedavg"]
     model = initial_state(manifest_from(compose_spec(words), ["hospital0", "hospital1"]))["w"]
     part = Part.of({name: torch.randn_like(v) / 100 for name, v in model.items()}, 3.0)
-    for rounds in (3, 9):
-        timed = {name: Timed() for name in STEPS}
-        for _ in range(rounds):
-            once(model, part, timed)
+    with TemporaryDirectory(prefix="consilium-bench-") as scratch:
+        stored = Path(scratch) / "update"
+        codec.write_bundle({"delta": part}, stored)
+        for rounds in (3, 9):
+            timed = {name: Timed() for name in STEPS}
+            for _ in range(rounds):
+                once(model, part, stored, timed)
     for name, found in timed.items():
-        print(f"{name:12} {1e3 * median(found.wall):6.1f} ms")
+        print(f"{name:14} {1e3 * median(found.wall):6.1f} ms")
 
 
 if __name__ == "__main__":

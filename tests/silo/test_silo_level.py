@@ -24,6 +24,7 @@ from privacy.doors import SimulatedBook
 from privacy.ledger import Ledger
 from privacy.records import register
 from protos import codec
+from protos.bundles import FileBundle
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.custody import asks
 from silo.home import Home
@@ -232,7 +233,7 @@ def test_a_hospital_that_hides_its_size_counts_once_in_every_run_that_it_accepts
     hospital.sent()
     (raw,) = hospital.transfer.uploads.values()
     (tmp_path / "bundle").write_bytes(bytes(raw))
-    bundle = codec.FileBundle(tmp_path / "bundle")
+    bundle = FileBundle(tmp_path / "bundle")
     assert {float(part.weight) for part in bundle.values() if not part.weight.dim()} == {1.0}
 
 

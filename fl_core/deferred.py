@@ -1,0 +1,108 @@
+"""Tensors that are computed when they are read, so that one pass does what several steps describe.
+
+A round ends in a sum, its decoding, a mean and a step, each of them number by number. One after the other they read and
+write memory several times the size of the model; block by block, everything between the updates and the next model
+stays in the processor's cache. A reader that goes on number by number asks for blocks (`fill`); everybody else reads a
+mapping of tensors, as from any other.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_core.buffers import MEMORY
+from fl_core.pieces import BLOCK, PIECE, side_by_side
+
+Name = TypeVar("Name")
+Shapes = Mapping[Name, tuple[int, ...]]
+Numbers = NDArray[Any]
+"""A flat array of the type of numbers that its reader asks for."""
+
+
+class Deferred(Mapping[str, Tensor], ABC):
+    """A mapping of CPU tensors, each computed anew whenever it is read.
+
+    Guarantees: a tensor that is read at once and one that is filled block by block have the same bits; several threads
+    may read at the same time.
+    """
+
+    def __init__(self, shapes: Shapes[str]) -> None:
+        self.shapes = shapes
+
+    @abstractmethod
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Name the type of a tensor's numbers."""
+
+    @abstractmethod
+    def fill(self, name: str, start: int, out: Numbers) -> None:
+        """Write the numbers of a tensor from the one at `start` on, as many as `out` (flat, at most BLOCK) holds."""
+
+    def block(self, name: str, start: int, end: int) -> Numbers:
+        """Give some numbers of a tensor, at most BLOCK, to be read and not to be written."""
+        numbers = np.empty(end - start, numpy_type(self.dtype_of(name)))
+        self.fill(name, start, numbers)
+        return numbers
+
+    def release(self, name: str, start: int, end: int) -> None:
+        """Keep no memory for numbers that were read; they may be read again."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Compute a tensor."""
+        made = MEMORY.empty(self.shapes[name], self.dtype_of(name))
+        flat = made.view(-1).numpy()
+        if len(flat) <= BLOCK:
+            self.fill(name, 0, flat)
+        else:
+            block_by_block({name: self.shapes[name]}, lambda _, at, end: self.fill(name, at, flat[at:end]))
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def numpy_type(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return NumPy's name of a type of numbers that it knows."""
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+class Mean(Deferred):
+    """Sums in float64 divided by one weight, as float32."""
+
+    def __init__(self, total: Deferred, weight: float) -> None:
+        super().__init__(total.shapes)
+        self._total, self._weight = total, weight
+
+    def dtype_of(self, name: str) -> torch.dtype:  # noqa: ARG002
+        """Name the type of all numbers."""
+        return torch.float32
+
+    def fill(self, name: str, start: int, out: Numbers) -> None:
+        """Divide in float64."""
+        sums = np.empty(len(out))
+        self._total.fill(name, start, sums)
+        with np.errstate(over="ignore"):  # infinite, as torch makes it
+            np.copyto(out, np.divide(sums, self._weight, out=sums), casting="same_kind")
+
+
+def block_by_block(shapes: Shapes[Name], work: Callable[[Name, int, int], object]) -> None:
+    """Do the work (name, first number, end) for every block of every tensor, on a few threads."""
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    pieces = [(name, at, min(at + PIECE, size)) for name, size in sizes.items() for at in range(0, size, PIECE)]
+
+    def piece(place: tuple[Name, int, int]) -> None:
+        name, begin, end = place
+        for at in range(begin, end, BLOCK):
+            work(name, at, min(at + BLOCK, end))
+
+    side_by_side(piece, pieces)

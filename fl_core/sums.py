@@ -1,0 +1,204 @@
+"""Sums of many tensors on the exact grid: small ones in one row, large ones block by block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_core.buffers import MEMORY
+from fl_core.deferred import Deferred, Numbers, Shapes, block_by_block, numpy_type
+from fl_core.fixed_point import Grid, Reach, flat
+from fl_core.types import Bundle
+
+WAITING = 1 << 30
+"""Bytes of a round's bundles that wait on a disk, whose pages the system may keep."""
+STAYING = 128 << 20
+"""Bytes of those that stay in memory of this process, where they are read faster the second time."""
+_EXACT = 2.0**53
+"""Below it every integer is a float64."""
+
+Place = tuple[str, str | None]
+"""Part and tensor; None: the part's weight."""
+
+
+def _value(bundle: Bundle, place: Place) -> Tensor:
+    name, key = place
+    return bundle[name].weight if key is None else bundle[name].total[key]
+
+
+def _segment(place: Place) -> str:
+    name, key = place
+    return f"{name}.weight" if key is None else name
+
+
+class Row:
+    """The sum of small tensors, which lie one after the other: what they cost is in the calls."""
+
+    def __init__(self, shapes: Mapping[Place, tuple[int, ...]], grid: Grid) -> None:
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        self._grid = grid
+        self._row = torch.zeros(sum(sizes), dtype=torch.int64)
+        parts = torch.split(self._row, sizes) if sizes else ()
+        self.sums = {place: part.view(shape) for (place, shape), part in zip(shapes.items(), parts, strict=True)}
+
+    def units(self, bundle: Bundle) -> tuple[Tensor, int]:
+        """Put a bundle's small tensors on the grid, and count the values that were clipped; raises as `Grid.encode`."""
+        values = {place: _value(bundle, place) for place in self.sums}
+        alike = {(self._grid.bound(_segment(place)), value.dtype) for place, value in values.items()}
+        if len(alike) == 1 and all(value.is_floating_point() for value in values.values()):
+            row = torch.cat([value.reshape(-1) for value in values.values()])
+            if torch.isfinite(row).all():  # else the one that is not wants its own name
+                return self._grid.encode(_segment(next(iter(values))), row)
+        found = [
+            self._grid.encode(_segment(place), value) if value.is_floating_point() else (value.long(), 0)
+            for place, value in values.items()
+        ]
+        row = torch.cat([units.reshape(-1) for units, _ in found]) if found else self._row
+        return row, sum(clipped for _, clipped in found)
+
+    def add(self, units: Tensor) -> None:
+        """Add what `units` made."""
+        self._row += units
+
+
+class Looked:
+    """The large tensors of a bundle that is looked at.
+
+    reach: of each a bound of its units, infinite where they need integers   waits: whether it lies on a disk
+    stays: whether what was read of it stays in memory
+    """
+
+    def __init__(self, bundle: Bundle, shapes: Shapes[Place], stays: bool) -> None:
+        self.reach = dict.fromkeys(shapes, 0.0)
+        self.clipped = 0
+        totals = {place: bundle[place[0]].total for place in shapes}
+        self._deferred = {place: total for place, total in totals.items() if isinstance(total, Deferred)}
+        self._here = {place: flat(_value(bundle, place)) for place in shapes if place not in self._deferred}
+        self._stays = stays
+        self.waits = not self._here
+        self.nbytes = sum(math.prod(shape) * self.dtype(place).itemsize for place, shape in shapes.items())
+
+    def dtype(self, place: Place) -> np.dtype[Any]:
+        """Name the type of a tensor's numbers."""
+        if place in self._here:
+            return self._here[place].dtype
+        return numpy_type(self._deferred[place].dtype_of(str(place[1])))
+
+    @contextmanager
+    def block(self, place: Place, at: int, end: int) -> Iterator[Numbers]:
+        """Give some numbers, to be read inside the block."""
+        if place in self._here:
+            yield self._here[place][at:end]
+            return
+        total, name = self._deferred[place], str(place[1])
+        yield total.block(name, at, end)
+        if not self._stays:
+            total.release(name, at, end)
+
+
+class Large:
+    """The sum of large tensors: what has been added up, and the last few bundles, which are not yet.
+
+    A bundle on a disk waits and is read again with others, up to WAITING bytes of them: adding several takes little
+    more than adding one. While all units are below 2^53 in magnitude, sums of them are exact in float64 too, which
+    takes half the time of making integers of each bundle's.
+    """
+
+    def __init__(self, shapes: Shapes[Place], grid: Grid) -> None:
+        self._shapes = shapes
+        self._grid = grid
+        self._sums: dict[Place, Tensor] = {}
+        self._waiting: list[Looked] = []
+        self._reach = dict.fromkeys(shapes, 0.0)
+
+    def look(self, bundle: Bundle) -> Looked:
+        """Read a bundle for `add`; raises as `Grid.look`."""
+        seen = Looked(bundle, self._shapes, stays=self._bytes_waiting() < STAYING)
+        found = list[tuple[Place, Reach]]()
+
+        def look(place: Place, at: int, end: int) -> None:
+            with seen.block(place, at, end) as block:
+                whole = block.dtype.kind != "f"
+                found.append((place, Reach(math.inf, 0) if whole else self._grid.look(_segment(place), block)))
+
+        block_by_block(self._shapes, look)
+        for place, (most, outside) in found:
+            factor, floats = self._grid.scaling(_segment(place)), seen.dtype(place) == np.float32
+            exact = factor is not None and floats and not outside  # what is clipped is clipped as integers
+            seen.reach[place] = max(seen.reach[place], float(factor) * most + 1 if exact and factor else math.inf)
+            seen.clipped += outside
+        return seen
+
+    def add(self, bundle: Looked) -> None:
+        """Add a bundle that was looked at, or let it wait with others."""
+        self._waiting.append(bundle)
+        self._reach = {place: reach + bundle.reach[place] for place, reach in self._reach.items()}
+        if bundle.waits and self._bytes_waiting() <= WAITING:
+            return
+        anew = not self._sums
+        if anew:  # here and not before: a round's silos are at work by now, and do not wait for it
+            self._sums = {place: MEMORY.empty((math.prod(s),), torch.int64) for place, s in self._shapes.items()}
+        sums = {place: into.numpy() for place, into in self._sums.items()}
+        block_by_block(self._shapes, lambda place, at, end: self._add_waiting(place, at, sums[place][at:end], anew))
+        self._waiting.clear()
+
+    def _bytes_waiting(self) -> int:
+        return sum(bundle.nbytes for bundle in self._waiting)
+
+    def fill(self, place: Place, start: int, out: Numbers) -> None:
+        """Write a block of the sum of everything so far as int64."""
+        if self._sums:
+            np.copyto(out, self._sums[place].numpy()[start : start + len(out)])
+        elif not self._waiting:
+            out.fill(0)
+        if self._waiting:
+            self._add_waiting(place, start, out, anew=not self._sums)
+
+    def floats(self, place: Place, start: int, out: Numbers) -> None:
+        """Write a block of the sum of everything so far as float64: the one next to the exact sum."""
+        if self._waiting and not self._sums and self._reach[place] < _EXACT:
+            self._sum_waiting(place, start, out)
+        else:
+            units = np.empty(len(out), np.int64)
+            self.fill(place, start, units)
+            np.copyto(out, units)
+
+    def _add_waiting(self, place: Place, start: int, into: Numbers, anew: bool) -> None:
+        """Add all that waits to a block of int64. anew: whatever it holds."""
+        if self._reach[place] < _EXACT:
+            floats = np.empty(len(into))
+            self._sum_waiting(place, start, floats)
+            if anew:
+                np.copyto(into, floats, casting="unsafe")
+            else:
+                np.add(into, floats, out=into, dtype=np.int64, casting="unsafe")
+            return
+        sums = torch.from_numpy(into)
+        for i, bundle in enumerate(self._waiting):
+            first = anew and not i
+            with bundle.block(place, start, start + len(into)) as block:
+                if block.dtype.kind == "f":
+                    self._grid.add(_segment(place), torch.from_numpy(block), sums, anew=first)
+                elif first:
+                    np.copyto(into, block)
+                else:
+                    np.add(into, block, out=into)
+
+    def _sum_waiting(self, place: Place, start: int, out: Numbers) -> None:
+        """Write the sum of all that waits to a block of float64: of float32 tensors whose reach is below 2^53."""
+        factor = self._grid.scaling(_segment(place))
+        assert factor is not None
+        scaled, units = np.empty(len(out), np.float32), np.empty(len(out))
+        for i, bundle in enumerate(self._waiting):
+            with bundle.block(place, start, start + len(out)) as block:
+                np.multiply(block, factor, out=scaled)
+            np.rint(scaled, out=scaled)
+            np.copyto(units if i else out, scaled)  # an addition of one type to another takes three times as long
+            if i:
+                np.add(out, units, out=out)

@@ -1,0 +1,105 @@
+"""A bundle that stays on the disk: what is read of it is what is asked for, so twelve of them take no memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_core.buffers import MEMORY
+from fl_core.deferred import Deferred, Numbers, numpy_type
+from fl_core.errors import ProtocolError
+from fl_core.types import Part
+from protos.codec import Entry, Tensors
+
+
+class FileTensors(Deferred):
+    """Tensors of a file, read anew whenever somebody asks.
+
+    Blocks are the file's own pages, mapped into memory.
+    Raises ProtocolError (E-WIRE-06) where a tensor can no longer be read: the disk fails, or somebody has cut the file.
+    """
+
+    def __init__(self, file: BinaryIO, mapped: mmap.mmap, entries: Mapping[str, Entry]) -> None:
+        super().__init__({name: entry.shape for name, entry in entries.items()})
+        self._file, self._map = file, mapped
+        self._entries = entries
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Name the type of a tensor's numbers."""
+        return self._entries[name].dtype
+
+    def fill(self, name: str, start: int, out: Numbers) -> None:
+        """Read a block."""
+        entry = self._entries[name]
+        self._read(name, entry.begin + start * entry.dtype.itemsize, out.view(np.uint8))
+
+    def block(self, name: str, start: int, end: int) -> Numbers:
+        """Give some numbers where they lie."""
+        dtype, _, begin = self._entries[name]
+        return np.frombuffer(self._map, numpy_type(dtype), end - start, begin + start * dtype.itemsize)
+
+    def release(self, name: str, start: int, end: int) -> None:
+        """Take the file's pages out of this process, where they count as its own; the system may keep them."""
+        dtype, _, begin = self._entries[name]
+        first, last = begin + start * dtype.itemsize, begin + end * dtype.itemsize
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, page := first - first % mmap.PAGESIZE, last - page)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read a tensor."""
+        entry = self._entries[name]
+        raw = MEMORY.empty((entry.numbers * entry.dtype.itemsize,), torch.uint8)
+        self._read(name, entry.begin, raw.numpy())
+        return raw.view(entry.dtype).reshape(entry.shape)
+
+    def _read(self, name: str, begin: int, room: Numbers) -> None:
+        left, cause = room.data, "the file ends before it"
+        try:
+            while left and (found := os.preadv(self._file.fileno(), [left], begin)):
+                left, begin = left[found:], begin + found
+        except OSError as error:
+            cause = str(error)
+        if left:
+            raise ProtocolError("E-WIRE-06", f"tensor {name!r} of {Path(self._file.name).name} cannot be read: {cause}")
+
+
+class FileBundle(Mapping[str, Part]):
+    """A bundle in a file; totals are read when they are used, weights with their part.
+
+    Raises ProtocolError (E-WIRE-06) when the file holds something else.
+    """
+
+    def __init__(self, file: Path) -> None:
+        tensors = Tensors(file)
+        self._file = tensors.file
+        self._map = mmap.mmap(tensors.file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants to write
+        self._index: dict[str, dict[str | None, Entry]] = {name: {} for name in tensors.groups}
+        for path, entry in zip(tensors.paths, tensors.entries, strict=True):
+            if len(path) not in (2, 3) or path[0] not in self._index or path[1] not in ("total", "weight"):
+                raise ProtocolError("E-WIRE-06", f"expected a part of a bundle, found the path {path}")
+            self._index[path[0]][path[2] if path[1] == "total" else None] = entry
+        if missing := [name for name, keys in self._index.items() if None not in keys]:
+            raise ProtocolError("E-WIRE-06", f"expected a weight with every part, found none for {missing}")
+
+    def __getitem__(self, name: str) -> Part:
+        index = self._index[name]
+        total = {key: entry for key, entry in index.items() if key is not None}
+        weight = FileTensors(self._file, self._map, {"weight": index[None]})["weight"]
+        return Part(FileTensors(self._file, self._map, total), weight)
+
+    def dtypes(self, name: str) -> set[torch.dtype]:
+        """Name the types of a part's numbers."""
+        return {entry.dtype for entry in self._index[name].values()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
