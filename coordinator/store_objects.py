@@ -145,8 +145,9 @@ class ObjectStore:
 
         Bundles and bases go when their round is closed or their run is over (a failed one may be resumed and keeps
         them); of the server states the newest two stay, of a run that is over the newest one. Receipts stay for ever.
+        What a power cut brings back is forgotten again the next time.
         """
-        with self._db.write() as db:
+        with self._db.note() as db:
             over = db.execute(_STATE, {"run_id": run_id}).scalar_one() in _OVER
             mine = db.execute(_MINE, {"run_id": run_id}).all()
             states = [row for row in mine if row.kind == ObjectKind.STATE.value]

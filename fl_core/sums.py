@@ -18,8 +18,6 @@ from fl_core.types import Bundle
 
 WAITING = 1 << 30
 """Bytes of a round's bundles that wait on a disk, whose pages the system may keep."""
-STAYING = 128 << 20
-"""Bytes of those that stay in memory of this process, where they are read faster the second time."""
 _EXACT = 2.0**53
 """Below it every integer is a float64."""
 
@@ -71,16 +69,14 @@ class Looked:
     """The large tensors of a bundle that is looked at.
 
     reach: of each a bound of its units, infinite where they need integers   waits: whether it lies on a disk
-    stays: whether what was read of it stays in memory
     """
 
-    def __init__(self, bundle: Bundle, shapes: Shapes[Place], stays: bool) -> None:
+    def __init__(self, bundle: Bundle, shapes: Shapes[Place]) -> None:
         self.reach = dict.fromkeys(shapes, 0.0)
         self.clipped = 0
         totals = {place: bundle[place[0]].total for place in shapes}
         self._deferred = {place: total for place, total in totals.items() if isinstance(total, Deferred)}
         self._here = {place: flat(_value(bundle, place)) for place in shapes if place not in self._deferred}
-        self._stays = stays
         self.waits = not self._here
         self.nbytes = sum(math.prod(shape) * self.dtype(place).itemsize for place, shape in shapes.items())
 
@@ -98,8 +94,7 @@ class Looked:
             return
         total, name = self._deferred[place], str(place[1])
         yield total.block(name, at, end)
-        if not self._stays:
-            total.release(name, at, end)
+        total.release(name, at, end)
 
 
 class Large:
@@ -119,8 +114,7 @@ class Large:
 
     def look(self, bundle: Bundle) -> Looked:
         """Read a bundle for `add`; raises as `Grid.look`."""
-        seen = Looked(bundle, self._shapes, stays=self._bytes_waiting() < STAYING)
-        found = list[tuple[Place, Reach]]()
+        seen, found = Looked(bundle, self._shapes), list[tuple[Place, Reach]]()
 
         def look(place: Place, at: int, end: int) -> None:
             with seen.block(place, at, end) as block:
@@ -139,7 +133,7 @@ class Large:
         """Add a bundle that was looked at, or let it wait with others."""
         self._waiting.append(bundle)
         self._reach = {place: reach + bundle.reach[place] for place, reach in self._reach.items()}
-        if bundle.waits and self._bytes_waiting() <= WAITING:
+        if bundle.waits and sum(waiting.nbytes for waiting in self._waiting) <= WAITING:
             return
         anew = not self._sums
         if anew:  # here and not before: a round's silos are at work by now, and do not wait for it
@@ -147,9 +141,6 @@ class Large:
         sums = {place: into.numpy() for place, into in self._sums.items()}
         block_by_block(self._shapes, lambda place, at, end: self._add_waiting(place, at, sums[place][at:end], anew))
         self._waiting.clear()
-
-    def _bytes_waiting(self) -> int:
-        return sum(bundle.nbytes for bundle in self._waiting)
 
     def fill(self, place: Place, start: int, out: Numbers) -> None:
         """Write a block of the sum of everything so far as int64."""

@@ -98,12 +98,8 @@ def test_the_next_model_is_that_of_the_steps_one_by_one(scale: float, on_disk: b
 
 
 @pytest.mark.parametrize("waiting", [0, 1 << 22, 1 << 30])
-@pytest.mark.parametrize("staying", [0, 1 << 30])
-def test_the_sum_is_the_same_whatever_waits(
-    waiting: int, staying: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sum_is_the_same_whatever_waits(waiting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "WAITING", waiting)
-    monkeypatch.setattr(sums, "STAYING", staying)
     bundles, grid = [drawn(k) for k in range(7)], Grid(n_max=7)
     found = Accumulator(LAYOUT, grid)
     for k, bundle in enumerate(bundles):

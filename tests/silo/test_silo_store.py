@@ -227,3 +227,15 @@ def test_commits_are_synchronous(tmp_path):
     with store._engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
+    with store._note() as connection:  # a further base of a known run alone
+        assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 1
+
+
+def test_a_read_does_not_wait_for_a_writer(tmp_path):
+    store = Store(tmp_path / "silo.db")
+    store.note_run("run", "name", "m" * 64, "b" * 64)
+    with store._begin() as writing:
+        writing.exec_driver_sql("UPDATE runs SET name = 'other'")
+        assert store.manifest_of("run") == "m" * 64
+        assert store.history()[0].name == "name"
+    assert store.history()[0].name == "other"
