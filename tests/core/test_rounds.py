@@ -245,3 +245,21 @@ def test_a_mirrored_silo_state_is_committed_only_when_the_round_names_the_silo(m
 
 def engine_fed(run: RunManifest) -> Federation:
     return Federation(len(run.members), len(run.schema.classes), run.rounds)
+
+
+class Keeping(FedAvg):
+    """FedAvg whose server keeps the mean as it gets it."""
+
+    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+        return {**super().merge(server, total, fed), "mean": total["delta"].mean()}
+
+
+def test_a_server_state_holds_tensors_and_nothing_deferred() -> None:
+    run, kept = manifest(rounds=1), Kept()
+    engine = replace(engine_of(run, local_ports(run, shares()), 1), method=Keeping())
+    before = initial_state(run)
+    engine.run(before, kept)
+    mean = kept.states[0]["mean"]
+    assert isinstance(mean, dict)
+    for name, value in kept.states[0]["w"].items():
+        assert torch.equal(value, before["w"][name] + mean[name])
