@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
 import pytest
@@ -42,17 +42,22 @@ class Power:
         self.where = ""
         self._at, self._after = at, after
         self._lock = threading.RLock()
-        write = server.store.database.write
 
-        @contextmanager
-        def guarded() -> Iterator[Connection]:
-            with self._lock:  # in one process a second thread could otherwise write while the power is failing
-                self._before("transaction")
-                with write() as db:
-                    yield db
-                self._done()
+        def counted(
+            write: Callable[[], AbstractContextManager[Connection]],
+        ) -> Callable[[], AbstractContextManager[Connection]]:
+            @contextmanager
+            def guarded() -> Iterator[Connection]:
+                with self._lock:  # in one process a second thread could otherwise write while the power is failing
+                    self._before("transaction")
+                    with write() as db:
+                        yield db
+                    self._done()
 
-        server.store.database.write = guarded  # type: ignore[method-assign]
+            return guarded
+
+        database = server.store.database
+        database.write, database.note = counted(database.write), counted(database.note)  # type: ignore[method-assign]
         for name in BLOBS:
             setattr(server.blobs, name, self._wrap(getattr(server.blobs, name), name))
 
