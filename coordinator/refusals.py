@@ -30,7 +30,7 @@ from protos.certificates import Clock, utc_now
 log = logging.getLogger(__name__)
 
 _HEADER = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +(\d+) ([\w./]+):\d+\] (.*)")
-_TAIL = re.compile(r"=== Source Location Trace: ===\s*|src/core/.*|  ?shutdown=.*|\s*")
+_TAIL = re.compile(r"=== Source Location Trace: ===\s*|src/core/[\w./]+:\d+\s*|  ?shutdown=.*|\s*")
 _NAME = "No match found for server name: "
 _PEER = re.compile(r"endpoint_peer_address=([^,}]+)")
 _REASONS: tuple[tuple[str, str, str], ...] = (

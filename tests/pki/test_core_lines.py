@@ -109,6 +109,13 @@ def test_other_lines_pass():
     assert read(lines)[1] == lines[1:]
 
 
+def test_a_line_of_ours_that_comes_between_two_messages_of_a_trace_passes():
+    lines = failure("certificate has expired")
+    for i in (0, 1, 5, len(lines)):  # the core writes each of its messages, however many lines, at once
+        found, passed = read([*lines[:i], "src/core/x", *lines[i:]])
+        assert (passed, len(found)) == (["src/core/x"], 1)
+
+
 def test_with_debug_everything_passes():
     lines = failure("certificate has expired")
     found, passed = read(lines, keep_all=True)
