@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from threading import RLock
 
 from coordinator.packed import Packed
 from fl_core.errors import ProtocolError, StateError
+from fl_core.types import State
 from protos import codec
 from protos.digests import write_sealed
 from protos.keyfiles import sync_folder
@@ -61,11 +62,11 @@ class Blobs:
             self._place(aside, digest)
         return digest
 
-    def put_file(self, write: Callable[[Path], tuple[str, int]]) -> tuple[str, int]:
-        """Store the object that `write` brings to the disk in a file of ours; return digest and size, as it does."""
+    def put_state(self, state: State) -> tuple[str, int]:
+        """Store a state and return its digest and size in bytes; on disk on return."""
         aside = self._aside / secrets.token_hex(8)
-        self.spares.take(aside)
-        found, size = write(aside)
+        self.spares.take(aside, codec.nbytes(state.values()))
+        found, size = codec.write_state(state, aside)
         if self.has(found):
             self.spares.keep(aside)
         else:

@@ -14,7 +14,6 @@ from fl_core import trees
 from fl_core.errors import StateError
 from fl_core.rounds import RoundRecord
 from fl_core.types import Federation, State, TaskKind
-from protos.codec import write_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Keeper:
         close, train = self.store.runs.close_round, record.kind is TaskKind.TRAIN
         model = "" if train else trees.digest(server["w"])  # between rounds: when somebody asks, see `RunService.named`
         with self.blobs.guard:
-            base = Base(*self.blobs.put_file(lambda file: write_state(server, file))) if train else None
+            base = Base(*self.blobs.put_state(server)) if train else None
             self._in_time(lambda: close(self.run_id, record, base, model))
         if base is not None:
             self.broadcasts.remember(server, base)

@@ -20,7 +20,6 @@ from fl_core.errors import ProtocolError
 from fl_core.manifest import RunManifest
 from fl_core.types import Bundle, Federation, Part, State, TaskKind
 from protos.bundles import FileBundle
-from protos.codec import write_state
 
 
 class Base(NamedTuple):
@@ -96,7 +95,7 @@ class Broadcasts:
         with self._blobs.guard:
             base = self._known(msg)
             if base is None:
-                base = Base(*self._blobs.put_file(lambda file: write_state(msg, file)))
+                base = Base(*self._blobs.put_state(msg))
             self._store.runs.set_base(self._run_id, round, base.digest, base.size)
         return base
 

@@ -24,7 +24,7 @@ from fl_core.manifest import RunManifest
 from fl_core.rounds import Engine
 from fl_core.simulate import engine_of, initial_state
 from fl_core.types import State
-from protos.codec import read_state, write_state
+from protos.codec import read_state
 
 log = logging.getLogger(__name__)
 PARALLEL_RUNS = 4
@@ -195,7 +195,7 @@ class RunService:
             with self.seeding:
                 state = initial_state(manifest)
             with self._blobs.guard:
-                base = Base(*self._blobs.put_file(lambda file: write_state(state, file)))
+                base = Base(*self._blobs.put_state(state))
                 self._store.runs.begin(run.id, base.digest, base.size)
         else:
             file = self._blobs.path(run.state_object)

@@ -68,6 +68,7 @@ def write(model: nn.Module, values: Tensors) -> None:
 
 def add(a: Tensors, b: Tensors, scale: float = 1.0) -> dict[str, Tensor]:
     """Return a + scale * b; where b is deferred, it is computed in the same pass."""
+    a = dict(a)  # read once, should it be deferred
     if scale != 1.0:
         return {name: v + scale * b[name] for name, v in a.items()}
     if isinstance(b, Deferred):

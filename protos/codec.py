@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +53,11 @@ def write_state(state: State, file: Path, sync: bool = True) -> tuple[str, int]:
 def write_bundle(bundle: Bundle, file: Path, sync: bool = True) -> tuple[str, int]:
     """Bring the bytes of `pack_bundle` to the disk and return their digest and number; see `write_sealed`."""
     return write_sealed(file, _of_bundle(bundle), sync)
+
+
+def nbytes(groups: Iterable[Mapping[str, Tensor]]) -> int:
+    """Sum the bytes of tensors: about the size of their file."""
+    return sum(v.nbytes for group in groups for v in group.values())
 
 
 def _of_state(state: State) -> Iterator[memoryview]:

@@ -50,8 +50,11 @@ class Spares:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             file.replace(self._folder / secrets.token_hex(8))
 
-    def take(self, into: Path, size: int = LARGE) -> bool:
-        """Move a spare file to a new place, mode 0600, and tell whether there was one. size: bytes to be written."""
+    def take(self, into: Path, size: int) -> bool:
+        """Move a spare file to a new place, mode 0600, and tell whether there was one.
+
+        size: about how many bytes will be written; a small file takes none, which the next large one needs.
+        """
         with self._lock:
             for file in self._files() if size >= LARGE else ():
                 if _unread(file):

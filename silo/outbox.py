@@ -77,10 +77,10 @@ class Outbox:
         """
         staged = None
         if key.kind is TaskKind.TRAIN:
-            large = sum(v.nbytes for group in done.state.values() for v in group.values())
-            staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file, sync=False), large)
-        large = sum(v.nbytes for part in done.bundle.values() for v in part.total.values())
-        bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file, sync=False), large)
+            about = codec.nbytes(done.state.values())
+            staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file, sync=False), about)
+        about = codec.nbytes(part.total for part in done.bundle.values())
+        bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file, sync=False), about)
         entry = Entry(
             key,
             manifest_digest,

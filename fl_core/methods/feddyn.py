@@ -112,7 +112,7 @@ class FedDyn(PrototypeAided):
         """Move drift and model by the round's differences; nothing moves in an empty round."""
         if not (arrived := float(total["delta"].weight)) > 0:
             return server
-        mean = total["delta"].mean()
+        mean = dict(total["delta"].mean())  # read once: it is used three times
         m = trees.add(server["m"], mean, arrived / fed.n_silos)
         step = {**trees.add(mean, server["m"] if self.report == "average" else m), **total["buffers"].mean()}
         after = super().merge(server, {**total, "delta": Part.of(step)}, fed)

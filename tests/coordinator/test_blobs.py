@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from coordinator.blobs import Blobs
 from fl_core.errors import ProtocolError, StateError
 from protos import codec
-from protos.digests import write_sealed
+from protos.spares import LARGE
 
 
 def test_an_object_is_under_its_digest_and_twice_is_once(tmp_path: Path) -> None:
@@ -52,13 +53,25 @@ def test_a_sweep_keeps_what_is_named_and_a_start_forgets_half_written_files(tmp_
     assert not list((tmp_path / "aside").iterdir())
 
 
-def test_a_file_becomes_an_object_and_a_second_one_of_the_same_bytes_is_the_first(tmp_path: Path) -> None:
-    blobs = Blobs(tmp_path)
+def test_a_state_becomes_an_object_and_a_second_one_of_the_same_numbers_is_the_first(tmp_path: Path) -> None:
+    blobs, state = Blobs(tmp_path), {"w": {"a": torch.arange(3.0)}}
+    packed = codec.pack_state(state)
     for _ in range(2):
-        found = blobs.put_file(lambda file: write_sealed(file, [memoryview(b"abc")]))
-        assert found == (codec.digest(b"abc"), 3)
-    assert blobs.path(codec.digest(b"abc")).read_bytes() == b"abc"
+        assert blobs.put_state(state) == (codec.digest(packed), len(packed))
+    assert blobs.path(codec.digest(packed)).read_bytes() == packed
     assert not list((tmp_path / "aside").iterdir())
+
+
+def test_a_small_state_leaves_the_spare_file_to_the_large_one(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    large, _ = blobs.put_state({"w": {"a": torch.zeros(LARGE, dtype=torch.uint8)}})
+    inode = blobs.path(large).stat().st_ino
+    blobs.remove(large)
+    blobs.empty()
+    small, _ = blobs.put_state({"w": {"a": torch.zeros(9)}})
+    assert blobs.path(small).stat().st_ino != inode
+    again, _ = blobs.put_state({"w": {"a": torch.ones(LARGE, dtype=torch.uint8)}})
+    assert blobs.path(again).stat().st_ino == inode
 
 
 def test_what_is_removed_is_gone_at_once_and_its_room_is_given_back_later(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Power cuts: the service dies before or after every single write, is started again, and gives the same bits."""
+"""Power cuts: the service dies before or after every single write, is started again, and gives the same bits.
+
+A note (`Database.note`) waits for no disk: a machine that loses its power may forget those after the last write.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import pytest
 from helpers_core import manifest, shares
@@ -14,6 +19,7 @@ from helpers_grpc import World, until
 from helpers_scripted import Memory, ScriptedSilo
 from sqlalchemy import Connection
 
+from coordinator.database import Database
 from coordinator.records import RunState
 from coordinator.server import CoordinatorServer
 from fl_core import trees
@@ -22,7 +28,7 @@ from fl_core.simulate import simulate
 
 PEOPLE = ("north", "east")
 AGREED = manifest(rounds=2, names=PEOPLE)
-BLOBS = ("put_bytes", "put_file", "adopt", "remove", "discard")
+BLOBS = ("put_bytes", "put_state", "adopt", "remove", "discard")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -31,6 +37,29 @@ pytestmark = [
 
 class PowerCut(BaseException):
     """Nothing after it happens: no handler of ours catches it."""
+
+
+@dataclass
+class Disk:
+    """The database as it is for certain on the disk: SQLite's file and its log, at the end of the last write."""
+
+    file: Path
+    _sure: dict[Path, bytes] = field(default_factory=dict)
+
+    @property
+    def _files(self) -> tuple[Path, Path]:
+        return self.file, self.file.with_name(f"{self.file.name}-wal")
+
+    def reached(self) -> None:
+        """Everything that was written, notes too, is there."""
+        self._sure = {file: file.read_bytes() for file in self._files if file.exists()}
+
+    def forget(self) -> None:
+        """Lose the notes since then. Nobody has the file open."""
+        for file in (*self._files, self.file.with_name(f"{self.file.name}-shm")):
+            file.unlink(missing_ok=True)
+        for file, content in self._sure.items():
+            file.write_bytes(content)
 
 
 class Power:
@@ -42,9 +71,12 @@ class Power:
         self.where = ""
         self._at, self._after = at, after
         self._lock = threading.RLock()
+        database = server.store.database
+        self.disk = Disk(database.path)
+        self.disk.reached()
 
         def counted(
-            write: Callable[[], AbstractContextManager[Connection]],
+            write: Callable[[], AbstractContextManager[Connection]], reached: Callable[[], None] = lambda: None
         ) -> Callable[[], AbstractContextManager[Connection]]:
             @contextmanager
             def guarded() -> Iterator[Connection]:
@@ -52,12 +84,13 @@ class Power:
                     self._before("transaction")
                     with write() as db:
                         yield db
+                    reached()
                     self._done()
 
             return guarded
 
-        database = server.store.database
-        database.write, database.note = counted(database.write), counted(database.note)  # type: ignore[method-assign]
+        database.write = counted(database.write, self.disk.reached)  # type: ignore[method-assign]
+        database.note = counted(database.note)  # type: ignore[method-assign]
         for name in BLOBS:
             setattr(server.blobs, name, self._wrap(getattr(server.blobs, name), name))
 
@@ -95,7 +128,7 @@ def bury(server: CoordinatorServer) -> None:
         server.runs.stop(5)
     server.hub.close()
     server.grpc.stop(0).wait()
-    server.store.database._engine.dispose()
+    server.store.database.close()
     server._lock.close()
 
 
@@ -122,8 +155,11 @@ def _told(memories: dict[str, Memory], run_id: str) -> bool:
     return all(m.ended.get(run_id) for m in memories.values())
 
 
-def live_through(world: World, at: Callable[[int], int], after: bool) -> tuple[str, int, list[int]]:
-    """Run to the end, cutting the power at write number `at(life)` of each life; 0: not in this one."""
+def live_through(world: World, at: Callable[[int], int], after: bool, forget: bool) -> tuple[str, int, list[int]]:
+    """Run to the end, cutting the power at write number `at(life)` of each life; 0: not in this one.
+
+    forget: whether a cut takes the notes that are not on the disk for certain; otherwise the process alone dies.
+    """
     memories, request = {name: Memory() for name in PEOPLE}, uuid.uuid4().hex
     life, counts, people, run_id = 0, [], [], ""
     while True:
@@ -146,6 +182,8 @@ def live_through(world: World, at: Callable[[int], int], after: bool) -> tuple[s
         counts.append(power.count)
         if not ended:
             bury(server)  # before the silos: a call that died in the middle is answered by nobody
+            if forget:
+                power.disk.forget()
         for silo in people:
             silo.stop()
         if ended:
@@ -159,21 +197,40 @@ def live_through(world: World, at: Callable[[int], int], after: bool) -> tuple[s
         life += 1
 
 
+def test_a_power_cut_takes_the_notes_after_the_last_write_and_nothing_else(tmp_path: Path) -> None:
+    database = Database(tmp_path / "db")
+    disk = Disk(database.path)
+    for block, text in ((database.note, "sure"), (database.write, "written"), (database.note, "lost")):
+        with block() as db:
+            db.exec_driver_sql("CREATE TABLE IF NOT EXISTS said (text TEXT)")
+            db.exec_driver_sql("INSERT INTO said VALUES (?)", (text,))
+        if text == "written":
+            disk.reached()
+    database.close()
+    disk.forget()
+    database = Database(tmp_path / "db")
+    with database.read() as db:
+        assert [row.text for row in db.exec_driver_sql("SELECT text FROM said")] == ["sure", "written"]
+    database.close()
+
+
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("every", [1, 5, 11])
+@pytest.mark.parametrize(("every", "forget"), [(1, False), (5, True), (11, True)])
 def test_dying_again_and_again_at_a_write_gives_the_same_model(
-    template: World, expected: str, every: int, after: bool
+    template: World, expected: str, every: int, after: bool, forget: bool
 ) -> None:
     """Each life gets one write further than the last, so that the lives together die at very different moments."""
-    digest, lives, _ = live_through(template, lambda life: every + 2 * life if life < 12 else 0, after)
+    digest, lives, _ = live_through(template, lambda life: every + 2 * life if life < 12 else 0, after, forget)
     assert digest == expected
     assert lives > 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("after", "forget"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("at", range(1, 61))
-def test_dying_once_at_any_write_gives_the_same_model(template: World, expected: str, at: int, after: bool) -> None:
-    digest, lives, _ = live_through(template, lambda life: 0 if life else at, after)
+def test_dying_once_at_any_write_gives_the_same_model(
+    template: World, expected: str, at: int, after: bool, forget: bool
+) -> None:
+    digest, lives, _ = live_through(template, lambda life: 0 if life else at, after, forget)
     assert lives == 1  # a run of this kind makes 62 to 67 writes, so there was a power cut
     assert digest == expected

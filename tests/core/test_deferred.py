@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,6 +65,37 @@ def test_a_tensor_that_is_read_at_once_and_one_that_is_filled_block_by_block_hav
     model = {name: torch.ones(shape) for name, shape in SHAPES.items()}
     for name, value in trees.add(model, found).items():
         assert torch.equal(value, model[name] + found[name])
+
+
+def test_several_threads_may_read_at_the_same_time(tmp_path: Path) -> None:
+    """A sum of stored updates: threads share their files and the memory of blocks."""
+    grid, start = Grid(n_max=3), threading.Barrier(4)
+    folded = Accumulator(LAYOUT, grid)
+    for k in range(3):
+        folded.fold(stored(drawn(k), tmp_path, str(k)))
+    mean = FixedPoint(grid).incoming(folded.total(), 3, 0)["p"].mean()
+    wanted = dict(mean)
+
+    def read(_: int) -> list[dict[str, Tensor]]:
+        start.wait(20)
+        return [dict(mean) for _ in range(3)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in itertools.chain(*pool.map(read, range(4))):
+            assert all(torch.equal(found[name], wanted[name]) for name in SHAPES)
+
+
+def test_a_deferred_tensor_that_is_added_to_is_computed_once() -> None:
+    class Counted(Counting):
+        filled = 0
+
+        def fill(self, name: str, start: int, out: Numbers) -> None:
+            self.filled += len(out)
+            super().fill(name, start, out)
+
+    a = Counted({"v": (5,)})
+    assert trees.add(a, {"v": torch.ones(5)})["v"].tolist() == [1, 2, 3, 4, 5]
+    assert a.filled == 5
 
 
 def test_what_cannot_be_added_block_by_block_is_added_whole() -> None:

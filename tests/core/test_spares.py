@@ -28,9 +28,9 @@ def test_a_large_file_is_kept_and_given_out_once_and_small_ones_are_deleted(tmp_
     spares, into = spare(tmp_path), tmp_path / "into"
     assert not (tmp_path / "old").exists()
     assert not spares.take(into, LARGE - 1)
-    assert spares.take(into)
+    assert spares.take(into, LARGE)
     assert (into.stat().st_size, into.stat().st_mode & 0o777) == (len(OLD), 0o600)
-    assert not spares.take(tmp_path / "second")
+    assert not spares.take(tmp_path / "second", LARGE)
     (tmp_path / "small").write_bytes(b"s")
     for name in ("small", "absent"):
         spares.keep(tmp_path / name)
@@ -53,7 +53,7 @@ def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "old").write_bytes(OLD)
     with open_shared(tmp_path / "old") as reader:
         spares.keep(tmp_path / "old")
-        assert not spares.take(tmp_path / "into")
+        assert not spares.take(tmp_path / "into", LARGE)
         assert reader.read() == OLD
         assert not (tmp_path / "old").exists()
     with pytest.raises(FileNotFoundError):
@@ -72,7 +72,7 @@ def test_a_tensor_in_memory_keeps_its_file_from_being_written_over(tmp_path: Pat
             del x
             gc.collect()
         spares.keep(file)
-        assert spares.take(tmp_path / "into") is not alive
+        assert spares.take(tmp_path / "into", LARGE) is not alive
         if alive:
             assert torch.equal(x, value)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 import stat
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from helpers_outbox import FACTS, B, M, finished, key, opened, stage, value
@@ -239,3 +242,22 @@ def test_a_read_does_not_wait_for_a_writer(tmp_path):
         assert store.manifest_of("run") == "m" * 64
         assert store.history()[0].name == "name"
     assert store.history()[0].name == "other"
+
+
+NOTED = """
+import os, sys
+from pathlib import Path
+from silo.store import Store
+
+store = Store(Path(sys.argv[1]))
+for base in "bc":
+    store.note_run("run", "name", "m" * 64, base * 64)
+os._exit(0)
+"""
+
+
+def test_a_note_survives_the_end_of_the_process_however_it_ends(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", NOTED, str(tmp_path / "silo.db")], check=True)
+    store = Store(tmp_path / "silo.db")
+    assert {"b" * 64, "c" * 64} <= store.referenced()
+    store.close_database()
