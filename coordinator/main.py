@@ -13,6 +13,7 @@ if "serve" in sys.argv[1:2]:
 else:
     hush_core()
 
+import gc  # noqa: E402
 import importlib  # noqa: E402
 
 import typer  # noqa: E402
@@ -61,6 +62,8 @@ def main() -> None:
         sys.exit(2 if isinstance(error, ConfigError | DataError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        gc.freeze()  # else the interpreter looks at all that torch has made before it ends: most of a second
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from protos.tls import hush_core, require_tls13
@@ -14,7 +15,10 @@ from silo.commands import run  # noqa: E402
 
 def main() -> None:
     """Run the command line; see `silo.commands.run`."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        sys.exit(run(sys.argv[1:]))
+    finally:
+        gc.freeze()  # else the interpreter looks at all that torch has made before it ends: most of a second
 
 
 if __name__ == "__main__":
