@@ -136,7 +136,7 @@ def manifest(
         model=Choice(model, model_options or {}),
         data="made-up",
         schema=SCHEMA,
-        train=train or TrainConfig(batch_size=4, epochs=1),
+        train=train or TrainConfig(batch_size=5, epochs=1),
         rounds=rounds,
         seed=seed,
         members=members(names, seed, share),

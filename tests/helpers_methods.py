@@ -15,7 +15,7 @@ from fl_core.models import build_model
 from fl_core.protocols import Method
 from fl_core.types import Bundle, Federation, Outcome, Part, State, TrainConfig, Turn
 
-TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
+TRAIN = TrainConfig(lr=0.05, batch_size=5, epochs=1)
 FED = Federation(n_silos=3, n_classes=4, rounds=5, round=2, cohort=3)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from helpers_core import NAMES, manifest, same, shares
-from helpers_grpc import running, until
+from helpers_grpc import World, running, until
 from helpers_scripted import ScriptedSilo
 
 from fl_core import trees
@@ -14,19 +14,28 @@ from fl_core.methods import METHODS
 from fl_core.simulate import History, simulate
 
 
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, list[ScriptedSilo]]]:
+    """Start one service and its silos; they serve one run after the other."""
+    with running(tmp_path_factory.mktemp("ports") / "home", NAMES) as world:
+        silos = [ScriptedSilo(world, name, share) for name, share in zip(NAMES, shares(), strict=True)]
+        yield world, silos
+        for silo in silos:
+            silo.stop()
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(method: str, tmp_path: Path) -> None:
+def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(
+    method: str, federation: tuple[World, list[ScriptedSilo]]
+) -> None:
+    world, silos = federation
     agreed = manifest(method, rounds=2, personal=method == "fedmr")
     history = History()
     expected = simulate(agreed, shares(), history)
-    with running(tmp_path / "home", NAMES) as world:
-        silos = [ScriptedSilo(world, name, share) for name, share in zip(NAMES, shares(), strict=True)]
-        run = world.finished(world.submit(agreed).id)
-        found = world.model(run.id)
-        rounds = world.server.store.runs.rounds(run.id)
-        until(lambda: all(s.memory.ended == {run.id: "finished"} for s in silos), "the end at every silo")
-        for silo in silos:
-            silo.stop()
+    run = world.finished(world.submit(agreed, request_id=method).id)
+    found = world.model(run.id)
+    rounds = world.server.store.runs.rounds(run.id)
+    until(lambda: all(s.memory.ended.get(run.id) == "finished" for s in silos), "the end at every silo")
     assert set(found) == set(expected)
     assert all(same(found[group], expected[group]) for group in expected)
     assert run.model_digest == trees.digest(expected["w"])
