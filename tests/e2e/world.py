@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -11,13 +12,14 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from coordinator.client import LeadClient
 from coordinator.config import compose_spec
 from coordinator.display import round_json, run_json
+from coordinator.main import main
 from coordinator.membership import Membership
 from coordinator.store import Store
 from silo import enrol
@@ -41,6 +43,20 @@ def until(condition: Callable[[], object], what: str, seconds: float = 240) -> A
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.05)
     return value
+
+
+def here(*words: str) -> subprocess.CompletedProcess[str]:
+    """Do what the process `coordinator WORDS` does in this one: what it costs to import torch is paid already."""
+    out, err, argv, code = io.StringIO(), io.StringIO(), sys.argv, 0
+    try:
+        sys.argv = ["coordinator", *words]
+        with redirect_stdout(out), redirect_stderr(err):
+            main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0
+    finally:
+        sys.argv = argv
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
 class World:
