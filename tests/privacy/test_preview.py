@@ -44,7 +44,7 @@ def test_what_is_projected_is_what_the_books_then_hold() -> None:
     assert all(s.epsilon_record == s.epsilon for s in found)
     assert sum(s.rounds for s in found) == 6
     rates = [s.rate for s in found]
-    assert rates == [4 / 14, 4 / 28, 4 / 7]
+    assert rates == [5 / 14, 5 / 28, 5 / 7]
 
 
 def said(*words: str) -> dict[str, object]:
