@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,10 +44,13 @@ class Deferred(Mapping[str, Tensor], ABC):
 
     @abstractmethod
     def fill(self, name: str, start: int, out: Numbers) -> None:
-        """Write the numbers of a tensor from the one at `start` on, as many as `out` (flat, at most BLOCK) holds."""
+        """Write the numbers of a tensor from the one at `start` on, as many as `out` (flat) holds.
+
+        What is made on the way stays in the cache while these are no more than BLOCK.
+        """
 
     def block(self, name: str, start: int, end: int) -> Numbers:
-        """Give some numbers of a tensor, at most BLOCK, to be read and not to be written."""
+        """Give some numbers of a tensor, to be read and not to be written."""
         numbers = np.empty(end - start, numpy_type(self.dtype_of(name)))
         self.fill(name, start, numbers)
         return numbers
@@ -71,6 +75,7 @@ class Deferred(Mapping[str, Tensor], ABC):
         return len(self.shapes)
 
 
+@cache
 def numpy_type(dtype: torch.dtype) -> np.dtype[Any]:
     """Return NumPy's name of a type of numbers that it knows."""
     return torch.empty(0, dtype=dtype).numpy().dtype
@@ -95,14 +100,17 @@ class Mean(Deferred):
             np.copyto(out, np.divide(sums, self._weight, out=sums), casting="same_kind")
 
 
-def block_by_block(shapes: Shapes[Name], work: Callable[[Name, int, int], object]) -> None:
-    """Do the work (name, first number, end) for every block of every tensor, on a few threads."""
+def block_by_block(shapes: Shapes[Name], work: Callable[[Name, int, int], object], most: int = BLOCK) -> None:
+    """Do the work (name, first number, end) for every block of every tensor, on a few threads.
+
+    most: numbers in a block, at most PIECE; work that makes nothing on the way has no reason for small ones.
+    """
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     pieces = [(name, at, min(at + PIECE, size)) for name, size in sizes.items() for at in range(0, size, PIECE)]
 
     def piece(place: tuple[Name, int, int]) -> None:
         name, begin, end = place
-        for at in range(begin, end, BLOCK):
-            work(name, at, min(at + BLOCK, end))
+        for at in range(begin, end, most):
+            work(name, at, min(at + most, end))
 
     side_by_side(piece, pieces)

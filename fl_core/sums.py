@@ -14,6 +14,7 @@ from torch import Tensor
 from fl_core.buffers import MEMORY
 from fl_core.deferred import Deferred, Numbers, Shapes, block_by_block, numpy_type
 from fl_core.fixed_point import Grid, Reach, flat
+from fl_core.pieces import PIECE
 from fl_core.types import Bundle
 
 WAITING = 1 << 30
@@ -121,7 +122,7 @@ class Large:
                 whole = block.dtype.kind != "f"
                 found.append((place, Reach(math.inf, 0) if whole else self._grid.look(_segment(place), block)))
 
-        block_by_block(self._shapes, look)
+        block_by_block(self._shapes, look, PIECE)
         for place, (most, outside) in found:
             factor, floats = self._grid.scaling(_segment(place)), seen.dtype(place) == np.float32
             exact = factor is not None and floats and not outside  # what is clipped is clipped as integers

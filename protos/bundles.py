@@ -71,35 +71,42 @@ class FileTensors(Deferred):
 
 
 class FileBundle(Mapping[str, Part]):
-    """A bundle in a file; totals are read when they are used, weights with their part.
+    """A bundle in a file; weights are read at once, totals when they are used.
 
     Raises ProtocolError (E-WIRE-06) when the file holds something else.
     """
 
     def __init__(self, file: Path) -> None:
         tensors = Tensors(file)
-        self._file = tensors.file
-        self._map = mmap.mmap(tensors.file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants to write
-        self._index: dict[str, dict[str | None, Entry]] = {name: {} for name in tensors.groups}
+        mapped = mmap.mmap(tensors.file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants to write
+        totals, weights = {name: dict[str, Entry]() for name in tensors.groups}, dict[str, Entry]()
         for path, entry in zip(tensors.paths, tensors.entries, strict=True):
-            if len(path) not in (2, 3) or path[0] not in self._index or path[1] not in ("total", "weight"):
-                raise ProtocolError("E-WIRE-06", f"expected a part of a bundle, found the path {path}")
-            self._index[path[0]][path[2] if path[1] == "total" else None] = entry
-        if missing := [name for name, keys in self._index.items() if None not in keys]:
+            match path:
+                case [name, "total", key] if name in totals:
+                    totals[name][key] = entry
+                case [name, "weight"] if name in totals:
+                    weights[name] = entry
+                case _:
+                    raise ProtocolError("E-WIRE-06", f"expected a part of a bundle, found the path {path}")
+        if missing := [name for name in totals if name not in weights]:
             raise ProtocolError("E-WIRE-06", f"expected a weight with every part, found none for {missing}")
+        weighed = FileTensors(tensors.file, mapped, weights)
+        self._parts = {
+            name: Part(FileTensors(tensors.file, mapped, total), weighed[name]) for name, total in totals.items()
+        }
+        self._dtypes = {
+            name: {weights[name].dtype, *(entry.dtype for entry in total.values())} for name, total in totals.items()
+        }
 
     def __getitem__(self, name: str) -> Part:
-        index = self._index[name]
-        total = {key: entry for key, entry in index.items() if key is not None}
-        weight = FileTensors(self._file, self._map, {"weight": index[None]})["weight"]
-        return Part(FileTensors(self._file, self._map, total), weight)
+        return self._parts[name]
 
     def dtypes(self, name: str) -> set[torch.dtype]:
         """Name the types of a part's numbers."""
-        return {entry.dtype for entry in self._index[name].values()}
+        return self._dtypes[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._index)
+        return iter(self._parts)
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._parts)
