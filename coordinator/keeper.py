@@ -18,17 +18,13 @@ from fl_core.types import Federation, State, TaskKind
 
 @dataclass(frozen=True, slots=True)
 class Keeper:
-    """The observer of one run: what is closed is on the disk before any silo hears of it.
-
-    collect: deletes what a run no longer needs.
-    """
+    """The observer of one run: what is closed is on the disk before any silo hears of it."""
 
     run_id: str
     broadcasts: Broadcasts
     store: Store
     blobs: Blobs
     hub: Hub
-    collect: Callable[[str], None]
 
     def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
         """Note the open round before anything is sent."""
@@ -38,7 +34,7 @@ class Keeper:
         """Do nothing: an arrival was noted with the receipt."""
 
     def closed(self, record: RoundRecord, server: State) -> None:
-        """Store the state, close the round, tell the silos, forget the bundles: in this order."""
+        """Store the state, close the round, tell the silos: in this order."""
         close, train = self.store.runs.close_round, record.kind is TaskKind.TRAIN
         model = "" if train else trees.digest(server["w"])  # between rounds: when somebody asks, see `RunService.named`
         with self.blobs.guard:
@@ -52,7 +48,6 @@ class Keeper:
         self.blobs.packed.forget(row.base_digest)  # before the next one is packed: one model in memory, not two
         if record.kind is TaskKind.EVALUATE:
             self.hub.announce_end(self.store.runs.get(self.run_id))
-        self.collect(self.run_id)
 
     def _in_time(self, write: Callable[[], object]) -> None:
         """Write, unless the run was aborted meanwhile."""

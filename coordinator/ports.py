@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -38,17 +38,13 @@ class StoredBundle(Mapping[str, Part]):
 
     def __init__(self, file: Path, allowed: frozenset[torch.dtype]) -> None:
         self._file = FileBundle(file)
-        self._allowed = allowed
-        self._read: dict[str, Part] = {}
+        for name in self._file:
+            if not self._file.dtypes(name) <= allowed:
+                kinds, found = (sorted(map(str, dtypes)) for dtypes in (allowed, self._file.dtypes(name)))
+                raise ProtocolError("E-WIRE-16", f"part {name!r}: expected some of {kinds}, found {found}")
 
     def __getitem__(self, name: str) -> Part:
-        """Give a part, made once: folding looks at each one several times."""
-        if name not in self._read:
-            if not self._file.dtypes(name) <= self._allowed:
-                allowed, found = (sorted(map(str, dtypes)) for dtypes in (self._allowed, self._file.dtypes(name)))
-                raise ProtocolError("E-WIRE-16", f"part {name!r}: expected some of {allowed}, found {found}")
-            self._read[name] = self._file[name]
-        return self._read[name]
+        return self._file[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file)
@@ -67,14 +63,19 @@ def allowed_dtypes(manifest: RunManifest) -> frozenset[torch.dtype]:
 class Broadcasts:
     """What each round of one run broadcasts: written and hashed once, for all silos of the cohort.
 
+    collect: deletes what the run no longer needs. Called when a round's base is in the record: beside the downloads
+    nobody waits for it, and uploads are written over what it sets aside.
     Guarantees: a broadcast whose tensors are those of a state that was just stored is that object, and costs nothing.
     """
 
-    def __init__(self, run_id: str, deadline_s: float, store: Store, blobs: Blobs) -> None:
+    def __init__(
+        self, run_id: str, deadline_s: float, store: Store, blobs: Blobs, collect: Callable[[str], None]
+    ) -> None:
         self._run_id = run_id
         self._deadline_s = deadline_s
         self._store = store
         self._blobs = blobs
+        self._collect = collect
         self._lock = threading.Lock()
         self._stored: tuple[State, Base] | None = None
         self._round: tuple[int, Base, float] | None = None
@@ -89,6 +90,7 @@ class Broadcasts:
         with self._lock:
             if self._round is None or self._round[0] != round:
                 self._round = (round, self._write(msg, round), time.monotonic() + self._deadline_s)
+                self._collect(self._run_id)
             return self._round[1:]
 
     def _write(self, msg: State, round: int) -> Base:

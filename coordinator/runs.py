@@ -168,7 +168,7 @@ class RunService:
         if run.state.ended:
             return
         manifest = RunManifest.from_json(run.manifest)
-        broadcasts = Broadcasts(run_id, manifest.deadline_s, self._store, self._blobs)
+        broadcasts = Broadcasts(run_id, manifest.deadline_s, self._store, self._blobs, self._collect)
         server = self._begin(run, manifest, broadcasts)
         ports = [
             GrpcPort(
@@ -186,7 +186,7 @@ class RunService:
         engine: Engine = replace(
             engine_of(manifest, ports, parallel=len(ports)), incoming=privacy.plan.build(manifest).incoming
         )
-        keeper = Keeper(run_id, broadcasts, self._store, self._blobs, self._hub, self._collect)
+        keeper = Keeper(run_id, broadcasts, self._store, self._blobs, self._hub)
         engine.run(server, keeper, start=run.closed)
 
     def _begin(self, run: Run, manifest: RunManifest, broadcasts: Broadcasts) -> State:

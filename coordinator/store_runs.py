@@ -167,8 +167,8 @@ class RunStore:
                 self._event(db, run_id, "opened", round, text=f"{kind.value}: {len(cohort)} silos")
 
     def set_base(self, run_id: str, round: int, digest: str, size: int) -> None:
-        """Note what a round broadcasts."""
-        with self._db.write() as db:
+        """Note what a round broadcasts; should a power cut forget it, the same state gives the same bytes again."""
+        with self._db.note() as db:
             note_object(db, digest, run_id, ObjectKind.BASE, round, size)
             db.execute(_SET_ROUND, {"of": run_id, "number": round, "base_digest": digest, "base_size": size})
 
