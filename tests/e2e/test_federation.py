@@ -160,6 +160,7 @@ def test_killing_and_restarting_either_side_between_rounds_continues_the_run(mar
     assert interrupted["model_digest"] == undisturbed["model_digest"]
 
 
+@pytest.mark.slow
 def test_a_revoked_silo_is_dropped_and_says_why_and_the_other_goes_on_and_ends_cleanly(mars: World) -> None:
     names = mars.federation(P5C2[:2])
     mars.call("coordinator", "revoke", "hospital0", "--reason", "left the study", "--home", str(mars.home))
