@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from coordinator.store import Store
 from coordinator.tasks import Task, TaskKey
 from fl_core.errors import ProtocolError
 from fl_core.manifest import RunManifest
-from fl_core.types import Bundle, Federation, Part, State, TaskKind
+from fl_core.types import Bundle, Federation, State, TaskKind
 from protos.bundles import FileBundle
 
 
@@ -29,28 +29,18 @@ class Base(NamedTuple):
     size: int
 
 
-class StoredBundle(Mapping[str, Part]):
-    """An update on the disk: only its index is in memory, and of the rest what is read, while it is.
+def stored_bundle(file: Path, allowed: frozenset[torch.dtype]) -> FileBundle:
+    """Open an update on the disk: only its index is in memory, and of the rest what is read, while it is.
 
     Raises ProtocolError: E-WIRE-06 when the file is no bundle, E-WIRE-16 when a part holds numbers of another kind
     than this run's silos send.
     """
-
-    def __init__(self, file: Path, allowed: frozenset[torch.dtype]) -> None:
-        self._file = FileBundle(file)
-        for name in self._file:
-            if not self._file.dtypes(name) <= allowed:
-                kinds, found = (sorted(map(str, dtypes)) for dtypes in (allowed, self._file.dtypes(name)))
-                raise ProtocolError("E-WIRE-16", f"part {name!r}: expected some of {kinds}, found {found}")
-
-    def __getitem__(self, name: str) -> Part:
-        return self._file[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file)
-
-    def __len__(self) -> int:
-        return len(self._file)
+    bundle = FileBundle(file)
+    for name in bundle:
+        if not bundle.dtypes(name) <= allowed:
+            kinds, found = (sorted(map(str, dtypes)) for dtypes in (allowed, bundle.dtypes(name)))
+            raise ProtocolError("E-WIRE-16", f"part {name!r}: expected some of {kinds}, found {found}")
+    return bundle
 
 
 def allowed_dtypes(manifest: RunManifest) -> frozenset[torch.dtype]:
@@ -138,7 +128,7 @@ class GrpcPort:
         if digest is None:
             with self.hub.offered(task) as pending:
                 digest = self._taken(task) or pending.wait()  # it may have come between the two looks
-        return StoredBundle(self.blobs.path(digest), self.allowed)
+        return stored_bundle(self.blobs.path(digest), self.allowed)
 
     def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:
         """Do nothing: the close that was stored is announced to every silo."""

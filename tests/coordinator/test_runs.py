@@ -16,7 +16,7 @@ from helpers_grpc import FAST, World, running, until
 from helpers_scripted import Key, Memory, ScriptedSilo
 
 from coordinator.commands import lead
-from coordinator.ports import StoredBundle
+from coordinator.ports import stored_bundle
 from coordinator.records import RunState
 from coordinator.server import Settings
 from fl_core import trees
@@ -229,7 +229,7 @@ def test_twelve_waiting_bundles_are_not_in_memory(tmp_path: Path) -> None:
         files.append(file)
     me = psutil.Process()
     before = me.memory_info().rss
-    waiting = [StoredBundle(file, frozenset({torch.float32})) for file in files]
+    waiting = [stored_bundle(file, frozenset({torch.float32})) for file in files]
     assert me.memory_info().rss - before < 8 << 20
     assert same(waiting[3]["delta"].total, big["delta"].total)
     sums = Accumulator({"delta": PartSpec.of(big["delta"])}, Grid(n_max=12))
@@ -239,4 +239,4 @@ def test_twelve_waiting_bundles_are_not_in_memory(tmp_path: Path) -> None:
     assert me.memory_info().rss - before < 32 << 20  # of 192 MiB
     assert same(sums.total()["delta"].total, {"w": torch.full((4 << 20,), 24 << sums.grid.frac_bits("delta"))})
     with pytest.raises(ProtocolError, match="E-WIRE-16"):
-        StoredBundle(files[0], frozenset({torch.int64}))
+        stored_bundle(files[0], frozenset({torch.int64}))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 from e2e.world import BIN, ENV, ROOT, free_port, until
 from PIL import Image
 
@@ -89,11 +90,12 @@ def test_every_command_of_the_quickstart_works(tmp_path: Path) -> None:
     assert ran == QUICKSTART.count("```sh")
 
 
-def test_every_command_for_researchers_works(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", ["2", pytest.param("20", marks=pytest.mark.slow)])
+def test_every_command_for_researchers_works(rounds: str, tmp_path: Path) -> None:
     ((words, script),) = _blocks(RESEARCH)
     assert words == ["simulate"]
     assert "rounds=20" in script
-    assert "global accuracy" in Machine(tmp_path / "r").run(script.replace("rounds=20", "rounds=2"))
+    assert "global accuracy" in Machine(tmp_path / "r").run(script.replace("rounds=20", f"rounds={rounds}"))
 
 
 def test_no_command_of_the_readme_is_without_a_test() -> None:

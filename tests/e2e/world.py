@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -56,6 +57,7 @@ def here(*words: str) -> subprocess.CompletedProcess[str]:
         code = ended.code if isinstance(ended.code, int) else 0
     finally:
         sys.argv = argv
+        gc.unfreeze()  # this process does not end with the command
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 

@@ -121,6 +121,8 @@ def followed(rounds: int, start: int = 0, server: State | None = None, **terms: 
 
 @pytest.mark.parametrize(("placement", "quantile", "first"), [
     ("central", 0.5, 20.0), ("central", 0.8, 1.0), ("local", 0.5, 0.05), ("local", 0.8, 1.0),
+    pytest.param("central", 0.5, 0.05, marks=pytest.mark.slow),
+    pytest.param("local", 0.5, 20.0, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_clip_follows_the_target_quantile_of_the_norms(placement: str, quantile: float, first: float) -> None:
     """From 20 times too much or too little, C_t comes to the quantile of the log-normal norms, and stays there."""
