@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
+
+from fl_core.buffers import MEMORY
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGE = 4 << 20
@@ -21,11 +24,26 @@ def give_back_large_blocks() -> bool:
     32 MiB per arena: once the bound above is set, glibc would return the end of an arena at 128 KiB, and every message
     would be made of new pages. Call it before threads are started. Elsewhere than on Linux with glibc it does nothing.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _of_glibc("mallopt")
     wanted = {_M_MMAP_THRESHOLD: _LARGE, _M_TRIM_THRESHOLD: _SMALL_KEPT, _M_ARENA_MAX: _ARENAS}
     return mallopt is not None and all(mallopt(name, value) for name, value in wanted.items())
+
+
+def give_back_what_is_free() -> None:
+    """Return to the system what this process keeps for the next tensors and messages.
+
+    Rehearsing a method leaves its small tensors' memory in pieces between others that are in use, 100 to 150 MiB for a
+    ResNet-18, which the C library returns only when asked. What comes next pays for new pages, so this is for the end
+    of something, not for every round. Where the C library has no such call, only tensors' memory is returned.
+    """
+    MEMORY.clear()
+    if trim := _of_glibc("malloc_trim"):
+        trim(0)
+
+
+def _of_glibc(name: str) -> Callable[..., int] | None:
+    """Return a function that glibc has and others may not."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
 
 
 def use_huge_pages() -> None:

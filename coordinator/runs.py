@@ -14,6 +14,7 @@ import privacy.plan
 from coordinator.blobs import Blobs
 from coordinator.hub import Hub
 from coordinator.keeper import Keeper
+from coordinator.memory import give_back_what_is_free
 from coordinator.ports import Base, Broadcasts, GrpcPort, allowed_dtypes
 from coordinator.records import Run, RunState
 from coordinator.store import Store
@@ -225,6 +226,7 @@ class RunService:
             if not self._active:
                 self._blobs.spares.clear()
                 self._blobs.packed.clear()
+                give_back_what_is_free()
         except Exception:  # no run fails for it: what stays is deleted at the next round's end, or at the next start
             log.exception("what run %s no longer needs could not be deleted", run_id)
 

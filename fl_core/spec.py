@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fl_core.evaluation import METRICS, evaluate_personal
 from fl_core.local import PlainData
 from fl_core.protocols import Method
-from fl_core.types import Examples, Federation, Layout, PartSpec, Schema, TaskKind, TrainConfig, Turn
+from fl_core.types import Bundle, Examples, Federation, Layout, PartSpec, Schema, TaskKind, TrainConfig, Turn
 from fl_core.worker import Bench, measure_global, work
 
 __all__ = ["derive_layout", "layout_from_json", "layout_to_json"]
@@ -41,13 +41,17 @@ def derive_layout(method: Method, model: nn.Module, schema: Schema, personal: bo
     data = PlainData(blank, blank, TrainConfig(batch_size=2, epochs=1), turn)
     server = method.init_server(model, fed)
     msg = method.broadcast(server)
-    bundle = dict(method.local(model, msg, method.init_silo(model, fed), data, turn).bundle)
+    layout = _layout(method.local(model, msg, method.init_silo(model, fed), data, turn).bundle)
     if personal:
-        bundle |= evaluate_personal(model, data, fed.n_classes)
-    bundle[METRICS] = measure_global(method, model, msg, data, fed.n_classes)
-    layout = {name: PartSpec.of(part) for name, part in sorted(bundle.items())}
+        layout |= _layout(evaluate_personal(model, data, fed.n_classes))
+    layout |= _layout({METRICS: measure_global(method, model, msg, data, fed.n_classes)})
+    layout = dict(sorted(layout.items()))
     work(Bench(method, model, layout), msg, None, data, turn, TaskKind.TRAIN)  # the layout is stable: it fits itself
     return layout
+
+
+def _layout(bundle: Bundle) -> dict[str, PartSpec]:
+    return {name: PartSpec.of(part) for name, part in bundle.items()}
 
 
 def layout_to_json(layout: Layout) -> dict[str, object]:

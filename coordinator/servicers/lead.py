@@ -11,6 +11,7 @@ import grpc
 from coordinator import views
 from coordinator.gate import Gate
 from coordinator.hub import Hub
+from coordinator.memory import give_back_what_is_free
 from coordinator.records import Run
 from coordinator.runs import RunService
 from coordinator.store import Store
@@ -45,6 +46,7 @@ class LeadService(rpc.LeadServicer):
             return views.run_info(known)
         with self._runs.seeding:
             manifest = self._compose(request.spec_json, self._silos(revoked=False))
+        give_back_what_is_free()  # composing trains for a step
         manifest = replace(manifest, lead=self._gate.caller(context).identity.name)
         return views.run_info(self._runs.submit(manifest, request.spec_json, request.request_id))
 

@@ -39,6 +39,23 @@ use_huge_pages()
 x = torch.ones(8 << 20)
 print(sum(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")))
 """
+PIECES = """
+import torch
+from coordinator.memory import give_back_large_blocks, give_back_what_is_free
+from fl_core.buffers import MEMORY
+give_back_large_blocks()
+
+def resident():
+    return sum(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
+
+kept = [MEMORY.empty((2 << 20,), torch.float32).fill_(1) for _ in range(4)]  # 32 MiB
+pieces = [bytearray(b"x" * (64 << 10)) for _ in range(1024)]  # 64 MiB
+del kept, pieces[::2]
+before = resident()
+give_back_what_is_free()
+assert not MEMORY.kept()
+print(before - resident())
+"""
 
 
 def answer(code: str) -> int:
@@ -56,3 +73,8 @@ def test_messages_are_made_in_memory_that_earlier_ones_left() -> None:
 )
 def test_large_tensors_lie_in_huge_pages() -> None:
     assert answer(TENSORS) >= 16 << 10  # KiB, of the tensor's 32 MiB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc alone gives back what lies between pieces in use")
+def test_what_is_free_is_given_back_from_between_what_is_in_use() -> None:
+    assert answer(PIECES) >= 56 << 10  # KiB, of 64 MiB
