@@ -75,11 +75,16 @@ class Broadcasts:
         with self._lock:
             self._stored = (state, base)
 
-    def base(self, msg: State, round: int) -> tuple[Base, float]:
-        """Return a round's object and its deadline (time.monotonic()); the first caller makes both."""
+    def base(self, msg: State, round: int, cohort: int) -> tuple[Base, float]:
+        """Return a round's object, which `cohort` silos will fetch, and its deadline (time.monotonic()).
+
+        The first caller makes both.
+        """
         with self._lock:
             if self._round is None or self._round[0] != round:
-                self._round = (round, self._write(msg, round), time.monotonic() + self._deadline_s)
+                base = self._write(msg, round)
+                self._blobs.packed.expect(base.digest, cohort)
+                self._round = (round, base, time.monotonic() + self._deadline_s)
                 self._collect(self._run_id)
             return self._round[1:]
 
@@ -121,7 +126,7 @@ class GrpcPort:
         Raises FederationError when it refuses, is revoked or misses the round's deadline: the round goes on without it.
         Raises Interrupted when the run was aborted or the service stops: the round ends unclosed.
         """
-        base, due = self.broadcasts.base(msg, fed.round)
+        base, due = self.broadcasts.base(msg, fed.round, fed.cohort)
         key = TaskKey(self.run_id, fed.round, kind, self.name)
         task = Task(key, self.manifest_digest, base.digest, base.size, fed.cohort, due)
         digest = self._taken(task)

@@ -1,4 +1,4 @@
-"""Objects in chunks of 2 MiB, each with a CRC-32C: the unit of sending, checking and resuming.
+"""Objects in chunks of 2 MiB: the unit of sending and resuming. TLS and the object's name check them (ADR 0017).
 
 `Chunk` is the message `consilium.v1.Chunk` of federation.proto. The protobuf library copies a field of bytes when it is
 set, when it is written and each time it is read; these are nearly all bytes of a round, so this one message is written
@@ -7,12 +7,11 @@ and read here, with one copy and with none. https://protobuf.dev/programming-gui
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import NamedTuple, Protocol
-
-import google_crc32c
-import numpy as np
 
 from fl_core.errors import ProtocolError
 from protos.spares import open_shared
@@ -25,30 +24,16 @@ MAX_MESSAGE_BYTES = 4 << 20
 """Both sides refuse larger messages: a bound against denial of service, far above a chunk."""
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _MOST_VARINT = 10
-_OBJECT, _OFFSET, _DATA, _CRC = 1, 2, 3, 4
-_TYPES = {_OBJECT: _LENGTH, _OFFSET: _VARINT, _DATA: _LENGTH, _CRC: _FIXED32}
+_OBJECT, _OFFSET, _DATA = 1, 2, 3
+_TYPES = {_OBJECT: _LENGTH, _OFFSET: _VARINT, _DATA: _LENGTH}
 
 
 class Chunk(NamedTuple):
-    """A piece of an object. object: its name, in the first chunk of a stream; crc32c: of `data`."""
+    """A piece of an object, as it was read. object: its name, in the first chunk of a stream."""
 
     object: str = ""
     offset: int = 0
     data: bytes | memoryview = b""
-    crc32c: int = 0
-
-    def pack(self) -> bytes:
-        """Write the message, byte for byte as the protobuf library does."""
-        head = bytearray()
-        if self.object:
-            name = self.object.encode()
-            head += _key(_OBJECT) + _varint(len(name)) + name
-        if self.offset:
-            head += _key(_OFFSET) + _varint(self.offset)
-        if self.data:
-            head += _key(_DATA) + _varint(len(self.data))
-        tail = _key(_CRC) + self.crc32c.to_bytes(4, "little") if self.crc32c else b""
-        return b"".join((head, self.data, tail))
 
     @classmethod
     def unpack(cls, message: bytes) -> Chunk:
@@ -70,13 +55,32 @@ class Chunk(NamedTuple):
             str(found.get(_OBJECT, b""), "utf-8"),  # type: ignore[arg-type]  # by `_TYPES` a view
             found.get(_OFFSET, 0),  # type: ignore[arg-type]  # by `_TYPES` a number
             found.get(_DATA, b""),  # type: ignore[arg-type]
-            found.get(_CRC, 0),  # type: ignore[arg-type]
         )
 
 
-def _crc32c(data: bytes | memoryview) -> int:
-    """Hash bytes where they lie; the library takes an array over a view, but no view."""
-    return int(google_crc32c.value(np.frombuffer(data, np.uint8) if data else b""))
+class PackedChunk(NamedTuple):
+    """A chunk as it travels. offset, end: where its bytes begin in the object, and the first one after it."""
+
+    message: bytes
+    offset: int
+    end: int
+
+    def pack(self) -> bytes:
+        """Return the message."""
+        return self.message
+
+
+def head(name: str, offset: int, size: int) -> bytes:
+    """Write a message up to its data, of `size` bytes, byte for byte as the protobuf library does."""
+    found = bytearray()
+    if name:
+        encoded = name.encode()
+        found += _key(_OBJECT) + _varint(len(encoded)) + encoded
+    if offset:
+        found += _key(_OFFSET) + _varint(offset)
+    if size:
+        found += _key(_DATA) + _varint(size)
+    return bytes(found)
 
 
 def _key(number: int) -> bytes:
@@ -125,15 +129,36 @@ class Sink(Protocol):
         ...
 
 
-def read_chunks(path: Path, name: str, offset: int) -> Iterator[Chunk]:
-    """Read a file from `offset` on; the first chunk carries `name`, and a finished object gives one empty chunk."""
+def read_chunks(path: Path, name: str, offset: int) -> Iterator[PackedChunk]:
+    """Read a file from `offset` on; the first chunk carries `name`, and a finished object gives one empty chunk.
+
+    Raises FileNotFoundError when the file is not there, or no longer; OSError when it cannot be read to its end.
+    """
     with open_shared(path) as f:
         f.seek(offset)
-        first = True
-        while (data := f.read(CHUNK_BYTES)) or first:
-            yield Chunk(name if first else "", offset, data, google_crc32c.value(data))
-            offset += len(data)
-            first = False
+        end = os.fstat(f.fileno()).st_size
+        while True:
+            size = max(0, min(CHUNK_BYTES, end - offset))
+            yield PackedChunk(_read(f, head(name, offset, size), size), offset, offset + size)
+            name, offset = "", offset + size
+            if offset >= end:
+                return
+
+
+def _read(file: BufferedReader, start: bytes, size: int) -> bytes:
+    """Read a message's data into its place: BytesIO gives its own buffer away, so that nothing is copied.
+
+    bytes of joined parts would be made beside the parts: half of the time of this is new memory and copies then.
+    """
+    made = BytesIO()
+    made.write(start)
+    if size:
+        made.seek(len(start) + size - 1)
+        made.write(b"\0")
+        with made.getbuffer() as room:
+            if file.readinto(room[len(start) :]) != size:
+                raise OSError(f"expected {size} more bytes in {file.name!r}, found its end")
+    return made.getvalue()
 
 
 def append_chunk(chunk: Chunk, into: Sink, have: int, most: int | None = None) -> int:
@@ -145,7 +170,6 @@ def append_chunk(chunk: Chunk, into: Sink, have: int, most: int | None = None) -
     | only bytes before have | ignored: a duplicate                            |
     | bytes across have      | the new bytes appended                          |
     | bytes after a gap      | ProtocolError E-WIRE-03, naming the offset due  |
-    | damaged bytes          | ProtocolError E-WIRE-08, nothing written        |
     | bytes beyond `most`    | ProtocolError E-WIRE-11, nothing written        |
     """
     data = chunk.data
@@ -153,8 +177,6 @@ def append_chunk(chunk: Chunk, into: Sink, have: int, most: int | None = None) -
         raise ProtocolError("E-WIRE-11", f"expected the {most} bytes that were announced, found more")
     if len(data) > CHUNK_BYTES:
         raise ProtocolError("E-WIRE-09", f"expected chunks of at most {CHUNK_BYTES} bytes, found {len(data)}")
-    if _crc32c(data) != chunk.crc32c:
-        raise ProtocolError("E-WIRE-08", f"the chunk at {chunk.offset} was damaged on its way: open and send it again")
     if chunk.offset > have:
         raise ProtocolError("E-WIRE-03", f"expected the chunk at {have}, found the one at {chunk.offset}")
     if fresh := data[have - chunk.offset :]:

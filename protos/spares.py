@@ -15,9 +15,8 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from protos.digests import write_all
 
@@ -73,7 +72,7 @@ class Spares:
         return list(self._folder.iterdir()) if self._folder.exists() else []
 
 
-def open_shared(path: Path) -> BinaryIO:
+def open_shared(path: Path) -> BufferedReader:
     """Open a file to be read; it is not written over as a spare one while it is open, or mapped into memory.
 
     Raises FileNotFoundError when it is not there, or no longer.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from protos.chunks import MAX_MESSAGE_BYTES, Chunk
+from protos.chunks import MAX_MESSAGE_BYTES, Chunk, PackedChunk
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.diagnosis import Diagnosis
@@ -45,7 +45,7 @@ class TransferStub:
         theirs = rpc.TransferStub(channel)
         path = f"/{pb.DESCRIPTOR.services_by_name['Transfer'].full_name}"
         self.Open, self.Commit = theirs.Open, theirs.Commit
-        self.Put = channel.stream_unary(f"{path}/Put", Chunk.pack, pb.PutReply.FromString)
+        self.Put = channel.stream_unary(f"{path}/Put", PackedChunk.pack, pb.PutReply.FromString)
         self.Get = channel.unary_stream(f"{path}/Get", pb.GetRequest.SerializeToString, Chunk.unpack)
 
 

@@ -16,7 +16,7 @@ import grpc
 
 from fl_core.errors import FederationError, ProtocolError, UnavailableError
 from protos import receipts
-from protos.chunks import Chunk, append_chunk, read_chunks
+from protos.chunks import PackedChunk, append_chunk, read_chunks
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.line import TransferStub
 from silo.objects import Objects
@@ -25,7 +25,7 @@ from silo.waiting import Backoff, IdleWatch, Stop, persist, translated
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
-DAMAGED = frozenset({"E-WIRE-03", "E-WIRE-04", "E-WIRE-08"})
+DAMAGED = frozenset({"E-WIRE-03", "E-WIRE-04"})
 """What a link can do to bytes: worth another try, a bounded number of times."""
 
 
@@ -171,7 +171,7 @@ class Transfer:
         watch: list[IdleWatch] = []
         broken: list[OSError] = []
 
-        def chunks() -> Iterator[Chunk]:
+        def chunks() -> Iterator[PackedChunk]:
             armed.wait()
             try:
                 for chunk in read_chunks(file, entry.contribution_id, have):

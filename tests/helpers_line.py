@@ -11,6 +11,7 @@ from helpers_grpc import World, channel
 
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.version import PROTOCOL
 
 DENIED = grpc.StatusCode.PERMISSION_DENIED
 
@@ -62,12 +63,15 @@ class Line:
 
 
 HELLO = pb.Hello(
-    protocol_min=2, protocol_max=2, software="by hand 1.0", data=pb.DataOffer(name="digits", shape=[1, 8, 8])
+    protocol_min=PROTOCOL,
+    protocol_max=PROTOCOL,
+    software="by hand 1.0",
+    data=pb.DataOffer(name="digits", shape=[1, 8, 8]),
 )
 
 
 def instance(id: str, previous: str = "") -> pb.Hello:
-    return pb.Hello(protocol_min=2, protocol_max=2, instance=id, previous_instance=previous)
+    return pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=id, previous_instance=previous)
 
 
 def online(world: World, name: str) -> Callable[[], bool]:

@@ -21,6 +21,7 @@ from fl_core.worker import work
 from protos import codec
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.version import PROTOCOL
 
 WIRE = {kind: number for number, kind in KINDS.items()}
 Stub = TypeVar("Stub", rpc.ControlStub, rpc.TransferStub)
@@ -126,7 +127,11 @@ class ScriptedSilo:
     def _session(self, stub: rpc.ControlStub) -> None:
         out: queue.Queue[pb.SiloMessage | None] = queue.Queue()
         staged = [pb.RoundRef(run_id=k.run_id, round=k.round, kind=WIRE[k.kind]) for k in self.memory.outbox]
-        out.put(pb.SiloMessage(hello=pb.Hello(protocol_min=2, protocol_max=2, software="scripted", staged=staged)))
+        out.put(
+            pb.SiloMessage(
+                hello=pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, software="scripted", staged=staged)
+            )
+        )
         call = stub.Session(iter(out.get, None))
         try:
             for message in call:

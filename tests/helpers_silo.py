@@ -28,6 +28,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.diagnosis import Diagnosis
 from protos.invitation import InvitationToken
+from protos.version import PROTOCOL
 from silo.home import Home
 from silo.identity import SiloIdentity
 from silo.notices import Notice
@@ -113,7 +114,9 @@ class FakeControl(rpc.ControlServicer):
         self.beats = True
 
     def _welcome(self, hello: pb.Hello) -> pb.CoordinatorMessage:
-        facts = pb.Welcome(protocol=2, software="fake 1", pulse_seconds=self.pulse_s, recycle_seconds=self.recycle_s)
+        facts = pb.Welcome(
+            protocol=PROTOCOL, software="fake 1", pulse_seconds=self.pulse_s, recycle_seconds=self.recycle_s
+        )
         return pb.CoordinatorMessage(welcome=facts)
 
     @property

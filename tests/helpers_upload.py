@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import google_crc32c
 import grpc
 import pytest
 from helpers_core import manifest
@@ -18,8 +17,8 @@ STEP = 1024
 INVALID, LATE = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
 
 
-def chunk(data: bytes, offset: int, name: str = "", damage: int = 0) -> pb.Chunk:
-    return pb.Chunk(object=name, offset=offset, data=data, crc32c=google_crc32c.value(data) ^ damage)
+def chunk(data: bytes, offset: int, name: str = "") -> pb.Chunk:
+    return pb.Chunk(object=name, offset=offset, data=data)
 
 
 def cut(data: bytes, name: str, start: int = 0, end: int | None = None, step: int = STEP) -> Iterator[pb.Chunk]:

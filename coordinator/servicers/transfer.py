@@ -15,7 +15,6 @@ from coordinator.credentials import ServerCertificate
 from coordinator.gate import Gate
 from coordinator.hub import Hub
 from coordinator.limits import object_limit
-from coordinator.packed import PackedChunk
 from coordinator.records import Contribution
 from coordinator.store import Store
 from coordinator.tasks import KINDS, WIRE, TaskKey
@@ -23,7 +22,7 @@ from coordinator.turns import Turns
 from coordinator.uploads import Hashing, Upload, Uploads
 from fl_core.errors import FederationError, ProtocolError, StateError, UnavailableError
 from protos import codec, receipts
-from protos.chunks import Chunk, append_chunk
+from protos.chunks import Chunk, PackedChunk, append_chunk
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.identity import Kind
 from protos.spares import Growth
@@ -173,7 +172,7 @@ class TransferService:
             )
         sent = 0
         try:
-            chunks = self._blobs.packed.chunks(file, request.digest, request.offset, shared=silo is not None)
+            chunks = self._blobs.packed.chunks(file, request.digest, request.offset, expected=silo is not None)
             while True:
                 with self._turns.turn():
                     if (chunk := next(chunks, None)) is None:

@@ -16,6 +16,7 @@ from fl_core.manifest import RunManifest
 from protos import receipts
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.version import PROTOCOL
 
 DATA = bytes(range(256)) * 8
 STATED = pb.Attestation(policy_digest="ab" * 32, ledger_seq=17, ledger_head="cd" * 32)
@@ -26,7 +27,7 @@ def greeted(world: World, name: str, policy: str = "") -> pb.Welcome:
     over = threading.Event()
 
     def say() -> Iterator[pb.SiloMessage]:
-        yield pb.SiloMessage(hello=pb.Hello(protocol_min=2, protocol_max=2, policy_digest=policy))
+        yield pb.SiloMessage(hello=pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, policy_digest=policy))
         over.wait(20)
 
     with channel(world.port, world.people[name]) as line:

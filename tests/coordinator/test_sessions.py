@@ -20,6 +20,7 @@ from fl_core.types import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.invitation import InvitationToken
+from protos.version import PROTOCOL
 
 
 def test_a_session_begins_with_a_welcome_and_has_pulses_both_ways(world: World) -> None:
@@ -37,7 +38,7 @@ def test_a_session_begins_with_a_welcome_and_has_pulses_both_ways(world: World) 
     )
     line.close()
     until(lambda: not online(world, "north")(), "north to leave")
-    known = Line(world, "north", pb.Hello(protocol_min=2, protocol_max=2, roster_version=3))
+    known = Line(world, "north", pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, roster_version=3))
     until(lambda: known.got, "a welcome")
     assert known.got[0].welcome.signed_roster == b""
     known.close()
@@ -54,10 +55,10 @@ def test_a_silent_peer_is_dropped_after_three_pulses(world: World) -> None:
 @pytest.mark.parametrize(
     ("hello", "expected"),
     [
-        (pb.Hello(protocol_min=3, protocol_max=9), (DENIED, "E-WIRE-01")),
+        (pb.Hello(protocol_min=PROTOCOL + 1, protocol_max=PROTOCOL + 6), (DENIED, "E-WIRE-01")),
         (pb.Hello(protocol_min=0, protocol_max=0), (DENIED, "E-WIRE-01")),
         (
-            pb.Hello(protocol_min=2, protocol_max=2, data=pb.DataOffer(classes=["x" * 999])),
+            pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, data=pb.DataOffer(classes=["x" * 999])),
             (grpc.StatusCode.INVALID_ARGUMENT, "E-WIRE-13"),
         ),
     ],
@@ -162,7 +163,7 @@ def test_offers_are_made_again_and_closes_are_told_after_a_reconnect(world: Worl
     assert "E-WIRE-06" in ended.reason
     world.server.runs.abort(run.id)
     staged = [pb.RoundRef(run_id=run.id, round=0, kind=pb.TRAIN), pb.RoundRef(run_id="nothing", round=3, kind=pb.TRAIN)]
-    third = Line(world, "north", pb.Hello(protocol_min=2, protocol_max=2, staged=staged))
+    third = Line(world, "north", pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, staged=staged))
     until(lambda: third.of("run_ended"), "the end")
     assert (third.of("run_ended")[0].run_ended.state, third.of("round_closed")) == ("aborted", [])
     third.close()
@@ -175,7 +176,7 @@ def test_a_staged_round_is_answered_with_its_close(world: World) -> None:
     store.close_round(run.id, RoundRecord(0, TaskKind.TRAIN, (), (), ("north",), {"south": "late"}), None, "m")
     staged = [pb.RoundRef(run_id=run.id, round=0, kind=kind) for kind in (pb.TRAIN, pb.EVALUATE, 9)]
     for name, included in (("north", [True, False]), ("south", [False, False])):
-        line = Line(world, name, pb.Hello(protocol_min=2, protocol_max=2, staged=staged))
+        line = Line(world, name, pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, staged=staged))
         until(lambda line=line: len(line.of("round_closed")) == 2, "two closes")
         assert [m.round_closed.included for m in line.of("round_closed")] == included
         line.close()

@@ -12,6 +12,7 @@ from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.diagnosis import Diagnosis
 from protos.identity import Address
+from protos.version import PROTOCOL
 from silo.client import RECONNECT_CAP_S, Client
 from silo.line import Lines
 from silo.store import Store
@@ -56,7 +57,7 @@ class Rig:
         self.client = Client(
             Lines([Address("127.0.0.1", 1)], lambda _: self.host.channel()),
             self.store,
-            lambda: pb.Hello(protocol_min=2, protocol_max=2, staged=self.staged),
+            lambda: pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, staged=self.staged),
             lambda welcome: None,
             lambda address: (self.explained.append(address), finding)[1],
             self.notices.append,
@@ -104,7 +105,7 @@ def make(tmp_path):
 def test_a_session_begins_with_hello_and_pulses_both_ways(make):
     rig = make(FakeControl(pulse_s=0.2)).start()
     until(lambda: len(rig.control.last.got("pulse")) >= 3)
-    assert rig.control.last.hello.protocol_max == 2
+    assert rig.control.last.hello.protocol_max == PROTOCOL
     assert rig.control.last.got("pulse")[0].done == 7
     assert rig.store.contact().address == "127.0.0.1:1"
     assert rig.greeted.is_set()
@@ -228,7 +229,7 @@ def test_a_refusal_about_the_network_is_not(make):
 
 def test_another_protocol_is_refused(make):
     control = FakeControl()
-    control.welcome = lambda hello: pb.CoordinatorMessage(welcome=pb.Welcome(protocol=3, pulse_seconds=1))
+    control.welcome = lambda hello: pb.CoordinatorMessage(welcome=pb.Welcome(protocol=PROTOCOL + 1, pulse_seconds=1))
     rig = make(control).start(sessions=0)
     rig.thread.join(20)
     assert rig.error.code == "E-WIRE-01"

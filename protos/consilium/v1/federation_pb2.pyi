@@ -686,24 +686,21 @@ class Chunk(_message.Message):
     OBJECT_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
-    CRC32C_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """Put: the contribution id. Get: the digest. Set in the first chunk of a stream."""
     offset: _builtins.int
     data: _builtins.bytes
     """at most 2 MiB"""
-    crc32c: _builtins.int
     def __init__(
         self,
         *,
         object: _builtins.str = ...,
         offset: _builtins.int = ...,
         data: _builtins.bytes = ...,
-        crc32c: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "data", b"data", "object", b"object", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "object", b"object", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
