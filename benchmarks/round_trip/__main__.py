@@ -16,20 +16,26 @@ import json  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Mapping, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
-from statistics import median  # noqa: E402
+from statistics import fmean, median  # noqa: E402
 from tempfile import TemporaryDirectory  # noqa: E402
+from typing import NamedTuple  # noqa: E402
 
 from benchmarks.round_trip.bare import Bare  # noqa: E402
-from benchmarks.round_trip.federation import Federation  # noqa: E402
+from benchmarks.round_trip.federation import Federation, Rounds  # noqa: E402
 from benchmarks.round_trip.models import workload  # noqa: E402
 from benchmarks.round_trip.processes import processes  # noqa: E402
 from fl_core.errors import FederationError  # noqa: E402
 
 Value = int | float | list[float]
+LEG = 7
+"""Rounds of one run at most, between two times of bare streams."""
 
 
 def measure(silos: int, params: int, rounds: int, log: Path) -> Mapping[str, Value]:
-    """Measure `rounds` rounds after one to warm up, and as many of the bare stream, half before and half after."""
+    """Measure `rounds` rounds in a few runs, each after one to warm up, and bare streams before and after each run.
+
+    A host whose speed changes within a minute is as fast for the ones as for the others.
+    """
     chosen = workload(params)
     with TemporaryDirectory(prefix="consilium-bench-") as scratch, processes(log) as started:
         folder = Path(scratch)
@@ -37,41 +43,51 @@ def measure(silos: int, params: int, rounds: int, log: Path) -> Mapping[str, Val
         try:
             first = federation.run(1)
             bare = Bare(started, federation.home, federation.silos)
-            streams, used = _streams(bare, first.down, first.up, rounds)
-            found = federation.run(rounds + 1)
+            streams, runs = [_streams(bare, first, min(rounds, LEG))], list[Rounds]()
+            for begin in range(0, rounds, LEG):
+                leg = min(LEG, rounds - begin)
+                runs.append(federation.run(leg + 1))
+                streams.append(_streams(bare, first, leg))
             peak = federation.peak_mib()
-            more, used_more = _streams(bare, found.down, found.up, rounds)
-            streams += more
         finally:
             federation.close()
-    took = [after - before for before, after in zip(found.closed, found.closed[1:], strict=False)]
+    took = [seconds for run in runs for seconds in run.seconds]
+    moved = [seconds for found in streams for seconds in found.seconds]
+    weights = [len(run.seconds) for run in runs]
     return {
         "silos": silos,
         "params": chosen.params,
         "params_sent": chosen.sent,
         "rounds": rounds,
-        "bytes_up": found.up,
-        "bytes_down": found.down,
-        "run_bytes_up": found.total_up,
-        "run_bytes_down": found.total_down,
+        "bytes_up": first.up,
+        "bytes_down": first.down,
+        "run_bytes_up": sum(run.total_up for run in runs),
+        "run_bytes_down": sum(run.total_down for run in runs),
         "round_seconds": round(median(took), 4),
-        "bare_stream_seconds": round(median(streams), 4),
-        "ratio": round(median(took) / median(streams), 3),
+        "bare_stream_seconds": round(median(moved), 4),
+        "ratio": round(median(took) / median(moved), 3),
         "coordinator_peak_mib": round(peak, 1),
-        "coordinator_cpu_seconds": round(found.coordinator_cpu, 3),
-        "silos_cpu_seconds": round(found.silos_cpu, 3),
-        "bare_cpu_seconds": round((used + used_more) / 2, 3),
+        "coordinator_cpu_seconds": round(fmean([run.coordinator_cpu for run in runs], weights), 3),
+        "silos_cpu_seconds": round(fmean([run.silos_cpu for run in runs], weights), 3),
+        "bare_cpu_seconds": round(fmean([s.cpu for s in streams], [len(s.seconds) for s in streams]), 3),
         "round_seconds_each": [round(s, 3) for s in took],
-        "bare_stream_seconds_each": [round(s, 3) for s in streams],
+        "bare_stream_seconds_each": [round(s, 3) for s in moved],
     }
 
 
-def _streams(bare: Bare, down: int, up: int, rounds: int) -> tuple[list[float], float]:
-    """Return the seconds of each round after one to warm up, and the processor time per round."""
-    bare.round(down, up)
+class _Streams(NamedTuple):
+    """The seconds of each round of bare streams, and the processor time of all its processes per round."""
+
+    seconds: list[float]
+    cpu: float
+
+
+def _streams(bare: Bare, like: Rounds, rounds: int) -> _Streams:
+    """Let bare streams move the bytes of as many rounds, after one to warm up."""
+    bare.round(like.down, like.up)
     before = bare.cpu_seconds()
-    took = [bare.round(down, up) for _ in range(rounds)]
-    return took, (bare.cpu_seconds() - before) / rounds
+    took = [bare.round(like.down, like.up) for _ in range(rounds)]
+    return _Streams(took, (bare.cpu_seconds() - before) / rounds)
 
 
 def compared(found: Sequence[Mapping[str, Value]]) -> Mapping[str, object]:
