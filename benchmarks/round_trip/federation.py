@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
+from uuid import uuid4
 
 from benchmarks.round_trip.models import Workload
 from benchmarks.round_trip.processes import Processes, cpu_seconds, peak_mib
@@ -88,7 +89,7 @@ class Federation:
         The record is read from the database: asking the service would be work that the round does not have.
         """
         words = [*self._workload.overrides, f"rounds={rounds}", "method=fedavg", "threads=1"]
-        run = self._lead.submit(compose_spec(words).to_json(), f"rounds-{rounds}").run_id
+        run = self._lead.submit(compose_spec(words).to_json(), uuid4().hex).run_id
         used = list[_Used]()
         with closing(Store(self.home)) as store:
 
