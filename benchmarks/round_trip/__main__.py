@@ -27,7 +27,7 @@ from benchmarks.round_trip.processes import processes  # noqa: E402
 from fl_core.errors import FederationError  # noqa: E402
 
 Value = int | float | list[float]
-LEG = 3
+LEG = 7
 """Rounds of one run at most, between two times of bare streams."""
 
 

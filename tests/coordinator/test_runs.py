@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from fl_core.rounds import Silent
 from fl_core.simulate import simulate
 from fl_core.types import Bundle, Part, PartSpec, TaskKind
 from protos import codec
+from protos.chunks import PackedChunk, read_chunks
 from protos.consilium.v1 import federation_pb2 as pb
 
 
@@ -217,6 +219,26 @@ def test_a_run_goes_on_while_what_it_leaves_cannot_be_deleted(
         again = world.submit(run, "another")
         world.finished(again.id)  # the place of the first one is free
         assert any(error is r.exc_info[1] for r in caplog.records if r.exc_info)
+        stop(people)
+
+
+def test_a_base_is_read_once_for_all_silos_and_nothing_of_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def counted(path: Path, name: str, offset: int) -> Iterator[PackedChunk]:
+        read.append(name)
+        return read_chunks(path, name, offset)
+
+    monkeypatch.setattr("coordinator.packed.read_chunks", counted)
+    with running(tmp_path / "home", NAMES) as world:
+        people = silos(world)
+        run = world.finished(world.submit(manifest(rounds=2)).id)
+        bases = [row.base_digest for row in world.server.store.runs.rounds(run.id)]
+        assert len(bases) == 3  # with the closing evaluation
+        assert [read.count(base) for base in bases] == [1, 1, 1]
+        assert world.server.blobs.packed.kept() == 0
         stop(people)
 
 
