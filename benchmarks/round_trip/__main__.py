@@ -105,7 +105,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--silos", type=_numbers, default=[3], help="how many; several numbers are compared: 3,12")
     parser.add_argument("--params", type=int, default=11_183_582, help="numbers in the model; 11183582 is ResNet-18")
-    parser.add_argument("--rounds", type=int, default=21, help="measured rounds, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=35, help="measured rounds")
     parser.add_argument("--log", type=Path, help="file for what the processes say")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     words = parser.parse_args()
