@@ -27,7 +27,7 @@ def test_a_session_begins_with_a_welcome_and_has_pulses_both_ways(world: World) 
     line = Line(world, "north", HELLO)
     until(lambda: line.kinds().count("pulse") >= 3, "pulses")
     welcome = line.got[0].welcome
-    assert (welcome.protocol, welcome.pulse_seconds, welcome.recycle_seconds) == (2, FAST.pulse_s, 300)
+    assert (welcome.protocol, welcome.pulse_seconds, welcome.recycle_seconds) == (PROTOCOL, FAST.pulse_s, 300)
     assert welcome.signed_roster
     info = next(s for s in world.lead().Silos(pb.SilosRequest()).silos if s.name == "north")
     assert (info.state, info.software, info.activity, list(info.data.shape)) == (
