@@ -32,8 +32,8 @@ def give_back_large_blocks() -> bool:
 def give_back_what_is_free() -> None:
     """Return to the system what this process keeps for the next tensors and messages.
 
-    Rehearsing a method leaves its small tensors' memory in pieces between others that are in use, 100 to 150 MiB for a
-    ResNet-18, which the C library returns only when asked. What comes next pays for new pages, so this is for the end
+    Rehearsing a method leaves its small tensors' memory in pieces between others that are in use, which the C
+    library returns only when asked. What comes next pays for new pages, so this is for the end
     of something, not for every round. Where the C library has no such call, only tensors' memory is returned.
     """
     MEMORY.clear()

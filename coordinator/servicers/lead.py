@@ -44,9 +44,11 @@ class LeadService(rpc.LeadServicer):
         known = self._store.runs.of_request(request.request_id)
         if known is not None and known.spec == request.spec_json:
             return views.run_info(known)
-        with self._runs.seeding:
-            manifest = self._compose(request.spec_json, self._silos(revoked=False))
-        give_back_what_is_free()  # composing trains for a step
+        try:
+            with self._runs.seeding:
+                manifest = self._compose(request.spec_json, self._silos(revoked=False))
+        finally:
+            give_back_what_is_free()  # composing trains for a step, also where it ends in a refusal
         manifest = replace(manifest, lead=self._gate.caller(context).identity.name)
         return views.run_info(self._runs.submit(manifest, request.spec_json, request.request_id))
 

@@ -29,7 +29,7 @@ KEYS = {
 
 @pytest.mark.slow
 def test_a_small_round_trip_counts_the_bytes_of_its_messages() -> None:
-    words = [sys.executable, "-m", "benchmarks.round_trip", "--silos", "2", "--params", "50000", "--rounds", "2"]
+    words = [sys.executable, "-m", "benchmarks.round_trip", "--silos", "2", "--params", "50000", "--rounds", "14"]
     done = subprocess.run(
         [*words, "--json"],
         capture_output=True,
@@ -41,11 +41,11 @@ def test_a_small_round_trip_counts_the_bytes_of_its_messages() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(found) == KEYS
-    assert (found["silos"], found["rounds"]) == (2, 2)
+    assert (found["silos"], found["rounds"]) == (2, 14)
     assert abs(found["params"] - 50_000) < 100
 
     manifest = manifest_from(
-        compose_spec([*workload(50_000).overrides, "rounds=3", "method=fedavg"]), ["hospital0", "hospital1"]
+        compose_spec([*workload(50_000).overrides, "rounds=8", "method=fedavg"]), ["hospital0", "hospital1"]
     )
     state = initial_state(manifest)
     parts = {
@@ -55,10 +55,12 @@ def test_a_small_round_trip_counts_the_bytes_of_its_messages() -> None:
     up, down = len(pack_bundle(parts)), len(pack_state(state))
     assert (found["bytes_up"], found["bytes_down"]) == (up, down)
     closing = len(pack_bundle({"metrics": parts["metrics"]}))
-    assert found["run_bytes_up"] == 2 * (3 * up + closing)
-    broadcasts = 2 * 4 * down  # three rounds and the closing evaluation; beside them each silo reads the manifest once
-    assert 0 < found["run_bytes_down"] - broadcasts < 2 * 20_000
-    assert len(found["round_seconds_each"]) == 2
+    assert found["run_bytes_up"] == 2 * 2 * (8 * up + closing)  # two runs of two silos, and in each one to warm up
+    broadcasts = 2 * 2 * 9 * down  # eight rounds and the closing evaluation; beside them each silo reads the manifest
+    assert 0 < found["run_bytes_down"] - broadcasts < 2 * 2 * 20_000
+    first, second = found["round_seconds_each"][:7], found["round_seconds_each"][7:]
+    assert len(second) == 7
+    assert first != second  # two runs, not one whose record is read twice
     assert all(s > 0 for s in (*found["round_seconds_each"], *found["bare_stream_seconds_each"]))
 
 

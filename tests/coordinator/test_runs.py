@@ -222,6 +222,26 @@ def test_a_run_goes_on_while_what_it_leaves_cannot_be_deleted(
         stop(people)
 
 
+def test_memory_is_given_back_after_every_submission_and_when_no_run_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+    monkeypatch.setattr("coordinator.servicers.lead.give_back_what_is_free", lambda: given.append("composed"))
+    monkeypatch.setattr("coordinator.runs.give_back_what_is_free", lambda: given.append("ended"))
+    with running(tmp_path / "home", NAMES) as world:
+        world.manifests["known"] = manifest(rounds=2)
+        with pytest.raises(grpc.RpcError):
+            world.lead().Submit(pb.SubmitRequest(spec_json="unknown", request_id="refused"))
+        assert given == ["composed"]
+        run_id = world.lead().Submit(pb.SubmitRequest(spec_json="known", request_id="taken")).run_id
+        assert given == ["composed"] * 2
+        people = silos(world)
+        world.finished(run_id)
+        until(lambda: given[2:], "the tidying after the run")
+        assert set(given[2:]) == {"ended"}
+        stop(people)
+
+
 def test_a_base_is_read_once_for_all_silos_and_nothing_of_it_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
