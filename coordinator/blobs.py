@@ -14,6 +14,7 @@ from coordinator.packed import Packed
 from fl_core.errors import ProtocolError, StateError
 from fl_core.types import State
 from protos import codec
+from protos.bundles import FileBundle, Known
 from protos.digests import write_sealed
 from protos.keyfiles import sync_folder
 from protos.spares import LENGTH, Growth, Spares, discard, growing, length
@@ -34,6 +35,7 @@ class Blobs:
         self.quota = quota
         self.spares = Spares(folder / "spare")
         self.packed = Packed()
+        self._known: dict[str, Known] = {}
         self.guard = RLock()
         """Held while an object and its record are made or removed together, so that neither is without the other."""
         shutil.rmtree(self._aside, ignore_errors=True)  # what a crash left half-written
@@ -92,6 +94,15 @@ class Blobs:
         folder = self._partials / silo
         return sum(length(f) for f in _growing_in(folder)) if folder.exists() else 0
 
+    def know(self, digest: str, known: Known) -> None:
+        """Keep what was noted of an object's numbers when it arrived, as long as it is here."""
+        if known:
+            self._known[digest] = known
+
+    def bundle(self, digest: str) -> FileBundle:
+        """Open an update; raises StateError as `path`, ProtocolError as `FileBundle`."""
+        return FileBundle(self.path(digest), self._known.get(digest))
+
     def adopt(self, partial: Path, digest: str, found: str | None = None, synced: bool = False) -> Path:
         """Turn a finished upload into an object.
 
@@ -122,6 +133,7 @@ class Blobs:
     def remove(self, digest: str) -> None:
         """Take an object away; the caller holds `guard`, has removed its last record, and calls `empty` later."""
         self.packed.forget(digest)
+        self._known.pop(digest, None)
         with suppress(FileNotFoundError):
             self._file(digest).replace(self._aside / f"{secrets.token_hex(8)}{_GONE}")
 

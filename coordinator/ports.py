@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,13 +28,11 @@ class Base(NamedTuple):
     size: int
 
 
-def stored_bundle(file: Path, allowed: frozenset[torch.dtype]) -> FileBundle:
-    """Open an update on the disk: only its index is in memory, and of the rest what is read, while it is.
+def checked(bundle: FileBundle, allowed: frozenset[torch.dtype]) -> FileBundle:
+    """Return an update whose parts hold numbers of the kinds that this run's silos send.
 
-    Raises ProtocolError: E-WIRE-06 when the file is no bundle, E-WIRE-16 when a part holds numbers of another kind
-    than this run's silos send.
+    Raises ProtocolError (E-WIRE-16) when a part holds others.
     """
-    bundle = FileBundle(file)
     for name in bundle:
         if not bundle.dtypes(name) <= allowed:
             kinds, found = (sorted(map(str, dtypes)) for dtypes in (allowed, bundle.dtypes(name)))
@@ -133,7 +130,7 @@ class GrpcPort:
         if digest is None:
             with self.hub.offered(task) as pending:
                 digest = self._taken(task) or pending.wait()  # it may have come between the two looks
-        return stored_bundle(self.blobs.path(digest), self.allowed)
+        return checked(self.blobs.bundle(digest), self.allowed)
 
     def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:
         """Do nothing: the close that was stored is announced to every silo."""

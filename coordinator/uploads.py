@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fl_core.errors import UnavailableError
+from protos.bundles import Known
 from protos.digests import WRITE_BEHIND, Hasher, write_behind
+from protos.extremes import Extremes
 from protos.spares import Growth
 
 _TAKEOVER_S = 10.0
@@ -22,22 +24,31 @@ class Upload:
     synced: int = 0
     """Bytes that are known to be on the disk."""
     _digest: Hasher = field(default_factory=Hasher)
+    _extremes: Extremes = field(default_factory=Extremes)
     writer: threading.Lock = field(default_factory=threading.Lock)
     cancel: Callable[[], object] | None = None
 
     def begin(self, have: int) -> None:
         """Prepare for an upload that goes on at `have`; from 0 on the digest begins anew."""
         if have == 0:
-            self.hashed, self.synced, self._digest = 0, 0, Hasher()
+            self.hashed, self.synced, self._digest, self._extremes = 0, 0, Hasher(), Extremes()
 
     def result(self, size: int) -> str | None:
         """Return the digest of the whole object if all of it passed through here, else None."""
         return self._digest.hexdigest() if self.hashed == size else None
 
+    def extremes(self, size: int) -> Known:
+        """Return what is known of the numbers of the whole object, if all of it passed through here; else nothing."""
+        return self._extremes.found if self.hashed == size else {}
+
     def note(self, at: int, data: bytes | memoryview) -> None:
-        """Hash what was written at an offset; bytes that do not continue what was hashed leave the rest unhashed."""
+        """Hash what was written at an offset, and look at its numbers, while it is in the processor's cache.
+
+        Bytes that do not continue what was hashed leave the rest unhashed.
+        """
         if at == self.hashed:
             self._digest.update(data)
+            self._extremes.update(data)
             self.hashed += len(data)
 
 

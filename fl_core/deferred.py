@@ -58,6 +58,10 @@ class Deferred(Mapping[str, Tensor], ABC):
     def release(self, name: str, start: int, end: int) -> None:
         """Keep no memory for numbers that were read; they may be read again."""
 
+    def extremes(self, name: str) -> tuple[float, float] | None:  # noqa: ARG002
+        """Give the smallest and the largest number of a tensor where they are known; NaN is possible."""
+        return None
+
     def __getitem__(self, name: str) -> Tensor:
         """Compute a tensor."""
         made = MEMORY.empty(self.shapes[name], self.dtype_of(name))

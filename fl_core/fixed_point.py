@@ -99,6 +99,11 @@ class Grid:
         """Say how far floats reach. Raises ProtocolError (E-WIRE-05) as `add`."""
         return _reach(segment, block, self.bound(segment))
 
+    def within(self, segment: str, low: float, high: float) -> Reach | None:
+        """Say as `look` how far floats reach whose extremes are known; None where one is to be refused or clipped."""
+        most = max(-low, high)
+        return Reach(most, 0) if most <= self.bound(segment) and low <= high else None
+
     def scaling(self, segment: str) -> np.float32 | None:
         """Return 2^f where a float32 inside the bound is scaled in float32: it stays below 2^63, and so does 2^f.
 

@@ -87,6 +87,10 @@ class Looked:
             return self._here[place].dtype
         return numpy_type(self._deferred[place].dtype_of(str(place[1])))
 
+    def extremes(self, place: Place) -> tuple[float, float] | None:
+        """Give the smallest and the largest number where they are known."""
+        return None if place in self._here else self._deferred[place].extremes(str(place[1]))
+
     @contextmanager
     def block(self, place: Place, at: int, end: int) -> Iterator[Numbers]:
         """Give some numbers, to be read inside the block."""
@@ -114,21 +118,27 @@ class Large:
         self._reach = dict.fromkeys(shapes, 0.0)
 
     def look(self, bundle: Bundle) -> Looked:
-        """Read a bundle for `add`; raises as `Grid.look`."""
-        seen, found = Looked(bundle, self._shapes), list[tuple[Place, Reach]]()
+        """Read a bundle for `add`, as far as its extremes are not known; raises as `Grid.look`."""
+        seen = Looked(bundle, self._shapes)
+        found = [(place, known) for place in self._shapes if (known := self._known(seen, place)) is not None]
+        unknown = {place: self._shapes[place] for place in self._shapes.keys() - {place for place, _ in found}}
 
         def look(place: Place, at: int, end: int) -> None:
             with seen.block(place, at, end) as block:
                 whole = block.dtype.kind != "f"
                 found.append((place, Reach(math.inf, 0) if whole else self._grid.look(_segment(place), block)))
 
-        block_by_block(self._shapes, look, PIECE)
+        block_by_block(unknown, look, PIECE)
         for place, (most, outside) in found:
             factor, floats = self._grid.scaling(_segment(place)), seen.dtype(place) == np.float32
             exact = factor is not None and floats and not outside  # what is clipped is clipped as integers
             seen.reach[place] = max(seen.reach[place], float(factor) * most + 1 if exact and factor else math.inf)
             seen.clipped += outside
         return seen
+
+    def _known(self, seen: Looked, place: Place) -> Reach | None:
+        extremes = seen.extremes(place)
+        return None if extremes is None else self._grid.within(_segment(place), *extremes)
 
     def add(self, bundle: Looked) -> None:
         """Add a bundle that was looked at, or let it wait with others."""

@@ -18,6 +18,9 @@ from fl_core.errors import ProtocolError
 from fl_core.types import Part
 from protos.codec import Entry, Tensors
 
+Known = Mapping[Entry, tuple[float, float]]
+"""Smallest and largest number of tensors of a file, see `protos.extremes`."""
+
 
 class FileTensors(Deferred):
     """Tensors of a file, read anew whenever somebody asks.
@@ -26,14 +29,18 @@ class FileTensors(Deferred):
     Raises ProtocolError (E-WIRE-06) where a tensor can no longer be read: the disk fails, or somebody has cut the file.
     """
 
-    def __init__(self, file: BinaryIO, mapped: mmap.mmap, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, file: BinaryIO, mapped: mmap.mmap, entries: Mapping[str, Entry], known: Known) -> None:
         super().__init__({name: entry.shape for name, entry in entries.items()})
         self._file, self._map = file, mapped
-        self._entries = entries
+        self._entries, self._known = entries, known
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Name the type of a tensor's numbers."""
         return self._entries[name].dtype
+
+    def extremes(self, name: str) -> tuple[float, float] | None:
+        """Give smallest and largest number where they were noted when the file arrived."""
+        return self._known.get(self._entries[name])
 
     def fill(self, name: str, start: int, out: Numbers) -> None:
         """Read a block."""
@@ -73,10 +80,12 @@ class FileTensors(Deferred):
 class FileBundle(Mapping[str, Part]):
     """A bundle in a file; weights are read at once, totals when they are used.
 
+    known: what was noted of these very bytes when they arrived.
     Raises ProtocolError (E-WIRE-06) when the file holds something else.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, known: Known | None = None) -> None:
+        known = known or {}
         tensors = Tensors(file)
         mapped = mmap.mmap(tensors.file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants to write
         totals, weights = {name: dict[str, Entry]() for name in tensors.groups}, dict[str, Entry]()
@@ -90,9 +99,9 @@ class FileBundle(Mapping[str, Part]):
                     raise ProtocolError("E-WIRE-06", f"expected a part of a bundle, found the path {path}")
         if missing := [name for name in totals if name not in weights]:
             raise ProtocolError("E-WIRE-06", f"expected a weight with every part, found none for {missing}")
-        weighed = FileTensors(tensors.file, mapped, weights)
+        weighed = FileTensors(tensors.file, mapped, weights, known)
         self._parts = {
-            name: Part(FileTensors(tensors.file, mapped, total), weighed[name]) for name, total in totals.items()
+            name: Part(FileTensors(tensors.file, mapped, total, known), weighed[name]) for name, total in totals.items()
         }
         self._dtypes = {
             name: {weights[name].dtype, *(entry.dtype for entry in total.values())} for name, total in totals.items()

@@ -107,6 +107,11 @@ class Entry(NamedTuple):
         """Count its numbers."""
         return math.prod(self.shape)
 
+    @property
+    def end(self) -> int:
+        """Give the offset of the first byte after it."""
+        return self.begin + self.numbers * self.dtype.itemsize
+
 
 class Tensors:
     """A file of tensors, open to be read: what lies where.
@@ -125,15 +130,23 @@ class Tensors:
             self.file = open_shared(file)
             head = int.from_bytes(self.file.read(8), "little")
             index = json.loads(self.file.read(head))
-            self.entries = [_entry(index[_name(i)], 8 + head) for i in range(len(self.paths))]
+            found = entries_of({name: index[name] for name in map(_name, range(len(self.paths)))}, 8 + head)
+            self.entries = list(found.values())
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ProtocolError("E-WIRE-06", f"expected tensors of Consilium in {file.name}, found: {error}") from error
 
 
-def _entry(found: Mapping[str, Any], start: int) -> Entry:
-    if (dtype := _DTYPES.get(found["dtype"])) is None:
-        raise ValueError(f"numbers of the kind {found['dtype']}, none of {[*_DTYPES]}")
-    return Entry(dtype, tuple(found["shape"]), start + found["data_offsets"][0])
+def entries_of(index: Mapping[str, Mapping[str, Any]], start: int) -> dict[str, Entry]:
+    """Read the index of a file of tensors, without its metadata. start: offset of the first tensor's first byte.
+
+    Raises ValueError, KeyError, TypeError or AttributeError on what is none.
+    """
+    if unknown := {found["dtype"] for found in index.values()} - set(_DTYPES):
+        raise ValueError(f"numbers of the kinds {unknown}, none of {[*_DTYPES]}")
+    return {
+        name: Entry(_DTYPES[found["dtype"]], tuple(found["shape"]), start + found["data_offsets"][0])
+        for name, found in index.items()
+    }
 
 
 def _name(number: int) -> str:

@@ -17,7 +17,7 @@ from helpers_grpc import FAST, World, running, until
 from helpers_scripted import Key, Memory, ScriptedSilo
 
 from coordinator.commands import lead
-from coordinator.ports import stored_bundle
+from coordinator.ports import checked
 from coordinator.records import RunState
 from coordinator.server import Settings
 from fl_core import trees
@@ -28,6 +28,7 @@ from fl_core.rounds import Silent
 from fl_core.simulate import simulate
 from fl_core.types import Bundle, Part, PartSpec, TaskKind
 from protos import codec
+from protos.bundles import FileBundle
 from protos.chunks import PackedChunk, read_chunks
 from protos.consilium.v1 import federation_pb2 as pb
 
@@ -271,7 +272,7 @@ def test_twelve_waiting_bundles_are_not_in_memory(tmp_path: Path) -> None:
         files.append(file)
     me = psutil.Process()
     before = me.memory_info().rss
-    waiting = [stored_bundle(file, frozenset({torch.float32})) for file in files]
+    waiting = [checked(FileBundle(file), frozenset({torch.float32})) for file in files]
     assert me.memory_info().rss - before < 8 << 20
     assert same(waiting[3]["delta"].total, big["delta"].total)
     sums = Accumulator({"delta": PartSpec.of(big["delta"])}, Grid(n_max=12))
@@ -281,4 +282,4 @@ def test_twelve_waiting_bundles_are_not_in_memory(tmp_path: Path) -> None:
     assert me.memory_info().rss - before < 32 << 20  # of 192 MiB
     assert same(sums.total()["delta"].total, {"w": torch.full((4 << 20,), 24 << sums.grid.frac_bits("delta"))})
     with pytest.raises(ProtocolError, match="E-WIRE-16"):
-        stored_bundle(files[0], frozenset({torch.int64}))
+        checked(FileBundle(files[0]), frozenset({torch.int64}))
