@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_core.deferred import Numbers
+from fl_core.deferred import Filler, Numbers
 from fl_core.fixed_point import Grid, Units, check_layout
 from fl_core.sums import Large, Place, Row
 from fl_core.types import Bundle, Layout, Part
@@ -25,19 +25,23 @@ class Sums(Units):
         super().__init__(shapes)
         self._name, self._row, self._large = name, row, large
 
-    def fill(self, name: str, start: int, out: Numbers) -> None:
-        """Add up a block."""
-        if (small := self._row.sums.get((self._name, name))) is not None:
-            np.copyto(out, small.reshape(-1).numpy()[start : start + len(out)])
-        else:
-            self._large.fill((self._name, name), start, out)
+    def filler(self, name: str) -> Filler:
+        """Add up."""
+        place = (self._name, name)
+        return self._copy(place) if place in self._row.sums else self._large.filler(place)
 
-    def floats(self, name: str, start: int, out: Numbers) -> None:
-        """Add up a block, in float64 where that is exact."""
-        if (self._name, name) in self._row.sums:
-            self.fill(name, start, out)
-        else:
-            self._large.floats((self._name, name), start, out)
+    def floats(self, name: str) -> Filler:
+        """Add up, in float64 where that is exact."""
+        place = (self._name, name)
+        return self._copy(place) if place in self._row.sums else self._large.floats(place)
+
+    def _copy(self, place: Place) -> Filler:
+        small = self._row.sums[place].reshape(-1).numpy()
+
+        def fill(start: int, out: Numbers) -> None:
+            np.copyto(out, small[start : start + len(out)])
+
+        return fill
 
 
 class Accumulator:

@@ -2,8 +2,8 @@
 
 A round ends in a sum, its decoding, a mean and a step, each of them number by number. One after the other they read and
 write memory several times the size of the model; block by block, everything between the updates and the next model
-stays in the processor's cache. A reader that goes on number by number asks for blocks (`fill`); everybody else reads a
-mapping of tensors, as from any other.
+stays in the processor's cache. A reader that goes on number by number asks for blocks (`filler`, `blocks`); everybody
+else reads a mapping of tensors, as from any other.
 """
 
 from __future__ import annotations
@@ -26,13 +26,34 @@ Name = TypeVar("Name")
 Shapes = Mapping[Name, tuple[int, ...]]
 Numbers = NDArray[Any]
 """A flat array of the type of numbers that its reader asks for."""
+Filler = Callable[[int, Numbers], object]
+"""Writes the numbers of one tensor, from the one at a place on, as many as an array holds; to be called by any thread.
+
+What is made on the way stays in the cache while these are no more than BLOCK.
+"""
+
+
+class Blocks:
+    """One tensor that is read block by block, by any thread."""
+
+    def __init__(self, fill: Filler, kind: np.dtype[Any]) -> None:
+        self._fill, self._kind = fill, kind
+
+    def lend(self, start: int, end: int) -> Numbers:
+        """Give some numbers, to be read and not to be written."""
+        numbers = np.empty(end - start, self._kind)
+        self._fill(start, numbers)
+        return numbers
+
+    def release(self, start: int, end: int) -> None:
+        """Keep no memory for numbers that were lent; they may be lent again."""
 
 
 class Deferred(Mapping[str, Tensor], ABC):
     """A mapping of CPU tensors, each computed anew whenever it is read.
 
     Guarantees: a tensor that is read at once and one that is filled block by block have the same bits; several threads
-    may read at the same time.
+    may read at the same time. What is the same for all blocks of a tensor is done once, when its filler is made.
     """
 
     def __init__(self, shapes: Shapes[str]) -> None:
@@ -43,20 +64,12 @@ class Deferred(Mapping[str, Tensor], ABC):
         """Name the type of a tensor's numbers."""
 
     @abstractmethod
-    def fill(self, name: str, start: int, out: Numbers) -> None:
-        """Write the numbers of a tensor from the one at `start` on, as many as `out` (flat) holds.
+    def filler(self, name: str) -> Filler:
+        """Give what writes a tensor's numbers."""
 
-        What is made on the way stays in the cache while these are no more than BLOCK.
-        """
-
-    def block(self, name: str, start: int, end: int) -> Numbers:
-        """Give some numbers of a tensor, to be read and not to be written."""
-        numbers = np.empty(end - start, numpy_type(self.dtype_of(name)))
-        self.fill(name, start, numbers)
-        return numbers
-
-    def release(self, name: str, start: int, end: int) -> None:
-        """Keep no memory for numbers that were read; they may be read again."""
+    def blocks(self, name: str) -> Blocks:
+        """Give a tensor to be read block by block."""
+        return Blocks(self.filler(name), numpy_type(self.dtype_of(name)))
 
     def extremes(self, name: str) -> tuple[float, float] | None:  # noqa: ARG002
         """Give the smallest and the largest number of a tensor where they are known; NaN is possible."""
@@ -65,11 +78,11 @@ class Deferred(Mapping[str, Tensor], ABC):
     def __getitem__(self, name: str) -> Tensor:
         """Compute a tensor."""
         made = MEMORY.empty(self.shapes[name], self.dtype_of(name))
-        flat = made.view(-1).numpy()
+        fill, flat = self.filler(name), made.view(-1).numpy()
         if len(flat) <= BLOCK:
-            self.fill(name, 0, flat)
+            fill(0, flat)
         else:
-            block_by_block({name: self.shapes[name]}, lambda _, at, end: self.fill(name, at, flat[at:end]))
+            block_by_block({name: self.shapes[name]}, lambda _, at, end: fill(at, flat[at:end]))
         return made
 
     def __iter__(self) -> Iterator[str]:
@@ -96,12 +109,17 @@ class Mean(Deferred):
         """Name the type of all numbers."""
         return torch.float32
 
-    def fill(self, name: str, start: int, out: Numbers) -> None:
+    def filler(self, name: str) -> Filler:
         """Divide in float64."""
-        sums = np.empty(len(out))
-        self._total.fill(name, start, sums)
-        with np.errstate(over="ignore"):  # infinite, as torch makes it
-            np.copyto(out, np.divide(sums, self._weight, out=sums), casting="same_kind")
+        total, weight = self._total.filler(name), self._weight
+
+        def fill(start: int, out: Numbers) -> None:
+            sums = np.empty(len(out))
+            total(start, sums)
+            with np.errstate(over="ignore"):  # infinite, as torch makes it
+                np.copyto(out, np.divide(sums, weight, out=sums), casting="same_kind")
+
+        return fill
 
 
 def block_by_block(shapes: Shapes[Name], work: Callable[[Name, int, int], object], most: int = BLOCK) -> None:

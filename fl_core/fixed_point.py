@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_core.deferred import Deferred, Numbers
+from fl_core.deferred import Deferred, Filler, Numbers
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.pieces import BLOCK
 from fl_core.types import Bundle, Layout, Part, PartSpec
@@ -174,11 +174,20 @@ class Units(Deferred):
         """Name the type of all numbers."""
         return torch.int64
 
-    def floats(self, name: str, start: int, out: Numbers) -> None:
-        """Fill a block with units in float64."""
+    def floats(self, name: str) -> Filler:
+        """Give what writes units in float64."""
+        return in_float64(self.filler(name))
+
+
+def in_float64(integers: Filler) -> Filler:
+    """Give what writes numbers in float64 that are made as int64."""
+
+    def fill(start: int, out: Numbers) -> None:
         units = np.empty(len(out), np.int64)
-        self.fill(name, start, units)
+        integers(start, units)
         np.copyto(out, units)
+
+    return fill
 
 
 class Decoded(Deferred):
@@ -192,15 +201,24 @@ class Decoded(Deferred):
         """Name the type of all numbers."""
         return torch.float64
 
-    def fill(self, name: str, start: int, out: Numbers) -> None:
-        """Decode a block."""
+    def filler(self, name: str) -> Filler:
+        """Decode."""
         if self._grid.ring == "ring64":
-            self._units.floats(name, start, out)
-            np.multiply(out, 2.0 ** -self._grid.frac_bits(self._segment), out=out)
-        else:
+            floats, unit = self._units.floats(name), 2.0 ** -self._grid.frac_bits(self._segment)
+
+            def fill(start: int, out: Numbers) -> None:
+                floats(start, out)
+                np.multiply(out, unit, out=out)
+
+            return fill
+        integers = self._units.filler(name)
+
+        def decode(start: int, out: Numbers) -> None:
             units = torch.empty(len(out), dtype=torch.int64)
-            self._units.fill(name, start, units.numpy())
+            integers(start, units.numpy())
             np.copyto(out, self._grid.decode(self._segment, units).numpy())
+
+        return decode
 
 
 class FixedPoint:

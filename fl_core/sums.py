@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fl_core.buffers import MEMORY
-from fl_core.deferred import Deferred, Numbers, Shapes, block_by_block, numpy_type
-from fl_core.fixed_point import Grid, Reach, flat
+from fl_core.deferred import Blocks, Deferred, Filler, Numbers, Shapes, block_by_block, numpy_type
+from fl_core.fixed_point import Grid, Reach, flat, in_float64
 from fl_core.pieces import PIECE
 from fl_core.types import Bundle
 
@@ -91,15 +90,19 @@ class Looked:
         """Give the smallest and the largest number where they are known."""
         return None if place in self._here else self._deferred[place].extremes(str(place[1]))
 
-    @contextmanager
-    def block(self, place: Place, at: int, end: int) -> Iterator[Numbers]:
-        """Give some numbers, to be read inside the block."""
-        if place in self._here:
-            yield self._here[place][at:end]
-            return
-        total, name = self._deferred[place], str(place[1])
-        yield total.block(name, at, end)
-        total.release(name, at, end)
+    def blocks(self, place: Place) -> Blocks:
+        """Give a tensor to be read block by block."""
+        return _Here(self._here[place]) if place in self._here else self._deferred[place].blocks(str(place[1]))
+
+
+class _Here(Blocks):
+    """A tensor that lies in memory."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        self._numbers = numbers
+
+    def lend(self, start: int, end: int) -> Numbers:
+        return self._numbers[start:end]
 
 
 class Large:
@@ -123,10 +126,13 @@ class Large:
         found = [(place, known) for place in self._shapes if (known := self._known(seen, place)) is not None]
         unknown = {place: self._shapes[place] for place in self._shapes.keys() - {place for place, _ in found}}
 
+        blocks = {place: seen.blocks(place) for place in unknown}
+
         def look(place: Place, at: int, end: int) -> None:
-            with seen.block(place, at, end) as block:
-                whole = block.dtype.kind != "f"
-                found.append((place, Reach(math.inf, 0) if whole else self._grid.look(_segment(place), block)))
+            block = blocks[place].lend(at, end)
+            whole = block.dtype.kind != "f"
+            found.append((place, Reach(math.inf, 0) if whole else self._grid.look(_segment(place), block)))
+            blocks[place].release(at, end)
 
         block_by_block(unknown, look, PIECE)
         for place, (most, outside) in found:
@@ -149,58 +155,78 @@ class Large:
         anew = not self._sums
         if anew:  # here and not before: a round's silos are at work by now, and do not wait for it
             self._sums = {place: MEMORY.empty((math.prod(s),), torch.int64) for place, s in self._shapes.items()}
-        sums = {place: into.numpy() for place, into in self._sums.items()}
-        block_by_block(self._shapes, lambda place, at, end: self._add_waiting(place, at, sums[place][at:end], anew))
+        sums = {place: (self._adder(place, anew), into.numpy()) for place, into in self._sums.items()}
+
+        def work(place: Place, at: int, end: int) -> None:
+            add, into = sums[place]
+            add(at, into[at:end])
+
+        block_by_block(self._shapes, work)
         self._waiting.clear()
 
-    def fill(self, place: Place, start: int, out: Numbers) -> None:
-        """Write a block of the sum of everything so far as int64."""
-        if self._sums:
-            np.copyto(out, self._sums[place].numpy()[start : start + len(out)])
-        elif not self._waiting:
-            out.fill(0)
-        if self._waiting:
-            self._add_waiting(place, start, out, anew=not self._sums)
+    def filler(self, place: Place) -> Filler:
+        """Give what writes the sum of everything so far as int64."""
+        add = self._adder(place, anew=not self._sums)
+        if not self._sums:
+            return add
+        sums = self._sums[place].numpy()
 
-    def floats(self, place: Place, start: int, out: Numbers) -> None:
-        """Write a block of the sum of everything so far as float64: the one next to the exact sum."""
+        def fill(start: int, out: Numbers) -> None:
+            np.copyto(out, sums[start : start + len(out)])
+            add(start, out)
+
+        return fill
+
+    def floats(self, place: Place) -> Filler:
+        """Give what writes the sum of everything so far as float64: the one next to the exact sum."""
         if self._waiting and not self._sums and self._reach[place] < _EXACT:
-            self._sum_waiting(place, start, out)
-        else:
-            units = np.empty(len(out), np.int64)
-            self.fill(place, start, units)
-            np.copyto(out, units)
+            return self._exact(place)
+        return in_float64(self.filler(place))
 
-    def _add_waiting(self, place: Place, start: int, into: Numbers, anew: bool) -> None:
-        """Add all that waits to a block of int64. anew: whatever it holds."""
-        if self._reach[place] < _EXACT:
-            floats = np.empty(len(into))
-            self._sum_waiting(place, start, floats)
+    def _adder(self, place: Place, anew: bool) -> Filler:
+        """Give what adds all that waits to int64. anew: whatever is there."""
+        if self._waiting and self._reach[place] < _EXACT:
+            exact = self._exact(place)
+
+            def add(start: int, into: Numbers) -> None:
+                floats = np.empty(len(into))
+                exact(start, floats)
+                if anew:
+                    np.copyto(into, floats, casting="unsafe")
+                else:
+                    np.add(into, floats, out=into, dtype=np.int64, casting="unsafe")
+
+            return add
+        segment, waiting = _segment(place), [bundle.blocks(place) for bundle in self._waiting]
+
+        def add_each(start: int, into: Numbers) -> None:
             if anew:
-                np.copyto(into, floats, casting="unsafe")
-            else:
-                np.add(into, floats, out=into, dtype=np.int64, casting="unsafe")
-            return
-        sums = torch.from_numpy(into)
-        for i, bundle in enumerate(self._waiting):
-            first = anew and not i
-            with bundle.block(place, start, start + len(into)) as block:
+                into.fill(0)
+            end, sums = start + len(into), torch.from_numpy(into)
+            for blocks in waiting:
+                block = blocks.lend(start, end)
                 if block.dtype.kind == "f":
-                    self._grid.add(_segment(place), torch.from_numpy(block), sums, anew=first)
-                elif first:
-                    np.copyto(into, block)
+                    self._grid.add(segment, torch.from_numpy(block), sums)
                 else:
                     np.add(into, block, out=into)
+                blocks.release(start, end)
 
-    def _sum_waiting(self, place: Place, start: int, out: Numbers) -> None:
-        """Write the sum of all that waits to a block of float64: of float32 tensors whose reach is below 2^53."""
-        factor = self._grid.scaling(_segment(place))
+        return add_each
+
+    def _exact(self, place: Place) -> Filler:
+        """Give what writes the sum of all that waits as float64: of float32 tensors whose reach is below 2^53."""
+        factor, waiting = self._grid.scaling(_segment(place)), [bundle.blocks(place) for bundle in self._waiting]
         assert factor is not None
-        scaled, units = np.empty(len(out), np.float32), np.empty(len(out))
-        for i, bundle in enumerate(self._waiting):
-            with bundle.block(place, start, start + len(out)) as block:
-                np.multiply(block, factor, out=scaled)
-            np.rint(scaled, out=scaled)
-            np.copyto(units if i else out, scaled)  # an addition of one type to another takes three times as long
-            if i:
-                np.add(out, units, out=out)
+
+        def fill(start: int, out: Numbers) -> None:
+            end = start + len(out)
+            scaled, units = np.empty(len(out), np.float32), np.empty(len(out))
+            for i, blocks in enumerate(waiting):
+                np.multiply(blocks.lend(start, end), factor, out=scaled)
+                blocks.release(start, end)
+                np.rint(scaled, out=scaled)
+                np.copyto(units if i else out, scaled)  # an addition of one type to another takes three times as long
+                if i:
+                    np.add(out, units, out=out)
+
+        return fill

@@ -83,12 +83,16 @@ def add(a: Tensors, b: Tensors, scale: float = 1.0) -> dict[str, Tensor]:
 def _add_deferred(a: Tensors, b: Deferred) -> dict[str, Tensor]:
     fits = [n for n, v in a.items() if (v.shape, v.dtype, v.device.type) == (b.shapes[n], b.dtype_of(n), "cpu")]
     plain = {n: MEMORY.empty(a[n].shape, a[n].dtype) for n in fits if not a[n].requires_grad}
-    flat = {name: (a[name].detach().reshape(-1).numpy(), place.view(-1).numpy()) for name, place in plain.items()}
+    flat = {
+        name: (a[name].detach().reshape(-1).numpy(), b.filler(name), place.view(-1).numpy())
+        for name, place in plain.items()
+    }
 
     def step(name: str, at: int, end: int) -> None:
-        value, place = (array[at:end] for array in flat[name])
-        b.fill(name, at, place)
-        np.add(value, place, out=place)
+        value, fill, whole = flat[name]
+        place = whole[at:end]
+        fill(at, place)
+        np.add(value[at:end], place, out=place)
 
     block_by_block({name: b.shapes[name] for name in plain}, step)
     return {name: plain[name] if name in plain else v + b[name] for name, v in a.items()}

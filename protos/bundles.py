@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_core.buffers import MEMORY
-from fl_core.deferred import Deferred, Numbers, numpy_type
+from fl_core.deferred import Blocks, Deferred, Filler, Numbers, numpy_type
 from fl_core.errors import ProtocolError
 from fl_core.types import Part
 from protos.codec import Entry, Tensors
@@ -42,22 +42,18 @@ class FileTensors(Deferred):
         """Give smallest and largest number where they were noted when the file arrived."""
         return self._known.get(self._entries[name])
 
-    def fill(self, name: str, start: int, out: Numbers) -> None:
-        """Read a block."""
-        entry = self._entries[name]
-        self._read(name, entry.begin + start * entry.dtype.itemsize, out.view(np.uint8))
-
-    def block(self, name: str, start: int, end: int) -> Numbers:
-        """Give some numbers where they lie."""
+    def filler(self, name: str) -> Filler:
+        """Read."""
         dtype, _, begin = self._entries[name]
-        return np.frombuffer(self._map, numpy_type(dtype), end - start, begin + start * dtype.itemsize)
 
-    def release(self, name: str, start: int, end: int) -> None:
-        """Take the file's pages out of this process, where they count as its own; the system may keep them."""
-        dtype, _, begin = self._entries[name]
-        first, last = begin + start * dtype.itemsize, begin + end * dtype.itemsize
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, page := first - first % mmap.PAGESIZE, last - page)
+        def fill(start: int, out: Numbers) -> None:
+            self._read(name, begin + start * dtype.itemsize, out.view(np.uint8))
+
+        return fill
+
+    def blocks(self, name: str) -> Blocks:
+        """Give a tensor to be read block by block, where it lies."""
+        return _Mapped(self._map, self._entries[name])
 
     def __getitem__(self, name: str) -> Tensor:
         """Read a tensor."""
@@ -75,6 +71,24 @@ class FileTensors(Deferred):
             cause = str(error)
         if left:
             raise ProtocolError("E-WIRE-06", f"tensor {name!r} of {Path(self._file.name).name} cannot be read: {cause}")
+
+
+class _Mapped(Blocks):
+    """A tensor of a file that is mapped into memory."""
+
+    def __init__(self, mapped: mmap.mmap, entry: Entry) -> None:
+        self._map, self._begin = mapped, entry.begin
+        self._kind, self._bytes = numpy_type(entry.dtype), entry.dtype.itemsize
+
+    def lend(self, start: int, end: int) -> Numbers:
+        return np.frombuffer(self._map, self._kind, end - start, self._begin + start * self._bytes)
+
+    def release(self, start: int, end: int) -> None:
+        """Take the file's pages out of this process, where they count as its own; the system may keep them."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            first = self._begin + start * self._bytes
+            page = first - first % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, page, self._begin + end * self._bytes - page)
 
 
 class FileBundle(Mapping[str, Part]):

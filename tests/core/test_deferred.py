@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fl_core import sums, trees
 from fl_core.accumulator import Accumulator
-from fl_core.deferred import Deferred, Numbers
+from fl_core.deferred import Deferred, Filler, Numbers
 from fl_core.errors import ProtocolError
 from fl_core.fixed_point import FixedPoint, Grid
 from fl_core.pieces import BLOCK, PIECE
@@ -53,8 +53,11 @@ class Counting(Deferred):
     def dtype_of(self, name: str) -> torch.dtype:
         return torch.float32
 
-    def fill(self, name: str, start: int, out: Numbers) -> None:
-        out[:] = range(start, start + len(out))
+    def filler(self, name: str) -> Filler:
+        def fill(start: int, out: Numbers) -> None:
+            out[:] = range(start, start + len(out))
+
+        return fill
 
 
 def test_a_tensor_that_is_read_at_once_and_one_that_is_filled_block_by_block_have_the_same_bits() -> None:
@@ -89,9 +92,14 @@ def test_a_deferred_tensor_that_is_added_to_is_computed_once() -> None:
     class Counted(Counting):
         filled = 0
 
-        def fill(self, name: str, start: int, out: Numbers) -> None:
-            self.filled += len(out)
-            super().fill(name, start, out)
+        def filler(self, name: str) -> Filler:
+            plain = super().filler(name)
+
+            def fill(start: int, out: Numbers) -> None:
+                self.filled += len(out)
+                plain(start, out)
+
+            return fill
 
     a = Counted({"v": (5,)})
     assert trees.add(a, {"v": torch.ones(5)})["v"].tolist() == [1, 2, 3, 4, 5]
@@ -162,7 +170,7 @@ def test_sums_in_float64_are_those_of_integers(sent: list[float]) -> None:
     for value in sent:
         large.add(large.look({"p": Part(_There({"v": torch.full((n,), value)}), torch.tensor(1.0))}))
     out = torch.empty(n, dtype=torch.float64)
-    large.floats(("p", "v"), 0, out.numpy())
+    large.floats(("p", "v"))(0, out.numpy())
     assert out[0] == out[-1] == float(units(sent, grid.frac_bits("p")))
 
 
@@ -176,8 +184,11 @@ class _There(Deferred):
     def dtype_of(self, name: str) -> torch.dtype:
         return self._values[name].dtype
 
-    def fill(self, name: str, start: int, out: Numbers) -> None:
-        out[:] = self._values[name].view(-1).numpy()[start : start + len(out)]
+    def filler(self, name: str) -> Filler:
+        def fill(start: int, out: Numbers) -> None:
+            out[:] = self._values[name].view(-1).numpy()[start : start + len(out)]
+
+        return fill
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fl_core.accumulator import Accumulator
+from fl_core.deferred import Blocks
 from fl_core.errors import ProtocolError
 from fl_core.fixed_point import Grid
 from fl_core.types import Bundle, Part, PartSpec
@@ -176,13 +177,13 @@ def test_an_update_that_was_looked_at_while_it_arrived_is_not_read_again(
     unknown, known = arrived(update(), tmp_path)
     looked = folded(unknown)
     read: list[str] = []
-    block = FileTensors.block
+    blocks = FileTensors.blocks
 
-    def noted(self: FileTensors, name: str, start: int, end: int) -> object:
+    def noted(self: FileTensors, name: str) -> Blocks:
         read.append(name)
-        return block(self, name, start, end)
+        return blocks(self, name)
 
-    monkeypatch.setattr(FileTensors, "block", noted)
+    monkeypatch.setattr(FileTensors, "blocks", noted)
     sums = folded(known)
     assert not read
     for name, value in looked.total()["p"].total.items():
