@@ -48,8 +48,9 @@ class Row:
     def units(self, bundle: Bundle) -> tuple[Tensor, int]:
         """Put a bundle's small tensors on the grid, and count the values that were clipped; raises as `Grid.encode`."""
         values = {place: _value(bundle, place) for place in self.sums}
-        alike = {(self._grid.bound(_segment(place)), value.dtype) for place, value in values.items()}
-        if len(alike) == 1 and all(value.is_floating_point() for value in values.values()):
+        kinds = {(_segment(place), value.dtype) for place, value in values.items()}
+        alike = {(self._grid.bound(segment), dtype) for segment, dtype in kinds}
+        if len(alike) == 1 and all(dtype.is_floating_point for _, dtype in alike):
             row = torch.cat([value.reshape(-1) for value in values.values()])
             if torch.isfinite(row).all():  # else the one that is not wants its own name
                 return self._grid.encode(_segment(next(iter(values))), row)

@@ -107,11 +107,6 @@ class Entry(NamedTuple):
         """Count its numbers."""
         return math.prod(self.shape)
 
-    @property
-    def end(self) -> int:
-        """Give the offset of the first byte after it."""
-        return self.begin + self.numbers * self.dtype.itemsize
-
 
 class Tensors:
     """A file of tensors, open to be read: what lies where.

@@ -1,4 +1,4 @@
-"""Smallest and largest number of each tensor of a file that arrives piece by piece.
+"""Smallest and largest number of each large tensor of a file that arrives piece by piece.
 
 Whoever sums updates asks of each tensor whether its numbers are finite and inside their bound. Pieces that have just
 arrived are in the processor's cache, where the answer takes a tenth of what reading the file again does.
@@ -7,11 +7,13 @@ arrived are in the processor's cache, where the answer takes a tenth of what rea
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from fl_core.accumulator import SMALL
 from protos.codec import Entry, entries_of
 
 MOST_INDEX = 16 << 20
@@ -20,8 +22,19 @@ _FOLLOWED: Mapping[torch.dtype, type[np.floating]] = {torch.float32: np.float32,
 _LENGTH = 8
 
 
+class _Span(NamedTuple):
+    """Where the bytes of a tensor lie that is followed."""
+
+    begin: int
+    end: int
+    kind: type[np.floating]
+    entry: Entry
+
+
 class Extremes:
     """What is known of a file of tensors, of which `update` is given all bytes in order.
+
+    Tensors of up to SMALL numbers are left to whoever sums them, who reads those at once.
 
     Guarantees: `found` holds tensors that have arrived whole and no others, each with what NumPy's min and max say of
     all of it (NaN where one number is); of a file that is none of ours, or that comes in pieces which cut numbers, it
@@ -31,8 +44,8 @@ class Extremes:
     def __init__(self) -> None:
         self.found: dict[Entry, tuple[float, float]] = {}
         self._index = bytearray()
-        self._left: list[Entry] | None = None
-        """Tensors that have not arrived, the next one last; None before the index has."""
+        self._left: list[_Span] | None = None
+        """What has not arrived, the next one last; None before the index has."""
         self._at = 0
         self._low, self._high = np.inf, -np.inf
 
@@ -42,7 +55,7 @@ class Extremes:
         try:
             rest = self._read_index(piece) if self._left is None else piece
             while self._left and rest:
-                rest = rest[self._look(self._left[-1], rest) :]
+                rest = rest[self._look(self._left, rest) :]
             self._at += len(rest)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self._left = []
@@ -60,28 +73,41 @@ class Extremes:
         if len(self._index) >= _LENGTH and len(self._index) == _LENGTH + size:
             index = json.loads(self._index[_LENGTH:])
             index.pop("__metadata__", None)
-            self._left = sorted(entries_of(index, self._at).values(), key=lambda e: (e.begin, e.end), reverse=True)
-            ends = [self._at, *(entry.end for entry in reversed(self._left))]
-            if any(not end <= entry.begin <= entry.end for entry, end in zip(reversed(self._left), ends, strict=False)):
-                raise ValueError("tensors that share bytes")  # to look at each would take longer than to receive them
+            self._left = _followed(entries_of(index, self._at).values(), self._at)
             self._index.clear()
         return piece[taken:]
 
-    def _look(self, entry: Entry, piece: memoryview) -> int:
-        """Look at what a piece holds of a tensor, or of what lies before it; return how many bytes that is."""
-        assert self._left is not None
-        if self._at < entry.begin:
-            size = min(entry.begin - self._at, len(piece))
+    def _look(self, left: list[_Span], piece: memoryview) -> int:
+        """Look at what a piece holds of the next tensor, or of what lies before it; return how many bytes that is."""
+        begin, end, kind, entry = left[-1]
+        if self._at < begin:
+            size = min(begin - self._at, len(piece))
             self._at += size
             return size
-        size = min(entry.end - self._at, len(piece))
-        if size and (kind := _FOLLOWED.get(entry.dtype)) is not None:
-            block = np.frombuffer(piece[:size], kind)  # ValueError where a number is cut
-            self._low, self._high = np.minimum(self._low, block.min()), np.maximum(self._high, block.max())
+        size = min(end - self._at, len(piece))
+        block = np.frombuffer(piece[:size], kind)  # ValueError where a number is cut
+        self._low, self._high = np.minimum(self._low, block.min()), np.maximum(self._high, block.max())
         self._at += size
-        if self._at == entry.end:
-            if entry.numbers and entry.dtype in _FOLLOWED:
-                self.found[entry] = float(self._low), float(self._high)
-            self._left.pop()
+        if self._at == end:
+            self.found[entry] = float(self._low), float(self._high)
+            left.pop()
             self._low, self._high = np.inf, -np.inf
         return size
+
+
+def _followed(entries: Iterable[Entry], start: int) -> list[_Span]:
+    """Choose what is looked at, the first one last.
+
+    Raises ValueError on tensors that share bytes: to look at each would take longer than to receive them.
+    """
+    spans = list[_Span]()
+    for entry in entries:
+        numbers, kind = entry.numbers, _FOLLOWED.get(entry.dtype)
+        if numbers > SMALL and kind is not None:
+            spans.append(_Span(entry.begin, entry.begin + numbers * entry.dtype.itemsize, kind, entry))
+    spans.sort(key=lambda span: span.begin, reverse=True)
+    for span in reversed(spans):
+        if span.begin < start:
+            raise ValueError("tensors that share bytes")
+        start = span.end
+    return spans

@@ -44,11 +44,20 @@ def made(seed: int, types: Sequence[torch.dtype] = TYPES) -> dict[str, Part]:
     }
 
 
+@pytest.fixture(autouse=True)
+def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extremes, "SMALL", 0)
+
+
 def told(raw: bytes, cuts: Sequence[int] = ()) -> Extremes:
     found, edges = Extremes(), [0, *sorted(cuts), len(raw)]
     for begin, end in pairwise(edges):
         found.update(raw[begin:end])
     return found
+
+
+def end_of(entry: codec.Entry) -> int:
+    return entry.begin + entry.numbers * entry.dtype.itemsize
 
 
 def wanted(raw: bytes, folder: Path) -> dict[codec.Entry, tuple[float, float]]:
@@ -58,7 +67,7 @@ def wanted(raw: bytes, folder: Path) -> dict[codec.Entry, tuple[float, float]]:
     with (tensors := codec.Tensors(folder / "whole")).file:
         for entry in tensors.entries:
             if entry.dtype in FOLLOWED and entry.numbers:
-                numbers = torch.frombuffer(bytearray(raw[entry.begin : entry.end]), dtype=entry.dtype).numpy()
+                numbers = torch.frombuffer(bytearray(raw[entry.begin : end_of(entry)]), dtype=entry.dtype).numpy()
                 kept[entry] = (float(numbers.min()), float(numbers.max()))
     return kept
 
@@ -84,7 +93,7 @@ def test_a_piece_that_cuts_a_number_ends_it() -> None:
 def test_found_holds_tensors_that_have_arrived_whole_and_no_others(tmp_path: Path) -> None:
     raw = codec.pack_bundle(made(2))
     for end in range(0, len(raw) + 1, 8):
-        whole = {entry: numbers for entry, numbers in wanted(raw, tmp_path).items() if entry.end <= end}
+        whole = {entry: numbers for entry, numbers in wanted(raw, tmp_path).items() if end_of(entry) <= end}
         assert told(raw[:end]).found == whole
 
 
@@ -145,6 +154,11 @@ def test_an_index_is_collected_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) ->
     assert told(raw, range(8, 800, 8)).found == {}
 
 
+def test_small_tensors_are_left_to_whoever_sums_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extremes, "SMALL", 7)
+    assert {entry.shape for entry in told(codec.pack_bundle(made(6))).found} == {(3, 5), (3, 6)}
+
+
 # ---- what they are for ---------------------------------------------------------------------------------------------
 
 
@@ -161,7 +175,7 @@ def arrived(bundle: Bundle, folder: Path) -> tuple[FileBundle, FileBundle]:
     raw = codec.pack_bundle(bundle)
     (folder / "update").write_bytes(raw)
     known: Known = told(raw, range(4096, len(raw), 4096)).found
-    assert len(known) == 3
+    assert len(known) == 3  # with the weight
     return FileBundle(folder / "update"), FileBundle(folder / "update", known)
 
 

@@ -101,7 +101,7 @@ def test_a_wrong_digest_is_refused_and_the_upload_begins_anew(world: World, offe
 def test_what_is_known_of_an_update_is_what_arrived_and_goes_with_it(world: World, offer: pb.Offer) -> None:
     """Uploads that came in one go, that were cut and went on, and that were damaged at first; none of one on a disk."""
     stub, blobs = world.transfer("north"), world.server.blobs
-    raw = codec.pack_bundle({"p": Part({"a": torch.arange(-5.0, 2000.0)}, torch.tensor(3.0))})
+    raw = codec.pack_bundle({"p": Part({"a": torch.arange(-5.0, 20_000.0)}, torch.tensor(3.0))})
     request = open_request("north", offer, raw)
     stub.Open(request)
     stub.Put(cut(raw[::-1], request.contribution_id))
@@ -113,7 +113,7 @@ def test_what_is_known_of_an_update_is_what_arrived_and_goes_with_it(world: Worl
     commit(stub, request)
     total = blobs.bundle(request.object_digest)["p"].total
     assert isinstance(total, FileTensors)
-    assert total.extremes("a") == (-5.0, 1999.0)
+    assert total.extremes("a") == (-5.0, 19_999.0)
     other = FileBundle(blobs.path(request.object_digest))["p"].total
     assert isinstance(other, FileTensors)
     assert other.extremes("a") is None
