@@ -22,43 +22,39 @@ from typing import NamedTuple  # noqa: E402
 
 from benchmarks.round_trip.bare import Bare  # noqa: E402
 from benchmarks.round_trip.federation import Federation, Rounds  # noqa: E402
-from benchmarks.round_trip.models import workload  # noqa: E402
-from benchmarks.round_trip.processes import processes  # noqa: E402
+from benchmarks.round_trip.models import Workload, workload  # noqa: E402
+from benchmarks.round_trip.processes import Processes, processes  # noqa: E402
 from fl_core.errors import FederationError  # noqa: E402
 
 Value = int | float | list[float]
-LEG = 7
-"""Rounds of one run at most, between two times of bare streams."""
+WARM_UP = 3
+"""Rounds that a run begins with and that are not counted: they make the files that all later ones write over."""
+LEG = 12
+"""Rounds of one run that are, at most; bare streams stand before and after it."""
+STARTS = 4
+"""How often all processes are started at most, of rounds and of bare streams alike."""
 
 
 def measure(silos: int, params: int, rounds: int, log: Path) -> Mapping[str, Value]:
-    """Measure `rounds` rounds in a few runs, each after one to warm up, and bare streams before and after each run.
+    """Measure `rounds` rounds of a few starts of all processes, each as `_measure_start` does.
 
-    A host whose speed changes within a minute is as fast for the ones as for the others.
+    One start takes up to a tenth longer for the same rounds, and for bare streams, than the next.
     """
-    chosen = workload(params)
-    with TemporaryDirectory(prefix="consilium-bench-") as scratch, processes(log) as started:
-        folder = Path(scratch)
-        federation = Federation(started, folder, silos, chosen)
-        try:
-            first = federation.run(1)
-            bare = Bare(started, federation.home, federation.silos)
-            streams, runs = [_streams(bare, first, min(rounds, LEG))], list[Rounds]()
-            for begin in range(0, rounds, LEG):
-                leg = min(LEG, rounds - begin)
-                runs.append(federation.run(leg + 1))
-                streams.append(_streams(bare, first, leg))
-            peak = federation.peak_mib()
-        finally:
-            federation.close()
+    chosen, legs = workload(params), [min(LEG, rounds - begin) for begin in range(0, rounds, LEG)]
+    starts = min(STARTS, len(legs))
+    with processes(log) as started:
+        found = [_measure_start(started, silos, chosen, legs[k::starts]) for k in range(starts)]
+    first, peak = found[0].first, max(one.peak for one in found)
+    streams, runs = [s for one in found for s in one.streams], [run for one in found for run in one.runs]
     took = [seconds for run in runs for seconds in run.seconds]
-    moved = [seconds for found in streams for seconds in found.seconds]
+    moved = [seconds for stream in streams for seconds in stream.seconds]
     weights = [len(run.seconds) for run in runs]
     return {
         "silos": silos,
         "params": chosen.params,
         "params_sent": chosen.sent,
         "rounds": rounds,
+        "starts": starts,
         "bytes_up": first.up,
         "bytes_down": first.down,
         "run_bytes_up": sum(run.total_up for run in runs),
@@ -70,6 +66,7 @@ def measure(silos: int, params: int, rounds: int, log: Path) -> Mapping[str, Val
         "coordinator_cpu_seconds": round(fmean([run.coordinator_cpu for run in runs], weights), 3),
         "silos_cpu_seconds": round(fmean([run.silos_cpu for run in runs], weights), 3),
         "bare_cpu_seconds": round(fmean([s.cpu for s in streams], [len(s.seconds) for s in streams]), 3),
+        "warm_up_seconds_each": [round(s, 3) for run in runs for s in run.warm_up],
         "round_seconds_each": [round(s, 3) for s in took],
         "bare_stream_seconds_each": [round(s, 3) for s in moved],
     }
@@ -80,6 +77,35 @@ class _Streams(NamedTuple):
 
     seconds: list[float]
     cpu: float
+
+
+class _Start(NamedTuple):
+    """What was measured between the start of the processes and their end. first: the run before all others."""
+
+    first: Rounds
+    runs: list[Rounds]
+    streams: list[_Streams]
+    peak: float
+
+
+def _measure_start(started: Processes, silos: int, chosen: Workload, legs: Sequence[int]) -> _Start:
+    """Measure runs of so many rounds, and bare streams before and after each run.
+
+    A host whose speed changes within a minute is as fast for the ones as for the others.
+    """
+    with TemporaryDirectory(prefix="consilium-bench-") as scratch:
+        federation = Federation(started, Path(scratch), silos, chosen)
+        try:
+            first = federation.run(0, 1)
+            bare = Bare(started, federation.home, federation.silos)
+            streams, runs = [_streams(bare, first, legs[0])], list[Rounds]()
+            for leg in legs:
+                runs.append(federation.run(leg, WARM_UP))
+                streams.append(_streams(bare, first, leg))
+            return _Start(first, runs, streams, federation.peak_mib())
+        finally:
+            federation.close()
+            started.stop()
 
 
 def _streams(bare: Bare, like: Rounds, rounds: int) -> _Streams:
@@ -105,7 +131,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--silos", type=_numbers, default=[3], help="how many; several numbers are compared: 3,12")
     parser.add_argument("--params", type=int, default=11_183_582, help="numbers in the model; 11183582 is ResNet-18")
-    parser.add_argument("--rounds", type=int, default=35, help="measured rounds")
+    parser.add_argument("--rounds", type=int, default=48, help="measured rounds")
     parser.add_argument("--log", type=Path, help="file for what the processes say")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     words = parser.parse_args()

@@ -18,6 +18,7 @@ import sys  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Callable, Iterator, Sequence  # noqa: E402
 from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from functools import cache  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import grpc  # noqa: E402
@@ -35,11 +36,16 @@ SERVICE = "benchmarks.Bare"
 
 def stream(size: int) -> Iterator[bytes]:
     """Give `size` bytes in messages of a chunk's size, made once."""
-    message = os.urandom(min(size, CHUNK_BYTES))
+    message = _message()
     for _ in range(size // CHUNK_BYTES):
         yield message
     if rest := size % CHUNK_BYTES:
         yield message[:rest]
+
+
+@cache
+def _message() -> bytes:
+    return os.urandom(CHUNK_BYTES)
 
 
 class _Handlers:

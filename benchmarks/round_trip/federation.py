@@ -35,11 +35,13 @@ LOOKS_PER_QUESTION = 10
 class Rounds:
     """What the coordinator's record says of a run.
 
-    seconds: from each training round's close to the next one's; up, down: bytes per silo and training round, all of
-    them equal; coordinator_cpu, silos_cpu: seconds of processor time per round, of the one and of all silos together.
+    seconds: from each training round's close to the next one's; warm_up: the same, of those before; up, down: bytes per
+    silo and training round, all of them equal; coordinator_cpu, silos_cpu: seconds of processor time per round, of the
+    one and of all silos together.
     """
 
     seconds: Sequence[float]
+    warm_up: Sequence[float]
     up: int
     down: int
     total_up: int
@@ -83,12 +85,12 @@ class Federation:
     def _online(self) -> int:
         return sum(silo.state == "online" for silo in self._lead.silos().silos)
 
-    def run(self, rounds: int) -> Rounds:
-        """Run so many training rounds and the closing evaluation; return the coordinator's record of them.
+    def run(self, rounds: int, warm_up: int) -> Rounds:
+        """Run so many training rounds after some to warm up, and the closing evaluation; return the record of them.
 
         The record is read from the database: asking the service would be work that the round does not have.
         """
-        words = [*self._workload.overrides, f"rounds={rounds}", "method=fedavg", "threads=1"]
+        words = [*self._workload.overrides, f"rounds={warm_up + rounds}", "method=fedavg", "threads=1"]
         run = self._lead.submit(compose_spec(words).to_json(), uuid4().hex).run_id
         used = list[_Used]()
         with closing(Store(self.home)) as store:
@@ -97,19 +99,19 @@ class Federation:
                 used.append(self._used())
                 return not len(used) % LOOKS_PER_QUESTION and store.runs.get(run).state.ended
 
-            self._started.until(over, "the run to end", START_S + ROUND_S * rounds, LOOK_S)
+            self._started.until(over, "the run to end", START_S + ROUND_S * (warm_up + rounds), LOOK_S)
             info = self._lead.show(run).info
             rows = [row for row in store.runs.rounds(run) if row.kind is TaskKind.TRAIN]
-            arrived = [e for e in store.runs.events(run, 0) if e.kind == "arrived" and e.round < rounds]
+            arrived = [e for e in store.runs.events(run, 0) if e.kind == "arrived" and e.round < len(rows)]
         if info.state != "finished":
             raise UnavailableError("E-RUN-09", f"the run ended as {info.state}: {info.reason}")
         ups, downs = {int(e.text.split()[0]) for e in arrived}, {row.base_size for row in rows}
         if len(ups) != 1 or len(downs) != 1 or any(row.missing for row in rows):
             raise UnavailableError("E-RUN-09", f"expected equal rounds, found {ups} bytes up and {downs} down")
-        closed = [row.closed for row in rows]
+        closed, early = ([row.closed for row in some] for some in (rows[max(0, warm_up - 1) :], rows[:warm_up]))
         cpu = (_per_round(closed, used, lambda u: u.coordinator), _per_round(closed, used, lambda u: u.silos))
-        seconds = [after - before for before, after in pairwise(closed)]
-        return Rounds(seconds, ups.pop(), downs.pop(), info.bytes_up, info.bytes_down, *cpu)
+        took, warmed = ([after - before for before, after in pairwise(moments)] for moments in (closed, early))
+        return Rounds(took, warmed, ups.pop(), downs.pop(), info.bytes_up, info.bytes_down, *cpu)
 
     def _used(self) -> _Used:
         silos = sum(cpu_seconds(p.pid) for p in self._serving)
