@@ -167,21 +167,25 @@ class Hub:
     # ---- tasks -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def offered(self, task: Task) -> Iterator[Pending]:
-        """Keep a task open, and offered, inside the block; raises Interrupted when its run is."""
+    def awaited(self, task: Task) -> Iterator[Pending]:
+        """Keep a task open inside the block; raises Interrupted when its run is."""
         pending = Pending(task)
         with self._lock:
             if task.key.run_id in self._stopped:
                 raise Interrupted(task.key.run_id)
             self._pending[task.key] = pending
-            session = self._sessions.get(task.key.silo)
-        if session is not None:
-            session.send(task.offer())
         try:
             yield pending
         finally:
             with self._lock:
                 self._pending.pop(task.key, None)
+
+    def offer(self, task: Task) -> None:
+        """Offer an open task to its silo; one that is away is offered it when it comes."""
+        with self._lock:
+            session = self._sessions.get(task.key.silo)
+        if session is not None:
+            session.send(task.offer())
 
     def delivered(self, key: TaskKey, digest: str) -> None:
         """Say that a task's update is on the disk, with its record."""

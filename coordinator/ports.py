@@ -126,10 +126,11 @@ class GrpcPort:
         base, due = self.broadcasts.base(msg, fed.round, fed.cohort)
         key = TaskKey(self.run_id, fed.round, kind, self.name)
         task = Task(key, self.manifest_digest, base.digest, base.size, fed.cohort, due)
-        digest = self._taken(task)
-        if digest is None:
-            with self.hub.offered(task) as pending:
-                digest = self._taken(task) or pending.wait()  # it may have come between the two looks
+        with self.hub.awaited(task) as pending:  # before the look: what comes after it is told to us
+            digest = self._taken(task)
+            if digest is None:
+                self.hub.offer(task)
+                digest = pending.wait()
         return checked(self.blobs.bundle(digest), self.allowed)
 
     def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:

@@ -143,8 +143,12 @@ class Grid:
 
 def flat(value: Tensor) -> Numbers:
     """Read a tensor as a flat array, without a copy where it can; floats that NumPy does not know as float64."""
-    known = not value.is_floating_point() or value.dtype in (torch.float32, torch.float64)
-    return (value if known else value.double()).detach().reshape(-1).cpu().numpy()
+    return (value if flat_as_it_is(value.dtype) else value.double()).detach().reshape(-1).cpu().numpy()
+
+
+def flat_as_it_is(dtype: torch.dtype) -> bool:
+    """Tell whether `flat` keeps a type of numbers."""
+    return not dtype.is_floating_point or dtype in (torch.float32, torch.float64)
 
 
 def _reach(segment: str, block: _Floats, bound: float) -> Reach:
