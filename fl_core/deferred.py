@@ -2,8 +2,8 @@
 
 A round ends in a sum, its decoding, a mean and a step, each of them number by number. One after the other they read and
 write memory several times the size of the model; block by block, everything between the updates and the next model
-stays in the processor's cache. A reader that goes on number by number asks for blocks (`filler`, `blocks`); everybody
-else reads a mapping of tensors, as from any other.
+stays in the processor's cache. A reader that goes on number by number asks for blocks (`filler`); everybody else reads
+a mapping of tensors, as from any other.
 """
 
 from __future__ import annotations
@@ -33,22 +33,6 @@ What is made on the way stays in the cache while these are no more than BLOCK.
 """
 
 
-class Blocks:
-    """One tensor that is read block by block, by any thread."""
-
-    def __init__(self, fill: Filler, kind: np.dtype[Any]) -> None:
-        self._fill, self._kind = fill, kind
-
-    def lend(self, start: int, end: int) -> Numbers:
-        """Give some numbers, to be read and not to be written."""
-        numbers = np.empty(end - start, self._kind)
-        self._fill(start, numbers)
-        return numbers
-
-    def release(self, start: int, end: int) -> None:
-        """Keep no memory for numbers that were lent; they may be lent again."""
-
-
 class Deferred(Mapping[str, Tensor], ABC):
     """A mapping of CPU tensors, each computed anew whenever it is read.
 
@@ -66,10 +50,6 @@ class Deferred(Mapping[str, Tensor], ABC):
     @abstractmethod
     def filler(self, name: str) -> Filler:
         """Give what writes a tensor's numbers."""
-
-    def blocks(self, name: str) -> Blocks:
-        """Give a tensor to be read block by block."""
-        return Blocks(self.filler(name), numpy_type(self.dtype_of(name)))
 
     def extremes(self, name: str) -> tuple[float, float] | None:  # noqa: ARG002
         """Give the smallest and the largest number of a tensor where they are known; NaN is possible."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_core.buffers import MEMORY
-from fl_core.deferred import Blocks, Deferred, Filler, Numbers, Shapes, block_by_block, numpy_type
+from fl_core.deferred import Deferred, Filler, Numbers, Shapes, block_by_block, numpy_type
 from fl_core.fixed_point import Grid, Reach, flat, flat_as_it_is, in_float64
 from fl_core.pieces import PIECE
 from fl_core.types import Bundle
@@ -23,17 +23,21 @@ _EXACT = 2.0**53
 
 Place = tuple[str, str | None]
 """Part and tensor; None: the part's weight."""
+Lender = Callable[[int, Numbers], Numbers]
+"""Gives numbers of one tensor, from the one at a place on: where they lie, or in an array that has room for as many."""
 
 
 def _numbers(bundle: Bundle, place: Place) -> Numbers:
-    """Read a tensor as a flat array; one of a file lies where it is, which takes a third of the time of a tensor."""
+    """Read a tensor as a flat array; of a file that takes a third of the time of a tensor."""
     name, key = place
     part = bundle[name]
     if key is None:
         return flat(part.weight)
     total = part.total
     if isinstance(total, Deferred) and flat_as_it_is(total.dtype_of(key)):
-        return total.blocks(key).lend(0, math.prod(total.shapes[key]))
+        numbers = np.empty(math.prod(total.shapes[key]), numpy_type(total.dtype_of(key)))
+        total.filler(key)(0, numbers)
+        return numbers
     return flat(total[key])
 
 
@@ -99,19 +103,17 @@ class Looked:
         """Give the smallest and the largest number where they are known."""
         return None if place in self._here else self._deferred[place].extremes(str(place[1]))
 
-    def blocks(self, place: Place) -> Blocks:
-        """Give a tensor to be read block by block."""
-        return _Here(self._here[place]) if place in self._here else self._deferred[place].blocks(str(place[1]))
+    def lender(self, place: Place) -> Lender:
+        """Give what reads a tensor block by block."""
+        if (here := self._here.get(place)) is not None:
+            return lambda start, room: here[start : start + len(room)]
+        fill = self._deferred[place].filler(str(place[1]))
 
+        def read(start: int, room: Numbers) -> Numbers:
+            fill(start, room)
+            return room
 
-class _Here(Blocks):
-    """A tensor that lies in memory."""
-
-    def __init__(self, numbers: Numbers) -> None:
-        self._numbers = numbers
-
-    def lend(self, start: int, end: int) -> Numbers:
-        return self._numbers[start:end]
+        return read
 
 
 class Large:
@@ -135,13 +137,13 @@ class Large:
         found = [(place, known) for place in self._shapes if (known := self._known(seen, place)) is not None]
         unknown = {place: self._shapes[place] for place in self._shapes.keys() - {place for place, _ in found}}
 
-        blocks = {place: seen.blocks(place) for place in unknown}
+        lenders = {place: (seen.lender(place), seen.dtype(place)) for place in unknown}
 
         def look(place: Place, at: int, end: int) -> None:
-            block = blocks[place].lend(at, end)
+            lend, dtype = lenders[place]
+            block = lend(at, np.empty(end - at, dtype))
             whole = block.dtype.kind != "f"
             found.append((place, Reach(math.inf, 0) if whole else self._grid.look(_segment(place), block)))
-            blocks[place].release(at, end)
 
         block_by_block(unknown, look, PIECE)
         for place, (most, outside) in found:
@@ -206,33 +208,30 @@ class Large:
                     np.add(into, floats, out=into, dtype=np.int64, casting="unsafe")
 
             return add
-        segment, waiting = _segment(place), [bundle.blocks(place) for bundle in self._waiting]
+        segment, waiting = _segment(place), [(bundle.lender(place), bundle.dtype(place)) for bundle in self._waiting]
 
         def add_each(start: int, into: Numbers) -> None:
             if anew:
                 into.fill(0)
-            end, sums = start + len(into), torch.from_numpy(into)
-            for blocks in waiting:
-                block = blocks.lend(start, end)
+            sums = torch.from_numpy(into)
+            for lend, dtype in waiting:
+                block = lend(start, np.empty(len(into), dtype))
                 if block.dtype.kind == "f":
                     self._grid.add(segment, torch.from_numpy(block), sums)
                 else:
                     np.add(into, block, out=into)
-                blocks.release(start, end)
 
         return add_each
 
     def _exact(self, place: Place) -> Filler:
         """Give what writes the sum of all that waits as float64: of float32 tensors whose reach is below 2^53."""
-        factor, waiting = self._grid.scaling(_segment(place)), [bundle.blocks(place) for bundle in self._waiting]
+        factor, waiting = self._grid.scaling(_segment(place)), [bundle.lender(place) for bundle in self._waiting]
         assert factor is not None
 
         def fill(start: int, out: Numbers) -> None:
-            end = start + len(out)
             scaled, units = np.empty(len(out), np.float32), np.empty(len(out))
-            for i, blocks in enumerate(waiting):
-                np.multiply(blocks.lend(start, end), factor, out=scaled)
-                blocks.release(start, end)
+            for i, lend in enumerate(waiting):
+                np.multiply(lend(start, scaled), factor, out=scaled)
                 np.rint(scaled, out=scaled)
                 np.copyto(units if i else out, scaled)  # an addition of one type to another takes three times as long
                 if i:

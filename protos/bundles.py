@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_core.buffers import MEMORY
-from fl_core.deferred import Blocks, Deferred, Filler, Numbers, numpy_type
+from fl_core.deferred import Deferred, Filler, Numbers
 from fl_core.errors import ProtocolError
 from fl_core.types import Part
 from protos.codec import Entry, Tensors
@@ -25,14 +24,14 @@ Known = Mapping[Entry, tuple[float, float]]
 class FileTensors(Deferred):
     """Tensors of a file, read anew whenever somebody asks.
 
-    Blocks are the file's own pages, mapped into memory.
+    Not mapped into memory: pages that are mapped count as this process's until they are taken out, for which every
+    processor is interrupted, and a file that somebody cuts would end the process.
     Raises ProtocolError (E-WIRE-06) where a tensor can no longer be read: the disk fails, or somebody has cut the file.
     """
 
-    def __init__(self, file: BinaryIO, mapped: mmap.mmap, entries: Mapping[str, Entry], known: Known) -> None:
+    def __init__(self, file: BinaryIO, entries: Mapping[str, Entry], known: Known) -> None:
         super().__init__({name: entry.shape for name, entry in entries.items()})
-        self._file, self._map = file, mapped
-        self._entries, self._known = entries, known
+        self._file, self._entries, self._known = file, entries, known
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Name the type of a tensor's numbers."""
@@ -50,10 +49,6 @@ class FileTensors(Deferred):
             self._read(name, begin + start * dtype.itemsize, out.view(np.uint8))
 
         return fill
-
-    def blocks(self, name: str) -> Blocks:
-        """Give a tensor to be read block by block, where it lies."""
-        return _Mapped(self._map, self._entries[name])
 
     def __getitem__(self, name: str) -> Tensor:
         """Read a tensor."""
@@ -73,24 +68,6 @@ class FileTensors(Deferred):
             raise ProtocolError("E-WIRE-06", f"tensor {name!r} of {Path(self._file.name).name} cannot be read: {cause}")
 
 
-class _Mapped(Blocks):
-    """A tensor of a file that is mapped into memory."""
-
-    def __init__(self, mapped: mmap.mmap, entry: Entry) -> None:
-        self._map, self._begin = mapped, entry.begin
-        self._kind, self._bytes = numpy_type(entry.dtype), entry.dtype.itemsize
-
-    def lend(self, start: int, end: int) -> Numbers:
-        return np.frombuffer(self._map, self._kind, end - start, self._begin + start * self._bytes)
-
-    def release(self, start: int, end: int) -> None:
-        """Take the file's pages out of this process, where they count as its own; the system may keep them."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            first = self._begin + start * self._bytes
-            page = first - first % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, page, self._begin + end * self._bytes - page)
-
-
 class FileBundle(Mapping[str, Part]):
     """A bundle in a file; weights are read at once, totals when they are used.
 
@@ -101,7 +78,6 @@ class FileBundle(Mapping[str, Part]):
     def __init__(self, file: Path, known: Known | None = None) -> None:
         known = known or {}
         tensors = Tensors(file)
-        mapped = mmap.mmap(tensors.file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants to write
         totals, weights = {name: dict[str, Entry]() for name in tensors.groups}, dict[str, Entry]()
         for path, entry in zip(tensors.paths, tensors.entries, strict=True):
             match path:
@@ -113,9 +89,9 @@ class FileBundle(Mapping[str, Part]):
                     raise ProtocolError("E-WIRE-06", f"expected a part of a bundle, found the path {path}")
         if missing := [name for name in totals if name not in weights]:
             raise ProtocolError("E-WIRE-06", f"expected a weight with every part, found none for {missing}")
-        weighed = FileTensors(tensors.file, mapped, weights, known)
+        weighed = FileTensors(tensors.file, weights, known)
         self._parts = {
-            name: Part(FileTensors(tensors.file, mapped, total, known), weighed[name]) for name, total in totals.items()
+            name: Part(FileTensors(tensors.file, total, known), weighed[name]) for name, total in totals.items()
         }
         self._dtypes = {
             name: {weights[name].dtype, *(entry.dtype for entry in total.values())} for name, total in totals.items()

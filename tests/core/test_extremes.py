@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fl_core.accumulator import Accumulator
-from fl_core.deferred import Blocks
+from fl_core.deferred import Filler
 from fl_core.errors import ProtocolError
 from fl_core.fixed_point import Grid
 from fl_core.types import Bundle, Part, PartSpec
@@ -191,13 +191,13 @@ def test_an_update_that_was_looked_at_while_it_arrived_is_not_read_again(
     unknown, known = arrived(update(), tmp_path)
     looked = folded(unknown)
     read: list[str] = []
-    blocks = FileTensors.blocks
+    filler = FileTensors.filler
 
-    def noted(self: FileTensors, name: str) -> Blocks:
+    def noted(self: FileTensors, name: str) -> Filler:
         read.append(name)
-        return blocks(self, name)
+        return filler(self, name)
 
-    monkeypatch.setattr(FileTensors, "blocks", noted)
+    monkeypatch.setattr(FileTensors, "filler", noted)
     sums = folded(known)
     assert not read
     for name, value in looked.total()["p"].total.items():
