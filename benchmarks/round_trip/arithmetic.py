@@ -23,17 +23,24 @@ from fl_core.simulate import initial_state
 from fl_core.types import Part, PartSpec, Tensors
 from protos import codec
 from protos.bundles import FileBundle
+from protos.chunks import CHUNK_BYTES
+from protos.extremes import Extremes
 
-STEPS = ("folded", "looked at", "added", "read and added", "BLAKE3", "SHA-256")
+STEPS = ("folded", "looked at", "seen arriving", "folded unread", "added", "read and added", "BLAKE3", "SHA-256")
 
 
 def once(model: Tensors, part: Part, stored: Path, timed: dict[str, Timed]) -> None:
     """Close a round of three updates, in memory and then on the disk, and name the model in two ways."""
     layout, grid = {"delta": PartSpec.of(part)}, Grid(n_max=3)
-    here, there = Accumulator(layout, grid), Accumulator(layout, grid)
+    here, there, unread = (Accumulator(layout, grid) for _ in range(3))
+    known, raw = Extremes(), memoryview(stored.read_bytes())
+    timed["seen arriving"].add(
+        lambda: [known.update(raw[at : at + CHUNK_BYTES]) for at in range(0, len(raw), CHUNK_BYTES)]
+    )
     for _ in range(3):
         timed["folded"].add(lambda: here.fold({"delta": part}))
         timed["looked at"].add(lambda: there.fold(FileBundle(stored)))
+        timed["folded unread"].add(lambda: unread.fold(FileBundle(stored, known.found)))
     for sums, step in ((here, "added"), (there, "read and added")):
         total = FixedPoint(grid).incoming(sums.total(), 3, 0)["delta"]
         timed[step].add(lambda total=total: trees.add(model, total.mean()))  # type: ignore[misc]
