@@ -136,7 +136,6 @@ class Large:
         seen = Looked(bundle, self._shapes)
         found = [(place, known) for place in self._shapes if (known := self._known(seen, place)) is not None]
         unknown = {place: self._shapes[place] for place in self._shapes.keys() - {place for place, _ in found}}
-
         lenders = {place: (seen.lender(place), seen.dtype(place)) for place in unknown}
 
         def look(place: Place, at: int, end: int) -> None:

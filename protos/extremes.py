@@ -44,6 +44,8 @@ class Extremes:
     def __init__(self) -> None:
         self.found: dict[Entry, tuple[float, float]] = {}
         self._index = bytearray()
+        self._size = 0
+        """Bytes of the index with its length in front of it; 0 before that is known."""
         self._left: list[_Span] | None = None
         """What has not arrived, the next one last; None before the index has."""
         self._at = 0
@@ -57,20 +59,27 @@ class Extremes:
             while self._left and rest:
                 rest = rest[self._look(self._left, rest) :]
             self._at += len(rest)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
             self._left = []
             self._index.clear()
             self.found.clear()
 
     def _read_index(self, piece: memoryview) -> memoryview:
         """Collect the index, read it once all of it is here, and give the bytes that follow it."""
-        size = int.from_bytes((self._index + piece[:_LENGTH])[:_LENGTH], "little")
-        if size > MOST_INDEX:
-            raise ValueError("an index that is too large")
-        taken = min(len(piece), _LENGTH + size - len(self._index))
-        self._index += piece[:taken]
+        taken = 0
+        if not self._size:
+            taken = min(len(piece), _LENGTH - len(self._index))
+            self._index += piece[:taken]
+            if len(self._index) == _LENGTH:
+                self._size = _LENGTH + int.from_bytes(self._index, "little")
+                if self._size > MOST_INDEX:
+                    raise ValueError("an index that is too large")
+        if self._size:
+            rest = piece[taken : taken + self._size - len(self._index)]
+            self._index += rest
+            taken += len(rest)
         self._at += taken
-        if len(self._index) >= _LENGTH and len(self._index) == _LENGTH + size:
+        if self._size and len(self._index) == self._size:
             index = json.loads(self._index[_LENGTH:])
             index.pop("__metadata__", None)
             self._left = _followed(entries_of(index, self._at).values(), self._at)
