@@ -13,7 +13,7 @@ from coordinator import display
 from coordinator.client import LeadClient
 from coordinator.config import compose_spec
 from coordinator.demo.budgets import open_budget, spending
-from coordinator.demo.processes import Processes, Signals, call, free_port
+from coordinator.demo.processes import Processes, Signals, free_port
 from coordinator.demo.report import PRIVATE, report
 from fl_core.errors import UnavailableError
 from fl_core.manifest import RunManifest
@@ -32,15 +32,16 @@ RUNS: Mapping[str, tuple[str, ...]] = {
 def _consortium(folder: Path, processes: Processes) -> Iterator[LeadClient]:
     """Create the consortium, enrol the hospitals, start everything and wait until all are there."""
     home, address = folder / "coordinator", f"127.0.0.1:{free_port()}"
-    call("coordinator", "init", "demo", "--address", address, "--home", str(home))
+    processes.call("coordinator", "init", "demo", "--address", address, "--home", str(home))
     processes.start("coordinator", "serve", "--home", str(home), "--bind", address)
     processes.until((home / "service.json").exists, "the coordinator")
     for k in range(HOSPITALS):
         own, data = folder / f"hospital{k}", f"digits/hospital{k}"
         token = folder / f"hospital{k}.token"
         token.touch(mode=0o600)
-        token.write_text(str(call("coordinator", "invite", f"hospital{k}", "--home", str(home))["token"]))
-        call("silo", "join", "--token-file", str(token), "--home", str(own))
+        invitation = processes.call("coordinator", "invite", f"hospital{k}", "--home", str(home))
+        token.write_text(str(invitation["token"]))
+        processes.call("silo", "join", "--token-file", str(token), "--home", str(own))
         open_budget(own, data)
         processes.start("silo", "serve", "--data", data, "--home", str(own))
     client = LeadClient.open(home)
@@ -72,11 +73,11 @@ def _train(client: LeadClient, processes: Processes, name: str, rounds: int, qui
     return detail
 
 
-def _local_scores(folder: Path, runs: Mapping[str, str]) -> dict[str, dict[str, float | None]]:
+def _local_scores(folder: Path, processes: Processes, runs: Mapping[str, str]) -> dict[str, dict[str, float | None]]:
     """Ask each hospital what the final models of `runs` (name -> id) scored there: the numbers are in no message."""
     scores: dict[str, dict[str, float | None]] = {name: {} for name in runs}
     for k in range(HOSPITALS):
-        status = call("silo", "status", "--home", str(folder / f"hospital{k}"))
+        status = processes.call("silo", "status", "--home", str(folder / f"hospital{k}"))
         known = {r["run"]: r for r in status["runs"]}
         for name, run in runs.items():
             last = known[run]["evaluations"][-1]
@@ -101,7 +102,7 @@ def run_demo(out: Path, rounds: int, quiet: bool) -> int:
             with signals.raising(), _consortium(folder, processes) as client:
                 details = {name: _train(client, processes, name, rounds, quiet) for name in RUNS}
                 silos = list(client.silos().silos)
-                scores = _local_scores(folder, {name: d.info.run_id for name, d in details.items()})
+                scores = _local_scores(folder, processes, {name: d.info.run_id for name, d in details.items()})
                 spent = spending(folder, RunManifest.from_json(details[PRIVATE].manifest_json))
         except KeyboardInterrupt:
             display.ERR.print("interrupted: the processes of the demo are being ended")

@@ -9,18 +9,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from fl_core.errors import UnavailableError
 
 BIN = Path(sys.executable).parent
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE_S = 10.0
+_Output = IO[bytes] | int
 
 
 class Signals:
@@ -84,12 +85,27 @@ class Processes:
     signals: Signals
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self, *words: str) -> subprocess.Popen[bytes]:
-        """Start a command of ours in a session of its own, so that a Ctrl-C reaches the demo alone."""
-        with self.log.open("ab") as log, self.signals.held():  # held: no process is started and not noted
+    def start(self, *words: str) -> None:
+        """Start a command of ours that runs until `stop`; what it prints is appended to the log."""
+        with self.log.open("ab") as log:
+            self._spawn(words, stdout=log, stderr=log)
+
+    def call(self, *words: str) -> Mapping[str, Any]:
+        """Run a command of ours with --json to its end and read its answer; an interrupt leaves it to `stop`."""
+        process = self._spawn((*words, "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        printed, complaint = process.communicate()
+        self.running.remove(process)
+        if process.returncode:
+            raise UnavailableError("E-RUN-09", f"{' '.join(words[:2])} failed: {complaint.decode().strip()}")
+        answer: Mapping[str, Any] = json.loads(printed.splitlines()[-1])
+        return answer
+
+    def _spawn(self, words: Sequence[str], *, stdout: _Output, stderr: _Output) -> subprocess.Popen[bytes]:
+        """Start and note a process: in a session of its own, so that a Ctrl-C reaches the demo alone."""
+        with self.signals.held():  # held: no process is started and not noted
             process = subprocess.Popen(
-                [str(BIN / words[0]), *words[1:]], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=_env(),
-                start_new_session=True,
+                [str(BIN / words[0]), *words[1:]], stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL,
+                env=_env(), start_new_session=True,
             )  # fmt: skip
             self.running.append(process)
         return process
@@ -125,17 +141,6 @@ class Processes:
                 process.kill()
                 process.wait()
         self.running.clear()
-
-
-def call(*words: str) -> Mapping[str, Any]:
-    """Run a command with --json to its end and read its answer; an interrupt ends the command too."""
-    done = subprocess.run(
-        [str(BIN / words[0]), *words[1:], "--json"], capture_output=True, text=True, env=_env(), check=False
-    )
-    if done.returncode:
-        raise UnavailableError("E-RUN-09", f"{' '.join(words[:2])} failed: {done.stderr.strip()}")
-    answer: Mapping[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return answer
 
 
 def free_port() -> int:
