@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Integer, RowMapping, String, bindparam, func,
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.authorise import Standing
-from coordinator.database import Database
+from coordinator.database import Database, Lookup
 from coordinator.records import Certificate, DataOffer, InvitationRow, Silo
 from coordinator.store_rosters import VERSION_OF_MEMBERSHIP as _VERSION
 from coordinator.store_rosters import adopt, revoke_certificate
@@ -18,9 +18,9 @@ from fl_core.errors import RefusedError
 from protos.roster import Revocation, Roster, SignedRoster
 
 _SERIAL = select(bindparam("serial", type_=String).label("serial")).subquery()
-_REVOKED = select(revocations.c.reason).where(revocations.c.serial == bindparam("serial"))
+_REVOKED = Lookup(select(revocations.c.reason).where(revocations.c.serial == bindparam("serial")))
 _STATE = select(silos.c.state).where(silos.c.name == bindparam("name"))
-_STANDING = (
+_STANDING = Lookup(
     select(revocations.c.reason, certificates.c.name, certificates.c.first_used, certificates.c.enrolled, silos.c.state)
     .select_from(_SERIAL)
     .outerjoin(revocations, revocations.c.serial == _SERIAL.c.serial)
@@ -41,8 +41,7 @@ class MemberStore:
 
     def why_revoked(self, serial: str) -> str | None:
         """Return the reason for which a certificate, of whatever role, was revoked; None when it was not."""
-        with self._db.read() as db:
-            return db.scalar(_REVOKED, {"serial": serial})
+        return next((row.reason for row in self._db.look_up(_REVOKED, serial=serial)), None)
 
     def standing(self, name: str, serial: str) -> Standing:
         """Tell whether a certificate is revoked, and whether it was given to a silo of this name that is a member.
@@ -50,8 +49,7 @@ class MemberStore:
         Notes that a certificate in force is in use. The first use of one that came by an invitation ends all older ones
         of that name: their key is lost.
         """
-        with self._db.read() as db:
-            held = db.execute(_STANDING, {"serial": serial}).one()
+        (held,) = self._db.look_up(_STANDING, serial=serial)
         if held.reason is not None or held.name != name or held.state in (None, "revoked"):
             return Standing(held.reason, member=False)
         if held.first_used is None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
-from coordinator.database import Database
+from coordinator.database import Database, Lookup
 from coordinator.records import Contribution, ObjectKind, RunState
 from coordinator.store_attested import attest
 from coordinator.store_runs import add_event, note_object
@@ -24,6 +25,7 @@ _PASSING = (ObjectKind.BASE.value, ObjectKind.BUNDLE.value)
 
 # Asked many times in a round: written once, because writing a statement takes longer than running it.
 _CONTRIBUTION = select(contributions).where(contributions.c.id == bindparam("id"))
+_KNOWN = Lookup(_CONTRIBUTION)
 _ROUND = (
     select(rounds.c.kind, rounds.c.is_open, rounds.c.cohort, rounds.c.base_digest, runs.c.state, runs.c.manifest_digest)
     .join(runs)
@@ -63,8 +65,7 @@ class ObjectStore:
 
     def contribution(self, contribution_id: str) -> Contribution | None:
         """Return an announced contribution."""
-        with self._db.read() as db:
-            return _contribution(db, contribution_id)
+        return next((_announced(row._asdict()) for row in self._db.look_up(_KNOWN, id=contribution_id)), None)
 
     def announce(self, wanted: Contribution, stated: pb.Attestation | None = None) -> tuple[Contribution, bool]:
         """Note that a silo will send an object; return what is known, and whether an earlier upload must be forgotten.
@@ -165,7 +166,11 @@ class ObjectStore:
 
 def _contribution(db: Connection, contribution_id: str) -> Contribution | None:
     row = db.execute(_CONTRIBUTION, {"id": contribution_id}).first()
-    return None if row is None else Contribution(**{**row._mapping, "kind": TaskKind(row.kind)})
+    return None if row is None else _announced(row._mapping)  # type: ignore[arg-type]  # by their names
+
+
+def _announced(row: Mapping[str, Any]) -> Contribution:
+    return Contribution(**{**row, "kind": TaskKind(row["kind"])})
 
 
 def _expect_open(db: Connection, c: Contribution) -> None:

@@ -51,6 +51,22 @@ class Deferred(Mapping[str, Tensor], ABC):
     def filler(self, name: str) -> Filler:
         """Give what writes a tensor's numbers."""
 
+    def quotients(self, name: str, divisor: float) -> Filler:
+        """Give what writes a tensor's numbers, which are float64, divided by one."""
+        fill = self.filler(name)
+
+        def divide(start: int, out: Numbers) -> None:
+            fill(start, out)
+            np.divide(out, divisor, out=out)
+
+        return divide
+
+    def numbers(self, name: str) -> Numbers:
+        """Compute a tensor of no more than BLOCK numbers as a flat array, of a type that NumPy knows."""
+        found = np.empty(math.prod(self.shapes[name]), numpy_type(self.dtype_of(name)))
+        self.filler(name)(0, found)
+        return found
+
     def extremes(self, name: str) -> tuple[float, float] | None:  # noqa: ARG002
         """Give the smallest and the largest number of a tensor where they are known; NaN is possible."""
         return None
@@ -91,13 +107,13 @@ class Mean(Deferred):
 
     def filler(self, name: str) -> Filler:
         """Divide in float64."""
-        total, weight = self._total.filler(name), self._weight
+        means = self._total.quotients(name, self._weight)
 
         def fill(start: int, out: Numbers) -> None:
-            sums = np.empty(len(out))
-            total(start, sums)
+            found = np.empty(len(out))
+            means(start, found)
             with np.errstate(over="ignore"):  # infinite, as torch makes it
-                np.copyto(out, np.divide(sums, weight, out=sums), casting="same_kind")
+                np.copyto(out, found, casting="same_kind")
 
         return fill
 

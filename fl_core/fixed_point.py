@@ -153,7 +153,7 @@ def flat_as_it_is(dtype: torch.dtype) -> bool:
 
 def _reach(segment: str, block: _Floats, bound: float) -> Reach:
     """Look at a block. Raises ProtocolError (E-WIRE-05) on a number that is not finite."""
-    low, high = float(block.min()), float(block.max())  # NaN in any place makes both NaN
+    low, high = float(np.minimum.reduce(block)), float(np.maximum.reduce(block))  # NaN in any place makes both NaN
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ProtocolError("E-WIRE-05", f"expected finite numbers in {segment!r}, found NaN or infinity")
     most = max(-low, high)
@@ -223,6 +223,19 @@ class Decoded(Deferred):
             np.copyto(out, self._grid.decode(self._segment, units).numpy())
 
         return decode
+
+    def quotients(self, name: str, divisor: float) -> Filler:
+        """Decode and divide in one step: a power of two scales exactly, so the quotient has the same bits."""
+        units = divisor * 2.0 ** self._grid.frac_bits(self._segment)
+        if self._grid.ring != "ring64" or not math.isfinite(units):
+            return super().quotients(name, divisor)
+        floats = self._units.floats(name)
+
+        def fill(start: int, out: Numbers) -> None:
+            floats(start, out)
+            np.divide(out, units, out=out)
+
+        return fill
 
 
 class FixedPoint:

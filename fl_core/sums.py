@@ -35,9 +35,7 @@ def _numbers(bundle: Bundle, place: Place) -> Numbers:
         return flat(part.weight)
     total = part.total
     if isinstance(total, Deferred) and flat_as_it_is(total.dtype_of(key)):
-        numbers = np.empty(math.prod(total.shapes[key]), numpy_type(total.dtype_of(key)))
-        total.filler(key)(0, numbers)
-        return numbers
+        return total.numbers(key)
     return flat(total[key])
 
 
@@ -228,12 +226,13 @@ class Large:
         assert factor is not None
 
         def fill(start: int, out: Numbers) -> None:
-            scaled, units = np.empty(len(out), np.float32), np.empty(len(out))
+            scaled = np.empty(len(out), np.float32)
             for i, lend in enumerate(waiting):
                 np.multiply(lend(start, scaled), factor, out=scaled)
                 np.rint(scaled, out=scaled)
-                np.copyto(units if i else out, scaled)  # an addition of one type to another takes three times as long
                 if i:
-                    np.add(out, units, out=out)
+                    np.add(out, scaled, out=out)  # a float64 of each would no longer fit the cache beside these
+                else:
+                    np.copyto(out, scaled)
 
         return fill

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_core.buffers import MEMORY
-from fl_core.deferred import Deferred, Filler, Numbers
+from fl_core.deferred import Deferred, Filler, Numbers, numpy_type
 from fl_core.errors import ProtocolError
 from fl_core.types import Part
 from protos.codec import Entry, Tensors
@@ -49,6 +49,13 @@ class FileTensors(Deferred):
             self._read(name, begin + start * dtype.itemsize, out.view(np.uint8))
 
         return fill
+
+    def numbers(self, name: str) -> Numbers:
+        """Read a tensor as a flat array; in one call, since of most models' tensors most are small."""
+        entry = self._entries[name]
+        found = np.empty(entry.numbers, numpy_type(entry.dtype))
+        self._read(name, entry.begin, found.view(np.uint8))
+        return found
 
     def __getitem__(self, name: str) -> Tensor:
         """Read a tensor."""

@@ -13,6 +13,7 @@ from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -32,6 +33,7 @@ _TYPES = {
     torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """Types of numbers and their names in the format, in the order in which their tensors lie in a file."""
+_ORDER = {dtype: place for place, dtype in enumerate(_TYPES)}
 _DTYPES = {name: dtype for dtype, name in _TYPES.items()}
 
 
@@ -81,8 +83,7 @@ def _content(entries: _Entries, groups: Sequence[str]) -> Iterator[memoryview]:
     https://github.com/huggingface/safetensors#format
     """
     paths = json.dumps({"groups": list(groups), "paths": [list(path) for path, _ in entries]}, separators=(",", ":"))
-    order = list(_TYPES)
-    numbered = sorted(enumerate(v.detach() for _, v in entries), key=lambda entry: order.index(entry[1].dtype))
+    numbered = sorted(enumerate(v for _, v in entries), key=lambda entry: _ORDER[entry[1].dtype])
     header: dict[str, object] = {"__metadata__": {"consilium": paths}}
     end = 0
     for i, v in numbered:
@@ -92,7 +93,15 @@ def _content(entries: _Entries, groups: Sequence[str]) -> Iterator[memoryview]:
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for _, v in numbered:
-        yield v.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        if v.numel():
+            yield _bytes(v)
+
+
+def _bytes(v: Tensor) -> memoryview:
+    """View a tensor's bytes, or those of its copy on the CPU; few calls, since a model has many tensors."""
+    known = v.view(torch.int16) if v.dtype == torch.bfloat16 else v  # NumPy has no such numbers
+    data = known.numpy(force=True).data
+    return (data if data.c_contiguous else np.ascontiguousarray(data).data).cast("B")
 
 
 class Entry(NamedTuple):

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
@@ -44,22 +43,18 @@ def write_sealed(path: Path, pieces: Iterable[memoryview], sync: bool = True) ->
 
     sync: False leaves the last step, and the wait for it, to the caller; nothing is on its way to the disk then.
 
-    Large blocks are hashed beside the writing. A file that is there already is written over in place, which takes no
-    new room, and is as long as what was written. Raises OSError as write and fsync do.
+    Blocks are hashed by the thread that writes them, from its cache: a second one takes as long in all, and a third
+    more processor time. A file that is there already is written over in place, which takes no new room, and is as long
+    as what was written. Raises OSError as write and fsync do.
     """
     found, size, behind = Hasher(), 0, 0
-    hashed: Future[object] | None = None
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb", buffering=0) as file, ThreadPoolExecutor(1, "hash") as beside:
+    with os.fdopen(descriptor, "wb", buffering=0) as file:
         for piece in pieces:
             for at in range(0, len(piece), _BLOCK):
                 block = piece[at : at + _BLOCK]
-                if hashed is not None:
-                    hashed.result()  # in their order; raises what hashing the last one raised
-                hashed = beside.submit(found.update, block) if len(block) == _BLOCK else None
-                if hashed is None:
-                    found.update(block)
                 write_all(file, block)
+                found.update(block)
                 size += len(block)
                 if sync and size - behind >= WRITE_BEHIND:
                     write_behind(file, behind, size - behind)
@@ -67,8 +62,6 @@ def write_sealed(path: Path, pieces: Iterable[memoryview], sync: bool = True) ->
         file.truncate(size)
         if sync:
             os.fsync(descriptor)
-        if hashed is not None:
-            hashed.result()
     return found.hexdigest(), size
 
 

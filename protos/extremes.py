@@ -95,7 +95,8 @@ class Extremes:
             return size
         size = min(end - self._at, len(piece))
         block = np.frombuffer(piece[:size], kind)  # ValueError where a number is cut
-        self._low, self._high = np.minimum(self._low, block.min()), np.maximum(self._high, block.max())
+        self._low = np.minimum(self._low, np.minimum.reduce(block))
+        self._high = np.maximum(self._high, np.maximum.reduce(block))
         self._at += size
         if self._at == end:
             self.found[entry] = float(self._low), float(self._high)

@@ -102,10 +102,10 @@ def test_messages_are_those_of_the_safetensors_library() -> None:
     types = (torch.bool, torch.int64, torch.float16, torch.float32, torch.uint8, torch.int8, torch.bfloat16,
              torch.int16, torch.float64, torch.int32)  # fmt: skip
     group = {f'n{i:02d} ä"\\': values(3 * i).reshape(3, i).t().to(kind) for i, kind in enumerate(types)}
-    group |= {"scalar": torch.tensor(2.5), "long": values(3 << 18)}
+    group |= {"scalar": torch.tensor(2.5), "long": values(3 << 18), "learnt": values(4).requires_grad_()}
     names = sorted(group)
     header = json.dumps({"groups": ["w"], "paths": [["w", name] for name in names]}, separators=(",", ":"))
-    numbered = {f"{i:06d}": group[name].contiguous() for i, name in enumerate(names)}
+    numbered = {f"{i:06d}": group[name].detach().contiguous() for i, name in enumerate(names)}
     assert codec.pack_state({"w": group}) == save(numbered, {"consilium": header})
     assert codec.pack_state({}) == save({}, {"consilium": '{"groups":[],"paths":[]}'})
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +20,7 @@ from fl_core import sums, trees
 from fl_core.accumulator import Accumulator
 from fl_core.deferred import Deferred, Filler, Numbers
 from fl_core.errors import ProtocolError
-from fl_core.fixed_point import FixedPoint, Grid
+from fl_core.fixed_point import FixedPoint, Grid, Ring
 from fl_core.pieces import BLOCK, PIECE
 from fl_core.types import Bundle, Part, PartSpec
 from protos import codec
@@ -208,6 +209,25 @@ def test_a_stored_bundle_with_a_number_that_is_none_changes_nothing(bad: float, 
 def test_a_mean_beyond_float32_is_infinite() -> None:
     huge = Part(_There({"v": torch.full((3,), 1e300, dtype=torch.float64)}), torch.tensor(1.0))
     assert torch.isinf(huge.mean()["v"]).all()
+
+
+@given(
+    st.lists(st.floats(-(2.0**16), 2.0**16, width=32), min_size=1, max_size=3),
+    st.floats(1e-300, 1e300) | st.sampled_from([1.0, 3.0, 2.0**1000, 1.7e308]),
+    st.sampled_from(["ring64", "ring32"]),
+)
+def test_sums_that_are_decoded_and_divided_in_one_step_have_the_bits_of_two(
+    sent: list[float], weight: float, ring: Ring
+) -> None:
+    layout, grid = {"p": PartSpec({"v": (2,)}, ())}, Grid(ring, 3, {"p": 2.0**16, "p.weight": 1.0})
+    found = Accumulator(layout, grid)
+    for value in sent:
+        found.fold({"p": Part.of({"v": torch.full((2,), value)}, 1.0)})
+    decoded = FixedPoint(grid).incoming(found.total(), len(sent), 0)["p"].total
+    assert isinstance(decoded, Deferred)
+    out = np.empty(2)
+    decoded.quotients("v", weight)(0, out)
+    assert out.tolist() == (decoded["v"] / weight).tolist()
 
 
 def test_a_stored_bundle_is_read_as_it_was_written(tmp_path: Path) -> None:
