@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import sqlite3
-from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock, RLock
-from typing import Any
+from threading import RLock
 
-from sqlalchemy import JSON, Connection, Engine, Select, create_engine, event
-from sqlalchemy.dialects import sqlite
+from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from coordinator import tables
 from fl_core.errors import StateError
+from protos.lookups import Lookups
 
 _BUSY_SECONDS = 30.0
-
-
-class Lookup:
-    """A SELECT that is asked with every call: compiled once, and run by SQLite's driver itself (`Database.look_up`).
-
-    What SQLAlchemy does around an execution and its transaction is more than a hundred calls of Python, this is three.
-    Rows are named tuples of what SQLite holds: 0 and 1 for a boolean, no JSON (TypeError).
-    """
-
-    def __init__(self, statement: Select[Any]) -> None:
-        columns = statement.selected_columns
-        if packed := [column.name for column in columns if isinstance(column.type, JSON)]:
-            raise TypeError(f"expected columns as SQLite holds them, found JSON in {packed}")
-        self.text = str(statement.compile(dialect=sqlite.dialect(paramstyle="named")))
-        row = namedtuple("Row", [column.name for column in columns])  # type: ignore[misc]  # named by the statement
-        self.row: Callable[[Sequence[object]], Any] = row._make
 
 
 class Database:
@@ -59,7 +41,7 @@ class Database:
                 f"expected the coordinator's database in {path}, found a file that SQLite cannot use ({error.orig}): "
                 "restore it from a backup",
             ) from error
-        self._driver, self._asking = _connect(path), Lock()
+        self.lookups = Lookups(path)
 
     def _prepare(self) -> None:
         with self.write() as db:
@@ -79,11 +61,6 @@ class Database:
         with self._engine.begin() as db:
             _driver(db).execute("BEGIN")  # it waits for nobody, so nothing needs to translate its errors
             yield db
-
-    def look_up(self, lookup: Lookup, **given: object) -> Sequence[Any]:
-        """Return the rows of a statement, a transaction of its own: as they are at this moment."""
-        with self._asking:
-            return [lookup.row(row) for row in self._driver.execute(lookup.text, given).fetchall()]
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -111,14 +88,7 @@ class Database:
         """Close all connections."""
         self._engine.dispose()
         self._notes.dispose()
-        self._driver.close()
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    """Connect to read, one statement at a time, from any thread."""
-    made = sqlite3.connect(path, timeout=_BUSY_SECONDS, check_same_thread=False, isolation_level=None)
-    made.execute("PRAGMA query_only = ON")
-    return made
+        self.lookups.close()
 
 
 def _engine(path: Path, synchronous: str) -> Engine:

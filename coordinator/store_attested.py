@@ -11,8 +11,9 @@ from sqlalchemy.dialects.sqlite import insert as upsert
 from coordinator.database import Database
 from coordinator.tables import attestations, contributions, policies
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.lookups import Lookup
 
-_OF = select(attestations).where(attestations.c.id == bindparam("id"))
+_OF = Lookup(select(attestations).where(attestations.c.id == bindparam("id")))
 _NEWEST = (
     select(attestations)
     .join(contributions, contributions.c.id == attestations.c.id)
@@ -35,8 +36,7 @@ class AttestationStore:
 
     def of(self, contribution_id: str) -> pb.Attestation | None:
         """Return what went with an update."""
-        with self._db.read() as db:
-            row = db.execute(_OF, {"id": contribution_id}).first()
+        row = self._db.lookups.first(_OF, id=contribution_id)
         return None if row is None else _message(row.policy, row.seq, row.head)
 
     def newest(self, silo: str) -> pb.Attestation | None:

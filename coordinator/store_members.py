@@ -9,12 +9,13 @@ from sqlalchemy import Connection, Integer, RowMapping, String, bindparam, func,
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.authorise import Standing
-from coordinator.database import Database, Lookup
+from coordinator.database import Database
 from coordinator.records import Certificate, DataOffer, InvitationRow, Silo
 from coordinator.store_rosters import VERSION_OF_MEMBERSHIP as _VERSION
 from coordinator.store_rosters import adopt, revoke_certificate
 from coordinator.tables import certificates, counters, invitations, revocations, rosters, silos
 from fl_core.errors import RefusedError
+from protos.lookups import Lookup
 from protos.roster import Revocation, Roster, SignedRoster
 
 _SERIAL = select(bindparam("serial", type_=String).label("serial")).subquery()
@@ -41,7 +42,8 @@ class MemberStore:
 
     def why_revoked(self, serial: str) -> str | None:
         """Return the reason for which a certificate, of whatever role, was revoked; None when it was not."""
-        return next((row.reason for row in self._db.look_up(_REVOKED, serial=serial)), None)
+        found = self._db.lookups.first(_REVOKED, serial=serial)
+        return None if found is None else str(found.reason)
 
     def standing(self, name: str, serial: str) -> Standing:
         """Tell whether a certificate is revoked, and whether it was given to a silo of this name that is a member.
@@ -49,11 +51,11 @@ class MemberStore:
         Notes that a certificate in force is in use. The first use of one that came by an invitation ends all older ones
         of that name: their key is lost.
         """
-        (held,) = self._db.look_up(_STANDING, serial=serial)
+        held = self._db.lookups.first(_STANDING, serial=serial)
         if held.reason is not None or held.name != name or held.state in (None, "revoked"):
             return Standing(held.reason, member=False)
         if held.first_used is None:
-            self._first_use(serial, name, bool(held.enrolled))
+            self._first_use(serial, name, held.enrolled)
         return Standing(None, member=True)
 
     def _first_use(self, serial: str, name: str, enrolled: bool) -> None:

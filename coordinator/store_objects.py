@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
-from coordinator.database import Database, Lookup
+from coordinator.database import Database
 from coordinator.records import Contribution, ObjectKind, RunState
 from coordinator.store_attested import attest
 from coordinator.store_runs import add_event, note_object
@@ -17,6 +17,7 @@ from coordinator.tables import contributions, objects, rounds, runs
 from fl_core.errors import ProtocolError, StateError
 from fl_core.kinds import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.lookups import Lookup
 
 KEEP_STATES = 2
 _OVER = (RunState.FINISHED.value, RunState.ABORTED.value)
@@ -31,10 +32,11 @@ _ROUND = (
     .join(runs)
     .where(rounds.c.run_id == bindparam("run_id"), rounds.c.round == bindparam("round"))
 )
+_ROUND_NOW = Lookup(_ROUND)
 _ANNOUNCE = insert(contributions)
 _CHANGE = update(contributions).where(contributions.c.id == bindparam("changed"))
 _COUNT = update(runs).where(runs.c.id == bindparam("counted")).values(bytes_up=runs.c.bytes_up + bindparam("more"))
-_READABLE = (
+_READABLE = Lookup(
     select(objects.c.run_id, objects.c.kind, runs.c.members)
     .join(runs)
     .where(objects.c.digest == bindparam("digest"))
@@ -65,7 +67,8 @@ class ObjectStore:
 
     def contribution(self, contribution_id: str) -> Contribution | None:
         """Return an announced contribution."""
-        return next((_announced(row._asdict()) for row in self._db.look_up(_KNOWN, id=contribution_id)), None)
+        row = self._db.lookups.first(_KNOWN, id=contribution_id)
+        return None if row is None else _announced(row._asdict())
 
     def announce(self, wanted: Contribution, stated: pb.Attestation | None = None) -> tuple[Contribution, bool]:
         """Note that a silo will send an object; return what is known, and whether an earlier upload must be forgotten.
@@ -86,7 +89,7 @@ class ObjectStore:
                         f"{wanted.object_digest[:16]}: a task has one update",
                     )
                 return known, False
-            _expect_open(db, wanted)
+            _expect_open(db.execute(_ROUND, _round_of(wanted)).first(), wanted)
             attest(db, wanted.id, stated)
             if known is None:
                 db.execute(_ANNOUNCE, {**asdict(wanted), "kind": wanted.kind.value})
@@ -103,7 +106,7 @@ class ObjectStore:
         """
         c = contribution
         with self._db.write() as db:
-            _expect_open(db, c)
+            _expect_open(db.execute(_ROUND, _round_of(c)).first(), c)
             db.execute(_CHANGE, {"changed": c.id, "received": received, "receipt": receipt})
             note_object(db, c.object_digest, c.run_id, ObjectKind.BUNDLE, c.round, c.size)
             db.execute(_COUNT, {"counted": c.run_id, "more": c.size})
@@ -111,15 +114,14 @@ class ObjectStore:
 
     def is_wanted(self, contribution_id: str) -> bool:
         """Tell whether an upload under way still belongs to an open round of a run that goes on."""
-        with self._db.read() as db:
-            found = _contribution(db, contribution_id)
-            if found is None or found.receipt is not None:
-                return False
-            try:
-                _expect_open(db, found)
-            except (StateError, ProtocolError):  # closed, or open with another base than was announced
-                return False
-            return True
+        found = self.contribution(contribution_id)
+        if found is None or found.receipt is not None:
+            return False
+        try:
+            _expect_open(self._db.lookups.first(_ROUND_NOW, **_round_of(found)), found)
+        except (StateError, ProtocolError):  # closed, or open with another base than was announced
+            return False
+        return True
 
     # ---- who may read what -----------------------------------------------------------------------------------------
 
@@ -128,10 +130,9 @@ class ObjectStore:
 
         silo: a member may read manifests and bases of its own runs; None (a lead) may read everything.
         """
-        with self._db.read() as db:
-            for row in db.execute(_READABLE, {"digest": digest}):
-                if silo is None or (row.kind in _OPEN_TO_SILOS and silo in row.members):
-                    return str(row.run_id)
+        for row in self._db.lookups.all(_READABLE, digest=digest):
+            if silo is None or (row.kind in _OPEN_TO_SILOS and silo in row.members):
+                return str(row.run_id)
         return None
 
     def named(self) -> set[str]:
@@ -173,9 +174,12 @@ def _announced(row: Mapping[str, Any]) -> Contribution:
     return Contribution(**{**row, "kind": TaskKind(row["kind"])})
 
 
-def _expect_open(db: Connection, c: Contribution) -> None:
+def _round_of(c: Contribution) -> dict[str, object]:
+    return {"run_id": c.run_id, "round": c.round}
+
+
+def _expect_open(row: Any, c: Contribution) -> None:  # noqa: ANN401  # of `_ROUND`, None without one
     """Raise StateError (E-RUN-06) unless the round is open and asked this silo; E-WIRE-12 on another kind or base."""
-    row = db.execute(_ROUND, {"run_id": c.run_id, "round": c.round}).first()
     # The open round of a failed run still takes updates: they are there when the run is resumed.
     what = None
     if row is None:

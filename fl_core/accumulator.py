@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +38,7 @@ class Sums(Units):
         small = self._row.sums[place].reshape(-1).numpy()
 
         def fill(start: int, out: Numbers) -> None:
-            np.copyto(out, small[start : start + len(out)])
+            out[:] = small[start : start + len(out)]
 
         return fill
 

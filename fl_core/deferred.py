@@ -113,7 +113,7 @@ class Mean(Deferred):
             found = np.empty(len(out))
             means(start, found)
             with np.errstate(over="ignore"):  # infinite, as torch makes it
-                np.copyto(out, found, casting="same_kind")
+                out[:] = found
 
         return fill
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,10 +86,10 @@ def _content(entries: _Entries, groups: Sequence[str]) -> Iterator[memoryview]:
     paths = json.dumps({"groups": list(groups), "paths": [list(path) for path, _ in entries]}, separators=(",", ":"))
     numbered = sorted(enumerate(v for _, v in entries), key=lambda entry: _ORDER[entry[1].dtype])
     header: dict[str, object] = {"__metadata__": {"consilium": paths}}
-    end = 0
+    end, names = 0, _names(len(entries))
     for i, v in numbered:
         begin, end = end, end + v.nbytes
-        header[_name(i)] = {"dtype": _TYPES[v.dtype], "shape": list(v.shape), "data_offsets": [begin, end]}
+        header[names[i]] = {"dtype": _TYPES[v.dtype], "shape": list(v.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
@@ -129,12 +130,13 @@ class Tensors:
             with safe_open(file, "pt") as checked:  # every offset is inside the file, and belongs to one tensor
                 header = json.loads((checked.metadata() or {})["consilium"])
                 self.groups, self.paths = list(header["groups"]), [list(path) for path in header["paths"]]
-                if sorted(checked.keys()) != [_name(i) for i in range(len(self.paths))]:
+                names = _names(len(self.paths))
+                if sorted(checked.keys()) != names:
                     raise ValueError("the header and the tensors disagree")
             self.file = open_shared(file)
             head = int.from_bytes(self.file.read(8), "little")
             index = json.loads(self.file.read(head))
-            found = entries_of({name: index[name] for name in map(_name, range(len(self.paths)))}, 8 + head)
+            found = entries_of({name: index[name] for name in names}, 8 + head)
             self.entries = list(found.values())
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ProtocolError("E-WIRE-06", f"expected tensors of Consilium in {file.name}, found: {error}") from error
@@ -153,8 +155,10 @@ def entries_of(index: Mapping[str, Mapping[str, Any]], start: int) -> dict[str, 
     }
 
 
-def _name(number: int) -> str:
-    return f"{number:06d}"
+@cache
+def _names(count: int) -> Sequence[str]:
+    """Give so many tensors numbers."""
+    return [f"{number:06d}" for number in range(count)]
 
 
 def read_state(file: Path) -> State:

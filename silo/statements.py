@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Table, and_, bindparam, delete, insert, or
 from sqlalchemy.dialects.sqlite import Insert
 from sqlalchemy.dialects.sqlite import insert as upsert
 
+from protos.lookups import Lookup
 from silo.tables import bases, runs, tasks
 
 BASES_PER_RUN = 2
@@ -19,9 +20,11 @@ KEY = ("run_id", "round", "kind")
 STAGED = ("manifest_digest", "base_digest", "contribution_id", "object_digest", "size", "state_digest", "mirrored")
 _HERE = and_(*(tasks.c[name] == bindparam(name) for name in KEY))
 IS_OPEN = and_(tasks.c.closed.is_(None), tasks.c.staged.is_not(None))
-RUN = select(runs).where(runs.c.run_id == bindparam("run_id"))
+RUN = Lookup(select(runs).where(runs.c.run_id == bindparam("run_id")))
 TASK = select(tasks).where(_HERE)
+TASK_NOW = Lookup(TASK)
 OUTBOX = select(tasks).where(IS_OPEN).order_by(tasks.c.staged)
+OUTBOX_NOW = Lookup(OUTBOX)
 NEWEST_BASE = (
     select(bases.c.digest).where(bases.c.run_id == bindparam("run_id")).order_by(bases.c.number.desc()).limit(1)
 )

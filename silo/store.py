@@ -20,6 +20,7 @@ from sqlalchemy.dialects.sqlite import insert as upsert
 from sqlalchemy.orm import sessionmaker
 
 from fl_core.kinds import TaskKind
+from protos.lookups import Lookups
 from silo import statements
 from silo.approvals import Approvals
 from silo.tables import begin, contact, for_notes, lock, open_database, reading, runs, tasks
@@ -70,7 +71,7 @@ class Store:
         self._engine = open_database(path)
         self._notes = for_notes(path)
         self._begin, self._note = partial(begin, self._engine), partial(begin, self._notes)
-        self._read = partial(reading, self._engine)
+        self._read, self._lookups = partial(reading, self._engine), Lookups(path)
         self._clock = clock
         sessions = sessionmaker(self._engine, expire_on_commit=False)
         event.listen(sessions, "after_begin", lambda _session, _transaction, connection: lock(connection))
@@ -80,6 +81,7 @@ class Store:
         """Give the file back."""
         self._engine.dispose()
         self._notes.dispose()
+        self._lookups.close()
 
     # ---- runs and what they need -------------------------------------------------------------------------------
 
@@ -98,17 +100,15 @@ class Store:
 
     def manifest_of(self, run_id: str) -> str | None:
         """Return the digest of the manifest under which this silo knows a run."""
-        with self._read() as db:
-            row = db.execute(statements.RUN, {"run_id": run_id}).first()
-            return row.manifest_digest or None if row else None
+        row = self._lookups.first(statements.RUN, run_id=run_id)
+        return row.manifest_digest or None if row else None
 
     def committed(self, run_id: str) -> tuple[str, int] | None:
         """Return the digest of a run's silo state and the round it is from; None before the first commit."""
-        with self._read() as db:
-            row = db.execute(statements.RUN, {"run_id": run_id}).first()
-            if row is None or row.state_digest is None or row.state_round is None:
-                return None
-            return row.state_digest, row.state_round
+        row = self._lookups.first(statements.RUN, run_id=run_id)
+        if row is None or row.state_digest is None or row.state_round is None:
+            return None
+        return row.state_digest, row.state_round
 
     def end_run(self, run_id: str, state: str, reason: str) -> None:
         """Note a run's end; an aborted or failed run takes its open tasks with it, unincluded."""
@@ -159,20 +159,17 @@ class Store:
 
     def entry(self, key: TaskKey) -> Entry | None:
         """Return the outbox entry of a task whose round is open."""
-        with self._read() as db:
-            row = _task(db, key)
-            return _entry(row) if row and row.closed is None and row.staged is not None else None
+        row = self._lookups.first(statements.TASK_NOW, **_primary(key))
+        return _entry(row) if row and row.closed is None and row.staged is not None else None
 
     def outbox(self) -> list[Entry]:
         """Return all outbox entries, oldest first."""
-        with self._read() as db:
-            return [_entry(row) for row in db.execute(statements.OUTBOX)]
+        return [_entry(row) for row in self._lookups.all(statements.OUTBOX_NOW)]
 
     def closed(self, key: TaskKey) -> bool:
         """Tell whether a round's close was seen."""
-        with self._read() as db:
-            row = _task(db, key)
-            return row is not None and row.closed is not None
+        row = self._lookups.first(statements.TASK_NOW, **_primary(key))
+        return row is not None and row.closed is not None
 
     def unproven(self) -> list[Entry]:
         """Return the tasks that were included but whose receipt was lost with a connection."""

@@ -1,0 +1,86 @@
+"""What is asked in every call is what SQLAlchemy would answer, of any thread and after any commit."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    Column,
+    Engine,
+    Float,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    bindparam,
+    create_engine,
+    insert,
+    select,
+)
+
+from protos.lookups import Lookup, Lookups
+
+things = Table(
+    "things", MetaData(),
+    Column("id", Integer, primary_key=True), Column("name", String), Column("seen", Float), Column("is_open", Boolean),
+    Column("members", JSON), Column("raw", LargeBinary),
+)  # fmt: skip
+ROWS: list[dict[str, object]] = [
+    {"id": 1, "name": "ä", "seen": 0.1, "is_open": True, "members": ["a", {"b": None}], "raw": b"\0\xff"},
+    {"id": 2, "name": "", "seen": None, "is_open": None, "members": None, "raw": None},
+    {"id": 3, "name": None, "seen": -1e300, "is_open": False, "members": {}, "raw": b""},
+]
+ALL, ONE = select(things).order_by(things.c.id), select(things).where(things.c.id == bindparam("id"))
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    made = create_engine(f"sqlite:///{tmp_path / 'db'}")
+    with made.begin() as db:
+        db.exec_driver_sql("PRAGMA journal_mode = WAL")
+        things.metadata.create_all(db)
+        db.execute(insert(things), ROWS)
+    return made
+
+
+def test_rows_are_those_of_sqlalchemy(engine: Engine, tmp_path: Path) -> None:
+    lookups = Lookups(tmp_path / "db")
+    with engine.begin() as db:
+        wanted = [row._asdict() for row in db.execute(ALL)]
+    assert [row._asdict() for row in lookups.all(Lookup(ALL))] == wanted == ROWS
+    assert lookups.first(Lookup(ONE), id=3).is_open is False
+    assert lookups.first(Lookup(ONE), id=4) is None
+    lookups.close()
+
+
+def test_a_lookup_sees_what_was_committed_before_it_and_nothing_else(engine: Engine, tmp_path: Path) -> None:
+    lookups, one = Lookups(tmp_path / "db"), Lookup(ONE)
+    with engine.begin() as db:
+        db.execute(insert(things), {"id": 4, "name": "new"})
+        assert lookups.all(one, id=4) == []
+    assert [row.name for row in lookups.all(one, id=4)] == ["new"]
+    lookups.close()
+
+
+def test_lookups_of_many_threads_do_not_get_in_each_others_way(engine: Engine, tmp_path: Path) -> None:
+    lookups, one = Lookups(tmp_path / "db"), Lookup(ONE)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda k: lookups.first(one, id=1 + k % 3)._asdict(), range(2000)))
+    assert found == [ROWS[k % 3] for k in range(2000)]
+    lookups.close()
+
+
+def test_a_lookup_may_hold_values_of_its_own(engine: Engine, tmp_path: Path) -> None:
+    lookups, named = Lookups(tmp_path / "db"), select(things.c.id).where(things.c.name == "ä").limit(1)
+    assert lookups.all(Lookup(named)) == [(1,)]
+    lookups.close()
+
+
+def test_a_lookup_of_a_list_of_any_length_is_refused() -> None:
+    with pytest.raises(TypeError, match="one value per parameter"):
+        Lookup(select(things).where(things.c.id.in_(bindparam("ids", expanding=True))))
