@@ -50,7 +50,8 @@ class Lookup:
 class Lookups:
     """A connection to a SQLite file that only reads, one statement at a time, from any thread.
 
-    Guarantees: each lookup is a transaction of its own and sees what was committed before it, by whomever.
+    Guarantees: each lookup is a transaction of its own and sees what was committed before it, by whomever; one that
+    comes while or after another thread closes this is answered, or raises sqlite3.ProgrammingError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,5 +71,6 @@ class Lookups:
         return found[0] if found else None
 
     def close(self) -> None:
-        """Give the file back."""
-        self._driver.close()
+        """Give the file back, when the lookup under way has ended."""
+        with self._lock:  # the driver takes a connection away from under a statement of another thread
+            self._driver.close()

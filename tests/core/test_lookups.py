@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 from sqlalchemy import (
@@ -73,6 +75,30 @@ def test_lookups_of_many_threads_do_not_get_in_each_others_way(engine: Engine, t
         found = list(pool.map(lambda k: lookups.first(one, id=1 + k % 3)._asdict(), range(2000)))
     assert found == [ROWS[k % 3] for k in range(2000)]
     lookups.close()
+
+
+def test_closing_waits_for_the_lookup_under_way_and_ends_those_that_come_later(engine: Engine, tmp_path: Path) -> None:
+    """A connection that is closed under a statement of another thread ends the process."""
+    lookups, inside, closed = Lookups(tmp_path / "db"), Event(), Event()
+
+    def between_two_rows(cursor: sqlite3.Cursor, row: tuple[object, ...]) -> tuple[object, ...]:
+        del cursor
+        inside.set()
+        assert not closed.wait(0.1), "closed before the lookup had ended"
+        return row
+
+    def close() -> None:
+        lookups.close()
+        closed.set()
+
+    lookups._driver.row_factory = between_two_rows
+    with ThreadPoolExecutor(2) as pool:
+        asking = pool.submit(lookups.all, Lookup(ALL))
+        assert inside.wait(30)
+        pool.submit(close).result(30)
+        assert len(asking.result(30)) == len(ROWS)
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        lookups.all(Lookup(ALL))
 
 
 def test_a_lookup_may_hold_values_of_its_own(engine: Engine, tmp_path: Path) -> None:
