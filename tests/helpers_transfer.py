@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from shutil import rmtree
+from tempfile import NamedTemporaryFile, mkdtemp
 
 import grpc
 
@@ -27,8 +29,10 @@ BYTES = bytes(range(256)) * (CHUNK_BYTES // 256 * 3 + 100)
 
 @cache
 def authority() -> Authority:
-    """Make one authority for all tests of this process."""
-    return Authority.create(Path(mkdtemp(prefix="consilium-tests-")), CONSORTIUM, ["localhost:1"])
+    """Make one authority for all tests of this process, gone with it."""
+    folder = Path(mkdtemp(prefix="consilium-tests-"))
+    atexit.register(rmtree, folder)
+    return Authority.create(folder, CONSORTIUM, ["localhost:1"])
 
 
 @dataclass
@@ -140,11 +144,10 @@ class _Sink:
 
 def chunks_of(data: bytes, name: str, offset: int, shift: int = 0) -> Iterator[pb.Chunk]:
     """Cut bytes as `read_chunks` cuts a file."""
-    folder = Path(mkdtemp(prefix="consilium-chunks-"))
-    (folder / "object").write_bytes(data)
-    chunks = [pb.Chunk.FromString(chunk.pack()) for chunk in read_chunks(folder / "object", name, offset)]
-    (folder / "object").unlink()
-    folder.rmdir()
+    with NamedTemporaryFile(prefix="consilium-chunks-") as file:
+        file.write(data)
+        file.flush()
+        chunks = [pb.Chunk.FromString(chunk.pack()) for chunk in read_chunks(Path(file.name), name, offset)]
     for chunk in chunks:
         chunk.offset += shift
         yield chunk
