@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,8 +130,9 @@ class Tensors:
             with safe_open(file, "pt") as checked:  # every offset is inside the file, and belongs to one tensor
                 header = json.loads((checked.metadata() or {})["consilium"])
                 self.groups, self.paths = list(header["groups"]), [list(path) for path in header["paths"]]
-                names = _names(len(self.paths))
-                if sorted(checked.keys()) != names:
+                held = tuple(sorted(checked.keys()))
+                names = _names(len(held))
+                if held != names or len(held) != len(self.paths):
                     raise ValueError("the header and the tensors disagree")
             self.file = open_shared(file)
             head = int.from_bytes(self.file.read(8), "little")
@@ -155,10 +156,10 @@ def entries_of(index: Mapping[str, Mapping[str, Any]], start: int) -> dict[str, 
     }
 
 
-@cache
-def _names(count: int) -> Sequence[str]:
+@lru_cache(maxsize=4)  # no more: how many tensors a file has is for its sender to say
+def _names(count: int) -> tuple[str, ...]:
     """Give so many tensors numbers."""
-    return [f"{number:06d}" for number in range(count)]
+    return tuple(f"{number:06d}" for number in range(count))
 
 
 def read_state(file: Path) -> State:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import units
+from safetensors.torch import save
 from torch import Tensor
 
 from fl_core import sums, trees
@@ -248,3 +250,14 @@ def test_a_stored_bundle_that_was_cut_is_an_error(tmp_path: Path) -> None:
         file.truncate(4096)
     with pytest.raises(ProtocolError, match=r"E-WIRE-06.*large.*ends before it"):
         _ = found.total["large"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [(2, ["000000"]), (1, ["000000", "000001"]), (2, ["000000", "000002"]), (1, ["v"]), (0, ["000000"])],
+)
+def test_an_index_that_disagrees_with_its_tensors_is_an_error(tmp_path: Path, paths: int, names: list[str]) -> None:
+    header = json.dumps({"groups": ["p"], "paths": [["p", "total", f"k{i}"] for i in range(paths)]})
+    (tmp_path / "bundle").write_bytes(save({name: torch.zeros(3) for name in names}, {"consilium": header}))
+    with pytest.raises(ProtocolError, match=r"E-WIRE-06.*header and the tensors disagree"):
+        codec.Tensors(tmp_path / "bundle")
