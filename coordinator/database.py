@@ -8,16 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
 
-from sqlalchemy import Connection, Engine, create_engine, event
-from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DatabaseError
-from sqlalchemy.pool import ConnectionPoolEntry
 
 from coordinator import tables
 from fl_core.errors import StateError
 from protos.lookups import Lookups
-
-_BUSY_SECONDS = 30.0
+from protos.sqlite import open_engine
 
 
 class Database:
@@ -32,7 +29,7 @@ class Database:
         self.path = path
         # Threads of this process queue here: SQLite's own waiting is a sleep, meant for the rare other process.
         self._turn = RLock()
-        self._engine, self._notes = _engine(path, "FULL"), _engine(path, "NORMAL")
+        self._engine, self._notes = open_engine(path, "FULL"), open_engine(path, "NORMAL")
         try:
             self._prepare()
         except DatabaseError as error:
@@ -89,24 +86,6 @@ class Database:
         self._engine.dispose()
         self._notes.dispose()
         self.lookups.close()
-
-
-def _engine(path: Path, synchronous: str) -> Engine:
-    engine = create_engine(
-        f"sqlite:///{path}", connect_args={"timeout": _BUSY_SECONDS, "check_same_thread": False}, pool_size=16,
-        max_overflow=-1,
-    )  # fmt: skip
-
-    @event.listens_for(engine, "connect")
-    def _on_connect(connection: DBAPIConnection, entry: ConnectionPoolEntry) -> None:
-        del entry
-        if not isinstance(connection, sqlite3.Connection):
-            raise TypeError(f"expected a connection of sqlite3, found {type(connection).__name__}")
-        connection.isolation_level = None  # the driver's implicit BEGIN would come too late for a writer
-        for pragma in ("journal_mode = WAL", f"synchronous = {synchronous}", "foreign_keys = ON"):
-            connection.execute(f"PRAGMA {pragma}")
-
-    return engine
 
 
 def _driver(db: Connection) -> sqlite3.Connection:

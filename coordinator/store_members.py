@@ -55,7 +55,7 @@ class MemberStore:
         if held.reason is not None or held.name != name or held.state in (None, "revoked"):
             return Standing(held.reason, member=False)
         if held.first_used is None:
-            self._first_use(serial, name, held.enrolled)
+            self._first_use(serial, name, bool(held.enrolled))
         return Standing(None, member=True)
 
     def _first_use(self, serial: str, name: str, enrolled: bool) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from queue import Empty, SimpleQueue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 AT_ONCE = 4
 PATIENCE_S = 0.2
@@ -20,29 +22,16 @@ class Turns:
     """
 
     def __init__(self, at_once: int = AT_ONCE, patience_s: float = PATIENCE_S) -> None:
-        self._free: SimpleQueue[None] = SimpleQueue()  # one call into C, where a semaphore is ten of Python
-        for _ in range(at_once):
-            self._free.put(None)
+        # Not a SimpleQueue, which is quicker: Python 3.11's may wait for ever where its patience ends as it is woken.
+        self._free = threading.Semaphore(at_once)
         self._patience_s = patience_s
 
-    def turn(self) -> _Turn:
+    @contextmanager
+    def turn(self) -> Iterator[None]:
         """Wait for a turn, or until patience ends, and have it inside the block."""
-        return _Turn(self._free, self._patience_s)
-
-
-class _Turn:
-    __slots__ = ("_free", "_had", "_patience_s")
-
-    def __init__(self, free: SimpleQueue[None], patience_s: float) -> None:
-        self._free, self._patience_s = free, patience_s
-
-    def __enter__(self) -> None:
-        self._had = True
+        had = self._free.acquire(timeout=self._patience_s)
         try:
-            self._free.get(timeout=self._patience_s)
-        except Empty:
-            self._had = False
-
-    def __exit__(self, *_: object) -> None:
-        if self._had:
-            self._free.put(None)
+            yield
+        finally:
+            if had:
+                self._free.release()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,7 +155,6 @@ def entries_of(index: Mapping[str, Mapping[str, Any]], start: int) -> dict[str, 
     }
 
 
-@lru_cache(maxsize=4)  # no more: how many tensors a file has is for its sender to say
 def _names(count: int) -> tuple[str, ...]:
     """Give so many tensors numbers."""
     return tuple(f"{number:06d}" for number in range(count))

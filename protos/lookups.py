@@ -15,14 +15,16 @@ from typing import Any
 from sqlalchemy import Select
 from sqlalchemy.dialects import sqlite
 
-_BUSY_SECONDS = 30.0
+from protos.sqlite import BUSY_SECONDS
+
 _DIALECT = sqlite.dialect(paramstyle="named")
 
 
 class Lookup:
     """A statement whose rows are named tuples, of the values that SQLAlchemy would give.
 
-    Raises TypeError for one that takes a list of any length: its text would not be the same each time.
+    Raises TypeError for one that takes a list of any length, since its text would not be the same each time, and for
+    one with a parameter that SQLite holds otherwise than Python does (a date, say): it would silently match nothing.
     """
 
     def __init__(self, statement: Select[Any]) -> None:
@@ -31,7 +33,10 @@ class Lookup:
         self.text = str(compiled)
         if "POSTCOMPILE" in self.text:
             raise TypeError(f"expected a statement with one value per parameter, found {self.text}")
-        self.fixed = {name: value for name, value in compiled.params.items() if value is not None}
+        for name, bind in compiled.binds.items():
+            if bind.type.dialect_impl(_DIALECT).bind_processor(_DIALECT) is not None:
+                raise TypeError(f"expected parameters that SQLite takes as they are, found {name!r}, a {bind.type!r}")
+        self.fixed = {name: bind.effective_value for name, bind in compiled.binds.items() if not bind.required}
         row = namedtuple("Row", [column.name for column in columns])  # type: ignore[misc]  # named by the statement
         self._row: Callable[[Sequence[object]], Any] = row._make
         readers = [column.type.dialect_impl(_DIALECT).result_processor(_DIALECT, None) for column in columns]
@@ -56,7 +61,7 @@ class Lookups:
 
     def __init__(self, path: Path) -> None:
         self._lock = Lock()
-        self._driver = sqlite3.connect(path, timeout=_BUSY_SECONDS, check_same_thread=False, isolation_level=None)
+        self._driver = sqlite3.connect(path, timeout=BUSY_SECONDS, check_same_thread=False, isolation_level=None)
         self._driver.execute("PRAGMA query_only = ON")
 
     def all(self, lookup: Lookup, **given: object) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The silo's database: which tables there are, and how SQLite is made to keep its word."""
+"""The silo's database: which tables there are, and how transactions on them begin."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine, create_engine, event, text
-from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
-from sqlalchemy.pool import ConnectionPoolEntry
 
 from fl_core.errors import StateError
+from protos.sqlite import open_engine
 
 VERSION = 3
 
@@ -101,7 +100,7 @@ def open_database(path: Path) -> Engine:
 
     Guarantees: a transaction that was committed survives a crash of the machine (WAL, synchronous=FULL).
     """
-    engine = _engine(path, "FULL")
+    engine = open_engine(path, "FULL")
     try:
         with begin(engine) as connection:
             found = int(connection.execute(text("PRAGMA user_version")).scalar_one())
@@ -131,7 +130,7 @@ def for_notes(path: Path) -> Engine:
 
     Guarantees: they survive the end of the process, however it ends; a crash of the machine may take the last of them.
     """
-    return _engine(path, "NORMAL")
+    return open_engine(path, "NORMAL")
 
 
 @contextmanager
@@ -153,20 +152,3 @@ def begin(engine: Engine) -> Iterator[Connection]:
 def lock(connection: Connection) -> None:
     """Begin in the database what SQLAlchemy has begun in memory; without an event, which slows every statement."""
     connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-
-def _engine(path: Path, synchronous: str) -> Engine:
-    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 30.0})
-
-    @event.listens_for(engine, "connect")
-    def _configure(connection: DBAPIConnection, entry: ConnectionPoolEntry) -> None:
-        """Leave transactions to us. FULL: none is acknowledged before it is on the disk."""
-        del entry
-        # pysqlite would begin lazily and deferred; two threads that read and then write could then never finish.
-        connection.isolation_level = None
-        cursor = connection.cursor()
-        for pragma in ("journal_mode=WAL", f"synchronous={synchronous}", "busy_timeout=30000"):
-            cursor.execute(f"PRAGMA {pragma}")
-        cursor.close()
-
-    return engine

@@ -12,7 +12,9 @@ from sqlalchemy import (
     JSON,
     Boolean,
     Column,
+    DateTime,
     Engine,
+    Enum,
     Float,
     Integer,
     LargeBinary,
@@ -20,12 +22,14 @@ from sqlalchemy import (
     String,
     Table,
     bindparam,
-    create_engine,
+    column,
     insert,
     select,
 )
+from sqlalchemy.types import TypeEngine
 
 from protos.lookups import Lookup, Lookups
+from protos.sqlite import open_engine
 
 things = Table(
     "things", MetaData(),
@@ -42,9 +46,8 @@ ALL, ONE = select(things).order_by(things.c.id), select(things).where(things.c.i
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
-    made = create_engine(f"sqlite:///{tmp_path / 'db'}")
+    made = open_engine(tmp_path / "db", "FULL")
     with made.begin() as db:
-        db.exec_driver_sql("PRAGMA journal_mode = WAL")
         things.metadata.create_all(db)
         db.execute(insert(things), ROWS)
     return made
@@ -63,6 +66,7 @@ def test_rows_are_those_of_sqlalchemy(engine: Engine, tmp_path: Path) -> None:
 def test_a_lookup_sees_what_was_committed_before_it_and_nothing_else(engine: Engine, tmp_path: Path) -> None:
     lookups, one = Lookups(tmp_path / "db"), Lookup(ONE)
     with engine.begin() as db:
+        db.exec_driver_sql("BEGIN")
         db.execute(insert(things), {"id": 4, "name": "new"})
         assert lookups.all(one, id=4) == []
     assert [row.name for row in lookups.all(one, id=4)] == ["new"]
@@ -105,6 +109,31 @@ def test_a_lookup_may_hold_values_of_its_own(engine: Engine, tmp_path: Path) -> 
     lookups, named = Lookups(tmp_path / "db"), select(things.c.id).where(things.c.name == "ä").limit(1)
     assert lookups.all(Lookup(named)) == [(1,)]
     lookups.close()
+
+
+@pytest.mark.parametrize("name", ["a?b", "a%20b", "a#b", "a b", "ä", "file:a"])
+def test_files_of_any_name_are_the_same_for_engines_and_lookups(tmp_path: Path, name: str) -> None:
+    engine = open_engine(tmp_path / name, "FULL")
+    with engine.begin() as db:
+        things.metadata.create_all(db)
+        db.execute(insert(things), ROWS)
+    lookups = Lookups(tmp_path / name)
+    assert len(lookups.all(Lookup(ALL))) == len(ROWS)
+    lookups.close()
+    engine.dispose()
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_a_lookup_may_be_of_nothing_at_all(engine: Engine, tmp_path: Path) -> None:
+    lookups, nothing = Lookups(tmp_path / "db"), bindparam("nothing", None, type_=String)
+    assert lookups.all(Lookup(select(things.c.id).where(nothing.is_(None)).limit(1))) == [(1,)]
+    lookups.close()
+
+
+@pytest.mark.parametrize("kind", [DateTime(), Enum("a", "b"), JSON()])
+def test_a_parameter_that_sqlite_holds_otherwise_is_refused(kind: TypeEngine[object]) -> None:
+    with pytest.raises(TypeError, match="takes as they are, found 'given'"):
+        Lookup(select(things).where(column("odd", kind) == bindparam("given")))
 
 
 def test_a_lookup_of_a_list_of_any_length_is_refused() -> None:
