@@ -114,8 +114,9 @@ class Hub:
                 session.send(run_ended(run))
         with self._lock:
             mine = [p.task for key, p in self._pending.items() if key.silo == session.name]
-        for task in mine:
-            session.send(task.offer())
+            for task in mine:
+                if task.key.run_id not in self._stopped:  # as in `offer`
+                    session.send(task.offer())
 
     def _answer(self, name: str, ref: pb.RoundRef) -> pb.CoordinatorMessage | None:
         row = self.store.runs.round(ref.run_id, ref.round)
@@ -181,11 +182,14 @@ class Hub:
                 self._pending.pop(task.key, None)
 
     def offer(self, task: Task) -> None:
-        """Offer an open task to its silo; one that is away is offered it when it comes."""
+        """Offer an open task to its silo; one that is away is offered it when it comes, one of a run that ends never.
+
+        Under one lock with `interrupt`, after which the run's end is told: no silo hears of a task after that.
+        """
         with self._lock:
             session = self._sessions.get(task.key.silo)
-        if session is not None:
-            session.send(task.offer())
+            if session is not None and task.key.run_id not in self._stopped:
+                session.send(task.offer())
 
     def delivered(self, key: TaskKey, digest: str) -> None:
         """Say that a task's update is on the disk, with its record."""

@@ -1,0 +1,69 @@
+"""Which tasks a silo hears of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from coordinator.hub import Hub
+from coordinator.sessions import Session
+from coordinator.store import Store
+from coordinator.tasks import Interrupted, Task, TaskKey
+from fl_core.types import TaskKind
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.identity import Identity, Kind, PeerCertificate
+
+TASK = Task(TaskKey("run", 3, TaskKind.TRAIN, "north"), "m" * 64, "b" * 64, 100, 1, time.monotonic() + 1000)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    found = Hub(Store(tmp_path), 1.0)
+    yield found
+    found.store.close()
+
+
+def session() -> Session:
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+    return Session(PeerCertificate(Identity(Kind.SILO, "test", "north"), "1", "f", start, start + timedelta(days=90)))
+
+
+def offered(here: Session) -> list[int]:
+    """The rounds of the offers that are queued for a silo."""
+    taken = list(iter(lambda: here.next(0.0), None))
+    assert all(message.WhichOneof("body") == "offer" for message in taken)
+    return [message.offer.round for message in taken]
+
+
+def test_an_open_task_is_offered_now_and_on_every_new_session(hub: Hub) -> None:
+    first, second = session(), session()
+    hub.attach(first)
+    with hub.awaited(TASK):
+        hub.offer(TASK)
+        assert offered(first) == [3]
+        hub.attach(second)
+        hub.catch_up(second, pb.Hello(), time.time())
+        assert offered(second) == [3]
+
+
+def test_a_task_of_a_run_that_was_interrupted_is_offered_to_nobody(hub: Hub) -> None:
+    """Also when it is interrupted between a port's look for an update and its offer."""
+    here = session()
+    hub.attach(here)
+    with hub.awaited(TASK) as pending:
+        hub.interrupt("run")
+        hub.offer(TASK)
+        hub.catch_up(here, pb.Hello(), time.time())
+        assert offered(here) == []
+        with pytest.raises(Interrupted):
+            pending.wait()
+    with pytest.raises(Interrupted), hub.awaited(TASK):
+        pass
+    hub.allow("run")
+    with hub.awaited(TASK):
+        hub.offer(TASK)
+    assert offered(here) == [3]
