@@ -35,6 +35,11 @@ _TYPES = {
 """Types of numbers and their names in the format, in the order in which their tensors lie in a file."""
 _ORDER = {dtype: place for place, dtype in enumerate(_TYPES)}
 _DTYPES = {name: dtype for dtype, name in _TYPES.items()}
+_LENGTH = 8
+"""Bytes that say how long the index is, in front of it."""
+_MOST_DIMENSIONS, _MOST_NUMBERS = 64, 1 << 48
+_MOST_INDEX = 16 << 20
+"""Bytes of an index at most, some hundred thousand tensors: a longer one is no model's, and takes seconds to read."""
 
 
 def pack_state(state: State) -> bytes:
@@ -91,7 +96,7 @@ def _content(entries: _Entries, groups: Sequence[str]) -> Iterator[memoryview]:
         header[names[i]] = {"dtype": _TYPES[v.dtype], "shape": list(v.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
+    yield memoryview(len(text).to_bytes(_LENGTH, "little") + text)
     for _, v in numbered:
         if v.numel():
             yield _bytes(v)
@@ -126,6 +131,7 @@ class Tensors:
 
     def __init__(self, file: Path) -> None:
         try:
+            head = _index_of(file)
             with safe_open(file, "pt") as checked:  # every offset is inside the file, and belongs to one tensor
                 header = json.loads((checked.metadata() or {})["consilium"])
                 self.groups, self.paths = list(header["groups"]), [list(path) for path in header["paths"]]
@@ -134,19 +140,32 @@ class Tensors:
                 if held != names or len(held) != len(self.paths):
                     raise ValueError("the header and the tensors disagree")
             self.file = open_shared(file)
-            head = int.from_bytes(self.file.read(8), "little")
+            self.file.seek(_LENGTH)
             index = json.loads(self.file.read(head))
-            found = entries_of({name: index[name] for name in names}, 8 + head)
+            found = entries_of({name: index[name] for name in names}, _LENGTH + head)
             self.entries = list(found.values())
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ProtocolError("E-WIRE-06", f"expected tensors of Consilium in {file.name}, found: {error}") from error
 
 
+def _index_of(file: Path) -> int:
+    """Read how long the index is; raises ValueError where it is too long."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(_LENGTH), "little")
+    if length > _MOST_INDEX:
+        raise ValueError(f"an index of {length} bytes, more than {_MOST_INDEX}")
+    return length
+
+
 def entries_of(index: Mapping[str, Mapping[str, Any]], start: int) -> dict[str, Entry]:
     """Read the index of a file of tensors, without its metadata. start: offset of the first tensor's first byte.
 
-    Raises ValueError, KeyError, TypeError or AttributeError on what is none.
+    Raises ValueError, KeyError, TypeError or AttributeError on what is none, in time that its length bounds.
     """
+    for found in index.values():  # a product of ever so many numbers takes the square of their digits
+        shape = found["shape"]
+        if len(shape) > _MOST_DIMENSIONS or not all(isinstance(n, int) and 0 <= n < _MOST_NUMBERS for n in shape):
+            raise ValueError(f"a shape that is not of up to {_MOST_DIMENSIONS} integers from 0 to {_MOST_NUMBERS - 1}")
     if unknown := {found["dtype"] for found in index.values()} - set(_DTYPES):
         raise ValueError(f"numbers of the kinds {unknown}, none of {[*_DTYPES]}")
     return {

@@ -261,3 +261,17 @@ def test_an_index_that_disagrees_with_its_tensors_is_an_error(tmp_path: Path, pa
     (tmp_path / "bundle").write_bytes(save({name: torch.zeros(3) for name in names}, {"consilium": header}))
     with pytest.raises(ProtocolError, match=r"E-WIRE-06.*header and the tensors disagree"):
         codec.Tensors(tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("length", [(16 << 20) + 1, 1 << 40])
+def test_an_index_that_is_longer_than_any_models_is_not_read(tmp_path: Path, length: int) -> None:
+    (tmp_path / "bundle").write_bytes(length.to_bytes(8, "little") + b"{" * 100)
+    with pytest.raises(ProtocolError, match=rf"E-WIRE-06.*an index of {length} bytes, more than 16777216"):
+        codec.Tensors(tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("shape", [[1] * 65, [-1], [1 << 48], [2.0], ["2"], [None]])
+def test_a_shape_whose_size_would_take_long_to_compute_is_refused(shape: list[object]) -> None:
+    """The product of a hundred thousand sizes stops a process for half a second."""
+    with pytest.raises(ValueError, match="a shape that is not of up to 64 integers from 0 to 281474976710655"):
+        codec.entries_of({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}, 8)

@@ -129,6 +129,8 @@ def _entry(begin: object = 0, shape: object = (4,), dtype: object = "F32") -> di
         _raw({"a": _entry(dtype=[1])}), _raw({"a": _entry(shape="ab")}), _raw({"a": _entry(shape=3)}),
         _raw({"a": _entry(shape=[-1])}), _raw({"a": _entry(shape=[2, [1]])}), _raw({"a": _entry(begin="x")}),
         _raw({"a": _entry(begin=-8)}), _raw({"a": _entry(begin=0.5)}), _raw({"a": _entry(begin=math.nan)}),
+        _raw({"a": _entry(shape=[1] * 65 + [4])}), _raw({"a": _entry(shape=[1 << 48])}),
+        _raw({"a": _entry(shape=[9] * 300_000)}),
         _raw({"a": _entry(shape=[1 << 40])}), _raw({"a": _entry(shape=[0.25])}), _raw({"a": _entry(), "b": _entry()}),
         _raw({"a": _entry(begin=0), "b": _entry(begin=4)}), _raw({"a": _entry(begin=None)}),
         _raw({"a": _entry() | {"data_offsets": []}}), _raw({"a": _entry(begin=0.5, shape=[10**400])}),
