@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fl_core.deferred import Filler, Numbers
 from fl_core.fixed_point import Grid, Units, check_layout
-from fl_core.sums import Large, Place, Row
+from fl_core.sums import Large, Looked, Place, Row
 from fl_core.types import Bundle, Layout, Part
 
 SMALL = 1 << 14
@@ -43,6 +44,20 @@ class Sums(Units):
         return fill
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A bundle that can be added.
+
+    alone: its parts that are kept apart   units: its small tensors in one row   clipped: values that the grid cuts off
+    """
+
+    place: int
+    alone: Mapping[str, Part]
+    units: Tensor
+    large: Looked
+    clipped: int
+
+
 class Accumulator:
     """One exact sum over the bundles of a round, folded on arrival and then forgotten.
 
@@ -66,13 +81,18 @@ class Accumulator:
             for key, shape in spec.shapes.items():
                 (small if math.prod(shape) <= SMALL else large)[name, key] = shape
         self._row, self._large = Row(small, grid), Large(large, grid)
-        self._single: dict[int, dict[str, Part]] = {}
+        self._single: dict[int, Mapping[str, Part]] = {}
 
     def fold(self, bundle: Bundle, place: int = 0) -> None:
-        """Add one silo's bundle: float parts are put on the grid here, integer parts are on it already.
+        """Look at one silo's bundle and add it; raises as both do."""
+        self.add(self.look(bundle, place))
+
+    def look(self, bundle: Bundle, place: int = 0) -> Seen:
+        """Read one silo's bundle for `add`: float parts are put on the grid here, integer parts are on it already.
 
         place: the silo's place in the roster, the order of what is kept apart.
-        Raises ProtocolError: E-WIRE-02 on another layout, E-WIRE-05 on a number that is not finite.
+        Raises ProtocolError: E-WIRE-02 on another layout, E-WIRE-05 on a number that is not finite, E-WIRE-06 on a file
+        that cannot be read; nothing has changed then.
         """
         check_layout(bundle, self.layout)
         alone, clipped = dict[str, Part](), 0
@@ -80,12 +100,20 @@ class Accumulator:
             alone[name], outside = self._alone(name, bundle[name])
             clipped += outside
         units, outside = self._row.units(bundle)
-        seen = self._large.look(bundle)
-        self._row.add(units)  # from here on nothing can fail
-        self._large.add(seen)
-        self._single[place] = alone
-        self.clipped += clipped + outside + seen.clipped
+        large = self._large.look(bundle)
+        return Seen(place, alone, units, large, clipped + outside + large.clipped)
+
+    def add(self, seen: Seen) -> None:
+        """Add a bundle, now or together with later ones, which are read again then.
+
+        Raises ProtocolError (E-WIRE-06) where one of them, and maybe not this one, can no longer be read: there is no
+        sum of them any more.
+        """
+        self._row.add(seen.units)
+        self._single[seen.place] = seen.alone
+        self.clipped += seen.clipped
         self.count += 1
+        self._large.add(seen.large)
 
     def _alone(self, name: str, part: Part) -> tuple[Part, int]:
         row = Row({(name, key): tuple(v.shape) for key, v in [*part.total.items(), (None, part.weight)]}, self.grid)

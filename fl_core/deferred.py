@@ -62,7 +62,7 @@ class Deferred(Mapping[str, Tensor], ABC):
         return divide
 
     def numbers(self, name: str) -> Numbers:
-        """Compute a tensor of no more than BLOCK numbers as a flat array, of a type that NumPy knows."""
+        """Compute a tensor whose type of numbers NumPy knows, as a flat array and in one step: one that is small."""
         found = np.empty(math.prod(self.shapes[name]), numpy_type(self.dtype_of(name)))
         self.filler(name)(0, found)
         return found

@@ -133,17 +133,22 @@ class Engine:
     def _gather(
         self, msg: State, fed: Federation, kind: TaskKind, ids: Sequence[int], layout: Layout, observer: Observer
     ) -> tuple[Bundle, list[str], dict[str, str], int]:
-        """Fold bundles as they arrive, one at a time; a bundle that does not fit is refused and the round survives."""
+        """Fold bundles as they arrive, one at a time; a bundle that does not fit is refused and the round survives.
+
+        Raises FederationError where one that was counted can no longer be read: the round does not survive that.
+        """
         places = {self.ports[k].name: k for k in ids}
         sums, included, missing = (
             Accumulator(layout, self.grid, self.method.apart), list[str](), dict[str, str]()
         )  # fmt: skip
         for name, reply in self._replies([self.ports[k] for k in ids], msg, fed, kind):
             try:
-                sums.fold(reply.result(), places[name])
+                seen = sums.look(reply.result(), places[name])
             except FederationError as error:
                 missing[name] = str(error)
                 continue
+            sums.add(seen)  # an error here is not this silo's, and there is no sum after it
+            del seen  # it may hold the update's numbers
             included.append(name)
             observer.arrived(name)
         total = sums.total()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -11,8 +15,8 @@ import torch
 from helpers_core import NAMES, SCHEMA, manifest, same, shares
 from torch import nn
 
-from fl_core import cohort
-from fl_core.errors import ConfigError, UnavailableError
+from fl_core import accumulator, cohort, sums
+from fl_core.errors import ConfigError, ProtocolError, UnavailableError
 from fl_core.manifest import RunManifest
 from fl_core.methods.fedavg import FedAvg
 from fl_core.protocols import SiloData, SiloPort
@@ -21,6 +25,8 @@ from fl_core.simulate import History, LocalPort, bench_of, engine_of, initial_st
 from fl_core.spec import derive_layout
 from fl_core.types import Bundle, Federation, Outcome, Part, State, TaskKind, Turn
 from fl_core.worker import Bench
+from protos import codec
+from protos.bundles import FileBundle
 
 
 class Kept(History):
@@ -144,6 +150,58 @@ def test_a_defect_of_the_program_is_not_taken_for_a_missing_silo() -> None:
     ports[0] = Broken()
     with pytest.raises(ZeroDivisionError):
         go(run, ports)
+
+
+class OnDisk:
+    """A port whose updates stay on the disk. failing: silos whose update cannot be read once after this one came."""
+
+    def __init__(self, inner: SiloPort, folder: Path, failing: Sequence[str] = ()) -> None:
+        self.name, self._inner, self._folder, self._failing = inner.name, inner, folder, failing
+
+    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:
+        self._inner.settle(fed, kind, included)
+
+    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+        codec.write_bundle(self._inner.round(msg, fed, kind), self._folder / self.name)
+        BadDisk.files.update(str(self._folder / name) for name in self._failing)
+        return FileBundle(self._folder / self.name)
+
+
+class BadDisk:
+    """Reads like a disk that cannot give some files' bytes the next time it is asked."""
+
+    files: ClassVar[set[str]] = set()
+
+    @classmethod
+    def preadv(cls, descriptor: int, rooms: Sequence[memoryview], begin: int) -> int:
+        file = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+        if file in cls.files:
+            cls.files.discard(file)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return PREADV(descriptor, rooms, begin)
+
+
+PREADV = os.preadv
+
+
+@pytest.mark.parametrize("waiting", [2.5, 1e6])
+def test_an_update_that_was_counted_and_cannot_be_read_ends_the_round_and_no_other_silo_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: float
+) -> None:
+    """Whether it is read when the third one comes, since only two and a half may wait, or at the close."""
+    monkeypatch.setattr(accumulator, "SMALL", 0)
+    monkeypatch.setattr(os, "preadv", BadDisk.preadv)
+    run = manifest(quorum=1, rounds=1)
+    inner, numbers = local_ports(run, shares()), [s for spec in run.layout.values() for s in spec.shapes.values()]
+    monkeypatch.setattr(sums, "WAITING", waiting * sum(4 * math.prod(shape) for shape in numbers))
+    assert same(go(run, [OnDisk(port, tmp_path) for port in inner])[0]["w"], go(run)[0]["w"])
+
+    kept = Kept()
+    ports = [*(OnDisk(port, tmp_path) for port in inner[:-1]), OnDisk(inner[-1], tmp_path, NAMES[:1])]
+    with pytest.raises(ProtocolError, match=r"E-WIRE-06.* of north cannot be read.*Input/output"):
+        engine_of(run, ports, 1).run(initial_state(run), kept)
+    assert not kept.records
+    assert not BadDisk.files
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedmr"])
