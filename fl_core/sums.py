@@ -84,6 +84,7 @@ class Looked:
     """The large tensors of a bundle that is looked at.
 
     reach: of each a bound of its units, infinite where they need integers   waits: whether it lies on a disk
+    Raises TypeError on numbers in a file of a type that NumPy does not know; receiving one was refused (E-WIRE-16).
     """
 
     def __init__(self, bundle: Bundle, shapes: Shapes[Place]) -> None:
@@ -237,6 +238,6 @@ class Large:
                 if i:
                     np.add(out, scaled, out=out)  # a float64 of each would no longer fit the cache beside these
                 else:
-                    out[:] = scaled
+                    np.add(scaled, 0.0, out=out)  # not -0.0, which integers do not have
 
         return fill

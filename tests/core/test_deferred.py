@@ -275,3 +275,56 @@ def test_a_shape_whose_size_would_take_long_to_compute_is_refused(shape: list[ob
     """The product of a hundred thousand sizes stops a process for half a second."""
     with pytest.raises(ValueError, match="a shape that is not of up to 64 integers from 0 to 281474976710655"):
         codec.entries_of({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}, 8)
+
+
+GOOD = {"groups": ["p"], "paths": [["p", "total", "v"], ["p", "weight"]]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        GOOD | {"groups": [["p"]]}, GOOD | {"groups": "p"}, GOOD | {"groups": [1]}, GOOD | {"groups": ["p", 1]},
+        GOOD | {"groups": None}, GOOD | {"paths": [[["p"], "total", "v"], ["p", "weight"]]},
+        GOOD | {"paths": [["p", "total", ["v"]], ["p", "weight"]]}, GOOD | {"paths": [["p", "total", 1], "p"]},
+        GOOD | {"paths": {"p": 1, "q": 2}}, GOOD | {"paths": 3}, GOOD | {"paths": [["p", "sum", "v"], ["p", "weight"]]},
+        GOOD | {"paths": [["p", "total", "v"], ["q", "weight"]]}, GOOD | {"groups": ["p", "q"]}, [], 3, None, "text",
+        {"groups": ["p"]},
+    ],
+)  # fmt: skip
+def test_an_index_of_another_form_is_an_error_of_its_sender(tmp_path: Path, header: object) -> None:
+    """Any other exception would end the run, and end it again whenever it is resumed."""
+    tensors = {"000000": torch.zeros(3), "000001": torch.ones(())}
+    (tmp_path / "bundle").write_bytes(save(tensors, {"consilium": json.dumps(GOOD)}))
+    assert set(FileBundle(tmp_path / "bundle")) == {"p"}
+    (tmp_path / "bundle").write_bytes(save(tensors, {"consilium": json.dumps(header)}))
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
+        FileBundle(tmp_path / "bundle")
+
+
+def test_an_index_that_is_nested_deeper_than_can_be_read_is_an_error_of_its_sender(tmp_path: Path) -> None:
+    (tmp_path / "bundle").write_bytes(save({"000000": torch.zeros(3)}, {"consilium": "[" * 200_000}))
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
+        FileBundle(tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("waiting", [0, 1 << 30])
+def test_a_sum_of_units_that_are_zero_has_no_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: int
+) -> None:
+    """Wherever updates lie: integers have no -0, and digests tell it from 0."""
+    monkeypatch.setattr(sums, "WAITING", waiting)
+    sent = {"p": Part.of({k: torch.full(s, -1e-13) for k, s in SHAPES.items()}, 1.0)}
+    grid, here, there = Grid(n_max=2), Accumulator(LAYOUT, Grid(n_max=2)), Accumulator(LAYOUT, Grid(n_max=2))
+    for k in range(2):
+        here.fold(sent)
+        there.fold(stored(sent, tmp_path, str(k)))
+    found = [FixedPoint(grid).incoming(folded.total(), 2, 0)["p"].mean() for folded in (here, there)]
+    for mean in found:
+        assert not any(torch.signbit(value).any() for value in mean.values())
+        assert not any(value.any() for value in mean.values())
+    assert codec.pack_state({"w": dict(found[0])}) == codec.pack_state({"w": dict(found[1])})
+
+
+def test_numbers_of_a_kind_that_no_file_holds_are_refused_before_anything_is_written() -> None:
+    with pytest.raises(ValueError, match=r"expected numbers of the kinds .*float32.*, found .*complex64"):
+        codec.pack_state({"w": {"x": torch.zeros(2, dtype=torch.complex64)}})
