@@ -88,6 +88,8 @@ def _content(entries: _Entries, groups: Sequence[str]) -> Iterator[memoryview]:
     https://github.com/huggingface/safetensors#format
     """
     paths = json.dumps({"groups": list(groups), "paths": [list(path) for path, _ in entries]}, separators=(",", ":"))
+    if unknown := {v.dtype for _, v in entries} - set(_ORDER):
+        raise ValueError(f"expected numbers of the kinds {[*_ORDER]}, found {unknown}")
     numbered = sorted(enumerate(v for _, v in entries), key=lambda entry: _ORDER[entry[1].dtype])
     header: dict[str, object] = {"__metadata__": {"consilium": paths}}
     end, names = 0, _names(len(entries))
@@ -134,7 +136,7 @@ class Tensors:
             head = _index_of(file)
             with safe_open(file, "pt") as checked:  # every offset is inside the file, and belongs to one tensor
                 header = json.loads((checked.metadata() or {})["consilium"])
-                self.groups, self.paths = list(header["groups"]), [list(path) for path in header["paths"]]
+                self.groups, self.paths = _strings(header["groups"]), [_strings(path) for path in header["paths"]]
                 held = tuple(sorted(checked.keys()))
                 names = _names(len(held))
                 if held != names or len(held) != len(self.paths):
@@ -144,8 +146,15 @@ class Tensors:
             index = json.loads(self.file.read(head))
             found = entries_of({name: index[name] for name in names}, _LENGTH + head)
             self.entries = list(found.values())
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ProtocolError("E-WIRE-06", f"expected tensors of Consilium in {file.name}, found: {error}") from error
+
+
+def _strings(found: object) -> list[str]:
+    """Take a list of strings; raises ValueError on anything else."""
+    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+        raise ValueError("names of groups or tensors that are not lists of strings")
+    return found
 
 
 def _index_of(file: Path) -> int:
