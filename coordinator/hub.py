@@ -18,13 +18,12 @@ from coordinator.records import RoundRow, Run, RunState
 from coordinator.sessions import Live, Session
 from coordinator.store import Store
 from coordinator.tasks import KINDS, WIRE, Interrupted, Pending, Task, TaskKey
-from fl_core.errors import FederationError, RefusedError, UnavailableError
+from fl_core.errors import REASON_CHARS, FederationError, RefusedError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.identity import PeerCertificate
 
 log = logging.getLogger(__name__)
 _CODE = re.compile(r"E-[A-Z]+-\d\d")
-_REASON_CHARS = 500
 MISSED_PULSES = 3
 _ALIVE_PULSES = 2
 """Who was heard within so many pulses is there; a line that died without a word makes place after them."""
@@ -161,7 +160,7 @@ class Hub:
                 self._event(key, "accepted")
             return
         code = answer.code if _CODE.fullmatch(answer.code) else "E-RUN-14"
-        error = RefusedError(code, f"the hospital refused: {answer.reason[:_REASON_CHARS] or 'it gave no reason'}")
+        error = RefusedError(code, f"the hospital refused: {answer.reason[:REASON_CHARS] or 'it gave no reason'}")
         self._event(key, "refused", str(error))
         pending.settle(error)
 

@@ -52,7 +52,7 @@ class Deferred(Mapping[str, Tensor], ABC):
         """Give what writes a tensor's numbers."""
 
     def quotients(self, name: str, divisor: float) -> Filler:
-        """Give what writes a tensor's numbers, which are float64, divided by one."""
+        """Give what writes the quotients of a tensor's numbers, which are float64, and a divisor."""
         fill = self.filler(name)
 
         def divide(start: int, out: Numbers) -> None:

@@ -5,6 +5,9 @@ A message says what was expected, what was found and what to do.
 
 from __future__ import annotations
 
+REASON_CHARS = 500
+"""What is kept of an error whose text another side has a hand in."""
+
 
 class FederationError(Exception):
     """Base of every error that Consilium raises on purpose.

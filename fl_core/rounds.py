@@ -12,7 +12,7 @@ from torch import Tensor
 from fl_core import cohort, steering
 from fl_core.accumulator import Accumulator
 from fl_core.deferred import Deferred
-from fl_core.errors import FederationError, UnavailableError
+from fl_core.errors import REASON_CHARS, FederationError, UnavailableError
 from fl_core.evaluation import MEASURED, METRICS, personal_scores
 from fl_core.fixed_point import Grid
 from fl_core.protocols import Guard, Method, SiloPort
@@ -145,7 +145,7 @@ class Engine:
             try:
                 seen = sums.look(reply.result(), places[name])
             except FederationError as error:
-                missing[name] = str(error)
+                missing[name] = str(error)[:REASON_CHARS]  # what is wrong with a bundle may be how long its names are
                 continue
             sums.add(seen)  # an error here is not this silo's, and there is no sum after it
             del seen  # it may hold the update's numbers

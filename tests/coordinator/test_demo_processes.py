@@ -52,12 +52,16 @@ def test_a_signal_while_a_process_is_made_leaves_none_behind(
 ) -> None:
     monkeypatch.setattr(Forked, "ids", [])
     monkeypatch.setattr(subprocess, "Popen", Forked)
-    with pytest.raises(KeyboardInterrupt), started.signals.raising():
-        way(started, "waits", str(tmp_path / "pid"))
-    assert [process.pid for process in started.running] == Forked.ids
-    started.stop()
-    assert len(Forked.ids) == 1
-    assert not psutil.pid_exists(Forked.ids[0])
+    try:
+        with pytest.raises(KeyboardInterrupt), started.signals.raising():
+            way(started, "waits", str(tmp_path / "pid"))
+        assert [process.pid for process in started.running] == Forked.ids
+        started.stop()
+        assert len(Forked.ids) == 1
+        assert not psutil.pid_exists(Forked.ids[0])
+    finally:
+        for left in filter(psutil.pid_exists, Forked.ids):
+            psutil.Process(left).kill()
 
 
 def test_a_signal_while_a_command_runs_leaves_none_behind(

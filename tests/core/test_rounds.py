@@ -120,6 +120,24 @@ def test_a_failing_silo_is_recorded_as_missing_and_the_round_survives(method: st
     assert not same(final["w"], go(run)[0]["w"])
 
 
+def test_a_refusal_repeats_only_so_much_of_what_was_sent() -> None:
+    class Long:
+        name = "east"
+
+        def __init__(self, inner: SiloPort) -> None:
+            self._inner = inner
+            self.settle = inner.settle
+
+        def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+            return {**self._inner.round(msg, fed, kind), "long" * 100_000: Part.of({}, 1.0)}
+
+    run = manifest(quorum=2, rounds=1)
+    north, east, south = local_ports(run, shares())
+    _, kept = go(run, [north, Long(east), south])
+    assert kept.records[0].missing["east"].startswith("E-WIRE-02: expected the parts ['delta', 'metrics'], found [")
+    assert len(kept.records[0].missing["east"]) == 500
+
+
 def test_a_round_below_its_quorum_stops_the_run_after_the_last_closed_round() -> None:
     run = manifest(quorum=3)
     kept = Kept()
