@@ -110,6 +110,11 @@ def test_messages_are_those_of_the_safetensors_library() -> None:
     assert codec.pack_state({}) == save({}, {"consilium": '{"groups":[],"paths":[]}'})
 
 
+def test_numbers_of_a_kind_that_no_file_holds_are_refused_before_anything_is_written() -> None:
+    with pytest.raises(ValueError, match=r"expected numbers of the kinds .*float32.*, found .*complex64"):
+        codec.pack_state({"w": {"x": torch.zeros(2, dtype=torch.complex64)}})
+
+
 def test_a_file_is_written_over_in_place_and_ends_where_its_content_ends(tmp_path: Path) -> None:
     file, data = tmp_path / "file", bytes(range(256)) * (9 << 12)
     for content in (data, data[:70], data[1:]):

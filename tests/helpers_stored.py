@@ -1,0 +1,25 @@
+"""Updates in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from fl_core.pieces import BLOCK, PIECE
+from fl_core.types import Bundle, Part, PartSpec
+from protos import codec
+from protos.bundles import FileBundle
+
+SHAPES = {"large": (2, PIECE // 2 + BLOCK + 3), "small": (5,), "none": (0, 3)}
+LAYOUT = {"p": PartSpec(SHAPES, ())}
+
+
+def drawn(seed: int, scale: float = 1.0, weight: float = 3.0) -> dict[str, Part]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"p": Part.of({k: torch.randn(s, generator=generator) * scale for k, s in SHAPES.items()}, weight)}
+
+
+def stored(bundle: Bundle, folder: Path, name: str = "bundle") -> FileBundle:
+    codec.write_bundle(bundle, folder / name)
+    return FileBundle(folder / name)
