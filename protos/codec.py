@@ -35,11 +35,11 @@ _TYPES = {
 """Types of numbers and their names in the format, in the order in which their tensors lie in a file."""
 _ORDER = {dtype: place for place, dtype in enumerate(_TYPES)}
 _DTYPES = {name: dtype for dtype, name in _TYPES.items()}
-_LENGTH = 8
+LENGTH = 8
 """Bytes that say how long the index is, in front of it."""
 _MOST_DIMENSIONS, _MOST_NUMBERS = 64, 1 << 48
 _MOST_INDEX = 16 << 20
-"""Bytes of an index at most, some hundred thousand tensors: a longer one is no model's, and takes seconds to read."""
+"""Bytes of an index at most, some hundred thousand tensors: a longer one is no model's."""
 
 
 def pack_state(state: State) -> bytes:
@@ -98,7 +98,7 @@ def _content(entries: _Entries, groups: Sequence[str]) -> Iterator[memoryview]:
         header[names[i]] = {"dtype": _TYPES[v.dtype], "shape": list(v.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(_LENGTH, "little") + text)
+    yield memoryview(len(text).to_bytes(LENGTH, "little") + text)
     for _, v in numbered:
         if v.numel():
             yield _bytes(v)
@@ -132,8 +132,11 @@ class Tensors:
     """
 
     def __init__(self, file: Path) -> None:
+        self.file = open_shared(file)
         try:
-            head = _index_of(file)
+            length = int.from_bytes(self.file.read(LENGTH), "little")
+            if length > _MOST_INDEX:
+                raise ValueError(f"an index of {length} bytes, more than {_MOST_INDEX}")
             with safe_open(file, "pt") as checked:  # every offset is inside the file, and belongs to one tensor
                 header = json.loads((checked.metadata() or {})["consilium"])
                 self.groups, self.paths = _strings(header["groups"]), [_strings(path) for path in header["paths"]]
@@ -141,12 +144,11 @@ class Tensors:
                 names = _names(len(held))
                 if held != names or len(held) != len(self.paths):
                     raise ValueError("the header and the tensors disagree")
-            self.file = open_shared(file)
-            self.file.seek(_LENGTH)
-            index = json.loads(self.file.read(head))
-            found = entries_of({name: index[name] for name in names}, _LENGTH + head)
+            index = json.loads(self.file.read(length))
+            found = entries_of({name: index[name] for name in names}, LENGTH + length)
             self.entries = list(found.values())
         except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            self.file.close()
             raise ProtocolError("E-WIRE-06", f"expected tensors of Consilium in {file.name}, found: {error}") from error
 
 
@@ -155,15 +157,6 @@ def _strings(found: object) -> list[str]:
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
         raise ValueError("names of groups or tensors that are not lists of strings")
     return found
-
-
-def _index_of(file: Path) -> int:
-    """Read how long the index is; raises ValueError where it is too long."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(_LENGTH), "little")
-    if length > _MOST_INDEX:
-        raise ValueError(f"an index of {length} bytes, more than {_MOST_INDEX}")
-    return length
 
 
 def entries_of(index: Mapping[str, Mapping[str, Any]], start: int) -> dict[str, Entry]:

@@ -14,13 +14,12 @@ import numpy as np
 import torch
 
 from fl_core.accumulator import SMALL
-from protos.codec import Entry, entries_of
+from protos.codec import LENGTH, Entry, entries_of
 
 MOST_INDEX = 1 << 20
-"""Bytes of an index at most, some ten thousand tensors; a larger one is not followed here, since to read one takes up
-to 26 times its length in memory and 0.13 s per MiB, in which nothing else of this process runs."""
+"""Bytes of an index at most, some ten thousand tensors; a larger one is not followed here: to read one takes many times
+its length in memory, and nothing else of this process runs meanwhile."""
 _FOLLOWED: Mapping[torch.dtype, type[np.floating]] = {torch.float32: np.float32, torch.float64: np.float64}
-_LENGTH = 8
 
 
 class _Span(NamedTuple):
@@ -69,10 +68,10 @@ class Extremes:
         """Collect the index, read it once all of it is here, and give the bytes that follow it."""
         taken = 0
         if not self._size:
-            taken = min(len(piece), _LENGTH - len(self._index))
+            taken = min(len(piece), LENGTH - len(self._index))
             self._index += piece[:taken]
-            if len(self._index) == _LENGTH:
-                self._size = _LENGTH + int.from_bytes(self._index, "little")
+            if len(self._index) == LENGTH:
+                self._size = LENGTH + int.from_bytes(self._index, "little")
                 if self._size > MOST_INDEX:
                     raise ValueError("an index that is too large")
         if self._size:
@@ -81,7 +80,7 @@ class Extremes:
             taken += len(rest)
         self._at += taken
         if self._size and len(self._index) == self._size:
-            index = json.loads(self._index[_LENGTH:])
+            index = json.loads(self._index[LENGTH:])
             index.pop("__metadata__", None)
             self._left = _followed(entries_of(index, self._at).values(), self._at)
             self._index.clear()
