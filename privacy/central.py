@@ -28,7 +28,6 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.types import Bundle, Layout, Part, Tensors
 from privacy import adaptive
-from privacy.discrete import integer_noise
 from privacy.entropy import Noise, SecureNoise, SeededNoise
 from privacy.rehearsal import SIZE, rehearse
 from privacy.silo_terms import BIT, SiloTerms, participations
@@ -154,7 +153,10 @@ class SiloLevel:
         return max(0, math.floor(math.log2(sigma)) + self.grid.frac_bits(segment) - _FINE_BITS)
 
     def _rounded(self, parts: Bundle, clip: float, noise: float) -> Bundle:
-        """Clip the joint vector to C minus what rounding can add, and round it to units of the grid."""
+        """Clip the joint vector to C minus what rounding can add, and round it to units of the grid.
+
+        A vector with a number that is not finite becomes zero.
+        """
         slack, norm = 0.0, self._norm(parts)
         for name, part in parts.items():
             scale = self._scale(name)
@@ -162,27 +164,26 @@ class SiloLevel:
                 segment = name if key else f"{name}.weight"
                 step = 2.0 ** (self._fine(segment, noise * clip * scale) - self.grid.frac_bits(segment)) / scale
                 slack += value.numel() * (step / 2) ** 2
-        if not math.isfinite(norm):
-            raise RefusedError("E-PRIV-15", "expected finite numbers, found NaN or infinity: nothing was released")
+        finite = math.isfinite(norm)  # else the hospital contributes zero: an error would tell that it did
         bound = clip - math.sqrt(slack)
         if bound <= 0:
             raise ConfigError("E-PRIV-11", f"privacy.clip={clip}: the grid is too coarse for it; choose a larger one")
-        factor = min(1.0, bound / norm) if norm else 1.0
+        factor = min(1.0, bound / norm) if norm and finite else 1.0
 
         def units(segment: str, value: Tensor, sigma: float) -> Tensor:
             left_out = self._fine(segment, sigma)
-            scaled = value.double() * (factor * 2.0 ** (self.grid.frac_bits(segment) - left_out))
+            kept = value.double() if finite else torch.zeros_like(value, dtype=torch.float64)
+            scaled = kept * (factor * 2.0 ** (self.grid.frac_bits(segment) - left_out))
             return scaled.round_().long() << left_out
 
         return self._mapped(parts, units, clip * noise)
 
     def _noisy(self, parts: Bundle, clip: float, noise: float, source: Noise, silos: int = 1) -> Bundle:
         """Add integer noise and keep within what the grid holds of so many silos."""
-        count = sum(v.numel() for part in parts.values() for v in self._values(part).values())
 
         def noisy(segment: str, value: Tensor, sigma: float) -> Tensor:
             left_out, bits = self._fine(segment, sigma), self.grid.frac_bits(segment)
-            drawn = integer_noise(source, tuple(value.shape), sigma * 2.0 ** (bits - left_out), count) << left_out
+            drawn = source.discrete_gaussian(tuple(value.shape), sigma * 2.0 ** (bits - left_out)) << left_out
             limit = silos * math.floor(self.grid.bound(segment) * 2.0**bits)
             return (value + drawn).clamp_(-limit, limit)
 

@@ -15,6 +15,7 @@ from torch import nn
 from fl_core.errors import RefusedError
 from fl_core.protocols import Method
 from fl_core.types import Coupling, Schema, TrainConfig
+from privacy import grid
 from privacy.accounting import History, Mechanism, solve_noise
 from privacy.rehearsal import rehearse, treatment
 from privacy.terms import Terms
@@ -165,7 +166,15 @@ class Course:
     @property
     def std(self) -> float:
         """Return the standard deviation of the noise on a sum of gradients; the same on all steps."""
-        return self.noise * self.terms.sensitivity(self.coupled)
+        return self.noise * self.terms.sensitivity(self.coupled) * (1 + grid.SLACK)
+
+    @property
+    def rows(self) -> int:
+        """Return the shape of the batches that per-unit gradients are computed in: a public constant.
+
+        A fourth of the expected sample, so that what fills the last batch up is an eighth of the work.
+        """
+        return min(self.terms.physical_batch, 8 * max(1, round(self.batch / 32)))
 
     def training(self, steps: int, noise: float | None = None) -> list[Release]:
         """Plan one call of `sgd`: steps with and without a coupled term have different sensitivities, equal noise."""

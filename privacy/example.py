@@ -5,7 +5,9 @@ Algorithm 1, with Poisson samples of constant rate and a constant divisor:
 
     S     = sum over drawn units of clip_C1(gradient)
             [ + sum over M microbatches of clip_C2(B / M times the gradient of coupled terms) ]
-    grad  = (S + N(0, s^2)) / B,   s = z (C1 + 2 C2)   then penalty, shift, weight decay, momentum: post-processing
+    grad  = (round(S / g) + N) g / B,   N integer noise of parameter s / g,   s = z (C1 + 2 C2) (1 + slack)
+
+then penalty, shift, weight decay, momentum: computed from these integers (grid.py, which also states the slack).
 
 A unit is a record, or the group (patient, lesion) that the data names: its gradient is the mean over its examples. The
 coupled terms of a loss see microbatches to which every drawn unit is dealt at random, so that one unit moves one
@@ -21,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fl_core import optimizers, rng
+from fl_core import optimizers
 from fl_core.errors import RefusedError
 from fl_core.freezing import Freezable
 from fl_core.local import PlainData
@@ -37,11 +39,12 @@ from fl_core.types import (
     TrainConfig,
     Turn,
 )
-from privacy import entropy
+from privacy import entropy, grid
 from privacy.course import Course, Spend
+from privacy.draws import Draws, Place, is_stochastic
 from privacy.entropy import Noise
-from privacy.gradients import Gradients, PerUnit, clipped, per_unit, trainable
-from privacy.release import Units, class_sums, sensitivity
+from privacy.gradients import PADDING, Gradients, PerUnit, clipped, per_unit, trainable
+from privacy.release import KeyedUnits, Units, class_counts, class_sums, filled, sensitivity
 from privacy.validate import validate
 
 
@@ -49,8 +52,10 @@ class PrivateData:
     """`SiloData` under record-level differential privacy, for one turn.
 
     Guarantees: every release is taken from `spend` before an example is read; sizes and steps follow from the declared
-    size alone; an empty draw is noise and a step like any other; with infinite clips, no noise and the same batches the
-    gradients are those of `PlainData`.
+    size alone; an empty draw is noise and a step like any other; a unit whose numbers are not finite contributes zero
+    and changes nothing else, and raises nothing; batches have one shape, and what is drawn inside a unit is secret
+    (draws.py), so that no unit moves another's share; with infinite clips, no noise and the same batches the gradients
+    are those of `PlainData`.
     """
 
     def __init__(
@@ -104,20 +109,29 @@ class PrivateData:
         for release in self._course.training(planned):
             self._spend.take(release)
         loss = self._frozen(model, loss)
-        path = ("round", self._turn.fed.round, "silo", self._turn.silo, "sgd", self._calls)
-        self._calls += 1
-        augment = rng.stream(self._turn.seed, *path, "augment") if self._config.augment else None
+        draws = self._draws(model, loss)
         with _moving(model, only) as named:
             steppers = optimizers.make_steppers(named, lr_scale * self.lr, self._config, plain)
             model.train()
-            with rng.torch_scope(self._turn.seed, *path, "dropout"), per_unit(model) as engine:
+            with draws.scope(), per_unit(model) as engine:
                 for step in range(planned):
-                    self._gradient(engine, model, loss, step, augment)
+                    self._gradient(engine, model, loss, step, draws)
                     self._correct(model, named, penalty, shift)
                     for stepper in steppers:
                         stepper.step()
                     self._progress(step + 1, planned)
         return planned
+
+    def _draws(self, model: nn.Module, loss: LossFn) -> Draws:
+        """Make what one call of `sgd` draws; whether layers draw matters only where the source repeats."""
+        place: Place = ("sgd", self._calls)
+        self._calls += 1
+        train, stochastic = self._split[Split.TRAIN], False
+        if not self._noise.private:
+            x, y = train.batch(torch.zeros(0, dtype=torch.long))
+            blank = x.new_zeros(2, *x.shape[1:]).to(self._device), y.new_zeros(2).to(self._device)
+            stochastic = is_stochastic(model, loss, *blank)
+        return Draws(self._noise, train, self._config.augment, place, stochastic)
 
     def _frozen(self, model: nn.Module, loss: LossFn) -> LossFn:
         """Release the statistics that couple a loss, and hold them; the loss as it is where the plan has none."""
@@ -133,38 +147,47 @@ class PrivateData:
         std = terms.statistics_noise * sensitivity(form.norm, form.weight)
         return form.loss(loss.whole, sums, terms.statistics_bound, std)
 
-    def _gradient(
-        self, engine: PerUnit, model: nn.Module, loss: LossFn, step: int, augment: torch.Generator | None
-    ) -> None:
+    def _gradient(self, engine: PerUnit, model: nn.Module, loss: LossFn, step: int, draws: Draws) -> None:
         """Draw a sample, sum clipped gradients, add noise, divide by B, and put the result where an optimizer looks."""
         course, terms, params = self._course, self._course.terms, trainable(model)
-        total = [torch.zeros_like(p) for p in params]
-        units = self._units[Split.TRAIN]
-        drawn = entropy.poisson_sample(self._noise, len(units), course.rate)
+        total = [torch.zeros_like(p, dtype=torch.float64) for p in params]
+        units = KeyedUnits(self._units[Split.TRAIN], self._split[Split.TRAIN])
+        about = (*draws.place, "step", step)
+        drawn = entropy.poisson_sample(self._noise, units, course.rate, *about, "sample")
         coupled = course.is_coupled(step)
         micro = coupled and terms.coupled == "micro"
         # The mean over microbatches of a term that stands beside a mean over B examples: M terms, divided by B below.
         weight = 1.0 if micro else course.batch / course.groups
+        subset = partial(draws.subset, most=terms.max_per_unit, step=step) if terms.max_per_unit else None
 
-        def losses(index: Tensor) -> Losses:
-            x, y = self._read(index, augment)
-            return self._checked(loss(model, x, y))
+        def losses(index: Tensor, rows: int = 1) -> Losses:
+            x, y = draws.read(index, step)
+            return self._checked(loss(model, filled(x, rows).to(self._device), filled(y, rows).to(self._device)))
 
         if not micro:
-            for index, unit in units.chunks(drawn, terms.physical_batch, terms.max_per_unit, self._noise):
-                alone = partial(lambda i: losses(i).per_example, index)
-                _add(total, engine.clipped_sum(alone, unit.to(self._device), terms.clip))
+            rows = course.rows
+            for index, unit in units.units.chunks(drawn, 0 if draws.alone else rows, subset):
+                number = torch.cat((unit, unit.new_full((-len(unit) % rows,), PADDING)))
+                alone = partial(lambda i: losses(i, rows).per_example, index)
+                with draws.for_units(index, step):
+                    _add(total, engine.clipped_sum(alone, number.to(self._device), terms.clip, len(drawn)))
         if coupled:
-            dealt = entropy.labels(self._noise, len(drawn), course.groups)
+            dealt = entropy.labels(self._noise, units.at(drawn), course.groups, *about, "groups")
             for group in range(course.groups):
-                for index, _ in units.chunks(drawn[dealt == group], None, terms.max_per_unit, self._noise):
-                    found = losses(index)
+                for index, _ in units.units.chunks(drawn[dealt == group], None, subset):
+                    with draws.for_group(group, step):
+                        found = losses(index)
                     term = found.objective() if micro else found.coupled
                     if term is not None and term.requires_grad:
                         _add(total, clipped(term * weight, params, terms.clip if micro else terms.coupled_clip))
-        divisor = course.groups if micro else course.batch
+        self._release(total, params, course.groups if micro else course.batch)
+
+    def _release(self, total: Gradients, params: Sequence[nn.Parameter], divisor: float) -> None:
+        """Round the sum to the grid, add noise, and put the mean where an optimizer looks."""
+        g = grid.step(self._course.terms.clip, sum(p.numel() for p in params))
         for p, s in zip(params, total, strict=True):
-            p.grad = s.add_(self._noise.gaussian(tuple(p.shape), course.std).to(s)).div_(divisor)
+            noisy = grid.add_noise(grid.rounded(s.cpu(), g), g, self._course.std, self._noise)
+            p.grad = (noisy / divisor).to(p)
 
     def _checked(self, losses: Losses) -> Losses:
         if losses.coupled is not None and not self._course.coupled and self._course.terms.coupled != "off":
@@ -189,10 +212,6 @@ class PrivateData:
         for name, value in (shift or {}).items():
             if name in named and (grad := named[name].grad) is not None:
                 grad.add_(value.to(grad))
-
-    def _read(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        x, y = self._split[Split.TRAIN].batch(index, augment)
-        return x.to(self._device), y.to(self._device)
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
         """Release a sum over the units of a split with noise; public test examples are summed as they are.
@@ -231,9 +250,13 @@ class PrivateData:
         """Release the number of units per class (C,) once, with noise; the release is cached."""
         if "class counts" not in self._counts:
             self._spend.take(self._course.class_counts)
-            shares = self._units[Split.TRAIN].class_shares(self._split[Split.TRAIN].labels, self._turn.fed.n_classes)
-            noise = self._noise.gaussian(tuple(shares.shape), self._course.class_counts.mechanism.noise)
-            self._counts["class counts"] = (shares + noise).clamp(min=0.0).float()
+            self._counts["class counts"] = class_counts(
+                self._split[Split.TRAIN],
+                self._units[Split.TRAIN],
+                self._turn.fed.n_classes,
+                self._course.class_counts.mechanism.noise,
+                self._noise,
+            )
         return self._counts["class counts"]
 
 

@@ -21,26 +21,28 @@ import torch
 from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 
-from privacy import samplers
+from privacy import grid, samplers
 from privacy.samplers import conv_grad_sample as conv_grad_sample
 from privacy.samplers import trainable as trainable
 
 log = logging.getLogger(__name__)
 
 Gradients = list[Tensor]
-"""One tensor per trainable parameter, in the order of `named_parameters`."""
-_SAFE = 1.0 + 1e-6
-"""Gradients are float32: the clip is by so much shorter that rounding cannot make it longer."""
+"""One tensor per trainable parameter, in the order of `named_parameters`; sums are float64."""
+PADDING = -1
+"""The unit of a row that fills a batch up to its fixed shape: it is computed, and contributes nothing."""
 MODES = ("bookkeeping", "hooks")
 
 
 class PerUnit(Protocol):
     """Sums a model's gradients, clipped per unit."""
 
-    def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float) -> Gradients:
-        """Sum over units of clip_C(mean over the unit's examples of the gradient).
+    def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:
+        """Sum over units of clip_C(mean over the unit's examples of the gradient), in float64.
 
-        losses: computes the examples' losses (n,) in one forward pass; units (n,) numbers their units from 0.
+        losses: computes the examples' losses (n,) in one forward pass; units (n,) numbers their units from 0, rows of
+        `PADDING` at the end   in_all: units of the whole sum that this one is a part of; these alone without it.
+        Guarantees: a unit whose gradient is not finite contributes zero, and changes no other's share.
         """
         ...
 
@@ -61,31 +63,33 @@ class Bookkeeping:
         self._layers = list(_layers(model))
         self._calls: list[_Call] = []
 
-    def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float) -> Gradients:
+    def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:
         """Sum clipped gradients, as the protocol says."""
+        real = _real(units)
         calls, grads = self._passed(losses)
-        sizes = torch.bincount(units)
-        alone = len(sizes) == len(units)
+        sizes = torch.bincount(units[:real])
+        alone = len(sizes) == real
         times = {layer: sum(c.layer is layer for c in calls) for layer in {c.layer for c in calls}}
         short: list[tuple[_Call, Tensor]] = []
         samples: dict[nn.Parameter, Tensor] = {}
         for call, dy in zip(calls, grads, strict=True):
             if alone and times[call.layer] == 1 and samplers.is_shorter(call.layer, dy):
-                short.append((call, dy))
+                short.append((call._replace(x=call.x[:real]), dy[:real]))
                 continue
             sampler = samplers.sampler_of(call.layer)
             assert sampler is not None  # `mode_of` saw to it
             for p, sample in sampler(call.layer, [call.x], dy).items():
                 samples[p] = samples[p] + sample if p in samples else sample
-        samples = {p: _of_units(sample, units, sizes) for p, sample in samples.items()}
+        samples = {p: _of_units(sample[:real], units[:real], sizes) for p, sample in samples.items()}
         square = units.new_zeros(len(sizes), dtype=torch.float64)
         for call, dy in short:
             square += samplers.squares(call.layer, call.x, dy)
-        factor = _factor(square + samplers.square_norms(list(samples.values())) if samples else square, clip)
-        total = {p: _scaled(factor, sample) for p, sample in samples.items()}
+        factor = grid.factors(square + grid.square_norms(list(samples.values())) if samples else square, clip)
+        block = grid.block_of(max(in_all, len(sizes)))
+        total = {p: grid.weighted_sum(factor, sample, block) for p, sample in samples.items()}
         for call, dy in short:
             total |= samplers.weighted(call.layer, call.x, dy, factor)
-        return [total[p] if p in total else torch.zeros_like(p) for p in self._params]
+        return [total[p] if p in total else _zero(p) for p in self._params]
 
     def _passed(self, losses: Callable[[], Tensor]) -> tuple[list[_Call], list[Tensor]]:
         """Run the batch forwards and backwards: the layers that had influence, and their outputs' gradients."""
@@ -112,8 +116,9 @@ class Hooks:
         self._wrapped = wrapped
         self._params = trainable(model)
 
-    def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float) -> Gradients:
+    def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:
         """Sum clipped gradients, as the protocol says."""
+        real = _real(units)
         for p in self._params:
             p.grad_sample = None  # type: ignore[attr-defined]
         self._wrapped.enable_hooks()
@@ -121,10 +126,11 @@ class Hooks:
             losses().sum().backward()  # type: ignore[no-untyped-call]
         finally:
             self._wrapped.disable_hooks()
-        sizes = torch.bincount(units)
-        samples = [self._sample(p, units, sizes) for p in self._params]
-        factor = _factor(samplers.square_norms(samples), clip)
-        total = [_scaled(factor, s) for s in samples]
+        sizes = torch.bincount(units[:real])
+        samples = [self._sample(p, units[:real], sizes) for p in self._params]
+        factor = grid.factors(grid.square_norms(samples), clip)
+        block = grid.block_of(max(in_all, len(sizes)))
+        total = [grid.weighted_sum(factor, s, block) for s in samples]
         for p in self._params:
             p.grad_sample, p.grad = None, None  # type: ignore[attr-defined]
         return total
@@ -134,7 +140,7 @@ class Hooks:
         sample: Tensor | None = p.grad_sample  # type: ignore[attr-defined]
         if sample is None:  # the loss does not depend on this parameter
             return p.new_zeros((len(sizes), *p.shape))
-        return _of_units(sample.detach(), units, sizes)
+        return _of_units(sample.detach()[: len(units)], units, sizes)
 
 
 def mode_of(model: nn.Module) -> str:
@@ -166,12 +172,14 @@ def per_unit(model: nn.Module, mode: str | None = None) -> Iterator[PerUnit]:
 
 
 def clipped(loss: Tensor, params: Sequence[nn.Parameter], clip: float) -> Gradients:
-    """Return the gradient of one loss, shortened to `clip`: the share of one microbatch."""
+    """Return the gradient of one loss, shortened to `clip`, in float64: the share of one microbatch.
+
+    Zero where it is not finite.
+    """
     found = torch.autograd.grad(loss, list(params), allow_unused=True)
     grads = [torch.zeros_like(p) if g is None else g for p, g in zip(params, found, strict=True)]
-    norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
-    factor = (clip / (norm * _SAFE)).clamp(max=1.0)
-    return [g * factor for g in grads]
+    whole = grid.contributions(torch.cat([g.flatten() for g in grads]).unsqueeze(0), clip)[0]
+    return [part.view_as(p) for part, p in zip(torch.split(whole, [p.numel() for p in params]), params, strict=True)]
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -189,11 +197,10 @@ def _of_units(sample: Tensor, units: Tensor, sizes: Tensor) -> Tensor:
     return total / sizes.to(total.dtype).view(-1, *([1] * (sample.dim() - 1)))
 
 
-def _factor(square: Tensor, clip: float) -> Tensor:
-    """Return by what each unit's gradient is multiplied, from the squares of the norms (u,)."""
-    return (clip / (square.sqrt() * _SAFE)).clamp(max=1.0)
+def _real(units: Tensor) -> int:
+    """Count the rows before the padding."""
+    return int((units != PADDING).sum())
 
 
-def _scaled(factor: Tensor, sample: Tensor) -> Tensor:
-    """Return sum_u factor_u g_u over gradients (u, ...)."""
-    return (factor.to(sample.dtype) @ sample.flatten(1)).view(sample.shape[1:])
+def _zero(p: Tensor) -> Tensor:
+    return torch.zeros_like(p, dtype=torch.float64)

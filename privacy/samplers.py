@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from opacus.grad_sample import GradSampleModule
@@ -23,12 +23,11 @@ from opacus.grad_sample.conv import compute_conv_grad_sample as opacus_conv
 from opacus.grad_sample.utils import register_grad_sampler
 from opacus.utils.tensor_utils import unfold2d
 from torch import Tensor, nn
-from torch.nn.grad import conv2d_weight
 
 # The first layer's input needs no gradient, and the hook of Opacus says so at every step.
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
 
-_PIECE = 4096
+_ROUNDOFF = 2.0**-53
 
 Sampler = Callable[[nn.Module, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]
 
@@ -74,40 +73,51 @@ def is_shorter(layer: nn.Module, backprops: Tensor) -> bool:
 
 
 def squares(layer: nn.Module, x: Tensor, backprops: Tensor) -> Tensor:
-    """Return the squared norms (n,), float64, of a layer's per-example gradients without computing these.
+    """Bound the squared norms (n,), float64, of a layer's per-example gradients without computing these.
 
-    For layers that `is_shorter` accepts. In float64 because the sum over pairs of places has terms of both signs: its
-    error would otherwise be as large as a small norm.
+    For layers that `is_shorter` accepts. The sum over pairs of places has terms of both signs, so that its error can be
+    larger than itself where a hostile model makes places cancel: a bound on that error is added, of which 1e-10 of the
+    norm is left for a model that does not.
     """
-    n = len(backprops)
-    if isinstance(layer, nn.Conv2d):
-        inputs, grads = _patches(layer, x.to(backprops.dtype)), backprops.reshape(n, layer.out_channels, -1)
-    else:
-        inputs, grads = x.reshape(n, -1, x.shape[-1]).mT, backprops.reshape(n, -1, backprops.shape[-1]).mT
-    inputs, grads = inputs.double(), grads.double()
-    found = grads.new_zeros(n)
+    inputs, grads = _places(layer, x, backprops)
+    found = grads.new_zeros(len(grads))
     if layer.weight.requires_grad:
         found += ((inputs.mT @ inputs) * (grads.mT @ grads)).sum((1, 2)).clamp(min=0.0)
+        apart = (inputs.square().sum(1).sqrt() * grads.square().sum(1).sqrt()).sum(1)  # sum_t |x_t| |dy_t|
+        terms = len(grads) * grads.shape[2] + grads.shape[2] ** 2 + inputs.shape[1] + grads.shape[1]
+        found += 4 * terms * _ROUNDOFF * apart.square()
     if layer.bias is not None and layer.bias.requires_grad:
-        found += grads.sum(2).square().sum(1)
+        found += (grads.sum(2).abs() + grads.shape[2] * _ROUNDOFF * grads.abs().sum(2)).square().sum(1)
     return found
 
 
 def weighted(layer: nn.Module, x: Tensor, backprops: Tensor, factor: Tensor) -> dict[nn.Parameter, Tensor]:
-    """Return sum_n factor_n g_n of a layer's per-example gradients g_n, as its usual gradient for scaled outputs."""
-    dy = backprops * factor.to(backprops.dtype).reshape(-1, *([1] * (backprops.dim() - 1)))
+    """Return sum_n factor_n g_n, float64, of a layer's per-example gradients g_n (n, ...).
+
+    An example of factor 0 is left out: its inputs and gradients may hold anything.
+    """
+    inputs, grads = _places(layer, x, backprops)
+    grads = torch.where(factor.view(-1, 1, 1) > 0, grads * factor.view(-1, 1, 1), torch.zeros_like(grads))
     params = {name: p for name, p in layer.named_parameters(recurse=False) if p.requires_grad}
     found: dict[nn.Parameter, Tensor] = {}
-    conv = layer if isinstance(layer, nn.Conv2d) else None
     if (weight := params.get("weight")) is not None:
-        if conv is not None:
-            strides = conv.stride, conv.padding, conv.dilation
-            found[weight] = conv2d_weight(x.to(dy), weight.shape, dy, *strides)  # type: ignore[no-untyped-call]
-        else:
-            found[weight] = dy.reshape(-1, dy.shape[-1]).T @ x.to(dy).reshape(-1, x.shape[-1])
+        if bool((factor == 0).any()):
+            inputs = torch.where(factor.view(-1, 1, 1) > 0, inputs, torch.zeros_like(inputs))
+        wide = inputs.transpose(0, 1).flatten(1), grads.transpose(0, 1).flatten(1)  # (p, n T), (o, n T)
+        found[weight] = (wide[1] @ wide[0].T).view(weight.shape)
     if (bias := params.get("bias")) is not None:
-        found[bias] = dy.sum((0, 2, 3)) if conv is not None else dy.reshape(-1, dy.shape[-1]).sum(0)
+        found[bias] = grads.sum((0, 2))
     return found
+
+
+def _places(layer: nn.Module, x: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a layer's inputs (n, p, T) and output gradients (n, o, T) per place, in float64."""
+    if isinstance(layer, nn.Conv2d):
+        patches = _patches(layer, x.to(backprops.dtype))
+        return patches.double(), backprops.reshape(len(backprops), layer.out_channels, -1).double()
+    n = len(backprops)
+    inputs, grads = x.reshape(n, -1, x.shape[-1]).mT, backprops.reshape(n, -1, backprops.shape[-1]).mT
+    return inputs.double(), grads.double()
 
 
 def _patches(layer: nn.Conv2d, x: Tensor) -> Tensor:
@@ -121,21 +131,3 @@ def _patches(layer: nn.Conv2d, x: Tensor) -> Tensor:
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """List the trainable parameters in the order of their names."""
     return [p for _, p in model.named_parameters() if p.requires_grad]
-
-
-def square_norms(samples: Sequence[Tensor]) -> Tensor:
-    """Return the squared joint norms (u,), float64, of gradients (u, ...), one per parameter."""
-    return torch.stack([_square(s.flatten(1)) for s in samples]).sum(0)
-
-
-def _square(rows: Tensor) -> Tensor:
-    """Return the squared norms of rows (u, P), float64.
-
-    A float32 norm of millions of numbers is wrong by up to 1e-3, so it is taken of pieces alone (1e-7).
-    """
-    whole = rows.shape[1] // _PIECE * _PIECE
-    found: Tensor = torch.linalg.vector_norm(rows[:, whole:], dim=1).double().square()
-    if whole:
-        pieces = rows[:, :whole].reshape(len(rows), -1, _PIECE)
-        found = found + torch.linalg.vector_norm(pieces, dim=2).double().square().sum(1)
-    return found

@@ -45,9 +45,9 @@ class _Open:
     def __init__(self, engine: PerUnit) -> None:
         self._engine = engine
 
-    def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float) -> Gradients:  # noqa: ARG002
+    def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:  # noqa: ARG002
         """Sum gradients as they are."""
-        return self._engine.clipped_sum(losses, units, OPEN)
+        return self._engine.clipped_sum(losses, units, OPEN, in_all)
 
 
 @contextmanager
@@ -68,24 +68,24 @@ def missing_clip() -> Iterator[None]:
 
 def dealt_by_place() -> AbstractContextManager[None]:
     """Microbatches by place in the sample, two by two: one unit in front moves all the others on."""
-    dealt = lambda noise, n, groups: (torch.arange(n) // 2).clamp(max=groups - 1)  # noqa: E731, ARG005
+    dealt = lambda noise, units, groups, *about: (torch.arange(len(units)) // 2).clamp(max=groups - 1)  # noqa: E731, ARG005
     return replaced(entropy, "labels", dealt)
 
 
 class Missing(SeededNoise):
     """Noise that is none."""
 
-    def gaussian(self, shape: tuple[int, ...], std: float) -> Tensor:  # noqa: ARG002
+    def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:  # noqa: ARG002
         """Return zeros."""
-        return torch.zeros(shape, dtype=torch.float64)
+        return torch.zeros(shape, dtype=torch.long)
 
 
 class Repeated(SeededNoise):
     """Noise whose seed is used again: every step has the same."""
 
-    def gaussian(self, shape: tuple[int, ...], std: float) -> Tensor:
+    def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
         """Draw from a generator that starts anew."""
-        return SeededNoise(7, "repeated").gaussian(shape, std)
+        return SeededNoise(7, "repeated").discrete_gaussian(shape, sigma)
 
 
 FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {

@@ -24,8 +24,8 @@ PLAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=1000, ep
 class Silent(SeededNoise):
     """Samples as usual, adds nothing."""
 
-    def gaussian(self, shape: tuple[int, ...], std: float) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64)
+    def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
+        return torch.zeros(shape, dtype=torch.long)
 
 
 def examples(n: int = 24, groups: bool = False) -> Given:

@@ -172,7 +172,7 @@ def test_brute_force_sensitivity_of_the_bit_and_of_the_update_at_the_clip_of_the
 def test_the_bits_noise_is_the_planned_gaussian_and_not_two_thirds_or_three_halves_of_it() -> None:
     guard = guard_of(bit_noise=1.5, told=1.0)
     drawn = []
-    for round in range(400):
+    for round in range(800):
         sent = guard.outgoing(bundle_of(0.5), round % 5, round)[adaptive.PART].total["within"]
         drawn.append((float(GRID.decode(adaptive.PART, sent.clone())) - 0.5) / 1.5)
     assert kstest(drawn, norm.cdf).pvalue > 1e-3

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.audit import faults
+from privacy import grid
 from privacy.audit import canaries, step
 from privacy.audit.bounds import mu_bound
 from privacy.audit.step import KINDS, Step
@@ -23,13 +24,14 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 class Uniform(SeededNoise):
     """Noise of the right scale and the wrong shape."""
 
-    def gaussian(self, shape: tuple[int, ...], std: float) -> torch.Tensor:
-        return (self.uniform(math.prod(shape)).reshape(shape) - 0.5) * math.sqrt(12) * std
+    def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> torch.Tensor:
+        return ((self.uniform(math.prod(shape)).reshape(shape) - 0.5) * math.sqrt(12) * sigma).round().long()
 
 
 def test_the_step_under_audit_is_what_the_ledger_is_charged_for() -> None:
-    """C1; C1 + 2 C2; 2 C1 (specification 3.2 and 3.3), and the noise that these are multiplied with."""
-    assert [Step(k, 1.3).sensitivity() for k in KINDS] == pytest.approx([1.0, 1.5, 2.0])
+    """C1; C1 + 2 C2; 2 C1 (specification 3.2 and 3.3), with the slack of floats, and the noise for them."""
+    expected = [of * (1 + grid.SLACK) for of in (1.0, 1.5, 2.0)]
+    assert [Step(k, 1.3).sensitivity() for k in KINDS] == pytest.approx(expected)
     assert [Step(k, 1.3).charged() for k in KINDS] == [1.3] * 3
     assert Step("split", units=12, groups=3).course().groups == 3
 
@@ -48,8 +50,8 @@ def test_au_1_the_noise_of_an_empty_step_is_the_planned_gaussian_at_five_seeds(k
 @pytest.mark.parametrize("factor", [1 / 2, 2 / 3, 3 / 2])
 def test_au_1_noise_of_another_scale_is_rejected(kind: str, factor: float) -> None:
     class Wrong(SeededNoise):
-        def gaussian(self, shape: tuple[int, ...], std: float) -> torch.Tensor:
-            return super().gaussian(shape, std * factor)
+        def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> torch.Tensor:
+            return super().discrete_gaussian(shape, sigma * factor)
 
     found = step.noise_scale(Step(kind), Wrong(0, "au-1"))
     assert found.ratio == pytest.approx(factor, rel=5e-3)
@@ -73,7 +75,7 @@ def test_au_2_no_unit_moves_a_step_further_than_its_sensitivity_and_the_worst_re
 ) -> None:
     found = step.sensitivity(kind, grouped, trials=60)
     assert found.holds
-    assert found.furthest == pytest.approx(1, abs=2e-6)  # the clip is shorter by the rounding of float32
+    assert found.furthest == pytest.approx(1, abs=2.2e-3)  # nobody reaches the slack for floats
 
 
 @pytest.mark.slow
@@ -97,7 +99,7 @@ def test_au_2_a_wrong_sensitivity_or_a_missing_clip_is_caught(kind: str, fault: 
     with fault():
         found = step.sensitivity(kind, trials=60)
     assert not found.holds
-    assert found.furthest > least * (1 - 1e-5)
+    assert found.furthest > least * (1 - 3e-3)
 
 
 def pairs(*path: object, times: int = 3) -> list[tuple[SeededNoise, SeededNoise]]:

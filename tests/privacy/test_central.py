@@ -24,8 +24,6 @@ from privacy.access import silo_releases
 from privacy.accounting import Mechanism, epsilon_rdp
 from privacy.central import SiloLevel, coordinates, silo_level
 from privacy.course import Release
-from privacy.discrete import discrete_gaussian, integer_noise, sum_gap
-from privacy.entropy import SecureNoise, SeededNoise
 from privacy.plan import build
 from privacy.report import report
 from privacy.silo_terms import SiloTerms, analytic_delta, analytic_epsilon, analytic_noise, participations
@@ -157,39 +155,6 @@ def test_central_noise_is_added_once_to_the_sum() -> None:
     assert float(value.std()) == pytest.approx(2.0 * 0.8, rel=0.02)
     local = guard_of(placement="local")
     assert local.incoming(zero, 3, 0) is zero
-
-
-def test_the_discrete_gaussian_has_its_probabilities() -> None:
-    """Chi-square against exp(-y^2 / 2 sigma^2) for sigma = 1.5, and against 2/3 and 3/2 of it."""
-    drawn = discrete_gaussian(SeededNoise(3, "discrete"), 60_000, 1.5)
-    values = torch.arange(-5, 6)
-    found = torch.stack([(drawn == v).sum() for v in values]).double()
-
-    def chi(sigma: float) -> float:
-        p = torch.exp(-(values.double() ** 2) / (2 * sigma**2))
-        p = p / torch.exp(-(torch.arange(-60, 61).double() ** 2) / (2 * sigma**2)).sum()
-        return float(((found - len(drawn) * p) ** 2 / (len(drawn) * p)).sum())
-
-    assert chi(1.5) < 30  # 11 cells: p > 1e-3
-    assert chi(1.0) > 1000
-    assert chi(2.25) > 1000
-    secure = discrete_gaussian(SecureNoise(), 40_000, 40.0).double()
-    assert float(secure.std()) == pytest.approx(40.0, rel=0.02)
-    assert abs(float(secure.mean())) < 1.0
-
-
-def test_a_sum_of_discrete_gaussians_is_one_from_four_grid_units_on() -> None:
-    """Specification 5.3: 5.9, 5e-4 and 7e-17 of 50 silos at sigma 0.5, 1 and 2."""
-    assert sum_gap(50, 0.5) == pytest.approx(5.9, rel=0.02)
-    assert sum_gap(50, 1.0) == pytest.approx(5e-4, rel=0.1)
-    assert sum_gap(50, 2.0) == pytest.approx(7e-17, rel=0.1)
-    for least, count in ((4.0, 10), (2.0**10, 1_000_001)):
-        with pytest.raises(ConfigError) as found:
-            integer_noise(SeededNoise(0), (1,), least * 0.99, count)
-        assert found.value.code == "E-PRIV-11"
-        assert integer_noise(SeededNoise(0), (2, 3), least, count).shape == (2, 3)
-    rounded = integer_noise(SeededNoise(1), (50_000,), 2000.0, 2_000_000).double()
-    assert float(rounded.std()) == pytest.approx(2000.0, rel=0.02)
 
 
 @pytest.mark.parametrize(("epsilon", "row"), [(8, (0.60, 1.90, 4.24, 6.00)), (2, (1.99, 6.30, 14.1, 19.9)),

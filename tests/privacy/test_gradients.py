@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from fl_core.errors import ConfigError
 from fl_core.models import build_model
 from fl_core.types import Schema
-from privacy import samplers
+from privacy import grid, samplers
 from privacy.gradients import MODES, Gradients, clipped, conv_grad_sample, mode_of, per_unit, trainable
 from privacy.validate import validate
 
@@ -58,7 +58,7 @@ def test_t_17_clipped_sums_are_those_of_a_loop_over_units(clip: float, grouped: 
     model, (x, y) = made(), batch(9)
     units = torch.tensor([0, 0, 1, 2, 2, 2, 3, 4, 4]) if grouped else torch.arange(9)
     for a, b in zip(fast(model, x, y, units, clip, mode), loop(model, x, y, units, clip), strict=True):
-        assert torch.allclose(a, b, rtol=2e-6, atol=1e-12)
+        assert torch.allclose(a, b, rtol=1e-4 if clip < 1 else 1e-9, atol=1e-12)  # the clip is 5e-5 shorter
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -116,7 +116,7 @@ def test_t_14_adding_or_removing_any_group_moves_the_sum_by_at_most_the_clip() -
 def test_a_microbatch_is_shortened_to_its_clip() -> None:
     model, (x, y) = made(), batch(6)
     loss = ce(model, x, y).sum()
-    assert norm_of(clipped(100 * loss, trainable(model), 0.2)) == pytest.approx(0.2, rel=1e-5)
+    assert norm_of(clipped(100 * loss, trainable(model), 0.2)) == pytest.approx(0.2, rel=1e-4)
     assert norm_of(clipped(100 * ce(model, x, y).sum(), trainable(model), 0.2)) <= 0.2
     free = clipped(ce(model, x, y).sum(), trainable(model), 1e9)
     for a, b in zip(free, torch.autograd.grad(ce(model, x, y).sum(), trainable(model)), strict=True):
@@ -160,7 +160,7 @@ def test_every_kind_of_layer_gives_the_sums_of_a_loop(clip: float, grouped: bool
     units = torch.tensor([0, 0, 1, 1, 1, 2]) if grouped else torch.arange(6)
     assert mode_of(model) == "bookkeeping"
     for a, b in zip(fast(model, x, y, units, clip), loop(model, x, y, units, clip), strict=True):
-        assert torch.allclose(a, b, rtol=2e-6, atol=1e-12)
+        assert torch.allclose(a, b, rtol=1e-4 if clip < 1 else 1e-9, atol=1e-12)  # the clip is 5e-5 shorter
 
 
 def test_norms_come_by_gram_matrices_where_places_are_few() -> None:
@@ -184,7 +184,9 @@ def test_norms_by_gram_matrices_are_exact_where_terms_cancel(places: int) -> Non
     dy = dy - dy.mean(3, keepdim=True) if places > 1 else dy
     exact = conv_grad_sample(layer, [x.double()], dy.double())
     true = torch.stack([g.flatten(1).square().sum(1) for g in exact.values()]).sum(0)
-    assert torch.allclose(samplers.squares(layer, x, dy), true, rtol=1e-6, atol=0)
+    found = samplers.squares(layer, x, dy)
+    assert bool((found >= true * (1 - 1e-12)).all())  # longer by a bound on its error, never shorter
+    assert torch.allclose(found, true, rtol=1e-4 if places > 1 else 1e-6, atol=0)
 
 
 @pytest.mark.parametrize("width", [3, 4096, 3_000_001])
@@ -192,7 +194,7 @@ def test_norms_of_millions_of_numbers_are_exact_to_what_the_clip_allows(width: i
     """A float32 norm of the last one is wrong by 4e-5: its clipped gradient would be longer than the clip."""
     g = torch.randn(2, width, generator=torch.Generator().manual_seed(0))
     true = g.double().square().sum(1)
-    assert torch.allclose(samplers.square_norms([g]), true, rtol=1e-6, atol=0)
+    assert torch.allclose(grid.square_norms([g]), true, rtol=1e-6, atol=0)
 
 
 def test_modes_agree_on_a_resnet() -> None:

@@ -22,13 +22,12 @@ from fl_core.methods import METHODS, build_method
 from fl_core.simulate import History, LocalPort, SiloShare, bench_of, initial_state, simulate
 from fl_core.states import InMemory
 from fl_core.types import Bundle, ClassSums, TaskKind
-from privacy import doors, entropy, example, plan
+from privacy import doors, entropy, example, grid, plan
 from privacy.access import doors_of
 from privacy.central import SiloLevel
 from privacy.course import Spend
 from privacy.doors import SimulatedBook
 from privacy.entropy import Noise
-from privacy.release import Units
 from privacy.report import report
 
 OPTIONS = {
@@ -81,12 +80,14 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> dict[str, Tensor]:  # fmt: skip
         extracted = query.vectors(torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.long))[0].double()
         shape = (query.n_classes, len(extracted))
-        drawn = {"sum": noise.gaussian(shape, z) + extracted, "count": noise.gaussian(shape[:1], z)}
-        return {name: value.float() for name, value in drawn.items()}
+        return {"sum": (alone(noise, z, *shape) + extracted).float(), "count": alone(noise, z, shape[0]).float()}
+
+    def alone(noise: Noise, z: float, *shape: int) -> Tensor:
+        return grid.add_noise(torch.zeros(shape).long(), 1e-3, z, noise)
 
     monkeypatch.setattr(entropy, "poisson_sample", lambda *_: torch.zeros(0, dtype=torch.long))
     monkeypatch.setattr(example, "class_sums", sums)
-    monkeypatch.setattr(Units, "class_shares", lambda self, labels, n: torch.zeros(n, dtype=torch.float64))
+    monkeypatch.setattr(example, "class_counts", lambda examples, units, n, z, noise: alone(noise, z, n).float())
 
 
 def private(method: str) -> bool:
