@@ -6,6 +6,7 @@ Rates and steps follow from the declared size of the hospital, never from a coun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -172,9 +173,11 @@ class Course:
     def rows(self) -> int:
         """Return the shape of the batches that per-unit gradients are computed in: a public constant.
 
-        A fourth of the expected sample, so that what fills the last batch up is an eighth of the work.
+        As few batches as `physical_batch` allows for a sample two standard deviations above the expected one, of equal
+        shape, so that little is computed to fill the last one up.
         """
-        return min(self.terms.physical_batch, 8 * max(1, round(self.batch / 32)))
+        most, sample = self.terms.physical_batch, self.batch + 2 * math.sqrt(self.batch * (1 - self.rate))
+        return min(most, 8 * math.ceil(sample / math.ceil(sample / most) / 8))
 
     def training(self, steps: int, noise: float | None = None) -> list[Release]:
         """Plan one call of `sgd`: steps with and without a coupled term have different sensitivities, equal noise."""

@@ -165,7 +165,7 @@ class PrivateData:
             return self._checked(loss(model, filled(x, rows).to(self._device), filled(y, rows).to(self._device)))
 
         if not micro:
-            rows = course.rows
+            rows = 1 if draws.alone else course.rows  # a unit that is alone has a shape of its own
             for index, unit in units.units.chunks(drawn, 0 if draws.alone else rows, subset):
                 number = torch.cat((unit, unit.new_full((-len(unit) % rows,), PADDING)))
                 alone = partial(lambda i: losses(i, rows).per_example, index)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from privacy import entropy, example
+from fl_core import rng
+from privacy import entropy, example, gradients, grid, release, samplers
 from privacy.course import Course
-from privacy.entropy import SeededNoise
+from privacy.draws import Draws
+from privacy.entropy import Noise, SeededNoise
+from privacy.example import PrivateData
 from privacy.gradients import Gradients, PerUnit, clipped, per_unit
 from privacy.terms import Terms
 
@@ -20,12 +24,16 @@ OPEN = 1e12
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """Put something else in the place of a function for a while."""
-    before = vars(owner)[name]
+    missing = object()
+    before = vars(owner).get(name, missing)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 def halved_noise() -> AbstractContextManager[None]:
@@ -72,6 +80,88 @@ def dealt_by_place() -> AbstractContextManager[None]:
     return replaced(entropy, "labels", dealt)
 
 
+@contextmanager
+def finite_check_removed() -> Iterator[None]:
+    """Factors and rows as they come: what is not finite is multiplied by 0, which makes it NaN."""
+
+    def factors(squares: Tensor, bound: float) -> Tensor:
+        return (bound / squares.double().sqrt()).clamp(max=1.0)
+
+    def weighted_sum(factor: Tensor, rows: Tensor, block: int) -> Tensor:  # noqa: ARG001
+        return (factor @ rows.flatten(1).double()).view(rows.shape[1:])
+
+    def weighted(layer: nn.Module, x: Tensor, dy: Tensor, factor: Tensor) -> dict[nn.Parameter, Tensor]:
+        inputs, grads = samplers._places(layer, x, dy)
+        found = {layer.weight: torch.einsum("n,nop->op", factor, grads @ inputs.mT).view(layer.weight.shape)}
+        if layer.bias is not None:
+            found[layer.bias] = torch.einsum("n,no->o", factor, grads.sum(2))
+        return found
+
+    def add_noise(values: Tensor, g: float, std: float, noise: Noise) -> Tensor:
+        return values * g + noise.discrete_gaussian(tuple(values.shape), std / g).double() * g
+
+    def shares(*given: object) -> release.Shares:
+        found = honest(*given)
+        return replace(found, vectors=release._vectors(given[0], given[1], None))
+
+    honest = release.unit_shares
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (grid, "factors", factors),
+            (grid, "weighted_sum", weighted_sum),
+            (samplers, "weighted", weighted),
+            (grid, "rounded", lambda values, g: values / g),
+            (grid, "truncated", lambda values, g: values / g),
+            (grid, "add_noise", add_noise),
+            (release, "unit_shares", shares),
+        ):
+            stack.enter_context(replaced(owner, name, value))
+        yield
+
+
+def rounding_removed() -> AbstractContextManager[None]:
+    """Gaussian floats on a sum in float32, where integers belong."""
+
+    def released(doors: PrivateData, total: Gradients, params: Sequence[nn.Parameter], divisor: float) -> None:
+        generator = torch.Generator().manual_seed(doors._noise.seed("floats"))
+        for p, s in zip(params, total, strict=True):
+            drawn = torch.randn(p.shape, generator=generator, dtype=torch.float64) * doors._course.std
+            p.grad = s.to(p).add_(drawn.to(p)).div_(divisor)
+
+    return replaced(PrivateData, "_release", released)
+
+
+@contextmanager
+def drawn_by_position() -> Iterator[None]:
+    """Augmentation and dropout from the run's public seed, by place in the batch."""
+
+    def read(draws: Draws, index: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        return draws._examples.batch(index, rng.stream(0, "augment", step) if draws._augment else None)
+
+    with (
+        replaced(Draws, "read", read),
+        replaced(Draws, "scope", lambda draws: rng.torch_scope(0, "dropout")),  # noqa: ARG005
+        replaced(Draws, "for_units", lambda draws, index, step: nullcontext()),  # noqa: ARG005
+        replaced(Draws, "alone", property(lambda draws: False, lambda draws, value: None)),  # noqa: ARG005
+    ):
+        yield
+
+
+def any_shape() -> AbstractContextManager[None]:
+    """Batches as long as the sample makes them."""
+    return replaced(example, "filled", lambda x, rows: x)  # noqa: ARG005
+
+
+def clip_without_convolutions() -> AbstractContextManager[None]:
+    """Leave convolutions out of the norm that is clipped."""
+    honest = gradients.grid.square_norms
+
+    def square_norms(samples: Sequence[Tensor]) -> Tensor:
+        return honest([s if s.dim() != 5 else s * 0 for s in samples])
+
+    return replaced(gradients.grid, "square_norms", square_norms)
+
+
 class Missing(SeededNoise):
     """Noise that is none."""
 
@@ -94,5 +184,10 @@ FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "small sensitivity": small_sensitivity,
     "missing clip": missing_clip,
     "dealt by place": dealt_by_place,
+    "finite check removed": finite_check_removed,
+    "rounding removed": rounding_removed,
+    "draws by position": drawn_by_position,
+    "any batch shape": any_shape,
+    "convolutions not clipped": clip_without_convolutions,
 }
 """Faults of the doors by name."""

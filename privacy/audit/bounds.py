@@ -89,6 +89,26 @@ def mu_bound(without: Floats, with_record: Floats, confidence: float = CONFIDENC
     return max(0.0, _mu(without[half:], with_record[half:], float(at), confidence))
 
 
+def epsilon_bound(without: Floats, with_record: Floats, delta: float, confidence: float = CONFIDENCE) -> float:
+    """Return a lower bound on epsilon from scores of two worlds, whatever the mechanism; 0 where nothing is refuted.
+
+    Of (epsilon, delta)-privacy TPR <= e^eps FPR + delta at every threshold, which is chosen on the first halves.
+    """
+    half = len(without) // 2
+    both = np.concatenate((without[:half], with_record[:half]))
+    at = max(
+        np.unique(np.quantile(both, np.linspace(0, 1, 51), method="lower")),
+        key=lambda c: _epsilon(without[:half], with_record[:half], float(c), delta, confidence),
+    )
+    return max(0.0, _epsilon(without[half:], with_record[half:], float(at), delta, confidence))
+
+
+def _epsilon(without: Floats, with_record: Floats, threshold: float, delta: float, confidence: float) -> float:
+    false_positive = _upper(int((without > threshold).sum()), len(without), confidence / 2)
+    right = 1 - _upper(int((with_record <= threshold).sum()), len(with_record), confidence / 2)
+    return math.log((right - delta) / false_positive) if right > delta else 0.0
+
+
 def _mu(without: Floats, with_record: Floats, threshold: float, confidence: float) -> float:
     false_positive = _upper(int((without > threshold).sum()), len(without), confidence / 2)
     false_negative = _upper(int((with_record <= threshold).sum()), len(with_record), confidence / 2)
