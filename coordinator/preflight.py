@@ -24,13 +24,12 @@ _REASON_CHARS = 200
 
 
 def is_due(run: Run, manifest: RunManifest, store: Store) -> bool:
-    """Tell whether the silos are asked: no round was ever opened, and the run is private or needs every silo.
+    """Tell whether the silos are asked: the run is private, and no round of it was ever opened.
 
-    A quorum below the cohort is the lead's word that a run without privacy may go on without some.
+    A run without privacy is charged nowhere, and its quorum says how many silos it may go on without.
     """
     opened = run.closed > 0 or store.runs.round(run.id, 0) is not None
-    needs_all = not 0 < manifest.quorum < (manifest.cohort or len(manifest.members))
-    return not opened and (needs_all or privacy.plan.build(manifest).private)
+    return not opened and privacy.plan.build(manifest).private
 
 
 def ask(run: Run, manifest: RunManifest, hub: Hub) -> None:

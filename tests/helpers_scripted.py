@@ -62,18 +62,16 @@ Alter = Callable[[Key, Bundle], Bundle]
 class ScriptedSilo:
     """A silo that follows docs/protocol.md with the least code: session, outbox, uploads, and a script for exceptions.
 
-    alter: changes a bundle before it is packed. refuse: says why an offer is refused, or "". unready: a preflight's
-    code and reason, None for ready; one that returns "" says nothing at all.
+    alter: changes a bundle before it is packed. refuse: says why an offer is refused, or "".
     """
 
     def __init__(
         self, world: World, name: str, share: SiloShare, memory: Memory | None = None, *,
         alter: Alter | None = None, refuse: Callable[[pb.Offer], str] = lambda offer: "",
-        unready: Callable[[pb.Preflight], tuple[str, str] | str | None] = lambda asked: None,
     ) -> None:  # fmt: skip
         self.world, self.name, self.share = world, name, share
         self.memory = memory or Memory()
-        self._alter, self._refuse, self._unready = alter, refuse, unready
+        self._alter, self._refuse = alter, refuse
         self._stop = threading.Event()
         self._offers: queue.Queue[pb.Offer | None] = queue.Queue()
         self.received: list[pb.CoordinatorMessage] = []
@@ -149,15 +147,6 @@ class ScriptedSilo:
         kind = message.WhichOneof("body")
         if kind == "pulse":
             out.put(pb.SiloMessage(pulse=pb.Pulse(activity=pb.IDLE)))
-        elif kind == "preflight":
-            asked = message.preflight
-            found = self._unready(asked)
-            code, reason = found or ("", "")
-            answer = pb.PreflightAnswer(
-                run_id=asked.run_id, manifest_digest=asked.manifest_digest, ready=not code, code=code, reason=reason
-            )
-            if found != "":
-                out.put(pb.SiloMessage(preflight=answer))
         elif kind == "offer":
             offer = message.offer
             why = self._refuse(offer)
