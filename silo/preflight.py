@@ -56,17 +56,23 @@ def _disk(model: nn.Module, folder: Path) -> None:
 
 def _memory(seat: Seat, device: torch.device) -> None:
     free, model = free_memory(device), seat.bench.model
-    terms = plan.terms_of(seat.manifest.privacy)
-    at_once = terms.physical_batch if isinstance(terms, Terms) else 0
-    need = training_bytes(model, at_once)
+    rows = _rows(seat)
+    need = training_bytes(model, rows)
     if free is None or need <= free:
         return
     remedy = "choose a smaller model"
-    if at_once > 1:
+    if rows > 1:
         remedy = f"set privacy.physical_batch=1, which needs {_mib(training_bytes(model, 1))}, or a few, or {remedy}"
-    raise RefusedError(
-        "E-RUN-38", f"expected {_mib(need)} of free memory on {device} at the least, found less: {remedy}"
-    )
+    raise RefusedError("E-RUN-38", f"expected about {_mib(need)} of free memory on {device}, found less: {remedy}")
+
+
+def _rows(seat: Seat) -> int:
+    """Return how many examples' gradients are computed at once, a public constant; 0 without record-level privacy."""
+    if not isinstance(plan.terms_of(seat.manifest.privacy), Terms):
+        return 0
+    from privacy.doors import course_of
+
+    return course_of(seat.manifest, seat.index).rows
 
 
 def state_bytes(model: nn.Module) -> int:
@@ -75,10 +81,10 @@ def state_bytes(model: nn.Module) -> int:
 
 
 def training_bytes(model: nn.Module, at_once: int) -> int:
-    """Estimate the bytes that training takes at the least: copies of the model, and gradients of single examples.
+    """Estimate the bytes that training takes: copies of the model, and gradients of single examples.
 
-    at_once: how many examples' gradients are held; 0 without record-level privacy. Activations, which depend on the
-    model's inside, come on top.
+    at_once: how many examples' gradients are held; 0 without record-level privacy. Activations come on top; layers
+    whose gradients need not be held stay below it.
     """
     gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return COPIES * state_bytes(model) + at_once * gradients

@@ -16,6 +16,7 @@ from fl_core.models import build_model
 from privacy.access import silo_releases
 from privacy.accounting import aggregated
 from privacy.central import silo_level
+from privacy.doors import course_of
 from privacy.preview import whole_run
 from protos.consilium.v1 import federation_pb2 as pb
 from silo import preflight as checks
@@ -161,7 +162,8 @@ def test_too_little_memory_names_the_physical_batch_and_too_little_disk_the_need
     hospital = make(private())
     hospital.start()
     built = build_model("digits_cnn", {}, hospital.manifest.schema, 3)
-    for free in (0, checks.training_bytes(built, 64) - 1):
+    rows = course_of(hospital.manifest, 1).rows
+    for free in (0, checks.training_bytes(built, rows) - 1):
         monkeypatch.setattr(checks, "free_memory", lambda _, free=free: free)
         ask(hospital)
         found = answered(hospital, len(answers(hospital)) + 1)
@@ -169,7 +171,7 @@ def test_too_little_memory_names_the_physical_batch_and_too_little_disk_the_need
         assert "privacy.physical_batch=1" in found.reason
     reasons = {a.reason for a in answers(hospital)}
     assert len(reasons) == 1  # what is free at the hospital is not told
-    monkeypatch.setattr(checks, "free_memory", lambda _: checks.training_bytes(built, 64))
+    monkeypatch.setattr(checks, "free_memory", lambda _: checks.training_bytes(built, rows))
     need = checks.OBJECTS * checks.state_bytes(built)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10 * need, 0, need - 1))
     ask(hospital)
