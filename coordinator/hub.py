@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
+from coordinator.bell import Bell
 from coordinator.records import RoundRow, Run, RunState
 from coordinator.sessions import Live, Session
 from coordinator.store import Store
-from coordinator.tasks import KINDS, WIRE, Interrupted, Pending, Task, TaskKey
+from coordinator.tasks import KINDS, WIRE, Interrupted, Pending, Preflight, PreflightKey, Task, TaskKey
 from fl_core.errors import REASON_CHARS, FederationError, RefusedError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.identity import PeerCertificate
@@ -29,31 +29,6 @@ _ALIVE_PULSES = 2
 """Who was heard within so many pulses is there; a line that died without a word makes place after them."""
 _LOST_MESSAGES_S = 300.0
 """A run's end is told again to a silo whose last sign of life is not this much younger."""
-
-
-@dataclass(slots=True)
-class Bell:
-    """Wakes whoever watches; a count instead of a flag, so that nobody misses a ring."""
-
-    _count: int = 0
-    _rung: threading.Condition = field(default_factory=threading.Condition)
-
-    def ring(self) -> None:
-        """Say that something has changed."""
-        with self._rung:
-            self._count += 1
-            self._rung.notify_all()
-
-    def count(self) -> int:
-        """Return how often it rang."""
-        with self._rung:
-            return self._count
-
-    def wait(self, seen: int, seconds: float) -> int:
-        """Wait until it has rung more than `seen` times, at most so long; return how often it rang."""
-        with self._rung:
-            self._rung.wait_for(lambda: self._count > seen, seconds)
-            return self._count
 
 
 class Hub:
@@ -69,7 +44,7 @@ class Hub:
         self.bell = Bell()
         self._lock = threading.RLock()
         self._sessions: dict[str, Session] = {}
-        self._pending: dict[TaskKey, Pending] = {}
+        self._pending: dict[TaskKey | PreflightKey, Pending] = {}
         self._stopped: set[str] = set()
         self._told: dict[tuple[str, str], str] = {}
 
@@ -112,7 +87,7 @@ class Hub:
             if past and session.name in run.members:
                 session.send(run_ended(run))
         with self._lock:
-            mine = [p.task for key, p in self._pending.items() if key.silo == session.name]
+            mine = [p.task for key, p in self._pending.items() if key.silo == session.name and not p.settled]
             for task in mine:
                 if task.key.run_id not in self._stopped:  # as in `offer`
                     session.send(task.offer())
@@ -159,15 +134,32 @@ class Hub:
                 pending.accepted = True
                 self._event(key, "accepted")
             return
-        code = answer.code if _CODE.fullmatch(answer.code) else "E-RUN-14"
-        error = RefusedError(code, f"the hospital refused: {answer.reason[:REASON_CHARS] or 'it gave no reason'}")
-        self._event(key, "refused", str(error))
+        self._refuse(pending, answer.code, answer.reason)
+
+    def preflight(self, session: Session, answer: pb.PreflightAnswer) -> None:
+        """Take a silo's answer to a preflight; one about another manifest, or to none, answers nothing."""
+        key = PreflightKey(answer.run_id, session.name)
+        with self._lock:
+            pending = self._pending.get(key)
+        if pending is None or pending.settled or pending.task.manifest_digest != answer.manifest_digest:
+            return
+        if answer.ready:
+            self._event(key, "ready")
+            pending.settle(answer.manifest_digest)
+        else:
+            self._refuse(pending, answer.code, answer.reason)
+
+    def _refuse(self, pending: Pending, code: str, reason: str) -> None:
+        """Settle what a silo was asked with its no."""
+        code = code if _CODE.fullmatch(code) else "E-RUN-14"
+        error = RefusedError(code, f"the hospital refused: {reason[:REASON_CHARS] or 'it gave no reason'}")
+        self._event(pending.task.key, "refused", str(error))
         pending.settle(error)
 
     # ---- tasks -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def awaited(self, task: Task) -> Iterator[Pending]:
+    def awaited(self, task: Task | Preflight) -> Iterator[Pending]:
         """Keep a task open inside the block; raises Interrupted when its run is."""
         pending = Pending(task)
         with self._lock:
@@ -180,7 +172,7 @@ class Hub:
             with self._lock:
                 self._pending.pop(task.key, None)
 
-    def offer(self, task: Task) -> None:
+    def offer(self, task: Task | Preflight) -> None:
         """Offer an open task to its silo; one that is away is offered it when it comes, one of a run that ends never.
 
         Under one lock with `interrupt`, after which the run's end is told: no silo hears of a task after that.
@@ -266,7 +258,7 @@ class Hub:
         for key in fresh:
             self._event(key, kind, text)
 
-    def _event(self, key: TaskKey, kind: str, text: str = "") -> None:
+    def _event(self, key: TaskKey | PreflightKey, kind: str, text: str = "") -> None:
         self.store.runs.event(key.run_id, kind, key.round, key.silo, text)
         self.bell.ring()
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import privacy.plan
+from coordinator import preflight
 from coordinator.blobs import Blobs
 from coordinator.hub import Hub
 from coordinator.keeper import Keeper
@@ -169,6 +170,8 @@ class RunService:
         if run.state.ended:
             return
         manifest = RunManifest.from_json(run.manifest)
+        if preflight.is_due(run, manifest, self._store):
+            preflight.ask(run, manifest, self._hub)
         broadcasts = Broadcasts(run_id, manifest.deadline_s, self._store, self._blobs, self._collect)
         server = self._begin(run, manifest, broadcasts)
         ports = [

@@ -1,4 +1,4 @@
-"""A task for one silo, and the wait for what comes of it."""
+"""What one silo is asked for, a task or whether it is ready for a run, and the wait for what comes of it."""
 
 from __future__ import annotations
 
@@ -61,31 +61,77 @@ class Task:
             )
         )
 
+    @property
+    def late(self) -> FederationError:
+        """Say what it means that nothing came in time."""
+        return UnavailableError("E-RUN-13", "no update before the round's deadline")
+
+
+class PreflightKey(NamedTuple):
+    """Whose readiness, for which run."""
+
+    run_id: str
+    silo: str
+
+    @property
+    def round(self) -> int:
+        """Name the round that it comes before."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """The question whether one silo can do its part of a whole run. due: time.monotonic() of its deadline."""
+
+    key: PreflightKey
+    manifest_digest: str
+    due: float
+
+    def offer(self) -> pb.CoordinatorMessage:
+        """Write the question."""
+        return pb.CoordinatorMessage(
+            preflight=pb.Preflight(
+                run_id=self.key.run_id,
+                manifest_digest=self.manifest_digest,
+                deadline_unix=time.time() + max(0.0, self.due - time.monotonic()),
+            )
+        )
+
+    @property
+    def late(self) -> FederationError:
+        """Say what it means that nothing came in time."""
+        return UnavailableError("E-RUN-37", "no answer to the preflight")
+
 
 @dataclass(slots=True)
 class Pending:
-    """A task that was offered. It is settled once: by a delivery, a failure or an interruption."""
+    """What a silo was asked. It is settled once: by a delivery or an answer, a failure or an interruption."""
 
-    task: Task
+    task: Task | Preflight
     accepted: bool = False
     _outcome: str | FederationError | Interrupted | None = None
     _settled: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def settled(self) -> bool:
+        """Tell whether it is known what came of it."""
+        return self._settled.is_set()
+
     def settle(self, outcome: str | FederationError | Interrupted) -> None:
-        """Say what came of it (a digest: delivered); later words do not count."""
+        """Say what came of it (a digest: delivered, or ready for this manifest); later words do not count."""
         with self._lock:
             if self._outcome is None:
                 self._outcome = outcome
                 self._settled.set()
 
     def wait(self) -> str:
-        """Wait for the digest of the delivered object.
+        """Wait for the digest of the delivered object, or of the manifest that the silo is ready for.
 
-        Raises what the task was settled with, and UnavailableError (E-RUN-13) when the round's deadline passes.
+        Raises what it was settled with, and UnavailableError (E-RUN-13, E-RUN-37) when its deadline passes.
         """
         self._settled.wait(max(0.0, self.task.due - time.monotonic()))
-        self.settle(UnavailableError("E-RUN-13", "no update before the round's deadline"))
+        self.settle(self.task.late)
         if isinstance(self._outcome, str):
             return self._outcome
         assert self._outcome is not None

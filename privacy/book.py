@@ -17,7 +17,7 @@ from fl_core.datasets import SiloDataset
 from fl_core.errors import FederationError, RefusedError
 from fl_core.manifest import RunManifest
 from privacy import plan, records
-from privacy.accounting import Filter
+from privacy.accounting import Filter, Mechanism
 from privacy.course import HOSPITAL, TRAIN, Release
 from privacy.doors import spent
 from privacy.ledger import Ledger, Planned, Task
@@ -96,6 +96,30 @@ class LedgerBook:
     def counts(self) -> dict[str, Tensor]:
         """Return what was released once and for all."""
         return self._kept
+
+    def require(self, whole: Mapping[str, Sequence[Mechanism]]) -> None:
+        """Raise RefusedError unless all that a run releases, by split, fits beside what is spent; nothing is reserved.
+
+        E-RUN-40 when it does not fit a budget of the ledger or of the policy, E-BUDGET-02 when there is none.
+        """
+        asked: dict[str, list[Mechanism]] = {}
+        for split, mechanisms in whole.items():
+            asked.setdefault(self._records[split].collection, []).extend(mechanisms)
+        for collection, mechanisms in asked.items():
+            budget, spent_before = self._ledger.budget(collection), self._ledger.history(collection)
+            if budget is None:
+                raise RefusedError(
+                    "E-BUDGET-02",
+                    f"expected a budget for {collection!r}, found none: `silo ledger budget set` gives one",
+                )
+            for limit in filter(None, (budget, self._caps.get(collection))):
+                if not limit.admits(spent_before, mechanisms):
+                    raise RefusedError(
+                        "E-RUN-40",
+                        f"expected all rounds to fit the budget of {collection!r} (epsilon {limit.epsilon:g}), found "
+                        f"that it takes {limit.used(mechanisms):.0%} of it where {1 - limit.used(spent_before):.0%} is "
+                        "left: ask for fewer rounds or a smaller epsilon, or set another budget",
+                    )
 
     def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:
         """Set the releases of one task aside, collection by collection, and note that records are about to be read.

@@ -12,7 +12,7 @@ from privacy.access import silo_releases
 from privacy.accounting import Filter, Mechanism, epsilon_prv, epsilon_rdp
 from privacy.central import silo_level
 from privacy.course import HOSPITAL, TEST, TRAIN, Release
-from privacy.doors import course_of
+from privacy.doors import course_of, spent
 from privacy.plan import SILO_LEVEL, is_private, terms_of
 from privacy.silo_terms import SiloTerms, analytic_epsilon, participations
 from privacy.terms import Terms
@@ -53,15 +53,35 @@ class Projection:
     used: float
 
 
-def planned(manifest: RunManifest, index: int) -> list[Release]:
-    """List all releases of one member of a record-level run, in order, as its book will have them."""
+def planned(manifest: RunManifest, index: int, prototypes: bool = True, counts: bool = True) -> list[Release]:
+    """List all releases of one member of a record-level run, in order, as its book will have them.
+
+    prototypes: the hospital submits them where the run asks for them; counts: class counts were not released before.
+    """
     course, member = course_of(manifest, index), manifest.members[index]
-    found, counts = list[Release](), True
+    found = list[Release]()
     for t in range(manifest.rounds):
         if index in cohort.sample(manifest.seed, t, len(manifest.members), manifest.cohort):
-            found += course.releases(t, True, member.prototypes, counts)
+            found += course.releases(t, True, prototypes and member.prototypes, counts)
             counts = False
     return found + course.releases(manifest.rounds, False)
+
+
+def whole_run(
+    manifest: RunManifest, index: int, prototypes: bool = True, counts: bool = True
+) -> dict[str, list[Mechanism]]:
+    """List all that a run releases at one member, by what it is charged to; nothing for a run without privacy.
+
+    prototypes, counts: as `planned` has them. Each round is made once: one that is repeated is charged again.
+    """
+    if not is_private(manifest.privacy):
+        return {}
+    if manifest.privacy.name == SILO_LEVEL:
+        guard, rounds = silo_level(manifest), participations(manifest)[index]
+        releases = silo_releases(guard, True) * rounds + silo_releases(guard, False)
+    else:
+        releases = planned(manifest, index, prototypes, counts)
+    return {split: [r.mechanism for r in found] for split, found in spent(releases).items()}
 
 
 def project(manifest: RunManifest) -> list[Projection]:

@@ -1,4 +1,5 @@
 """Which protocol both sides speak."""
 
-PROTOCOL = 3
-"""Since 2, objects are named by BLAKE3 (ADR 0013); since 3, chunks carry no sum of their own (ADR 0017)."""
+PROTOCOL = 4
+"""Since 2, objects are named by BLAKE3 (ADR 0013); since 3, chunks carry no sum of their own (ADR 0017); since 4, silos
+answer a preflight (ADR 0019): one that knows none would leave a run waiting without a word."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from fl_core.explanations import EXPLANATIONS
 from protos.consilium.v1 import federation_pb2 as pb
+from silo.check import Check
 from silo.notices import Say, notice
 from silo.store import Store
 from silo.tasks import TaskKey
@@ -41,7 +42,8 @@ class Desk:
         self._say = say
         self._lock = threading.Condition()
         self._waiting: dict[TaskKey, pb.Offer] = {}
-        self._current: Task | None = None
+        self._checks: dict[TaskKey, Check] = {}
+        self._current: Task | Check | None = None
         self._accepted = False
         self._refused: dict[_Name, FederationError] = {}
         self._closing: dict[TaskKey, bool] = {}
@@ -66,7 +68,7 @@ class Desk:
             if known := self._refused.get((key, offer.base_digest)):
                 self._answer(key, known)
                 return
-            if self._current is not None and self._current.key.run_id == key.run_id:
+            if isinstance(self._current, Task) and self._current.key.run_id == key.run_id:
                 if self._same(self._current.offer, offer):
                     if self._accepted:
                         self._answer(key, None)
@@ -79,6 +81,14 @@ class Desk:
             self._waiting[key] = offer
             self._lock.notify_all()
 
+    def preflight(self, asked: pb.Preflight) -> None:
+        """Queue the question whether this silo is ready for a run; whenever it is asked, it is looked at anew."""
+        check = Check.of(asked)
+        with self._lock:
+            if not self._shut:
+                self._checks[check.key] = check
+                self._lock.notify_all()
+
     @staticmethod
     def _same(a: pb.Offer, b: pb.Offer) -> bool:
         return (a.round, a.kind, a.base_digest) == (b.round, b.kind, b.base_digest)
@@ -88,7 +98,7 @@ class Desk:
         key = TaskKey.of(closed)
         with self._lock:
             self._waiting.pop(key, None)
-            if self._current is not None and self._current.key == key:
+            if isinstance(self._current, Task) and self._current.key == key:
                 self._closing[key] = closed.included
                 self._current.stop.set(f"{key} is closed")
             else:
@@ -99,6 +109,8 @@ class Desk:
         with self._lock:
             for key in [k for k in self._waiting if k.run_id == ended.run_id]:
                 del self._waiting[key]
+            for key in [k for k in self._checks if k.run_id == ended.run_id]:
+                del self._checks[key]
             if self._current is not None and self._current.key.run_id == ended.run_id:
                 self._ending[ended.run_id] = ended
                 self._current.stop.set(f"run {ended.run_id} has ended: {ended.state}")
@@ -114,11 +126,15 @@ class Desk:
 
     # ---- for the worker ----------------------------------------------------------------------------------------
 
-    def take(self, seconds: float) -> Task | None:
-        """Wait for a task; None when there is none for so long. The caller must `finish` it."""
+    def take(self, seconds: float) -> Task | Check | None:
+        """Wait for a task or a preflight; None when there is none for so long. The caller must `finish` it."""
         with self._lock:
-            if not self._shut and all(self._undecided_on(key) for key in self._waiting):
+            if not self._shut and all(self._undecided_on(key) for key in (*self._waiting, *self._checks)):
                 self._lock.wait(seconds)
+            first = next((k for k in self._checks if not self._undecided_on(k)), None)
+            if first is not None and not self._shut:
+                self._current = self._checks.pop(first)
+                return self._current
             key = next((k for k in self._waiting if not self._held(k)), None)
             if key is None or self._shut:
                 return None
@@ -144,22 +160,26 @@ class Desk:
             e.key.run_id == key.run_id and e.key.round < key.round and e.state_digest for e in self._store.outbox()
         )
 
-    def finish(self, task: Task) -> None:
+    def finish(self, task: Task | Check) -> None:
         """Give a task back, whatever came of it; settle what had to wait for this."""
         with self._lock:
             self._current = None
+            if isinstance(task, Check) and (self._pulse.run_id, self._pulse.activity) == (task.key.run_id, pb.FETCHING):
+                self._pulse = pb.Pulse(activity=pb.IDLE)
             if task.key in self._closing:
                 self._settle(task.key, self._closing.pop(task.key))
             if task.key.run_id in self._ending:
                 self._leave(self._ending.pop(task.key.run_id))
 
-    def hold(self, task: Task) -> bool:
-        """Put a task back until the hospital has decided about its run; tell whether that is news.
+    def hold(self, task: Task | Check) -> bool:
+        """Put a task or a preflight back until the hospital has decided about its run; tell whether that is news.
 
         The coordinator gets no answer before, and sees what the silo waits for.
         """
         with self._lock:
-            if not task.stop.is_set:
+            if not task.stop.is_set and isinstance(task, Check):
+                self._checks.setdefault(task.key, task)
+            elif not task.stop.is_set and isinstance(task, Task):
                 self._waiting.setdefault(task.key, task.offer)
             self._pulse = pb.Pulse(activity=pb.AWAITING_APPROVAL, run_id=task.key.run_id, round=task.key.round)
             news = task.key.run_id not in self._undecided
@@ -172,14 +192,21 @@ class Desk:
             self._accepted = True
             self._answer(task.key, None)
 
-    def refuse(self, task: Task, error: FederationError) -> None:
-        """Tell the coordinator, and everyone who asks again, why the task is not done here."""
+    def ready(self, check: Check) -> None:
+        """Tell the coordinator that the whole run can be done here."""
+        self._send(check.answer())
+
+    def refuse(self, task: Task | Check, error: FederationError) -> None:
+        """Tell the coordinator, of a task everyone who asks again too, why it is not done here."""
         with self._lock:
-            self._refused[task.key, task.offer.base_digest] = error
-            self._answer(task.key, error)
+            if isinstance(task, Check):
+                self._send(task.answer(error.code, public_reason(error)))
+            else:
+                self._refused[task.key, task.offer.base_digest] = error
+                self._answer(task.key, error)
         self._say(notice("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
 
-    def note(self, task: Task, activity: pb.Activity.ValueType, done: int = 0, total: int = 0) -> None:
+    def note(self, task: Task | Check, activity: pb.Activity.ValueType, done: int = 0, total: int = 0) -> None:
         """Note how far the work is, for the next pulse."""
         with self._lock:
             self._pulse = pb.Pulse(
@@ -197,6 +224,7 @@ class Desk:
         with self._lock:
             self._shut = True
             self._waiting.clear()
+            self._checks.clear()
             if self._current is not None:
                 self._current.stop.set(reason, gently=self._pulse.activity == pb.UPLOADING)
             self._lock.notify_all()
@@ -237,7 +265,7 @@ def public_reason(error: FederationError) -> str:
     Guarantees: no path, file name or count of the hospital leaves it, and of its budget and its policy no number. Their
     full text is in the hospital's own log.
     """
-    own = error.code.startswith(("E-BUDGET", "E-POLICY"))
+    own = error.code.startswith(("E-BUDGET", "E-POLICY", "E-RUN-40"))
     if isinstance(error, RefusedError | ProtocolError) and not own:
         return error.message
     title, cause, _ = EXPLANATIONS[error.code]

@@ -28,6 +28,10 @@ class Handler(Protocol):
         """Take note of a task."""
         ...
 
+    def preflight(self, asked: pb.Preflight) -> None:
+        """Take note of the question whether this silo is ready for a run."""
+        ...
+
     def round_closed(self, closed: pb.RoundClosed) -> None:
         """Commit or discard."""
         ...
@@ -142,6 +146,8 @@ class Session:
                     self._answered.set()
                 case "offer":
                     self._handler.offer(message.offer)
+                case "preflight":
+                    self._handler.preflight(message.preflight)
                 case "round_closed":
                     self._handler.round_closed(message.round_closed)
                 case "run_ended":

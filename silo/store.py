@@ -85,16 +85,17 @@ class Store:
 
     # ---- runs and what they need -------------------------------------------------------------------------------
 
-    def note_run(self, run_id: str, name: str, manifest_digest: str, base_digest: str) -> None:
+    def note_run(self, run_id: str, name: str, manifest_digest: str, base_digest: str = "") -> None:
         """Remember a run and that a base of it is needed: the newest two are; a run that had ended is running again.
 
+        base_digest: empty before round 0.
         A base of a known run is not on the disk at once: if a power cut takes it, it is offered and fetched again.
         """
         here = {"run_id": run_id}
         with self._note() if self.manifest_of(run_id) == manifest_digest else self._begin() as db:
             known = {"name": name, "manifest_digest": manifest_digest, "started": self._clock()}
             db.execute(statements.RUNNING, here | known)
-            if db.scalar(statements.NEWEST_BASE, here) != base_digest:
+            if base_digest and db.scalar(statements.NEWEST_BASE, here) != base_digest:
                 db.execute(statements.ADD_BASE, here | {"digest": base_digest})
                 db.execute(statements.DROP_BASES, here)
 

@@ -88,7 +88,7 @@ class _Notebook:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A silo's place in a run whose manifest fits: everything that is built once."""
+    """A silo's place in a run whose manifest fits: everything that is built once. submits: prototypes leave."""
 
     manifest: RunManifest
     index: int
@@ -96,6 +96,7 @@ class Seat:
     bench: Bench
     notebook: _Notebook
     access: Access
+    submits: bool
 
 
 class Trainer:
@@ -117,7 +118,7 @@ class Trainer:
         self._silo = silo
         self._custody = custody
         self._data = data
-        self._device = device
+        self.device = device
         self._prototypes = prototypes
         self._do = do
         self._seat: tuple[str, Seat] | None = None
@@ -155,11 +156,12 @@ class Trainer:
                 f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "
                 "both sides must run the same version",
             )
-        bench.model.to(self._device)
+        bench.model.to(self.device)
         notebook = _Notebook()
         access = self._custody.access(manifest, index, dataset)
         bench = dataclasses.replace(bench, guards=(notebook, *guards))
-        seat = Seat(manifest, index, dataset, bench, notebook, access)
+        submits = self._prototypes and access.submits and manifest.members[index].prototypes
+        seat = Seat(manifest, index, dataset, bench, notebook, access, submits)
         self._seat = (policy, seat)
         return seat
 
@@ -179,10 +181,9 @@ class Trainer:
             if seat.access.book is not None:  # a round that the plan does not have would be one more release
                 self._custody.note(key.run_id, error)
             raise
-        submits = self._prototypes and seat.access.submits and manifest.members[seat.index].prototypes
-        turn = Turn(fed, seat.index, manifest.seed, submits)
+        turn = Turn(fed, seat.index, manifest.seed, seat.submits)
         with _threads(manifest.threads), seat.access.turn(key.run_id):
-            visit = Visit(seat.dataset.train, seat.dataset.test, manifest.train, turn, self._device, progress)
+            visit = Visit(seat.dataset.train, seat.dataset.test, manifest.train, turn, self.device, progress)
             outcome = self._do(seat.bench, msg, state, seat.access.doors(visit), turn, key.kind)
         evaluation = Evaluation(manifest.schema.classes, *seat.notebook.metrics)
         return Finished(outcome.bundle, outcome.state, evaluation, seat.bench.method.mirrored)

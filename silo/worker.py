@@ -13,6 +13,8 @@ from fl_core.errors import FederationError, ProtocolError, RefusedError, StateEr
 from fl_core.manifest import RunManifest
 from protos import codec
 from protos.consilium.v1 import federation_pb2 as pb
+from silo import preflight
+from silo.check import Check
 from silo.custody import Custody
 from silo.desk import Desk, Task
 from silo.notices import Say, notice, trouble
@@ -58,7 +60,10 @@ class Worker:
                 self._idle()
                 continue
             try:
-                self._do(task)
+                if isinstance(task, Check):
+                    self._check(task)
+                else:
+                    self._do(task)
             except _UndecidedError:
                 if self.desk.hold(task):
                     said = f"{task.key.run_id} waits for the hospital's decision: silo approve {task.key.run_id}"
@@ -74,6 +79,22 @@ class Worker:
             finally:
                 self.desk.finish(task)
                 self._tidy()
+
+    def _check(self, check: Check) -> None:
+        """Say before round 0 whether the whole run can be done here; nothing is charged and nothing released."""
+        key, digest = check.key, check.asked.manifest_digest
+        self.desk.note(check, pb.FETCHING)
+        manifest = self._agreement(check, digest)
+        seat = self.trainer.prepare(manifest)
+        try:
+            preflight.require(seat, self.outbox.objects.folder, self.trainer.device)
+        except RefusedError as error:
+            if seat.access.book is not None:
+                self.custody.note(key.run_id, error)
+            raise
+        self.outbox.store.note_run(key.run_id, manifest.name, digest)
+        self.desk.ready(check)
+        self.say(notice("ready", f"{key.run_id} of {manifest.name}: ready for all its rounds", key))
 
     def _do(self, task: Task) -> None:
         """Send the update that is in the outbox, or make it first."""
@@ -121,12 +142,19 @@ class Worker:
         return made
 
     def _seat(self, task: Task) -> Seat:
-        """Fetch the manifest and take this silo's place in the run.
+        """Take this silo's place in the run of a task; raises as `_agreement` and `Trainer.prepare`."""
+        manifest = self._agreement(task, task.offer.manifest_digest)
+        seat = self.trainer.prepare(manifest)
+        self.outbox.store.note_run(task.key.run_id, manifest.name, task.offer.manifest_digest, task.offer.base_digest)
+        return seat
 
-        Raises RefusedError (E-RUN-35) when a run comes back under another manifest, as `Custody.admit` before any data
-        is loaded, and as `Trainer.prepare`.
+    def _agreement(self, task: Task | Check, digest: str) -> RunManifest:
+        """Fetch the manifest of a run that the hospital takes part in.
+
+        Raises RefusedError (E-RUN-35) when a run comes back under another manifest, and as `Custody.admit` before any
+        data is loaded.
         """
-        digest, run_id = task.offer.manifest_digest, task.key.run_id
+        run_id = task.key.run_id
         known = self.outbox.store.manifest_of(run_id)
         if known not in (None, digest):
             raise RefusedError(
@@ -136,9 +164,7 @@ class Worker:
         manifest = _read_manifest(path, digest)
         if not self.custody.admit(run_id, manifest):
             raise _UndecidedError
-        seat = self.trainer.prepare(manifest)
-        self.outbox.store.note_run(run_id, manifest.name, digest, task.offer.base_digest)
-        return seat
+        return manifest
 
     def _send(self, task: Task, entry: Entry, ready: Callable[[], None]) -> None:
         """Upload until the receipt is here; what the coordinator refuses waits for the round's close.
@@ -162,7 +188,9 @@ class Worker:
         self.desk.note(task, pb.WAITING)
         self.say(notice("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
 
-    def _meter(self, task: Task, activity: pb.Activity.ValueType, checked: bool = True) -> Callable[[int, int], None]:
+    def _meter(
+        self, task: Task | Check, activity: pb.Activity.ValueType, checked: bool = True
+    ) -> Callable[[int, int], None]:
         """Make a progress callback; it ends training where it is when the task is given up."""
 
         def moved(done: int, total: int) -> None:

@@ -115,6 +115,8 @@ class ControlService(rpc.ControlServicer):
             self._hub.pulse(session, message.pulse)
         elif kind == "answer":
             self._hub.answer(session, message.answer)
+        elif kind == "preflight":
+            self._hub.preflight(session, message.preflight)
         elif kind != "settled":  # `settled` needs nothing: what is staged is named in the next Hello
             raise ProtocolError("E-WIRE-13", "found a message that this version does not know: upgrade the coordinator")
 

@@ -27,9 +27,9 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     found.store.close()
 
 
-def session() -> Session:
+def session(name: str = "north") -> Session:
     start = datetime(2026, 1, 1, tzinfo=UTC)
-    return Session(PeerCertificate(Identity(Kind.SILO, "test", "north"), "1", "f", start, start + timedelta(days=90)))
+    return Session(PeerCertificate(Identity(Kind.SILO, "test", name), "1", "f", start, start + timedelta(days=90)))
 
 
 def offered(here: Session) -> list[int]:

@@ -123,17 +123,20 @@ def test_what_a_hospital_prints_of_all_its_runs_is_what_the_rows_say(venus: Worl
     assert "digits/train" in {found["collection"] for found in shown["collections"]}
 
 
-def test_over_budget_is_refused_and_the_round_records_why_by_code(venus: World) -> None:
-    Ledger(venus.folder / "hospital1/ledger.db").set_budget("digits/train", 0.01, DELTA, "dpo", "withdrawn")
-    before = rows(venus, "hospital1")
-    done = venus.wait(venus.submit("method=fedavg", *RUN, "quorum=1"), seconds=300)
-    for r in done["round"][:2]:
-        assert r["included"] == ["hospital0"]
-        assert set(r["missing"]) == {"hospital1"}
-        assert "E-BUDGET-01" in r["missing"]["hospital1"]
-        assert "0.01" not in r["missing"]["hospital1"]
-    refused = [e for e in rows(venus, "hospital1") if e not in before]
-    assert {e["state"] for e in refused} == {"REFUSED"}
+def test_over_budget_is_refused_before_round_0_and_no_hospital_is_charged(venus: World) -> None:
+    before = {name: rows(venus, name) for name in NAMES}
+    book = Ledger(venus.folder / "hospital1/ledger.db")
+    book.set_budget("digits/train", 0.01, DELTA, "dpo", "withdrawn")
+    done = venus.wait(venus.submit("method=fedavg", *RUN, "quorum=1"), "failed", seconds=300)
+    assert done["closed"] == 0
+    assert done["round"] == []
+    assert "hospital1: E-RUN-40" in done["reason"]
+    assert "hospital0" not in done["reason"]
+    assert "0.01" not in done["reason"]
+    assert {name: rows(venus, name) for name in NAMES} == before
+    book.set_budget("digits/train", 200.0, DELTA, "dpo", "given back")
+    venus.client.resume(done["run"])
+    venus.wait(done["run"], seconds=300)
 
 
 def test_the_lead_sees_the_digest_of_a_policy_and_a_run_waits_for_approval(venus: World) -> None:

@@ -145,6 +145,7 @@ class SiloMessage(_message.Message):
     PULSE_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
+    PREFLIGHT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -153,6 +154,8 @@ class SiloMessage(_message.Message):
     def answer(self) -> Global___Answer: ...
     @_builtins.property
     def settled(self) -> Global___Settled: ...
+    @_builtins.property
+    def preflight(self) -> Global___PreflightAnswer: ...
     def __init__(
         self,
         *,
@@ -160,12 +163,13 @@ class SiloMessage(_message.Message):
         pulse: Global___Pulse | None = ...,
         answer: Global___Answer | None = ...,
         settled: Global___Settled | None = ...,
+        preflight: Global___PreflightAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "body", b"body", "hello", b"hello", "pulse", b"pulse", "settled", b"settled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "body", b"body", "hello", b"hello", "preflight", b"preflight", "pulse", b"pulse", "settled", b"settled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "body", b"body", "hello", b"hello", "pulse", b"pulse", "settled", b"settled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "body", b"body", "hello", b"hello", "preflight", b"preflight", "pulse", b"pulse", "settled", b"settled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "pulse", "answer", "settled"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "pulse", "answer", "settled", "preflight"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -181,6 +185,7 @@ class CoordinatorMessage(_message.Message):
     ROUND_CLOSED_FIELD_NUMBER: _builtins.int
     RUN_ENDED_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
+    PREFLIGHT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -193,6 +198,8 @@ class CoordinatorMessage(_message.Message):
     def run_ended(self) -> Global___RunEnded: ...
     @_builtins.property
     def refusal(self) -> Global___Refusal: ...
+    @_builtins.property
+    def preflight(self) -> Global___Preflight: ...
     def __init__(
         self,
         *,
@@ -202,12 +209,13 @@ class CoordinatorMessage(_message.Message):
         round_closed: Global___RoundClosed | None = ...,
         run_ended: Global___RunEnded | None = ...,
         refusal: Global___Refusal | None = ...,
+        preflight: Global___Preflight | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "offer", b"offer", "pulse", b"pulse", "refusal", b"refusal", "round_closed", b"round_closed", "run_ended", b"run_ended", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "offer", b"offer", "preflight", b"preflight", "pulse", b"pulse", "refusal", b"refusal", "round_closed", b"round_closed", "run_ended", b"run_ended", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "offer", b"offer", "pulse", b"pulse", "refusal", b"refusal", "round_closed", b"round_closed", "run_ended", b"run_ended", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "offer", b"offer", "preflight", b"preflight", "pulse", b"pulse", "refusal", b"refusal", "round_closed", b"round_closed", "run_ended", b"run_ended", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "pulse", "offer", "round_closed", "run_ended", "refusal"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "pulse", "offer", "round_closed", "run_ended", "refusal", "preflight"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -420,6 +428,68 @@ class Pulse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Pulse: _TypeAlias = Pulse  # noqa: Y015
+
+@_typing.final
+class Preflight(_message.Message):
+    """Before round 0: can this hospital do its part of the whole run? Asked again after every reconnect until it has answered."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
+    DEADLINE_UNIX_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    manifest_digest: _builtins.str
+    """fetch it with Get; the answer is for this agreement and no other"""
+    deadline_unix: _builtins.float
+    """0: none"""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        manifest_digest: _builtins.str = ...,
+        deadline_unix: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_unix", b"deadline_unix", "manifest_digest", b"manifest_digest", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Preflight: _TypeAlias = Preflight  # noqa: Y015
+
+@_typing.final
+class PreflightAnswer(_message.Message):
+    """Nothing was charged and nothing released. Not ready: with a code and a reason that the lead sees."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    manifest_digest: _builtins.str
+    ready: _builtins.bool
+    code: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        manifest_digest: _builtins.str = ...,
+        ready: _builtins.bool = ...,
+        code: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "manifest_digest", b"manifest_digest", "ready", b"ready", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreflightAnswer: _TypeAlias = PreflightAnswer  # noqa: Y015
 
 @_typing.final
 class Offer(_message.Message):
@@ -1134,7 +1204,7 @@ class Event(_message.Message):
     at_unix: _builtins.float
     run_id: _builtins.str
     kind: _builtins.str
-    """"submitted", "opened", "accepted", "refused", "arrived", "closed", "ended", "silo" """
+    """"submitted", "preflight", "ready", "opened", "accepted", "refused", "arrived", "closed", "ended", "silo" """
     round: _builtins.int
     silo: _builtins.str
     text: _builtins.str

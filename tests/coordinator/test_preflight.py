@@ -1,0 +1,140 @@
+"""Which runs are asked about before round 0, whom the coordinator asks, and whose answer counts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers_core import NAMES, manifest
+from helpers_grpc import until
+from test_hub import session
+
+from coordinator import preflight
+from coordinator.hub import Hub
+from coordinator.records import Run
+from coordinator.store import Store
+from coordinator.tasks import Interrupted, Preflight, PreflightKey
+from fl_core.errors import RefusedError, UnavailableError
+from fl_core.manifest import Choice, RunManifest
+from fl_core.types import TaskKind
+from protos.consilium.v1 import federation_pb2 as pb
+
+PRIVATE = replace(manifest(), privacy=Choice("dp_record", {"epsilon": 8.0}))
+ALONE = replace(PRIVATE, members=PRIVATE.members[:1])
+DIGEST = "m" * 64
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    found = Hub(Store(tmp_path), 1.0)
+    yield found
+    found.store.close()
+
+
+def stored(hub: Hub, of: RunManifest = PRIVATE) -> Run:
+    names = tuple(m.name for m in of.members)
+    run = Run("run-1", "run", "request", "{}", of.to_json(), DIGEST, "fedavg", "made-up", of.rounds, names)
+    return hub.store.runs.add(run, 1)
+
+
+def said(**other: object) -> pb.PreflightAnswer:
+    return pb.PreflightAnswer(**{"run_id": "run-1", "manifest_digest": DIGEST, "ready": True, **other})
+
+
+def kinds(hub: Hub) -> list[str]:
+    return [e.kind for e in hub.store.runs.events("run-1", 0)]
+
+
+class Asking:
+    """`preflight.ask` on a thread of its own."""
+
+    def __init__(self, hub: Hub, of: RunManifest) -> None:
+        self.error: BaseException | None = None
+        self._run, self._of, self._hub = stored(hub, of), of, hub
+        self.thread = threading.Thread(target=self._ask)
+        self.thread.start()
+        until(lambda: hub._pending or not self.thread.is_alive(), "the question")
+
+    def _ask(self) -> None:
+        try:
+            preflight.ask(self._run, self._of, self._hub)
+        except BaseException as error:  # kept for the test
+            self.error = error
+
+    def over(self) -> BaseException | None:
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        return self.error
+
+
+def test_a_private_run_is_asked_about_until_its_round_0_was_opened_and_never_after(hub: Hub) -> None:
+    run = stored(hub)
+    assert preflight.is_due(run, PRIVATE, hub.store)
+    assert preflight.is_due(run, replace(PRIVATE, quorum=1), hub.store)  # a quorum is no reason to charge in vain
+    assert not preflight.is_due(run, manifest(), hub.store)
+    assert not preflight.is_due(
+        run, replace(PRIVATE, privacy=Choice("dp_record", {"epsilon": float("inf")})), hub.store
+    )
+    assert not preflight.is_due(replace(run, closed=1), PRIVATE, hub.store)
+    hub.store.runs.open_round(run.id, 0, TaskKind.TRAIN, NAMES)
+    assert not preflight.is_due(run, PRIVATE, hub.store)
+
+
+def test_only_the_answer_of_the_silo_itself_about_this_manifest_counts_and_only_once(hub: Hub) -> None:
+    here, stranger = session(), session("west")
+    asking = Asking(hub, ALONE)
+    hub.attach(here)
+    hub.catch_up(here, pb.Hello(), time.time())
+    messages = list(iter(lambda: here.next(0.0), None))
+    assert [m.WhichOneof("body") for m in messages] == ["preflight"]
+    assert (messages[0].preflight.run_id, messages[0].preflight.manifest_digest) == ("run-1", DIGEST)
+    hub.preflight(stranger, said())
+    hub.preflight(here, said(manifest_digest="n" * 64))
+    hub.preflight(here, said(run_id="run-2"))
+    hub.preflight(here, said(manifest_digest=""))
+    assert "ready" not in kinds(hub)
+    assert asking.thread.is_alive()
+    hub.preflight(here, said())
+    hub.preflight(here, said())
+    hub.preflight(here, said(ready=False, code="E-RUN-40"))
+    assert asking.over() is None
+    hub.preflight(here, said(ready=False, code="E-RUN-40"))
+    assert kinds(hub).count("ready") == 1
+    assert "refused" not in kinds(hub)
+
+
+def test_a_reason_is_cut_and_a_code_that_is_none_is_replaced(hub: Hub) -> None:
+    asking = Asking(hub, ALONE)
+    hub.preflight(session(), said(ready=False, code="nonsense\n", reason="x" * 100_000))
+    error = asking.over()
+    assert isinstance(error, RefusedError)
+    assert error.code == "E-RUN-36"
+    assert "north: E-RUN-14" in error.message
+    assert len(error.message) < 600
+
+
+def test_who_has_answered_is_not_asked_again_in_the_next_session(hub: Hub) -> None:
+    asking = Asking(hub, replace(PRIVATE, members=PRIVATE.members[:2]))
+    hub.preflight(session(), said())
+    again = session()
+    hub.attach(again)
+    hub.catch_up(again, pb.Hello(), time.time())
+    assert again.next(0.0) is None
+    hub.interrupt("run-1")
+    assert isinstance(asking.over(), Interrupted)
+
+
+def test_a_silence_until_the_deadline_names_the_silent(hub: Hub) -> None:
+    error = Asking(hub, replace(PRIVATE, deadline_s=0.2)).over()
+    assert isinstance(error, UnavailableError)
+    assert error.code == "E-RUN-37"
+    assert "east, north, south" in error.message
+
+
+def test_a_question_carries_its_deadline() -> None:
+    question = Preflight(PreflightKey("run-1", "north"), DIGEST, time.monotonic() + 100).offer().preflight
+    assert question.deadline_unix == pytest.approx(time.time() + 100, abs=5)

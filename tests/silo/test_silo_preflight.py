@@ -1,0 +1,218 @@
+"""A hospital's answer before round 0: what it looks at, that it charges nothing, and what its reasons tell."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from dataclasses import replace
+
+import pytest
+from helpers_hospital import Watched, first
+from helpers_private import HOSPITAL, TEST, TRAIN, budgeted, hospital_level, private
+from helpers_silo import until
+
+from fl_core.manifest import Choice
+from fl_core.models import build_model
+from privacy.access import silo_releases
+from privacy.accounting import aggregated
+from privacy.central import silo_level
+from privacy.doors import course_of
+from privacy.preview import whole_run
+from protos.consilium.v1 import federation_pb2 as pb
+from silo import preflight as checks
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def ask(hospital, **other) -> None:
+    asked = pb.Preflight(**{"run_id": hospital.run_id, "manifest_digest": hospital.digest, **other})
+    hospital.control.last.send(preflight=asked)
+
+
+def answers(hospital) -> list[pb.PreflightAnswer]:
+    return [a for s in hospital.control.sessions for a in s.got("preflight")]
+
+
+def answered(hospital, times: int = 1) -> pb.PreflightAnswer:
+    until(lambda: len(answers(hospital)) >= times, 60, str([n.text for n in hospital.notices]))
+    return answers(hospital)[-1]
+
+
+def test_it_is_ready_without_a_charge_or_an_example_read_and_the_answer_names_the_manifest(make, tmp_path, monkeypatch):
+    ledger = budgeted(tmp_path / "home0")
+    hospital = make(private())
+    hospital.start()
+    watched, before = Watched(monkeypatch), len(ledger.events())
+    ask(hospital)
+    found = answered(hospital)
+    assert (found.ready, found.code, found.reason) == (True, "", "")
+    assert (found.run_id, found.manifest_digest) == (hospital.run_id, hospital.digest)
+    assert watched.read == 0
+    assert len(ledger.events()) == before
+    ask(hospital)
+    assert answered(hospital, 2) == found  # asked again, it is looked at again
+    first(hospital)  # and the run goes on from there
+    assert [state for _, state, _ in ledger.entries(TRAIN)] == ["SPENT"]
+
+
+def test_a_task_of_another_manifest_is_refused_after_the_preflight(make, tmp_path):
+    ledger = budgeted(tmp_path / "home0")
+    hospital = make(private())
+    hospital.start()
+    ask(hospital)
+    assert answered(hospital).ready
+    other = replace(hospital.manifest, rounds=9)
+    hospital.digest = hospital.transfer.offer(other.to_json().encode())
+    hospital.offer()
+    assert hospital.refused().code == "E-RUN-35"
+    ask(hospital)
+    assert answered(hospital, 2).code == "E-RUN-35"
+    assert ledger.entries(TRAIN) == []
+
+
+def test_a_manifest_that_was_refused_binds_the_run_to_nothing(make, tmp_path):
+    budgeted(tmp_path / "home0", epsilon=0.5)
+    hospital = make(private())
+    hospital.start()
+    ask(hospital)
+    assert answered(hospital).code == "E-RUN-40"
+    smaller = private(epsilon=0.4)
+    hospital.digest = hospital.transfer.offer(smaller.to_json().encode())
+    ask(hospital)
+    assert answered(hospital, 2).ready
+
+
+@pytest.mark.parametrize("level", ["records", "hospital"])
+def test_the_whole_run_must_fit_the_budget_that_a_round_fits(make, tmp_path, level):
+    """Of the hospital, of training records, of test records: whichever is short, at either level."""
+    run = private() if level == "records" else hospital_level()
+    ledger = budgeted(tmp_path / "home0", 200.0, 200.0)
+    hospital = make(run)
+    hospital.start()
+    collections = [TRAIN, TEST] + ([HOSPITAL] if level == "hospital" else [])
+    times = 0
+    for collection in collections:
+        for each in collections:
+            ledger.set_budget(each, 200.0, 1e-5, "dpo", "test")
+        ledger.set_budget(collection, 0.01, 1e-5, "dpo", "withdrawn")
+        ask(hospital)
+        times += 1
+        found = answered(hospital, times)
+        assert (found.ready, found.code) == (False, "E-RUN-40")
+        assert not any(c.isdigit() for c in found.reason)
+        assert ledger.entries(collection) == []
+    ledger.set_budget(collection, 200.0, 1e-5, "dpo", "test")
+    ask(hospital)
+    assert answered(hospital, times + 1).ready
+
+
+def test_the_whole_of_a_silo_level_run_is_every_round_and_the_last_evaluation():
+    run = hospital_level(clipping="adaptive", bit_noise=20.0)
+    guard = silo_level(run)
+    releases = [r for t in range(run.rounds + 1) for r in silo_releases(guard, t < run.rounds)]
+    found = whole_run(run, 1)
+    assert set(found) == {"hospital", "train", "test"}
+    for split, mechanisms in found.items():
+        assert aggregated(mechanisms) == aggregated([r.mechanism for r in releases if r.collection == split])
+    assert whole_run(replace(run, privacy=Choice("none", {})), 1) == {}
+
+
+def test_class_counts_that_were_released_before_are_not_asked_for_again():
+    run = private("fedgela")
+    fewer, more = whole_run(run, 1, counts=False)["train"], whole_run(run, 1)["train"]
+    assert len(more) == len(fewer) + 1
+    assert whole_run(run, 1, prototypes=False)["train"] == more  # this method sends none
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"software": "consilium-fl 0.0.1"}, "E-RUN-34"),
+        ({"privacy": Choice("dp_record", {"rng": "secure", "epsilon": 9.0})}, "E-POLICY-05"),
+        ({"layout": {}}, "E-WIRE-02"),
+        ({"name": "of other members", "members": ()}, "E-RUN-05"),
+    ],
+)
+def test_software_policy_layout_and_roster_are_looked_at(make, tmp_path, changed, code):
+    ledger = budgeted(tmp_path / "home0")
+    hospital = make(replace(private(), **changed))
+    hospital.start()
+    ask(hospital)
+    found = answered(hospital)
+    assert (found.ready, found.code) == (False, code)
+    assert ledger.entries(TRAIN) == ledger.entries(TEST) == []
+
+
+def test_weights_that_are_not_here_are_missed_before_round_0_and_their_place_is_not_told(make, tmp_path, monkeypatch):
+    ledger = budgeted(tmp_path / "home0")
+    hospital = make(private())
+    hospital.start()
+    monkeypatch.setattr("fl_core.models.efficientnet.image_shape", lambda *_, **__: None)  # digits are too small for it
+    pretrained = Choice("efficientnet_b0", {"weights": str(tmp_path / "doe.pth"), "norm": "frozen"})
+    hospital.digest = hospital.transfer.offer(replace(hospital.manifest, model=pretrained).to_json().encode())
+    ask(hospital)
+    found = answered(hospital)
+    assert (found.ready, found.code) == (False, "E-CFG-24")
+    assert "doe" not in found.reason
+    assert ledger.entries(TRAIN) == []
+
+
+def test_too_little_memory_names_the_physical_batch_and_too_little_disk_the_need(make, tmp_path, monkeypatch):
+    budgeted(tmp_path / "home0")
+    hospital = make(private())
+    hospital.start()
+    built = build_model("digits_cnn", {}, hospital.manifest.schema, 3)
+    rows = course_of(hospital.manifest, 1).rows
+    for free in (0, checks.training_bytes(built, rows) - 1):
+        monkeypatch.setattr(checks, "free_memory", lambda _, free=free: free)
+        ask(hospital)
+        found = answered(hospital, len(answers(hospital)) + 1)
+        assert found.code == "E-RUN-38"
+        assert "privacy.physical_batch=1" in found.reason
+    reasons = {a.reason for a in answers(hospital)}
+    assert len(reasons) == 1  # what is free at the hospital is not told
+    monkeypatch.setattr(checks, "free_memory", lambda _: checks.training_bytes(built, rows))
+    need = checks.OBJECTS * checks.state_bytes(built)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10 * need, 0, need - 1))
+    ask(hospital)
+    assert answered(hospital, 3).code == "E-RUN-39"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10 * need, 0, need))
+    ask(hospital)
+    assert answered(hospital, 4).ready
+
+
+def test_per_example_gradients_are_what_the_estimate_grows_with():
+    model = build_model("digits_cnn", {}, private().schema, 3)
+    numbers = sum(p.numel() for p in model.parameters())
+    assert checks.training_bytes(model, 10) - checks.training_bytes(model, 0) == 10 * 4 * numbers
+    assert checks.state_bytes(model) >= 4 * numbers
+
+
+def test_a_question_that_names_no_run_is_left_out_and_the_service_goes_on(make, tmp_path):
+    budgeted(tmp_path / "home0")
+    hospital = make(private())
+    hospital.start()
+    ask(hospital, run_id="../../etc")
+    until(lambda: "trouble" in hospital.events(), 20)
+    ask(hospital, manifest_digest="no digest")
+    assert answered(hospital).code == "E-WIRE-06"
+    ask(hospital)
+    assert answered(hospital, 2).ready
+
+
+def test_the_end_of_a_run_ends_the_wait_for_its_approval(make, tmp_path):
+    budgeted(tmp_path / "home0", policy='[privacy]\nrng = "test"\n[runs]\napprove = "by hand"\n')
+    hospital = make(private())
+    service = hospital.start()
+    ask(hospital)
+    until(lambda: "approval" in hospital.events(), 60)
+    assert service.pulse().activity == pb.AWAITING_APPROVAL
+    hospital.control.last.send(run_ended=pb.RunEnded(run_id=hospital.run_id, state="aborted"))
+    until(lambda: "ended" in hospital.events(), 20)
+    service.store.approvals.decide(hospital.run_id, True)
+    hospital.run_id = "run-2"
+    ask(hospital)
+    until(lambda: hospital.events().count("approval") == 2, 60)
+    service.store.approvals.decide("run-2", True)
+    assert answered(hospital).run_id == "run-2"
+    assert len(answers(hospital)) == 1
