@@ -6,7 +6,7 @@ Poisson sample: the moments that Renyi privacy of integer order is made of are s
 integer vector maps to itself, so they are the Gaussian's; at other orders they differ by below exp(-2 pi^2 sigma^2).
 
 Up to sigma = `LARGEST_TABLE` a number is one look into an alias table (Walker, ACM TOMS 1977) whose probabilities are
-integers of 64 bits more than its index. Above, N = k N1 + N2 with sigma_2 = 2 k and sigma^2 = k^2 sigma_1^2 +
+integers of 128 bits more than its index. Above, N = k N1 + N2 with sigma_2 = 2 k and sigma^2 = k^2 sigma_1^2 +
 sigma_2^2, which differs from the discrete Gaussian by a factor within 1 +- 1e-32 (Micciancio and Walter, CRYPTO 2017).
 """
 
@@ -27,14 +27,14 @@ from fl_core.errors import ConfigError
 
 LEAST, MOST = 4.0, 2.0**40
 """Standard deviations that noise is drawn with, in units of the grid; below, a sum of several is not one."""
-LARGEST_TABLE = 3300.0
+LARGEST_TABLE = 2400.0
 STEP = 256
 """k of the two-level sum."""
-TOTAL_VARIATION = 2.0**-60
+TOTAL_VARIATION = 2.0**-120
 """Bound on the distance of one number's distribution from the discrete Gaussian: of six levels at most, each a table's
-rounding to 2^-64 and its tails beyond 9.8 sigma (2^-71)."""
-_TAIL = 9.8
-_WORD, _FIXED = 64, 256
+rounding to 2^-128 and its tails beyond 13.5 sigma (2^-134)."""
+_TAIL = 13.5
+_WORD, _FIXED = 64, 320
 _BLOCK = 1 << 16
 
 Bytes = Callable[[int], bytes]
@@ -43,16 +43,25 @@ Bytes = Callable[[int], bytes]
 
 @dataclass(frozen=True)
 class _Alias:
-    """Columns of equal weight: column i is i with probability threshold[i] / 2^64, else other[i]; minus `radius`."""
+    """Columns of equal weight: column i is i with a probability of 128 bits, else other[i]; minus `radius`.
+
+    threshold: the first 64 of these bits   rest: the others, which matter once in 2^64.
+    """
 
     threshold: NDArray[np.uint64]
+    rest: NDArray[np.uint64]
     other: NDArray[np.int64]
     radius: int
 
     def draw(self, source: Bytes, n: int) -> NDArray[np.int64]:
         column = np.frombuffer(source(2 * n), dtype="<u2").astype(np.int64) & (len(self.threshold) - 1)
         word = np.frombuffer(source(8 * n), dtype="<u8")
-        found: NDArray[np.int64] = np.where(word < self.threshold[column], column, self.other[column]) - self.radius
+        threshold = self.threshold[column]
+        own = word < threshold
+        if (tied := np.flatnonzero(word == threshold)).size:
+            more = np.frombuffer(source(8 * len(tied)), dtype="<u8")
+            own[tied] = more < self.rest[column[tied]]
+        found: NDArray[np.int64] = np.where(own, column, self.other[column]) - self.radius
         return found
 
 
@@ -94,17 +103,20 @@ def _table(sigma: float) -> _Alias:
     half = _weights(sigma, radius)
     weights = half[:0:-1] + half
     columns = 1 << (len(weights) - 1).bit_length()
-    whole, total = columns << _WORD, sum(weights)
+    whole, total = columns << 2 * _WORD, sum(weights)
     shares = [w * whole // total for w in weights] + [0] * (columns - len(weights))
     shares[radius] += whole - sum(shares)  # what rounding left over: less than one unit of each number
     threshold, other = _alias(shares)
-    return _Alias(np.array(threshold, dtype=np.uint64), np.array(other, dtype=np.int64), radius)
+    first, rest = ([t >> _WORD for t in threshold], [t & (1 << _WORD) - 1 for t in threshold])
+    return _Alias(
+        np.array(first, dtype=np.uint64), np.array(rest, dtype=np.uint64), np.array(other, dtype=np.int64), radius
+    )
 
 
 def _weights(sigma: float, radius: int) -> list[int]:
-    """Return 2^256 exp(-x^2 / (2 sigma^2)) for x = 0 to radius: each from the one before by two products."""
+    """Return 2^320 exp(-x^2 / (2 sigma^2)) for x = 0 to radius: each from the one before by two products."""
     with localcontext() as context:
-        context.prec = 100
+        context.prec = 120
         rate = -1 / (2 * Decimal(sigma) ** 2)
         ratio, change = (int(rate.exp() * (1 << _FIXED)), int((2 * rate).exp() * (1 << _FIXED)))
     found = [1 << _FIXED]
@@ -115,8 +127,8 @@ def _weights(sigma: float, radius: int) -> list[int]:
 
 
 def _alias(shares: list[int]) -> tuple[list[int], list[int]]:
-    """Fill each column of weight 2^64 with a number's own share and, above that, one other number's (Vose, 1991)."""
-    full = 1 << _WORD
+    """Fill each column of weight 2^128 with a number's own share and, above that, one other number's (Vose, 1991)."""
+    full = 1 << 2 * _WORD
     threshold, other = [full - 1] * len(shares), list(range(len(shares)))
     small = [i for i, s in enumerate(shares) if s < full]
     large = [i for i, s in enumerate(shares) if s >= full]

@@ -65,30 +65,29 @@ class Bookkeeping:
 
     def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:
         """Sum clipped gradients, as the protocol says."""
-        real = _real(units)
+        batch = _Batch.of(units)
         calls, grads = self._passed(losses)
-        sizes = torch.bincount(units[:real])
-        alone = len(sizes) == real
         times = {layer: sum(c.layer is layer for c in calls) for layer in {c.layer for c in calls}}
         short: list[tuple[_Call, Tensor]] = []
         samples: dict[nn.Parameter, Tensor] = {}
         for call, dy in zip(calls, grads, strict=True):
-            if alone and times[call.layer] == 1 and samplers.is_shorter(call.layer, dy):
-                short.append((call._replace(x=call.x[:real]), dy[:real]))
+            if batch.alone and times[call.layer] == 1 and samplers.is_shorter(call.layer, dy):
+                short.append((call, dy))
                 continue
             sampler = samplers.sampler_of(call.layer)
             assert sampler is not None  # `mode_of` saw to it
             for p, sample in sampler(call.layer, [call.x], dy).items():
                 samples[p] = samples[p] + sample if p in samples else sample
-        samples = {p: _of_units(sample[:real], units[:real], sizes) for p, sample in samples.items()}
-        square = units.new_zeros(len(sizes), dtype=torch.float64)
+        samples = {p: batch.by_unit(sample) for p, sample in samples.items()}
+        square = units.new_zeros(len(units), dtype=torch.float64)
         for call, dy in short:
             square += samplers.squares(call.layer, call.x, dy)
-        factor = grid.factors(square + grid.square_norms(list(samples.values())) if samples else square, clip)
-        block = grid.block_of(max(in_all, len(sizes)))
-        total = {p: grid.weighted_sum(factor, sample, block) for p, sample in samples.items()}
+        if samples:
+            square += grid.square_norms(list(samples.values()))
+        factor, block = grid.factors(square, clip)[: batch.units], grid.block_of(max(in_all, batch.units))
+        total = {p: grid.weighted_sum(factor, sample[: batch.units], block) for p, sample in samples.items()}
         for call, dy in short:
-            total |= samplers.weighted(call.layer, call.x, dy, factor)
+            total |= samplers.weighted(call.layer, call.x[: batch.units], dy[: batch.units], factor)
         return [total[p] if p in total else _zero(p) for p in self._params]
 
     def _passed(self, losses: Callable[[], Tensor]) -> tuple[list[_Call], list[Tensor]]:
@@ -118,7 +117,7 @@ class Hooks:
 
     def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:
         """Sum clipped gradients, as the protocol says."""
-        real = _real(units)
+        batch = _Batch.of(units)
         for p in self._params:
             p.grad_sample = None  # type: ignore[attr-defined]
         self._wrapped.enable_hooks()
@@ -126,21 +125,45 @@ class Hooks:
             losses().sum().backward()  # type: ignore[no-untyped-call]
         finally:
             self._wrapped.disable_hooks()
-        sizes = torch.bincount(units[:real])
-        samples = [self._sample(p, units[:real], sizes) for p in self._params]
-        factor = grid.factors(grid.square_norms(samples), clip)
-        block = grid.block_of(max(in_all, len(sizes)))
-        total = [grid.weighted_sum(factor, s, block) for s in samples]
+        samples = [batch.by_unit(self._sample(p, len(units))) for p in self._params]
+        factor = grid.factors(grid.square_norms(samples), clip)[: batch.units]
+        block = grid.block_of(max(in_all, batch.units))
+        total = [grid.weighted_sum(factor, s[: batch.units], block) for s in samples]
         for p in self._params:
             p.grad_sample, p.grad = None, None  # type: ignore[attr-defined]
         return total
 
     @staticmethod
-    def _sample(p: nn.Parameter, units: Tensor, sizes: Tensor) -> Tensor:
+    def _sample(p: nn.Parameter, rows: int) -> Tensor:
         sample: Tensor | None = p.grad_sample  # type: ignore[attr-defined]
         if sample is None:  # the loss does not depend on this parameter
-            return p.new_zeros((len(sizes), *p.shape))
-        return _of_units(sample.detach()[: len(units)], units, sizes)
+            return p.new_zeros((rows, *p.shape))
+        return sample.detach()
+
+
+class _Batch(NamedTuple):
+    """The units of a batch's rows. Norms are taken in the batch's own shape, as everything is that a unit adds."""
+
+    of_row: Tensor
+    sizes: Tensor
+    units: int
+    alone: bool
+
+    @classmethod
+    def of(cls, units: Tensor) -> _Batch:
+        """Read the units (n,), padding at the end."""
+        real = int((units != PADDING).sum())
+        found = int(units[:real].max()) + 1 if real else 0
+        of_row = torch.where(units == PADDING, units.new_full((), len(units) - 1), units)  # no unit has this number
+        sizes = torch.bincount(of_row, minlength=len(units)).clamp(min=1)
+        return cls(of_row, sizes, found, found == real)
+
+    def by_unit(self, sample: Tensor) -> Tensor:
+        """Average per-example gradients (n, ...) over the examples of each unit; rows of no unit are left over."""
+        if self.alone:
+            return sample
+        total = torch.zeros_like(sample).index_add_(0, self.of_row, sample)
+        return total / self.sizes.to(total.dtype).view(-1, *([1] * (sample.dim() - 1)))
 
 
 def mode_of(model: nn.Module) -> str:
@@ -187,19 +210,6 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if any(p.requires_grad for p in module.parameters(recurse=False)):
             yield module
-
-
-def _of_units(sample: Tensor, units: Tensor, sizes: Tensor) -> Tensor:
-    """Average per-example gradients (n, ...) over the examples of each unit."""
-    if len(sizes) == len(units):
-        return sample
-    total = sample.new_zeros((len(sizes), *sample.shape[1:])).index_add_(0, units, sample)
-    return total / sizes.to(total.dtype).view(-1, *([1] * (sample.dim() - 1)))
-
-
-def _real(units: Tensor) -> int:
-    """Count the rows before the padding."""
-    return int((units != PADDING).sum())
 
 
 def _zero(p: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ released; from the scores follows a lower bound on epsilon (bounds.py), which is
 
 | attack | what it uses | is stopped by |
 |---|---|---|
-| overflow, layer norm, prototype | numbers that are not finite for one record alone | a unit that is not finite adds zero (grid.py) |
+| overflow, layer norm, prototype | numbers that are not finite for one record alone | such a unit adds zero (grid.py) |
 | low bits | the last bits of floating-point noise | rounded sums and integer noise (grid.py, discrete.py) |
 | augmentation, dropout | draws that one record more would shift for all others | secret draws (draws.py) |
 | batch shape | kernels that add in another order when one record more makes a batch longer | one shape (release.py) |

@@ -249,3 +249,17 @@ def test_without_noise_worth_the_name_the_run_is_the_plain_one() -> None:
     distance = max(float((near[n] - v).abs().max()) for n, v in even.items())
     assert distance < max(float((noisy[n] - v).abs().max()) for n, v in even.items())
     assert records[-1].accuracy >= 0
+
+
+def test_a_hospital_whose_update_is_not_finite_sends_noise_and_no_error() -> None:
+    guard = guard_of(noise=1.0)
+    for bad in (math.nan, math.inf, -math.inf):
+        honest = bundle_of(0)
+        name, part = next(iter(honest.items()))
+        spoilt = {k: v.clone() for k, v in part.total.items()}
+        next(iter(spoilt.values())).view(-1)[0] = bad
+        sent = guard.outgoing({**honest, name: Part(spoilt, part.weight)}, 0, 0)
+        assert all(not v.is_floating_point() for v in sent[name].total.values())
+    silent = guard_of(placement="central")
+    zero = silent.outgoing({**honest, name: Part(spoilt, part.weight)}, 0, 0)
+    assert not any(bool(v.any()) for v in zero[name].total.values())
