@@ -60,11 +60,10 @@ def draw(found: Sequence[Attack], file: Path, points: int = 200) -> None:
     noise = [100 * gaussian_right(e, DELTA) for e in epsilons]
     axis.fill_between(epsilons, most, 101.5, color="0.88", linewidth=0)
     axis.text(0.125, 88, "impossible, whatever the attack:\nepsilon rules it out", color="0.35")
+    limit = "limit of Gaussian noise in one release, "
     axis.plot(epsilons, most, color="C0", linewidth=2, label="limit that epsilon sets, for either question")
-    axis.plot(epsilons, noise, color="C0", linewidth=2, linestyle="--", label="limit of Gaussian noise in one release, yes or no")
-    axis.plot(
-        epsilons, picked, color="C0", linewidth=1.5, linestyle=":", label="limit of Gaussian noise in one release, one of two"
-    )
+    axis.plot(epsilons, noise, color="C0", linewidth=2, linestyle="--", label=limit + "yes or no")
+    axis.plot(epsilons, picked, color="C0", linewidth=1.5, linestyle=":", label=limit + "one of two")
     for number, attack in enumerate(found):
         _dots(axis, attack, 1.09 ** (number - 1), f"C{number + 1}")
     axis.axhline(50, color="0.6", linewidth=1)
@@ -74,7 +73,7 @@ def draw(found: Sequence[Attack], file: Path, points: int = 200) -> None:
     axis.legend(
         loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, fontsize="small", frameon=False,
         title="Lines: limits for any attacker, who answers \"was it used?\" or \"which of two was used?\".\n"
-        "Marks: attacks that were run, which pick one of two images; mean and range of five repetitions.",
+        "Marks: attacks that were run, which pick the used one of two; mean and range of five repetitions.",
         title_fontsize="small",
     )  # fmt: skip
     figure.savefig(file, dpi=130)
