@@ -1,0 +1,1 @@
+"""What epsilon allows an attacker, drawn beside what attacks have found."""
