@@ -16,124 +16,20 @@ released; from the scores follows a lower bound on epsilon (bounds.py), which is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from fl_core import rng
 from fl_core.datasets.augment import LESIONS
 from fl_core.datasets.base import TensorExamples
-from fl_core.types import ClassSums, Coupling, Examples, Federation, Losses, LossFn, TrainConfig, Turn
-from privacy.accounting import Mechanism, epsilon_rdp
-from privacy.audit.bounds import CONFIDENCE, Floats, epsilon_bound, mu_bound
-from privacy.audit.step import Silent
+from fl_core.types import ClassSums, Losses
 from privacy.audit.subject import InMemory
-from privacy.course import Course, Rates, Spend
-from privacy.entropy import Noise, SecureNoise
-from privacy.example import PrivateData
-from privacy.silo_terms import analytic_epsilon
-from privacy.terms import Terms
+from privacy.audit.worlds import Attack
 
-DELTA = 1e-5
-TURN = Turn(Federation(1, 4, 1, 0, 1), 0, 0)
-Score = Callable[[Tensor], float]
 _HALF_A_BIT = 2.0**-25
 """Half of the last bit of a float32 just below 1."""
-
-
-@dataclass(frozen=True)
-class Attack:
-    """One attack: the model and the records that the coordinator chose, and how it reads what is released.
-
-    others, both: the records without and with the one that is looked for   noise: z of the step
-    score: of a release; None: its projection on what the record would move, as the coordinator computes it beforehand
-    query: a release of class sums is attacked in place of a step.
-    """
-
-    name: str
-    model: Callable[[], nn.Module]
-    others: Examples
-    both: Examples
-    noise: float = 10.0
-    score: Score | None = None
-    augment: bool = False
-    query: ClassSums | None = None
-    trials: int = 300
-    loss: LossFn = field(default=lambda m, x, y: Losses(cross_entropy(m(x), y, reduction="none")))
-
-    @property
-    def printed(self) -> float:
-        """Return the epsilon that a ledger prints for one such release."""
-        return epsilon_rdp([Mechanism(self.noise)], DELTA)
-
-    def released(self, with_record: bool, noise: Noise) -> Tensor:
-        """Take the step, or make the release, and return what leaves, flat."""
-        data = self.both if with_record else self.others
-        config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=128, augment=self.augment)
-        terms = Terms(prototype_noise=self.noise, test_data="public")
-        course = Course(terms, Rates(config, 128), 1, Coupling.EXAMPLE, (1,), 1, False)
-        course.__dict__["noise"] = self.noise  # where solving for an epsilon would put it
-        doors = PrivateData(data, data, config, TURN, course, Spend(course.releases(0, True)), noise)
-        if self.query is not None:
-            sums = doors.sum(self.query)
-            return torch.cat([sums["sum"].flatten(), sums["count"].flatten()])
-        with rng.torch_scope(0, "audit", "model"):
-            model = self.model()
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        doors.sgd(model, self.loss, steps=1)
-        return torch.cat([(before[name] - p.detach()).flatten() for name, p in model.named_parameters()]) * 128
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What an attack found: lower bounds on epsilon at 95 %, for any mechanism and for the Gaussian that is charged."""
-
-    attack: str
-    printed: float
-    lower: float
-    gaussian: float
-
-    @property
-    def holds(self) -> bool:
-        """Tell whether the printed epsilon was not refuted."""
-        return max(self.lower, self.gaussian) <= self.printed
-
-
-def measure(attack: Attack, source: Callable[[bool, int], Noise] | None = None, trials: int | None = None) -> Measured:
-    """Run an attack in both worlds; source: of the noise of a world and a trial, the operating system's without."""
-    score = attack.score or _along(_direction(attack))
-    worlds = [
-        np.array([
-            score(attack.released(world, source(world, trial) if source else SecureNoise()))
-            for trial in range(trials or attack.trials)
-        ])
-        for world in (False, True)
-    ]  # fmt: skip
-    return judged(attack, worlds[0], worlds[1])
-
-
-def judged(attack: Attack, without: Floats, with_record: Floats) -> Measured:
-    """Bound epsilon by scores of both worlds; a score that is not finite says what it says: it is the highest."""
-    a, b = (np.nan_to_num(s, nan=1e300, posinf=1e300, neginf=-1e300) for s in (without, with_record))
-    lower = max(epsilon_bound(a, b, DELTA, CONFIDENCE / 2), epsilon_bound(-a, -b, DELTA, CONFIDENCE / 2))
-    mu = mu_bound(a, b)
-    gaussian = analytic_epsilon([Mechanism(1 / mu)], DELTA) if mu > 0 else 0.0
-    return Measured(attack.name, attack.printed, lower, gaussian)
-
-
-def _direction(attack: Attack) -> Tensor:
-    """Compute what the record would move, with the records that the coordinator knows and without noise."""
-    worlds = [torch.nan_to_num(attack.released(world, Silent(torch.zeros(0))).double()) for world in (True, False)]
-    moved = worlds[0] - worlds[1]
-    unit: Tensor = moved / moved.norm().clamp(min=1e-30)
-    return unit
-
-
-def _along(direction: Tensor) -> Score:
-    return lambda released: float(torch.nan_to_num(released.double()) @ direction)
 
 
 def attacks(only: str | None = None) -> list[Attack]:

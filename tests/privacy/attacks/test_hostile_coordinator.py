@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.audit.faults import FAULTS
 from privacy.audit import hostile
-from privacy.audit.hostile import Measured
 from privacy.audit.step import Silent
+from privacy.audit.worlds import Measured, measure
 from privacy.entropy import Noise, SeededNoise
 
 QUICK = ("overflow", "layer norm", "prototype", "low bits", "convolution", "linear", "normalisation")
@@ -21,7 +21,7 @@ TRIALS = 60
 
 def attacked(name: str, source: Callable[[bool, int], Noise] | None = None, trials: int | None = None) -> Measured:
     (attack,) = hostile.attacks(name)
-    return hostile.measure(attack, source, trials)
+    return measure(attack, source, trials)
 
 
 def test_the_attacks_are_those_that_are_tested() -> None:
