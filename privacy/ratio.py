@@ -49,7 +49,8 @@ def interval(
     # p D is in [0, D], so that moving A there moves it nearer to every p D: what the interval held, it holds.
     cut = min(max(right, 0.0), of)
     # Both fall in p, since D is larger than all that is added to its slope.
-    return cut / of, _root(partial(bottom, cut)), _root(partial(top, cut))
+    point = cut / of  # within both, but for the last bits of a root
+    return point, min(point, _root(partial(bottom, cut))), max(point, _root(partial(top, cut)))
 
 
 @dataclass(frozen=True, slots=True)

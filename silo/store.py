@@ -269,7 +269,7 @@ def _record(row: Row[tuple[object, ...]]) -> TaskRecord:
 
 def _evaluation(raw: Mapping[str, Any]) -> Evaluation:
     """Read an evaluation; earlier versions wrote down no noise, and what is no count had some."""
-    found = Evaluation(*(tuple(raw[k]) for k in ("classes", "correct", "examples")))
+    found = Evaluation(tuple(raw["classes"]), tuple(raw["correct"]), tuple(raw["examples"]))
     if "noise" not in raw:
         counts = all(float(v).is_integer() for v in (*found.correct, *found.examples))
         return found if counts else replace(found, noise=EvaluationNoise(math.inf))
