@@ -25,6 +25,8 @@ WIDEST = 0.5
 """Intervals that are wider say less than they seem to."""
 GRID_SLACK = 1.002
 """What rounding to a grid may add to the standard deviation of a release."""
+ROUNDED = 2e-3
+"""What rounding each record's contribution toward zero may take off a sum, and so move a ratio of two."""
 _LARGEST = 1e100
 """Numbers beyond it are no counts, and their squares and sums no numbers."""
 
@@ -104,7 +106,10 @@ def accuracy(
     if rows < 1 or not (math.isfinite(right) and math.isfinite(of) and 0 < noise.std < _LARGEST):
         return Estimate(withheld=NOISY)
     found = interval(right, of, noise.std, rows, noise.suppressed, level)
-    return Estimate(*found) if found and found[2] - found[1] <= WIDEST else Estimate(withheld=NOISY)
+    if found is None:
+        return Estimate(withheld=NOISY)
+    point, low, high = found[0], found[1] * (1 - ROUNDED), min(1.0, found[2] * (1 + ROUNDED))
+    return Estimate(point, low, high) if high - low <= WIDEST else Estimate(withheld=NOISY)
 
 
 def by_class(

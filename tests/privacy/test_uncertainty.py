@@ -203,6 +203,12 @@ def test_more_noise_and_dropped_rows_make_wider_intervals() -> None:
     assert width(EvaluationNoise(100.0, 1)) < widths[-1]
 
 
+def test_what_rounding_takes_off_right_answers_stays_in_the_interval() -> None:
+    """Each right answer of a record arrives as 1 - g, g a few parts of ten thousand; of many records that shows."""
+    found = accuracy([1e6 * (1 - 2**-11)], [1e6], EvaluationNoise(1.0))
+    assert found.low < 1 - 2**-11 < found.high == 1
+
+
 def test_a_balanced_accuracy_is_withheld_with_its_smallest_class() -> None:
     noise = EvaluationNoise(10.0, 2)
     assert balanced([900.0, 500.0], [1000.0, 1000.0], noise).point == pytest.approx(0.7)
