@@ -200,7 +200,7 @@ def _row(words: Words) -> Row:
 
     personal = "pa" in summary and summary["global_accuracy"] is None
     accuracy = summary["pa" if personal else "global_accuracy"]
-    by_class = [a for a in result.records[-1].class_accuracy() if a is not None]
+    by_class = [e.point for e in result.by_class().values() if e.point is not None]
     coupled = terms.coupled if silos else "full"
     return {
         "shared_run_id": "", "coupled_mode": coupled, "split": spec.federation["name"],
@@ -210,7 +210,8 @@ def _row(words: Words) -> Row:
         "delta": terms.delta, "z_min": over(min, lambda s: s.noise), "z_max": over(max, lambda s: s.noise),
         "z_p": terms.prototype_noise, "C1": terms.clip, "C2": terms.coupled_clip,
         "q_min": over(min, lambda s: s.rate), "q_max": over(max, lambda s: s.rate),
-        "T": over(max, lambda s: s.steps), "rounds": spec.rounds, "seed": spec.seed, "acc_final": accuracy,
+        "T": over(max, lambda s: s.steps), "rounds": spec.rounds, "seed": spec.seed,
+        "acc_final": math.nan if accuracy is None else accuracy,
         "acc_best_public": summary["best_pa" if personal else "best_global_accuracy"],
         "worst_class_acc": min(by_class, default=""),
         "per_class_acc": json.dumps(summary["class_accuracy"]), "measure": "personal" if personal else "global",

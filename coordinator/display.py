@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from coordinator import measured
 from fl_core.records import fairness
+from privacy.uncertainty import UNBOUNDED, Estimate
 from protos.consilium.v1 import federation_pb2 as pb
 
 # Text is shown as it is: ":AB:" in a fingerprint is no emoji, and "[...]" in a path or a reason no markup.
@@ -56,22 +58,17 @@ def span(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Write an accuracy, or a dash when there is none yet (-1).
-
-    The noise of a private evaluation can put one below 0 or above 1: it is shown as it is, and marked.
-    """
-    if share == -1:
-        return "-"
-    return f"{100 * share:.2f} %" if 0 <= share <= 1 else f"{100 * share:.2f} % (noise)"
+    """Write a share, or a dash when there is none yet (-1); what is no share is withheld."""
+    return measured.plain(share).text()
 
 
 def run_json(info: pb.RunInfo) -> Mapping[str, object]:
-    """Turn a run into a JSON object."""
+    """Turn a run into a JSON object; numbers that noise hides are null, others have the interval of their noise."""
     return {
         "run": info.run_id, "name": info.name, "state": info.state, "reason": info.reason, "method": info.method,
         "data": info.data, "rounds": info.rounds, "closed": info.closed,
-        "global_accuracy": None if info.accuracy < 0 else info.accuracy,
-        "best_global_accuracy": None if info.best_accuracy < 0 else info.best_accuracy,
+        **measured.of_run(info).facts("global_accuracy"),
+        **measured.best_of_run(info).facts("best_global_accuracy", "best_"),
         "created": info.created_unix, "ended": info.ended_unix or None, "bytes_up": info.bytes_up,
         "bytes_down": info.bytes_down, "manifest_digest": info.manifest_digest,
         "model_digest": info.model_digest or None,
@@ -79,26 +76,41 @@ def run_json(info: pb.RunInfo) -> Mapping[str, object]:
 
 
 def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
-    """Turn a round into a JSON object; the accuracy is that of the model before the round's training."""
-    examples = sum(info.examples)
+    """Turn a round into a JSON object; the accuracy is that of the model before the round's training.
+
+    correct, examples: the sums as they were released, on each of which noise of standard deviation noise_std lies.
+    """
     return {
         "round": info.round, "kind": pb.TaskKind.Name(info.kind).lower(), "included": list(info.included),
-        "missing": dict(info.missing), "clipped": info.clipped, "correct": list(info.correct),
-        "examples": list(info.examples), "accuracy": sum(info.correct) / examples if examples else None,
-        "opened": info.opened_unix, "closed": info.closed_unix or None, **personal_json(info.personal),
+        "missing": dict(info.missing), "clipped": info.clipped,
+        **measured.sums_json(info.correct, info.examples, measured.noise_of(info)),
+        **measured.of_round(info).facts(),
+        "opened": info.opened_unix, "closed": info.closed_unix or None,
+        **personal_json(info.personal, info.withheld),
     }  # fmt: skip
 
 
-def personal_json(scores: Mapping[str, float]) -> Mapping[str, float | None]:
-    """Pick what is shown of personal models: pa, pm_l, pm_v and the fairness; nothing where none was measured."""
-    shown: dict[str, float | None] = {name: scores[name] for name in ("pa", "pm_l", "pm_v") if name in scores}
-    return shown | {"fairness": fairness(scores)} if shown else {}
+def personal_json(scores: Mapping[str, float], withheld: Collection[str] = ()) -> Mapping[str, object]:
+    """Pick what is shown of personal models: pa, pm_l, pm_v and the fairness; nothing where none was measured.
+
+    withheld: those that were measured with too much noise, which are null and named.
+    """
+    shown: dict[str, object] = {
+        name: scores.get(name) for name in ("pa", "pm_l", "pm_v") if name in scores or name in withheld
+    }
+    if not shown:
+        return {}
+    named = {"withheld_scores": sorted(withheld)} if withheld else {}
+    return shown | {"fairness": None if "pm_l" in withheld else fairness(scores)} | named
 
 
-def personal_text(scores: Mapping[str, float]) -> str:
+def personal_text(scores: Mapping[str, float], withheld: Collection[str] = ()) -> str:
     """Write the scores of personal models after two spaces, or nothing."""
-    shown = personal_json(scores)
-    return "".join(f"  {name} {percent(-1 if value is None else value)}" for name, value in shown.items())
+    shown = {name: v for name, v in personal_json(scores, withheld).items() if name != "withheld_scores"}
+    noisy = Estimate(withheld=UNBOUNDED)
+    texts = {name: percent(v) if isinstance(v, float) else "-" for name, v in shown.items()}
+    texts |= dict.fromkeys(sorted(withheld), noisy.text())
+    return "".join(f"  {name} {text}" for name, text in texts.items())
 
 
 def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
@@ -118,8 +130,8 @@ def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
         "Runs",
         ("run", "state", "method", "data", "round", "accuracy", "best", "up / down", "started"),
         (
-            (r.run_id, r.state, r.method, r.data, f"{r.closed}/{r.rounds}", percent(r.accuracy),
-             percent(r.best_accuracy), f"{size(r.bytes_up)} / {size(r.bytes_down)}", clock(r.created_unix))
+            (r.run_id, r.state, r.method, r.data, f"{r.closed}/{r.rounds}", measured.of_run(r).text(),
+             measured.best_of_run(r).text(), f"{size(r.bytes_up)} / {size(r.bytes_down)}", clock(r.created_unix))
             for r in runs
         ),
     )  # fmt: skip
@@ -158,7 +170,7 @@ class Watcher:
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._info = pb.RunInfo(accuracy=-1, best_accuracy=-1)
         self._silos: dict[str, str] = {}
-        self._personal: Mapping[str, float] = {}
+        self._personal = ""
         self._started = time.time()
 
     def __enter__(self) -> Watcher:
@@ -175,7 +187,7 @@ class Watcher:
         if event.HasField("info"):
             self._info = event.info
         if event.HasField("closed"):
-            self._personal = event.closed.personal
+            self._personal = personal_text(event.closed.personal, event.closed.withheld)
         for silo in event.silos:
             self._silos[silo.name] = doing(silo)
         if event.silo:
@@ -197,7 +209,7 @@ class Watcher:
         if event.silo:
             text += f"  {event.silo}"
         if event.kind == "closed":
-            text += f"  accuracy {percent(info.accuracy)}{personal_text(event.closed.personal)}"
+            text += f"  accuracy {measured.of_run(info).text()}{self._personal}"
             text += f"  up {size(info.bytes_up)}  down {size(info.bytes_down)}"
             text += f"  left {self._left()}"
         return f"{text}  {event.text}" if event.text else text
@@ -205,8 +217,8 @@ class Watcher:
     def _table(self) -> Table:
         info = self._info
         title = (
-            f"{info.run_id}  {info.state}  round {info.closed}/{info.rounds}  accuracy {percent(info.accuracy)} "
-            f"(best {percent(info.best_accuracy)}){personal_text(self._personal)}  "
+            f"{info.run_id}  {info.state}  round {info.closed}/{info.rounds}  "
+            f"accuracy {measured.of_run(info).text()}  best {measured.best_of_run(info).text()}{self._personal}  "
             f"up {size(info.bytes_up)}  down {size(info.bytes_down)}  left {self._left()}"
         )
         return table(title, ("silo", "doing"), sorted(self._silos.items()))

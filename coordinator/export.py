@@ -10,10 +10,13 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from coordinator import measured
 from fl_core import trees
 from fl_core.errors import StateError
 from fl_core.manifest import RunManifest
 from fl_core.methods import build_method
+from privacy import uncertainty
+from privacy.uncertainty import NOTHING, Estimate, EvaluationNoise
 from protos.codec import read_state
 from protos.consilium.v1 import federation_pb2 as pb
 
@@ -49,6 +52,13 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
     trained = [r for r in rounds if r.kind == pb.TRAIN]
     took_part = Counter(name for r in trained for name in r.included)
     last = rounds[-1] if rounds else pb.RoundInfo()
+    noisy = uncertainty.run_noise(manifest)
+    noise = noisy.of(last.included)
+    best = (
+        measured.best_of_run(info)
+        if noise is None
+        else uncertainty.best([(r.correct, r.examples, noisy.of(r.included)) for r in rounds])
+    )
     lines = [
         f"# {info.name} ({info.run_id})",
         "",
@@ -71,15 +81,10 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
         "",
         "## Accuracy on the union of the hospitals' test sets",
         "",
-        f"Global: {_share(sum(last.correct), sum(last.examples))} (best over rounds: "
-        f"{100 * max(info.best_accuracy, 0):.2f} %; the best is a selection on test data).",
+        f"Global: {_share(uncertainty.accuracy(last.correct, last.examples, noise))} (best over rounds: "
+        f"{_share(best)}; the best is a selection on test data).",
         "",
-        "| class | test examples | accuracy |",
-        "|---|---|---|",
-        *(
-            f"| {name} | {n:.0f} | {_share(c, n)} |"
-            for name, c, n in zip(manifest.schema.classes, last.correct, last.examples, strict=False)
-        ),
+        *_by_class(manifest, last, noise),
         "",
         "## Who took part",
         "",
@@ -105,5 +110,26 @@ def _privacy(manifest: RunManifest) -> str:
     return f"{manifest.privacy.name} {_options(manifest.privacy.options)}"
 
 
-def _share(correct: float, examples: float) -> str:
-    return f"{100 * correct / examples:.2f} %" if examples else "no test examples"
+def _by_class(manifest: RunManifest, last: pb.RoundInfo, noise: EvaluationNoise | None) -> list[str]:
+    """Write the table of classes; of noisy sums no count, and a line that says how noisy they are."""
+    found = zip(
+        manifest.schema.classes,
+        last.examples,
+        uncertainty.by_class(last.correct, last.examples, noise),
+        strict=False,
+    )
+    if noise is None:
+        rows = [f"| {name} | {n:.0f} | {_share(e)} |" for name, n, e in found]
+        return ["| class | test examples | accuracy |", "|---|---|---|", *rows]
+    return [
+        "| class | accuracy |",
+        "|---|---|",
+        *(f"| {name} | {_share(e)} |" for name, _, e in found),
+        "",
+        "These numbers were measured under differential privacy: the intervals are those of its noise, at 95 %, and "
+        "say nothing of how large the test sets are.",
+    ]
+
+
+def _share(found: Estimate) -> str:
+    return "no test examples" if found == NOTHING else found.text()

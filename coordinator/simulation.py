@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,10 +20,12 @@ from fl_core.records import fairness
 from fl_core.rounds import Observer, RoundRecord
 from fl_core.simulate import SiloShare
 from fl_core.types import Federation, State, TaskKind
+from privacy import uncertainty
 from privacy.access import doors_of
 from privacy.doors import SimulatedBook
 from privacy.release import Units
 from privacy.report import report
+from privacy.uncertainty import Estimate, RunNoise, Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +43,54 @@ class Result:
     measured: Sequence[RoundRecord] = ()
 
     @property
+    def noise(self) -> RunNoise:
+        """Return what is noisy of the results."""
+        return uncertainty.run_noise(self.manifest)
+
+    @property
     def accuracies(self) -> list[float]:
+        """Return the global accuracy after 0, 1, ..., T rounds, -1 where there is none or noise hides it."""
+        return [-1.0 if e.point is None else e.point for e in self.estimates]
+
+    @property
+    def estimates(self) -> list[Estimate]:
         """Return the global accuracy after 0, 1, ..., T rounds: over all silos' test sets where that was measured."""
-        return [r.accuracy for r in self.measured or self.records]
+        return [uncertainty.accuracy(*sums) for sums in self._sums()]
+
+    @property
+    def best(self) -> Estimate:
+        """Return the best global accuracy after 1, ..., T rounds."""
+        return uncertainty.best(self._sums()[1:])
+
+    def by_class(self) -> dict[str, Estimate]:
+        """Return the accuracy of each class at the end."""
+        last = self.records[-1]
+        found = uncertainty.by_class(last.correct, last.examples, self.noise.of(last.included))
+        return dict(zip(self.manifest.schema.classes, found, strict=True))
+
+    def _sums(self) -> list[Sums]:
+        noise = self.noise
+        return [(r.correct, r.examples, noise.of(r.included)) for r in self.measured or self.records]
 
     def summary(self) -> dict[str, object]:
-        """Return the JSON object that `coordinator simulate --json` prints."""
-        last = self.records[-1]
+        """Return the JSON object that `coordinator simulate --json` prints.
+
+        Of noisy evaluations every number has its interval beside it, or is null where it is withheld.
+        """
+        last, estimates = self.records[-1], self.estimates
+        noisy = self.noise.of(last.included)
         return {
             "method": self.manifest.method.name,
             "data": self.manifest.data,
             "rounds": self.manifest.rounds,
             "seed": self.manifest.seed,
             "silos": [m.name for m in self.manifest.members],
-            "global_accuracy": _known(last.accuracy),
-            "best_global_accuracy": _known(max(self.accuracies[1:])),
-            "balanced_accuracy": _known(last.balanced_accuracy),
-            "class_accuracy": dict(zip(self.manifest.schema.classes, last.class_accuracy(), strict=True)),
-            "accuracy_by_round": [_known(a) for a in self.accuracies],
+            **uncertainty.accuracy(last.correct, last.examples, noisy).facts("global_accuracy"),
+            **self.best.facts("best_global_accuracy", "best_"),
+            **uncertainty.balanced(last.correct, last.examples, noisy).facts("balanced_accuracy", "balanced_"),
+            "class_accuracy": {name: e.point for name, e in self.by_class().items()},
+            "accuracy_by_round": [e.point for e in estimates],
+            **self._intervals(estimates),
             **self._of_cohorts(),
             "clipped": sum(r.clipped for r in self.records),
             "model_digest": self.model_digest,
@@ -68,31 +100,46 @@ class Result:
             **({"privacy": self.privacy} if self.privacy else {}),
         }
 
+    def _intervals(self, estimates: Sequence[Estimate]) -> dict[str, object]:
+        """Return the intervals by class and by round of noisy evaluations; null: withheld."""
+        if self.noise.evaluation is None:
+            return {}
+        return {
+            "class_accuracy_interval": {name: _ends(e) for name, e in self.by_class().items()},
+            "accuracy_interval_by_round": [_ends(e) for e in estimates],
+        }
+
     def _of_cohorts(self) -> dict[str, object]:
         """Return what a federation would see: accuracies over the test sets of each round's cohort."""
         if not self.measured:
             return {}
-        return {"cohort_accuracy_by_round": [_known(r.accuracy) for r in self.records]}
+        found = [uncertainty.accuracy(r.correct, r.examples, self.noise.of(r.included)) for r in self.records]
+        return {"cohort_accuracy_by_round": [e.point for e in found]}
 
     def personal(self) -> dict[str, object]:
         """Return the last scores of personal models, the best over rounds, and all; nothing where none was measured.
 
         A best value is chosen by test accuracy, as papers report it: it is no estimate of what a new case would see.
+        What is a mean of noisy shares is null, and named.
         """
-        scores = [r.personal for r in self.records if r.personal]
-        if not scores:
+        measured = [r.personal for r in self.records if r.personal]
+        if not measured:
             return {}
-        names = [name for name in ("pa", "pm_l", "pm_v", "ga") if name in scores[-1]]
+        hidden = self.noise.scores
+        scores = [uncertainty.shown_scores(s, hidden) for s in measured]
+        names = [name for name in ("pa", "pm_l", "pm_v", "ga") if name in measured[-1]]
+        withheld = [name for name in names if name in hidden]
         return {
-            **{name: scores[-1][name] for name in names},
-            **{f"best_{name}": max(s[name] for s in scores if name in s) for name in names},
-            "fairness": fairness(scores[-1]),
-            "personal_by_round": [dict(s) for s in scores],
+            **{name: scores[-1].get(name) for name in names},
+            **{f"best_{name}": max((s[name] for s in scores if name in s), default=None) for name in names},
+            "fairness": None if "pm_l" in withheld else fairness(scores[-1]),
+            "personal_by_round": scores,
+            **({"withheld_scores": withheld} if withheld else {}),
         }
 
 
-def _known(accuracy: float) -> float | None:
-    return None if accuracy < 0 else accuracy
+def _ends(found: Estimate) -> tuple[float, float] | None:
+    return None if found.low is None or found.high is None else (found.low, found.high)
 
 
 class _Reporting(BestHistory):
@@ -133,13 +180,14 @@ def dealt_from(spec: RunSpec) -> str:
 def run(
     spec: RunSpec,
     data_root: Path | None = None,
-    tell: Observer | None = None,
+    tell: Observer | Callable[[RunManifest], Observer] | None = None,
     how: How | None = None,
     fine_tune: int = 0,
 ) -> Result:
     """Simulate a run over all silos of the spec's federation, named hospital0, hospital1, ...
 
-    how: engine, device and the like   fine_tune: epochs after which the best global model is evaluated at each silo
+    tell: who is told, or what makes it of the manifest   how: engine, device and the like
+    fine_tune: epochs after which the best global model is evaluated at each silo
     Where a cohort is drawn, every round's model is also measured on all silos' test sets, and the best is chosen there;
     not in a private run, whose counts are released by the rounds alone.
     Guarantees: equal specs give equal model digests; the digest equals that of the same run over real silo
@@ -151,7 +199,8 @@ def run(
     doors = [doors_of(manifest, k, book) for k, book in enumerate(books)]
     shares, how = [SiloShare(s.train, s.test, s.public) for s in sets], how or How()
     apart = 0 < manifest.cohort < len(shares) and not plan.private
-    history = _Reporting(tell, AllSilos(manifest, shares, choose_device(how.device)) if apart else None)
+    told = tell(manifest) if callable(tell) else tell
+    history = _Reporting(told, AllSilos(manifest, shares, choose_device(how.device)) if apart else None)
     final = how.simulate(manifest, shares, history, doors or None, plan.silo, plan.incoming)
     tuned = fine_tuned(manifest, shares, history.best, history.best_round, fine_tune) if fine_tune else None
     spent = report(manifest, [book.releases for book in books])

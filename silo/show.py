@@ -14,6 +14,7 @@ from rich.table import Table
 from fl_core.kinds import Split
 from fl_core.records import Schema
 from protos.identity import PeerCertificate, colons
+from silo import measured
 from silo.store import RunRecord, Store, TaskRecord
 
 if TYPE_CHECKING:
@@ -51,11 +52,6 @@ def show_facts(facts: Iterable[tuple[str, str]]) -> None:
 def moment(unix: float | None) -> str:
     """Write a moment in local time, or a dash."""
     return datetime.fromtimestamp(unix).astimezone().strftime("%Y-%m-%d %H:%M:%S") if unix else "-"
-
-
-def percent(right: float, of: float) -> str:
-    """Write a share, or a dash where there is nothing to share."""
-    return f"{100 * right / of:.1f} %" if of else "-"
 
 
 # ---- status --------------------------------------------------------------------------------------------------------
@@ -113,9 +109,7 @@ def _task_json(task: TaskRecord) -> Json:
     return {
         "round": task.key.round,
         "kind": task.key.kind.value,
-        "classes": list(task.evaluation.classes),
-        "correct": list(task.evaluation.correct),
-        "examples": list(task.evaluation.examples),
+        **measured.class_facts(task.evaluation),
         "included": task.included,
         "receipt": task.receipt,
     }
@@ -155,15 +149,9 @@ def show_status(own: PeerCertificate, addresses: Sequence[str], due: bool, store
 def _evaluation_row(task: TaskRecord) -> tuple[str, str, str, str]:
     found = task.evaluation
     assert found is not None
-    by_class = [
-        f"{name} {right:.0f}/{of:.0f}"
-        for name, right, of in zip(found.classes, found.correct, found.examples, strict=True)
-        if of
-    ]
     fate = {True: "included", False: "not included", None: task.refused or "round is open"}[task.included]
-    right, of = sum(found.correct), sum(found.examples)
     name = str(task.key).removeprefix(task.key.run_id).strip()
-    return name, f"{right:.0f}/{of:.0f} {percent(right, of)}", ", ".join(by_class), fate
+    return name, measured.overall(found), measured.classes(found), fate
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------

@@ -9,17 +9,20 @@ A task goes through three transitions, each idempotent: `stage` (the update and 
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import Connection, Row, event, func, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 from sqlalchemy.orm import sessionmaker
 
 from fl_core.kinds import TaskKind
+from privacy.uncertainty import EvaluationNoise
 from protos.lookups import Lookups
 from silo import statements
 from silo.approvals import Approvals
@@ -259,5 +262,15 @@ def _entry(row: Row[tuple[object, ...]]) -> Entry:
 
 def _record(row: Row[tuple[object, ...]]) -> TaskRecord:
     raw = json.loads(row.evaluation) if row.evaluation else None
-    found = Evaluation(*(tuple(raw[k]) for k in ("classes", "correct", "examples"))) if raw else None
-    return TaskRecord(_key(row), found, row.staged, row.receipt is not None, row.refused, row.included)
+    return TaskRecord(
+        _key(row), _evaluation(raw) if raw else None, row.staged, row.receipt is not None, row.refused, row.included
+    )
+
+
+def _evaluation(raw: Mapping[str, Any]) -> Evaluation:
+    """Read an evaluation; earlier versions wrote down no noise, and what is no count had some."""
+    found = Evaluation(tuple(raw["classes"]), tuple(raw["correct"]), tuple(raw["examples"]))
+    if "noise" not in raw:
+        counts = all(float(v).is_integer() for v in (*found.correct, *found.examples))
+        return found if counts else replace(found, noise=EvaluationNoise(math.inf))
+    return replace(found, noise=raw["noise"] and EvaluationNoise(**raw["noise"]))

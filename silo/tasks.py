@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from fl_core.errors import ProtocolError
 from fl_core.kinds import TaskKind
+from privacy.uncertainty import EvaluationNoise
 from protos.consilium.v1 import federation_pb2 as pb
 
 _KINDS = {pb.TRAIN: TaskKind.TRAIN, pb.EVALUATE: TaskKind.EVALUATE}
@@ -48,11 +49,15 @@ class TaskKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What this silo measured of the model it received: correct answers and test examples per class; stays here."""
+    """What this silo measured of the model it received: correct answers and test examples per class; stays here.
+
+    noise: what lies on these numbers where not even the hospital counts exactly.
+    """
 
     classes: tuple[str, ...]
     correct: tuple[float, ...]
     examples: tuple[float, ...]
+    noise: EvaluationNoise | None = None
 
 
 class Attested(NamedTuple):

@@ -25,6 +25,7 @@ from fl_core.worker import METRICS, Bench, work
 from privacy import plan
 from privacy.release import Units
 from privacy.terms import nominal
+from privacy.uncertainty import own_noise
 from silo.custody import Access, Custody
 from silo.outbox import Finished
 from silo.tasks import Evaluation, TaskKey
@@ -185,7 +186,7 @@ class Trainer:
         with _threads(manifest.threads), seat.access.turn(key.run_id):
             visit = Visit(seat.dataset.train, seat.dataset.test, manifest.train, turn, self.device, progress)
             outcome = self._do(seat.bench, msg, state, seat.access.doors(visit), turn, key.kind)
-        evaluation = Evaluation(manifest.schema.classes, *seat.notebook.metrics)
+        evaluation = Evaluation(manifest.schema.classes, *seat.notebook.metrics, own_noise(manifest))
         return Finished(outcome.bundle, outcome.state, evaluation, seat.bench.method.mirrored)
 
     @staticmethod

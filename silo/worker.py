@@ -13,7 +13,7 @@ from fl_core.errors import FederationError, ProtocolError, RefusedError, StateEr
 from fl_core.manifest import RunManifest
 from protos import codec
 from protos.consilium.v1 import federation_pb2 as pb
-from silo import preflight
+from silo import measured, preflight
 from silo.check import Check
 from silo.custody import Custody
 from silo.desk import Desk, Task
@@ -126,14 +126,10 @@ class Worker:
         done = self.trainer.train(seat, key, offer.cohort, msg, state, self._meter(task, pb.TRAINING))
         task.stop.check()
         attested = self.custody.attested()
-        right, all_of = sum(done.evaluation.correct), sum(done.evaluation.examples)
-        about = "about " if seat.access.book else ""  # of a private run not even the hospital counts exactly
-        said = f"the received model is right on {about}{right:.0f} of {about}{all_of:.0f} own test examples"
-        said = said if all_of else "trained; no model or no test examples to measure"
 
         def tell(entry: Entry) -> None:
-            facts = {"correct": right, "examples": all_of, "bytes": entry.size}
-            self.say(notice("staged", f"{key}: {said}", key, facts))
+            facts = measured.facts(done.evaluation) | {"bytes": entry.size}
+            self.say(notice("staged", f"{key}: {measured.sentence(done.evaluation)}", key, facts))
 
         made = self.outbox.begin(key, offer.manifest_digest, offer.base_digest, done, attested, tell)
         if seat.access.book:

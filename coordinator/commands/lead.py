@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator import display
+from coordinator import display, measured
 from coordinator.client import LeadClient
 from coordinator.commands.options import Home, Json, home_of
 from fl_core.errors import ConfigError
@@ -141,11 +141,8 @@ def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
     display.OUT.print(display.runs_table([detail.info]))
     rows = []
     for r in detail.rounds:
-        facts = display.round_json(r)
-        accuracy = facts["accuracy"]
-        shown = display.percent(accuracy if isinstance(accuracy, float) else -1)
         rows.append((
-            str(r.round), pb.TaskKind.Name(r.kind).lower(), shown,
+            str(r.round), pb.TaskKind.Name(r.kind).lower(), measured.of_round(r).text(),
             ", ".join(r.included), "; ".join(f"{k}: {v}" for k, v in r.missing.items()) or "-", str(r.clipped),
         ))  # fmt: skip
     head = ("round", "kind", "accuracy before it", "took part", "missing", "clipped")

@@ -20,15 +20,20 @@ from coordinator.spec import RunSpec
 from coordinator.sweep import Job, combinations, is_sweep, sweep
 from fl_core.errors import ConfigError
 from fl_core.explanations import EXPLANATIONS, explain_text
+from fl_core.manifest import RunManifest
 from fl_core.methods import METHODS
 from fl_core.models import MODELS, ModelFacts, describe
 from fl_core.rounds import RoundRecord
 from fl_core.simulate_ray import Cluster
 from fl_core.types import Federation, State, TaskKind
+from privacy import uncertainty
 
 
 class _Lines:
     """One line per round on stderr, so that stdout holds the result alone."""
+
+    def __init__(self, manifest: RunManifest) -> None:
+        self._noise = uncertainty.run_noise(manifest)
 
     def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
         """Note nothing."""
@@ -38,8 +43,10 @@ class _Lines:
 
     def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
         """Print the accuracy of the model that the round began with."""
-        scores = display.personal_text(record.personal)
-        display.ERR.print(f"round {record.round:>3}  accuracy {display.percent(record.accuracy)}{scores}")
+        hidden = self._noise.scores
+        scores = display.personal_text(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))
+        found = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))
+        display.ERR.print(f"round {record.round:>3}  accuracy {found.text()}{scores}")
 
 
 def simulate(
@@ -69,20 +76,20 @@ def simulate(
         return
     if is_sweep(words):
         raise ConfigError("E-CFG-64", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
-    result = simulation.run(compose_spec(words), data_root, None if as_json else _Lines(), how, fine_tune)
+    result = simulation.run(compose_spec(words), data_root, None if as_json else _Lines, how, fine_tune)
     summary = result.summary()
     if as_json:
         display.print_json(summary)
         return
-    rows = [(name, display.percent(-1 if a is None else a)) for name, a in zip(
-        result.manifest.schema.classes, result.records[-1].class_accuracy(), strict=True)]  # fmt: skip
+    rows = [(name, found.text()) for name, found in result.by_class().items()]
     display.OUT.print(display.table("Accuracy by class", ("class", "accuracy"), rows))
     display.OUT.print(
-        f"global accuracy {display.percent(result.accuracies[-1])}, "
-        f"best {display.percent(max(result.accuracies[1:]))}, model {result.model_digest[:16]}"
+        f"global accuracy {result.estimates[-1].text()}, best {result.best.text()}, model {result.model_digest[:16]}"
     )
     if scores := next((r.personal for r in reversed(result.records) if r.personal), None):
-        display.OUT.print(f"personal models of the last round:{display.personal_text(scores)}")
+        hidden = result.noise.scores
+        shown = display.personal_text(uncertainty.shown_scores(scores, hidden), hidden & set(scores))
+        display.OUT.print(f"personal models of the last round:{shown}")
 
 
 def _summary(data_root: Path | None, how: How, fine_tune: int, words: Sequence[str]) -> Mapping[str, object]:

@@ -80,9 +80,7 @@ def _local_scores(folder: Path, processes: Processes, runs: Mapping[str, str]) -
         status = processes.call("silo", "status", "--home", str(folder / f"hospital{k}"))
         known = {r["run"]: r for r in status["runs"]}
         for name, run in runs.items():
-            last = known[run]["evaluations"][-1]
-            total = sum(last["examples"])
-            scores[name][f"hospital{k}"] = sum(last["correct"]) / total if total else None
+            scores[name][f"hospital{k}"] = known[run]["evaluations"][-1]["accuracy"]
     return scores
 
 

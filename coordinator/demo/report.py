@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from coordinator import display
+from coordinator import display, measured
 from coordinator.demo.budgets import COLLECTION, EPSILON, Spending
+from privacy.uncertainty import Estimate
 from protos.consilium.v1 import federation_pb2 as pb
 
 PRIVATE = "fedmr-private"
@@ -21,8 +23,21 @@ def _model(detail: pb.RunDetail) -> str:
     return str(json.loads(detail.manifest_json)["model"]["name"])
 
 
-def _series(detail: pb.RunDetail) -> list[float]:
-    return [sum(r.correct) / max(sum(r.examples), 1) for r in detail.rounds]
+def _series(detail: pb.RunDetail) -> list[Estimate]:
+    return [measured.of_round(r) for r in detail.rounds]
+
+
+def _accuracies(prefix: str, info: pb.RunInfo) -> dict[str, object]:
+    """Write a run's accuracies as the summary names them; null: withheld, with an interval where there is noise."""
+    newest, best = measured.of_run(info), measured.best_of_run(info)
+    found: dict[str, object] = {
+        f"{prefix}global_accuracy": newest.point,
+        f"{prefix}best_global_accuracy": best.point,
+    }
+    for name, estimate in (("global_accuracy", newest), ("best_global_accuracy", best)):
+        if estimate.withheld or not estimate.exact:
+            found[f"{prefix}{name}_interval"] = None if estimate.low is None else [estimate.low, estimate.high]
+    return found
 
 
 def report(
@@ -38,12 +53,9 @@ def report(
     ours, plain, private = details["fedmr"], details["fedavg"], details[PRIVATE]
     summary = {
         "method": "fedmr",
-        "global_accuracy": ours.info.accuracy,
-        "best_global_accuracy": ours.info.best_accuracy,
-        "fedavg_global_accuracy": plain.info.accuracy,
-        "fedavg_best_global_accuracy": plain.info.best_accuracy,
-        "private_global_accuracy": private.info.accuracy,
-        "private_best_global_accuracy": private.info.best_accuracy,
+        **_accuracies("", ours.info),
+        **_accuracies("fedavg_", plain.info),
+        **_accuracies("private_", private.info),
         "epsilon": {name: s.epsilon for name, s in spent.items()},
         "epsilon_projected": {name: s.projected for name, s in spent.items()},
         "delta": {name: s.delta for name, s in spent.items()},
@@ -60,7 +72,7 @@ def report(
         "seconds": round(seconds, 1),
         "model": {method: _model(d) for method, d in details.items()},
         "model_digest": {method: d.info.model_digest for method, d in details.items()},
-        "accuracy_by_round": {method: _series(d) for method, d in details.items()},
+        "accuracy_by_round": {method: [e.point for e in _series(d)] for method, d in details.items()},
         "hospital_accuracy": {method: dict(s) for method, s in scores.items()},
     }  # fmt: skip
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -79,19 +91,16 @@ def _tables(
     silos: Sequence[pb.SiloInfo],
 ) -> None:
     rows = [
-        (LABELS[m], _model(d), display.percent(d.info.accuracy), display.percent(d.info.best_accuracy),
+        (LABELS[m], _model(d), measured.of_run(d.info).text(), measured.best_of_run(d.info).text(),
          str(d.info.rounds), display.size(d.info.bytes_up), display.size(d.info.bytes_down),
          display.span(d.info.ended_unix - d.info.created_unix))
         for m, d in details.items()
     ]  # fmt: skip
     head = ("method", "model", "global accuracy", "best", "rounds", "bytes up", "bytes down", "time")
     display.OUT.print(display.table("One model for six hospitals, no image moved", head, rows))
-    last = {m: d.rounds[-1] for m, d in details.items()}
+    last = {m: measured.classes_of_round(d.rounds[-1]) for m, d in details.items()}
     names = json.loads(details["fedmr"].manifest_json)["schema"]["classes"]
-    by_class = [
-        (name, *(display.percent(r.correct[c] / r.examples[c] if r.examples[c] else -1) for r in last.values()))
-        for c, name in enumerate(names)
-    ]
+    by_class = [(name, *(found[c].text() for found in last.values())) for c, name in enumerate(names)]
     display.OUT.print(display.table("Accuracy by class", ("class", *(LABELS[m] for m in last)), by_class))
     by_silo = [
         (s.name, f"silo://demo/{s.name}", s.fingerprint[:23],
@@ -124,9 +133,12 @@ def _picture(path: Path, details: Mapping[str, pb.RunDetail]) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for method, detail in details.items():
-        values = _series(detail)
-        label = f"{LABELS[method]} ({_model(detail)}): {100 * values[-1]:.1f} % at the end"
-        axes.plot(range(len(values)), [100 * v for v in values], color=COLOURS[method], linewidth=2, label=label)
+        found = _series(detail)
+        low, middle, high = ([math.nan if v is None else 100 * v for v in of] for of in _ends(found))
+        label = f"{LABELS[method]} ({_model(detail)}): {found[-1].text()} at the end"
+        axes.plot(range(len(found)), middle, color=COLOURS[method], linewidth=2, label=label)
+        if any(not e.exact for e in found):  # what is withheld is a gap
+            axes.fill_between(range(len(found)), low, high, color=COLOURS[method], alpha=0.15, linewidth=0)
     axes.set(xlabel="round", ylabel="global accuracy (%)", ylim=(0, 100), title="Six hospitals, class-disjoint digits")
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -134,3 +146,7 @@ def _picture(path: Path, details: Mapping[str, pb.RunDetail]) -> None:
     axes.legend(loc="lower right", frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def _ends(found: Sequence[Estimate]) -> tuple[list[float | None], ...]:
+    return [e.low for e in found], [e.point for e in found], [e.high for e in found]

@@ -43,24 +43,25 @@ class LeadService(rpc.LeadServicer):
             raise ConfigError("E-RUN-15", "expected a request id, found none: choose a new one for each new run")
         known = self._store.runs.of_request(request.request_id)
         if known is not None and known.spec == request.spec_json:
-            return views.run_info(known)
+            return self._info(known)
         try:
             with self._runs.seeding:
                 manifest = self._compose(request.spec_json, self._silos(revoked=False))
         finally:
             give_back_what_is_free()  # composing trains for a step, also where it ends in a refusal
         manifest = replace(manifest, lead=self._gate.caller(context).identity.name)
-        return views.run_info(self._runs.submit(manifest, request.spec_json, request.request_id))
+        return self._info(self._runs.submit(manifest, request.spec_json, request.request_id))
 
     def Runs(self, request: pb.RunsRequest, context: grpc.ServicerContext) -> pb.RunList:  # noqa: ARG002, N802
         """List all runs, newest first."""
-        return pb.RunList(runs=[views.run_info(self._runs.named(run)) for run in self._store.runs.all()])
+        return pb.RunList(runs=[self._info(self._runs.named(run)) for run in self._store.runs.all()])
 
     def Show(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunDetail:  # noqa: ARG002, N802
         """Show one run with its manifest and its closed rounds."""
         run = self._runs.named(self._store.runs.find(request.run_id))
-        rounds = [views.round_info(row) for row in self._store.runs.rounds(run.id)]
-        return pb.RunDetail(info=views.run_info(run), manifest_json=run.manifest, rounds=rounds)
+        noise = views.what_is_noisy(run.manifest)
+        rounds = [views.round_info(row, noise) for row in self._store.runs.rounds(run.id)]
+        return pb.RunDetail(info=self._info(run), manifest_json=run.manifest, rounds=rounds)
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Event]:  # noqa: N802
         """Stream a run's events after a number until it ends, and between them what its silos are doing.
@@ -93,11 +94,11 @@ class LeadService(rpc.LeadServicer):
 
     def Abort(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: ARG002, N802
         """End a run for good."""
-        return views.run_info(self._runs.named(self._runs.abort(request.run_id)))
+        return self._info(self._runs.named(self._runs.abort(request.run_id)))
 
     def Resume(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: ARG002, N802
         """Let a failed run go on at its last closed round."""
-        return views.run_info(self._runs.named(self._runs.resume(request.run_id)))
+        return self._info(self._runs.named(self._runs.resume(request.run_id)))
 
     def Silos(self, request: pb.SilosRequest, context: grpc.ServicerContext) -> pb.SiloList:  # noqa: ARG002, N802
         """List the silos, who is here, and the open invitations."""
@@ -105,6 +106,9 @@ class LeadService(rpc.LeadServicer):
             pb.InvitationInfo(name=i.name, expires_unix=i.expires) for i in self._store.members.invitations()
         ]
         return pb.SiloList(silos=self._silos(revoked=True), invitations=invitations)
+
+    def _info(self, run: Run) -> pb.RunInfo:
+        return views.run_info(run, self._store)
 
     def _silos(self, revoked: bool) -> list[pb.SiloInfo]:
         now = time.time()

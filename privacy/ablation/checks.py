@@ -25,7 +25,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Mean over seeds, its standard error, and the half-width of the t-based 95 % interval (NaN for one seed)."""
+    """Mean over seeds, its standard error, and the half-width of the t-based 95 % interval (NaN for one seed).
+
+    All are NaN where the noise of an evaluation withholds the accuracy of a seed.
+    """
 
     mean: float
     error: float
@@ -58,6 +61,8 @@ def monotone(accuracy: Accuracy, grid: Grid) -> Check:
                 for high in epsilons[i + 1 :]:
                     lead = _paired(accuracy, grid, (variant, low, share), (variant, high, share))
                     worst = max(worst, lead)
+                    if math.isnan(lead):
+                        bad.append(f"{variant}, share {share:g}: epsilon {low:g} or {high:g} is withheld")
                     if lead > 0:
                         bad.append(f"{variant}, share {share:g}: epsilon {low:g} beats {high:g}")
     return Check("accuracy does not fall as epsilon grows, within 2 SE", not bad, "; ".join(bad) or f"{worst:+.4f}")
@@ -70,7 +75,7 @@ def full_share_helps(accuracy: Accuracy, grid: Grid) -> Check | None:
     if not asked or not {0.0, 1.0} <= set(grid.shares) or not math.isinf(top):
         return None
     lead = {v: _paired(accuracy, grid, (v, top, 0.0), (v, top, 1.0)) for v in asked}
-    bad = [v for v, found in lead.items() if found > 0]
+    bad = [v for v, found in lead.items() if not found <= 0]
     return Check("without privacy, share 1 is no worse than share 0, within 2 SE", not bad, ", ".join(bad) or "none")
 
 
@@ -87,6 +92,9 @@ def above_chance(accuracy: Accuracy, grid: Grid, classes: int) -> Check:
     """Check that the smallest epsilon still beats chance for the best variant."""
     low = min(grid.epsilons)
     found = {v: e for v in grid.variants for p in grid.shares_of(v)[-1:] if (e := estimate(accuracy, grid, v, low, p))}
+    found = {v: e for v, e in found.items() if not math.isnan(e.mean)}
+    if not found:
+        return Check(f"epsilon {low:g} is above chance", False, "withheld: noise larger than signal")
     best = max(found, key=lambda v: found[v].mean)
     mean = found[best].mean
     return Check(f"epsilon {low:g} is above chance", mean > 1 / classes, f"{best} {mean:.4f}, chance {1 / classes:.4f}")

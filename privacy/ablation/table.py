@@ -80,5 +80,7 @@ def by_epsilon(accuracy: Accuracy, grid: Grid) -> str:
 def _cell(found: Estimate | None) -> str:
     if found is None:
         return "-"
+    if math.isnan(found.mean):
+        return "withheld"
     error = "" if math.isnan(found.error) else f" ± {100 * found.error:.2f}"
     return f"{100 * found.mean:.2f}{error}"

@@ -10,10 +10,10 @@ from coordinator.display import percent
 
 @pytest.mark.parametrize(
     ("share", "shown"),
-    [(0.0, "0.00 %"), (0.923, "92.30 %"), (1.0, "100.00 %"), (-1.0, "-"), (-0.031, "-3.10 % (noise)"),
-     (1.2, "120.00 % (noise)")],
+    [(0.0, "0.00 %"), (0.923, "92.30 %"), (1.0, "100.00 %"), (-1.0, "-"),
+     (-0.031, "withheld: no counts can be these"), (1.2, "withheld: no counts can be these")],
 )  # fmt: skip
-def test_an_accuracy_that_noise_moved_out_of_its_range_is_shown_and_marked(share: float, shown: str) -> None:
+def test_what_can_be_no_accuracy_is_not_shown_as_one(share: float, shown: str) -> None:
     assert percent(share) == shown
 
 

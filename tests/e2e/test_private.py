@@ -97,9 +97,8 @@ def test_methods_train_privately_and_the_printed_epsilon_is_that_of_the_ledgers_
     simulated = simulation.run(compose_spec((*METHODS[method], *RUN))).summary()
     done = venus.wait(run, seconds=600)
     assert done["model_digest"] == simulated["model_digest"]
-    found = [r["accuracy"] for r in done["round"]]
-    shown = [a if a is not None and a >= 0 else None for a in found]  # noise can put a count below 0
-    assert shown == simulated["accuracy_by_round"]
+    assert [r["accuracy"] for r in done["round"]] == simulated["accuracy_by_round"]
+    assert all(r["withheld"] for r in done["round"])  # of so few test examples the noise leaves nothing to say
     assert all(r["missing"] == {} for r in done["round"])
     printed: Any = simulated["privacy"]
     for name in NAMES:

@@ -91,6 +91,11 @@ def test_checks_hold_and_fail_as_they_should() -> None:
     assert checks.above_chance(growing, SMALL, 10).holds
     assert not checks.above_chance(accuracies(lambda _: 0.09), SMALL, 10).holds
 
+    hidden = accuracies(lambda r: math.nan if r.epsilon == min(SMALL.epsilons) else 0.9)  # noise withholds them
+    assert not checks.monotone(hidden, SMALL).holds
+    assert not checks.above_chance(hidden, SMALL, 10).holds
+    assert "withheld" in table.table5(hidden, SMALL, "digits", "p5c2")
+
     def row(eps: float, found: float, used: float) -> dict[str, str]:
         return {"eps_target": str(eps), "eps_rdp": str(found), "budget_used": str(used)}
 

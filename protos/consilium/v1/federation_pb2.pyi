@@ -993,6 +993,8 @@ class RunInfo(_message.Message):
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
     MODEL_OBJECT_FIELD_NUMBER: _builtins.int
+    ACCURACY_ESTIMATE_FIELD_NUMBER: _builtins.int
+    BEST_ESTIMATE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     name: _builtins.str
     state: _builtins.str
@@ -1015,6 +1017,12 @@ class RunInfo(_message.Message):
     """of the newest closed round"""
     model_object: _builtins.str
     """digest of the stored server state; fetch it with Get"""
+    @_builtins.property
+    def accuracy_estimate(self) -> Global___Estimate:
+        """of a run whose evaluation is noisy; accuracy is its point then, -1 when withheld"""
+
+    @_builtins.property
+    def best_estimate(self) -> Global___Estimate: ...
     def __init__(
         self,
         *,
@@ -1035,14 +1043,77 @@ class RunInfo(_message.Message):
         manifest_digest: _builtins.str = ...,
         model_digest: _builtins.str = ...,
         model_object: _builtins.str = ...,
+        accuracy_estimate: Global___Estimate | None = ...,
+        best_estimate: Global___Estimate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accuracy_estimate", b"accuracy_estimate", "best_estimate", b"best_estimate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "best_accuracy", b"best_accuracy", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed", b"closed", "created_unix", b"created_unix", "data", b"data", "ended_unix", b"ended_unix", "manifest_digest", b"manifest_digest", "method", b"method", "model_digest", b"model_digest", "model_object", b"model_object", "name", b"name", "reason", b"reason", "rounds", b"rounds", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "accuracy_estimate", b"accuracy_estimate", "best_accuracy", b"best_accuracy", "best_estimate", b"best_estimate", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed", b"closed", "created_unix", b"created_unix", "data", b"data", "ended_unix", b"ended_unix", "manifest_digest", b"manifest_digest", "method", b"method", "model_digest", b"model_digest", "model_object", b"model_object", "name", b"name", "reason", b"reason", "rounds", b"rounds", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunInfo: _TypeAlias = RunInfo  # noqa: Y015
+
+@_typing.final
+class Estimate(_message.Message):
+    """A share whose noise has a known scale."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POINT_FIELD_NUMBER: _builtins.int
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
+    WITHHELD_FIELD_NUMBER: _builtins.int
+    point: _builtins.float
+    low: _builtins.float
+    """the 95 % interval of the noise"""
+    high: _builtins.float
+    withheld: _builtins.str
+    """why no number is given; empty where one is"""
+    def __init__(
+        self,
+        *,
+        point: _builtins.float = ...,
+        low: _builtins.float = ...,
+        high: _builtins.float = ...,
+        withheld: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["high", b"high", "low", b"low", "point", b"point", "withheld", b"withheld"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Estimate: _TypeAlias = Estimate  # noqa: Y015
+
+@_typing.final
+class Noise(_message.Message):
+    """The noise on the sums of one class."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STD_FIELD_NUMBER: _builtins.int
+    DRAWS_FIELD_NUMBER: _builtins.int
+    SUPPRESSED_FIELD_NUMBER: _builtins.int
+    std: _builtins.float
+    """of one draw; infinite where nothing but noise was released"""
+    draws: _builtins.int
+    suppressed: _builtins.bool
+    """draws with a count below 1 are zeros"""
+    def __init__(
+        self,
+        *,
+        std: _builtins.float = ...,
+        draws: _builtins.int = ...,
+        suppressed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draws", b"draws", "std", b"std", "suppressed", b"suppressed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Noise: _TypeAlias = Noise  # noqa: Y015
 
 @_typing.final
 class RunList(_message.Message):
@@ -1145,6 +1216,8 @@ class RoundInfo(_message.Message):
     OPENED_UNIX_FIELD_NUMBER: _builtins.int
     CLOSED_UNIX_FIELD_NUMBER: _builtins.int
     PERSONAL_FIELD_NUMBER: _builtins.int
+    NOISE_FIELD_NUMBER: _builtins.int
+    WITHHELD_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     kind: Global___TaskKind.ValueType
     clipped: _builtins.int
@@ -1164,6 +1237,14 @@ class RoundInfo(_message.Message):
     def personal(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """over the round's silos: pa, pa_std, and where there is a public test set pm_l, pm_v"""
 
+    @_builtins.property
+    def noise(self) -> Global___Noise:
+        """on correct and on examples, each; none in a run whose evaluation is exact"""
+
+    @_builtins.property
+    def withheld(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """personal scores that were measured, with noise of unknown size"""
+
     def __init__(
         self,
         *,
@@ -1177,10 +1258,12 @@ class RoundInfo(_message.Message):
         opened_unix: _builtins.float = ...,
         closed_unix: _builtins.float = ...,
         personal: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        noise: Global___Noise | None = ...,
+        withheld: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["noise", b"noise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "examples", b"examples", "included", b"included", "kind", b"kind", "missing", b"missing", "opened_unix", b"opened_unix", "personal", b"personal", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "examples", b"examples", "included", b"included", "kind", b"kind", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "personal", b"personal", "round", b"round", "withheld", b"withheld"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
