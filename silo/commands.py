@@ -140,7 +140,10 @@ def serve(
     ] = "auto",
     nominal_size: Annotated[
         float | None,
-        typer.Option("--nominal-size", help="Number of training examples to declare. Default: the true one."),
+        typer.Option(
+            "--nominal-size",
+            help="Number of training examples (or patients) to declare. Default: rounded up.",
+        ),
     ] = None,
     no_prototypes: Annotated[
         bool, typer.Option("--no-prototypes", help="Never submit class prototypes, whatever a run asks for.")

@@ -48,8 +48,8 @@ class Settings:
 
     def source(self) -> DataSource:
         """Make the data source; raises ConfigError (E-CFG-61) on a nominal size that is none."""
-        if self.nominal_size is not None and not self.nominal_size > 0:
-            raise ConfigError("E-CFG-61", f"expected a nominal size above 0, found {self.nominal_size:g}: change it")
+        if self.nominal_size is not None and not 1 <= self.nominal_size < 2**53:
+            raise ConfigError("E-CFG-61", f"expected a nominal size >= 1, found {self.nominal_size:g}: change it")
         return DataSource(self.data, self.data_root, self.nominal_size)
 
 

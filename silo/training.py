@@ -59,10 +59,10 @@ class DataSource:
 
     @property
     def nominal_size(self) -> float:
-        """Return the declared number of training units; the true one to two digits where nothing was declared."""
-        if self._nominal_size is not None:
-            return self._nominal_size
-        return float(nominal(len(Units.of(self.load().train))))
+        """Return the declared number of training units: as typed, else the true one rounded up (`privacy.terms`)."""
+        if self._nominal_size is None:
+            self._nominal_size = float(nominal(len(Units.of(self.load().train))))
+        return self._nominal_size
 
 
 class _Notebook:
@@ -158,7 +158,7 @@ class Trainer:
             )
         bench.model.to(self.device)
         notebook = _Notebook()
-        access = self._custody.access(manifest, index, dataset)
+        access = self._custody.access(manifest, index, dataset, self._data.nominal_size)
         bench = dataclasses.replace(bench, guards=(notebook, *guards))
         submits = self._prototypes and access.submits and manifest.members[index].prototypes
         seat = Seat(manifest, index, dataset, bench, notebook, access, submits)
