@@ -105,5 +105,5 @@ def nominal(n: int) -> int:
     One unit more or less moves it only where the number passes a multiple of ten, of a hundred, and so on; what is
     typed is not rounded, and moves never. A size above the true one is sound: it divides, and sets the sampling rate.
     """
-    step = 10 ** max(1, len(str(n)) - 2)
+    step = int(10 ** max(1, len(str(n)) - 2))
     return max(LEAST_NOMINAL, -(-n // step) * step)

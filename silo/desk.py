@@ -219,10 +219,11 @@ class Desk:
         self, task: Task | Check, activity: pb.Activity.ValueType, done: int = 0, total: int = 0, quiet: bool = False
     ) -> None:
         """Note how far the work is, for the next pulse; quiet: the coordinator is told the activity alone."""
-        about, steps = {"activity": activity, "run_id": task.key.run_id, "round": task.key.round}, (done, total)
+        run, round = task.key.run_id, task.key.round
+        told = pb.Pulse(activity=activity, run_id=run, round=round)
         with self._lock:
-            self._seen = pb.Pulse(**about, done=steps[0], total=steps[1])
-            self._pulse = pb.Pulse(**about) if quiet else self._seen
+            self._seen = pb.Pulse(activity=activity, run_id=run, round=round, done=done, total=total)
+            self._pulse = told if quiet else self._seen
 
     def nudge(self) -> None:
         """Let the task under way try again now instead of sleeping on: the coordinator has just been heard."""

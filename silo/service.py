@@ -57,12 +57,14 @@ class Settings:
 
 
 def data_offer(source: DataSource) -> pb.DataOffer:
-    """Say about the data what is public by declaration; the shape of images depends on the run."""
-    schema = source.load().schema
-    shape = schema.shape if source.reference.source is Source.DIGITS else ()
-    return pb.DataOffer(
-        name=source.reference.source.value, shape=shape, classes=schema.classes, nominal_size=source.nominal_size
-    )
+    """Say about the data what is public by declaration; the shape of images depends on the run.
+
+    Of a folder or a table no class is named: which there are follows from the records, and a run brings its own names.
+    """
+    kind, schema = source.reference.source, source.load().schema
+    shape = schema.shape if kind is Source.DIGITS else ()
+    classes = () if kind in (Source.FOLDER, Source.MANIFEST) else schema.classes
+    return pb.DataOffer(name=kind.value, shape=shape, classes=classes, nominal_size=source.nominal_size)
 
 
 class Service:

@@ -177,8 +177,8 @@ class Trainer:
     ) -> Finished:
         """Do one task. size: the cohort that the offer names; progress: told (steps done, steps in all).
 
-        Raises ProtocolError (E-RUN-33) on a round or cohort that the manifest's seed does not give; RefusedError, before
-        any example is read, on a round that the ledger does not admit (E-BUDGET-..) or another clip (E-PRIV-19);
+        Raises ProtocolError (E-RUN-33) on a round or cohort that the manifest's seed does not give; RefusedError,
+        before any example is read, on a round that the ledger does not admit (E-BUDGET-..) or another clip (E-PRIV-19);
         StateError (E-RUN-31) for whatever goes wrong in a private run once examples are read.
         Guarantees: equals `fl_core.simulate.LocalPort` for the same manifest and index, bit for bit on the CPU.
         """
@@ -227,10 +227,8 @@ def _discreet(private: bool, *told: type[FederationError]) -> Iterator[None]:
     """
     try:
         yield
-    except (StoppedError, *told):
-        raise
     except Exception as error:
-        if not private:
+        if not private or isinstance(error, (StoppedError, *told)):
             raise
         log.exception("a task of a private run failed")
         raise StateError("E-RUN-31", f"the task failed at this silo: {type(error).__name__}: {error}") from error
