@@ -16,10 +16,10 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.spec import derive_layout
 from fl_core.types import Schema
-from privacy.terms import nominal
 from protos.consilium.v1 import federation_pb2 as pb
 
 IMAGES = {"folder", "manifest"}
+_LARGEST = 2**53
 """Two ways to lay out a hospital's own images: silos of both kinds fit one run."""
 
 
@@ -98,11 +98,13 @@ def _method_choice(spec: RunSpec, names: Sequence[str]) -> Choice:
 
 
 def _members(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None = None) -> tuple[Member, ...]:
-    """Draw who submits prototypes; only a private run needs sizes, and a plain one must not depend on them."""
+    """Draw who submits prototypes; only a private run needs sizes, and a plain one must not depend on them.
+
+    Sizes are taken as they were declared: who typed one meant that one. What is no number is none (0).
+    """
     private = sizes is not None and privacy.plan.is_private(_choice(spec.privacy))
-    return members(
-        names, spec.seed, spec.prototype_share, [nominal(int(n)) for n in sizes] if private and sizes else None
-    )
+    declared = [int(n) if 0 < n < _LARGEST else 0 for n in sizes] if private and sizes else None
+    return members(names, spec.seed, spec.prototype_share, declared)
 
 
 def _choice(group: Mapping[str, object]) -> Choice:

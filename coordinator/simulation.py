@@ -25,6 +25,7 @@ from privacy.access import doors_of
 from privacy.doors import SimulatedBook
 from privacy.release import Units
 from privacy.report import report
+from privacy.terms import nominal
 from privacy.uncertainty import Estimate, RunNoise, Sums
 
 
@@ -221,5 +222,5 @@ def frozen(spec: RunSpec, data_root: Path | None = None) -> tuple[RunManifest, l
     ]
     if not classes and spec.data["name"] in IMAGES:
         spec = replace(spec, data={**spec.data, "classes": list(sets[0].schema.classes)})
-    sizes = [len(Units.of(s.train)) for s in sets]
+    sizes = [nominal(len(Units.of(s.train))) for s in sets]
     return manifest_from(spec, [f"hospital{k}" for k in range(len(sets))], sizes), sets

@@ -1,14 +1,17 @@
 """The hospital's policy file: what it takes part in, whatever a job says. It wins, and it fails closed.
 
-A file that cannot be read, or that says something unknown, allows nothing. Nobody but the hospital can change it: no
-message carries one, only the SHA-256 of the file leaves, with each session and each update.
+A file that cannot be read, that others can change, or that says something unknown, allows nothing. Nobody but the
+hospital can change it: no message carries one, only the SHA-256 of the file leaves, with each session and each update.
+Without a file the defaults below hold: any method of any lead, with or without privacy, and of private runs those of at
+most epsilon 8 at delta 1e-5, with secret noise, none of it the coordinator's, and noisy evaluations.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -16,7 +19,8 @@ from typing import TYPE_CHECKING, cast
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.manifest import RunManifest
 from fl_core.words import nearest
-from privacy import plan
+from privacy import plan, policy_file
+from privacy.policy_file import closed
 from privacy.silo_terms import SiloTerms
 from privacy.terms import COUPLED, RNG, Terms
 
@@ -66,6 +70,11 @@ class Floors:
     public_test: bool = False
     central: bool = False
 
+    def __post_init__(self) -> None:
+        _require_budget("privacy", self.epsilon, self.delta)
+        _require("privacy.min_noise", self.min_noise, 0 <= self.min_noise < math.inf, ">= 0 and finite")
+        _require("privacy.max_rate", self.max_rate, 0 < self.max_rate <= 1, "> 0 and at most 1")
+
 
 @dataclass(frozen=True, slots=True)
 class Prototypes:
@@ -75,12 +84,16 @@ class Prototypes:
     hidden: tuple[str, ...] = ()
     min_count: float = 0.0
 
+    def __post_init__(self) -> None:
+        _require("prototypes.min_count", self.min_count, 0 <= self.min_count < math.inf, ">= 0 and finite")
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """A hospital's policy. budgets: (epsilon, delta) by collection, beside those of the ledger: both must have room.
 
     digest: SHA-256 of the file, empty where there is none and these defaults hold.
+    Raises ConfigError (E-POLICY-11), also its sections, on a number that is none, infinite, or out of its range.
     """
 
     runs: Runs = field(default_factory=Runs)
@@ -89,27 +102,29 @@ class Policy:
     budgets: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     digest: str = ""
 
+    def __post_init__(self) -> None:
+        for name, (epsilon, delta) in self.budgets.items():
+            _require_budget(f"budget.{name!r}", epsilon, delta)
+
     @classmethod
     def read(cls, file: Path) -> Policy:
-        """Read a policy file; without one the defaults hold.
+        """Read a policy file; where there is nothing of that name the defaults hold.
 
-        Raises RefusedError (E-POLICY-01) on a file that cannot be read, or an unknown word in it: nothing is accepted.
+        Raises RefusedError: E-POLICY-01 on a file that cannot be read (a link that leads nowhere, a folder), or an
+        unknown word in it, E-POLICY-10 on one that others can change: nothing is accepted.
         """
-        try:
-            raw = file.read_bytes()
-        except FileNotFoundError:
+        raw = policy_file.read(file)
+        if raw is None:
             return cls()
-        except OSError as error:
-            raise _closed(f"expected to read {file}, found {error.strerror}") from error
         try:
             return cls.parse(raw)
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError, TypeError, ValueError) as error:
+        except (ConfigError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             said = error.message if isinstance(error, ConfigError) else str(error)
-            raise _closed(f"{file.name}: {said}") from error
+            raise closed(f"{file.name}: {said}") from error
 
     @classmethod
     def parse(cls, raw: bytes) -> Policy:
-        """Read the text of a policy; raises ConfigError, ValueError or TypeError on what it must not say."""
+        """Read the text of a policy; raises ConfigError, or an error of Python, on what it must not say."""
         found = dict(tomllib.loads(raw.decode()))
         budget = found.pop("budget", {})
         if not isinstance(budget, dict):
@@ -140,14 +155,23 @@ class Policy:
             for word in found:
                 if word not in valid:
                     raise ValueError(f"{name}: expected one of {valid}, found {word!r}")
-        if not (floors.epsilon > 0 and 0 < floors.delta < 1e-3 and 0 < floors.max_rate <= 1 and floors.min_noise >= 0):
-            raise ValueError("[privacy]: expected epsilon > 0, 0 < delta < 0.001, 0 < max_rate <= 1, min_noise >= 0")
 
     def caps(self) -> dict[str, Filter]:
         """Return its budgets as the ledger keeps them."""
         from privacy.accounting import Filter
 
         return {name: Filter.of(*budget) for name, budget in self.budgets.items()}
+
+    def require_collections(self, known: Iterable[str]) -> None:
+        """Raise RefusedError (E-POLICY-12) on a budget for no collection of the ledger: it would bound nothing."""
+        known = list(known)
+        for name in self.budgets:
+            if name not in known:
+                raise RefusedError(
+                    "E-POLICY-12",
+                    f"[budget.{name!r}]: expected one of the ledger's collections {known}, found another name: "
+                    f"{nearest(name, known)}, or run `silo ledger register` first",
+                )
 
     # ---- what it says about a run -------------------------------------------------------------------------------
 
@@ -181,7 +205,7 @@ class Policy:
 
     def _check_terms(self, terms: Terms | SiloTerms) -> None:
         floors = self.privacy
-        if terms.epsilon > floors.epsilon or terms.delta > floors.delta:
+        if not (terms.epsilon <= floors.epsilon and terms.delta <= floors.delta):
             raise RefusedError(
                 "E-POLICY-05",
                 f"expected epsilon <= {floors.epsilon:g} and delta <= {floors.delta:g}, found {terms.epsilon:g} and "
@@ -201,17 +225,20 @@ class Policy:
 
     def check_update(self, noise: float) -> None:
         """Raise RefusedError (E-POLICY-05) when the noise on a hospital's update is not allowed."""
-        if noise < self.privacy.min_noise:
+        if not noise >= self.privacy.min_noise:
             raise RefusedError("E-POLICY-05", f"expected noise >= {self.privacy.min_noise:g}, found {noise:.4g}")
 
-    def check_course(self, course: Course, unit: str) -> None:
-        """Raise RefusedError (E-POLICY-05) when the noise, rate, delta or unit of a planned part is not allowed."""
-        floors, most = self.privacy, SHARE_OF_UNITS / course.units
-        if course.passes and course.noise < floors.min_noise:
+    def check_course(self, course: Course, unit: str, declared: float = 0.0) -> None:
+        """Raise RefusedError (E-POLICY-05) when the noise, rate, delta or unit of a planned part is not allowed.
+
+        declared: the size that the hospital declared, since the run's manifest may name a smaller one.
+        """
+        floors, most = self.privacy, SHARE_OF_UNITS / max(course.units, declared)
+        if course.passes and not course.noise >= floors.min_noise:
             raise RefusedError("E-POLICY-05", f"expected noise >= {floors.min_noise:g}, found {course.noise:.4g}")
-        if course.rate > floors.max_rate:
+        if not course.rate <= floors.max_rate:
             raise RefusedError("E-POLICY-05", f"expected a rate <= {floors.max_rate:g}, found {course.rate:.4g}")
-        if course.terms.delta > most:
+        if not course.terms.delta <= most:
             raise RefusedError("E-POLICY-05", f"expected delta <= {most:.2g}, found {course.terms.delta:g}")
         if floors.unit == "group" and unit != "group":
             raise RefusedError("E-POLICY-05", "expected data that names groups, found single records")
@@ -244,10 +271,15 @@ def _budget(name: str, table: object) -> tuple[float, float]:
     if not isinstance(table, dict) or set(table) != {"epsilon", "delta"}:
         raise ValueError(f"[budget.{name!r}]: expected epsilon and delta, found {table!r}")
     epsilon, delta = (float(cast(float, _value(f"budget.{k}", table[k], 1.0))) for k in ("epsilon", "delta"))
-    if not (epsilon > 0 and 0 < delta < 1e-3):
-        raise ValueError(f"[budget.{name!r}]: expected epsilon > 0 and 0 < delta < 0.001, found {epsilon}, {delta}")
     return epsilon, delta
 
 
-def _closed(reason: str) -> RefusedError:
-    return RefusedError("E-POLICY-01", f"{reason}: nothing is accepted until the policy file is repaired")
+def _require(name: str, found: float, fits: bool, expected: str) -> None:
+    """Raise ConfigError (E-POLICY-11) on a number that does not fit; callers compare so that NaN never does."""
+    if not fits:
+        raise ConfigError("E-POLICY-11", f"{name}: expected a number {expected}, found {found}")
+
+
+def _require_budget(name: str, epsilon: float, delta: float) -> None:
+    _require(f"{name}.epsilon", epsilon, 0 < epsilon < math.inf, "> 0 and finite")
+    _require(f"{name}.delta", delta, 0 < delta < 1e-3, "> 0 and < 0.001")

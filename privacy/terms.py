@@ -95,6 +95,15 @@ class Terms:
         return self.clip + (2 * self.coupled_clip if coupled and self.coupled == "split" else 0.0)
 
 
+LEAST_NOMINAL = 100
+"""What every hospital of at most so many units declares of its size."""
+
+
 def nominal(n: int) -> int:
-    """Round a number of units to two significant digits: what a hospital declares of its size."""
-    return n if n < 100 else round(n, 2 - len(str(n)))
+    """Round a number of units up to two significant digits, to at least 100: what a hospital declares of its size.
+
+    One unit more or less moves it only where the number passes a multiple of ten, of a hundred, and so on; what is
+    typed is not rounded, and moves never. A size above the true one is sound: it divides, and sets the sampling rate.
+    """
+    step = int(10 ** max(1, len(str(n)) - 2))
+    return max(LEAST_NOMINAL, -(-n // step) * step)

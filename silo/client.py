@@ -14,6 +14,7 @@ from protos.identity import Address
 from protos.version import PROTOCOL
 from silo.line import Lines
 from silo.notices import Say, notice, trouble
+from silo.pace import PULSE_FLOOR_S
 from silo.session import Handler, Session
 from silo.store import Store
 from silo.transfer import Patience
@@ -28,7 +29,7 @@ class Client:
     """The silo's end of the control plane; `run` is the body of its thread.
 
     hello: made anew for each session, so that it names every round that is staged by then.
-    welcomed: told of each welcome. explain: says why an address cannot be reached.
+    welcomed: told of each welcome. explain: says why an address cannot be reached. pulse_floor: see `Session`.
     """
 
     lines: Lines
@@ -40,6 +41,7 @@ class Client:
     patience: Patience
     greeted: threading.Event
     clock: Callable[[], float] = time.monotonic
+    pulse_floor: float = PULSE_FLOOR_S
     _session: Session | None = None
     _opening: Session | None = None
     _wake: threading.Event = field(default_factory=threading.Event)
@@ -87,7 +89,9 @@ class Client:
         """Open a session; False when that must be tried again later."""
         self._recycle = False  # before the line is read: a renewal that comes meanwhile asks again
         line = self.lines.current()
-        fresh = Session(line.control, handler, self._wake.set, lambda e: self.say(trouble(e)), self.clock)
+        fresh = Session(
+            line.control, handler, self._wake.set, lambda e: self.say(trouble(e)), self.clock, self.pulse_floor
+        )
         self._opening = fresh
         try:
             welcome = fresh.open(self.hello(), self.patience.idle_s)
@@ -137,7 +141,8 @@ class Client:
         session = self._session
         assert session is not None
         assert session.welcome is not None
-        born, period = self.clock(), session.welcome.recycle_seconds or float("inf")
+        born, asked = self.clock(), session.welcome.recycle_seconds
+        period = max(asked, self.pulse_floor) if asked > 0 else float("inf")  # also of NaN: never
         while not stop.is_set:
             if session.ended.is_set():
                 self._session = None

@@ -140,11 +140,24 @@ def serve(
     ] = "auto",
     nominal_size: Annotated[
         float | None,
-        typer.Option("--nominal-size", help="Number of training examples to declare. Default: the true one."),
+        typer.Option(
+            "--nominal-size",
+            help="Number of training examples (or patients) to declare. Default: rounded up.",
+        ),
     ] = None,
     no_prototypes: Annotated[
         bool, typer.Option("--no-prototypes", help="Never submit class prototypes, whatever a run asks for.")
     ] = False,
+    answer_after: Annotated[
+        float,
+        typer.Option(
+            "--answer-after",
+            help="Hold answers of private runs for so many seconds of training, or a multiple of them.",
+        ),
+    ] = 0.0,
+    pulse_floor: Annotated[
+        float, typer.Option("--pulse-floor", help="Least seconds between signs of life, whatever is asked for.")
+    ] = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Take part in runs until told to stop.
@@ -155,7 +168,8 @@ def serve(
     from silo import serving
     from silo.service import Settings
 
-    settings = Settings(Home(home or default_home()), data, data_root, device, nominal_size, not no_prototypes)
+    place = Home(home or default_home())
+    settings = Settings(place, data, data_root, device, nominal_size, not no_prototypes, answer_after, pulse_floor)
     serving.serve(settings, as_json)
 
 

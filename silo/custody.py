@@ -5,7 +5,6 @@ The accountants are imported when a ledger is there or a private run comes: a pl
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from privacy.chain import Chain, Head
 from privacy.policy import BY_HAND, Policy
 from privacy.withhold import withholding
 from protos import keyfiles
+from silo import policy_in_force
 from silo.home import Home
 from silo.store import Store
 from silo.tasks import Attested
@@ -70,15 +70,12 @@ class Custody:
         return self._ledger
 
     def policy(self) -> Policy:
-        """Read the policy as it is now; raises RefusedError (E-POLICY-01) on one that allows nothing."""
-        return Policy.read(self.home.policy)
+        """Read the policy as it is now; raises RefusedError (E-POLICY-01, -10, -13) on one that allows nothing."""
+        return policy_in_force.in_force(self.home)
 
     def policy_digest(self) -> str:
-        """Return the SHA-256 of the policy file, whatever it says; empty where there is none."""
-        try:
-            return hashlib.sha256(self.home.policy.read_bytes()).hexdigest()
-        except FileNotFoundError:
-            return ""
+        """Return the SHA-256 of the policy file, whatever it says; empty where there is none that can be read."""
+        return policy_in_force.digest_of(self.home)
 
     def hides_size(self) -> bool:
         """Tell whether the hospital hides its size; a policy that cannot be read hides it."""
@@ -124,6 +121,8 @@ class Custody:
         try:
             policy = self.policy()
             policy.check(manifest)
+            if policy.budgets and plan.build(manifest).private:
+                policy.require_collections(self.ledger.collections())
             if policy.runs.approve != BY_HAND:
                 return True
             decided = self.store.approvals.ask(run_id, manifest.digest(), manifest.name, asks(manifest))
@@ -134,9 +133,10 @@ class Custody:
             raise
         return decided is True
 
-    def access(self, manifest: RunManifest, index: int, dataset: SiloDataset) -> Access:
+    def access(self, manifest: RunManifest, index: int, dataset: SiloDataset, declared: float = 0.0) -> Access:
         """Make the way to the examples that a run gets: plain doors, or private ones over the ledger.
 
+        declared: the size that this hospital declared, 0 where it declared none.
         Raises RefusedError: E-POLICY-05 on a part that the policy does not allow, E-BUDGET-06 on data that is not
         registered; as `privacy.doors.course_of`.
         """
@@ -158,7 +158,7 @@ class Custody:
             doors = PrivateDoors(manifest, index, book)
             terms = doors.course.terms
             doors.course = replace(doors.course, terms=replace(terms, min_count=max(terms.min_count, least)))
-            policy.check_course(doors.course, unit_of(dataset.train))
+            policy.check_course(doors.course, unit_of(dataset.train), declared)
         except RefusedError as error:
             self.note(manifest.name, error)
             raise
@@ -166,7 +166,7 @@ class Custody:
 
     def note(self, run: str, error: FederationError) -> None:
         """Write down in the ledger what a coordinator asked for and was refused."""
-        if error.code != "E-POLICY-01":  # of a file that says nothing there is nothing to record
+        if error.code not in policy_in_force.UNUSABLE:  # of a file that says nothing there is nothing to record
             self.ledger.note_refusal(run, error.code)
 
 

@@ -50,7 +50,7 @@ class Desk:
         self._ending: dict[str, pb.RunEnded] = {}
         self._shut = False
         self._undecided: set[str] = set()
-        self._pulse = pb.Pulse(activity=pb.IDLE)
+        self._pulse = self._seen = pb.Pulse(activity=pb.IDLE)
         self.untidy = threading.Event()
 
     # ---- from the coordinator ----------------------------------------------------------------------------------
@@ -118,10 +118,19 @@ class Desk:
                 self._leave(ended)
 
     def pulse(self) -> pb.Pulse:
-        """Say what is being done."""
+        """Say what is being done; of a private run's training no step."""
         with self._lock:
             pulse = pb.Pulse()
             pulse.CopyFrom(self._pulse)
+            return pulse
+
+    def doing(self) -> pb.Pulse:
+        """Say what is being done to whoever stands at the hospital's own screen, with all steps."""
+        with self._lock:
+            now, seen = self._pulse, self._seen
+            same = (now.activity, now.run_id, now.round) == (seen.activity, seen.run_id, seen.round)
+            pulse = pb.Pulse()
+            pulse.CopyFrom(seen if same else now)
             return pulse
 
     # ---- for the worker ----------------------------------------------------------------------------------------
@@ -206,12 +215,15 @@ class Desk:
                 self._answer(task.key, error)
         self._say(notice("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
 
-    def note(self, task: Task | Check, activity: pb.Activity.ValueType, done: int = 0, total: int = 0) -> None:
-        """Note how far the work is, for the next pulse."""
+    def note(
+        self, task: Task | Check, activity: pb.Activity.ValueType, done: int = 0, total: int = 0, quiet: bool = False
+    ) -> None:
+        """Note how far the work is, for the next pulse; quiet: the coordinator is told the activity alone."""
+        run, round = task.key.run_id, task.key.round
+        told = pb.Pulse(activity=activity, run_id=run, round=round)
         with self._lock:
-            self._pulse = pb.Pulse(
-                activity=activity, run_id=task.key.run_id, round=task.key.round, done=done, total=total
-            )
+            self._seen = pb.Pulse(activity=activity, run_id=run, round=round, done=done, total=total)
+            self._pulse = told if quiet else self._seen
 
     def nudge(self) -> None:
         """Let the task under way try again now instead of sleeping on: the coordinator has just been heard."""
@@ -259,14 +271,17 @@ class Desk:
         self.untidy.set()
 
 
+_SPOKEN = ("E-RUN", "E-WIRE", "E-PRIV", "E-ID", "E-TLS", "E-NET")
+"""Families whose messages are about the run and the wire. All others, and all new ones, are told by their meaning."""
+
+
 def public_reason(error: FederationError) -> str:
-    """Write what the coordinator may know of an error: a refusal or a protocol error whole, of others their meaning.
+    """Write what the coordinator may know of an error: of a run or the wire a refusal whole, of others their meaning.
 
     Guarantees: no path, file name or count of the hospital leaves it, and of its budget and its policy no number. Their
     full text is in the hospital's own log.
     """
-    own = error.code.startswith(("E-BUDGET", "E-POLICY", "E-RUN-40"))
-    if isinstance(error, RefusedError | ProtocolError) and not own:
+    if isinstance(error, RefusedError | ProtocolError) and error.code.startswith(_SPOKEN) and error.code != "E-RUN-40":
         return error.message
-    title, cause, _ = EXPLANATIONS[error.code]
+    title, cause, _ = EXPLANATIONS.get(error.code, EXPLANATIONS["E-RUN-31"])
     return f"{title}: {cause[0].lower()}{cause[1:].rstrip('.')} (the hospital's own log has the details)"

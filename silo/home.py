@@ -70,6 +70,11 @@ class Home:
         return self.path / "policy.toml"
 
     @property
+    def had_policy(self) -> Path:
+        """Name the empty file that says that there was a policy file once."""
+        return self.path / "policy.was_here"
+
+    @property
     def objects(self) -> Path:
         """Name the folder of files by digest."""
         return self.path / "objects"

@@ -19,10 +19,10 @@ app = typer.Typer(no_args_is_help=True, help="The hospital's policy: policy.toml
 @app.command("show")
 def show_policy(home: AtHome = None, as_json: AsJson = False) -> None:
     """Show the policy in force, and the digest that goes with every update."""
-    from privacy.policy import Policy
+    from silo.policy_in_force import in_force
 
     place = Home(home or default_home())
-    policy = Policy.read(place.policy)
+    policy = in_force(place)
     if as_json:
         show.print_json({"file": str(place.policy), "there": place.policy.exists(), **asdict(policy)})
         return
@@ -46,15 +46,27 @@ def check(
     home: AtHome = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look for everything that would close this hospital to all runs; exit status 1 when something would."""
+    """Look for everything that would close this hospital to all runs, or to all private ones; exit status 1 then."""
     from privacy.policy import Policy
+    from privacy.policy_file import closed
+    from silo.policy_in_force import in_force
 
-    place = file or Home(home or default_home()).policy
-    policy = Policy.read(place)
+    at = Home(home or default_home())
+    place = file or at.policy
+    policy = in_force(at) if file is None else Policy.read(file)
+    if file is not None and not policy.digest:
+        raise closed(f"expected a policy in the file {file}, found no such file")
+    if policy.budgets and at.ledger.exists():
+        from privacy.ledger import Ledger
+
+        policy.require_collections(Ledger(at.ledger).collections())
     if as_json:
         show.print_json({"file": str(place), "digest": policy.digest, "sound": True})
         return
-    show.show_facts([("file", str(place)), ("sound", "yes" if policy.digest else "there is none, the defaults hold")])
+    facts = [("file", str(place)), ("sound", "yes" if policy.digest else "there is none, the defaults hold")]
+    if policy.budgets and not at.ledger.exists():
+        facts += [("budgets", "not compared with the ledger, which is not there yet: silo ledger register")]
+    show.show_facts(facts)
 
 
 def approve(

@@ -25,6 +25,7 @@ from silo.line import Dial, Lines, dial_with, explainer
 from silo.notices import Say, notice, trouble
 from silo.objects import Objects
 from silo.outbox import Outbox
+from silo.pace import PULSE_FLOOR_S, Pace
 from silo.store import Store
 from silo.tasks import Attested
 from silo.training import DataSource, Trainer, Work, choose_device, software
@@ -37,7 +38,7 @@ LOOK_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a hospital decides about its service."""
+    """What a hospital decides about its service; answer_after, pulse_floor: see `silo.pace`."""
 
     home: Home
     data: str
@@ -45,21 +46,25 @@ class Settings:
     device: str = "auto"
     nominal_size: float | None = None
     prototypes: bool = True
+    answer_after: float = 0.0
+    pulse_floor: float = PULSE_FLOOR_S
 
     def source(self) -> DataSource:
         """Make the data source; raises ConfigError (E-CFG-61) on a nominal size that is none."""
-        if self.nominal_size is not None and not self.nominal_size > 0:
-            raise ConfigError("E-CFG-61", f"expected a nominal size above 0, found {self.nominal_size:g}: change it")
+        if self.nominal_size is not None and not 1 <= self.nominal_size < 2**53:
+            raise ConfigError("E-CFG-61", f"expected a nominal size >= 1, found {self.nominal_size:g}: change it")
         return DataSource(self.data, self.data_root, self.nominal_size)
 
 
 def data_offer(source: DataSource) -> pb.DataOffer:
-    """Say about the data what is public by declaration; the shape of images depends on the run."""
-    schema = source.load().schema
-    shape = schema.shape if source.reference.source is Source.DIGITS else ()
-    return pb.DataOffer(
-        name=source.reference.source.value, shape=shape, classes=schema.classes, nominal_size=source.nominal_size
-    )
+    """Say about the data what is public by declaration; the shape of images depends on the run.
+
+    Of a folder or a table no class is named: which there are follows from the records, and a run brings its own names.
+    """
+    kind, schema = source.reference.source, source.load().schema
+    shape = schema.shape if kind is Source.DIGITS else ()
+    classes = () if kind in (Source.FOLDER, Source.MANIFEST) else schema.classes
+    return pb.DataOffer(name=kind.value, shape=shape, classes=classes, nominal_size=source.nominal_size)
 
 
 class Service:
@@ -82,7 +87,7 @@ class Service:
         self._identity = SiloIdentity(settings.home.path)
         own = self._identity.load().identity
         self.name, self._consortium = own.name, own.consortium
-        source = settings.source()
+        source, self._pace = settings.source(), Pace(settings.answer_after, settings.pulse_floor)
         self._device = choose_device(settings.device)
         self._offer, self._typed = data_offer(source), settings.nominal_size is not None
         self.store = Store(settings.home.database)
@@ -99,6 +104,7 @@ class Service:
             say,
             self._patience,
             greeted,
+            pulse_floor=self._pace.pulse_floor,
         )
         self._keeper = Keeper(self._identity, lines, say, self._client.renewed)
         objects = Objects(settings.home.objects)
@@ -108,8 +114,9 @@ class Service:
         trainer = Trainer(self.name, source, self._custody, self._device, settings.prototypes, do)
         outbox = Outbox(self.store, objects, self.name)
         self._worker = Worker(
-            self._desk, outbox, transfer, trainer, self._custody, self._witness, say, self._client.recycle, greeted
-        )
+            self._desk, outbox, transfer, trainer, self._custody, self._witness, say, self._client.recycle, greeted,
+            self._pace,
+        )  # fmt: skip
         self._stop, self._over, self._ended = Stop(), threading.Event(), threading.Event()
         self.error: BaseException | None = None
         self._threads: list[threading.Thread] = []
@@ -147,8 +154,12 @@ class Service:
         return self._ended.wait(seconds)
 
     def pulse(self) -> pb.Pulse:
-        """Say what is being done now."""
+        """Say what is being done now, as the coordinator is told."""
         return self._desk.pulse()
+
+    def doing(self) -> pb.Pulse:
+        """Say what is being done now, for the hospital's own screen."""
+        return self._desk.doing()
 
     def leave(self, reason: str) -> None:
         """Begin to end: take no more tasks, give training up, let an upload under way finish."""
@@ -191,7 +202,7 @@ class Service:
             protocol_max=PROTOCOL,
             software=software(),
             data=self._declared(),
-            staged=[entry.key.ref for entry in self.store.outbox()],
+            staged=[e.key.ref for e in self.store.outbox() if not self._pace.holds((e.key, e.base_digest))],
             policy_digest=self._custody.policy_digest(),
             roster_version=pinned_version(self._identity),
             instance=self._instance.id,

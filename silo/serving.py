@@ -106,10 +106,10 @@ def serve(settings: Settings, as_json: bool, do: Work = work) -> None:
                 gc.freeze()  # what was imported stays: the collector need not look at it again and again
                 service.start()
                 while not signals.received and not service.wait(POLL_S):
-                    printer.progress(service.pulse())
+                    printer.progress(service.doing())
                 service.leave("the silo is shutting down")
                 while not service.settled(POLL_S):
-                    printer.progress(service.pulse())
+                    printer.progress(service.doing())
                 service.stop("the silo was stopped")
         finally:
             printer.close()

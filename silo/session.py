@@ -13,6 +13,7 @@ import grpc
 from fl_core.errors import FederationError, ProtocolError, RefusedError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from silo.pace import PULSE_FLOOR_S, bounded
 from silo.waiting import translated
 
 MISSED = 3
@@ -54,7 +55,10 @@ class _Stream(Protocol):
 
 
 class Session:
-    """A stream to the coordinator, from `open` until `ended` is set; `error` then says why."""
+    """A stream to the coordinator, from `open` until `ended` is set; `error` then says why.
+
+    pulse_floor: the least seconds from one pulse to the next, whatever the coordinator asks for.
+    """
 
     def __init__(
         self,
@@ -63,12 +67,14 @@ class Session:
         on_end: Callable[[], None],
         tell: Tell,
         clock: Callable[[], float] = time.monotonic,
+        pulse_floor: float = PULSE_FLOOR_S,
     ) -> None:
         self._stub = stub
         self._handler = handler
         self._on_end = on_end
         self._tell = tell
         self._clock = clock
+        self._pulse_floor = pulse_floor
         self._outgoing: queue.SimpleQueue[pb.SiloMessage | None] = queue.SimpleQueue()
         self._beat = threading.Event()
         self._answered = threading.Event()
@@ -100,7 +106,7 @@ class Session:
         self._outgoing.put(message)
 
     def beat(self) -> None:
-        """Send the next pulse now."""
+        """Send the next pulse as soon as the floor allows."""
         self._beat.set()
 
     def leave(self, patience_s: float = 5.0) -> None:
@@ -161,15 +167,17 @@ class Session:
 
     def _keep_alive(self) -> None:
         assert self.welcome is not None
-        period = self.welcome.pulse_seconds
+        period = bounded(self.welcome.pulse_seconds, self._pulse_floor)
         while not self.ended.is_set() and not self._leaving:
             silent = self._clock() - self._heard
             if silent > MISSED * period:
                 self._fail(UnavailableError("E-NET-12", f"the coordinator has been silent for {silent:.0f} s"))
                 return
             self.send(pb.SiloMessage(pulse=self._handler.pulse()))
-            self._beat.wait(period)
-            self._beat.clear()
+            told = self._clock()
+            if self._beat.wait(period):  # asked for sooner, however often: one pulse, and not below the floor
+                self._beat.clear()
+                self.ended.wait(max(0.0, told + self._pulse_floor - self._clock()))
 
     def _fail(self, error: FederationError) -> None:
         self.error = self.error or error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from fl_core import cohort, datasets
+from fl_core import cohort, datasets, steering
 from fl_core.datasets import SiloDataset
 from fl_core.devices import choose_device as choose_device
-from fl_core.errors import DataError, ProtocolError, RefusedError
+from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, StateError
 from fl_core.manifest import RunManifest
 from fl_core.models import build_model
 from fl_core.protocols import SiloData
@@ -29,6 +30,9 @@ from privacy.uncertainty import own_noise
 from silo.custody import Access, Custody
 from silo.outbox import Finished
 from silo.tasks import Evaluation, TaskKey
+from silo.waiting import StoppedError
+
+log = logging.getLogger(__name__)
 
 Work = Callable[[Bench, State, State | None, SiloData, Turn, TaskKind], Outcome]
 """A silo's whole round: `fl_core.worker.work`, or what a benchmark does in its place."""
@@ -60,10 +64,10 @@ class DataSource:
 
     @property
     def nominal_size(self) -> float:
-        """Return the declared number of training units; the true one to two digits where nothing was declared."""
-        if self._nominal_size is not None:
-            return self._nominal_size
-        return float(nominal(len(Units.of(self.load().train))))
+        """Return the declared number of training units: as typed, else the true one rounded up (`privacy.terms`)."""
+        if self._nominal_size is None:
+            self._nominal_size = float(nominal(len(Units.of(self.load().train))))
+        return self._nominal_size
 
 
 class _Notebook:
@@ -141,7 +145,9 @@ class Trainer:
                 "E-RUN-34", f"expected a run of {software()}, found one of {manifest.software}: upgrade the older side"
             )
         index = manifest.index(self._silo)
-        dataset = self._data.load(manifest.schema.classes, manifest.image_size)
+        private = plan.is_private(manifest.privacy)
+        with _discreet(private, ConfigError):
+            dataset = self._data.load(manifest.schema.classes, manifest.image_size)
         if dataset.schema != manifest.schema:
             raise DataError(
                 "E-DATA-30",
@@ -159,7 +165,8 @@ class Trainer:
             )
         bench.model.to(self.device)
         notebook = _Notebook()
-        access = self._custody.access(manifest, index, dataset)
+        with _discreet(private, ConfigError, RefusedError):
+            access = self._custody.access(manifest, index, dataset, self._data.nominal_size)
         bench = dataclasses.replace(bench, guards=(notebook, *guards))
         submits = self._prototypes and access.submits and manifest.members[index].prototypes
         seat = Seat(manifest, index, dataset, bench, notebook, access, submits)
@@ -171,8 +178,9 @@ class Trainer:
     ) -> Finished:
         """Do one task. size: the cohort that the offer names; progress: told (steps done, steps in all).
 
-        Raises ProtocolError (E-RUN-33) on a round or cohort that the manifest's seed does not give; RefusedError
-        (E-BUDGET-..), before any example is read, on a round that the ledger does not admit.
+        Raises ProtocolError (E-RUN-33) on a round or cohort that the manifest's seed does not give; RefusedError,
+        before any example is read, on a round that the ledger does not admit (E-BUDGET-..) or another clip (E-PRIV-19);
+        StateError (E-RUN-31) for whatever goes wrong in a private run once examples are read.
         Guarantees: equals `fl_core.simulate.LocalPort` for the same manifest and index, bit for bit on the CPU.
         """
         manifest = seat.manifest
@@ -183,9 +191,12 @@ class Trainer:
                 self._custody.note(key.run_id, error)
             raise
         turn = Turn(fed, seat.index, manifest.seed, seat.submits)
+        steering.told(seat.bench.guards, msg)  # a clip of the coordinator's own is refused before anything is charged
         with _threads(manifest.threads), seat.access.turn(key.run_id):
             visit = Visit(seat.dataset.train, seat.dataset.test, manifest.train, turn, self.device, progress)
-            outcome = self._do(seat.bench, msg, state, seat.access.doors(visit), turn, key.kind)
+            doors = seat.access.doors(visit)
+            with _discreet(seat.access.book is not None):
+                outcome = self._do(seat.bench, msg, state, doors, turn, key.kind)
         evaluation = Evaluation(manifest.schema.classes, *seat.notebook.metrics, own_noise(manifest))
         return Finished(outcome.bundle, outcome.state, evaluation, seat.bench.method.mirrored)
 
@@ -207,6 +218,21 @@ class Trainer:
 def _compatible(theirs: str, ours: str) -> bool:
     """Tell whether two versions compute the same: equal up to the patch level. A manifest without one fits any."""
     return not theirs or theirs.rpartition(".")[0] == ours.rpartition(".")[0]
+
+
+@contextmanager
+def _discreet(private: bool, *told: type[FederationError]) -> Iterator[None]:
+    """Of what goes wrong with records at hand in a private run tell nothing but that it did, always in the same words.
+
+    told: errors that are about the run, the policy or the ledger, and keep their codes. The cause is in the log.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not private or isinstance(error, (StoppedError, *told)):
+            raise
+        log.exception("a task of a private run failed")
+        raise StateError("E-RUN-31", f"the task failed at this silo: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

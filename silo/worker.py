@@ -19,6 +19,7 @@ from silo.custody import Custody
 from silo.desk import Desk, Task
 from silo.notices import Say, notice, trouble
 from silo.outbox import Outbox, Staging
+from silo.pace import Pace
 from silo.tasks import Entry
 from silo.training import Seat, Trainer
 from silo.transfer import Transfer, Witness
@@ -50,6 +51,7 @@ class Worker:
     recycle: Callable[[], None]
     greeted: threading.Event
     """Set by the client when a session began: the moment to ask for receipts that were lost."""
+    pace: Pace
 
     def run(self, over: threading.Event) -> None:
         """Work until `over` is set; an error of one task ends that task alone."""
@@ -122,8 +124,16 @@ class Worker:
         msg = codec.read_state(base)
         self.say(notice("training", f"{key} of {seat.manifest.name}: training", key, {"name": seat.manifest.name}))
         self.desk.note(task, pb.TRAINING)
-        state = self.outbox.state(key.run_id)
-        done = self.trainer.train(seat, key, offer.cohort, msg, state, self._meter(task, pb.TRAINING))
+        state, private = self.outbox.state(key.run_id), seat.access.book is not None
+        meter = self._meter(task, pb.TRAINING, quiet=private)
+        self.pace.begin((key, offer.base_digest), private)
+        try:
+            done = self.trainer.train(seat, key, offer.cohort, msg, state, meter)
+        except StoppedError:
+            raise
+        except Exception:
+            self.pace.hold((key, offer.base_digest), task.stop)  # when it went wrong is no news either
+            raise
         task.stop.check()
         attested = self.custody.attested()
 
@@ -168,6 +178,7 @@ class Worker:
         ready: called before the commit, and before the refusal of an update is noted.
         """
         task.stop.check()
+        self.pace.hold((entry.key, entry.base_digest), task.stop)
         self.desk.note(task, pb.UPLOADING, 0, entry.size)
         meter = self._meter(task, pb.UPLOADING, checked=False)
         try:
@@ -185,14 +196,14 @@ class Worker:
         self.say(notice("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
 
     def _meter(
-        self, task: Task | Check, activity: pb.Activity.ValueType, checked: bool = True
+        self, task: Task | Check, activity: pb.Activity.ValueType, checked: bool = True, quiet: bool = False
     ) -> Callable[[int, int], None]:
-        """Make a progress callback; it ends training where it is when the task is given up."""
+        """Make a progress callback; it ends training where it is when the task is given up. quiet: see `Desk.note`."""
 
         def moved(done: int, total: int) -> None:
             if checked:
                 task.stop.check()
-            self.desk.note(task, activity, done, total)
+            self.desk.note(task, activity, done, total, quiet)
 
         return moved
 

@@ -45,7 +45,9 @@ class Spending:
 
 def open_budget(home: Path, data: str) -> None:
     """Write a hospital's policy, enter its records in its ledger and give them their budget."""
-    (home / POLICY_FILE).write_text(POLICY)
+    policy = home / POLICY_FILE
+    policy.write_text(POLICY)
+    policy.chmod(0o600)  # whatever the umask: a file that others can write allows nothing
     ledger = Ledger(home / LEDGER_FILE)
     records.register(ledger, datasets.load(data), COLLECTION)
     training = records.collection(COLLECTION, TRAIN)

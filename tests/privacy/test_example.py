@@ -81,8 +81,9 @@ def test_t_20_steps_and_divisor_do_not_follow_the_true_number_of_records() -> No
         assert course.batch == 8
 
 
-def test_units_declared_to_two_digits() -> None:
-    assert [nominal(n) for n in (7, 99, 101, 1437, 12345)] == [7, 99, 100, 1400, 12000]
+def test_units_are_declared_upward_to_two_digits_and_from_a_hundred_on() -> None:
+    assert [nominal(n) for n in (0, 1, 7, 99, 100, 101, 110)] == [100, 100, 100, 100, 100, 110, 110]
+    assert [nominal(n) for n in (139, 1234, 1300, 1437, 12345, 99_001)] == [140, 1300, 1300, 1500, 13_000, 100_000]
 
 
 def moved_by(course: Course, loss, keep: list[int] | None) -> Tensor:  # type: ignore[no-untyped-def]

@@ -57,7 +57,7 @@ def test_preview_from_the_command_line() -> None:
     words = ("data=digits", "method=fedavg", "rounds=4", "privacy=dp_record", "privacy.epsilon=3")
     found = said(*words, "--sizes", "300,1234")
     first, second = found["silos"]  # type: ignore[misc]
-    assert (first["units"], second["units"]) == (300, 1200)
+    assert (first["units"], second["units"]) == (300, 1234)  # as declared: who types a size means it
     assert 2.5 < first["epsilon"] <= 3
     assert found["epsilon"] == max(first["epsilon"], second["epsilon"])
     assert said("data=digits", "--sizes", "10,20")["silos"] == []

@@ -63,6 +63,7 @@ class Rig:
             self.notices.append,
             patience,
             self.greeted,
+            pulse_floor=0.02,
         )
         self.error = None
         self.thread = threading.Thread(target=self._run, daemon=True)

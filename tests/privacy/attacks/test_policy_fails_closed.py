@@ -1,0 +1,262 @@
+"""A policy that is not what the hospital wrote, or that says what no number can keep to, allows nothing at all."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers_hospital import Watched
+from helpers_private import TEST, TRAIN, budgeted, private
+from helpers_silo import Hospital, enrolled, manifest
+
+from fl_core.errors import ConfigError, FederationError, RefusedError
+from privacy.doors import course_of
+from privacy.policy import Floors, Policy, Prototypes
+from silo.commands import run
+from silo.custody import Custody
+from silo.home import Home
+from silo.store import Store
+
+SOUND = '[privacy]\nrng = "test"\nepsilon = 8.0\n'
+STRANGER = 54321
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """A home in which a private run within the policy would be accepted."""
+    budgeted(tmp_path / "home", policy=SOUND)
+    return enrolled(tmp_path / "home")
+
+
+@pytest.fixture
+def custody(home: Home):
+    store = Store(home.database)
+    yield Custody(home, store)
+    store.close_database()
+
+
+def code_of(custody: Custody, about=None) -> str:
+    """Ask for a plain and for a private run; return the one code of both refusals, or that of `about` alone."""
+    codes = []
+    for asked in (private(), manifest()) if about is None else (about,):
+        with pytest.raises(FederationError) as refused:
+            custody.admit("run-1", asked)
+        assert isinstance(refused.value, RefusedError)
+        codes.append(refused.value.code)
+    (code,) = set(codes)
+    return code
+
+
+def checked(home: Home, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run `silo policy check`; return the code that it fails with, "" where it finds the policy sound."""
+    capsys.readouterr()
+    status = run(["policy", "check", *words, "--home", str(home.path)])
+    said = capsys.readouterr().err
+    assert (status != 0) == bool(said)
+    return said.split(":")[0] if status else ""
+
+
+def test_the_sound_file_and_a_link_to_one_are_accepted(home, custody, capsys, tmp_path) -> None:
+    assert custody.admit("run-1", private())
+    (tmp_path / "etc").mkdir()
+    home.policy.rename(tmp_path / "etc/policy.toml")
+    home.policy.symlink_to(tmp_path / "etc/policy.toml")
+    assert custody.admit("run-1", private())
+    assert checked(home, capsys) == ""
+
+
+def dangling(home: Home) -> None:
+    home.policy.rename(home.path / "elsewhere")
+    home.policy.symlink_to(home.path / "mistyped")
+
+
+def circle(home: Home) -> None:
+    home.policy.unlink()
+    home.policy.symlink_to(home.policy)
+
+
+def folder(home: Home) -> None:
+    home.policy.unlink()
+    home.policy.mkdir()
+
+
+def pipe(home: Home) -> None:
+    home.policy.unlink()
+    os.mkfifo(home.policy, 0o600)
+
+
+def huge(home: Home) -> None:
+    home.policy.write_text(SOUND + "#" * (1 << 20))
+
+
+@pytest.mark.parametrize("harm", [dangling, circle, folder, pipe, huge], ids=lambda harm: harm.__name__)
+def test_what_is_no_readable_file_allows_nothing(home, custody, capsys, harm) -> None:
+    harm(home)
+    assert code_of(custody) == "E-POLICY-01"
+    assert checked(home, capsys) == "E-POLICY-01"
+    assert custody.hides_size()
+    custody.policy_digest()  # goes with every session: it must not end the service
+
+
+def test_a_file_that_cannot_be_opened_allows_nothing_and_does_not_end_the_service(home, custody, monkeypatch) -> None:
+    """The tests may run as root, whom no mode keeps out: the refusal is the operating system's, made here."""
+    plain = os.open
+
+    def refuse(path, *args, **kwargs):
+        if Path(path) == home.policy:
+            raise PermissionError(13, "Permission denied")
+        return plain(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: refuse(path, os.O_RDONLY))
+    assert code_of(custody) == "E-POLICY-01"
+    assert custody.policy_digest() == ""
+
+
+def test_a_file_that_was_there_and_vanished_is_no_policy_of_defaults(home, custody, capsys) -> None:
+    assert custody.admit("run-1", private())
+    home.policy.unlink()
+    assert code_of(custody) == "E-POLICY-13"
+    assert checked(home, capsys) == "E-POLICY-13"
+    home.policy.write_text("")  # the operator says that the defaults are meant
+    assert custody.admit("run-1", manifest())
+    assert checked(home, capsys) == ""
+
+
+def test_a_home_that_never_had_a_policy_has_the_defaults(tmp_path) -> None:
+    place = enrolled(tmp_path / "new")
+    store = Store(place.database)
+    assert Custody(place, store).admit("run-1", manifest())
+    store.close_database()
+
+
+@pytest.mark.parametrize("mode", [0o602, 0o620, 0o666])
+def test_a_file_that_others_can_write_allows_nothing_and_the_remedy_is_named(home, custody, capsys, mode) -> None:
+    home.policy.chmod(mode)
+    assert code_of(custody) == "E-POLICY-10"
+    with pytest.raises(RefusedError, match="chmod go-w"):
+        custody.policy()
+    assert checked(home, capsys) == "E-POLICY-10"
+    assert checked(home, capsys, str(home.policy)) == "E-POLICY-10"
+    home.policy.chmod(mode & ~0o022)
+    assert custody.admit("run-1", private())
+
+
+def test_a_link_to_a_file_that_others_can_write_allows_nothing(home, custody, tmp_path) -> None:
+    real = home.policy.rename(tmp_path / "policy.toml")
+    home.policy.symlink_to(real)
+    real.chmod(0o666)
+    assert code_of(custody) == "E-POLICY-10"
+
+
+def test_a_file_in_a_folder_that_everybody_can_write_allows_nothing(home, custody, tmp_path) -> None:
+    (tmp_path / "open").mkdir()
+    real = home.policy.rename(tmp_path / "open/policy.toml")
+    home.policy.symlink_to(real)
+    assert custody.admit("run-1", private())
+    (tmp_path / "open").chmod(0o777)
+    assert code_of(custody) == "E-POLICY-10"
+
+
+def test_the_file_of_another_user_allows_nothing(home, custody, monkeypatch) -> None:
+    if os.geteuid() == 0:
+        os.chown(home.policy, STRANGER, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
+    assert code_of(custody) == "E-POLICY-10"
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "-1.0", "0.0"])
+@pytest.mark.parametrize("key", ["privacy.epsilon", "privacy.delta", "budget.'center1/train'.epsilon"])
+def test_no_number_that_bounds_nothing_stands_in_a_policy(home, custody, capsys, key, number) -> None:
+    rest = "budget.'center1/train'.delta = 1e-5\n" if key.startswith("budget") else ""
+    home.policy.write_text(f"privacy.rng = 'test'\n{rest}{key} = {number}\n")
+    assert code_of(custody) == "E-POLICY-01"
+    assert checked(home, capsys) == "E-POLICY-01"
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "-1", "-0.5", "1" + "0" * 400])
+@pytest.mark.parametrize("key", ["prototypes.min_count", "privacy.min_noise"])
+def test_no_negative_or_endless_count_stands_in_a_policy(home, custody, key, number) -> None:
+    home.policy.write_text(f"privacy.rng = 'test'\n{key} = {number}\n")
+    assert code_of(custody) == "E-POLICY-01"
+
+
+@pytest.mark.parametrize("epsilon", [math.inf, math.nan, -1.0, 0.0])
+def test_python_makes_no_policy_of_endless_epsilon_either(epsilon) -> None:
+    for made in (
+        lambda: Policy(privacy=Floors(epsilon=epsilon)),
+        lambda: Policy(budgets={TRAIN: (epsilon, 1e-5)}),
+        lambda: replace(Policy(), budgets={TRAIN: (epsilon, 1e-5)}).caps(),
+    ):
+        with pytest.raises(ConfigError, match="E-POLICY-11"):
+            made()
+
+
+@pytest.mark.parametrize("delta", [math.inf, math.nan, 0.0, 1.0])
+def test_python_makes_no_policy_of_a_delta_that_means_nothing(delta) -> None:
+    for made in (lambda: Floors(delta=delta), lambda: Policy(budgets={TRAIN: (1.0, delta)})):
+        with pytest.raises(ConfigError, match="E-POLICY-11"):
+            made()
+
+
+def test_python_makes_no_policy_of_counts_and_rates_that_mean_nothing() -> None:
+    for made in (lambda x: Prototypes(min_count=x), lambda x: Floors(min_noise=x), lambda x: Floors(max_rate=x)):
+        for number in (math.nan, math.inf, -1.0):
+            with pytest.raises(ConfigError, match="E-POLICY-11"):
+                made(number)
+
+
+def test_a_plan_whose_numbers_are_nan_is_not_allowed() -> None:
+    course = course_of(private(), 1)
+    Policy().check_course(course, "record")
+    vars(course)["noise"] = math.nan  # what a solver might return: the property is computed once and kept
+    with pytest.raises(RefusedError, match="E-POLICY-05"):
+        Policy().check_course(course, "record")
+    with pytest.raises(RefusedError, match="E-POLICY-05"):
+        Policy().check_update(math.nan)
+
+
+def test_a_manifest_that_states_a_smaller_hospital_gets_no_larger_delta() -> None:
+    """delta must stay below a tenth of one unit: of the size that the hospital declared, not of what a run claims."""
+    course = course_of(private(delta=9e-6), 1)
+    Policy().check_course(course, "record", declared=11_000)
+    with pytest.raises(RefusedError, match="E-POLICY-05"):
+        Policy().check_course(course, "record", declared=12_000)
+
+
+def test_a_budget_for_no_collection_of_the_ledger_closes_the_hospital_to_private_runs(home, custody, capsys) -> None:
+    home.policy.write_text(SOUND + "[budget.'center1/trian']\nepsilon = 1.0\ndelta = 1e-5\n")
+    with pytest.raises(RefusedError, match=f"E-POLICY-12.*did you mean '{TRAIN}'.*{TEST}"):
+        custody.admit("run-1", private())
+    assert checked(home, capsys) == "E-POLICY-12"
+    assert "E-POLICY-12" in [detail for _, _, state, detail, _ in custody.ledger.events() if state == "REFUSED"]
+    home.policy.write_text(SOUND + f"[budget.'{TRAIN}']\nepsilon = 1.0\ndelta = 1e-5\n")
+    assert custody.admit("run-1", private())
+    assert checked(home, capsys) == ""
+
+
+def test_the_check_of_a_file_that_is_not_there_is_no_sound_one(home, capsys) -> None:
+    assert checked(home, capsys, str(home.path / "polcy.toml")) == "E-POLICY-01"
+
+
+def test_no_record_is_read_under_a_policy_that_others_can_write(tmp_path, monkeypatch) -> None:
+    """The whole service, with the file opened to others while it serves."""
+    ledger = budgeted(tmp_path / "home", policy=SOUND)
+    hospital = Hospital(tmp_path / "home", private())
+    hospital.start()
+    Home(tmp_path / "home").policy.chmod(0o666)
+    watched = Watched(monkeypatch)
+    hospital.offer()
+    try:
+        refused = hospital.refused()
+    finally:
+        hospital.stop()
+        hospital.host.stop()
+    assert refused.code == "E-POLICY-10"
+    assert str(tmp_path) not in refused.reason
+    assert watched.read == 0
+    assert ledger.history(TRAIN) == []
