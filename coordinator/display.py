@@ -65,6 +65,14 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f} %" if 0 <= share <= 1 else f"{100 * share:.2f} % (noise)"
 
 
+def private_form(manifest: str) -> str:
+    """Say which options of the method its private form replaced, from a manifest's JSON; empty where none."""
+    raw = json.loads(manifest)
+    was, options = raw.get("private_form") or {}, raw["method"]["options"]
+    changes = ", ".join(f"method.{name}={options[name]} (was {was[name]})" for name in sorted(was) if name in options)
+    return f"{raw['method']['name']} takes its private form: {changes}" if changes else ""
+
+
 def run_json(info: pb.RunInfo) -> Mapping[str, object]:
     """Turn a run into a JSON object."""
     return {

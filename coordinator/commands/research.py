@@ -74,6 +74,8 @@ def simulate(
     if as_json:
         display.print_json(summary)
         return
+    if form := display.private_form(result.manifest.to_json()):
+        display.OUT.print(form)
     rows = [(name, display.percent(-1 if a is None else a)) for name, a in zip(
         result.manifest.schema.classes, result.records[-1].class_accuracy(), strict=True)]  # fmt: skip
     display.OUT.print(display.table("Accuracy by class", ("class", "accuracy"), rows))
