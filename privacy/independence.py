@@ -62,6 +62,8 @@ def check_independence(model: nn.Module, loss: LossFn, schema: Schema, batch_siz
             sizes = [2] if heavy else sorted({*SMALLEST, min(batch_size, LARGEST, max(3, WORK // max(1, work)))})
             for n in sizes:
                 probe.check(n, once=heavy)
+            if not heavy:
+                probe.crowd(sizes[-1])
             break
         drawn.check()
 
@@ -116,6 +118,12 @@ class _Probe:
         self.compare("others came before", alone, again)
         if not _apart(alone.coupled, again.coupled) <= self.tolerance:
             raise _refused("the coupled term of a batch moves when other batches came before")
+
+    def crowd(self, n: int) -> None:
+        """Refuse when the first of the smallest batches moves with as many others as make a batch of n."""
+        base = self.batch(1, 99)
+        batch, kept = _inserted(base, self.batch(n - 1, 8), [0] * (n // 2) + [1] * (n - 1 - n // 2))
+        self.compare("a whole batch comes", self.seen(base, [0]), self.seen(batch, kept))
 
     def senseless(self, base: _Batch) -> _Batch:
         """Make zeros, huge, infinite and undefined examples, and a copy of the first under another label."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers_core import SCHEMA
-from helpers_doors import PLAIN, ce, model_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout
 
@@ -17,10 +16,20 @@ from fl_core.manifest import Choice
 from fl_core.methods import METHODS
 from fl_core.models import build_model
 from fl_core.models.split import assemble
-from fl_core.types import Losses, LossFn
+from fl_core.types import Losses, LossFn, TrainConfig
 from privacy import plan
 from privacy.independence import check_independence
 from privacy.rehearsal import rehearse
+
+PLAIN = TrainConfig(lr=0.1, batch_size=1000, epochs=3)
+
+
+def model_of() -> nn.Module:
+    return build_model("digits_cnn", {}, SCHEMA, 0)
+
+
+def ce(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+    return Losses(each(model, x, y))
 
 
 def each(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
