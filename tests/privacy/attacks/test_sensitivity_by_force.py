@@ -58,7 +58,8 @@ CASES: dict[str, list[dict[str, object]]] = {
 OUTSIDE = {
     "weights", "server_lr", "server_momentum", "report", "control", "mu_macro", "mu_max", "recompute_bn", "body_epochs",
     "lambda_v", "personal_epochs", "diversity", "lr", "weight_decay", "personal_body", "feature_lr", "batch", "predict",
-    "own_classes", "mask_missing", "rho", "fednova.mu", "fednova.tau", "feddyn.alpha", "feddc.alpha", "fedrod.hidden", "fedgen.alpha",
+    "own_classes", "mask_missing", "rho", "fednova.mu", "fednova.tau", "feddyn.alpha", "feddc.alpha", "fedrod.hidden",
+    "fedgen.alpha",
 }  # fmt: skip
 """Options that enter no loss of examples: averages, the server's half, terms without examples, personal models."""
 DECIDED = {"draws", "inter_weighting"}
