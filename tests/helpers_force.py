@@ -24,7 +24,7 @@ from privacy.example import PrivateData
 from privacy.terms import Terms
 
 N, CLASSES = 10, 4
-CLIP = 0.5
+CLIP = 0.1
 CONDITIONS = ("as it is", "augmented", "dropout", "groups")
 TREATMENTS = ("split", "micro", "frozen", "off")
 

@@ -31,7 +31,7 @@ def held(made: Generator, e: Tensor, per_class: int) -> Tensor:
     y = torch.arange(made.n_classes, device=device).repeat_interleave(per_class)
     with torch.no_grad():
         z: Tensor = made(y, e.to(device))
-    return z.unflatten(0, (made.n_classes, per_class))
+    return z.view(made.n_classes, per_class, -1)
 
 
 def mean(model: nn.Module, z: Tensor) -> Tensor:
