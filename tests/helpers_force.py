@@ -103,9 +103,10 @@ def extremes() -> list[tuple[str, Tensor, int]]:
     return found + [(f"a copy of {k} as another", x[k], (int(y[k]) + 1) % CLASSES) for k in range(N)]
 
 
-def captured(name: str, options: Mapping[str, object], dropout: bool) -> list[Call]:
-    """Let a method train two rounds in the form that a private run gives it, and return the calls of the second."""
-    chosen, _ = plan.formed(Choice(name, dict(options)), Choice("dp_record", {}))  # type: ignore[arg-type]
+def captured(name: str, options: Mapping[str, object], dropout: bool, formed: bool = True) -> list[Call]:
+    """Let a method train two rounds and return the calls of the second; formed: as a private run forms it."""
+    privacy = Choice("dp_record" if formed else "none", {})
+    chosen, _ = plan.formed(Choice(name, dict(options)), privacy)  # type: ignore[arg-type]
     method, model = build_method(name, chosen.options), network(dropout)
     x, y = records()
     data, fed = Given(x, y), Federation(1, CLASSES, 4, 0, 1)

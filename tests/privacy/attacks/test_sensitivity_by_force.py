@@ -129,6 +129,21 @@ def test_a_record_that_is_no_number_adds_nothing(place: int) -> None:
     assert Force(call, Coupling.EXAMPLE).moved(torch.full((1, 8, 8), math.nan), 1, place) == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fedmr", {"mu1": 0.0, "mu2": 50.0}),
+        ("fedmr", {"mu1": 0.0, "mu2": 50.0, "inter_weighting": "example", "lite": 4}),
+        ("fedgen", {"beta": 50.0, "hidden": 8, "made": 4, "steps": 1}),
+    ],
+)
+def test_what_the_private_form_replaces_is_moved_further(name: str, options: dict[str, object]) -> None:
+    """As asked for, these methods pass their bound: the reason for the form."""
+    (asked,) = captured(name, options, dropout=False, formed=False)
+    force = Force(asked, Coupling.EXAMPLE)
+    assert max(force.moved(image, label, 0) for _, image, label in extremes()[:12]) > force.accounted
+
+
 def each(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model(x), y, reduction="none")
 
