@@ -62,6 +62,14 @@ def percent(share: float) -> str:
     return measured.plain(share).text()
 
 
+def private_form(manifest: str) -> str:
+    """Say which options of the method its private form replaced, from a manifest's JSON; empty where none."""
+    raw = json.loads(manifest)
+    was, options = raw.get("private_form") or {}, raw["method"]["options"]
+    changes = ", ".join(f"method.{name}={options[name]} (was {was[name]})" for name in sorted(was) if name in options)
+    return f"{raw['method']['name']} takes its private form: {changes}" if changes else ""
+
+
 def run_json(info: pb.RunInfo) -> Mapping[str, object]:
     """Turn a run into a JSON object; numbers that noise hides are null, others have the interval of their noise."""
     return {

@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from coordinator import measured
+from coordinator.display import private_form
 from fl_core import trees
 from fl_core.errors import StateError
 from fl_core.manifest import RunManifest
@@ -68,6 +69,7 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
         "| | |",
         "|---|---|",
         f"| method | {manifest.method.name} {_options(manifest.method.options)} |",
+        *([f"| private form | {form} |"] if (form := private_form(manifest.to_json())) else []),
         f"| model | {manifest.model.name} {_options(manifest.model.options)} |",
         f"| data | {manifest.data}, examples of shape {tuple(manifest.schema.shape)} |",
         f"| local training | {manifest.train} |",

@@ -43,12 +43,13 @@ def schema_of(spec: RunSpec) -> Schema:
 def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None = None) -> RunManifest:
     """Freeze a run over the silos `names`, in this order; sizes: what they declare of their size, for private runs.
 
+    A run with record-level privacy takes the private form of its method, and the manifest says so.
     Raises ConfigError when the method, the model, the data and the privacy profile do not go together; RefusedError
-    (E-PRIV-01) for a profile that this version does not know.
+    (E-PRIV-01) for a profile that this version does not know, (E-PRIV-20) on a number outside its range.
     """
     schema = schema_of(spec)
     optimizers.check(spec.train)
-    method = _method_choice(spec, names)
+    method, was = privacy.plan.formed(_method_choice(spec, names), _choice(spec.privacy))
     model = _choice(spec.model)
     built = build_model(model.name, model.options, schema, spec.seed)
     layout = derive_layout(build_method(method.name, method.options), built, schema, spec.personal)
@@ -79,6 +80,7 @@ def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | 
         image_size=None if spec.data.get("image_size") is None else int(str(spec.data["image_size"])),
         personal=spec.personal,
         software=software(),
+        private_form=was,
     )
     privacy.plan.build(manifest)
     return RunManifest.from_json(manifest.to_json())

@@ -99,6 +99,7 @@ class Result:
             **self.personal(),
             **({"pa_fine_tuned": self.tuned.pa, "fairness_fine_tuned": self.tuned.fairness} if self.tuned else {}),
             **({"privacy": self.privacy} if self.privacy else {}),
+            **({"private_form": dict(self.manifest.private_form)} if self.manifest.private_form else {}),
         }
 
     def _intervals(self, estimates: Sequence[Estimate]) -> dict[str, object]:

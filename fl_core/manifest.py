@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import cast
+from typing import Any, cast
 
 from blake3 import blake3
 
@@ -47,7 +47,8 @@ class RunManifest:
     deadline_s: seconds after which a round closes with the quorum; threads: CPU threads of local training
     (0: the machine's own number), which decides the last bit of sums and so belongs to the run;
     personal: whether personal models are measured after every round's training; lead: who asked for the run, as the
-    coordinator read it off the certificate; empty in a simulation.
+    coordinator read it off the certificate; empty in a simulation; private_form: options of the method that a private
+    run replaced by the method's private form, with the values that were asked for; empty where it runs as asked.
     """
 
     name: str
@@ -70,13 +71,15 @@ class RunManifest:
     personal: bool = False
     software: str = ""
     lead: str = ""
+    private_form: Mapping[str, Option] = field(default_factory=dict)
     format: int = FORMAT
 
     def to_json(self) -> str:
         """Write canonical JSON: sorted keys, no spaces; equal manifests give equal text."""
         raw = asdict(self) | {"layout": layout_to_json(self.layout)}
-        if not self.lead:
-            del raw["lead"]
+        for late in ("lead", "private_form"):  # runs without one keep the digest that they had before it existed
+            if not raw[late]:
+                del raw[late]
         return json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     def digest(self) -> str:
@@ -87,7 +90,7 @@ class RunManifest:
     def from_json(cls, text: str) -> RunManifest:
         """Read a manifest; raises ProtocolError (E-WIRE-06) on unknown, missing or misshapen fields."""
         try:
-            raw = json.loads(text)
+            raw = _parsed(text)
             if raw.get("format") != FORMAT:
                 raise ProtocolError(
                     "E-WIRE-01", f"expected a manifest of format {FORMAT}, found {raw.get('format')}: upgrade this side"
@@ -109,7 +112,7 @@ class RunManifest:
                     "grid": Grid(cast(Ring, raw["grid"]["ring"]), raw["grid"]["n_max"], raw["grid"]["bounds"]),
                 }
             )
-        except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+        except (TypeError, KeyError, AttributeError) as error:
             raise ProtocolError("E-WIRE-06", f"expected a run manifest, found something else: {error}") from error
 
     def index(self, silo: str) -> int:
@@ -118,6 +121,15 @@ class RunManifest:
             if member.name == silo:
                 return k
         raise ConfigError("E-RUN-05", f"expected one of {[m.name for m in self.members]}, found {silo!r}")
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Read JSON; raises TypeError on what is none, nests too deeply or has a number of thousands of digits."""
+    try:
+        raw: dict[str, Any] = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TypeError(error) from error
+    return raw
 
 
 def members(

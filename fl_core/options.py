@@ -12,6 +12,8 @@ from fl_core.words import nearest
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+_WHOLE = 2**53
+"""Whole numbers up to here are floats, too; one of thousands of digits would overflow."""
 T = TypeVar("T", bound="DataclassInstance")
 
 
@@ -37,7 +39,14 @@ def _typed(owner: str, name: str, value: object, default: object) -> object:
             return tuple(value)
     elif type(value) is kind:
         return value
-    elif kind is float and type(value) is int:
+    elif kind is float and type(value) is int and abs(value) <= _WHOLE:
         return float(value)
     wanted = "a list of positive integers" if kind is tuple else f"{kind.__name__}, like the default {default!r}"
-    raise ConfigError("E-CFG-22", f"{owner}.{name}: expected {wanted}, found {value!r}: change it")
+    raise ConfigError("E-CFG-22", f"{owner}.{name}: expected {wanted}, found {_shown(value)}: change it")
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:
+        return "a number of thousands of digits"

@@ -124,6 +124,11 @@ class Method(Protocol):
         ...
 
     @property
+    def private_form(self) -> Mapping[str, str | int]:
+        """Name the options that a run with record-level privacy must change, and to what; empty where none."""
+        ...
+
+    @property
     def coupling(self) -> Coupling:
         """Say whether the loss, with these hyper-parameters, mixes the examples of a batch."""
         ...

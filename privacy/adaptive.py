@@ -20,10 +20,13 @@ from torch import Tensor
 
 from fl_core.errors import RefusedError
 from fl_core.types import Part, PartSpec, Tensors
+from privacy.ranges import CLIP
 from privacy.silo_terms import BIT, SiloTerms
 
 PART = "clipping"
 """The part of the bits, and the group of the server's state that holds C_t."""
+_ROUNDING = 1e-6
+"""A clip travels in float32: the ends of its range may be so much further out."""
 SPEC = PartSpec({"within": ()}, ())
 
 
@@ -36,7 +39,7 @@ def clip_of(terms: SiloTerms, setting: Tensors | None) -> float | None:
     """Read C_t off a broadcast; None where the plan fixes it.
 
     Raises RefusedError (E-PRIV-19) on a clip that the plan is silent on, on none where the plan has it follow the
-    norms, and on one that is no positive number.
+    norms, and on one outside the range of clips (ranges.py).
     """
     if not terms.adaptive:
         if setting is not None:
@@ -44,8 +47,9 @@ def clip_of(terms: SiloTerms, setting: Tensors | None) -> float | None:
         return None
     if setting is None or set(setting) != {"clip"} or setting["clip"].numel() != 1:
         raise RefusedError("E-PRIV-19", "expected the clip of this round beside the model, found none")
-    if not 0 < (clip := float(setting["clip"])) < math.inf:
-        raise RefusedError("E-PRIV-19", f"expected a clip > 0, found {clip}")
+    low, high, _ = CLIP
+    if not low * (1 - _ROUNDING) <= (clip := float(setting["clip"])) <= high * (1 + _ROUNDING):
+        raise RefusedError("E-PRIV-19", f"expected a clip of {CLIP}, found {clip}")
     return clip
 
 
@@ -55,12 +59,14 @@ def bit(norm: float, clip: float) -> Part:
 
 
 def follow(terms: SiloTerms, setting: Tensors, answered: Part) -> Tensors:
-    """Return the next round's setting; the same where nobody answered."""
+    """Return the next round's setting, within the range of clips; the same where nobody answered."""
     silos = float(answered.weight)
     if silos <= 0:
         return setting
     share = BIT + float(answered.total["within"]) / silos
-    return _setting(float(setting["clip"]) * math.exp(-terms.clip_rate * (share - terms.target_quantile)))
+    low, high, _ = CLIP
+    followed = float(setting["clip"]) * math.exp(-terms.clip_rate * (share - terms.target_quantile))
+    return _setting(min(max(followed, low), high))
 
 
 def _setting(clip: float) -> dict[str, Tensor]:

@@ -13,11 +13,11 @@ from fl_core import capabilities
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.fixed_point import FixedPoint
 from fl_core.kinds import Capability
-from fl_core.manifest import Choice, RunManifest
+from fl_core.manifest import Choice, Option, RunManifest
 from fl_core.methods import build_method
 from fl_core.protocols import Guard
 from fl_core.types import Layout
-from privacy import adaptive
+from privacy import adaptive, ranges
 from privacy.central import silo_level
 from privacy.silo_terms import SiloTerms
 from privacy.terms import Terms
@@ -80,6 +80,19 @@ def terms_of(privacy: Choice) -> Terms | SiloTerms | None:
     return (SiloTerms if privacy.name == SILO_LEVEL else Terms).of(privacy.options)
 
 
+def formed(method: Choice, privacy: Choice) -> tuple[Choice, dict[str, Option]]:
+    """Give a method the form that a run with record-level privacy needs, and the values that this replaced.
+
+    Both are as they were where the run has no such privacy, or the method needs no other form.
+    """
+    if privacy.name != "dp_record" or not is_private(privacy):
+        return method, {}
+    built = build_method(method.name, method.options)
+    form = built.private_form
+    was: dict[str, Option] = {option: getattr(built, option) for option in form}
+    return Choice(method.name, {**method.options, **form}), was
+
+
 def parts(privacy: Choice) -> Layout:
     """Return what a profile adds to the layout of the method's bundles."""
     terms = terms_of(privacy)
@@ -87,10 +100,11 @@ def parts(privacy: Choice) -> Layout:
 
 
 def build(manifest: RunManifest) -> Plan:
-    """Build what a manifest's profile means.
+    """Build what a manifest's profile means; both sides do, so that neither trusts the other's numbers.
 
-    Raises RefusedError (E-PRIV-01) for a profile that this version does not know: it must not be ignored; ConfigError
-    (E-CFG-08) when the method lacks what a private run asks of it.
+    Raises RefusedError (E-PRIV-01) for a profile that this version does not know: it must not be ignored; (E-PRIV-20)
+    on a number of a private run outside its range; ConfigError (E-CFG-08) when the method lacks what a private run
+    asks of it.
     """
     if manifest.privacy.name not in PROFILES:
         raise RefusedError(
@@ -98,6 +112,8 @@ def build(manifest: RunManifest) -> Plan:
             f"expected a privacy profile of {sorted(PROFILES)}, found {manifest.privacy.name!r}: "
             "this version cannot give what it promises; upgrade it or choose another profile",
         )
+    if is_private(manifest.privacy):
+        ranges.check(manifest)
     plan = PROFILES[manifest.privacy.name](manifest)
     if manifest.privacy.name == "dp_record" and plan.private:
         method = build_method(manifest.method.name, manifest.method.options)

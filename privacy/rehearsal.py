@@ -6,14 +6,12 @@ The rehearsal runs a silo's half with doors that only write down what they are a
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from fl_core.errors import RefusedError
 from fl_core.freezing import Freezable
 from fl_core.optimizers import effective_steps
 from fl_core.protocols import Method
@@ -31,12 +29,13 @@ from fl_core.types import (
     TrainConfig,
     Turn,
 )
+from privacy.independence import blanks, check_independence
 
 StepsOf = Callable[[float], int]
-PROBED = 6
 SIZE = 100.0
 """Examples that the rehearsal's silo says it has."""
-PROBES = ((torch.float64, 1e-10), (torch.float32, 1e-4))
+_PROBED: set[Hashable] = set()
+"""What passed in this process: the hospitals of a simulation, and the rounds of one, ask about the same losses."""
 
 
 @dataclass(slots=True)
@@ -77,9 +76,9 @@ class _Doors:
         if isinstance(loss, Freezable):
             self._needs.freezable += 1
         if self._probe:
-            check_independence(model, loss, self._schema)
+            check_independence(model, loss, self._schema, self.batch_size)
             if isinstance(loss, Freezable):
-                check_independence(model, _held(model, loss, self._schema), self._schema)
+                check_independence(model, _held(model, loss, self._schema), self._schema, self.batch_size)
         self._needs.steps.append(self.planned_steps(epochs) if steps is None else steps)
         return self._needs.steps[-1]
 
@@ -113,13 +112,15 @@ def rehearse(
 ) -> Needs:
     """Run two rounds of a method, the first of which gives it prototypes, and return what the second asked for.
 
-    steps_of: epochs -> steps of the course that is planned   probe: check that examples' losses are apart
+    steps_of: epochs -> steps of the course that is planned   probe: check that examples' losses are apart, once per
+    process for one method, network and batch
     personal: personal models are made after every round's training, which some methods train further for.
 
-    Raises RefusedError (E-PRIV-13) when a loss that is declared per example mixes examples.
+    Raises as `check_independence` when a loss that is declared per example mixes examples.
     """
     fed = Federation(n_silos=1, n_classes=len(schema.classes), rounds=4, cohort=1)
-    needs = Needs()
+    needs, subject = Needs(), (type(method), method, str(model), schema, train.batch_size, personal)
+    probe = probe and subject not in _PROBED
     server, silo = method.init_server(model, fed), method.init_silo(model, fed)
     for t in range(2):
         needs = Needs()
@@ -131,6 +132,8 @@ def rehearse(
             method.personal(model, msg, silo, doors, turn)
         needs.weights = {name: float(part.weight) for name, part in bundle.items() if not part.weight.dim()}
         server = method.merge(server, {n: _alone(p) if n in method.apart else p for n, p in bundle.items()}, now)
+    if probe:
+        _PROBED.add(subject)
     return needs
 
 
@@ -139,61 +142,12 @@ def _alone(part: Part) -> Part:
     return Part({key: v.unsqueeze(0) for key, v in part.total.items()}, part.weight.unsqueeze(0))
 
 
-def check_independence(model: nn.Module, loss: LossFn, schema: Schema) -> None:
-    """Raise RefusedError (E-PRIV-13) when the gradient of one example's loss moves with the other examples.
-
-    On made-up examples, in two batches that share their first example alone; in float64, or in float32 where the loss
-    itself holds models in float32. What a loss draws from generators of its own is drawn alike for both.
-    """
-    for dtype, tolerance in PROBES:
-        try:
-            apart = _difference(copy.deepcopy(model).to(dtype).eval(), loss, schema, dtype)
-        except RuntimeError:
-            if dtype is PROBES[-1][0]:
-                raise
-            continue
-        if apart > tolerance:
-            raise RefusedError(
-                "E-PRIV-13",
-                "expected the loss of an example to depend on that example alone, found that its gradient moves by "
-                f"{apart:.1e} when others change: put what mixes examples into the coupled term",
-            )
-        return
-
-
-def _difference(model: nn.Module, loss: LossFn, schema: Schema, dtype: torch.dtype) -> float:
-    """Return how far the first example's gradient moves, relative to its largest entry (at least 1)."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    own_x, own_y = blanks(schema, 1, 99)
-    inner = loss.whole if isinstance(loss, Freezable) else loss
-    held = inspect.getclosurevars(inner).nonlocals if inspect.isfunction(inner) else getattr(inner, "__dict__", {})
-    drawn = {g: g.get_state() for g in held.values() if isinstance(g, torch.Generator)}
-
-    def first(seed: int) -> Tensor:
-        for generator, state in drawn.items():
-            generator.set_state(state)
-        x, y = blanks(schema, PROBED, seed)
-        x, y = torch.cat((own_x, x)).to(dtype), torch.cat((own_y, y))
-        grads = torch.autograd.grad(loss(model, x, y).per_example[0], params, allow_unused=True)
-        dense = [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
-        return torch.cat([g.flatten() for g in dense])
-
-    a, b = first(1), first(2)
-    return float((a - b).abs().max() / a.abs().max().clamp(min=1.0))
-
-
 def _held(model: nn.Module, loss: Freezable, schema: Schema) -> LossFn:
     """Make a frozen loss of made-up examples."""
     query = loss.form.query(copy.deepcopy(model).eval(), 1.0)
     x, y = blanks(schema, 64, 7)
     rows, one = query.vectors(x, y), torch.nn.functional.one_hot(y, query.n_classes).float()
     return loss.form.loss(loss.whole, {"sum": one.T @ rows, "count": one.sum(0)}, 1.0, 0.0)
-
-
-def blanks(schema: Schema, n: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Make up examples of a schema."""
-    g = torch.Generator().manual_seed(seed)
-    return torch.rand(n, *schema.shape, generator=g), torch.randint(len(schema.classes), (n,), generator=g)
 
 
 def treatment(coupling: Coupling, coupled: str) -> bool:

@@ -75,7 +75,7 @@ class Terms:
         for name, valid in choices:
             if (found := getattr(self, name)) not in valid:
                 raise ConfigError("E-PRIV-11", f"privacy.{name}: expected one of {valid}, found {found!r}")
-        if self.min_count < 0 or self.max_per_unit < 0:
+        if not 0 <= self.min_count < float("inf") or self.max_per_unit < 0:
             raise ConfigError("E-PRIV-11", "privacy.min_count and privacy.max_per_unit: expected at least 0")
 
     @classmethod

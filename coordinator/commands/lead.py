@@ -52,6 +52,8 @@ def run(
         info = client.submit(spec.to_json(), uuid.uuid4().hex)
         if not as_json:
             display.ERR.print(f"submitted {info.run_id} ({info.rounds} rounds); manifest {info.manifest_digest[:16]}")
+            if form := display.private_form(client.show(info.run_id).manifest_json):
+                display.ERR.print(form)
         if detach:
             _show_info(info, as_json)
             return
@@ -139,6 +141,8 @@ def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
         display.print_json({**display.run_json(detail.info), "round": rounds, "manifest": detail.manifest_json})
         return
     display.OUT.print(display.runs_table([detail.info]))
+    if form := display.private_form(detail.manifest_json):
+        display.OUT.print(form)
     rows = []
     for r in detail.rounds:
         rows.append((

@@ -37,10 +37,13 @@ def preview(
     spec = compose_spec(overrides or [])
     if sizes is not None and online:
         raise ConfigError("E-CFG-42", "expected --sizes or --online, found both: leave one out")
-    found = preview(_online(spec, home) if online else _given(spec, sizes) if sizes else _simulated(spec, data_root))
+    manifest = _online(spec, home) if online else _given(spec, sizes) if sizes else _simulated(spec, data_root)
+    found, form = preview(manifest), display.private_form(manifest.to_json())
     if as_json:
-        display.print_json(found)
+        display.print_json({**found, "private_form": dict(manifest.private_form)})
         return
+    if form:
+        display.OUT.print(form)
     rows = [
         (
             str(s["name"]), str(s["units"]), f"{s['rate']:.4f}", str(s["steps"]), str(s["rounds"]),

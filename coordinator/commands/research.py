@@ -81,6 +81,8 @@ def simulate(
     if as_json:
         display.print_json(summary)
         return
+    if form := display.private_form(result.manifest.to_json()):
+        display.OUT.print(form)
     rows = [(name, found.text()) for name, found in result.by_class().items()]
     display.OUT.print(display.table("Accuracy by class", ("class", "accuracy"), rows))
     display.OUT.print(

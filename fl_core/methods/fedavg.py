@@ -14,7 +14,6 @@ tensors that travel), `extras` (parts beside the delta), or whole halves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,12 +22,10 @@ from torch.nn.functional import cross_entropy
 
 from fl_core import trees
 from fl_core.methods.options import one_of
+from fl_core.methods.traits import Traits
 from fl_core.protocols import SiloData
 from fl_core.types import (
     Bundle,
-    Capability,
-    Coupling,
-    Exposure,
     Federation,
     Losses,
     LossFn,
@@ -41,47 +38,17 @@ from fl_core.types import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvg:
+class FedAvg(Traits):
     """Average of locally trained models.
 
     weights: "samples" weighs a silo by its training examples, "uniform" counts each silo once.
     """
 
     name: ClassVar[str] = "fedavg"
-    has_personal_model: ClassVar[bool] = False
-    has_global_model: ClassVar[bool] = True
-    mirrored: ClassVar[bool] = False
-    without_prototypes: ClassVar[Mapping[str, str | bool] | None] = None
-    """The options that turn prototypes off, for a run in which no silo submits any; None where there is no such way."""
     weights: str = "samples"
 
     def __post_init__(self) -> None:
         one_of(self, "weights", ("samples", "uniform"))
-
-    @property
-    def exposure(self) -> Exposure:
-        """Say that the sum over silos is enough, unless parts are named to be seen apart."""
-        return Exposure.EACH if self.apart else Exposure.SUM
-
-    @property
-    def apart(self) -> frozenset[str]:
-        """Name no part: none has to be seen apart from the sum."""
-        return frozenset()
-
-    @property
-    def lacks(self) -> Mapping[Capability, str]:
-        """Lack nothing; methods that do name the remedy."""
-        return {}
-
-    @property
-    def coupling(self) -> Coupling:
-        """Say that each example has a loss of its own."""
-        return Coupling.EXAMPLE
-
-    @property
-    def sends(self) -> tuple[str, ...]:
-        """Name what goes up, part by part."""
-        return ("delta",)
 
     def shared(self, name: str) -> bool:  # noqa: ARG002
         """Tell whether a parameter or buffer of the model travels."""

@@ -16,6 +16,7 @@ with 30, and without BatchNorm with 10.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from fl_core import trees
 from fl_core.methods import geometry
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.fixed_head import CLASSIFIER, SCALE, Adapted, FixedHead
+from fl_core.methods.fixed_head import CLASSIFIER, SCALE, Adapted, FixedHead, adaptation
 from fl_core.methods.options import above, one_of
 from fl_core.methods.prototypes import features_of
 from fl_core.protocols import SiloData
@@ -59,6 +60,11 @@ class FedGELA(FedAvg):
         super().__post_init__()
         above(self, 0, "logit_scale")
         one_of(self, "feature_norm", ("l2", "batch"))
+
+    @property
+    def private_form(self) -> Mapping[str, str | int]:
+        """Bring each feature vector to length 1 by itself: BatchNorm mixes a batch."""
+        return {"feature_norm": "l2"} if self._batch_norm else {}
 
     def shared(self, name: str) -> bool:
         """Keep the classifier off the wire: the model's own head is not used, the frame is known."""
@@ -140,9 +146,3 @@ def frame_of(frame: Tensors) -> Tensor:
     """Make the frame (C, d) again from what travels: its seed and its dimensions."""
     n_classes, d = (int(v) for v in frame["shape"])
     return geometry.etf(n_classes, d, int(frame["seed"]))
-
-
-def adaptation(counts: Tensor) -> Tensor:
-    """Return phi_k = C n_k^c / n_k (C,) from class counts (C,); counts below 0, which noise can make, count as 0."""
-    present = counts.clamp(min=0.0)
-    return len(counts) * present / present.sum().clamp(min=1.0)

@@ -19,10 +19,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from fl_core import rng, trees
-from fl_core.methods import generator, geometry
+from fl_core.methods import answers, generator, geometry
+from fl_core.methods.answers import classifier
 from fl_core.methods.fedgen_options import GENERATOR, HEADS, LABELS, FedGenOptions, coefficient
 from fl_core.methods.generator import Generator, Teachers
 from fl_core.methods.prototypes import features_of
@@ -66,6 +67,7 @@ class FedGen(FedGenOptions):
         random = rng.stream(turn.seed, "round", t, "silo", turn.silo, "noise")
         device = next(model.parameters()).device
         made.to(device).eval()
+        held = self._held(made, turn) if b and self.draws == "class" else None
 
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
             logits = model(x)
@@ -73,7 +75,11 @@ class FedGen(FedGenOptions):
             if not b:
                 return Losses(plain)
             with torch.no_grad():
-                q = log_softmax(self._answers(model, made, y, random), 1)
+                q = (
+                    log_softmax(self._answers(model, made, y, random), 1)
+                    if held is None
+                    else answers.mean(model, held)[y]
+                )
             steer = kl_div(log_softmax(logits, 1), q, reduction="none", log_target=True).sum(1)
             return Losses(plain + b * steer)
 
@@ -85,11 +91,16 @@ class FedGen(FedGenOptions):
         return Outcome({"delta": self.delta(model, msg, data), **self._lessons(model, msg, data, turn)}, silo)
 
     def _answers(self, model: nn.Module, made: Generator, y: Tensor, random: torch.Generator) -> Tensor:
-        head = dict(features_of(model).head.named_parameters())
         e = generator.draw_noise(len(y), self.noise, self.noise_kind, random).to(y.device)
         with torch.no_grad():
             z = made(y, e)
-        return linear(z, head["weight"], head.get("bias"))
+        return answers.of(model, z)
+
+    def _held(self, made: Generator, turn: Turn) -> Tensor:
+        """Make a round's features of every class (C, B_g, d), from a stream that nothing else draws from."""
+        draw = rng.stream(turn.seed, "round", turn.fed.round, "silo", turn.silo, "held noise")
+        e = generator.draw_noise(made.n_classes * self.made, self.noise, self.noise_kind, draw)
+        return answers.held(made, e, self.made)
 
     def _received(self, state: Tensors, split: SplitModel) -> Generator:
         made = generator.seeded(0, split.n_classes, self.noise, self.hidden, split.feature_dim)
@@ -128,9 +139,3 @@ class FedGen(FedGenOptions):
         teachers = Teachers(heads["weight"], heads["bias"], generator.shares(heads["n"]))
         moments = generator.train(made, self.course(fed.round), teachers, n, random, server)
         return {**after, **moments, GENERATOR: trees.read(made)}
-
-
-def classifier(model: nn.Module) -> dict[str, Tensor]:
-    """Copy the head: weight (C, d) and bias (C,), zeros where it has none."""
-    named = {name: v.cpu() for name, v in trees.read(features_of(model).head).items()}
-    return {"bias": torch.zeros(len(named["weight"])), **named}

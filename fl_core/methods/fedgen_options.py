@@ -24,7 +24,8 @@ class FedGenOptions(FedAvg):
     """mode: "plain" or "secagg"   alpha, beta: a_0 and b_0   made: B_g   noise, hidden: sizes of the generator.
 
     noise_kind: "normal", or "uniform" as released   steps, lr, weight_decay: Adam of the generator, lr falls by 0.98
-    diversity: strength of that term.
+    diversity: strength of that term   draws: "example" draws noise for each example of a batch, as published; "class"
+    draws B_g times per class and round, and an example's term is the mean over those of its class.
     """
 
     name: ClassVar[str] = "fedgen"
@@ -39,11 +40,13 @@ class FedGenOptions(FedAvg):
     lr: float = 3e-4
     weight_decay: float = 1e-2
     diversity: float = 1.0
+    draws: str = "example"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self, "mode", ("plain", "secagg"))
         one_of(self, "noise_kind", ("normal", "uniform"))
+        one_of(self, "draws", ("example", "class"))
         at_least(self, 0, "alpha", "beta", "lr", "weight_decay", "diversity", "steps")
         at_least(self, 1, "noise", "hidden")
         at_least(self, 2, "made")  # the generator's BatchNorm needs two
@@ -54,10 +57,15 @@ class FedGenOptions(FedAvg):
         return frozenset({HEADS}) if self.mode == "plain" else frozenset()
 
     @property
+    def private_form(self) -> Mapping[str, str | int]:
+        """Draw noise per class: drawn place by place, it would move with every example more or less."""
+        return {"draws": "class"} if self.draws == "example" and self.beta else {}
+
+    @property
     def lacks(self) -> Mapping[Capability, str]:
-        """Say that the published form sees single classifiers."""
+        """Say also that the published form sees single classifiers."""
         remedy = "the server sees each silo's classifier: set mode=secagg"
-        return {Capability.SECURE_AGGREGATION: remedy} if self.mode == "plain" else {}
+        return {**super().lacks, **({Capability.SECURE_AGGREGATION: remedy} if self.mode == "plain" else {})}
 
     @property
     def sends(self) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ option: `paper_literal_std`, `inter`, `negatives`; `intra="code"` is the officia
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,80 +20,22 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core import rng, trees
-from fl_core.errors import ConfigError
 from fl_core.methods import frozen, manifold, prototypes
-from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.fedmr_options import FedMROptions
 from fl_core.methods.manifold import IntraVariant, References
-from fl_core.methods.options import at_least, one_of
 from fl_core.protocols import SiloData
-from fl_core.types import Bundle, Capability, Coupling, Federation, Losses, LossFn, Part, State, Turn
-
-CHOICES = {
-    "intra": ("paper", "code"),
-    "inter": ("own_sample", "paired_sample"),
-    "inter_weighting": ("batch", "example"),
-    "negatives": ("all", "observed"),
-    "lite_scope": ("inter", "both"),
-}
+from fl_core.types import Bundle, Coupling, Federation, Losses, LossFn, Part, State, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedMR(FedAvg):
+class FedMR(FedMROptions):
     """As FedAvg, except that features are decorrelated within classes and kept apart from other classes' prototypes.
 
-    mu1, mu2: weights of L_intra and L_inter, >= 0   eps: added to variances   warmup: rounds in which mu2 grows to
-    its value   lite: examples of a batch that L_inter is computed on, 0 for all (the paper's Lite 10, Lite 50)
-    prototypes: False is "prototypes off": L_intra alone, nothing else travels
-    inter_weighting: "batch" is equation 4; "example" averages each example over its own negatives.
-
-    Guarantees: mu1 = mu2 = 0 is FedAvg bit for bit; without prototypes the bundle is FedAvg's.
+    The options: fedmr_options.py. Guarantees: mu1 = mu2 = 0 is FedAvg bit for bit; without prototypes the bundle is
+    FedAvg's.
     """
 
     name: ClassVar[str] = "fedmr"
-    without_prototypes: ClassVar[Mapping[str, str | bool] | None] = {"prototypes": False}
-    mu1: float = 1e-5
-    mu2: float = 0.1
-    intra: str = "paper"
-    inter: str = "own_sample"
-    inter_weighting: str = "batch"
-    negatives: str = "all"
-    no_margin: bool = False
-    paper_literal_std: bool = False
-    eps: float = 1e-8
-    warmup: int = 0
-    lite: int = 0
-    lite_scope: str = "inter"
-    prototypes: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 0, "mu1", "mu2", "eps", "warmup", "lite")
-        for option, valid in CHOICES.items():
-            one_of(self, option, valid)
-        if self.no_margin and self.inter == "paired_sample":
-            raise ConfigError("E-CFG-02", "no_margin pairs nothing: expected inter=own_sample, found paired_sample")
-
-    @property
-    def uses_prototypes(self) -> bool:
-        """Tell whether prototypes are measured and sent: only when a loss needs them."""
-        return self.prototypes and self.mu2 > 0
-
-    @property
-    def coupling(self) -> Coupling:
-        """Say that the batch is mixed by L_intra, and by L_inter unless its terms depend on one example each."""
-        alone = self.inter == "own_sample" and self.inter_weighting == "example"
-        return Coupling.BATCH if self.mu1 > 0 or (self.uses_prototypes and not alone) else Coupling.EXAMPLE
-
-    @property
-    def lacks(self) -> Mapping[Capability, str]:
-        """Say how L_inter becomes a loss of single examples, which clipping per example needs."""
-        alone = not self.uses_prototypes or self.inter == "paired_sample" or self.inter_weighting == "example"
-        return {} if alone else {Capability.DIFFERENTIAL_PRIVACY: "set method.inter_weighting=example"}
-
-    @property
-    def sends(self) -> tuple[str, ...]:
-        """Name what goes up, part by part."""
-        return ("delta", prototypes.PART) if self.uses_prototypes else ("delta",)
 
     def init_server(self, model: nn.Module, fed: Federation) -> State:
         """Start from the initialised model, with no prototype known."""

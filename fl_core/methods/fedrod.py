@@ -39,7 +39,7 @@ from fl_core.methods.private_head import (
 )
 from fl_core.methods.prototypes import features_of
 from fl_core.protocols import SiloData
-from fl_core.types import Bundle, Capability, Federation, Outcome, Part, State, Turn
+from fl_core.types import Bundle, Federation, Outcome, Part, State, Turn
 
 PART = "hyper"
 CHOICES = {
@@ -77,10 +77,9 @@ class FedROD(FedAvg):
             one_of(self, option, valid)
 
     @property
-    def lacks(self) -> Mapping[Capability, str]:
-        """Say that the hypernetwork's gradient has no part per example: it makes one head for a whole batch."""
-        remedy = {Capability.DIFFERENTIAL_PRIVACY: "its hypernetwork serves whole batches: set variant=linear"}
-        return remedy if self.variant == "hyper" else {}
+    def private_form(self) -> Mapping[str, str | int]:
+        """Take a private head of the silo's own: the hypernetwork makes one head for a whole batch."""
+        return {"variant": "linear"} if self.variant == "hyper" else {}
 
     @property
     def sends(self) -> tuple[str, ...]:

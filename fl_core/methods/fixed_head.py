@@ -88,3 +88,9 @@ class Adapted(nn.Module):
         logits: Tensor = self.model(x)
         logits = logits * self.factor.to(logits)
         return logits if self.left_out is None else logits.masked_fill(self.left_out.to(logits.device), float("-inf"))
+
+
+def adaptation(counts: Tensor) -> Tensor:
+    """Return phi_k = C n_k^c / n_k (C,) from class counts (C,); counts below 0, which noise can make, count as 0."""
+    present = counts.clamp(min=0.0)
+    return len(counts) * present / present.sum().clamp(min=1.0)

@@ -33,7 +33,7 @@ from privacy.report import report
 OPTIONS = {
     "fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"},
     "fedcd": {"restarts": 2, "steps": 3},
-    "fedgen": {"alpha": 1.0, "beta": 1.0, "made": 4, "noise": 3, "hidden": 8, "steps": 2},
+    "fedgen": {"alpha": 1.0, "beta": 1.0, "made": 4, "noise": 3, "hidden": 8, "steps": 2, "draws": "class"},
     "creff": {"features": 3, "feature_steps": 2, "epochs": 1, "batch": 5},
     "fedbabu": {"finetune_epochs": 1},
     "fedrep": {"tune_epochs": 1},

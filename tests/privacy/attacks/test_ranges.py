@@ -1,0 +1,205 @@
+"""No number of a manifest can undo a bound: a silo refuses it, whatever the coordinator that sent it checked."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from helpers_private import hospital_level, private
+from helpers_silo import manifest
+
+from coordinator.config import compose_spec
+from coordinator.plan import manifest_from
+from fl_core.errors import ConfigError, FederationError, ProtocolError, RefusedError
+from fl_core.explanations import EXPLANATIONS
+from fl_core.fixed_point import Grid
+from fl_core.manifest import Choice, RunManifest
+from fl_core.methods import METHODS, build_method
+from fl_core.records import TrainConfig
+from privacy import adaptive, plan, ranges
+from privacy.policy import Policy
+from privacy.silo_terms import SiloTerms
+from privacy.terms import Terms
+from silo.training import Trainer
+
+BAD = [math.nan, math.inf, -math.inf, 1e38, 1e-40, -1.0, 10**400, "1", None, True, [1.0]]
+REFUSALS = {"E-PRIV-20", "E-PRIV-11", "E-CFG-22", "E-CFG-02", "E-CFG-41"}
+
+
+def refused(lying: RunManifest) -> None:
+    """The silo's check fails as a refusal with words, both on the object and on what comes over the wire."""
+    with pytest.raises(FederationError) as caught:
+        plan.build(lying)
+    assert caught.value.code in REFUSALS
+    try:
+        received = RunManifest.from_json(lying.to_json())
+    except ProtocolError:
+        return
+    except ValueError:  # a number that Python does not write: it never comes over the wire
+        return
+    with pytest.raises(FederationError):
+        plan.build(received)
+
+
+def with_terms(made: RunManifest, **terms: object) -> RunManifest:
+    return replace(made, privacy=Choice(made.privacy.name, {**made.privacy.options, **terms}))  # type: ignore[arg-type]
+
+
+NUMBERS = [f.name for f in fields(Terms) if type(f.default) in (int, float)]
+SILO_NUMBERS = [f.name for f in fields(SiloTerms) if type(f.default) in (int, float)]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_number_of_the_terms_has_a_range(name: str) -> None:
+    for value in BAD:
+        if not (name == "epsilon" and value == math.inf):  # the plain run, which a policy refuses
+            refused(with_terms(private(), **{name: value}))
+
+
+@pytest.mark.parametrize("name", SILO_NUMBERS)
+def test_every_number_of_the_silo_terms_has_a_range(name: str) -> None:
+    for value in BAD:
+        if not (name == "epsilon" and value == math.inf):
+            refused(with_terms(hospital_level(), **{name: value}))
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(TrainConfig)])
+def test_every_number_and_word_of_the_schedule_has_a_range(name: str) -> None:
+    kind = type(getattr(TrainConfig(), name))
+    for value in BAD if kind in (int, float) else [7, None, "yes" if kind is bool else 1.0]:
+        refused(replace(private(), train=replace(TrainConfig(batch_size=64), **{name: value})))  # type: ignore[arg-type]
+    if kind is int:
+        refused(replace(private(), train=replace(TrainConfig(batch_size=64), **{name: 2.0})))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["rounds", "cohort", "quorum", "threads", "seed", "image_size"])
+def test_every_number_of_the_run_has_a_range(name: str) -> None:
+    for value in [2.5, 10**30, -(10**30), "1", math.nan]:
+        refused(replace(private(), **{name: value}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("units", [-1, 10**12, 1.5, "64", math.nan, True])
+def test_declared_sizes_have_a_range(units: object) -> None:
+    made = private()
+    refused(replace(made, members=(replace(made.members[0], units=units), *made.members[1:])))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "grid", [Grid("ring64", 10**9), Grid("ring64", 3, {"delta": math.nan}), Grid("ring64", 3, {"delta": 1e-300})]
+)
+def test_the_grid_has_a_range(grid: Grid) -> None:
+    refused(replace(private(), grid=grid))
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_strength_of_a_method_has_a_range(name: str) -> None:
+    for f in fields(METHODS[name]):
+        if type(f.default) in (int, float):
+            for value in (math.nan, math.inf, 1e38, 1e-40, -1.0, 10**400):
+                refused(replace(private(), method=Choice(name, {f.name: value})))
+
+
+def test_numbers_of_a_model_have_a_range() -> None:
+    refused(replace(private(), model=Choice("digits_cnn", {"projection": [10**9]})))
+    for value in (math.nan, 1e38, -0.1):
+        refused(replace(private(), model=Choice("efficientnet_b0", {"dropout": value})))
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"clip": 1e-4, "coupled_clip_ratio": 0.5},
+        {"clip": 1e4, "coupled_clip_ratio": 2.0},
+        {"prototype_bound": 1e-4, "count_weight": 1e-3},
+    ],
+)
+def test_bounds_that_are_products_have_the_range_of_a_clip(terms: dict[str, float]) -> None:
+    refused(with_terms(private(), **terms))
+
+
+def test_a_clip_that_decays_to_nothing_is_refused() -> None:
+    refused(replace(with_terms(hospital_level(), clip=1.0, clip_decay=0.01), rounds=4))
+    plan.build(replace(with_terms(hospital_level(), clip=1.0, clip_decay=0.99), rounds=4))
+
+
+def test_steps_that_nobody_could_list_are_refused() -> None:
+    made = private()
+    huge = tuple(replace(m, units=10**9) for m in made.members)
+    refused(replace(made, members=huge, train=TrainConfig(batch_size=1, epochs=100)))
+
+
+@pytest.mark.parametrize("clip", [math.nan, math.inf, 1e38, 1e-38, 9e-5, 1.1e4, -1.0, 0.0])
+def test_a_clip_that_is_broadcast_has_a_range(clip: float) -> None:
+    terms = SiloTerms(clipping="adaptive", bit_noise=5.0)
+    with pytest.raises(RefusedError, match="E-PRIV-19"):
+        adaptive.clip_of(terms, {"clip": torch.tensor(clip)})
+
+
+@pytest.mark.parametrize(("first", "within", "wanted"), [(1e-4, 0.5, 1e-4), (1e4, -0.5, 1e4)])
+def test_a_clip_that_follows_stays_where_silos_accept_it(first: float, within: float, wanted: float) -> None:
+    from fl_core.types import Part
+
+    terms = SiloTerms(clipping="adaptive", bit_noise=5.0, clip=first)
+    answered = Part({"within": torch.tensor(within)}, torch.tensor(1.0))
+    after = adaptive.follow(terms, adaptive.start(terms), answered)
+    assert adaptive.clip_of(terms, after) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_the_coordinator_refuses_before_anything_is_sent() -> None:
+    words = ["method=fedavg", "data=digits", "privacy=dp_record"]
+    for bad in ("privacy.clip=1e-7", "train.lr=1e-30", "train.weight_decay=1e30", "method=fedprox method.mu=1e38"):
+        with pytest.raises(RefusedError, match="E-PRIV-20"):
+            manifest_from(compose_spec([*words, *bad.split()]), ["a"], [100.0])
+
+
+class Closed:
+    """Data and custody of a hospital that nothing may touch."""
+
+    def policy_digest(self) -> str:
+        return ""
+
+    def __getattr__(self, name: str) -> object:
+        raise AssertionError(f"{name} was touched")
+
+
+def test_a_silo_refuses_before_its_data_are_opened() -> None:
+    lying = with_terms(private(), clip=1e-30)
+    closed = Closed()
+    with pytest.raises(RefusedError, match=r"E-PRIV-20.*privacy\.clip"):
+        Trainer("center1", closed, closed, torch.device("cpu")).prepare(lying)  # type: ignore[arg-type]
+    with pytest.raises(RefusedError, match="E-PRIV-20"):
+        Policy().check(lying)
+
+
+def test_plain_runs_may_have_any_number() -> None:
+    plan.build(replace(manifest(), train=TrainConfig(lr=1e9, batch_size=64)))
+    plan.build(replace(manifest(), method=Choice("fedprox", {"mu": 1e30})))
+    infinite = with_terms(private(), epsilon=math.inf, clip=1e-9)
+    plan.build(infinite)
+
+
+def test_the_defaults_are_in_range() -> None:
+    plan.build(private())
+    plan.build(hospital_level())
+    for name in METHODS:
+        options = {f.name: f.default for f in fields(METHODS[name])}
+        choice, _ = plan.formed(Choice(name, options), Choice("dp_record", {}))
+        ranges.check(replace(private(), method=choice))
+        build_method(name, choice.options)
+
+
+def test_the_explanation_prints_the_table() -> None:
+    assert ranges.text() in EXPLANATIONS["E-PRIV-20"].cause
+
+
+def test_a_manifest_of_endless_digits_is_no_crash() -> None:
+    text = private().to_json()
+    raw = json.loads(text)
+    assert text.count('"rounds":') == 1
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
+        RunManifest.from_json(text.replace(f'"rounds":{raw["rounds"]}', '"rounds":' + "9" * 5000))
+    with pytest.raises(ConfigError, match="E-CFG-22"):
+        build_method("fedprox", {"mu": 10**400})
