@@ -18,7 +18,7 @@ from fl_core.local import PlainData
 from fl_core.manifest import RunManifest
 from fl_core.protocols import Doors
 from privacy import plan
-from privacy.chain import Chain, Head
+from privacy.chain import Head
 from privacy.policy import BY_HAND, Policy
 from privacy.withhold import withholding
 from protos import keyfiles
@@ -89,12 +89,18 @@ class Custody:
 
     def attested(self) -> Attested:
         """Return what goes with an update that is made now."""
-        head = Chain(self.home.ledger).head() if self.home.ledger.exists() else Head(0, "")
+        head = self.ledger.head() if self.home.ledger.exists() else Head(0, "")
         return Attested(self.policy_digest(), head.seq, head.hash if head.seq else "")
 
     def recover(self) -> list[str]:
-        """Look after the ledger at the service's start: verify it, count what was left open; return those entries."""
-        self.check(self.seen())
+        """Look after the ledger at the service's start: verify all of it, count what was left open; return that.
+
+        Raises StateError: E-BUDGET-07, E-BUDGET-15 on a ledger that was edited, E-BUDGET-08 on one that lacks what
+        others have seen.
+        """
+        seen = self.seen()
+        if seen.seq or self.home.ledger.exists():
+            self.ledger.verify(Head(seen.seq, seen.head))
         return self.ledger.recover() if self.home.ledger.exists() else []
 
     def seen(self) -> Attested:
@@ -112,9 +118,12 @@ class Custody:
         self.check(seen)
 
     def check(self, seen: Attested) -> None:
-        """Raise StateError (E-BUDGET-07, E-BUDGET-08) on a ledger that was edited, or lacks what others have seen."""
+        """Raise StateError (E-BUDGET-07, E-BUDGET-08) where events were edited, or lack what others have seen.
+
+        Only what is new since the last look is read.
+        """
         if seen.seq or self.home.ledger.exists():
-            Chain(self.home.ledger).verify(Head(seen.seq, seen.head))
+            self.ledger.require(Head(seen.seq, seen.head))
 
     def admit(self, run_id: str, manifest: RunManifest) -> bool:
         """Hold a run against the policy; return False while the hospital has not decided about it.
@@ -145,11 +154,13 @@ class Custody:
         if not plan.build(manifest).private:
             return Access(withholding(PlainData.open, hidden, least), policy.prototypes.submit)
         from privacy.access import SiloLevelDoors
+        from privacy.accounting import Filter
         from privacy.book import LedgerBook
         from privacy.doors import PrivateDoors
         from privacy.records import unit_of
 
-        book = LedgerBook(self.ledger, manifest, dataset, policy.caps())
+        most = Filter.of(policy.privacy.epsilon, policy.privacy.delta)
+        book = LedgerBook(self.ledger, manifest, dataset, policy.caps(), most)
         try:
             if manifest.privacy.name == plan.SILO_LEVEL:
                 plain = SiloLevelDoors(manifest, book)
