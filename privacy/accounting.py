@@ -79,8 +79,11 @@ def _rdp_of_a_step(noise: float, rate: float, orders: tuple[float, ...]) -> NDAr
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = np.atleast_1d(analysis.compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=list(orders)))
-    # Of very much noise the difference of logarithms can come out below 0, of very little as no number at all.
+        found = np.atleast_1d(
+            analysis.compute_rdp(q=rate, noise_multiplier=min(noise, _MOST_NOISE), steps=1, orders=list(orders))
+        )
+    # Of much noise the difference of logarithms can come out below 0, of little as no number at all; noise above a
+    # bound, whose square would overflow, counts as that bound.
     found = np.where(np.isnan(found), math.inf, np.maximum(found, 0.0))
     found.flags.writeable = False
     return found

@@ -89,6 +89,11 @@ class Chain:
             self._unkeyed = int(facts["unkeyed"])
             self._mac_key = derived(self.secret, facts)
 
+    @property
+    def migrated(self) -> bool:
+        """Tell whether it began before there was a key: units of that time are known by other digests as well."""
+        return self._unkeyed > 0
+
     def events(self) -> list[tuple[int, str, str, str, str]]:
         """List (seq, subject, state, detail, time) in order."""
         with self._reading() as db:

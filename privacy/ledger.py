@@ -78,7 +78,7 @@ class Ledger(Verified):
                 raise RefusedError(
                     "E-BUDGET-03",
                     f"expected records that are in no other collection, found some of {len(of_units)} units in "
-                    f"{sorted(other)}: serve them under that name, so that their spending adds up",
+                    f"{sorted(other)}: serve them under that name, so that their spending adds up, or leave them out",
                 )
             known = {row[0] for row in db.execute("SELECT digest FROM unit_digest WHERE collection=?", (collection,))}
             if version is not None and every <= known:
@@ -202,6 +202,14 @@ class Ledger(Verified):
             time = now()
             db.execute("INSERT INTO kept VALUES(?,?,?,?)", (fingerprint, name, value, time))
             self._event(db, None, fingerprint, "KEPT", json.dumps({"name": name, "value": value}), time)
+
+    def elsewhere(self, collection: str, names: Iterable[str]) -> list[str]:
+        """Return those of these units or contents that stand in another collection."""
+        with self._reading() as db:
+            return [
+                name for name in names
+                if any(db.execute(_ELSEWHERE, (d, collection)).fetchone() for d in self._digests([name]))
+            ]  # fmt: skip
 
     # ---- what anybody may read ----------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ def bring_under_key(db: sqlite3.Connection, name: str, secret: bytes) -> None:
         if strangers:
             raise UnsoundError(f"units stand in {sorted(strangers)}, which no event registers")
         account.units = {c: digest_of_units(d for d, of in units if of == c) for c in account.collections}
-    except (UnsoundError, ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
+    except (UnsoundError, ValueError, KeyError, TypeError, IndexError, ArithmeticError, RecursionError) as error:
         raise StateError(
             "E-BUDGET-15",
             f"expected rows of the ledger {name} as its events have them, found a difference: {error}; restore the "

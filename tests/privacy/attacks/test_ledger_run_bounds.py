@@ -88,8 +88,9 @@ def test_another_run_is_another_request_that_the_data_sets_budget_bounds(tmp_pat
     for seed in range(20):
         run = replace(private(epsilon=0.5, test_data="public"), seed=seed, rounds=1)
         codes.append(asked(book_of(ledger, run, id=f"run-{seed}"), 0, course_of(run, 1).releases(0, True)))
-    assert codes[:2] == ["", ""]
-    assert set(codes[10:]) == {"E-BUDGET-01"}
+    fit = codes.count("")
+    assert 2 <= fit < 20
+    assert codes == [""] * fit + ["E-BUDGET-01"] * (20 - fit)
     assert epsilon_rdp(ledger.history(TRAIN), 1e-5) <= 1.2
 
 

@@ -55,7 +55,7 @@ EDITS = {
     "no mechanisms": ("DELETE FROM mechanism", "mechanism"),
     "fewer steps": ("UPDATE mechanism SET steps=1", "mechanism"),
     "noise beyond floats": ("UPDATE mechanism SET noise=9e999", "mechanism"),
-    "a mechanism twice": ("INSERT INTO mechanism SELECT entry,idx+7,purpose,noise,rate,steps FROM mechanism", "mechanism"),
+    "one more mechanism": ("INSERT INTO mechanism SELECT id, 9, 'x', 1.0, 1.0, 1 FROM entry LIMIT 1", "mechanism"),
     "a budget of 200": ("UPDATE budget SET epsilon=200", "budget"),
     "another budget": ("INSERT INTO budget SELECT 2,collection,200,delta,1.1,operator,reason,created_at FROM budget",
                        "budget"),
