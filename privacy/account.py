@@ -139,8 +139,9 @@ class Account:
                 said = json.loads(event.detail)
                 self.kept[event.subject, said["name"]] = said["value"], event.created_at
             elif event.state == "RESTORED":
-                self.forgiven.add(event.detail)
-                self.restored += 1
+                seq, hash, *times = event.detail.split()
+                self.forgiven.add(f"{seq} {hash}")
+                self.restored = max([self.restored + 1, *map(int, times)])
             elif event.state == "MIGRATED":
                 self._load(json.loads(event.detail))
             elif event.state != "REFUSED":

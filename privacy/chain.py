@@ -90,6 +90,11 @@ class Chain:
             self._mac_key = derived(self.secret, facts)
 
     @property
+    def file(self) -> Path:
+        """Name the file."""
+        return self._file
+
+    @property
     def migrated(self) -> bool:
         """Tell whether it began before there was a key: units of that time are known by other digests as well."""
         return self._unkeyed > 0

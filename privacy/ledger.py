@@ -21,8 +21,9 @@ from privacy import owners
 from privacy.account import OPEN, Account, Budget, Entry, Planned
 from privacy.accounting import Bound, Filter, History, Mechanism, epsilon_prv, epsilon_rdp
 from privacy.admission import ATTEMPTS, Task, refused
-from privacy.chain import now
+from privacy.chain import Head, now
 from privacy.rows import digest_of_units, insert
+from privacy.sealed import Figures, seal
 from privacy.verified import Verified
 
 __all__ = ["ATTEMPTS", "Ledger", "Planned", "Status", "Task"]
@@ -68,8 +69,8 @@ class Ledger(Verified):
         Raises RefusedError (E-BUDGET-03) when a unit or a content stands in another collection already.
         """
         of_units, every = self._digests(units), self._digests((*units, *contents))
-        with self._lock, self._transaction() as db:
-            account, time = self._catch_up(db), now()
+        with self.writing() as (db, account):
+            time = now()
             version = account.versions.get(fingerprint)
             other = {row[0] for d in every for row in db.execute(_ELSEWHERE, (d, collection))}
             if version is not None and version.collection != collection:
@@ -100,8 +101,7 @@ class Ledger(Verified):
         Raises StateError (E-BUDGET-04) for a collection that is not registered, ConfigError (E-PRIV-11) on a budget
         that is none.
         """
-        with self._lock, self._transaction() as db:
-            account = self._catch_up(db)
+        with self.writing() as (db, account):
             if collection not in account.collections:
                 raise StateError(
                     "E-BUDGET-04",
@@ -134,8 +134,7 @@ class Ledger(Verified):
         fit into the run, E-BUDGET-13 when the round was charged often enough (both recorded as well), E-BUDGET-02 when
         the collection has no budget, E-BUDGET-06 when the data was changed without being registered.
         """
-        with self._lock, self._transaction() as db:
-            account = self._catch_up(db)
+        with self.writing() as (db, account):
             version = account.versions.get(task.fingerprint)
             if version is None or version.collection != collection:
                 raise RefusedError(
@@ -181,8 +180,8 @@ class Ledger(Verified):
 
         What another process that lives is at stays open: it is that process's.
         """
-        with self._lock, self._transaction() as db:
-            rows = [e for e in self._catch_up(db).entries.values() if e.state in OPEN]
+        with self.writing() as (db, account):
+            rows = [e for e in account.entries.values() if e.state in OPEN]
             left = sorted(e.id for e in rows if not owners.alive(self._file, e.owner))
             for entry in left:
                 self._event(db, entry, entry, "SPENT_ON_RECOVERY", "open after a restart: counted in full")
@@ -190,14 +189,13 @@ class Ledger(Verified):
 
     def note_refusal(self, subject: str, reason: str) -> None:
         """Write down that a run was refused before anything was reserved: the record for an audit."""
-        with self._lock, self._transaction() as db:
-            self._catch_up(db)
+        with self.writing() as (db, _):
             self._event(db, None, subject, "REFUSED", reason)
 
     def keep(self, fingerprint: str, name: str, value: str) -> None:
         """Keep what was released once for a version of the data; what is kept already stays as it is."""
-        with self._lock, self._transaction() as db:
-            if (fingerprint, name) in self._catch_up(db).kept:
+        with self.writing() as (db, account):
+            if (fingerprint, name) in account.kept:
                 return
             time = now()
             db.execute("INSERT INTO kept VALUES(?,?,?,?)", (fingerprint, name, value, time))
@@ -256,6 +254,13 @@ class Ledger(Verified):
             budget.used(spent) if budget else None,
         )  # fmt: skip
 
+    def statement(self) -> tuple[Head, bytes, int]:
+        """Return what goes with an update: the end of the chain, sealed figures, and how often it was restored."""
+        with self._current() as account:
+            head = self._seen
+            sealed = seal(self.secret, head, account.restored, Figures.of(account)) if head.seq else b""
+            return head, sealed, account.restored
+
     def fits(self, collection: str, planned: Iterable[Mechanism]) -> bool:
         """Tell whether so much would still be admitted; False without a budget."""
         with self._current() as account:
@@ -268,8 +273,7 @@ class Ledger(Verified):
         return {hmac.new(self.units_key, name.encode(), hashlib.sha256).digest() for name in names}
 
     def _move(self, entry: str, state: str, detail: str) -> None:
-        with self._lock, self._transaction() as db:
-            self._catch_up(db)
+        with self.writing() as (db, _):
             try:
                 self._event(db, entry, entry, state, detail)
             except sqlite3.IntegrityError as error:

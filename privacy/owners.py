@@ -62,7 +62,7 @@ def alive(ledger: Path, token: str) -> bool:
 
 def others(ledger: Path) -> list[str]:
     """Name the other processes that work on a ledger; those that ended are cleared away."""
-    folder = _file(ledger, "").parent
+    folder = _file(ledger, "any").parent
     return [f.name for f in sorted(folder.glob("*")) if alive(ledger, f.name)] if folder.is_dir() else []
 
 

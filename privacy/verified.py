@@ -18,6 +18,7 @@ from privacy.chain import START, Chain, Head, put_back
 from privacy.rows import differences, schema_differences
 
 SHOWN = 5
+_SEQUENCES = 2**63
 
 
 class Verified(Chain):
@@ -72,6 +73,8 @@ class Verified(Chain):
 
     def holds(self, head: Head) -> bool:
         """Tell whether a head is one of this chain."""
+        if not 0 <= head.seq < _SEQUENCES:  # what a coordinator says may be any number
+            return False
         with self._reading() as db:
             row = db.execute("SELECT hash FROM event WHERE seq=?", (head.seq,)).fetchone()
         return row is not None and row[0] == head.hash
@@ -94,6 +97,12 @@ class Verified(Chain):
         with self._lock, self._reading() as db:
             db.execute("BEGIN")
             yield self._catch_up(db)
+
+    @contextmanager
+    def writing(self) -> Iterator[tuple[sqlite3.Connection, Account]]:
+        """Open a transaction that writes, beside the account as it is before it."""
+        with self._lock, self._transaction() as db:
+            yield db, self._catch_up(db)
 
     def _catch_up(self, db: sqlite3.Connection) -> Account:
         """Follow what was written since; call it before anything is written in the same transaction.
