@@ -97,7 +97,7 @@ class Home:
             raise StateError(
                 "E-BUDGET-16", f"expected the ledger's place in {path}, found something else: silo ledger place PATH"
             )
-        return found
+        return {str(k): str(v) for k, v in found.items()}
 
     @property
     def attested(self) -> Path:

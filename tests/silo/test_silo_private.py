@@ -191,6 +191,35 @@ def test_an_older_ledger_is_found_at_the_start_and_by_what_the_coordinator_remem
     assert ended.code == "E-BUDGET-08"
 
 
+def test_what_a_coordinator_makes_up_about_the_ledger_is_not_believed(make, tmp_path):
+    """It would burn the budget of whoever restores a ledger that lacks nothing."""
+    folder = tmp_path / "home0"
+    ledger = budgeted(folder)
+    hospital = make(private())
+    hospital.start()
+    first(hospital)
+    honest = pb.Attestation()
+    honest.CopyFrom(next(iter(hospital.transfer.opened.values())).attestation)
+    assert honest.ledger_sealed
+    assert TRAIN.encode() not in honest.ledger_sealed
+    hospital.stop()
+    welcomed = hospital.control._welcome
+    for lie in ({"ledger_seq": 2**64 - 1}, {"ledger_seq": honest.ledger_seq + 4, "ledger_sealed": b""},
+                {"ledger_restored": 7}, {"ledger_seq": honest.ledger_seq + 1, "ledger_head": "ab" * 32}):  # fmt: skip
+        claimed = pb.Attestation()
+        claimed.CopyFrom(honest)
+        for name, value in lie.items():
+            setattr(claimed, name, value)
+        hospital.control.welcome = lambda hello, claimed=claimed: _with(welcomed(hello), claimed)
+        hospital.service = None
+        ended = _started_and_ended(hospital)
+        assert isinstance(ended, StateError)
+        assert ended.code == "E-BUDGET-18"
+        assert not (folder / "attested.json").exists()
+    assert ledger.verify() > 0
+    hospital.service = None
+
+
 def _with(message: pb.CoordinatorMessage, attested: pb.Attestation) -> pb.CoordinatorMessage:
     message.welcome.attested.CopyFrom(attested)
     return message
