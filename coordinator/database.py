@@ -50,7 +50,16 @@ class Database:
                     "of this software wrote it; start that version again",
                 )
             tables.metadata.create_all(db)
+            self._complete(db)
             db.exec_driver_sql(f"PRAGMA user_version = {tables.VERSION}")
+
+    @staticmethod
+    def _complete(db: Connection) -> None:
+        """Give a file from before attestations carried what a ledger had spent the columns for it."""
+        known = {row[1] for row in db.exec_driver_sql("PRAGMA table_info(attestations)")}
+        for column, kind in (("sealed", "BLOB NOT NULL DEFAULT x''"), ("restored", "INTEGER NOT NULL DEFAULT 0")):
+            if column not in known:
+                db.exec_driver_sql(f"ALTER TABLE attestations ADD COLUMN {column} {kind}")
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

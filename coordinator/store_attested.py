@@ -1,11 +1,14 @@
 """What hospitals state of themselves: the digest of their policy, and the end of their ledger with each update.
 
+What the ledger has spent is sealed, for the hospital alone to read; how often it was restored is not.
 It can be seen here and set by nobody here: a hospital that finds its ledger shorter than what it stated stops.
 """
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, bindparam, delete, select
+from typing import Any
+
+from sqlalchemy import Connection, Row, bindparam, delete, select
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.database import Database
@@ -23,7 +26,8 @@ _NEWEST = (
 )
 _STATED = upsert(attestations)
 _STATE = _STATED.on_conflict_do_update(
-    index_elements=["id"], set_={name: _STATED.excluded[name] for name in ("policy", "seq", "head")}
+    index_elements=["id"],
+    set_={name: _STATED.excluded[name] for name in ("policy", "seq", "head", "sealed", "restored")},
 )
 _WITHDRAW = delete(attestations).where(attestations.c.id == bindparam("id"))
 
@@ -37,13 +41,13 @@ class AttestationStore:
     def of(self, contribution_id: str) -> pb.Attestation | None:
         """Return what went with an update."""
         row = self._db.lookups.first(_OF, id=contribution_id)
-        return None if row is None else _message(row.policy, row.seq, row.head)
+        return None if row is None else _message(row)
 
     def newest(self, silo: str) -> pb.Attestation | None:
         """Return what a silo stated with the newest update that was taken."""
         with self._db.read() as db:
             row = db.execute(_NEWEST, {"silo": silo}).first()
-        return None if row is None else _message(row.policy, row.seq, row.head)
+        return None if row is None else _message(row)
 
     def keep_policy(self, silo: str, digest: str) -> None:
         """Keep the digest of a silo's policy, as it says it when a session begins."""
@@ -62,9 +66,15 @@ def attest(db: Connection, contribution_id: str, stated: pb.Attestation | None) 
     if stated is None:
         db.execute(_WITHDRAW, {"id": contribution_id})
         return
-    values = {"policy": stated.policy_digest, "seq": stated.ledger_seq, "head": stated.ledger_head}
+    values = {
+        "policy": stated.policy_digest, "seq": stated.ledger_seq, "head": stated.ledger_head,
+        "sealed": stated.ledger_sealed, "restored": stated.ledger_restored,
+    }  # fmt: skip
     db.execute(_STATE, {"id": contribution_id, **values})
 
 
-def _message(policy: str, seq: int, head: str) -> pb.Attestation:
-    return pb.Attestation(policy_digest=policy, ledger_seq=seq, ledger_head=head)
+def _message(row: Row[Any]) -> pb.Attestation:
+    return pb.Attestation(
+        policy_digest=row.policy, ledger_seq=row.seq, ledger_head=row.head, ledger_sealed=row.sealed,
+        ledger_restored=row.restored,
+    )  # fmt: skip

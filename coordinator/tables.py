@@ -15,6 +15,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 
 VERSION = 1
@@ -162,6 +163,8 @@ attestations = Table(
     Column("policy", String, nullable=False),
     Column("seq", Integer, nullable=False),
     Column("head", String, nullable=False),
+    Column("sealed", LargeBinary, nullable=False, server_default=text("x''")),
+    Column("restored", Integer, nullable=False, server_default=text("0")),
 )
 
 policies = Table(

@@ -28,6 +28,8 @@ ORDERS: tuple[float, ...] = (
 """Orders of RDP. Opacus' own list ends at 63, which overstates light plans by a factor of 3; above 1029 its binomials
 overflow."""
 _PRECISION, _MOST_NOISE = 1e-4, 1e6
+_LEAST_NOISE, _MOST_STEPS = 1e-6, 2**53
+"""Less noise counts as none, since its square vanishes; more steps are no exact float."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,10 +41,10 @@ class Mechanism:
     steps: int = 1
 
     def __post_init__(self) -> None:
-        if not (self.noise >= 0 and 0 < self.rate <= 1 and self.steps > 0):
+        if not (0 <= self.noise < math.inf and 0 < self.rate <= 1 and 0 < self.steps <= _MOST_STEPS):
             raise ConfigError(
                 "E-PRIV-11",
-                f"expected noise >= 0, 0 < rate <= 1 and at least one step, found noise {self.noise}, "
+                f"expected 0 <= noise < inf, 0 < rate <= 1 and 1 to {_MOST_STEPS} steps, found noise {self.noise}, "
                 f"rate {self.rate}, {self.steps} steps",
             )
 
@@ -65,7 +67,7 @@ def rdp(history: Iterable[Mechanism], orders: Sequence[float] = ORDERS) -> NDArr
     """Return the composed RDP at each order: of disjoint entries it is the sum."""
     total = np.zeros(len(orders))
     for m in aggregated(history):
-        if m.noise == 0:
+        if m.noise < _LEAST_NOISE:
             return np.full(len(orders), math.inf)
         total += m.steps * _rdp_of_a_step(m.noise, m.rate, tuple(orders))
     return total
@@ -77,7 +79,12 @@ def _rdp_of_a_step(noise: float, rate: float, orders: tuple[float, ...]) -> NDAr
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = np.atleast_1d(analysis.compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=list(orders)))
+        found = np.atleast_1d(
+            analysis.compute_rdp(q=rate, noise_multiplier=min(noise, _MOST_NOISE), steps=1, orders=list(orders))
+        )
+    # Of much noise the difference of logarithms can come out below 0, of little as no number at all; noise above a
+    # bound, whose square would overflow, counts as that bound.
+    found = np.where(np.isnan(found), math.inf, np.maximum(found, 0.0))
     found.flags.writeable = False
     return found
 
@@ -101,7 +108,7 @@ def epsilon_prv(history: Iterable[Mechanism], delta: float, error: float = 0.01)
     entries = aggregated(history)
     if not entries:
         return 0.0
-    if any(m.noise == 0 for m in entries):
+    if any(m.noise < _LEAST_NOISE for m in entries):
         return math.inf
     from opacus.accountants import PRVAccountant
 
@@ -136,11 +143,11 @@ class Filter:
     @classmethod
     def of(cls, epsilon: float, delta: float) -> Filter:
         """Choose the order for a budget: 1 + sqrt(ln(1/delta) / rho), rho being the zCDP that it allows."""
-        if not epsilon > 0:
-            raise ConfigError("E-PRIV-11", f"expected a budget epsilon > 0, found {epsilon}")
+        if not 0 < epsilon < math.inf:
+            raise ConfigError("E-PRIV-11", f"expected a finite budget epsilon > 0, found {epsilon}")
         log = math.log(1 / _valid(delta))
         rho = (math.sqrt(epsilon + log) - math.sqrt(log)) ** 2
-        wanted = 1 + math.sqrt(log / rho)
+        wanted = 1 + math.sqrt(log / rho) if rho > 0 else ORDERS[-1]  # of less than a float can tell there is nothing
         return cls(epsilon, delta, min(ORDERS, key=lambda order: abs(order - wanted)))
 
     @property
@@ -156,6 +163,27 @@ class Filter:
     def used(self, spent: Iterable[Mechanism]) -> float:
         """Return the share of the budget that is used."""
         return float(rdp(spent, [self.order])[0]) / self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class Most:
+    """A bound on RDP at one order, beside a budget: what a plan comes to, and nothing above it."""
+
+    order: float
+    bound: float
+
+    @classmethod
+    def of(cls, planned: Iterable[Mechanism], order: float) -> Most:
+        """Bound a history by what is planned."""
+        return cls(order, float(rdp(planned, [order])[0]))
+
+    def admits(self, spent: Iterable[Mechanism], asked: Iterable[Mechanism]) -> bool:
+        """Tell whether what is asked for still fits beside what is spent; equal plans fit whatever their order."""
+        return float(rdp([*spent, *asked], [self.order])[0]) <= self.bound * (1 + _ROUNDING)
+
+
+Bound = Filter | Most
+_ROUNDING = 1e-12
 
 
 def solve_noise(

@@ -21,6 +21,7 @@ from privacy.accounting import Filter, Mechanism
 from privacy.course import HOSPITAL, TRAIN, Release
 from privacy.doors import spent
 from privacy.ledger import Ledger, Planned, Task
+from privacy.limits import run_bounds
 from privacy.silo_terms import SiloTerms
 
 SEEDED = "seeded noise"
@@ -72,14 +73,21 @@ class Kept(dict[str, Tensor]):
 class LedgerBook:
     """The book of one run at one hospital; see `privacy.doors.Book`. One task at a time.
 
-    caps: budgets of the hospital's policy by collection, beside those of the ledger.
+    caps: budgets of the hospital's policy by collection, beside those of the ledger   most: what the policy allows one
+    run; what the manifest announces bounds the run as well (limits.py).
     Raises RefusedError (E-BUDGET-06) when a split is not registered in the ledger as it is.
     """
 
     def __init__(
-        self, ledger: Ledger, manifest: RunManifest, dataset: SiloDataset, caps: Mapping[str, Filter] | None = None
+        self,
+        ledger: Ledger,
+        manifest: RunManifest,
+        dataset: SiloDataset,
+        caps: Mapping[str, Filter] | None = None,
+        most: Filter | None = None,
     ) -> None:
         self._ledger, self._manifest, self._caps = ledger, manifest.digest(), caps or {}
+        self._bounds = run_bounds(manifest, most)
         terms = plan.terms_of(manifest.privacy)
         needed = [*records.splits(dataset), *([HOSPITAL] if isinstance(terms, SiloTerms) else [])]
         self._records = {split: _registered(ledger, dataset, split) for split in needed}
@@ -126,14 +134,13 @@ class LedgerBook:
 
         Raises what the ledger refuses with; then nothing stays reserved.
         """
-        kind = ("train" if train else "evaluate") + (f", {SEEDED}" if self._seeded else "")
         made: list[str] = []
         try:
             for split, planned in spent(releases).items():
-                of = self._records[split]
-                task = Task(self._run, self._manifest, round, kind, of.fingerprint)
+                of, task = self._records[split], self._task(round, train, split)
                 wanted = [Planned(r.purpose, r.mechanism) for r in planned]
-                made.append(self._ledger.reserve(of.collection, task, wanted, self._caps.get(of.collection)))
+                cap, bounds = self._caps.get(of.collection), self._bounds.get(split, ())
+                made.append(self._ledger.reserve(of.collection, task, wanted, cap, bounds))
         except FederationError:
             for entry in made:
                 self._ledger.release_unused(entry)
@@ -141,6 +148,21 @@ class LedgerBook:
         for entry in made:
             self._ledger.start(entry)
         self._open = made
+
+    def require_room(self, run: str, releases: Sequence[Release]) -> None:
+        """Raise what the ledger would refuse with if all of this were asked for now; nothing is reserved or recorded.
+
+        run: its id   releases: all that is planned of it, as `privacy.preview.planned` lists it.
+        """
+        self._run = run
+        for split, planned in spent(releases).items():
+            of, asked = self._records[split], [r.mechanism for r in planned]
+            cap, bounds = self._caps.get(of.collection), self._bounds.get(split, ())
+            self._ledger.require_room(of.collection, self._task(0, True, split), asked, cap, bounds)
+
+    def _task(self, round: int, train: bool, split: str) -> Task:
+        kind = ("train" if train else "evaluate") + (f", {SEEDED}" if self._seeded else "")
+        return Task(self._run, self._manifest, round, kind, self._records[split].fingerprint)
 
     def commit(self, output: str) -> None:
         """Note that the output of the task is safe; output: its digest."""

@@ -237,11 +237,19 @@ class Course:
             planned.append(self.class_counts)
         return planned
 
+    @property
+    def costliest(self) -> list[Release]:
+        """List what the costliest round releases: the first, which has all that any round has."""
+        return self._releases(0, True, True, self.counts or self.personal, None)
+
     def _history(self, noise: float) -> History:
-        """List the whole run on the training records at training noise z: the worst case, every round taken part in."""
+        """List the whole run on the training records at training noise z: the worst case, every round taken part in.
+
+        The reserve is in it: the costliest round again, as often as the terms say.
+        """
         return [
             release.mechanism
-            for t in range(self.rounds)
+            for t in (*range(self.rounds), *[0] * self.terms.reserve_rounds)
             for release in self._releases(t, True, True, t == 0 and (self.counts or self.personal), noise)
             if release.collection == TRAIN
         ]

@@ -1,4 +1,5 @@
--- The hospital's privacy ledger: append-only, every change of state chained to the one before.
+-- The hospital's privacy ledger: append-only, every change of state chained to the one before under a key outside it.
+-- What counts is derived from the events alone; the other tables repeat it, and `silo ledger verify` compares them.
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 -- A collection of records is what has a budget; its data may come in several versions.
 CREATE TABLE collection(
@@ -6,7 +7,7 @@ CREATE TABLE collection(
 CREATE TABLE dataset_version(
   fingerprint TEXT PRIMARY KEY, collection TEXT NOT NULL REFERENCES collection,
   records INTEGER NOT NULL, units INTEGER NOT NULL, registered_at TEXT NOT NULL) STRICT;
--- Keyed digests of the units, so that one unit cannot stand in two collections and be paid for once.
+-- Keyed digests of units and of their contents, so that one unit cannot stand in two collections and be paid for once.
 CREATE TABLE unit_digest(
   digest BLOB PRIMARY KEY, collection TEXT NOT NULL REFERENCES collection) STRICT, WITHOUT ROWID;
 -- The newest row of a collection is in force.
@@ -27,7 +28,8 @@ CREATE TABLE mechanism(
 CREATE TABLE event(
   seq INTEGER PRIMARY KEY AUTOINCREMENT, entry TEXT REFERENCES entry, subject TEXT NOT NULL,
   state TEXT NOT NULL CHECK(state IN
-    ('INTENT','RUNNING','SPENT','SPENT_ON_RECOVERY','REFUSED','RELEASED_UNUSED','BUDGET','REGISTERED','RESTORED')),
+    ('INTENT','RUNNING','SPENT','SPENT_ON_RECOVERY','REFUSED','RELEASED_UNUSED','BUDGET','REGISTERED','RESTORED',
+     'KEPT','MIGRATED')),
   detail TEXT NOT NULL, prev_hash TEXT NOT NULL, hash TEXT NOT NULL, created_at TEXT NOT NULL) STRICT;
 -- What is released once per version of the data and then used by every run: paid for once, kept for ever.
 CREATE TABLE kept(

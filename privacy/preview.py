@@ -19,7 +19,7 @@ from privacy.terms import Terms
 
 
 class Preview(TypedDict):
-    """The projection of a run as plain values; epsilon is the largest."""
+    """The projection of a run as plain values; epsilon and epsilon_most are the largest."""
 
     profile: str
     method: str
@@ -27,6 +27,8 @@ class Preview(TypedDict):
     epsilon_target: float | None
     delta: float | None
     epsilon: float | None
+    epsilon_most: float | None
+    reserve_rounds: int
     silos: list[dict[str, Any]]
 
 
@@ -37,7 +39,8 @@ class Projection:
     used: share of the budget, by the filter that ledgers use, which keeps one order and is the stricter
     epsilon_tight: by the tighter accountant, for information   epsilon_record, epsilon_test: of one training record and
     of one test record, which have budgets of their own (0 where test records are public); under record-level privacy
-    the first is epsilon, under silo-level privacy epsilon is the hospital's.
+    the first is epsilon, under silo-level privacy epsilon is the hospital's   epsilon_most: epsilon when the reserve is
+    used up as well, the costliest round repeated; the ledger stops a run at the epsilon that it was asked for.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Projection:
     epsilon_record: float
     epsilon_test: float
     used: float
+    epsilon_most: float
 
 
 def planned(manifest: RunManifest, index: int, prototypes: bool = True, counts: bool = True) -> list[Release]:
@@ -97,6 +101,7 @@ def project(manifest: RunManifest) -> list[Projection]:
             c: [r.mechanism for r in releases if r.collection == c] for c in (TRAIN, TEST)
         }
         training = [r.mechanism for r in releases if r.purpose == "training"]
+        again = [r.mechanism for r in course_of(manifest, k).costliest if r.collection == TRAIN]
         found.append(
             Projection(
                 member.name,
@@ -110,6 +115,7 @@ def project(manifest: RunManifest) -> list[Projection]:
                 epsilon_rdp(of[TRAIN], terms.delta),
                 epsilon_rdp(of[TEST], terms.delta),
                 Filter.of(terms.epsilon, terms.delta).used(of[TRAIN]),
+                epsilon_rdp([*of[TRAIN], *again * terms.reserve_rounds], terms.delta),
             )
         )
     return found
@@ -119,6 +125,7 @@ def _silo_level(manifest: RunManifest) -> list[Projection]:
     terms, guard, found = SiloTerms.of(manifest.privacy.options), silo_level(manifest), []
     for member, rounds in zip(manifest.members, participations(manifest), strict=True):
         releases = silo_releases(guard, True) * rounds + silo_releases(guard, False)
+        again = [r.mechanism for r in silo_releases(guard, True) if r.collection == HOSPITAL]
         hospital, train, test = ([r.mechanism for r in releases if r.collection == c] for c in (HOSPITAL, TRAIN, TEST))
         found.append(
             Projection(
@@ -133,6 +140,7 @@ def _silo_level(manifest: RunManifest) -> list[Projection]:
                 epsilon_rdp(train, terms.delta),
                 epsilon_rdp(test, terms.delta),
                 Filter.of(terms.epsilon, terms.delta).used(hospital),
+                epsilon_rdp([*hospital, *again * terms.reserve_rounds], terms.delta),
             )
         )
     return found
@@ -149,5 +157,7 @@ def preview(manifest: RunManifest) -> Preview:
         "epsilon_target": terms.epsilon if terms else None,
         "delta": terms.delta if terms else None,
         "epsilon": max((s.epsilon for s in silos), default=None),
+        "epsilon_most": max((s.epsilon_most for s in silos), default=None),
+        "reserve_rounds": terms.reserve_rounds if terms else 0,
         "silos": [asdict(s) for s in silos],
     }

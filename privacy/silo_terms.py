@@ -20,7 +20,7 @@ from fl_core.errors import ConfigError
 from fl_core.manifest import RunManifest
 from fl_core.options import from_mapping
 from privacy.accounting import Mechanism, solve_noise
-from privacy.terms import RNG, TEST_DATA, WEIGHTS
+from privacy.terms import MOST_RESERVED, RNG, TEST_DATA, WEIGHTS
 
 PLACES = ("local", "central")
 CLIPPING = ("fixed", "adaptive")
@@ -42,7 +42,8 @@ class SiloTerms:
     example with uniform weights
     test_data: "private" (evaluation sums are clipped to metric_clip examples, noisy, charged) or "public"
     metric_noise: noise / sensitivity of evaluation   allow_large: accept more coordinates than the noise leaves useful
-    rng: "secure", or "test", which is reproducible and private to nobody.
+    rng: "secure", or "test", which is reproducible and private to nobody   reserve_rounds: rounds that fit into the
+    budget beside the run, so that one may be repeated after a crash; an undisturbed run spends less by that.
     """
 
     epsilon: float = 8.0
@@ -60,6 +61,7 @@ class SiloTerms:
     metric_noise: float = 20.0
     test_data: str = "private"
     allow_large: bool = False
+    reserve_rounds: int = 1
     rng: str = "secure"
 
     def __post_init__(self) -> None:
@@ -78,6 +80,10 @@ class SiloTerms:
         for name, choices in valid.items():
             if (found := getattr(self, name)) not in choices:
                 raise ConfigError("E-PRIV-11", f"privacy.{name}: expected one of {choices}, found {found!r}")
+        if not 0 <= self.reserve_rounds <= MOST_RESERVED:
+            raise ConfigError(
+                "E-PRIV-11", f"privacy.reserve_rounds: expected 0 to {MOST_RESERVED}, found {self.reserve_rounds}"
+            )
         self._check_clipping()
 
     def _check_clipping(self) -> None:
@@ -123,8 +129,12 @@ class SiloTerms:
         return found + ([Mechanism(self.metric_noise, 1.0, measured)] if self.test_data == "private" else [])
 
     def noise(self, trained: int, measured: int) -> float:
-        """Return the least z of the update with which so many rounds, bits and evaluations fit the budget."""
-        return solve_noise(self.epsilon, self.delta, lambda z: self.history(z, trained, measured))
+        """Return the least z of the update with which so many rounds, bits and evaluations fit the budget.
+
+        The reserve of `reserve_rounds` repeated rounds fits as well.
+        """
+        more = self.reserve_rounds
+        return solve_noise(self.epsilon, self.delta, lambda z: self.history(z, trained + more, measured + more))
 
 
 def split_noise(noise: float, bit_noise: float) -> float:

@@ -12,6 +12,7 @@ COUPLED = ("split", "micro", "frozen", "off")
 RNG = ("secure", "test")
 TEST_DATA = ("private", "public")
 WEIGHTS = ("size", "uniform")
+MOST_RESERVED = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,8 @@ class Terms:
     """Record-level differential privacy of one run.
 
     epsilon, delta: the budget of the whole run, for each hospital on its own; the noise of training is solved from it;
-    epsilon = inf is the run without privacy
+    epsilon = inf is the run without privacy   reserve_rounds: repetitions of the costliest round that fit into it
+    beside the run, so that a crash does not end the run; an undisturbed run spends less by that
     clip: C1, bound of one unit's gradient   physical_batch: examples whose gradients are held at once
     coupled: treatment of losses that mix examples: "split" (clip C1 per unit, C2 = coupled_clip_ratio * C1 per
     microbatch; sensitivity C1 + 2 C2), "micro" (everything per microbatch; 2 C1), "frozen" (the statistics that couple
@@ -56,6 +58,7 @@ class Terms:
     statistics_noise: float = 8.0
     weights: str = "size"
     max_per_unit: int = 0
+    reserve_rounds: int = 1
     test_data: str = "private"
     rng: str = "secure"
 
@@ -75,6 +78,10 @@ class Terms:
         for name, valid in choices:
             if (found := getattr(self, name)) not in valid:
                 raise ConfigError("E-PRIV-11", f"privacy.{name}: expected one of {valid}, found {found!r}")
+        if not 0 <= self.reserve_rounds <= MOST_RESERVED:
+            raise ConfigError(
+                "E-PRIV-11", f"privacy.reserve_rounds: expected 0 to {MOST_RESERVED}, found {self.reserve_rounds}"
+            )
         if not 0 <= self.min_count < float("inf") or self.max_per_unit < 0:
             raise ConfigError("E-PRIV-11", "privacy.min_count and privacy.max_per_unit: expected at least 0")
 

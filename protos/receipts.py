@@ -29,6 +29,8 @@ def canonical_text(receipt: pb.Receipt) -> bytes:
     }
     if receipt.HasField("attestation"):
         fields["attestation"] = [stated.policy_digest, stated.ledger_seq, stated.ledger_head]
+        if stated.ledger_sealed or stated.ledger_restored:  # a receipt from before these fields stays what was signed
+            fields["ledger"] = [stated.ledger_sealed.hex(), stated.ledger_restored]
     return b"receipt|" + json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -12,19 +12,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from fl_core.datasets import SiloDataset
-from fl_core.errors import FederationError, RefusedError
+from fl_core.errors import FederationError, RefusedError, StateError
 from fl_core.local import PlainData
 from fl_core.manifest import RunManifest
 from fl_core.protocols import Doors
 from privacy import plan
-from privacy.chain import Chain, Head
+from privacy.chain import Head
 from privacy.policy import BY_HAND, Policy
 from privacy.withhold import withholding
 from protos import keyfiles
 from silo import policy_in_force
 from silo.home import Home
 from silo.store import Store
-from silo.tasks import Attested
+from silo.tasks import Attested, further
 
 if TYPE_CHECKING:
     from privacy.book import LedgerBook
@@ -66,7 +66,7 @@ class Custody:
         if self._ledger is None:
             from privacy.ledger import Ledger
 
-            self._ledger = Ledger(self.home.ledger)
+            self._ledger = Ledger(self.home.ledger, self.home.ledger_key)
         return self._ledger
 
     def policy(self) -> Policy:
@@ -86,32 +86,66 @@ class Custody:
 
     def attested(self) -> Attested:
         """Return what goes with an update that is made now."""
-        head = Chain(self.home.ledger).head() if self.home.ledger.exists() else Head(0, "")
-        return Attested(self.policy_digest(), head.seq, head.hash if head.seq else "")
+        if not self.home.ledger.exists():
+            return Attested(self.policy_digest())
+        head, sealed, restored = self.ledger.statement()
+        return Attested(self.policy_digest(), head.seq, head.hash if head.seq else "", sealed.hex(), restored)
 
     def recover(self) -> list[str]:
-        """Look after the ledger at the service's start: verify it, count what was left open; return those entries."""
-        self.check(self.seen())
+        """Look after the ledger at the service's start: verify all of it, count what was left open; return that.
+
+        Raises StateError: E-BUDGET-07, E-BUDGET-15 on a ledger that was edited, E-BUDGET-08 on one that lacks what
+        others have seen.
+        """
+        seen = self.seen()
+        if seen.seq or self.home.ledger.exists():
+            self.ledger.verify(Head(seen.seq, seen.head))
         return self.ledger.recover() if self.home.ledger.exists() else []
 
     def seen(self) -> Attested:
         """Return the furthest end of the ledger that others have seen, as far as this home remembers."""
+        return max(self._told(), self.store.newest_attested(), key=further)
+
+    def all_seen(self) -> list[Attested]:
+        """Return every end of the ledger that others have seen."""
+        return [self._told(), *self.store.attested()]
+
+    def _told(self) -> Attested:
         try:
-            told = Attested(*json.loads(self.home.attested.read_text()))
+            return Attested(*json.loads(self.home.attested.read_text()))
         except (OSError, ValueError, TypeError):
-            told = Attested()  # the coordinator never reminded this home of anything
-        return max(told, self.store.newest_attested(), key=lambda a: a.seq)
+            return Attested()  # the coordinator never reminded this home of anything
 
     def told(self, seen: Attested) -> None:
-        """Take what the coordinator remembers of this hospital's ledger; raises as `check`."""
-        if seen.seq > self.seen().seq:
+        """Take what the coordinator remembers of this hospital's ledger; raises as `check`.
+
+        Raises StateError (E-BUDGET-18) on what this hospital never stated: it would burn budget to restore that.
+        """
+        if further(seen) > further(self.seen()):
+            self._require_own(seen)
             keyfiles.write_private(self.home.attested, json.dumps(seen).encode())
         self.check(seen)
 
+    def _require_own(self, seen: Attested) -> None:
+        from privacy.sealed import opened
+
+        if not self.home.ledger.exists() and not self.home.ledger_key.exists():
+            return  # all is lost: the coordinator's word is all there is
+        sealed = bytes.fromhex(seen.sealed)
+        known = opened(self.ledger.secret, Head(seen.seq, seen.head), seen.restored, sealed) is not None
+        if not known and (sealed or any(a.sealed for a in self.store.attested())):
+            raise StateError(
+                "E-BUDGET-18",
+                f"expected what this hospital stated of its ledger, found event {seen.seq}, which is not under its key",
+            )
+
     def check(self, seen: Attested) -> None:
-        """Raise StateError (E-BUDGET-07, E-BUDGET-08) on a ledger that was edited, or lacks what others have seen."""
+        """Raise StateError (E-BUDGET-07, E-BUDGET-08) where events were edited, or lack what others have seen.
+
+        Only what is new since the last look is read.
+        """
         if seen.seq or self.home.ledger.exists():
-            Chain(self.home.ledger).verify(Head(seen.seq, seen.head))
+            self.ledger.require(Head(seen.seq, seen.head))
 
     def admit(self, run_id: str, manifest: RunManifest) -> bool:
         """Hold a run against the policy; return False while the hospital has not decided about it.
@@ -145,11 +179,13 @@ class Custody:
         if not plan.build(manifest).private:
             return Access(withholding(PlainData.open, hidden, least), policy.prototypes.submit)
         from privacy.access import SiloLevelDoors
+        from privacy.accounting import Filter
         from privacy.book import LedgerBook
         from privacy.doors import PrivateDoors
         from privacy.records import unit_of
 
-        book = LedgerBook(self.ledger, manifest, dataset, policy.caps())
+        most = Filter.of(policy.privacy.epsilon, policy.privacy.delta)
+        book = LedgerBook(self.ledger, manifest, dataset, policy.caps(), most)
         try:
             if manifest.privacy.name == plan.SILO_LEVEL:
                 plain = SiloLevelDoors(manifest, book)

@@ -4,6 +4,7 @@
 `addresses.json` of the coordinator                       `serve.lock` held by a running service
 `instance.json` who served here last                     `policy.toml` what the hospital takes part in
 `ledger.db` what its records were used for, and what is left of their budget
+`ledger.key` the secret that it is chained under        `ledger.json` where both lie instead, when homes share them
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from protos import keyfiles
 from protos.identity import Address
 
 VARIABLE = "CONSILIUM_SILO_HOME"
+LEDGER, LEDGER_KEY = "CONSILIUM_SILO_LEDGER", "CONSILIUM_SILO_LEDGER_KEY"
+"""Name the ledger's file and its key's, whatever the home says."""
 
 
 def default_home() -> Path:
@@ -56,8 +59,45 @@ class Home:
 
     @property
     def ledger(self) -> Path:
-        """Name the privacy ledger."""
-        return self.path / "ledger.db"
+        """Name the privacy ledger: by CONSILIUM_SILO_LEDGER, else as the home says, else in the home.
+
+        A hospital that takes part in several consortia has a home for each, and one ledger for all of them, on one
+        machine. Raises StateError (E-BUDGET-16) when the home's word on it cannot be read.
+        """
+        named = os.environ.get(LEDGER) or self._placed().get("ledger")
+        return Path(named).expanduser() if named else self.path / "ledger.db"
+
+    @property
+    def ledger_key(self) -> Path:
+        """Name the ledger's key: by CONSILIUM_SILO_LEDGER_KEY, else as the home says, else beside the ledger."""
+        named = os.environ.get(LEDGER_KEY) or self._placed().get("key")
+        ledger = self.ledger
+        return Path(named).expanduser() if named else ledger.with_name(f"{ledger.stem}.key")
+
+    def place_ledger(self, ledger: Path, key: Path | None) -> None:
+        """Say where the ledger lies from now on, and its key where that is not beside it."""
+        said = {"ledger": str(ledger.expanduser().absolute())}
+        if key is not None:
+            said["key"] = str(key.expanduser().absolute())
+        keyfiles.write_private(self.path / "ledger.json", json.dumps(said).encode())
+
+    def _placed(self) -> dict[str, str]:
+        path = self.path / "ledger.json"
+        try:
+            found = json.loads(path.read_text())
+            if not isinstance(found, dict) or not all(isinstance(v, str) and v for v in found.values()):
+                raise TypeError("it is no table of paths")
+        except FileNotFoundError:
+            if not path.is_symlink():
+                return {}
+            found = None
+        except (OSError, ValueError, TypeError):
+            found = None
+        if found is None or not set(found) <= {"ledger", "key"}:  # a second ledger would be a second budget
+            raise StateError(
+                "E-BUDGET-16", f"expected the ledger's place in {path}, found something else: silo ledger place PATH"
+            )
+        return {str(k): str(v) for k, v in found.items()}
 
     @property
     def attested(self) -> Path:

@@ -35,7 +35,7 @@ def _ledger(home: Path | None, make: bool = False) -> Ledger:
         place.make()
     elif not place.ledger.exists():
         raise StateError("E-BUDGET-10", f"expected a ledger in {place.ledger}, found none: silo ledger register")
-    return Ledger(place.ledger)
+    return Ledger(place.ledger, place.ledger_key)
 
 
 @app.command("show")
@@ -64,7 +64,10 @@ def show_ledger(
 
 @app.command()
 def verify(home: AtHome = None, as_json: AsJson = False) -> None:
-    """Check that no event was changed, and that nothing is missing that others have signed for."""
+    """Compute the ledger anew from its events, and name every row, view, trigger or budget that differs from them.
+
+    Events are checked under the ledger's key, and against what others have signed for: nothing may be missing.
+    """
     place = Home(home or default_home())
     ledger, seen = _ledger(home), _seen(place)
     count, head = ledger.verify(seen), ledger.head()
@@ -87,6 +90,13 @@ def register(
     Its training and its test records become two collections, NAME/train and NAME/test; all that the hospital has, under
     whatever names, is the collection hospital, which runs with silo-level privacy are charged to as well. A new version
     keeps the budget and the spending of its collection. Patients are kept as keyed digests alone.
+
+    A record is known by its decoded pixels, beside the name of its group: renaming files, appending bytes, storing
+    without loss, labelling or grouping anew makes no new record, and under another NAME the command refuses. The
+    limit: an image that was encoded with loss, cropped or resized has other pixels and counts as new, with a budget
+    of its own. So keep one NAME per population of patients, whatever files they lie in; name groups (patients)
+    wherever known, under the same names for ever; register the originals, and serve what is made from them under
+    their NAME alone.
     """
     from fl_core import datasets
     from privacy import records
@@ -153,21 +163,69 @@ def restore(
 ) -> None:
     """Go on with an older copy of the ledger when the newest one is lost, at the price of the most it may have spent.
 
-    Every collection is charged its most expensive entry, as often as entries can be missing.
+    What others have signed for is charged exactly, by the sealed figures in the receipts; for what came after them
+    every collection is charged its most expensive entry, as often as a round may be tried. Without figures, or without
+    the key that opens them, each collection loses its whole budget. Receipts say from then on how often this was done.
     """
+    from privacy.ledger import Ledger
+    from privacy.restore import Seen
     from privacy.restore import acknowledge as charge
+    from silo.custody import Custody
 
     place = Home(home or default_home())
     if not acknowledge:
         raise ConfigError(
             "E-BUDGET-11", "expected --acknowledge-spend: every collection will be charged for what may be missing"
         )
-    with place.locked():
-        found = charge(_ledger(home, make=True), _seen(place), operator or getpass.getuser())
+    with place.make().locked():
+        store = Store(place.database)
+        try:
+            seen = [
+                Seen(Head(s.seq, s.head), bytes.fromhex(s.sealed), s.restored) for s in Custody(place, store).all_seen()
+            ]
+        finally:
+            store.close_database()
+        found = charge(Ledger(place.ledger, place.ledger_key, older=True), seen, operator or getpass.getuser())
     if as_json:
         show.print_json({"charged": found})
         return
-    show.show_facts([(name, f"charged {times} times its most expensive entry") for name, times in found.items()])
+    show.show_facts([(name, f"charged {what}") for name, what in found.items()])
+
+
+@app.command("place")
+def place_ledger(
+    path: Annotated[Path | None, typer.Argument(help="The ledger's file. Default: show where it is.")] = None,
+    key: Annotated[Path | None, typer.Option("--key", help="The key's file. Default: beside the ledger.")] = None,
+    home: AtHome = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show or set where the ledger and its key lie: one ledger for all homes of a hospital, or a key on another disk.
+
+    A hospital in several consortia has a home for each; their runs spend one budget only when all homes name one
+    ledger, on one machine. The files are not moved: move them first, with no service running. CONSILIUM_SILO_LEDGER
+    and CONSILIUM_SILO_LEDGER_KEY win over what is set here.
+    """
+    place = Home(home or default_home())
+    if path is not None or key is not None:
+        from privacy.ledger import Ledger
+
+        with place.make().locked():
+            before, after = place.ledger, (path or place.ledger).expanduser().absolute()
+            if before.exists() and before.absolute() != after:
+                raise StateError(
+                    "E-BUDGET-16",
+                    f"expected no ledger left in {before}, found one: its spending would be forgotten. Move it, with "
+                    f"its key, to {after} first, or away if this home never spent anything",
+                )
+            if after.exists():
+                beside = after.with_name(f"{after.stem}.key")
+                Ledger(after, key or beside).verify(_seen(place))
+            place.place_ledger(after, key)
+    facts = {"ledger": str(place.ledger), "key": str(place.ledger_key)}
+    if as_json:
+        show.print_json(facts)
+        return
+    show.show_facts(list(facts.items()))
 
 
 def _seen(place: Home) -> Head:

@@ -27,7 +27,7 @@ from protos.lookups import Lookups
 from silo import statements
 from silo.approvals import Approvals
 from silo.tables import begin, contact, for_notes, lock, open_database, reading, runs, tasks
-from silo.tasks import Attested, Entry, Evaluation, TaskKey
+from silo.tasks import Attested, Entry, Evaluation, TaskKey, further
 
 ENDED_RUNS = 3
 
@@ -181,11 +181,15 @@ class Store:
         with self._read() as db:
             return [_entry(row) for row in db.execute(select(tasks).where(*lost))]
 
-    def newest_attested(self) -> Attested:
-        """Return the furthest end of the ledger that any update of this silo went with."""
+    def attested(self) -> list[Attested]:
+        """Return all that went with updates of this silo, the furthest end of the ledger first."""
         with self._read() as db:
             found = db.scalars(select(tasks.c.attested).where(tasks.c.attested != ""))
-            return max((Attested(*json.loads(row)) for row in found), key=lambda a: a.seq, default=Attested())
+            return sorted((Attested(*json.loads(row)) for row in found), key=further, reverse=True)
+
+    def newest_attested(self) -> Attested:
+        """Return the furthest end of the ledger that any update of this silo went with."""
+        return next(iter(self.attested()), Attested())
 
     # ---- the rest ----------------------------------------------------------------------------------------------
 

@@ -61,20 +61,36 @@ class Evaluation:
 
 
 class Attested(NamedTuple):
-    """What this hospital states with an update: SHA-256 of its policy, and the end of its ledger; empty without."""
+    """What this hospital states with an update: SHA-256 of its policy, and the end of its ledger; empty without.
+
+    sealed: what the ledger has spent, hex, for the hospital alone to read   restored: how often it was restored.
+    """
 
     policy: str = ""
     seq: int = 0
     head: str = ""
+    sealed: str = ""
+    restored: int = 0
 
     def message(self) -> pb.Attestation:
         """Write it as a message."""
-        return pb.Attestation(policy_digest=self.policy, ledger_seq=self.seq, ledger_head=self.head)
+        return pb.Attestation(
+            policy_digest=self.policy, ledger_seq=self.seq, ledger_head=self.head,
+            ledger_sealed=bytes.fromhex(self.sealed), ledger_restored=self.restored,
+        )  # fmt: skip
 
     @classmethod
     def of(cls, message: pb.Attestation) -> Attested:
         """Read a message."""
-        return cls(message.policy_digest, message.ledger_seq, message.ledger_head)
+        return cls(
+            message.policy_digest, message.ledger_seq, message.ledger_head, message.ledger_sealed.hex(),
+            message.ledger_restored,
+        )  # fmt: skip
+
+
+def further(attested: Attested) -> tuple[int, int]:
+    """Return what orders ends of a ledger in time: after a restoration the numbers of events begin lower again."""
+    return attested.restored, attested.seq
 
 
 NOTHING_ATTESTED = Attested()

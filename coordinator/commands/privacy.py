@@ -30,6 +30,10 @@ def preview(
 ) -> None:
     """Show what a run would cost each hospital, before anyone starts: its epsilon, and the noise that this takes.
 
+    The noise leaves a reserve (privacy.reserve_rounds), so that a round may be repeated after a crash: "epsilon" is
+    what a run spends that needs none of it, "with reserve" what it spends if it needs all. The ledgers stop it at the
+    epsilon that was asked for.
+
     Sizes are those given, those that the silos online declare (--online), or those of the simulated federation.
     """
     from privacy.preview import preview
@@ -47,16 +51,16 @@ def preview(
     rows = [
         (
             str(s["name"]), str(s["units"]), f"{s['rate']:.4f}", str(s["steps"]), str(s["rounds"]),
-            f"{s['noise']:.3f}", f"{s['epsilon']:.3f}", f"{s['epsilon_tight']:.3f}", f"{s['epsilon_record']:.3f}",
-            f"{s['epsilon_test']:.3f}",
+            f"{s['noise']:.3f}", f"{s['epsilon']:.3f}", f"{s['epsilon_most']:.3f}", f"{s['epsilon_tight']:.3f}",
+            f"{s['epsilon_record']:.3f}", f"{s['epsilon_test']:.3f}",
         )
         for s in found["silos"]
     ]  # fmt: skip
     if not rows:
         display.OUT.print(f"privacy={found['profile']} adds no noise: no epsilon bounds what this run shows")
         return
-    head = ("hospital", "size", "q", "steps", "rounds", "noise z", "epsilon", "tighter bound", "of a record",
-            "of a test record")  # fmt: skip
+    head = ("hospital", "size", "q", "steps", "rounds", "noise z", "epsilon", "with reserve", "tighter bound",
+            "of a record", "of a test record")  # fmt: skip
     title = f"{found['method']}, {found['rounds']} rounds, delta {found['delta']:g}"
     display.OUT.print(display.table(title, head, rows))
 

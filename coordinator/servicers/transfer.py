@@ -27,6 +27,9 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.identity import Kind
 from protos.spares import Growth
 
+SEALED = 1 << 17
+"""Bytes of sealed figures that are taken with an announcement; hospitals send at most half of that."""
+
 
 class TransferService:
     """Open, Put, Commit and Get; in a server it is added with `add_to`."""
@@ -215,6 +218,8 @@ def _require_digests(request: pb.OpenRequest) -> None:
     for found in (request.attestation.policy_digest, request.attestation.ledger_head):
         if found and (len(found) != 64 or not set(found) <= set("0123456789abcdef")):
             raise ProtocolError("E-WIRE-15", f"expected a SHA-256 in lower-case hex, found {found[:80]!r}")
+    if (size := len(request.attestation.ledger_sealed)) > SEALED:
+        raise ProtocolError("E-WIRE-15", f"expected at most {SEALED} bytes of sealed figures, found {size}")
 
 
 def _announced(request: pb.OpenRequest, silo: str) -> Contribution:

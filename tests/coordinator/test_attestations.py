@@ -19,7 +19,9 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.version import PROTOCOL
 
 DATA = bytes(range(256)) * 8
-STATED = pb.Attestation(policy_digest="ab" * 32, ledger_seq=17, ledger_head="cd" * 32)
+STATED = pb.Attestation(
+    policy_digest="ab" * 32, ledger_seq=17, ledger_head="cd" * 32, ledger_sealed=b"sealed", ledger_restored=2
+)
 
 
 def greeted(world: World, name: str, policy: str = "") -> pb.Welcome:
@@ -54,9 +56,12 @@ def test_an_attestation_is_in_the_signed_receipt_and_in_the_next_welcome(world: 
     receipt = send(world.transfer("north"), "north", open_round(world), DATA, STATED)
     assert receipt.attestation == STATED
     receipts.verify(receipt, world.people["north"].ca_pem, "test")
-    receipt.attestation.ledger_seq += 1
-    with pytest.raises(RefusedError, match="E-ID-20"):
-        receipts.verify(receipt, world.people["north"].ca_pem, "test")
+    for name, value in (("ledger_seq", 18), ("ledger_sealed", b""), ("ledger_restored", 0)):
+        edited = pb.Receipt()
+        edited.CopyFrom(receipt)
+        setattr(edited.attestation, name, value)
+        with pytest.raises(RefusedError, match="E-ID-20"):
+            receipts.verify(edited, world.people["north"].ca_pem, "test")
     assert greeted(world, "north").attested == STATED
     assert not greeted(world, "south").HasField("attested")
 
@@ -71,6 +76,10 @@ def test_an_update_without_an_attestation_has_a_receipt_as_before(world: World) 
 def test_what_is_no_digest_is_refused(world: World) -> None:
     request = open_request("north", open_round(world), DATA)
     request.attestation.policy_digest = "the policy"
+    with pytest.raises(grpc.RpcError, match="E-WIRE-15"):
+        world.transfer("north").Open(request)
+    request.attestation.policy_digest = ""
+    request.attestation.ledger_sealed = bytes((1 << 17) + 1)
     with pytest.raises(grpc.RpcError, match="E-WIRE-15"):
         world.transfer("north").Open(request)
 

@@ -81,7 +81,7 @@ def test_the_ledger_of_a_run_says_what_was_projected(
     assert list(found) == [f"hospital{k}" for k in range(6)]
     for s in found.values():
         assert s.epsilon == pytest.approx(s.projected, rel=1e-9)
-        assert 7 < s.epsilon <= budgets.EPSILON
+        assert 6 < s.epsilon <= budgets.EPSILON  # of two rounds, beside which the repetition of one fits
         assert s.tight < s.epsilon
         assert s.delta == budgets.DELTA
     assert sum(s.prototypes for s in found.values()) == 3
@@ -96,7 +96,7 @@ def test_what_was_spent_is_read_from_the_ledger_and_not_from_the_plan(
     found = budgets.spending(tmp_path, manifest)
     assert found["hospital0"].epsilon == 0
     assert 0 < found["hospital2"].epsilon < 1
-    assert found["hospital2"].projected > 7
+    assert found["hospital2"].projected > 6
 
 
 def detail(accuracy: float, model: str) -> pb.RunDetail:

@@ -220,6 +220,19 @@ def test_what_is_stated_with_an_announcement_replaces_what_was_stated_before(sto
     assert store.attested.of("c") == store.attested.newest("north") == stated[0]
 
 
+def test_a_file_from_before_sealed_figures_gets_the_columns_for_them(tmp_path: Path) -> None:
+    import sqlite3
+
+    Store(tmp_path, Clock()).close()
+    with sqlite3.connect(tmp_path / FILE) as db:
+        for column in ("sealed", "restored"):
+            db.execute(f"ALTER TABLE attestations DROP COLUMN {column}")
+        db.execute("INSERT INTO attestations VALUES('c','p',3,'h')")
+    again = Store(tmp_path, Clock())
+    assert again.attested.of("c") == pb.Attestation(policy_digest="p", ledger_seq=3, ledger_head="h")
+    again.close()
+
+
 def test_events_are_numbered_from_one_for_each_run(store: Store) -> None:
     opened(store)
     store.runs.add(run_of("run-0002", "r2"), 2)

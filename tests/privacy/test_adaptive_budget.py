@@ -25,8 +25,8 @@ def test_noise_is_split_as_the_specification_says() -> None:
 
 def test_update_and_bit_together_cost_what_the_budget_has() -> None:
     """z of the update is what `split_noise` leaves of the z that a run without a bit would have."""
-    fixed = SiloTerms(epsilon=4.0, test_data="public")
-    following = SiloTerms(epsilon=4.0, test_data="public", clipping="adaptive", bit_noise=20.0)
+    fixed = SiloTerms(epsilon=4.0, test_data="public", reserve_rounds=0)
+    following = SiloTerms(epsilon=4.0, test_data="public", reserve_rounds=0, clipping="adaptive", bit_noise=20.0)
     whole, update = fixed.noise(10, 11), following.noise(10, 11)
     assert update == pytest.approx(split_noise(whole, 20.0), rel=1e-3)
     budget = Filter.of(4.0, 1e-5)

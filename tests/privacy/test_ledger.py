@@ -155,6 +155,11 @@ def test_an_older_copy_that_was_put_back_is_found(tmp_path: Path) -> None:
     seen = ledger.head()
     ledger.verify(seen)
     (tmp_path / "ledger.db").write_bytes(backup)
+    with pytest.raises(StateError, match="E-BUDGET-08"):
+        ledger.verify()  # whoever has it open notices by itself
+    with pytest.raises(StateError, match="E-BUDGET-08"):
+        spend(ledger, 7)
+    ledger = Ledger(tmp_path / "ledger.db")
     ledger.verify()
     with pytest.raises(StateError, match="E-BUDGET-08"):
         ledger.verify(seen)

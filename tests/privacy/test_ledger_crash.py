@@ -9,6 +9,7 @@ import sqlite3
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,12 @@ def round_of(file: Path, planned: list[Release]) -> Callable[[int], None]:
     return work
 
 
+def copied(template: Path, file: Path) -> None:
+    """Copy a ledger with its key."""
+    shutil.copy(template, file)
+    shutil.copy(template.with_suffix(".key"), file.with_suffix(".key"))
+
+
 def charged(ledger: Ledger) -> list[Mechanism]:
     return aggregated([*ledger.history(TRAIN), *ledger.history(TEST)])
 
@@ -118,7 +125,7 @@ def test_t_40_kill_9_at_every_write_never_counts_too_little(
     while not reached_end:
         statement += stride
         file = tmp_path / f"{statement}.db"
-        shutil.copy(template, file)
+        copied(template, file)
         work = round_of(file, planned)
 
         def child(pipe: int, work: Callable[[int], None] = work, statement: int = statement) -> None:
@@ -153,15 +160,15 @@ def test_t_40_kill_9_at_any_moment_never_counts_too_little(tmp_path: Path, home:
     steps = sum(r.mechanism.steps for r in planned)
     for moment in range(25):
         file = tmp_path / f"{moment}.db"
-        shutil.copy(template, file)
+        copied(template, file)
 
         def child(pipe: int, file: Path = file) -> None:
             ledger = Ledger(file)
             for name in (TRAIN, TEST):
                 ledger.set_budget(name, 1e4, 1e-5, "dpo", "room for as many as fit into the time")
-            book = LedgerBook(ledger, RUN, RECORDS)
-            for _ in range(1000):
-                book.begin("run")
+            for number in range(1000):
+                book = LedgerBook(ledger, replace(RUN, name=f"run {number}"), RECORDS)  # each its own bounds
+                book.begin(f"run{number}")
                 book.reserve(0, True, planned)
                 os.write(pipe, READ)
                 book.commit("sha")

@@ -58,7 +58,11 @@ def test_preview_from_the_command_line() -> None:
     found = said(*words, "--sizes", "300,1234")
     first, second = found["silos"]  # type: ignore[misc]
     assert (first["units"], second["units"]) == (300, 1234)  # as declared: who types a size means it
-    assert 2.5 < first["epsilon"] <= 3
+    assert 2.2 < first["epsilon"] < first["epsilon_most"] <= 3
+    assert found["epsilon_most"] == max(first["epsilon_most"], second["epsilon_most"])
+    assert found["reserve_rounds"] == 1
+    without = said(*words, "privacy.reserve_rounds=0", "--sizes", "300,1234")["silos"][0]  # type: ignore[index]
+    assert first["epsilon"] < without["epsilon"] == without["epsilon_most"] <= 3
     assert found["epsilon"] == max(first["epsilon"], second["epsilon"])
     assert said("data=digits", "--sizes", "10,20")["silos"] == []
     with pytest.raises(ConfigError, match="size"):
@@ -72,5 +76,5 @@ def test_preview_of_a_simulated_federation_and_of_silo_level_privacy() -> None:
     found = said(*words, "privacy.allow_large=true")
     silos = found["silos"]
     assert [s["name"] for s in silos] == [f"hospital{k}" for k in range(5)]  # type: ignore[attr-defined]
-    assert all(s["rate"] == 1 and 7 < s["epsilon_tight"] < s["epsilon"] <= 8 for s in silos)  # type: ignore[attr-defined]
+    assert all(s["rate"] == 1 and 5 < s["epsilon_tight"] < s["epsilon"] < s["epsilon_most"] <= 8 for s in silos)  # type: ignore[attr-defined]
     assert all(s["epsilon"] < s["epsilon_record"] < 20 for s in silos)  # type: ignore[attr-defined]

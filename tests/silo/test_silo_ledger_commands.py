@@ -110,19 +110,63 @@ def test_an_older_ledger_goes_on_only_at_the_price_of_what_it_may_have_forgotten
     backup = place.ledger.read_bytes()
     for t in range(1, 4):
         spend(ledger, t)
-    lost, head = ledger.history(TRAIN)[0].steps, ledger.head()
-    place.attested.write_text(json.dumps(Attested("", head.seq, head.hash)))
+    head, sealed, restored = ledger.statement()
+    place.attested.write_text(json.dumps(Attested("", head.seq, head.hash, sealed.hex(), restored)))
     fails(capsys, "E-BUDGET-09", 1, "ledger", "restore", "--acknowledge-spend", *home)
     place.ledger.write_bytes(backup)
     fails(capsys, "E-BUDGET-08", 1, "ledger", "verify", *home)
     fails(capsys, "E-BUDGET-11", 2, "ledger", "restore", *home)
     found = answer(capsys, "ledger", "restore", "--acknowledge-spend", *home)
-    assert found == {"charged": {TEST: 1, TRAIN: 5}}  # 9 events are missing, an entry has at least 2
+    assert found == {"charged": {TRAIN: "what was attested, and 3 times its most expensive entry"}}
     restored = Ledger(place.ledger)
-    assert restored.history(TRAIN)[0].steps == 31 * 6 >= lost
-    assert restored.status(TEST).used == pytest.approx(1)  # without an entry to go by: all of it
+    assert restored.history(TRAIN)[0].steps == 31 * (1 + 4 + 3)  # no attested head is in the copy: all of it again
+    assert restored.status(TEST).used == 0
     answer(capsys, "ledger", "verify", *home)
     fails(capsys, "E-BUDGET-09", 1, "ledger", "restore", "--acknowledge-spend", *home)
+
+
+def test_without_figures_every_collection_loses_its_budget(capsys, tmp_path):
+    ledger = budgeted(tmp_path / "home")
+    place, home = Home(tmp_path / "home"), ["--home", str(tmp_path / "home")]
+    backup = place.ledger.read_bytes()
+    spend(ledger, 0)
+    place.attested.write_text(json.dumps(Attested("", ledger.head().seq, ledger.head().hash)))
+    place.ledger.write_bytes(backup)
+    found = answer(capsys, "ledger", "restore", "--acknowledge-spend", *home)["charged"]
+    assert found == dict.fromkeys((TEST, TRAIN, "hospital"), "its whole budget")
+    for name in (TRAIN, TEST):
+        assert Ledger(place.ledger).status(name).used == pytest.approx(1)
+
+
+def test_the_ledgers_place_is_a_setting_that_every_command_honours(capsys, tmp_path, monkeypatch):
+    first, second, shared = tmp_path / "home", tmp_path / "second", tmp_path / "shared" / "ledger.db"
+    budgeted(first)
+    one, two = ["--home", str(first)], ["--home", str(second)]
+    assert answer(capsys, "ledger", "place", *one)["ledger"] == str(first / "ledger.db")
+    fails(capsys, "E-BUDGET-16", 1, "ledger", "place", str(shared), *one)  # its spending would be forgotten
+    shared.parent.mkdir()
+    for name in ("ledger.db", "ledger.key"):
+        (first / name).rename(shared.parent / name)
+    for home in (one, two):
+        placed = answer(capsys, "ledger", "place", str(shared), *home)
+        assert placed == {"ledger": str(shared), "key": str(shared.with_suffix(".key"))}
+    spend(Ledger(shared), 0)
+    shown = [answer(capsys, "ledger", "show", *home)["collections"] for home in (one, two)]
+    assert shown[0] == shown[1]
+    assert {c["collection"]: len(c["entries"]) for c in shown[0]}[TRAIN] == 1
+    assert not (second / "ledger.db").exists()
+    apart = tmp_path / "stick" / "key"
+    apart.parent.mkdir()
+    shared.with_suffix(".key").rename(apart)
+    fails(capsys, "E-BUDGET-14", 1, "ledger", "verify", *one)
+    answer(capsys, "ledger", "place", "--key", str(apart), *one)
+    answer(capsys, "ledger", "verify", *one)
+    monkeypatch.setenv("CONSILIUM_SILO_LEDGER_KEY", str(apart))
+    monkeypatch.setenv("CONSILIUM_SILO_LEDGER", str(shared))
+    answer(capsys, "ledger", "verify", "--home", str(Home(tmp_path / "third").make().path))
+    monkeypatch.undo()
+    (second / "ledger.json").write_text("{")
+    fails(capsys, "E-BUDGET-16", 1, "ledger", "show", *two)
 
 
 def test_a_lost_ledger_without_collections_cannot_be_restored_to_a_fresh_budget(capsys, tmp_path):

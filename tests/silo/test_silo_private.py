@@ -12,7 +12,7 @@ from fl_core.methods import build_method
 from fl_core.simulate import SiloShare, initial_state, local_ports
 from fl_core.types import Federation, TaskKind
 from fl_core.worker import work
-from privacy.accounting import aggregated
+from privacy.accounting import aggregated, epsilon_rdp
 from privacy.doors import PrivateDoors, SimulatedBook, course_of
 from protos import codec
 from protos.consilium.v1 import federation_pb2 as pb
@@ -144,7 +144,7 @@ def test_class_counts_are_released_once_and_survive_a_restart(make, tmp_path):
 
 def test_two_runs_share_one_budget(make, tmp_path):
     ledger = budgeted(tmp_path / "home0")
-    hospital = make(private())
+    hospital = make(private(reserve_rounds=0))
     hospital.start()
     for k in (1, 2):
         hospital.run_id = f"run-{k}"
@@ -154,6 +154,19 @@ def test_two_runs_share_one_budget(make, tmp_path):
     hospital.offer()
     assert hospital.refused().code == "E-BUDGET-01"
     assert 0.98 < ledger.status(TRAIN).used <= 1
+
+
+def test_a_round_offered_again_under_other_ids_stays_within_one_runs_epsilon(make, tmp_path):
+    ledger = budgeted(tmp_path / "home0", epsilon=500.0, test_epsilon=500.0)
+    hospital = make(private())
+    hospital.start()
+    for k in (1, 2, 3):
+        hospital.run_id = f"run-{k}"
+        first(hospital, k)
+    hospital.run_id = "run-4"
+    hospital.offer()
+    assert hospital.refused().code in ("E-BUDGET-12", "E-BUDGET-13")
+    assert epsilon_rdp(ledger.history(TRAIN), 1e-5) <= 8.0
 
 
 def test_an_older_ledger_is_found_at_the_start_and_by_what_the_coordinator_remembers(make, tmp_path):
@@ -176,6 +189,35 @@ def test_an_older_ledger_is_found_at_the_start_and_by_what_the_coordinator_remem
     ended = _started_and_ended(hospital)
     assert isinstance(ended, StateError)
     assert ended.code == "E-BUDGET-08"
+
+
+def test_what_a_coordinator_makes_up_about_the_ledger_is_not_believed(make, tmp_path):
+    """It would burn the budget of whoever restores a ledger that lacks nothing."""
+    folder = tmp_path / "home0"
+    ledger = budgeted(folder)
+    hospital = make(private())
+    hospital.start()
+    first(hospital)
+    honest = pb.Attestation()
+    honest.CopyFrom(next(iter(hospital.transfer.opened.values())).attestation)
+    assert honest.ledger_sealed
+    assert TRAIN.encode() not in honest.ledger_sealed
+    hospital.stop()
+    welcomed = hospital.control._welcome
+    for lie in ({"ledger_seq": 2**64 - 1}, {"ledger_seq": honest.ledger_seq + 4, "ledger_sealed": b""},
+                {"ledger_restored": 7}, {"ledger_seq": honest.ledger_seq + 1, "ledger_head": "ab" * 32}):  # fmt: skip
+        claimed = pb.Attestation()
+        claimed.CopyFrom(honest)
+        for name, value in lie.items():
+            setattr(claimed, name, value)
+        hospital.control.welcome = lambda hello, claimed=claimed: _with(welcomed(hello), claimed)
+        hospital.service = None
+        ended = _started_and_ended(hospital)
+        assert isinstance(ended, StateError)
+        assert ended.code == "E-BUDGET-18"
+        assert not (folder / "attested.json").exists()
+    assert ledger.verify() > 0
+    hospital.service = None
 
 
 def _with(message: pb.CoordinatorMessage, attested: pb.Attestation) -> pb.CoordinatorMessage:

@@ -45,6 +45,7 @@ TOLD = {
     "OpenRequest.kind": DECLARED, "OpenRequest.manifest_digest": DECLARED, "OpenRequest.base_digest": DECLARED,
     "OpenRequest.object_digest": CHARGED, "OpenRequest.size": DECLARED, "OpenRequest.attestation": STATED,
     "Attestation.policy_digest": STATED, "Attestation.ledger_seq": STATED, "Attestation.ledger_head": STATED,
+    "Attestation.ledger_sealed": STATED, "Attestation.ledger_restored": STATED,
     "Chunk.object": DECLARED, "Chunk.offset": DECLARED, "Chunk.data": CHARGED,
     "CommitRequest.contribution_id": DECLARED,
     "GetRequest.digest": DECLARED, "GetRequest.offset": DECLARED,

@@ -280,21 +280,29 @@ class Attestation(_message.Message):
     POLICY_DIGEST_FIELD_NUMBER: _builtins.int
     LEDGER_SEQ_FIELD_NUMBER: _builtins.int
     LEDGER_HEAD_FIELD_NUMBER: _builtins.int
+    LEDGER_SEALED_FIELD_NUMBER: _builtins.int
+    LEDGER_RESTORED_FIELD_NUMBER: _builtins.int
     policy_digest: _builtins.str
     """SHA-256 of its policy file; empty where it has none"""
     ledger_seq: _builtins.int
     """the newest event of its privacy ledger and its hash; 0 and empty where it has none"""
     ledger_head: _builtins.str
+    ledger_sealed: _builtins.bytes
+    """what the ledger has spent, for the hospital alone to read; empty where it is not known"""
+    ledger_restored: _builtins.int
+    """how often the ledger was restored from an older copy"""
     def __init__(
         self,
         *,
         policy_digest: _builtins.str = ...,
         ledger_seq: _builtins.int = ...,
         ledger_head: _builtins.str = ...,
+        ledger_sealed: _builtins.bytes = ...,
+        ledger_restored: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ledger_head", b"ledger_head", "ledger_seq", b"ledger_seq", "policy_digest", b"policy_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ledger_head", b"ledger_head", "ledger_restored", b"ledger_restored", "ledger_sealed", b"ledger_sealed", "ledger_seq", b"ledger_seq", "policy_digest", b"policy_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

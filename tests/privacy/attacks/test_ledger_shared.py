@@ -1,0 +1,104 @@
+"""One ledger for several services of a hospital: each counts what the others spend, and none what they are still at."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fl_core.errors import RefusedError, StateError
+from privacy import owners
+from privacy.accounting import Mechanism
+from privacy.ledger import Ledger, Planned, Task
+from privacy.restore import Seen, acknowledge
+
+SKIN = "skin/train"
+ROUND = [Planned("training", Mechanism(2.85, 0.032, 31))]
+
+SERVICE = """
+import sys
+from pathlib import Path
+from privacy.accounting import Mechanism
+from privacy.ledger import Ledger, Planned, Task
+ledger = Ledger(Path(sys.argv[1]))
+planned = [Planned("training", Mechanism(2.85, 0.032, 31))]
+entry = ledger.reserve("skin/train", Task("theirs", "m", 0, "train", "v1"), planned)
+ledger.start(entry)
+print("at work", flush=True)
+for line in sys.stdin:
+    ledger.commit(entry, "sha")
+    print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    made = Ledger(tmp_path / "ledger.db")
+    made.register(SKIN, "record", "v1", 2, ["a", "b"])
+    made.set_budget(SKIN, 2.0, 1e-5, "dpo", "the board")
+    return made
+
+
+def service(file: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVICE, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "at work\n"
+    return process
+
+
+def test_what_another_service_is_at_stays_open_until_it_is_done_or_gone(tmp_path: Path, ledger: Ledger) -> None:
+    with service(tmp_path / "ledger.db") as other:
+        try:
+            assert ledger.recover() == []
+            assert Ledger(tmp_path / "ledger.db").recover() == []
+            assert [state for _, state, _ in ledger.entries(SKIN)] == ["RUNNING"]
+            assert other.stdin is not None
+            assert other.stdout is not None
+            other.stdin.write("go on\n")
+            other.stdin.flush()
+            assert other.stdout.readline() == "done\n"
+        finally:
+            other.kill()
+    with service(tmp_path / "ledger.db") as other:
+        assert len(owners.others(tmp_path / "ledger.db")) == 1
+        other.kill()
+    assert len(ledger.recover()) == 1
+    assert [state for _, state, _ in ledger.entries(SKIN)] == ["SPENT", "SPENT_ON_RECOVERY"]
+    assert owners.others(tmp_path / "ledger.db") == []
+    ledger.verify()
+
+
+def test_nothing_is_restored_under_a_service_at_work(tmp_path: Path, ledger: Ledger) -> None:
+    with service(tmp_path / "ledger.db") as other:
+        try:
+            with pytest.raises(StateError, match="E-BUDGET-17"):
+                acknowledge(ledger, [Seen(ledger.head())], "dpo")
+        finally:
+            other.kill()
+
+
+def test_a_service_sees_what_another_one_spends(tmp_path: Path, ledger: Ledger) -> None:
+    other = Ledger(tmp_path / "ledger.db")
+    for t in range(47):
+        mine = (ledger, other)[t % 2]
+        entry = mine.reserve(SKIN, Task(f"run {t}", f"m {t}", 0, "train", "v1"), ROUND)
+        mine.start(entry)
+        mine.commit(entry, "sha")
+    for mine in (ledger, other):
+        with pytest.raises(RefusedError, match="E-BUDGET-01"):
+            mine.reserve(SKIN, Task("run", "m", 0, "train", "v1"), ROUND)
+    assert ledger.history(SKIN) == other.history(SKIN) == [Mechanism(2.85, 0.032, 31 * 47)]
+    assert ledger.verify() == other.verify()
+
+
+def test_an_owner_that_nobody_could_be_is_no_owner(tmp_path: Path, ledger: Ledger) -> None:
+    for token in ("", "x", "../../etc/passwd", "0" * 32, "g" * 32):
+        assert not owners.alive(tmp_path / "ledger.db", token)
+    own = owners.own(tmp_path / "ledger.db")
+    assert own == owners.own(tmp_path / "ledger.db")
+    assert not owners.alive(tmp_path / "ledger.db", own)  # what this process left open is for it to count
+    assert ledger.recover() == []
