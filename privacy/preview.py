@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
@@ -12,6 +13,7 @@ from privacy.access import silo_releases
 from privacy.accounting import Filter, Mechanism, epsilon_prv, epsilon_rdp
 from privacy.central import silo_level
 from privacy.course import HOSPITAL, TEST, TRAIN, Release
+from privacy.discrete import TOTAL_VARIATION
 from privacy.doors import course_of, spent
 from privacy.plan import SILO_LEVEL, is_private, terms_of
 from privacy.silo_terms import SiloTerms, analytic_epsilon, participations
@@ -29,6 +31,7 @@ class Preview(TypedDict):
     epsilon: float | None
     epsilon_most: float | None
     reserve_rounds: int
+    delta_of_sampling: float | None
     silos: list[dict[str, Any]]
 
 
@@ -159,5 +162,20 @@ def preview(manifest: RunManifest) -> Preview:
         "epsilon": max((s.epsilon for s in silos), default=None),
         "epsilon_most": max((s.epsilon_most for s in silos), default=None),
         "reserve_rounds": terms.reserve_rounds if terms else 0,
+        "delta_of_sampling": sampling_delta(manifest, silos) if silos else None,
         "silos": [asdict(s) for s in silos],
     }
+
+
+def sampling_delta(manifest: RunManifest, silos: Sequence[Projection]) -> float:
+    """Bound what noise that is drawn from tables of finite precision adds to delta, over a whole run: (1 + e^eps) t.
+
+    t: the distance of one number's noise from the discrete Gaussian, times all numbers of all releases, counted as if
+    each release had every number of an update.
+    """
+    numbers = sum(
+        math.prod(shape) for part in manifest.layout.values() for shape in (*part.shapes.values(), part.weight_shape)
+    )
+    releases = max(s.steps + 4 * (s.rounds + 1) for s in silos) * 2  # twice: a reserve repeats at most as much again
+    largest = max(s.epsilon_most for s in silos)
+    return min(1.0, (1 + math.exp(min(largest, 700.0))) * numbers * releases * TOTAL_VARIATION)

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -49,8 +50,9 @@ def audit(
 ) -> None:
     """Attack training on this hospital's images, with and without privacy; exit status 1 when a claim is refuted.
 
-    Planted images give a lower bound on epsilon; losses may tell members; updates tell classes; prototypes tell images.
-    A claim that holds proves nothing. Nothing is sent or charged, and the folder is for this hospital's eyes alone.
+    First a coordinator that chooses the model attacks made-up records, bit by bit. Then, on this hospital's images,
+    planted ones give a lower bound on epsilon; losses may tell members; updates tell classes; prototypes tell images. A
+    claim that holds proves nothing. Nothing is sent or charged, and the folder is for this hospital's eyes alone.
     """
     from privacy.audit.audits import AUDITS, Setting
 
@@ -95,7 +97,7 @@ def _subject(data: str, root: Path | None, classes: str | None, image_size: int 
 
 def _audited(subject: Subject, setting: Setting, chosen: Sequence[str], place: Path, quiet: bool) -> list[Verdict]:
     """Run audits one by one, keep each one's numbers as soon as they are there, and say what was found."""
-    from privacy.audit.audits import AUDITS, keep
+    from privacy.audit.audits import AUDITS, keep, minutes_left
 
     found: list[Verdict] = []
     before = os.umask(0o077)
@@ -105,7 +107,11 @@ def _audited(subject: Subject, setting: Setting, chosen: Sequence[str], place: P
             "epsilon": setting.epsilons[0], "delta": setting.delta, "seeds": setting.seeds,
         }  # fmt: skip
         keep(place / SUMMARY, "about", about)
-        for name in chosen:
+        began = time.monotonic()
+        for k, name in enumerate(chosen):
+            if not quiet:
+                left = minutes_left(chosen[:k], chosen[k:], time.monotonic() - began)
+                typer.echo(f"{name} ({k + 1} of {len(chosen)}), {_said(left)}", err=True)
             outcome = AUDITS[name](subject, setting, place)
             keep(place / SUMMARY, name, outcome.json())
             found += outcome.verdicts
@@ -115,3 +121,9 @@ def _audited(subject: Subject, setting: Setting, chosen: Sequence[str], place: P
     finally:
         os.umask(before)
     return found
+
+
+def _said(minutes: float | None) -> str:
+    if minutes is None:
+        return "some minutes in all"
+    return f"about {math.ceil(minutes)} min left" if minutes > 1 else "less than a minute left"

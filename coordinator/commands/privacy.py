@@ -63,6 +63,7 @@ def preview(
             "of a record", "of a test record")  # fmt: skip
     title = f"{found['method']}, {found['rounds']} rounds, delta {found['delta']:g}"
     display.OUT.print(display.table(title, head, rows))
+    display.OUT.print(f"drawing the noise with finite precision adds at most {found['delta_of_sampling']:.1e} to delta")
 
 
 def _given(spec: RunSpec, sizes: str) -> RunManifest:

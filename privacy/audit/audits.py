@@ -13,11 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
-from privacy.audit import attacks, canaries, plots
+from privacy.audit import attacks, canaries, manifests, plots
 from privacy.audit.bounds import auc, refuted
 from privacy.audit.canaries import Found
+from privacy.audit.hostile import attacks as attacks_of_a_coordinator
 from privacy.audit.subject import Subject
 from privacy.audit.training import Training, memorising
+from privacy.audit.worlds import Measured, measure
 from privacy.entropy import Noise, SecureNoise, SeededNoise
 
 FLAGGED, QUIET = 2.0, 0.8
@@ -163,13 +165,53 @@ def prototypes(subject: Subject, setting: Setting, out: Path) -> Outcome:
     return Outcome({"prototypes": [[asdict(f) for f in found] for found in runs]}, [verdict], "prototypes.png")
 
 
+def hostile(subject: Subject, setting: Setting, out: Path) -> Outcome:  # noqa: ARG001
+    """Attack as a coordinator that chooses the model, knows all records but one and reads every bit (hostile.py).
+
+    Its records are made up: what it looks for is in the software, whoever's images it trains on.
+    """
+    found: list[Measured] = []
+    for attack in attacks_of_a_coordinator():
+        for _ in range(RETRIES + 1):
+            measured = measure(attack)
+            if measured.holds:
+                break
+        found.append(measured)
+    passed = manifests.accepted()
+    plots.refuted({m.attack: (m.printed, m.lower, m.gaussian) for m in found}, out / "hostile.png")
+    verdicts = [
+        Verdict(
+            f"hostile coordinator, {m.attack}",
+            f"at most {m.printed:.3g}",
+            f"{max(m.lower, m.gaussian):.2f}",
+            m.holds,
+        )
+        for m in found
+    ]
+    said = ", ".join(passed) if passed else f"all {len(list(manifests.lies()))} refused"
+    verdicts.append(Verdict("hostile manifests", "all refused", said, not passed))
+    numbers = {"attacks": [asdict(m) for m in found], "manifests_accepted": passed}
+    return Outcome(numbers, verdicts, "hostile.png")
+
+
 AUDITS: Mapping[str, Audit] = {
+    "hostile": hostile,
     "white-box": white_box,
     "black-box": black_box,
     "membership": membership,
     "presence": presence,
     "prototypes": prototypes,
 }
+SHARES: Mapping[str, float] = {
+    "hostile": 0.3, "white-box": 0.15, "black-box": 0.3, "membership": 0.1, "presence": 0.1, "prototypes": 0.05
+}  # fmt: skip
+"""About what share of the time of all of them each takes: what a word about the time left is computed from."""
+
+
+def minutes_left(done: Sequence[str], left: Sequence[str], seconds: float) -> float | None:
+    """Estimate the minutes that the audits `left` take, from the seconds that those `done` took; None before any is."""
+    behind = sum(SHARES[name] for name in done)
+    return seconds / behind * sum(SHARES[name] for name in left) / 60 if behind else None
 
 
 def keep(file: Path, name: str, facts: Mapping[str, object]) -> None:

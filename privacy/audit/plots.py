@@ -78,6 +78,18 @@ def tracing(runs: Sequence[Sequence[Tracing]], file: Path) -> None:
     _save(figure, axis, file)
 
 
+def refuted(found: Mapping[str, tuple[float, float, float]], file: Path) -> None:
+    """Draw for each attack the epsilon that is printed, and the lower bounds on it (any mechanism, the Gaussian)."""
+    figure, axis = _new(len(found) * 0.9 + 2)
+    places = range(len(found))
+    for k, (label, style) in enumerate((("printed", "_"), ("lower bound, any mechanism", "o"), ("Gaussian", "x"))):
+        axis.plot(places, [values[k] for values in found.values()], style, markersize=14 if k == 0 else 6, label=label)
+    axis.set_xticks(places, list(found), rotation=30, ha="right", fontsize="small")
+    axis.set_ylabel("epsilon")
+    axis.set_ylim(bottom=-0.1)
+    _save(figure, axis, file)
+
+
 def steps(
     scales: Mapping[str, Scale], moved: Mapping[str, Moved], refuted: Mapping[str, Sequence[float]], file: Path
 ) -> None:

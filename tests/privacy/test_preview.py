@@ -61,6 +61,7 @@ def test_preview_from_the_command_line() -> None:
     assert 2.2 < first["epsilon"] < first["epsilon_most"] <= 3
     assert found["epsilon_most"] == max(first["epsilon_most"], second["epsilon_most"])
     assert found["reserve_rounds"] == 1
+    assert 0 < found["delta_of_sampling"] < 1e-5 / 100  # type: ignore[operator]
     without = said(*words, "privacy.reserve_rounds=0", "--sizes", "300,1234")["silos"][0]  # type: ignore[index]
     assert first["epsilon"] < without["epsilon"] == without["epsilon_most"] <= 3
     assert found["epsilon"] == max(first["epsilon"], second["epsilon"])

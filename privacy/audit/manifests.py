@@ -1,0 +1,67 @@
+"""Manifests of a coordinator that lies: each must be refused, by the check that every hospital makes by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fl_core.errors import FederationError
+from fl_core.fixed_point import Grid
+from fl_core.manifest import Choice, Member, Option, RunManifest
+from fl_core.methods import build_method
+from fl_core.models import build_model
+from fl_core.spec import derive_layout
+from fl_core.types import Schema, TrainConfig
+from privacy import plan
+
+_SCHEMA = Schema((1, 8, 8), ("a", "b"))
+BAD = (math.nan, math.inf, -1.0, 1e38, 1e-40)
+NUMBERS = ("clip", "prototype_bound", "prototype_noise", "count_weight", "delta", "metric_noise", "coupled_clip_ratio")
+
+
+def honest() -> RunManifest:
+    """Make a small private run that is as it should be."""
+    method, model = build_method("fedavg", {}), build_model("digits_linear", {}, _SCHEMA, 0)
+    return RunManifest(
+        name="audit",
+        method=Choice("fedavg", {}),
+        model=Choice("digits_linear", {}),
+        data="digits",
+        schema=_SCHEMA,
+        train=TrainConfig(batch_size=64),
+        rounds=2,
+        seed=0,
+        members=(Member("a", units=100), Member("b", units=100)),
+        layout=derive_layout(method, model, _SCHEMA, False),
+        grid=Grid("ring64", 2),
+        privacy=Choice("dp_record", {"epsilon": 8.0}),
+    )
+
+
+def lies() -> Iterator[tuple[str, RunManifest]]:
+    """Make runs whose numbers undo a bound: not finite, so small that squares vanish, so large that sums overflow."""
+    made = honest()
+    for name in NUMBERS:
+        for value in BAD:
+            yield f"privacy.{name}={value:g}", replace(made, privacy=Choice("dp_record", {"epsilon": 8.0, name: value}))
+    for value in BAD:
+        yield f"train.lr={value:g}", replace(made, train=replace(made.train, lr=value))
+        yield f"method.mu={value:g}", replace(made, method=Choice("fedprox", {"mu": value}))
+    yield "privacy.epsilon=nan", replace(made, privacy=Choice("dp_record", {"epsilon": math.nan}))
+    lite: dict[str, Option] = {"mu1": 0.0, "mu2": 0.1, "inter_weighting": "example", "lite": 10}
+    yield "method=fedmr lite=10", replace(made, method=Choice("fedmr", lite))
+    yield "method=fedmr inter_weighting=batch", replace(made, method=Choice("fedmr", {"mu1": 0.0, "mu2": 0.1}))
+    yield "privacy=dp_none", replace(made, privacy=Choice("dp_none", {}))
+
+
+def accepted() -> list[str]:
+    """Name the lies that a hospital's check lets pass: none, where it is right."""
+    found = []
+    for name, manifest in lies():
+        try:
+            plan.build(manifest)
+        except FederationError:
+            continue
+        found.append(name)
+    return found
