@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fl_core import rng
 from fl_core.errors import RefusedError
-from fl_core.types import Losses, LossFn, Schema
+from fl_core.types import ClassSums, Losses, LossFn, Schema
 from privacy.generators import Drawn, hush
 from privacy.validate import validate
 
@@ -68,6 +68,18 @@ def check_independence(model: nn.Module, loss: LossFn, schema: Schema, batch_siz
         drawn.check()
 
 
+def check_rows(query: ClassSums, schema: Schema) -> None:
+    """Raise RefusedError (E-PRIV-13) when the vector that an example adds to a sum depends on others beside it."""
+    base = blanks(schema, 6, 99)
+    batch, kept = _inserted(base, _senseless(base, len(schema.classes)), [0, 0, 3, 3, 6])
+    with torch.no_grad():
+        alone, among = query.vectors(*base), query.vectors(*batch)
+    if alone.shape[:1] != (6,) or among.shape[:1] != batch[1].shape:
+        raise _refused(f"a query of {len(batch[1])} examples has {tuple(among.shape)} numbers")
+    if not (moved := _apart(alone, among[kept])) <= PROBES[-1][1]:
+        raise _refused(f"its vector in a sum moves by {moved:.1e} when others come")
+
+
 def blanks(schema: Schema, n: int, seed: int) -> tuple[Tensor, Tensor]:
     """Make up examples of a schema."""
     g = torch.Generator().manual_seed(seed)
@@ -109,7 +121,7 @@ class _Probe:
         for places in [[0, n]] if once else [[0], [middle], [n, n]]:
             batch, kept = _inserted(base, self.batch(len(places), 7 + n), places)
             self.compare("others come", alone, self.seen(batch, kept))
-        batch, kept = _inserted(base, self.senseless(base), [0, 0, middle, middle, n])
+        batch, kept = _inserted(base, _senseless(base, len(self.schema.classes)), [0, 0, middle, middle, n])
         try:
             self.compare("others are not finite", alone, self.seen(batch, kept, finite=False))
         except (RuntimeError, ValueError, IndexError, AssertionError, ZeroDivisionError) as error:
@@ -124,13 +136,6 @@ class _Probe:
         base = self.batch(1, 99)
         batch, kept = _inserted(base, self.batch(n - 1, 8), [0] * (n // 2) + [1] * (n - 1 - n // 2))
         self.compare("a whole batch comes", self.seen(base, [0]), self.seen(batch, kept))
-
-    def senseless(self, base: _Batch) -> _Batch:
-        """Make zeros, huge, infinite and undefined examples, and a copy of the first under another label."""
-        x = torch.stack([torch.full_like(base[0][0], v) for v in (0.0, 1e30, float("inf"), float("nan"))])
-        classes = len(self.schema.classes)
-        y = torch.cat((torch.arange(4) % classes, (base[1][:1] + 1) % classes))
-        return torch.cat((x, base[0][:1])), y
 
     def seen(self, batch: _Batch, kept: Sequence[int], finite: bool = True) -> _Seen:
         """Pass a batch and look at the examples `kept`, in their order."""
@@ -177,6 +182,13 @@ def _apart(a: Tensor, b: Tensor) -> float:
         return 0.0
     both = torch.isnan(a) & torch.isnan(b) | (a == b)
     return float((a - b).masked_fill(both, 0.0).abs().max() / a.nan_to_num().abs().max().clamp(min=1.0))
+
+
+def _senseless(base: _Batch, classes: int) -> _Batch:
+    """Make zeros, huge, infinite and undefined examples, and a copy of the first under another label."""
+    x = torch.stack([torch.full_like(base[0][0], v) for v in (0.0, 1e30, float("inf"), float("nan"))])
+    y = torch.cat((torch.arange(4) % classes, (base[1][:1] + 1) % classes))
+    return torch.cat((x, base[0][:1])), y
 
 
 def _inserted(base: _Batch, more: _Batch, places: Sequence[int]) -> tuple[_Batch, list[int]]:

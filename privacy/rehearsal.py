@@ -29,7 +29,7 @@ from fl_core.types import (
     TrainConfig,
     Turn,
 )
-from privacy.independence import blanks, check_independence
+from privacy.independence import blanks, check_independence, check_rows
 
 StepsOf = Callable[[float], int]
 SIZE = 100.0
@@ -86,6 +86,8 @@ class _Doors:
         del bound
         x, y = blanks(self._schema, 2, 0)
         if isinstance(query, ClassSums):
+            if self._probe:
+                check_rows(query, self._schema)
             self._needs.class_sums += split is Split.TRAIN
             width = query.vectors(x, y).shape[1]
             made_up = torch.randn(query.n_classes, width, generator=torch.Generator().manual_seed(0))

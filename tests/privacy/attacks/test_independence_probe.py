@@ -16,9 +16,9 @@ from fl_core.manifest import Choice
 from fl_core.methods import METHODS
 from fl_core.models import build_model
 from fl_core.models.split import assemble
-from fl_core.types import Losses, LossFn, TrainConfig
+from fl_core.types import ClassSums, Losses, LossFn, TrainConfig
 from privacy import plan
-from privacy.independence import check_independence
+from privacy.independence import check_independence, check_rows
 from privacy.rehearsal import rehearse
 
 PLAIN = TrainConfig(lr=0.1, batch_size=1000, epochs=3)
@@ -229,3 +229,15 @@ def test_what_the_private_form_replaces_is_what_the_probe_refuses(name: str, opt
     method = METHODS[name](**options)  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match=r"E-PRIV-(13|21)"):
         rehearse(method, model_of(), SCHEMA, PLAIN, lambda _: 1)
+
+
+def test_a_vector_in_a_sum_that_looks_at_others_is_refused() -> None:
+    check_rows(ClassSums(lambda x, y: x.flatten(1), 4), SCHEMA)
+    for mixing in (
+        lambda x, y: x.flatten(1) - x.flatten(1).mean(0),
+        lambda x, y: x.flatten(1) / len(x),
+        lambda x, y: x.flatten(1) * torch.arange(len(x)).unsqueeze(1),
+        lambda x, y: x.flatten(1)[:1],
+    ):
+        with pytest.raises(RefusedError, match="E-PRIV-13"):
+            check_rows(ClassSums(mixing, 4), SCHEMA)

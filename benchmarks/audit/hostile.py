@@ -1,0 +1,93 @@
+"""Each attack of a hostile coordinator on the doors as they are, and on doors with the fault that it is there for.
+
+`python -m benchmarks.audit.hostile` writes hostile.json and hostile.md beside this file, and goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks.audit.faults import FAULTS
+from privacy.audit import hostile
+from privacy.audit.worlds import measure
+from privacy.entropy import Noise, SeededNoise
+
+HERE = Path(__file__).parent
+FAULT_OF: Mapping[str, str] = {
+    "overflow": "finite check removed",
+    "layer norm": "finite check removed",
+    "prototype": "finite check removed",
+    "low bits": "rounding removed",
+    "augmentation": "draws by position",
+    "dropout": "draws by position",
+    "batch shape": "any batch shape",
+    "convolution": "convolutions not clipped",
+    "linear": "missing clip",
+    "normalisation": "missing clip",
+    "worst record": "halved noise",
+}
+"""What each attack sees: that is how the doors were before, or a fault of its kind."""
+
+
+class Repeating(SeededNoise):
+    """Noise that repeats, so that the table does; layers draw from it as they do at a hospital."""
+
+    private = True
+
+
+def source(world: bool, trial: int) -> Noise:
+    """Open the noise of one trial."""
+    return Repeating(0, "hostile", int(world), trial)
+
+
+def main() -> int:
+    """Measure what is missing; the exit status is 1 when a claim is refuted, or a fault is not seen."""
+    torch.set_num_threads(1)
+    file = HERE / "hostile.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    for attack in hostile.attacks():
+        if attack.name in found:
+            continue
+        fault = FAULT_OF[attack.name]
+        sound = measure(attack, source)
+        with FAULTS[fault]():
+            faulty = measure(attack, source)
+        found[attack.name] = {"sound": asdict(sound), "fault": fault, "faulty": asdict(faulty)}
+        file.write_text(json.dumps(found, indent=1) + "\n")
+        sys.stdout.write(f"{attack.name}: {sound.lower:.2f}, {sound.gaussian:.2f}; {fault}: {faulty.lower:.2f}\n")
+        sys.stdout.flush()
+    (HERE / "hostile.md").write_text(table(found))
+    return int(any(_bound(f["sound"]) > f["sound"]["printed"] or not _seen(f) for f in found.values()))
+
+
+def table(found: Mapping[str, Mapping[str, dict[str, float]]]) -> str:
+    """Write the table of the README."""
+    rows = [
+        "| attack | epsilon printed | lower bound at 95 % | of the Gaussian | fault put in | lower bound then |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, f in found.items():
+        sound, faulty = f["sound"], f["faulty"]
+        rows.append(
+            f"| {name} | {sound['printed']:.2f} | {sound['lower']:.2f} | {sound['gaussian']:.2f} | {f['fault']} | "
+            f"**{_bound(faulty):.1f}** |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def _seen(found: Mapping[str, dict[str, float]]) -> bool:
+    return _bound(found["faulty"]) > found["sound"]["printed"]
+
+
+def _bound(measured: Mapping[str, float]) -> float:
+    return max(measured["lower"], measured["gaussian"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
