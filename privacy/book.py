@@ -108,7 +108,9 @@ class LedgerBook:
     def require(self, whole: Mapping[str, Sequence[Mechanism]]) -> None:
         """Raise RefusedError unless all that a run releases, by split, fits beside what is spent; nothing is reserved.
 
-        E-RUN-40 when it does not fit a budget of the ledger or of the policy, E-BUDGET-02 when there is none.
+        E-RUN-40 when it does not fit a budget of the ledger or of the policy, E-BUDGET-02 when there is none,
+        E-BUDGET-12 when it does not fit what the policy allows one run, or a run of the same manifest spent of it,
+        E-BUDGET-13 when round 0 of that was charged too often.
         """
         asked: dict[str, list[Mechanism]] = {}
         for split, mechanisms in whole.items():
@@ -128,6 +130,9 @@ class LedgerBook:
                         f"that it takes {limit.used(mechanisms):.0%} of it where {1 - limit.used(spent_before):.0%} is "
                         "left: ask for fewer rounds or a smaller epsilon, or set another budget",
                     )
+        for split, mechanisms in whole.items():
+            task, bounds = self._task(0, True, split), self._bounds.get(split, ())
+            self._ledger.require_room(self._records[split].collection, task, mechanisms, None, bounds)
 
     def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:
         """Set the releases of one task aside, collection by collection, and note that records are about to be read.
@@ -148,17 +153,6 @@ class LedgerBook:
         for entry in made:
             self._ledger.start(entry)
         self._open = made
-
-    def require_room(self, run: str, releases: Sequence[Release]) -> None:
-        """Raise what the ledger would refuse with if all of this were asked for now; nothing is reserved or recorded.
-
-        run: its id   releases: all that is planned of it, as `privacy.preview.planned` lists it.
-        """
-        self._run = run
-        for split, planned in spent(releases).items():
-            of, asked = self._records[split], [r.mechanism for r in planned]
-            cap, bounds = self._caps.get(of.collection), self._bounds.get(split, ())
-            self._ledger.require_room(of.collection, self._task(0, True, split), asked, cap, bounds)
 
     def _task(self, round: int, train: bool, split: str) -> Task:
         kind = ("train" if train else "evaluate") + (f", {SEEDED}" if self._seeded else "")

@@ -74,20 +74,22 @@ def test_a_round_that_the_plan_does_not_have_is_refused_with_a_record(make, tmp_
     assert ledger.history(TRAIN) == []
 
 
-def test_a_round_asked_for_again_and_again_is_charged_each_time_until_the_budget_refuses(make, tmp_path):
-    """Another base makes it another task: noise is fresh, and so is the charge; two fit."""
+def test_a_round_asked_for_again_and_again_is_charged_each_time_and_three_times_at_most(make, tmp_path):
+    """Another base makes it another task: noise is fresh, and so is the charge; the plan's two rounds and its reserve
+    are used up."""
     ledger = budgeted(tmp_path / "home")
     hospital = make(private())
     once = course_of(private(), 1).training(course_of(private(), 1).passes[0])[0].mechanism
-    for attempt in range(3):
+    for attempt in range(4):
         moved = {n: v + attempt for n, v in hospital.server["w"].items()}
         hospital.offer(0, pb.TRAIN, {"w": moved})
         done = attempt + 1
         until(lambda done=done: hospital.events().count("sent") == done or "refused" in hospital.events(), 60)
-    assert hospital.refused().code == "E-BUDGET-01"
-    assert hospital.events().count("sent") == 2
-    assert ledger.history(TRAIN)[0].steps == 2 * once.steps
-    assert [state for _, state, _ in ledger.entries(TRAIN)] == ["SPENT", "SPENT", "REFUSED"]
+    assert hospital.refused().code == "E-BUDGET-13"
+    assert hospital.events().count("sent") == 3
+    assert ledger.history(TRAIN)[0].steps == 3 * once.steps
+    assert [state for _, state, _ in ledger.entries(TRAIN)] == ["SPENT"] * 3
+    assert refusals(ledger)[-1][0].startswith(f"{hospital.run_id}/0/train")
     assert ledger.status(TRAIN).used <= 1
 
 

@@ -17,7 +17,7 @@ from privacy.course import HOSPITAL, Release
 from privacy.doors import course_of
 from privacy.ledger import ATTEMPTS, Ledger, Planned, Task
 from privacy.limits import run_bounds
-from privacy.preview import planned
+from privacy.preview import planned, whole_run
 from privacy.records import register
 from silo.home import Home
 
@@ -70,6 +70,22 @@ def test_a_policys_epsilon_holds_where_the_manifest_asks_for_more(tmp_path: Path
     run = private(epsilon=8.0, test_data="public")
     assert asked(book_of(ledger, run, epsilon=0.5), 0, course_of(run, 1).releases(0, True)) == "E-BUDGET-12"
     assert ledger.history(TRAIN) == []
+
+
+def test_what_one_run_may_not_spend_is_refused_before_its_round_0(tmp_path: Path) -> None:
+    """The whole run is held against the policy's bound of one run, and against what its manifest spent before."""
+    ledger = budgeted(tmp_path, epsilon=500.0, test_epsilon=500.0)
+    run = private(epsilon=2.0, reserve_rounds=0)
+    whole = whole_run(run, 1)
+    book_of(ledger, run, epsilon=2.0).require(whole)
+    with pytest.raises(RefusedError, match="E-BUDGET-12"):
+        book_of(ledger, run, epsilon=0.5).require(whole)
+    book = book_of(ledger, run)
+    assert asked(book, 0, course_of(run, 1).releases(0, True)) == ""
+    with pytest.raises(RefusedError, match="E-BUDGET-12"):
+        book_of(ledger, run, id="the same again").require(whole)
+    book_of(ledger, replace(run, seed=99), id="another").require(whole)
+    assert [state for _, state, _ in ledger.entries(TRAIN)] == ["SPENT"]
 
 
 def test_evaluations_stay_within_what_the_preview_says_of_them(tmp_path: Path) -> None:

@@ -233,10 +233,11 @@ def test_a_budget_for_three_of_five_rounds_is_found_before_the_first(tmp_path: P
 
 
 def test_what_one_run_has_spent_counts_in_the_preflight_of_the_next(tmp_path: Path) -> None:
+    run = private(physical_batch=16, reserve_rounds=0)
     with federation(tmp_path, DATA, epsilon=9.0) as (world, sites):  # a run takes 63 % of it
         started(sites)
-        world.finished(world.submit(RUN, "one").id, 120)
+        world.finished(world.submit(run, "one").id, 120)
         before = {name: site.entries() for name, site in sites.items()}
-        ended = refused(world, world.submit(RUN, "two"))
+        ended = refused(world, world.submit(run, "two"))
         assert all(f"{name}: E-RUN-40" in ended.reason for name in MEMBERS)
         assert {name: site.entries() for name, site in sites.items()} == before
