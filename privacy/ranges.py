@@ -41,21 +41,48 @@ CLIP = Range(1e-4, 1e4)
 _STEPS = Range(1, 10**8)
 _WHOLE = "whole"
 _GROUPS: tuple[tuple[Range, tuple[str, ...]], ...] = (
-    (CLIP, ("privacy.clip", "privacy.clip x privacy.coupled_clip_ratio", "privacy.clip x privacy.clip_decay^rounds",
-            "privacy.prototype_bound", "privacy.prototype_bound x privacy.count_weight", "privacy.statistics_bound")),
-    (Range(1e-3, 1e3), ("privacy.coupled_clip_ratio", "privacy.count_weight", "privacy.prototype_scale",
-                        "method.tau", "method.tau_p")),
+    (
+        CLIP,
+        (
+            "privacy.clip",
+            "privacy.clip x privacy.coupled_clip_ratio",
+            "privacy.clip x privacy.clip_decay^rounds",
+            "privacy.prototype_bound",
+            "privacy.prototype_bound x privacy.count_weight",
+            "privacy.statistics_bound",
+        ),
+    ),
+    (
+        Range(1e-3, 1e3),
+        ("privacy.coupled_clip_ratio", "privacy.count_weight", "privacy.prototype_scale", "method.tau", "method.tau_p"),
+    ),
     (Range(1e-3, 1e6), ("privacy.epsilon",)),
     (Range(1e-15, 1e-3), ("privacy.delta",)),
-    (Range(1e-2, 1e6), ("privacy.prototype_noise", "privacy.metric_noise", "privacy.count_noise",
-                        "privacy.statistics_noise", "privacy.metric_clip")),
+    (
+        Range(1e-2, 1e6),
+        (
+            "privacy.prototype_noise",
+            "privacy.metric_noise",
+            "privacy.count_noise",
+            "privacy.statistics_noise",
+            "privacy.metric_clip",
+        ),
+    ),
     (Range(1e-2, 1e6, True), ("privacy.bit_noise",)),
     (Range(1e-3, 1e9, True), ("privacy.min_count",)),
     (Range(1e-3, 10), ("privacy.clip_rate",)),
     (Range(1e-2, 1), ("privacy.clip_decay", "train.lr_decay")),
     (Range(1e-3, 0.999), ("privacy.target_quantile",)),
-    (Range(1, 10**6), ("privacy.microbatch", "privacy.physical_batch", "privacy.prototype_every",
-                       "privacy.coupled_every", "train.batch_size")),
+    (
+        Range(1, 10**6),
+        (
+            "privacy.microbatch",
+            "privacy.physical_batch",
+            "privacy.prototype_every",
+            "privacy.coupled_every",
+            "train.batch_size",
+        ),
+    ),
     (Range(1, 10**6, True), ("privacy.max_per_unit",)),
     (Range(1e-6, 1e3), ("train.lr", "method.server_lr", "method.feature_lr")),
     (Range(1e-6, 0.999, True), ("train.momentum",)),
@@ -78,7 +105,7 @@ _GROUPS: tuple[tuple[Range, tuple[str, ...]], ...] = (
     (Range(1e-12, 1e4, True), ("other strengths of a method",)),
     (Range(1, 10**5, True), ("other counts of a method or model", "other counts of privacy")),
     (Range(1e-6, 1e4, True), ("other numbers of a model", "other numbers of privacy")),
-)  # fmt: skip
+)
 RANGES: Mapping[str, Range] = {name: found for found, names in _GROUPS for name in names}
 
 
@@ -111,10 +138,15 @@ _Number = tuple[str, object, str, str]
 def _numbers(manifest: RunManifest) -> Iterator[_Number]:
     """List the numbers of a manifest, single ones before what is computed from them."""
     whole: Mapping[str, object] = {
-        "rounds": manifest.rounds, "cohort": manifest.cohort, "quorum": manifest.quorum, "threads": manifest.threads,
-        "seed": manifest.seed, "image_size": manifest.image_size or 0, "silos": len(manifest.members),
+        "rounds": manifest.rounds,
+        "cohort": manifest.cohort,
+        "quorum": manifest.quorum,
+        "threads": manifest.threads,
+        "seed": manifest.seed,
+        "image_size": manifest.image_size or 0,
+        "silos": len(manifest.members),
         "grid.n_max": manifest.grid.n_max,
-    }  # fmt: skip
+    }
     yield from ((name, value, name, _WHOLE) for name, value in whole.items())
     yield "deadline_s", manifest.deadline_s, "deadline_s", ""
     yield from ((f"grid.bounds.{k}", v, "grid.bounds", "") for k, v in manifest.grid.bounds.items())

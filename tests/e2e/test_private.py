@@ -31,7 +31,7 @@ RUN = (
 )  # fmt: skip
 
 METHODS = {
-    "fedmr": ("method=fedmr", "method.inter_weighting=example"),
+    "fedmr": ("method=fedmr",),
     "fedavg": ("method=fedavg",),
     "fedproc": ("method=fedproc",),
     "fednh": ("method=fednh",),
@@ -120,6 +120,19 @@ def test_what_a_hospital_prints_of_all_its_runs_is_what_the_rows_say(venus: Worl
         assert found["epsilon"] == pytest.approx(independent([r for e in mine for r in e["releases"]]), rel=5e-3)
         assert found["epsilon_prv"] <= found["epsilon"] + 0.01
     assert "digits/train" in {found["collection"] for found in shown["collections"]}
+
+
+def test_a_run_tells_the_lead_which_form_its_method_takes(venus: World, runs: dict[str, str]) -> None:
+    told, home = "fedmr takes its private form: method.inter_weighting=example (was batch)", ("--home", str(venus.home))
+    asked = venus.call("coordinator", "run", "method=fedmr", *RUN, "--detach", *home)
+    assert told in asked.stderr
+    detached = next(r["run"] for r in venus.lead("runs") if r["run"] not in runs.values())
+    venus.lead("abort", detached)
+    venus.wait(runs["fedmr"], seconds=600)
+    assert told in venus.call("coordinator", "show", runs["fedmr"], *home).stdout
+    venus.call("coordinator", "export", runs["fedmr"], "--out", str(venus.folder / "models"), *home)
+    (card,) = (venus.folder / "models").glob("*.md")
+    assert told in card.read_text()
 
 
 def test_over_budget_is_refused_before_round_0_and_no_hospital_is_charged(venus: World) -> None:
