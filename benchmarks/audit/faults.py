@@ -147,9 +147,28 @@ def drawn_by_position() -> Iterator[None]:
         yield
 
 
-def any_shape() -> AbstractContextManager[None]:
+class _Trimmed:
+    """Sums gradients over the rows that there are."""
+
+    def __init__(self, engine: PerUnit) -> None:
+        self._engine = engine
+
+    def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:
+        """Sum as usual, of a batch without padding."""
+        return self._engine.clipped_sum(losses, units[units != gradients.PADDING], clip, in_all)
+
+
+@contextmanager
+def any_shape() -> Iterator[None]:
     """Batches as long as the sample makes them."""
-    return replaced(example, "filled", lambda x, rows: x)  # noqa: ARG005
+
+    @contextmanager
+    def engine(*given: object, **named: object) -> Iterator[_Trimmed]:
+        with per_unit(*given, **named) as found:  # type: ignore[arg-type]
+            yield _Trimmed(found)
+
+    with replaced(example, "filled", lambda x, rows: x), replaced(example, "per_unit", engine):  # noqa: ARG005
+        yield
 
 
 def clip_without_convolutions() -> AbstractContextManager[None]:

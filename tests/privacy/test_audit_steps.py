@@ -121,10 +121,10 @@ def test_au_3_bound_on_mu_is_that_of_the_specification() -> None:
 
 @kinds
 def test_au_3_a_fault_of_the_real_step_is_caught(kind: str) -> None:
-    """One bound from 300 steps: correct doors are not refuted, half of the noise is."""
-    assert step.mu_bounds(Step(kind), 300, pairs("au-3", kind))[-1] <= 1
+    """One bound from 600 steps: correct doors are not refuted, half of the noise is."""
+    assert step.mu_bounds(Step(kind), 600, pairs("au-3", kind))[-1] <= 1
     with faults.halved_noise():
-        assert step.mu(Step(kind), 300, pairs("halved", kind)[0]) > 1
+        assert step.mu(Step(kind), 600, pairs("halved", kind)[0]) > 1
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ def test_each_participated_round_is_charged_at_rate_one() -> None:
     z = silo_level(run).noise
     for name, rounds in zip(NAMES, taken, strict=True):
         assert found["epsilon_by_silo"][name] == epsilon_rdp([Mechanism(z, 1.0, rounds)], 1e-5)  # type: ignore[index]
-    assert 0.9 * 8 < found["epsilon"] <= 8  # type: ignore[operator]
+    assert 0.85 * 8 < found["epsilon"] <= 8  # type: ignore[operator]
     assert found["epsilon_analytic"] < found["epsilon"]  # type: ignore[operator]
     assert found["private"] is False
     charged = report(run_of(rounds=6), books_of(run_of(rounds=6)))

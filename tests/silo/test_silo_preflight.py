@@ -130,7 +130,7 @@ def test_class_counts_that_were_released_before_are_not_asked_for_again():
         ({"software": "consilium-fl 0.0.1"}, "E-RUN-34"),
         ({"privacy": Choice("dp_record", {"rng": "secure", "epsilon": 9.0})}, "E-POLICY-05"),
         ({"layout": {}}, "E-WIRE-02"),
-        ({"name": "of other members", "members": ()}, "E-RUN-05"),
+        ({"name": "of nobody", "members": ()}, "E-PRIV-20"),
     ],
 )
 def test_software_policy_layout_and_roster_are_looked_at(make, tmp_path, changed, code):

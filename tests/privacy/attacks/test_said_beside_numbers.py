@@ -200,7 +200,8 @@ def test_whatever_goes_wrong_with_the_records_a_coordinator_hears_the_same(servi
 
     hospital = serving(run(), fails)
     for k in range(len(BROKEN)):
-        hospital.run_id = f"run-{k}"
+        hospital.run_id = f"run-{k}"  # of a manifest of its own: one manifest is tried three times at most
+        hospital.digest = hospital.transfer.offer(replace(hospital.manifest, name=f"run {k}").to_json().encode())
         hospital.offer()
         until(lambda k=k: sum(not a.accepted for a in hospital.answers()) == k + 1, what=str(k))
     refused = [a for a in hospital.answers() if not a.accepted]
