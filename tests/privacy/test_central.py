@@ -185,7 +185,7 @@ def books_of(run: RunManifest) -> list[list[Release]]:
 
 
 def test_each_participated_round_is_charged_at_rate_one() -> None:
-    run = run_of(cohort=2, rounds=6, test_data="public")
+    run = run_of(cohort=2, rounds=6, test_data="public", reserve_rounds=0)
     found = report(run, books_of(run))
     assert found is not None
     taken = participations(run)
@@ -196,7 +196,8 @@ def test_each_participated_round_is_charged_at_rate_one() -> None:
     assert 0.85 * 8 < found["epsilon"] <= 8  # type: ignore[operator]
     assert found["epsilon_analytic"] < found["epsilon"]  # type: ignore[operator]
     assert found["private"] is False
-    charged = report(run_of(rounds=6), books_of(run_of(rounds=6)))
+    private_tests = run_of(rounds=6, reserve_rounds=0)
+    charged = report(private_tests, books_of(private_tests))
     assert charged is not None
     assert 0.9 * 8 < charged["epsilon"] <= 8  # type: ignore[operator]
     assert charged["noise_multiplier"] > z  # type: ignore[operator]
