@@ -200,8 +200,12 @@ def test_what_is_written_as_code_exists(page: str, code: str) -> None:
     tops = {p.name for p in ROOT.iterdir() if p.is_dir()}
     if code.startswith(("silo ", "coordinator ")):
         require_command(code.split())
+    elif re.fullmatch(r"E-[A-Z]+-\d\d", code):
+        assert code in EXPLANATIONS
     elif code == "--out":
         assert f'"{code}"' in (ROOT / "benchmarks/epsilon_picture/__main__.py").read_text()
+    elif code.startswith("--"):
+        require_command(["silo", "serve", code])
     elif code.startswith("python -m "):
         assert importlib.util.find_spec(code.split()[2]) is not None
     elif re.fullmatch(r"test_\w+", code):
