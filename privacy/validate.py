@@ -9,7 +9,7 @@ from fl_core.errors import ConfigError
 
 
 def validate(model: nn.Module) -> None:
-    """Raise ConfigError (E-PRIV-14) on a module that mixes the examples of a batch, or works in place, with the remedy.
+    """Raise ConfigError (E-PRIV-14) on a module that mixes the examples of a batch, works in place or is recurrent.
 
     BatchNorm is refused in every form: frozen parameters do not stop its batch statistics, and its buffers are a
     release without noise. `track_running_stats` and in-place modules likewise.
@@ -24,5 +24,11 @@ def validate(model: nn.Module) -> None:
             )
         if getattr(module, "track_running_stats", False):
             raise ConfigError("E-PRIV-14", f"{where} keeps statistics of the data: turn track_running_stats off")
+        if isinstance(module, nn.RNNBase):
+            raise ConfigError(
+                "E-PRIV-14",
+                f"{where} is recurrent, and per-example gradients of such layers are not supported: choose another "
+                "model for a private run",
+            )
         if getattr(module, "inplace", False):
             raise ConfigError("E-PRIV-14", f"{where} works in place, which per-example gradients forbid: inplace=False")

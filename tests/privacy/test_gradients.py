@@ -230,7 +230,14 @@ class Frozen(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "bad", [nn.BatchNorm2d(3), Frozen(), nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True)), nn.ReLU(True)]
+    "bad",
+    [
+        nn.LSTM(2, 2),
+        nn.BatchNorm2d(3),
+        Frozen(),
+        nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True)),
+        nn.ReLU(True),
+    ],
 )
 def test_t_19_modules_that_mix_examples_or_work_in_place_are_refused(bad: nn.Module) -> None:
     with pytest.raises(ConfigError, match="E-PRIV-14"):
