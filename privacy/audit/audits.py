@@ -35,6 +35,7 @@ class Setting:
 
     demanding: the thresholds are demanded that hold on `Subject.digits`; else only what each claim implies
     seeded: noise that repeats, for numbers that others can reproduce; else the operating system's
+    trials: steps of each attack of a hostile coordinator in each world; None: as many as tell
     """
 
     epsilons: tuple[float, ...] = (8.0, 1.0)
@@ -42,6 +43,7 @@ class Setting:
     seeds: int = 1
     demanding: bool = True
     seeded: bool = True
+    trials: int | None = None
 
     @property
     def trainings(self) -> list[Training]:
@@ -129,7 +131,7 @@ def membership(subject: Subject, setting: Setting, out: Path) -> Outcome:
         holds = fmean(by[PLAIN]) >= 0.55
         verdicts = [Verdict(f"membership by loss, {PLAIN}", "AUC at least 0.55", said[PLAIN], holds)]
     for t in setting.trainings[1:]:
-        most = 0.58 if setting.demanding else 1 / (1 + math.exp(-t.epsilon)) + 3 * error
+        most = 0.58 if setting.demanding else min(1.0, 1 / (1 + math.exp(-t.epsilon)) + 3 * error)
         holds = fmean(by[_name(t)]) <= most
         verdicts.append(Verdict(f"membership by loss, {_name(t)}", f"AUC at most {most:.3f}", said[_name(t)], holds))
     return Outcome({"auc": by, "members": n, "standard_error": error}, verdicts, "membership.png")
@@ -168,12 +170,12 @@ def prototypes(subject: Subject, setting: Setting, out: Path) -> Outcome:
 def hostile(subject: Subject, setting: Setting, out: Path) -> Outcome:  # noqa: ARG001
     """Attack as a coordinator that chooses the model, knows all records but one and reads every bit (hostile.py).
 
-    Its records are made up: what it looks for is in the software, whoever's images it trains on.
+    Its records are made up: what it looks for is in the software, whosever images that trains on.
     """
     found: list[Measured] = []
     for attack in attacks_of_a_coordinator():
         for _ in range(RETRIES + 1):
-            measured = measure(attack)
+            measured = measure(attack, trials=setting.trials)
             if measured.holds:
                 break
         found.append(measured)
@@ -210,8 +212,8 @@ SHARES: Mapping[str, float] = {
 
 def minutes_left(done: Sequence[str], left: Sequence[str], seconds: float) -> float | None:
     """Estimate the minutes that the audits `left` take, from the seconds that those `done` took; None before any is."""
-    behind = sum(SHARES[name] for name in done)
-    return seconds / behind * sum(SHARES[name] for name in left) / 60 if behind else None
+    behind, ahead = (sum(SHARES.get(name, 0.1) for name in names) for names in (done, left))
+    return seconds / behind * ahead / 60 if behind else None
 
 
 def keep(file: Path, name: str, facts: Mapping[str, object]) -> None:

@@ -165,14 +165,14 @@ def test_au_8_and_au_9_in_brief(digits: Subject) -> None:
 @pytest.mark.slow
 def test_the_audits_of_a_hospitals_own_data_ask_for_what_its_claim_implies_alone(tmp_path: Path) -> None:
     subject = Subject.of(datasets.load("digits/hospital0"))
-    setting = Setting((8.0,), demanding=False, seeded=False)
+    setting = Setting((8.0,), demanding=False, seeded=False, trials=20)
     for name, audit in audits.AUDITS.items():
         outcome = audit(subject, setting, tmp_path)
         assert (tmp_path / outcome.picture).read_bytes()[:4] == b"\x89PNG", name
         private = [v.holds for v in outcome.verdicts if "epsilon" in v.audit]
         others = [v.holds for v in outcome.verdicts if "epsilon" not in v.audit]
         assert all(private)
-        assert set(others) <= {None}
+        assert set(others) <= ({True} if name == "hostile" else {None})
         json.dumps(outcome.json())
 
 
