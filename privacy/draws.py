@@ -25,6 +25,8 @@ from privacy.entropy import Noise
 _KEYS: WeakKeyDictionary[Examples, NDArray[np.uint64]] = WeakKeyDictionary()
 """Keys of the records of data sets that are in memory: their contents are hashed once."""
 _BATCH = 256
+_HEAD, _WORDS = 24, 624
+"""Of the state of torch's Mersenne Twister: bytes before its words, and how many of 8 bytes these are."""
 Place = tuple[str | int, ...]
 """What is drawn for, within a round of a silo: ("sgd", 0, "step", 12)."""
 
@@ -41,11 +43,17 @@ class Draws:
         self._noise, self._examples = noise, examples
         self._augment = augment
         self._secret = torch.Generator().manual_seed(noise.seed(*place, "augment")) if augment else None
+        if self._secret is not None and noise.private:
+            _fill(self._secret, noise)
         self.alone = stochastic and not noise.private
 
-    def scope(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def scope(self) -> Iterator[None]:
         """Seed torch's global generators for the whole call."""
-        return rng.torch_scope(self._noise.seed(*self.place, "layers"))
+        with rng.torch_scope(self._noise.seed(*self.place, "layers")):
+            if self._noise.private:
+                _fill(torch.default_generator, self._noise)
+            yield
 
     def for_units(self, index: Tensor, step: int) -> AbstractContextManager[None]:
         """Seed torch's global generators for these records of one unit, where each unit is computed alone."""
@@ -93,6 +101,14 @@ def record_keys(examples: Examples) -> NDArray[np.uint64]:
         found = np.array([_key(name) for name in names], dtype=np.uint64)
         _KEYS[examples] = found
     return found
+
+
+def _fill(generator: torch.Generator, noise: Noise) -> None:
+    """Make all of a CPU generator's state secret: of a seed it takes 32 bits, which whoever has time can try."""
+    state = generator.get_state()
+    words = (noise.uniform(_WORDS) * 2.0**32).long()
+    state[_HEAD : _HEAD + 8 * _WORDS] = words.view(torch.uint8)
+    generator.set_state(state)
 
 
 @contextmanager

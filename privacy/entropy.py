@@ -81,6 +81,10 @@ class SecureNoise(_Bytes):
     private = True
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         key, nonce = os.urandom(32), os.urandom(16)
         self._stream = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
 
@@ -96,6 +100,8 @@ class SecureNoise(_Bytes):
         return int.from_bytes(self._bytes(8), "little") >> 1
 
     def _bytes(self, n: int) -> bytes:
+        if os.getpid() != self._process:  # a fork has a copy of the stream
+            self._begin()
         return self._stream.update(bytes(n))
 
 

@@ -109,11 +109,11 @@ class PrivateData:
         for release in self._course.training(planned):
             self._spend.take(release)
         loss = self._frozen(model, loss)
-        draws = self._draws(model, loss)
+        draws, grouped = self._draws(model, loss), self._split[Split.TRAIN].groups is not None
         with _moving(model, only) as named:
             steppers = optimizers.make_steppers(named, lr_scale * self.lr, self._config, plain)
             model.train()
-            with draws.scope(), per_unit(model) as engine:
+            with draws.scope(), per_unit(model, grouped=grouped) as engine:
                 for step in range(planned):
                     self._gradient(engine, model, loss, step, draws)
                     self._correct(model, named, penalty, shift)

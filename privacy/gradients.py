@@ -58,7 +58,8 @@ class _Call(NamedTuple):
 class Bookkeeping:
     """`PerUnit` from the layers' inputs and the gradients of their outputs."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, grouped: bool = False) -> None:
+        self._grouped = grouped
         self._params = trainable(model)
         self._layers = list(_layers(model))
         self._calls: list[_Call] = []
@@ -71,7 +72,8 @@ class Bookkeeping:
         short: list[tuple[_Call, Tensor]] = []
         samples: dict[nn.Parameter, Tensor] = {}
         for call, dy in zip(calls, grads, strict=True):
-            if batch.alone and times[call.layer] == 1 and samplers.is_shorter(call.layer, dy):
+            # Where units may have several examples, one of two must not change how all others of a batch are computed.
+            if not self._grouped and batch.alone and times[call.layer] == 1 and samplers.is_shorter(call.layer, dy):
                 short.append((call, dy))
                 continue
             sampler = samplers.sampler_of(call.layer)
@@ -175,12 +177,15 @@ def mode_of(model: nn.Module) -> str:
 
 
 @contextmanager
-def per_unit(model: nn.Module, mode: str | None = None) -> Iterator[PerUnit]:
-    """Make a model ready for sums of clipped gradients, and leave it as it was; mode: of MODES, chosen without one."""
+def per_unit(model: nn.Module, mode: str | None = None, grouped: bool = False) -> Iterator[PerUnit]:
+    """Make a model ready for sums of clipped gradients, and leave it as it was.
+
+    mode: of MODES, chosen without one   grouped: units are groups, which may have several examples each.
+    """
     mode = mode or mode_of(model)
     log.info("per-example gradients: %s", mode)
     if mode == "bookkeeping":
-        yield Bookkeeping(model)
+        yield Bookkeeping(model, grouped)
         return
     wrapped = GradSampleModule(model, loss_reduction="sum")
     wrapped.disable_hooks()

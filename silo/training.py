@@ -19,7 +19,7 @@ from fl_core.errors import ConfigError, DataError, FederationError, ProtocolErro
 from fl_core.manifest import RunManifest
 from fl_core.models import build_model
 from fl_core.protocols import SiloData
-from fl_core.simulate import bench_of
+from fl_core.simulate import bench_of, initial_state
 from fl_core.spec import derive_layout
 from fl_core.types import Bundle, Federation, Outcome, Progress, State, TaskKind, Turn, Visit
 from fl_core.worker import METRICS, Bench, work
@@ -93,7 +93,10 @@ class _Notebook:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A silo's place in a run whose manifest fits: everything that is built once. submits: prototypes leave."""
+    """A silo's place in a run whose manifest fits: everything that is built once.
+
+    submits: prototypes leave   broadcast: names, shapes and types of what the run's server sends.
+    """
 
     manifest: RunManifest
     index: int
@@ -102,6 +105,7 @@ class Seat:
     notebook: _Notebook
     access: Access
     submits: bool
+    broadcast: Mapping[str, object]
 
 
 class Trainer:
@@ -169,7 +173,8 @@ class Trainer:
             access = self._custody.access(manifest, index, dataset, self._data.nominal_size)
         bench = dataclasses.replace(bench, guards=(notebook, *guards))
         submits = self._prototypes and access.submits and manifest.members[index].prototypes
-        seat = Seat(manifest, index, dataset, bench, notebook, access, submits)
+        broadcast = _form(bench.method.broadcast(initial_state(manifest)))
+        seat = Seat(manifest, index, dataset, bench, notebook, access, submits, broadcast)
         self._seat = (policy, seat)
         return seat
 
@@ -178,9 +183,10 @@ class Trainer:
     ) -> Finished:
         """Do one task. size: the cohort that the offer names; progress: told (steps done, steps in all).
 
-        Raises ProtocolError (E-RUN-33) on a round or cohort that the manifest's seed does not give; RefusedError,
-        before any example is read, on a round that the ledger does not admit (E-BUDGET-..) or another clip (E-PRIV-19);
-        StateError (E-RUN-31) for whatever goes wrong in a private run once examples are read.
+        Raises ProtocolError (E-RUN-33) on a round or cohort that the manifest's seed does not give, (E-WIRE-02) on a
+        message of another form; RefusedError, before any example is read, on a round that the ledger does not admit
+        (E-BUDGET-..) or another clip (E-PRIV-19); StateError (E-RUN-31) for whatever goes wrong in a private run once
+        examples are read.
         Guarantees: equals `fl_core.simulate.LocalPort` for the same manifest and index, bit for bit on the CPU.
         """
         manifest = seat.manifest
@@ -190,6 +196,7 @@ class Trainer:
             if seat.access.book is not None:  # a round that the plan does not have would be one more release
                 self._custody.note(key.run_id, error)
             raise
+        self._check_broadcast(seat, msg)
         turn = Turn(fed, seat.index, manifest.seed, seat.submits)
         steering.told(seat.bench.guards, msg)  # a clip of the coordinator's own is refused before anything is charged
         with _threads(manifest.threads), seat.access.turn(key.run_id):
@@ -199,6 +206,21 @@ class Trainer:
                 outcome = self._do(seat.bench, msg, state, doors, turn, key.kind)
         evaluation = Evaluation(manifest.schema.classes, *seat.notebook.metrics, own_noise(manifest))
         return Finished(outcome.bundle, outcome.state, evaluation, seat.bench.method.mirrored)
+
+    @staticmethod
+    def _check_broadcast(seat: Seat, msg: State) -> None:
+        """Refuse a message of another form before any example is read.
+
+        With prototypes of one class less, for instance, a round would fail where a record of that class is there.
+        """
+        found = _form(steering.without(msg, steering.groups(seat.bench.guards)))
+        if found != seat.broadcast:
+            apart = sorted(g for g in {*found, *seat.broadcast} if found.get(g) != seat.broadcast.get(g))
+            raise ProtocolError(
+                "E-WIRE-02",
+                f"expected of the coordinator what the server of {seat.manifest.method.name} sends, found other names, "
+                f"shapes or types under {apart[0]!r}: both sides must run the same version",
+            )
 
     @staticmethod
     def _federation(seat: Seat, key: TaskKey, size: int) -> Federation:
@@ -213,6 +235,10 @@ class Trainer:
                 f"one for silo {seat.index} in a cohort of {size}: the offer does not follow from the manifest",
             )
         return Federation(len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, len(drawn))
+
+
+def _form(msg: State) -> dict[str, object]:
+    return {group: {n: (tuple(v.shape), v.dtype) for n, v in values.items()} for group, values in msg.items()}
 
 
 def _compatible(theirs: str, ours: str) -> bool:
