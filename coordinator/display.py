@@ -101,15 +101,16 @@ def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
 def personal_json(scores: Mapping[str, float], withheld: Collection[str] = ()) -> Mapping[str, object]:
     """Pick what is shown of personal models: pa, pm_l, pm_v and the fairness; nothing where none was measured.
 
-    withheld: those that were measured with too much noise, which are null and named.
+    withheld: those that were measured with too much noise, which are null and named; so is what is no share at all.
     """
-    shown: dict[str, object] = {
-        name: scores.get(name) for name in ("pa", "pm_l", "pm_v") if name in scores or name in withheld
-    }
-    if not shown:
+    named = [name for name in ("pa", "pm_l", "pm_v") if name in scores or name in withheld]
+    if not named:
         return {}
-    named = {"withheld_scores": sorted(withheld)} if withheld else {}
-    return shown | {"fairness": None if "pm_l" in withheld else fairness(scores)} | named
+    shown = {name: None if name in withheld else measured.plain(scores[name]).point for name in named}
+    hidden = sorted({*withheld, *(name for name, v in shown.items() if v is None)})
+    spread = None if "pm_l" in hidden else fairness(scores)
+    about: dict[str, object] = {"fairness": None if spread is None else measured.plain(spread).point}
+    return {**shown, **about, **({"withheld_scores": hidden} if hidden else {})}
 
 
 def personal_text(scores: Mapping[str, float], withheld: Collection[str] = ()) -> str:
@@ -117,6 +118,7 @@ def personal_text(scores: Mapping[str, float], withheld: Collection[str] = ()) -
     shown = {name: v for name, v in personal_json(scores, withheld).items() if name != "withheld_scores"}
     noisy = Estimate(withheld=UNBOUNDED)
     texts = {name: percent(v) if isinstance(v, float) else "-" for name, v in shown.items()}
+    texts |= {name: percent(scores[name]) for name in shown if shown[name] is None and name in scores}
     texts |= dict.fromkeys(sorted(withheld), noisy.text())
     return "".join(f"  {name} {text}" for name, text in texts.items())
 
@@ -166,7 +168,7 @@ def doing(silo: pb.SiloInfo) -> str:
     word = pb.Activity.Name(silo.activity).lower()
     if word in ("idle", "activity_unspecified"):
         return "present"
-    share = f" {100 * silo.done // silo.total} %" if silo.total else ""
+    share = f" {100 * min(silo.done, silo.total) // silo.total} %" if silo.total else ""
     return f"{word} (round {silo.round}){share}"
 
 

@@ -108,12 +108,13 @@ class UnsoundError(Exception):
 class Account:
     """The state of a ledger after some of its events.
 
-    collections: name -> (unit, since)   units: name -> digest of the digests of its units   forgiven: heads of others
-    that were accepted as lost   restored: how often that was.
+    collections: name -> (unit, since)   single: those of which a version has no groups   units: name -> digest of the
+    digests of its units   forgiven: heads of others that were accepted as lost   restored: how often that was.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
     collections: dict[str, tuple[str, str]] = field(default_factory=dict)
+    single: set[str] = field(default_factory=set)
     versions: dict[str, Version] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)
     budgets: list[Budget] = field(default_factory=list)
@@ -174,6 +175,8 @@ class Account:
 
     def _register(self, collection: str, at: str, said: Mapping[str, Any]) -> None:
         self.collections.setdefault(collection, (said["unit"], at))
+        if said["unit"] == "record":
+            self.single.add(collection)
         version = Version(collection, int(said["records"]), int(said["units"]), at)
         self.versions.setdefault(said["fingerprint"], version)
         self.units[collection] = said["digests"]
@@ -211,6 +214,10 @@ class Account:
     def budget(self, collection: str) -> Filter | None:
         """Return the budget in force."""
         return next((b.filter for b in reversed(self.budgets) if b.collection == collection), None)
+
+    def unit(self, collection: str) -> str:
+        """Return what a collection's epsilon is about: single records as soon as one version came without groups."""
+        return "record" if collection in self.single else self.collections[collection][0]
 
     def history(self, collection: str) -> list[Mechanism]:
         """Return everything that counts against a collection, joined by noise and rate."""

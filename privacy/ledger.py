@@ -22,7 +22,7 @@ from privacy.account import OPEN, Account, Budget, Entry, Planned
 from privacy.accounting import Bound, Filter, History, Mechanism, epsilon_prv, epsilon_rdp
 from privacy.admission import ATTEMPTS, Task, refused
 from privacy.chain import Head, now
-from privacy.rows import digest_of_units, insert
+from privacy.rows import digest_of_units, insert, unit_differences
 from privacy.sealed import Figures, seal
 from privacy.verified import Verified
 
@@ -66,11 +66,14 @@ class Ledger(Verified):
 
         units: the identity of each unit (a group's name, a record's content)   contents: what else identifies the same
         records, as the content of each image of a group; both are kept as keyed digests alone.
-        Raises RefusedError (E-BUDGET-03) when a unit or a content stands in another collection already.
+        Raises RefusedError (E-BUDGET-03) when a unit or a content stands in another collection already, StateError
+        (E-BUDGET-15) when what the file holds of units is not what was registered: it decides what is new.
         """
         of_units, every = self._digests(units), self._digests((*units, *contents))
         with self.writing() as (db, account):
             time = now()
+            if wrong := list(unit_differences(db, account)):
+                raise self.differs(wrong)
             version = account.versions.get(fingerprint)
             other = {row[0] for d in every for row in db.execute(_ELSEWHERE, (d, collection))}
             if version is not None and version.collection != collection:
@@ -246,7 +249,7 @@ class Ledger(Verified):
         """Return a collection's spending by RDP and PRV at the delta of its budget, 1e-5 without one."""
         with self._current() as account:
             spent, budget = account.history(collection), account.budget(collection)
-            unit = account.collections[collection][0]
+            unit = account.unit(collection)
         delta = budget.delta if budget else 1e-5
         return Status(
             collection, unit, budget.epsilon if budget else None, budget.delta if budget else None,

@@ -39,6 +39,13 @@ def differences(db: sqlite3.Connection, account: Account) -> Iterator[str]:
                 yield f"table {table}: expected {right or 'no such row'}, found {row}"
         for row in wanted.values():
             yield f"table {table}: expected {row}, found no such row"
+    yield from unit_differences(db, account)
+    if stray := db.execute("SELECT count(*) FROM event WHERE seq<1").fetchone()[0]:
+        yield f"table event: expected events from 1 on, found {stray} before"
+
+
+def unit_differences(db: sqlite3.Connection, account: Account) -> Iterator[str]:
+    """Say where the digests of units are not those that were registered; raises as SQLite does."""
     found: dict[str, list[bytes]] = {}
     for digest, collection in db.execute("SELECT digest, collection FROM unit_digest"):
         if isinstance(digest, bytes):

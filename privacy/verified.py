@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,15 +52,19 @@ class Verified(Chain):
             found = list(differences(db, account))
             broken = [str(row[0]) for row in db.execute("PRAGMA quick_check") if row[0] != "ok"]
         if wrong := found + broken:
-            more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-            raise StateError(
-                "E-BUDGET-15",
-                f"expected rows and schema of the ledger {self._file.name} as its events have them, found "
-                f"{len(wrong)} differences: {'; '.join(wrong[:SHOWN])}{more}; restore the file from a backup",
-            )
+            raise self.differs(wrong)
         if seen is not None and seen.seq and at.get(seen.seq) != seen.hash and str(seen) not in account.forgiven:
             raise put_back(seen.seq, head.seq)
         return head.seq
+
+    def differs(self, wrong: Sequence[str]) -> StateError:
+        """Make the error that says which rows or what of the schema are not as they were written."""
+        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        return StateError(
+            "E-BUDGET-15",
+            f"expected rows and schema of the ledger {self._file.name} as its events have them, found "
+            f"{len(wrong)} differences: {'; '.join(wrong[:SHOWN])}{more}; restore the file from a backup",
+        )
 
     def require(self, seen: Head) -> None:
         """Raise StateError (E-BUDGET-08) unless the chain has a head that was signed before, as `verify` does.
@@ -100,9 +104,20 @@ class Verified(Chain):
 
     @contextmanager
     def writing(self) -> Iterator[tuple[sqlite3.Connection, Account]]:
-        """Open a transaction that writes, beside the account as it is before it."""
+        """Open a transaction that writes, beside the account as it is before it.
+
+        Raises StateError as `verify` does on events and on the schema: a trigger that was added while this process had
+        the file open would take away again what is written.
+        """
         with self._lock, self._transaction() as db:
-            yield db, self._catch_up(db)
+            account = self._catch_up(db)
+            with self._damage():
+                self._require_schema(db)
+            yield db, account
+
+    def _require_schema(self, db: sqlite3.Connection) -> None:
+        if wrong := list(schema_differences(db)):
+            raise self.differs(wrong)
 
     def _catch_up(self, db: sqlite3.Connection) -> Account:
         """Follow what was written since; call it before anything is written in the same transaction.
@@ -110,12 +125,8 @@ class Verified(Chain):
         Raises StateError as `verify` does on events and, the first time, on the schema.
         """
         with self._damage():
-            if self._seen == START and (wrong := list(schema_differences(db))):
-                raise StateError(
-                    "E-BUDGET-15",
-                    f"expected the schema of the ledger {self._file.name} as it was made, found: "
-                    f"{'; '.join(wrong[:SHOWN])}; restore the file from a backup",
-                )
+            if self._seen == START:
+                self._require_schema(db)
             for event, head in self._follow(db, self._seen):
                 if event is not None:
                     self._take(self._account, event)

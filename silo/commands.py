@@ -5,6 +5,7 @@ Commands that train or read images import torch themselves: the others answer at
 
 from __future__ import annotations
 
+import sqlite3
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -265,7 +266,7 @@ def run(words: list[str]) -> int:
         return 130
     except BrokenPipeError:
         return 1
-    except OSError as error:
+    except (OSError, sqlite3.OperationalError) as error:
         sys.stderr.write(f"{StateError('E-STATE-64', f'expected a usable file system, found: {error}')}\n")
         return 1
     return 0

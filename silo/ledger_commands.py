@@ -74,7 +74,8 @@ def verify(home: AtHome = None, as_json: AsJson = False) -> None:
     if as_json:
         show.print_json({"events": count, "head": head.hash, "seen": seen.seq})
         return
-    show.show_facts([("events", f"{count}, unbroken"), ("head", head.hash), ("others saw", f"event {seen.seq}")])
+    events = f"{count}, unbroken" if count else "none: nothing was ever registered here, or the file was emptied"
+    show.show_facts([("events", events), ("head", head.hash), ("others saw", f"event {seen.seq}")])
 
 
 @app.command()

@@ -20,6 +20,7 @@ from protos.version import PROTOCOL
 
 _TEXT = 200
 _CLASSES = 10_000
+_SIZE = 2.0**53
 
 
 class ControlService(rpc.ControlServicer):
@@ -125,4 +126,6 @@ def data_offer(data: pb.DataOffer) -> DataOffer:
     """Read what a silo declares; raises ProtocolError (E-WIRE-13) when it is beyond all measure."""
     if len(data.classes) > _CLASSES or any(len(c) > _TEXT for c in data.classes) or len(data.shape) > 8:
         raise ProtocolError("E-WIRE-13", "expected a description of data, found one beyond all measure")
+    if not 0 <= data.nominal_size < _SIZE:
+        raise ProtocolError("E-WIRE-13", f"expected a nominal size of 0 or more, found {data.nominal_size:g}")
     return DataOffer(data.name[:_TEXT], tuple(data.shape), tuple(data.classes), data.nominal_size)
