@@ -134,7 +134,9 @@ class FedGELA(FedAvg):
     def _net(self, model: nn.Module, frame: Tensors) -> FixedHead:
         split = features_of(model)
         norm = nn.BatchNorm1d(split.feature_dim) if self._batch_norm else None
-        return FixedHead(split, frame_of(frame), self.logit_scale, norm=norm)
+        # Of the model's own shape: with a class less, only a silo that has a record of that class would fail.
+        rows = geometry.etf(split.n_classes, split.feature_dim, int(frame["seed"]))
+        return FixedHead(split, rows, self.logit_scale, norm=norm)
 
     def _received(self, model: nn.Module, msg: State) -> nn.Module:
         net = self._net(model, msg[FRAME]) if self.etf else model

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers_core import Given
+from helpers_core import SCHEMA, Given
 from helpers_force import Silent
 from helpers_private import HOSPITAL, TEST, TRAIN, budgeted, hospital_level, private
 from helpers_silo import Hospital
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core.methods import build_method
+from fl_core.models import build_model
 from fl_core.simulate import initial_state
 from fl_core.types import Coupling, Federation, Losses, TrainConfig, Turn
 from privacy.course import Course, Rates, Spend
@@ -111,6 +112,14 @@ def test_a_message_of_another_form_is_refused_before_a_record_is_read(tmp_path: 
         hospital.host.stop()
     assert not worked
     assert [ledger.entries(name) for name in (TRAIN, TEST)] == [[], []]
+
+
+def test_the_fixed_head_of_fedgela_has_the_models_classes_whatever_is_broadcast() -> None:
+    """Its shape came out of numbers of the message: labels beyond it raised, which told of a record."""
+    method, model = build_method("fedgela", {"adapt": False}), build_model("digits_cnn", {}, SCHEMA, 0)
+    msg = method.broadcast(method.init_server(model, Federation(1, 4, 1)))
+    msg = {**msg, "etf": {**msg["etf"], "shape": msg["etf"]["shape"] - torch.tensor([1.0, 0.0])}}
+    assert method.global_model(model, msg)(torch.zeros(2, *SCHEMA.shape)).shape == (2, len(SCHEMA.classes))
 
 
 # ---- secret draws --------------------------------------------------------------------------------------------------
