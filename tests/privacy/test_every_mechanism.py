@@ -159,7 +159,7 @@ def test_noise_is_distinct_for_every_part_step_round_and_silo() -> None:
         class Noted:
             def __init__(self, source: SeededNoise | SecureNoise, out: list[Tensor]) -> None:
                 self._source, self._out, self.private = source, out, source.private
-                self.uniform_of, self.seed = source.uniform_of, source.seed
+                self.uniform, self.uniform_of, self.seed = source.uniform, source.uniform_of, source.seed
 
             def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
                 self._out.append(self._source.discrete_gaussian(shape, 1e12).flatten())  # so wide that none comes twice
