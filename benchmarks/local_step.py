@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from fl_core import devices, optimizers, rng
-from fl_core.datasets.base import TensorExamples
-from fl_core.local import PlainData
+from fl_core import rng
+from fl_core.datasets.examples import TensorExamples
 from fl_core.methods import build_method
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
-from fl_core.types import Examples, Federation, LossFn, Schema, State, TrainConfig, Turn
+from fl_core.training import devices, optimizers
+from fl_core.training.local_data import PlainData
+from fl_core.types.values import Examples, Federation, LossFn, Schema, State, TrainConfig, Turn
 
 TURN = Turn(Federation(n_silos=10, n_classes=10, rounds=100, round=1, cohort=10), silo=0, seed=0)
 

@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from fl_core.devices import choose_device
+from fl_core.training.devices import choose_device
 
 Value = str | int | float | Sequence[object] | Mapping[str, object]
 Found = Mapping[str, Value]

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, TypeVar
 
 from fl_core.errors import ConfigError
-from fl_core.words import nearest
+from fl_core.suggest import nearest
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

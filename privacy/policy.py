@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fl_core.errors import ConfigError, RefusedError
-from fl_core.manifest import RunManifest
-from fl_core.words import nearest
-from privacy import plan, policy_file
+from fl_core.rounds.manifest import RunManifest
+from fl_core.suggest import nearest
+from privacy import policy_file
+from privacy import profiles as plan
+from privacy.accounting.record_config import COUPLED, RNG, Terms
 from privacy.policy_file import closed
-from privacy.silo_terms import SiloTerms
-from privacy.terms import COUPLED, RNG, Terms
+from privacy.silo_dp.config import SiloTerms
 
 if TYPE_CHECKING:  # the accountants take seconds to import: only for whoever has a private run
-    from privacy.accounting import Filter
-    from privacy.course import Course
+    from privacy.accounting.accountant import Filter
+    from privacy.accounting.release_plan import Course
 
 AUTOMATIC, BY_HAND = "automatic", "by hand"
 SHARE_OF_UNITS = 0.1
@@ -158,7 +159,7 @@ class Policy:
 
     def caps(self) -> dict[str, Filter]:
         """Return its budgets as the ledger keeps them."""
-        from privacy.accounting import Filter
+        from privacy.accounting.accountant import Filter
 
         return {name: Filter.of(*budget) for name, budget in self.budgets.items()}
 

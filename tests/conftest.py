@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protos.tls import require_tls13
+from protos.tls.connect import require_tls13
 
 require_tls13()  # before anything imports gRPC
 

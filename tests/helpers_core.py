@@ -7,14 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fl_core.fixed_point import Grid
-from fl_core.manifest import Choice, Option, RunManifest, members
+from fl_core.aggregation.fixed_point import Grid
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.optimizers import SGD, effective_steps
-from fl_core.simulate import SiloShare
-from fl_core.spec import derive_layout
-from fl_core.types import Bundle, Examples, Federation, LossFn, PenaltyFn, Query, Schema, Split, Tensors, TrainConfig
+from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.manifest import Choice, Option, RunManifest, members
+from fl_core.simulation.in_process import SiloShare
+from fl_core.training.optimizers import SGD, effective_steps
+from fl_core.types.values import (
+    Bundle,
+    Examples,
+    Federation,
+    LossFn,
+    PenaltyFn,
+    Query,
+    Schema,
+    Split,
+    Tensors,
+    TrainConfig,
+)
 
 METHOD_OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "fedmr": {"mu1": 1e-4, "mu2": 0.5},

@@ -11,11 +11,11 @@ from torch.nn.functional import cross_entropy
 
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.types import Federation, Losses, TrainConfig, Turn
-from privacy.course import Course, Spend
-from privacy.entropy import SeededNoise
-from privacy.example import PrivateData
-from privacy.terms import Terms
+from fl_core.types.values import Federation, Losses, TrainConfig, Turn
+from privacy.accounting.record_config import Terms
+from privacy.accounting.release_plan import Course, Spend
+from privacy.dp_sgd.private_data import PrivateData
+from privacy.noise.sources import SeededNoise
 
 TURN = Turn(Federation(3, 4, rounds=5, round=0, cohort=3), 0, 7)
 PLAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=1000, epochs=3)

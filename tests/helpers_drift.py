@@ -9,10 +9,10 @@ import torch
 from helpers_core import QData, Scalar, manifest, shares
 
 from fl_core.errors import UnavailableError
-from fl_core.manifest import Option
 from fl_core.methods.fedavg import FedAvg
-from fl_core.simulate import History, LocalPort, engine_of, initial_state, local_ports
-from fl_core.types import Bundle, Federation, State, TaskKind, TrainConfig, Turn
+from fl_core.rounds.manifest import Option
+from fl_core.simulation.in_process import History, LocalPort, engine_of, initial_state, local_ports
+from fl_core.types.values import Bundle, Federation, State, TaskKind, TrainConfig, Turn
 
 
 class Exact(QData):

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from helpers_core import FED, SCHEMA, shares
 
-from fl_core.local import PlainData
-from fl_core.methods.fedcd import FedCD
+from fl_core.methods.disjoint.fedcd import FedCD
 from fl_core.models import build_model
-from fl_core.models.split import SplitModel
-from fl_core.types import Outcome, State, TrainConfig, Turn
+from fl_core.models.split_model import SplitModel
+from fl_core.training.local_data import PlainData
+from fl_core.types.values import Outcome, State, TrainConfig, Turn
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 

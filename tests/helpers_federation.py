@@ -9,19 +9,19 @@ from pathlib import Path
 
 from helpers_grpc import World, channel, until
 
-from coordinator.membership import Membership
-from coordinator.store import Store
+from coordinator.pki.membership import Membership
+from coordinator.storage.store import Store
 from fl_core import datasets
-from privacy.ledger import Ledger
-from privacy.records import register
-from protos.diagnosis import Diagnosis
-from protos.identity import identity_of
-from protos.invitation import InvitationToken
-from silo.home import Home
-from silo.identity import SiloIdentity
-from silo.notices import Notice
-from silo.service import Service, Settings
-from silo.transfer import Patience
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.registration import register
+from protos.pki.identity import identity_of
+from protos.pki.invitation import InvitationToken
+from protos.tls.diagnosis import Diagnosis
+from silo.connection.transfer import Patience
+from silo.events import Notice
+from silo.identity.identity import SiloIdentity
+from silo.service.service import Service, Settings
+from silo.storage.home import Home
 
 PATIENCE = Patience(idle_s=5.0, backoff_s=0.01, backoff_cap_s=0.1, tries=3)
 COLLECTION = "records"

@@ -11,17 +11,17 @@ import torch
 from helpers_core import Given
 from torch import Tensor, nn
 
-from fl_core.freezing import Freezable
-from fl_core.local import PlainData
-from fl_core.manifest import Choice
 from fl_core.methods import build_method
-from fl_core.models.split import SplitModel, assemble
-from fl_core.types import Coupling, Federation, LossFn, Part, TrainConfig, Turn
-from privacy import plan
-from privacy.course import Course, Rates, Spend
-from privacy.entropy import SeededNoise
-from privacy.example import PrivateData
-from privacy.terms import Terms
+from fl_core.models.split_model import SplitModel, assemble
+from fl_core.rounds.manifest import Choice
+from fl_core.training.frozen_statistics import Freezable
+from fl_core.training.local_data import PlainData
+from fl_core.types.values import Coupling, Federation, LossFn, Part, TrainConfig, Turn
+from privacy import profiles as plan
+from privacy.accounting.record_config import Terms
+from privacy.accounting.release_plan import Course, Rates, Spend
+from privacy.dp_sgd.private_data import PrivateData
+from privacy.noise.sources import SeededNoise
 
 N, CLASSES = 10, 4
 CLIP = 0.1

@@ -9,25 +9,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protos.tls import require_tls13
+from protos.tls.connect import require_tls13
 
 require_tls13()
 
 import grpc  # noqa: E402
 
-from coordinator.membership import Membership  # noqa: E402
-from coordinator.pki import Authority  # noqa: E402
-from coordinator.records import Run, RunState  # noqa: E402
-from coordinator.server import CoordinatorServer, Settings  # noqa: E402
-from coordinator.store import Store  # noqa: E402
-from fl_core.manifest import RunManifest  # noqa: E402
-from fl_core.types import State  # noqa: E402
-from protos import certificates, codec  # noqa: E402
+from coordinator.api.server import CoordinatorServer, Settings  # noqa: E402
+from coordinator.pki.authority import Authority  # noqa: E402
+from coordinator.pki.membership import Membership  # noqa: E402
+from coordinator.storage.records import Run, RunState  # noqa: E402
+from coordinator.storage.store import Store  # noqa: E402
+from fl_core.rounds.manifest import RunManifest  # noqa: E402
+from fl_core.types.values import State  # noqa: E402
 from protos.consilium.v1 import federation_pb2 as pb  # noqa: E402
 from protos.consilium.v1 import federation_pb2_grpc as rpc  # noqa: E402
-from protos.identity import identity_of  # noqa: E402
-from protos.invitation import InvitationToken  # noqa: E402
-from protos.keyfiles import Credentials  # noqa: E402
+from protos.pki import certificates  # noqa: E402
+from protos.pki.identity import identity_of  # noqa: E402
+from protos.pki.invitation import InvitationToken  # noqa: E402
+from protos.storage.private_files import Credentials  # noqa: E402
+from protos.wire import codec  # noqa: E402
 
 CONSORTIUM = "test"
 FAST = Settings(pulse_s=0.2, recycle_s=300)

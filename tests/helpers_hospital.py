@@ -8,9 +8,9 @@ from helpers_silo import until
 
 from fl_core import datasets
 from fl_core.methods import build_method
-from fl_core.types import TaskKind
-from fl_core.worker import work
-from silo.tasks import TaskKey
+from fl_core.rounds.silo_round import work
+from fl_core.types.values import TaskKind
+from silo.storage.tasks import TaskKey
 
 TRAINED = TaskKey("run-1", 0, TaskKind.TRAIN)
 

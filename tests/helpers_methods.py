@@ -9,11 +9,11 @@ from helpers_core import METHOD_OPTIONS, SCHEMA, same, shares
 from helpers_drift import total_of
 from torch import nn
 
-from fl_core.local import PlainData
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.protocols import Method
-from fl_core.types import Bundle, Federation, Outcome, Part, State, TrainConfig, Turn
+from fl_core.training.local_data import PlainData
+from fl_core.types.interfaces import Method
+from fl_core.types.values import Bundle, Federation, Outcome, Part, State, TrainConfig, Turn
 
 TRAIN = TrainConfig(lr=0.05, batch_size=5, epochs=1)
 FED = Federation(n_silos=3, n_classes=4, rounds=5, round=2, cohort=3)

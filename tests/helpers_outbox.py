@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from fl_core.types import Part, TaskKind
-from silo.objects import Objects
-from silo.outbox import Finished, Outbox
-from silo.store import Store
-from silo.tasks import Evaluation, TaskKey
+from fl_core.types.values import Part, TaskKind
+from silo.storage.object_store import Objects
+from silo.storage.outbox import Finished, Outbox
+from silo.storage.store import Store
+from silo.storage.tasks import Evaluation, TaskKey
 
 FACTS = Evaluation(("a", "b"), (1.0, 0.0), (2.0, 0.0))
 M, B = "a" * 64, "b" * 64

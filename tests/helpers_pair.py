@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fl_core.types import LossFn, PenaltyFn, Tensors
+from fl_core.types.values import LossFn, PenaltyFn, Tensors
 
 
 class Factor(nn.Module):

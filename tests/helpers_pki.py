@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from coordinator.pki import Authority
-from protos.invitation import InvitationToken
-from protos.roster import Member, SignedRoster
-from silo.identity import SiloIdentity
+from coordinator.pki.authority import Authority
+from protos.pki.invitation import InvitationToken
+from protos.pki.roster import Member, SignedRoster
+from silo.identity.identity import SiloIdentity
 
 
 @dataclass
@@ -30,7 +30,7 @@ def today() -> Clock:
 
 
 def authority(home: Path, clock: Clock, consortium: str = "demo", **lifetimes) -> Authority:
-    from coordinator.pki import Lifetimes
+    from coordinator.pki.authority import Lifetimes
 
     return Authority.create(home, consortium, ["fl.example.org:8443", "10.1.2.3:8443"], Lifetimes(**lifetimes), clock)
 
@@ -55,6 +55,6 @@ def roster(ca: Authority, members, version: int, revoked=()) -> SignedRoster:
 
 def certified(ca: Authority, name: str) -> bytes:
     """Make a silo's certificate whose key nobody keeps."""
-    from protos import certificates
+    from protos.pki import certificates
 
     return ca.sign_silo(certificates.make_request(certificates.new_key()), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from silo.credentials import channel_credentials, name_options
+from silo.identity.credentials import channel_credentials, name_options
 
 HOST = "127.0.0.1"
 

@@ -75,8 +75,8 @@ class Server:
 
 def main() -> None:
     home, trace = Path(sys.argv[1]), sys.argv[2] == "trace"
-    from coordinator.refusals import trace_handshakes, watch_refusals
-    from protos.tls import require_tls13
+    from coordinator.tls.handshake_log import trace_handshakes, watch_refusals
+    from protos.tls.connect import require_tls13
 
     require_tls13()
     if trace:
@@ -87,10 +87,10 @@ def main() -> None:
 
     import grpc
 
-    from coordinator.authorise import Standing, authorise
-    from coordinator.credentials import server_credentials
+    from coordinator.api.authorise import Standing, authorise
+    from coordinator.pki.server_certificate import server_credentials
     from fl_core.errors import RefusedError
-    from protos.identity import Kind, peer_of
+    from protos.pki.identity import Kind, peer_of
 
     lock = threading.Lock()
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from helpers_silo import MEMBERS, manifest
 
 from fl_core import datasets
-from fl_core.manifest import Choice, RunManifest, members
-from privacy import plan
-from privacy.ledger import Ledger
-from privacy.records import register
-from privacy.release import Units
-from privacy.terms import nominal
-from silo.home import Home
+from fl_core.rounds.manifest import Choice, RunManifest, members
+from privacy import profiles as plan
+from privacy.accounting.record_config import nominal
+from privacy.dp_sgd.class_sums import Units
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.registration import register
+from silo.storage.home import Home
 
 TRAIN, TEST, HOSPITAL = "center1/train", "center1/test", "hospital"
 DATA = "digits/p3c4/1"

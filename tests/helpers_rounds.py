@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from helpers_core import shares
 
 from fl_core.errors import UnavailableError
-from fl_core.manifest import RunManifest
-from fl_core.protocols import SiloPort
-from fl_core.rounds import RoundRecord
-from fl_core.simulate import History, engine_of, initial_state, local_ports
-from fl_core.types import Bundle, Federation, Part, State, TaskKind
+from fl_core.rounds.engine import RoundRecord
+from fl_core.rounds.manifest import RunManifest
+from fl_core.simulation.in_process import History, engine_of, initial_state, local_ports
+from fl_core.types.interfaces import SiloPort
+from fl_core.types.values import Bundle, Federation, Part, State, TaskKind
 
 
 class Kept(History):

@@ -13,15 +13,15 @@ import grpc
 from helpers_grpc import World, channel
 from helpers_wire import KINDS, fetch, send
 
-from fl_core.local import PlainData
-from fl_core.manifest import RunManifest
-from fl_core.simulate import SiloShare, bench_of
-from fl_core.types import Bundle, Federation, State, TaskKind, Turn
-from fl_core.worker import work
-from protos import codec
+from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.silo_round import work
+from fl_core.simulation.in_process import SiloShare, bench_of
+from fl_core.training.local_data import PlainData
+from fl_core.types.values import Bundle, Federation, State, TaskKind, Turn
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.version import PROTOCOL
+from protos.wire import codec
 
 WIRE = {kind: number for number, kind in KINDS.items()}
 Stub = TypeVar("Stub", rpc.ControlStub, rpc.TransferStub)

@@ -15,26 +15,26 @@ import grpc
 from helpers_transfer import FakeTransfer, authority
 
 from fl_core import datasets
-from fl_core.fixed_point import Grid
-from fl_core.manifest import Choice, RunManifest, members
+from fl_core.aggregation.fixed_point import Grid
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.simulate import initial_state
-from fl_core.spec import derive_layout
-from fl_core.types import State, TrainConfig
-from fl_core.worker import work
-from protos.codec import pack_state
+from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.manifest import Choice, RunManifest, members
+from fl_core.rounds.silo_round import work
+from fl_core.simulation.in_process import initial_state
+from fl_core.types.values import State, TrainConfig
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.diagnosis import Diagnosis
-from protos.invitation import InvitationToken
+from protos.pki.invitation import InvitationToken
+from protos.tls.diagnosis import Diagnosis
 from protos.version import PROTOCOL
-from silo.home import Home
-from silo.identity import SiloIdentity
-from silo.notices import Notice
-from silo.service import Service, Settings
-from silo.training import Work, software
-from silo.transfer import Patience
+from protos.wire.codec import pack_state
+from silo.connection.transfer import Patience
+from silo.events import Notice
+from silo.identity.identity import SiloIdentity
+from silo.service.service import Service, Settings
+from silo.storage.home import Home
+from silo.training.trainer import Work, software
 
 PATIENCE = Patience(idle_s=5.0, backoff_s=0.001, backoff_cap_s=0.01, tries=3)
 

@@ -9,14 +9,14 @@ from helpers_silo import PATIENCE, Host, until
 from helpers_transfer import BYTES, CONSORTIUM, FakeTransfer, authority
 
 from fl_core.errors import FederationError
-from fl_core.types import TaskKind
-from protos import codec
-from protos.chunks import CHUNK_BYTES
-from silo.line import TransferStub
-from silo.objects import Objects
-from silo.tasks import Entry, TaskKey
-from silo.transfer import Transfer, Witness
-from silo.waiting import Stop, StoppedError
+from fl_core.types.values import TaskKind
+from protos.wire import codec
+from protos.wire.chunks import CHUNK_BYTES
+from silo.connection.channel import TransferStub
+from silo.connection.retry import Stop, StoppedError
+from silo.connection.transfer import Transfer, Witness
+from silo.storage.object_store import Objects
+from silo.storage.tasks import Entry, TaskKey
 
 KEY = TaskKey("run-1", 2, TaskKind.TRAIN)
 CUTS = [0, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES, 17, CHUNK_BYTES + 5, len(BYTES) - 1]

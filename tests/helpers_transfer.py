@@ -15,11 +15,11 @@ from tempfile import NamedTemporaryFile, mkdtemp
 
 import grpc
 
-from coordinator.pki import Authority
-from protos import codec, receipts
-from protos.chunks import CHUNK_BYTES, append_chunk, read_chunks
+from coordinator.pki.authority import Authority
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.wire import codec, receipts
+from protos.wire.chunks import CHUNK_BYTES, append_chunk, read_chunks
 
 CONSORTIUM = "council"
 

@@ -9,7 +9,7 @@ import pytest
 from helpers_core import manifest
 from helpers_grpc import World, until
 
-from coordinator.records import Run
+from coordinator.storage.records import Run
 from protos.consilium.v1 import federation_pb2 as pb
 
 DATA = bytes(range(256)) * 40

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from fl_core.types import TaskKind
-from protos import codec
-from protos.chunks import append_chunk, read_chunks
+from fl_core.types.values import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.wire import codec
+from protos.wire.chunks import append_chunk, read_chunks
 
 KINDS = {pb.TRAIN: TaskKind.TRAIN, pb.EVALUATE: TaskKind.EVALUATE}
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fl_core.explanations import EXPLANATIONS, page
+from fl_core.errors.catalogue import EXPLANATIONS, page
 
 ROOT = Path(__file__).resolve().parents[1]
 PROTO = "protos/consilium/v1/federation.proto"

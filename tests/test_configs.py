@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from coordinator.config import choices, compose_spec
-from coordinator.spec import RunSpec
+from coordinator.config.hydra_config import choices, compose_spec
+from coordinator.config.run_spec import RunSpec
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.models import MODELS
-from fl_core.types import TrainConfig
-from privacy.plan import PROFILES
+from fl_core.types.values import TrainConfig
+from privacy.profiles import PROFILES
 
 ROOT = Path(__file__).resolve().parents[1] / "configs"
 

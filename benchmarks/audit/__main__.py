@@ -15,10 +15,11 @@ import torch
 
 from benchmarks.audit.faults import FAULTS, Missing, Repeated
 from privacy.audit import __main__ as program
-from privacy.audit import canaries, step
-from privacy.audit.step import Step
+from privacy.audit import canaries
+from privacy.audit import step_checks as step
+from privacy.audit.step_checks import Step
 from privacy.audit.training import Training
-from privacy.entropy import SeededNoise
+from privacy.noise.sources import SeededNoise
 
 HERE = Path(__file__).parent
 SEEDS, RUNS, SHORT = 5, 3000, 600

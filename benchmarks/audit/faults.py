@@ -10,13 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from fl_core import rng
-from privacy import entropy, example, gradients, grid, release, samplers
-from privacy.course import Course
-from privacy.draws import Draws
-from privacy.entropy import Noise, SeededNoise
-from privacy.example import PrivateData
-from privacy.gradients import Gradients, PerUnit, clipped, per_unit
-from privacy.terms import Terms
+from privacy.accounting.record_config import Terms
+from privacy.accounting.release_plan import Course
+from privacy.dp_sgd import class_sums as release
+from privacy.dp_sgd import layer_gradients as samplers
+from privacy.dp_sgd import per_sample_gradients as gradients
+from privacy.dp_sgd import private_data as example
+from privacy.dp_sgd.draws import Draws
+from privacy.dp_sgd.per_sample_gradients import Gradients, PerUnit, clipped, per_unit
+from privacy.dp_sgd.private_data import PrivateData
+from privacy.noise import grid
+from privacy.noise import sources as entropy
+from privacy.noise.sources import Noise, SeededNoise
 
 OPEN = 1e12
 

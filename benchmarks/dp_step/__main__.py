@@ -16,8 +16,8 @@ import torch
 from benchmarks import timing
 from benchmarks.dp_step.arms import arms
 from benchmarks.local_step import Setting
-from fl_core.devices import choose_device
-from privacy import gradients
+from fl_core.training.devices import choose_device
+from privacy.dp_sgd import per_sample_gradients as gradients
 
 SETTINGS: Mapping[str, Setting] = {
     "digits_cnn": Setting("digits_cnn", {}, (1, 8, 8), batch=96),

@@ -17,14 +17,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.local_step import TURN, Setting
-from fl_core.local import PlainData
 from fl_core.methods.fedavg import FedAvg
-from fl_core.types import Examples
-from privacy import example, gradients
-from privacy.course import Course, Spend
-from privacy.entropy import Noise, SecureNoise, SeededNoise
-from privacy.samplers import conv_grad_sample
-from privacy.terms import Terms
+from fl_core.training.local_data import PlainData
+from fl_core.types.values import Examples
+from privacy.accounting.record_config import Terms
+from privacy.accounting.release_plan import Course, Spend
+from privacy.dp_sgd import per_sample_gradients as gradients
+from privacy.dp_sgd import private_data as example
+from privacy.dp_sgd.layer_gradients import conv_grad_sample
+from privacy.noise.sources import Noise, SecureNoise, SeededNoise
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

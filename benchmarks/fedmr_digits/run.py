@@ -25,10 +25,10 @@ from statistics import mean, median, stdev
 
 import torch
 
-from coordinator.config import compose_spec
-from coordinator.plan import manifest_from
-from coordinator.simulation import run as simulate
-from coordinator.spec import RunSpec
+from coordinator.config.hydra_config import compose_spec
+from coordinator.config.manifest_builder import manifest_from
+from coordinator.config.run_spec import RunSpec
+from coordinator.simulation.runner import run as simulate
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2, 3, 4)

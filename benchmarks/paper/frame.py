@@ -27,9 +27,9 @@ from torch import Tensor
 
 from benchmarks.paper import images, tables
 from benchmarks.paper.study import Watch, bench_and_tests, seeded, whole
-from coordinator import simulation
-from coordinator.config import compose_spec
-from fl_core.methods.fedgela import adaptation
+from coordinator.config.hydra_config import compose_spec
+from coordinator.simulation import runner as simulation
+from fl_core.methods.disjoint.fedgela import adaptation
 
 TABLE, SETTING, BATCH = "fedgela_3", "ISIC2019 subset, centres 1, 2, 3, 5", 500
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
-from fl_core.datasets import isic2019
+from fl_core.datasets.sources import isic2019
 from fl_core.errors import ConfigError, DataError
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fl_core.metrics import rounds_to_target
+from fl_core.training.paper_metrics import rounds_to_target
 
 Run = Mapping[str, object]
 

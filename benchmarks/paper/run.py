@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.paper import curves, report, study, tables
-from coordinator.engines import How
+from coordinator.simulation.engine import How
 from fl_core.errors import ConfigError, FederationError
-from fl_core.words import nearest
+from fl_core.suggest import nearest
 
 RESULTS = Path(__file__).parent / "results"
 KEYS = ("table", "scale", "seeds", "methods", "settings", "jobs", "device", "out", "run")

@@ -22,19 +22,20 @@ import torch
 from benchmarks.paper import images
 from benchmarks.paper.measures import Run
 from benchmarks.paper.tables import Setting, Table
-from coordinator import simulation
-from coordinator.config import compose_spec
-from coordinator.engines import How
-from coordinator.plan import manifest_from, schema_of
-from coordinator.spec import RunSpec
-from fl_core import datasets, metrics, rng
-from fl_core.evaluation import Joined
+from coordinator.config.hydra_config import compose_spec
+from coordinator.config.manifest_builder import manifest_from, schema_of
+from coordinator.config.run_spec import RunSpec
+from coordinator.simulation import runner as simulation
+from coordinator.simulation.engine import How
+from fl_core import datasets, rng
 from fl_core.methods import build_method
 from fl_core.models import describe
-from fl_core.rounds import RoundRecord
-from fl_core.simulate import bench_of
-from fl_core.types import Federation, State, TaskKind
-from fl_core.worker import Bench
+from fl_core.rounds.engine import RoundRecord
+from fl_core.rounds.silo_round import Bench
+from fl_core.simulation.in_process import bench_of
+from fl_core.training import paper_metrics as metrics
+from fl_core.training.evaluation import Joined
+from fl_core.types.values import Federation, State, TaskKind
 
 HOLD_OUT = ("persilo", "label", "map")
 """Partitions whose silos hold out their own test examples: the global test set is the official one."""

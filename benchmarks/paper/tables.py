@@ -28,7 +28,7 @@ import yaml
 
 from benchmarks.paper.measures import MEASURES
 from fl_core.errors import ConfigError
-from fl_core.words import nearest
+from fl_core.suggest import nearest
 
 FOLDER = Path(__file__).parent / "tables"
 SCALES = ("paper", "small")

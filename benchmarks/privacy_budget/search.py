@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from fl_core import datasets
 from fl_core.models import build_model
-from privacy.accounting import Mechanism, solve_noise
-from privacy.terms import nominal
+from privacy.accounting.accountant import Mechanism, solve_noise
+from privacy.accounting.record_config import nominal
 
 Array = NDArray[np.float64]
 Split = tuple[Array, NDArray[np.int64]]

@@ -6,7 +6,7 @@ python -m benchmarks.round_trip --silos 3,12 --params 11183582 --rounds 3 --json
 
 from __future__ import annotations
 
-from protos.tls import hush_core, require_tls13
+from protos.tls.connect import hush_core, require_tls13
 
 require_tls13()  # before anything imports gRPC
 hush_core()

@@ -14,17 +14,17 @@ import torch
 
 from benchmarks.round_trip.models import RESNET18, workload
 from benchmarks.timing import Timed
-from coordinator.config import compose_spec
-from coordinator.plan import manifest_from
-from fl_core import trees
-from fl_core.accumulator import Accumulator
-from fl_core.fixed_point import FixedPoint, Grid
-from fl_core.simulate import initial_state
-from fl_core.types import Part, PartSpec, Tensors
-from protos import codec
-from protos.bundles import FileBundle
-from protos.chunks import CHUNK_BYTES
-from protos.extremes import Extremes
+from coordinator.config.hydra_config import compose_spec
+from coordinator.config.manifest_builder import manifest_from
+from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.fixed_point import FixedPoint, Grid
+from fl_core.simulation.in_process import initial_state
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Part, PartSpec, Tensors
+from protos.wire import codec
+from protos.wire.bundle_file import FileBundle
+from protos.wire.chunks import CHUNK_BYTES
+from protos.wire.streaming_minmax import Extremes
 
 STEPS = ("folded", "looked at", "seen arriving", "folded unread", "added", "read and added", "BLAKE3", "SHA-256")
 
@@ -50,7 +50,7 @@ def once(model: Tensors, part: Part, stored: Path, timed: dict[str, Timed]) -> N
 
 
 def main() -> None:
-    """Print the median of each step over nine rounds, after three to warm up; threads are those of `fl_core.pieces`."""
+    """Print the median of each step over nine rounds, after three to warm up; threads: `fl_core.blockwise.parallel`."""
     torch.set_num_threads(1)
     words = [*workload(RESNET18).overrides, "rounds=1", "method=fedavg"]
     model = initial_state(manifest_from(compose_spec(words), ["hospital0", "hospital1"]))["w"]

@@ -6,7 +6,7 @@ round: every client reads `down` bytes as a stream and then sends `up` bytes as 
 
 from __future__ import annotations
 
-from protos.tls import hush_core, require_tls13
+from protos.tls.connect import hush_core, require_tls13
 
 require_tls13()  # before anything imports gRPC
 hush_core()
@@ -24,12 +24,12 @@ from pathlib import Path  # noqa: E402
 import grpc  # noqa: E402
 
 from benchmarks.round_trip.processes import Processes, cpu_seconds  # noqa: E402
-from coordinator.credentials import server_credentials  # noqa: E402
-from coordinator.server import CHANNEL_OPTIONS  # noqa: E402
-from protos.chunks import CHUNK_BYTES  # noqa: E402
-from protos.identity import Address  # noqa: E402
-from silo.identity import SiloIdentity  # noqa: E402
-from silo.line import dial_with  # noqa: E402
+from coordinator.api.server import CHANNEL_OPTIONS  # noqa: E402
+from coordinator.pki.server_certificate import server_credentials  # noqa: E402
+from protos.pki.identity import Address  # noqa: E402
+from protos.wire.chunks import CHUNK_BYTES  # noqa: E402
+from silo.connection.channel import dial_with  # noqa: E402
+from silo.identity.identity import SiloIdentity  # noqa: E402
 
 SERVICE = "benchmarks.Bare"
 

@@ -15,15 +15,15 @@ from uuid import uuid4
 
 from benchmarks.round_trip.models import Workload
 from benchmarks.round_trip.processes import Processes, cpu_seconds, peak_mib
-from coordinator.client import LeadClient
-from coordinator.config import compose_spec
-from coordinator.pki import Authority
-from coordinator.records import InvitationRow
-from coordinator.store import Store
+from coordinator.config.hydra_config import compose_spec
+from coordinator.lead_client import LeadClient
+from coordinator.pki.authority import Authority
+from coordinator.storage.records import InvitationRow
+from coordinator.storage.store import Store
 from fl_core.errors import UnavailableError
-from fl_core.kinds import TaskKind
-from silo.enrol import join
-from silo.home import Home
+from fl_core.types.enums import TaskKind
+from silo.service.enrolment import join
+from silo.storage.home import Home
 
 START_S, ROUND_S = 180.0, 60.0
 LOOK_S = 0.1
@@ -61,7 +61,7 @@ class Federation:
         address = f"127.0.0.1:{_free_port()}"
         authority = Authority.create(self.home, "benchmark", [address])
         authority.issue_lead("lead")
-        words = ["coordinator.main", "serve", "--home", str(self.home), "--bind", address]
+        words = ["coordinator.cli.main", "serve", "--home", str(self.home), "--bind", address]
         self._coordinator = started.start(words)
         started.until((self.home / "service.json").exists, "the coordinator", START_S)
         self._enrol(authority)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protos.tls import hush_core, require_tls13
+from protos.tls.connect import hush_core, require_tls13
 
 require_tls13()  # before anything imports gRPC
 hush_core()
@@ -13,12 +13,12 @@ from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
-from fl_core.protocols import SiloData  # noqa: E402
-from fl_core.types import Bundle, Outcome, Part, PartSpec, State, TaskKind, Turn  # noqa: E402
-from fl_core.worker import METRICS, Bench  # noqa: E402
-from silo import serving  # noqa: E402
-from silo.home import Home  # noqa: E402
-from silo.service import Settings  # noqa: E402
+from fl_core.rounds.silo_round import METRICS, Bench  # noqa: E402
+from fl_core.types.interfaces import SiloData  # noqa: E402
+from fl_core.types.values import Bundle, Outcome, Part, PartSpec, State, TaskKind, Turn  # noqa: E402
+from silo.cli import foreground as serving  # noqa: E402
+from silo.service.service import Settings  # noqa: E402
+from silo.storage.home import Home  # noqa: E402
 
 CHANGE = 1e-4
 """What a number of an update is; small, so that twenty rounds of it leave a model that is still one."""

@@ -9,9 +9,10 @@ from pathlib import Path
 from PIL import Image
 from torch import nn
 
-from fl_core import datasets, trees
+from fl_core import datasets
 from fl_core.models import build_model
-from fl_core.types import Schema
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Schema
 
 CLASSES = tuple(f"class{k}" for k in range(10))
 RESNET18 = 11_183_582

@@ -15,15 +15,15 @@ import torch
 from benchmarks import timing
 from benchmarks.simulate.plain import Plain
 from benchmarks.timing import Timed
-from coordinator.config import compose_spec
-from coordinator.simulation import frozen
-from fl_core.manifest import RunManifest
-from fl_core.simulate import History, SiloShare, engine_of, initial_state, local_ports
-from fl_core.types import State, TaskKind
+from coordinator.config.hydra_config import compose_spec
+from coordinator.simulation.runner import frozen
+from fl_core.rounds.manifest import RunManifest
+from fl_core.simulation.in_process import History, SiloShare, engine_of, initial_state, local_ports
+from fl_core.types.values import State, TaskKind
 
 
 class Federated:
-    """What `fl_core.simulate.simulate` does, round by round."""
+    """What `fl_core.simulation.in_process.simulate` does, round by round."""
 
     def __init__(self, manifest: RunManifest, shares: Sequence[SiloShare]) -> None:
         self.history = History()

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fl_core import rng
-from fl_core.manifest import RunManifest
 from fl_core.models import build_model
-from fl_core.simulate import SiloShare
+from fl_core.rounds.manifest import RunManifest
+from fl_core.simulation.in_process import SiloShare
 
 
 class Plain:

@@ -13,9 +13,9 @@ import torch
 from benchmarks import timing
 from benchmarks.local_step import Setting, Steps, method_of
 from benchmarks.step_cost.naive import LoopFedMR, intra_loop
-from fl_core.devices import choose_device
-from fl_core.methods.fedmr import FedMR
-from fl_core.methods.manifold import IntraVariant, intra_loss
+from fl_core.methods.disjoint.fedmr import FedMR
+from fl_core.methods.losses.fedmr import IntraVariant, intra_loss
+from fl_core.training.devices import choose_device
 
 
 def measure(setting: Setting, turns: int, steps: int) -> timing.Found:

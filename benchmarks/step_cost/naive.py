@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fl_core.methods.fedmr import FedMR
-from fl_core.protocols import SiloData
-from fl_core.types import Losses, LossFn, State, Turn
+from fl_core.methods.disjoint.fedmr import FedMR
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Losses, LossFn, State, Turn
 
 
 def intra_loop(z: Tensor, y: Tensor, n_classes: int, eps: float) -> Tensor:

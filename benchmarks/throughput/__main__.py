@@ -14,9 +14,9 @@ import torch
 
 from benchmarks import timing
 from benchmarks.local_step import BareSteps, Setting, Steps, method_of
-from fl_core.devices import choose_device
 from fl_core.models import MODELS
-from fl_core.records import TrainConfig
+from fl_core.training.devices import choose_device
+from fl_core.types.records import TrainConfig
 
 
 def measure(setting: Setting, methods: Sequence[str], turns: int, steps: int) -> timing.Found:

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 
-from coordinator import display
-from coordinator.client import LeadClient
-from coordinator.config import compose_spec
+from coordinator import console as display
+from coordinator.config.hydra_config import compose_spec
 from coordinator.demo.budgets import open_budget, spending
 from coordinator.demo.processes import Processes, Signals, free_port
 from coordinator.demo.report import PRIVATE, report
+from coordinator.lead_client import LeadClient
 from fl_core.errors import UnavailableError
-from fl_core.manifest import RunManifest
+from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 
 HOSPITALS = 6

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_core import datasets
-from fl_core.manifest import RunManifest
-from privacy import records
-from privacy.course import TRAIN
-from privacy.ledger import Ledger
-from privacy.preview import project
+from fl_core.rounds.manifest import RunManifest
+from privacy.accounting.release_plan import TRAIN
+from privacy.ledger import registration as records
+from privacy.ledger.ledger import Ledger
+from privacy.reports.projection import project
 
 COLLECTION = "digits"
 EPSILON, DELTA = 8.0, 1e-5

@@ -7,9 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from coordinator import display, measured
+from coordinator import console as display
+from coordinator.api import measured
 from coordinator.demo.budgets import COLLECTION, EPSILON, Spending
-from privacy.uncertainty import Estimate
+from privacy.reports.uncertainty import Estimate
 from protos.consilium.v1 import federation_pb2 as pb
 
 PRIVATE = "fedmr-private"

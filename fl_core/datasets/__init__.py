@@ -6,16 +6,20 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fl_core.datasets import arrays, digits, folder, isic2019, leaf, manifest_csv, readers, spiral, trees_of_images
-from fl_core.datasets.base import ArrayExamples, SiloDataset, TensorExamples
 from fl_core.datasets.catalogue import KNOWN
-from fl_core.datasets.federations import Federated, federation_text, parse_federation
-from fl_core.datasets.images import ImageExamples, ImageTransform
-from fl_core.datasets.refs import DataRef, Source, federation, parse
-from fl_core.datasets.scan import Problem, Report, Scan
+from fl_core.datasets.checks import Problem, Report, Scan
+from fl_core.datasets.examples import ArrayExamples, SiloDataset, TensorExamples
+from fl_core.datasets.image_files import ImageExamples, ImageTransform
+from fl_core.datasets.partition.federations import Federated, federation_text, parse_federation
+from fl_core.datasets.references import DataRef, Source, federation, parse
+from fl_core.datasets.sources import arrays, digits, isic2019, leaf, spiral
+from fl_core.datasets.sources import class_folders as folder
+from fl_core.datasets.sources import csv_manifest as manifest_csv
+from fl_core.datasets.sources import image_folders as trees_of_images
+from fl_core.datasets.sources import torchvision as readers
 from fl_core.errors import ConfigError, DataError
-from fl_core.types import Schema
-from fl_core.words import nearest
+from fl_core.suggest import nearest
+from fl_core.types.values import Schema
 
 __all__ = [
     "DATA_ROOT",

@@ -9,8 +9,8 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fl_core.datasets.augment import CIFAR10, CIFAR100, TINY, Augmentation
-from fl_core.datasets.images import IMAGENET_MEAN, IMAGENET_STD
+from fl_core.datasets.augmentation import CIFAR10, CIFAR100, TINY, Augmentation
+from fl_core.datasets.image_files import IMAGENET_MEAN, IMAGENET_STD
 
 DIGITS = tuple("0123456789")
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

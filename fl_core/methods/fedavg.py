@@ -20,21 +20,11 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core import trees
-from fl_core.methods.options import one_of
 from fl_core.methods.traits import Traits
-from fl_core.protocols import SiloData
-from fl_core.types import (
-    Bundle,
-    Federation,
-    Losses,
-    LossFn,
-    Outcome,
-    Part,
-    State,
-    Tensors,
-    Turn,
-)
+from fl_core.methods.validation import one_of
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Bundle, Federation, Losses, LossFn, Outcome, Part, State, Tensors, Turn
 
 
 @dataclass(frozen=True, kw_only=True)

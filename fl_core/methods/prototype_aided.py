@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from fl_core.methods import prototypes
+from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.options import above, at_least, one_of
-from fl_core.protocols import SiloData
-from fl_core.types import Bundle, Federation, Losses, LossFn, Part, State, Turn
+from fl_core.methods.validation import above, at_least, one_of
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Bundle, Federation, Losses, LossFn, Part, State, Turn
 
 FORMS = ("off", "mixture", "additive")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from fl_core.types import Capability, Coupling, Exposure
+from fl_core.types.values import Capability, Coupling, Exposure
 
 
 class Traits:

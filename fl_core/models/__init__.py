@@ -12,20 +12,20 @@ from torch.overrides import TorchFunctionMode
 
 from fl_core import rng
 from fl_core.errors import ConfigError
-from fl_core.models.char_lstm import CharLstm
-from fl_core.models.convnets import Conv2Cifar, LeNet, TfCnn
-from fl_core.models.digits_cnn import DigitsCnn
-from fl_core.models.digits_linear import DigitsLinear
 from fl_core.models.efficientnet import EfficientNetB0
-from fl_core.models.mlp import DigitsMlp, MlpNet, SpiralMlp
 from fl_core.models.resnet import ResNet18, ResNet20, ResNet50, ResNet56
-from fl_core.models.simple_cnn import SimpleCnn
-from fl_core.models.split import SplitModel
+from fl_core.models.small.char_lstm import CharLstm
+from fl_core.models.small.convnets import Conv2Cifar, LeNet, TfCnn
+from fl_core.models.small.digits_cnn import DigitsCnn
+from fl_core.models.small.digits_linear import DigitsLinear
+from fl_core.models.small.mlp import DigitsMlp, MlpNet, SpiralMlp
+from fl_core.models.small.simple_cnn import SimpleCnn
+from fl_core.models.split_model import SplitModel
 from fl_core.models.vgg import Vgg8, Vgg11, Vgg16
 from fl_core.models.wide_resnet import WideResNet2810
 from fl_core.options import from_mapping
-from fl_core.types import Schema
-from fl_core.words import nearest
+from fl_core.suggest import nearest
+from fl_core.types.values import Schema
 
 __all__ = ["MODELS", "ModelFacts", "ModelOptions", "SplitModel", "build_model", "describe", "model_options"]
 

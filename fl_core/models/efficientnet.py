@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fl_core.errors import ConfigError
-from fl_core.models.options import image_shape, in_range, one_of
-from fl_core.models.split import SplitModel, assemble
-from fl_core.types import Schema, Tensors
+from fl_core.models.split_model import SplitModel, assemble
+from fl_core.models.validation import image_shape, in_range, one_of
+from fl_core.types.values import Schema, Tensors
 
 FEATURES = 1280
 

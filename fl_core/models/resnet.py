@@ -20,9 +20,9 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from fl_core.errors import ConfigError
-from fl_core.models.options import image_shape, one_of
-from fl_core.models.split import SplitModel, assemble, kaiming
-from fl_core.types import Schema
+from fl_core.models.split_model import SplitModel, assemble, kaiming
+from fl_core.models.validation import image_shape, one_of
+from fl_core.types.values import Schema
 
 Norm = Callable[[int], nn.Module]
 

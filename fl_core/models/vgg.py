@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import nn
 
-from fl_core.models.options import image_shape, one_of
-from fl_core.models.split import SplitModel, assemble, kaiming
-from fl_core.types import Schema
+from fl_core.models.split_model import SplitModel, assemble, kaiming
+from fl_core.models.validation import image_shape, one_of
+from fl_core.types.values import Schema
 
 FEATURES = 512
 # channels of the convolutions before each of the five poolings

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fl_core.models.options import image_shape, in_range
-from fl_core.models.split import SplitModel, assemble, kaiming
-from fl_core.types import Schema
+from fl_core.models.split_model import SplitModel, assemble, kaiming
+from fl_core.models.validation import image_shape, in_range
+from fl_core.types.values import Schema
 
 STEM, WIDTHS, BLOCKS = 16, (160, 320, 640), 4
 

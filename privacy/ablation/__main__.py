@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-PROGRAM = "coordinator.ablation"
+PROGRAM = "coordinator.simulation.privacy_ablation"
 
 
 def main(words: list[str]) -> int:

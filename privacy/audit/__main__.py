@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from privacy.audit import plots, step
-from privacy.audit.audits import AUDITS, Outcome, Setting, Verdict, keep
-from privacy.audit.step import Step
-from privacy.audit.subject import Subject
+from privacy.audit import plots
+from privacy.audit import step_checks as step
+from privacy.audit.runner import AUDITS, Outcome, Setting, Verdict, keep
+from privacy.audit.step_checks import Step
+from privacy.audit.target import Subject
 
 STEPS = {
     "per unit": Step("example"), "split": Step("split"), "micro": Step("micro"), "z = 0.5": Step("example", 0.5),

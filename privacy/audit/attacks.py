@@ -16,16 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_core import rng, trees
+from fl_core import rng
 from fl_core.errors import ConfigError
-from fl_core.methods.prototypes import features_of
-from fl_core.optimizers import Adam
-from fl_core.types import ClassSums
-from privacy.audit.bounds import Floats, auc
-from privacy.audit.subject import InMemory, Subject, losses
+from fl_core.methods.building_blocks.prototypes import features_of
+from fl_core.training.optimizers import Adam
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import ClassSums
+from privacy.audit.epsilon_bounds import Floats, auc
+from privacy.audit.target import InMemory, Subject, losses
 from privacy.audit.training import Training
-from privacy.entropy import Noise, SecureNoise, SeededNoise
-from privacy.release import Units, class_sums
+from privacy.dp_sgd.class_sums import Units, class_sums
+from privacy.noise.sources import Noise, SecureNoise, SeededNoise
 
 CANDIDATES = 50
 """Images that a prototype's members are sought among, at most."""
@@ -111,8 +112,8 @@ def prototypes(
 ) -> list[Tracing]:  # fmt: skip
     """Attack prototypes of one class; the extractor was trained on other images, a third of all, which are public.
 
-    The release is that of record-level privacy, `privacy.release`, at the case's noise. Cases of more members than any
-    class has images for are left out. Raises ConfigError (E-PRIV-29) when there is no other.
+    The release is that of record-level privacy, `privacy.dp_sgd.class_sums`, at the case's noise. Cases of more
+    members than any class has images for are left out. Raises ConfigError (E-PRIV-29) when there is no other.
     """
     order = torch.randperm(len(subject.y), generator=rng.stream(seed, "tracing"))
     public, rest = order[: len(order) // 3], order[len(order) // 3 :]

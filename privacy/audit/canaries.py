@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fl_core import rng
-from fl_core.types import Losses
-from privacy.audit.bounds import CONFIDENCE, Floats, Guesses, auc, one_run
-from privacy.audit.subject import InMemory, Subject, held_against, losses
+from fl_core.types.values import Losses
+from privacy.audit.epsilon_bounds import CONFIDENCE, Floats, Guesses, auc, one_run
+from privacy.audit.target import InMemory, Subject, held_against, losses
 from privacy.audit.training import Training
-from privacy.entropy import Noise
+from privacy.noise.sources import Noise
 
 CANARIES = 500
 PUSH = 1e3

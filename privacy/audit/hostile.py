@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_core import rng
-from fl_core.datasets.augment import LESIONS
-from fl_core.datasets.base import TensorExamples
-from fl_core.types import ClassSums, Losses
-from privacy.audit.subject import InMemory
+from fl_core.datasets.augmentation import LESIONS
+from fl_core.datasets.examples import TensorExamples
+from fl_core.types.values import ClassSums, Losses
+from privacy.audit.target import InMemory
 from privacy.audit.worlds import Attack
 
 _HALF_A_BIT = 2.0**-25

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fl_core.aggregation.fixed_point import Grid
 from fl_core.errors import FederationError
-from fl_core.fixed_point import Grid
-from fl_core.manifest import Choice, Member, Option, RunManifest
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.spec import derive_layout
-from fl_core.types import Schema, TrainConfig
-from privacy import plan
+from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.manifest import Choice, Member, Option, RunManifest
+from fl_core.types.values import Schema, TrainConfig
+from privacy import profiles as plan
 
 _SCHEMA = Schema((1, 8, 8), ("a", "b"))
 BAD = (math.nan, math.inf, -1.0, 1e38, 1e-40)

@@ -12,9 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from privacy.audit.attacks import Tracing
-from privacy.audit.bounds import Floats, auc
 from privacy.audit.canaries import Found
-from privacy.audit.step import Moved, Scale
+from privacy.audit.epsilon_bounds import Floats, auc
+from privacy.audit.step_checks import Moved, Scale
 
 
 def bounds(found: Mapping[str, Sequence[Found]], claimed: Mapping[str, float], file: Path) -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fl_core.local import PlainData
-from fl_core.types import Coupling, Examples, Federation, LossFn, TrainConfig, Turn
-from privacy.course import Course, Rates, Spend
-from privacy.entropy import Noise, SecureNoise
-from privacy.example import PrivateData
-from privacy.terms import Terms
+from fl_core.training.local_data import PlainData
+from fl_core.types.values import Coupling, Examples, Federation, LossFn, TrainConfig, Turn
+from privacy.accounting.record_config import Terms
+from privacy.accounting.release_plan import Course, Rates, Spend
+from privacy.dp_sgd.private_data import PrivateData
+from privacy.noise.sources import Noise, SecureNoise
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core import rng
-from fl_core.types import ClassSums, Coupling, Examples, Federation, Losses, LossFn, TrainConfig, Turn
-from privacy.accounting import Mechanism, epsilon_rdp
-from privacy.audit.bounds import CONFIDENCE, Floats, epsilon_bound, mu_bound
-from privacy.audit.step import Silent
-from privacy.course import Course, Rates, Spend
-from privacy.entropy import Noise, SecureNoise
-from privacy.example import PrivateData
-from privacy.silo_terms import analytic_epsilon
-from privacy.terms import Terms
+from fl_core.types.values import ClassSums, Coupling, Examples, Federation, Losses, LossFn, TrainConfig, Turn
+from privacy.accounting.accountant import Mechanism, epsilon_rdp
+from privacy.accounting.record_config import Terms
+from privacy.accounting.release_plan import Course, Rates, Spend
+from privacy.audit.epsilon_bounds import CONFIDENCE, Floats, epsilon_bound, mu_bound
+from privacy.audit.step_checks import Silent
+from privacy.dp_sgd.private_data import PrivateData
+from privacy.noise.sources import Noise, SecureNoise
+from privacy.silo_dp.config import analytic_epsilon
 
 DELTA = 1e-5
 TURN = Turn(Federation(1, 4, 1, 0, 1), 0, 0)

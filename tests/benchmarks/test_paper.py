@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.paper import curves, report, run, study, tables
 from benchmarks.paper.measures import MEASURES, curve
-from coordinator.config import choices, compose_spec
+from coordinator.config.hydra_config import choices, compose_spec
 from fl_core.errors import ConfigError
 
 TINY = """

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.paper import frame, study
-from coordinator.config import compose_spec
+from coordinator.config.hydra_config import compose_spec
 
 
 def test_fedgelas_plain_frame_answers_as_its_record_says_and_equal_counts_change_nothing() -> None:

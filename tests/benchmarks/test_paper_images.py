@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.paper import images
-from fl_core.datasets import isic2019
+from fl_core.datasets.sources import isic2019
 from fl_core.errors import ConfigError, DataError
 
 

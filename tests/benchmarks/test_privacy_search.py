@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks.privacy_budget import search
-from coordinator import simulation
-from coordinator.config import compose_spec
+from coordinator.config.hydra_config import compose_spec
+from coordinator.simulation import runner as simulation
 from fl_core import datasets
 from fl_core.models import build_model
 

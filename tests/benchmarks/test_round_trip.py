@@ -13,11 +13,11 @@ import torch
 
 from benchmarks.round_trip.__main__ import compared
 from benchmarks.round_trip.models import RESNET18, workload
-from coordinator.config import compose_spec
-from coordinator.plan import manifest_from
-from fl_core.simulate import initial_state
-from fl_core.types import Part
-from protos.codec import pack_bundle, pack_state
+from coordinator.config.hydra_config import compose_spec
+from coordinator.config.manifest_builder import manifest_from
+from fl_core.simulation.in_process import initial_state
+from fl_core.types.values import Part
+from protos.wire.codec import pack_bundle, pack_state
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {

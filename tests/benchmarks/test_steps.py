@@ -19,11 +19,11 @@ from benchmarks.simulate import __main__ as simulate_program
 from benchmarks.step_cost import __main__ as step_cost_program
 from benchmarks.step_cost.naive import LoopFedMR, intra_loop
 from benchmarks.throughput import __main__ as throughput_program
-from fl_core import trees
-from fl_core.methods.fedmr import FedMR
-from fl_core.methods.manifold import IntraVariant, intra_loss
-from fl_core.types import TrainConfig
-from privacy.gradients import MODES
+from fl_core.methods.disjoint.fedmr import FedMR
+from fl_core.methods.losses.fedmr import IntraVariant, intra_loss
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import TrainConfig
+from privacy.dp_sgd.per_sample_gradients import MODES
 
 SMALL = Setting("digits_cnn", shape=(1, 8, 8), batch=20, schedule=TrainConfig(lr=1.0))
 MACHINE = {"processor", "device", "threads", "python", "torch"}

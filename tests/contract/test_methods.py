@@ -25,15 +25,15 @@ from helpers_methods import (
 )
 from torch import nn
 
-from fl_core import trees
-from fl_core.accumulator import Accumulator
-from fl_core.fixed_point import FixedPoint, Grid
-from fl_core.local import PlainData
+from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.fixed_point import FixedPoint, Grid
 from fl_core.methods import METHODS
-from fl_core.simulate import LocalPort, bench_of
-from fl_core.spec import derive_layout
-from fl_core.types import Bundle, Part, PartSpec, TaskKind, Turn
-from fl_core.worker import Bench, work
+from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.silo_round import Bench, work
+from fl_core.simulation.in_process import LocalPort, bench_of
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Bundle, Part, PartSpec, TaskKind, Turn
 
 
 def poisoned() -> nn.Module:

@@ -9,9 +9,9 @@ from helpers_core import NAMES, manifest, same, shares
 from helpers_grpc import World, running, until
 from helpers_scripted import ScriptedSilo
 
-from fl_core import trees
 from fl_core.methods import METHODS
-from fl_core.simulate import History, simulate
+from fl_core.simulation.in_process import History, simulate
+from fl_core.types import tensor_maps as trees
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from helpers_grpc import World, channel, until
 from helpers_wire import open_request, send
 
 from fl_core.errors import RefusedError
-from fl_core.manifest import RunManifest
-from protos import receipts
+from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.version import PROTOCOL
+from protos.wire import receipts
 
 DATA = bytes(range(256)) * 8
 STATED = pb.Attestation(

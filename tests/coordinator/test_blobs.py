@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.blobs import Blobs
+from coordinator.storage.object_store import Blobs
 from fl_core.errors import ProtocolError, StateError
-from protos import codec
-from protos.spares import LARGE
+from protos.storage.file_recycling import LARGE
+from protos.wire import codec
 
 
 def test_an_object_is_under_its_digest_and_twice_is_once(tmp_path: Path) -> None:

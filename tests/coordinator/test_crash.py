@@ -19,12 +19,12 @@ from helpers_grpc import World, until
 from helpers_scripted import Memory, ScriptedSilo
 from sqlalchemy import Connection
 
-from coordinator.database import Database
-from coordinator.records import RunState
-from coordinator.server import CoordinatorServer
-from fl_core import trees
-from fl_core.rounds import Silent
-from fl_core.simulate import simulate
+from coordinator.api.server import CoordinatorServer
+from coordinator.storage.database import Database
+from coordinator.storage.records import RunState
+from fl_core.rounds.engine import Silent
+from fl_core.simulation.in_process import simulate
+from fl_core.types import tensor_maps as trees
 
 PEOPLE = ("north", "east")
 AGREED = manifest(rounds=2, names=PEOPLE)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.database import Database
+from coordinator.storage.database import Database
 
 KILLED = """
 import os, sys
 from pathlib import Path
-from coordinator.database import Database
+from coordinator.storage.database import Database
 
 database = Database(Path(sys.argv[1]))
 with database.note() as db:

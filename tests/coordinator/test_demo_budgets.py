@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import compose_spec
+from coordinator.config.hydra_config import compose_spec
 from coordinator.demo import RUNS, budgets
 from coordinator.demo.report import COLOURS, LABELS, PRIVATE, report
-from coordinator.simulation import frozen
+from coordinator.simulation.runner import frozen
 from fl_core import datasets
 from fl_core.errors import RefusedError
-from fl_core.manifest import RunManifest
-from privacy import records
-from privacy.accounting import Mechanism
-from privacy.course import TRAIN
-from privacy.ledger import Ledger, Planned, Task
+from fl_core.rounds.manifest import RunManifest
+from privacy.accounting.accountant import Mechanism
+from privacy.accounting.release_plan import TRAIN
+from privacy.ledger import registration as records
+from privacy.ledger.ledger import Ledger, Planned, Task
 from privacy.policy import Policy
-from privacy.preview import planned
+from privacy.reports.projection import planned
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.home import Home
+from silo.storage.home import Home
 
 
 @pytest.fixture(scope="module")

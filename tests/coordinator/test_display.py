@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator import display
-from coordinator.display import percent
+from coordinator import console as display
+from coordinator.console import percent
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ from helpers_core import SCHEMA, manifest, same, shares
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from coordinator.export import export
-from fl_core import trees
+from coordinator.cli.export import export
 from fl_core.errors import StateError
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.simulate import History, simulate
-from fl_core.types import State
-from protos.codec import write_state
+from fl_core.simulation.in_process import History, simulate
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import State
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.codec import write_state
 
 METHODS = {
     "fedavg": ("fedavg", {}),

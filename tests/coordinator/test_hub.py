@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.hub import Hub
-from coordinator.sessions import Session
-from coordinator.store import Store
-from coordinator.tasks import Interrupted, Task, TaskKey
-from fl_core.types import TaskKind
+from coordinator.runs.dispatcher import Hub
+from coordinator.runs.session import Session
+from coordinator.runs.tasks import Interrupted, Task, TaskKey
+from coordinator.storage.store import Store
+from fl_core.types.values import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.identity import Identity, Kind, PeerCertificate
+from protos.pki.identity import Identity, Kind, PeerCertificate
 
 TASK = Task(TaskKey("run", 3, TaskKind.TRAIN, "north"), "m" * 64, "b" * 64, 100, 1, time.monotonic() + 1000)
 

@@ -11,7 +11,7 @@ import pytest
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MESSAGES = """
 import resource, threading
-from coordinator.memory import give_back_large_blocks
+from coordinator.runs.malloc_tuning import give_back_large_blocks
 assert give_back_large_blocks()
 
 def faults():
@@ -33,7 +33,7 @@ thread.join()
 """
 TENSORS = """
 import torch
-from coordinator.memory import give_back_large_blocks, use_huge_pages
+from coordinator.runs.malloc_tuning import give_back_large_blocks, use_huge_pages
 give_back_large_blocks()
 use_huge_pages()
 x = torch.ones(8 << 20)
@@ -41,8 +41,8 @@ print(sum(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if li
 """
 PIECES = """
 import torch
-from coordinator.memory import give_back_large_blocks, give_back_what_is_free
-from fl_core.buffers import MEMORY
+from coordinator.runs.malloc_tuning import give_back_large_blocks, give_back_what_is_free
+from fl_core.blockwise.buffer_pool import MEMORY
 give_back_large_blocks()
 
 def resident():

@@ -9,18 +9,18 @@ import grpc
 import pytest
 from helpers_grpc import FAST, World, channel, until
 
-from coordinator.client import LeadClient
-from coordinator.commands import authority as ca
-from coordinator.commands import consortium
-from coordinator.membership import Membership
+from coordinator.cli import authority as ca
+from coordinator.cli import consortium
+from coordinator.lead_client import LeadClient
+from coordinator.pki.membership import Membership
 from fl_core.errors import ConfigError, RefusedError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.identity import colons
-from protos.papers import Admission, SigningRequest
-from protos.roster import SignedRoster
-from silo.commands import run as silo
-from silo.identity import SiloIdentity
+from protos.pki.identity import colons
+from protos.pki.offline_signing import Admission, SigningRequest
+from protos.pki.roster import SignedRoster
+from silo.cli.service import run as silo
+from silo.identity.identity import SiloIdentity
 
 DENIED = grpc.StatusCode.PERMISSION_DENIED
 

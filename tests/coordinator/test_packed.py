@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.packed import Packed
-from protos.chunks import CHUNK_BYTES, PackedChunk, read_chunks
+from coordinator.storage.chunk_cache import Packed
+from protos.wire.chunks import CHUNK_BYTES, PackedChunk, read_chunks
 
 SIZE = 3 * CHUNK_BYTES + 17
 
@@ -122,7 +122,7 @@ def test_a_transfer_whose_object_cannot_be_read_fails_and_so_does_the_one_beside
         yield next(read_chunks(path, name, offset))
         raise OSError(5, "input/output error")
 
-    monkeypatch.setattr("coordinator.packed.read_chunks", broken)
+    monkeypatch.setattr("coordinator.storage.chunk_cache.read_chunks", broken)
     packed = _expecting(2)
     first, second = packed.chunks(file, "name"), packed.chunks(file, "name")
     assert next(first) == next(second)

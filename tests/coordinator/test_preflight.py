@@ -13,14 +13,14 @@ from helpers_core import NAMES, manifest
 from helpers_grpc import until
 from test_hub import session
 
-from coordinator import preflight
-from coordinator.hub import Hub
-from coordinator.records import Run
-from coordinator.store import Store
-from coordinator.tasks import Interrupted, Preflight, PreflightKey
+from coordinator.runs import preflight
+from coordinator.runs.dispatcher import Hub
+from coordinator.runs.tasks import Interrupted, Preflight, PreflightKey
+from coordinator.storage.records import Run
+from coordinator.storage.store import Store
 from fl_core.errors import RefusedError, UnavailableError
-from fl_core.manifest import Choice, RunManifest
-from fl_core.types import TaskKind
+from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.types.values import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 
 PRIVATE = replace(manifest(), privacy=Choice("dp_record", {"epsilon": 8.0}))

@@ -16,21 +16,21 @@ from helpers_core import NAMES, manifest, same, shares
 from helpers_grpc import FAST, World, running, until
 from helpers_scripted import Key, Memory, ScriptedSilo
 
-from coordinator.commands import lead
-from coordinator.ports import checked
-from coordinator.records import RunState
-from coordinator.server import Settings
-from fl_core import trees
-from fl_core.accumulator import Accumulator
+from coordinator.api.server import Settings
+from coordinator.cli import runs as lead
+from coordinator.runs.grpc_port import checked
+from coordinator.storage.records import RunState
+from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.fixed_point import Grid
 from fl_core.errors import ConfigError, ProtocolError, StateError
-from fl_core.fixed_point import Grid
-from fl_core.rounds import Silent
-from fl_core.simulate import simulate
-from fl_core.types import Bundle, Part, PartSpec, TaskKind
-from protos import codec
-from protos.bundles import FileBundle
-from protos.chunks import PackedChunk, read_chunks
+from fl_core.rounds.engine import Silent
+from fl_core.simulation.in_process import simulate
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Bundle, Part, PartSpec, TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire import codec
+from protos.wire.bundle_file import FileBundle
+from protos.wire.chunks import PackedChunk, read_chunks
 
 
 def silos(world: World, memories: dict[str, Memory] | None = None, **script: object) -> list[ScriptedSilo]:
@@ -227,8 +227,8 @@ def test_memory_is_given_back_after_every_submission_and_when_no_run_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[str] = []
-    monkeypatch.setattr("coordinator.servicers.lead.give_back_what_is_free", lambda: given.append("composed"))
-    monkeypatch.setattr("coordinator.runs.give_back_what_is_free", lambda: given.append("ended"))
+    monkeypatch.setattr("coordinator.api.lead.give_back_what_is_free", lambda: given.append("composed"))
+    monkeypatch.setattr("coordinator.runs.scheduler.give_back_what_is_free", lambda: given.append("ended"))
     with running(tmp_path / "home", NAMES) as world:
         world.manifests["known"] = manifest(rounds=2)
         with pytest.raises(grpc.RpcError):
@@ -252,7 +252,7 @@ def test_a_base_is_read_once_for_all_silos_and_nothing_of_it_stays(
         read.append(name)
         return read_chunks(path, name, offset)
 
-    monkeypatch.setattr("coordinator.packed.read_chunks", counted)
+    monkeypatch.setattr("coordinator.storage.chunk_cache.read_chunks", counted)
     with running(tmp_path / "home", NAMES) as world:
         people = silos(world)
         run = world.finished(world.submit(manifest(rounds=2)).id)

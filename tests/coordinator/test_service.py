@@ -15,25 +15,25 @@ from helpers_core import NAMES, manifest, shares
 from helpers_grpc import World, channel, running, until
 from helpers_scripted import ScriptedSilo
 
-from coordinator.client import LeadClient
-from coordinator.membership import Membership
-from coordinator.records import RunState
-from coordinator.server import ADDRESS_FILE, CoordinatorServer
-from coordinator.servicers.control import ControlService
-from coordinator.servicers.enrolment import EnrolmentService
-from coordinator.servicers.lead import LeadService
-from coordinator.servicers.transfer import TransferService
-from fl_core import trees
+from coordinator.api.control import ControlService
+from coordinator.api.enrolment import EnrolmentService
+from coordinator.api.lead import LeadService
+from coordinator.api.server import ADDRESS_FILE, CoordinatorServer
+from coordinator.api.transfer import TransferService
+from coordinator.lead_client import LeadClient
+from coordinator.pki.membership import Membership
+from coordinator.storage.records import RunState
 from fl_core.errors import ConfigError, FederationError, StateError, UnavailableError
-from protos import certificates
-from protos.certificates import RENEWAL, renewal_message
-from protos.codec import read_state
+from fl_core.types import tensor_maps as trees
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.identity import identity_of
-from protos.invitation import InvitationToken
-from protos.keyfiles import Credentials
-from protos.roster import SignedRoster, renewed_from
+from protos.pki import certificates
+from protos.pki.certificates import RENEWAL, renewal_message
+from protos.pki.identity import identity_of
+from protos.pki.invitation import InvitationToken
+from protos.pki.roster import SignedRoster, renewed_from
+from protos.storage.private_files import Credentials
+from protos.wire.codec import read_state
 
 
 def test_every_call_of_the_protocol_is_answered_by_code_of_ours() -> None:
@@ -222,7 +222,7 @@ def test_a_run_that_meets_an_unforeseen_error_fails_with_a_code(
         def broken(*given: object) -> object:
             raise RuntimeError("a detail")
 
-        monkeypatch.setattr("coordinator.blobs.Blobs.put_state", broken)
+        monkeypatch.setattr("coordinator.storage.object_store.Blobs.put_state", broken)
         run = world.ended(world.submit(manifest(rounds=1)).id)
         assert run.state is RunState.FAILED
         assert run.reason.startswith("E-RUN-99")

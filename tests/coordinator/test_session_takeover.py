@@ -11,13 +11,13 @@ from helpers_core import manifest
 from helpers_grpc import World, channel, credentials, until
 from helpers_line import DENIED, HELLO, Line, instance
 
-from coordinator.hub import Hub
-from coordinator.sessions import Session
-from coordinator.store import Store
+from coordinator.runs.dispatcher import Hub
+from coordinator.runs.session import Session
+from coordinator.storage.store import Store
 from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.identity import Identity, Kind, PeerCertificate
+from protos.pki.identity import Identity, Kind, PeerCertificate
 
 
 def test_a_second_session_supersedes_the_first(world: World) -> None:

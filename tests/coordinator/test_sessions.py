@@ -12,14 +12,14 @@ from helpers_grpc import FAST, World, channel, credentials, running, until
 from helpers_line import DENIED, HELLO, Line, online
 from helpers_wire import send
 
-from coordinator.membership import Membership
-from coordinator.pki import Authority
-from coordinator.server import Settings
-from fl_core.rounds import RoundRecord
-from fl_core.types import TaskKind
+from coordinator.api.server import Settings
+from coordinator.pki.authority import Authority
+from coordinator.pki.membership import Membership
+from fl_core.rounds.engine import RoundRecord
+from fl_core.types.values import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.invitation import InvitationToken
+from protos.pki.invitation import InvitationToken
 from protos.version import PROTOCOL
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from coordinator.commands.lead import run
-from coordinator.commands.research import simulate
+from coordinator.cli.research import simulate
+from coordinator.cli.runs import run
 from fl_core.errors import ConfigError
 
 CLASSES = ("keratosis", "melanoma", "nevus")

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.display import personal_text, round_json
-from coordinator.records import Certificate, Contribution, EventRow, InvitationRow, Run, RunState
-from coordinator.store import FILE, Store
-from coordinator.views import round_info
+from coordinator.api.messages import round_info
+from coordinator.console import personal_text, round_json
+from coordinator.storage.records import Certificate, Contribution, EventRow, InvitationRow, Run, RunState
+from coordinator.storage.store import FILE, Store
 from fl_core.errors import ConfigError, ProtocolError, RefusedError, StateError
-from fl_core.rounds import RoundRecord
-from fl_core.types import TaskKind
+from fl_core.rounds.engine import RoundRecord
+from fl_core.types.values import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 
 
@@ -136,7 +136,8 @@ def test_the_first_use_of_a_new_enrolment_ends_the_older_certificates(store: Sto
 
 def test_a_second_process_writes_the_same_file(store: Store, tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib\nfrom coordinator.store import Store\nfrom coordinator.records import InvitationRow\n"
+        "import sys, pathlib\nfrom coordinator.storage.store import Store\n"
+        "from coordinator.storage.records import InvitationRow\n"
         "s = Store(pathlib.Path(sys.argv[1]))\n"
         "for k in range(20): s.members.invite(InvitationRow(f'p{k}', f'other{k}', 0, 9e9))\n"
     )

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import simulation
-from coordinator.commands.research import simulate
-from coordinator.config import compose_spec
-from coordinator.engines import How
-from coordinator.sweep import combinations, is_sweep
+from coordinator.cli.research import simulate
+from coordinator.config.hydra_config import compose_spec
+from coordinator.simulation import runner as simulation
+from coordinator.simulation.engine import How
+from coordinator.simulation.sweep import combinations, is_sweep
 from fl_core.errors import ConfigError
 
 COMMAND = str(Path(sys.executable).parent / "coordinator")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from coordinator.turns import Turns
+from coordinator.api.stream_limiter import Turns
 
 
 def test_so_many_streams_have_a_turn_at_once_and_no_more_while_turns_are_short() -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from helpers_core import manifest, same, shares
 
-from fl_core.all_silos import AllSilos
-from fl_core.personalise import BestHistory
-from fl_core.records import RoundRecord
-from fl_core.simulate import History, bench_of, initial_state, simulate
-from fl_core.types import State, TrainConfig
+from fl_core.simulation.fine_tuning import BestHistory
+from fl_core.simulation.global_test import AllSilos
+from fl_core.simulation.in_process import History, bench_of, initial_state, simulate
+from fl_core.types.records import RoundRecord
+from fl_core.types.values import State, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 

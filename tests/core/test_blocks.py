@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from fl_core import trees
-from fl_core.accumulator import Accumulator
+from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.fixed_point import Grid
+from fl_core.blockwise.parallel import BLOCK
 from fl_core.errors import ProtocolError
-from fl_core.fixed_point import Grid
-from fl_core.pieces import BLOCK
-from fl_core.types import Part, PartSpec
-from protos import codec
-from protos.digests import file_digest, write_sealed
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Part, PartSpec
+from protos.storage.digests import file_digest, write_sealed
+from protos.wire import codec
 
 SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7)
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from fl_core import trees
-from fl_core.accumulator import Accumulator
-from fl_core.buffers import LARGE, Buffers
-from fl_core.fixed_point import FixedPoint, Grid
-from fl_core.types import Part, PartSpec
+from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.fixed_point import FixedPoint, Grid
+from fl_core.blockwise.buffer_pool import LARGE, Buffers
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Part, PartSpec
 
 SHAPE = (LARGE // 4, 2)
 

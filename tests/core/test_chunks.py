@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_core.errors import ProtocolError
-from protos.chunks import CHUNK_BYTES, Chunk, append_chunk, head, read_chunks
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.chunks import CHUNK_BYTES, Chunk, append_chunk, head, read_chunks
 
 CHUNKS = st.builds(
     Chunk,

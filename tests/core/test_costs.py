@@ -8,12 +8,12 @@ import pytest
 from helpers_core import manifest, shares
 
 from fl_core import datasets
-from fl_core.costs import Traffic, copies, measure, received, sent, traffic
-from fl_core.manifest import Choice, Member
 from fl_core.methods import build_method
 from fl_core.models import build_model, describe
-from fl_core.spec import derive_layout
-from fl_core.types import Federation, Schema, TrainConfig
+from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.manifest import Choice, Member
+from fl_core.simulation.costs import Traffic, copies, measure, received, sent, traffic
+from fl_core.types.values import Federation, Schema, TrainConfig
 
 TABLE_3 = {
     "FMNIST": ("resnet18", {}, (1, 28, 28), 10, 11_182_430, 5_120, "11.182", "11.188"),

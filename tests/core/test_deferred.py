@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from oracles import units
 from torch import Tensor
 
-from fl_core import sums, trees
-from fl_core.accumulator import Accumulator
-from fl_core.deferred import Deferred, Filler, Numbers
+from fl_core.aggregation import partial_sums as sums
+from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.fixed_point import FixedPoint, Grid, Ring
+from fl_core.blockwise.lazy_tensors import Deferred, Filler, Numbers
 from fl_core.errors import ProtocolError
-from fl_core.fixed_point import FixedPoint, Grid, Ring
-from fl_core.types import Part, PartSpec
-from protos import codec
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Part, PartSpec
+from protos.wire import codec
 
 
 def exact(bundles: list[dict[str, Part]], bits: int) -> dict[str, Tensor]:

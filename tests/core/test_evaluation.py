@@ -11,7 +11,9 @@ import torch
 from helpers_core import FED, Given, manifest, same, shares
 from torch import nn
 
-from fl_core.evaluation import (
+from fl_core.aggregation.fixed_point import FixedPoint, Grid
+from fl_core.simulation.in_process import History, SiloShare, simulate
+from fl_core.training.evaluation import (
     PERSONAL,
     PERSONAL_PUBLIC,
     Joined,
@@ -20,11 +22,9 @@ from fl_core.evaluation import (
     personal_scores,
     weighted_accuracy,
 )
-from fl_core.fixed_point import FixedPoint, Grid
-from fl_core.local import PlainData
-from fl_core.records import fairness
-from fl_core.simulate import History, SiloShare, simulate
-from fl_core.types import Split, TrainConfig, Turn
+from fl_core.training.local_data import PlainData
+from fl_core.types.records import fairness
+from fl_core.types.values import Split, TrainConfig, Turn
 
 
 class Told(nn.Module):
@@ -144,10 +144,10 @@ def test_measuring_personal_models_changes_no_bit_of_the_run(method: str) -> Non
 
 def test_personal_models_are_those_after_local_training() -> None:
     """The means equal those of models trained here, silo by silo, without ports, parts or a grid."""
-    from fl_core import trees
     from fl_core.methods.fedavg import FedAvg
     from fl_core.models import build_model
-    from fl_core.types import Federation
+    from fl_core.types import tensor_maps as trees
+    from fl_core.types.values import Federation
 
     run = manifest(rounds=1, train=TrainConfig(lr=0.05, batch_size=4, epochs=3), personal=True)
     history, given = History(), shares()

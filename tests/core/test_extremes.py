@@ -15,14 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fl_core.accumulator import Accumulator
-from fl_core.deferred import Filler
+from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.fixed_point import Grid
+from fl_core.blockwise.lazy_tensors import Filler
 from fl_core.errors import ProtocolError
-from fl_core.fixed_point import Grid
-from fl_core.types import Bundle, Part, PartSpec
-from protos import codec, extremes
-from protos.bundles import FileBundle, FileTensors, Known
-from protos.extremes import Extremes
+from fl_core.types.values import Bundle, Part, PartSpec
+from protos.wire import codec
+from protos.wire import streaming_minmax as extremes
+from protos.wire.bundle_file import FileBundle, FileTensors, Known
+from protos.wire.streaming_minmax import Extremes
 
 LARGE = 1 << 15
 TYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.int8, torch.bfloat16)

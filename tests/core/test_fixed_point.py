@@ -12,10 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from oracles import units
 
-from fl_core.accumulator import Accumulator
+from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPoint, Grid
 from fl_core.errors import ConfigError, ProtocolError
-from fl_core.fixed_point import RING64_BOUND, FixedPoint, Grid
-from fl_core.types import Part, PartSpec
+from fl_core.types.values import Part, PartSpec
 
 LAYOUT = {"p": PartSpec({"v": (2,)}, ())}
 values = st.floats(-1e4, 1e4, width=32)

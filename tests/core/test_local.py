@@ -9,11 +9,12 @@ from oracles import slow_class_sums
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core import rng, trees
+from fl_core import rng
 from fl_core.errors import DataError
-from fl_core.local import PlainData
 from fl_core.models import build_model
-from fl_core.types import ClassSums, ExampleSums, Federation, Losses, Split, TrainConfig, Turn
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import ClassSums, ExampleSums, Federation, Losses, Split, TrainConfig, Turn
 
 
 def ce(model: nn.Module, x: Tensor, y: Tensor) -> Losses:

@@ -28,8 +28,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-from protos.lookups import Lookup, Lookups
-from protos.sqlite import open_engine
+from protos.storage.prepared_select import Lookup, Lookups
+from protos.storage.sqlite import open_engine
 
 things = Table(
     "things", MetaData(),

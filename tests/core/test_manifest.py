@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from helpers_core import manifest
 
+from fl_core.aggregation.fixed_point import Grid
 from fl_core.errors import ConfigError, ProtocolError
-from fl_core.fixed_point import Grid
-from fl_core.manifest import Member, RunManifest, members
-from fl_core.types import TrainConfig
+from fl_core.rounds.manifest import Member, RunManifest, members
+from fl_core.types.values import TrainConfig
 
 
 def test_round_trip_is_exact() -> None:

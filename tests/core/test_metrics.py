@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from fl_core.kinds import TaskKind
-from fl_core.metrics import (
+from fl_core.training.paper_metrics import (
     class_eigenvalue_variance,
     class_means,
     classifier_angles,
@@ -21,7 +20,8 @@ from fl_core.metrics import (
     rounds_to_target,
     speed_up,
 )
-from fl_core.records import RoundRecord
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
 
 
 @pytest.mark.parametrize(

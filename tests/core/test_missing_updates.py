@@ -12,14 +12,15 @@ import pytest
 from helpers_core import NAMES, manifest, same, shares
 from helpers_rounds import Failing, Kept, go
 
-from fl_core import accumulator, sums
+from fl_core.aggregation import aggregator as accumulator
+from fl_core.aggregation import partial_sums as sums
 from fl_core.errors import ProtocolError, UnavailableError
-from fl_core.manifest import RunManifest
-from fl_core.protocols import SiloPort
-from fl_core.simulate import engine_of, initial_state, local_ports
-from fl_core.types import Bundle, Federation, Part, State, TaskKind
-from protos import codec
-from protos.bundles import FileBundle
+from fl_core.rounds.manifest import RunManifest
+from fl_core.simulation.in_process import engine_of, initial_state, local_ports
+from fl_core.types.interfaces import SiloPort
+from fl_core.types.values import Bundle, Federation, Part, State, TaskKind
+from protos.wire import codec
+from protos.wire.bundle_file import FileBundle
 
 
 def failing(run: RunManifest, which: int, rounds: Sequence[int], *, spoil: bool = False) -> list[SiloPort]:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from fl_core.capabilities import asked_by, refuse
 from fl_core.errors import ConfigError
-from fl_core.kinds import Capability
 from fl_core.methods.fedavg import FedAvg
-from fl_core.optimizers import SGD, Adam, Descent, check, effective_steps, make_optimizer, make_steppers
-from fl_core.types import TrainConfig
+from fl_core.rounds.capabilities import asked_by, refuse
+from fl_core.training.optimizers import SGD, Adam, Descent, check, effective_steps, make_optimizer, make_steppers
+from fl_core.types.enums import Capability
+from fl_core.types.values import TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_neither_training_nor_counting_nor_the_digits_import_what_they_do_not_us
     """The compiler and scikit-learn take longer to import than all of ours; torchvision imports the compiler itself."""
     code = (
         "import sys, torch; from fl_core.datasets import load; from fl_core.models import MODELS, describe\n"
-        "from fl_core.optimizers import Descent; from fl_core.types import TrainConfig\n"
+        "from fl_core.training.optimizers import Descent; from fl_core.types.values import TrainConfig\n"
         "from helpers_models import SHAPES, schema\n"
         "assert len(load('digits/p5c2/0').train) > 0\n"
         "for name in ('sgd', 'adam'):\n"

@@ -9,12 +9,12 @@ import pytest
 import torch
 from helpers_core import Given, manifest, same, shares
 
-from fl_core import trees
-from fl_core.kinds import TaskKind
-from fl_core.personalise import BestHistory, fine_tuned
-from fl_core.records import RoundRecord
-from fl_core.simulate import SiloShare, simulate
-from fl_core.types import TrainConfig
+from fl_core.simulation.fine_tuning import BestHistory, fine_tuned
+from fl_core.simulation.in_process import SiloShare, simulate
+from fl_core.types import tensor_maps as trees
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
+from fl_core.types.values import TrainConfig
 
 RUN = manifest(rounds=3, train=TrainConfig(lr=0.05, batch_size=4, epochs=2))
 

@@ -7,9 +7,10 @@ import threading
 import pytest
 import torch
 
-from fl_core import pieces, trees
-from fl_core.pieces import PIECE, cut, side_by_side
-from fl_core.types import Part
+from fl_core.blockwise import parallel as pieces
+from fl_core.blockwise.parallel import PIECE, cut, side_by_side
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Part
 
 
 @pytest.fixture(params=[1, 3])

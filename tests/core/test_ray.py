@@ -12,9 +12,9 @@ from helpers_core import METHOD_OPTIONS, manifest, same, shares
 
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
-from fl_core.simulate import History, simulate
-from fl_core.simulate_ray import Cluster, library, simulate_ray
-from fl_core.types import TrainConfig
+from fl_core.simulation.in_process import History, simulate
+from fl_core.simulation.ray import Cluster, library, simulate_ray
+from fl_core.types.values import TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 THERE = importlib.util.find_spec("ray") is not None

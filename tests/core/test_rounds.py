@@ -11,16 +11,16 @@ from helpers_core import NAMES, SCHEMA, manifest, same, shares
 from helpers_rounds import Failing, Kept, go
 from torch import nn
 
-from fl_core import cohort
 from fl_core.errors import ConfigError
-from fl_core.manifest import RunManifest
 from fl_core.methods.fedavg import FedAvg
-from fl_core.protocols import SiloData, SiloPort
-from fl_core.rounds import RoundRecord, Silent
-from fl_core.simulate import LocalPort, bench_of, engine_of, initial_state, local_ports
-from fl_core.spec import derive_layout
-from fl_core.types import Bundle, Federation, Outcome, Part, State, TaskKind, Turn
-from fl_core.worker import Bench
+from fl_core.rounds import sampling as cohort
+from fl_core.rounds.engine import RoundRecord, Silent
+from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.silo_round import Bench
+from fl_core.simulation.in_process import LocalPort, bench_of, engine_of, initial_state, local_ports
+from fl_core.types.interfaces import SiloData, SiloPort
+from fl_core.types.values import Bundle, Federation, Outcome, Part, State, TaskKind, Turn
 
 
 def test_rounds_evaluate_what_they_broadcast_and_end_with_an_evaluation() -> None:

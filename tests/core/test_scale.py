@@ -10,15 +10,16 @@ import pytest
 import torch
 from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 
-from fl_core import devices, trees
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
-from fl_core.manifest import members
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
-from fl_core.simulate import History, simulate
-from fl_core.states import InFiles, InMemory
-from fl_core.types import TrainConfig, Turn
+from fl_core.rounds.manifest import members
+from fl_core.simulation.in_process import History, simulate
+from fl_core.simulation.silo_states import InFiles, InMemory
+from fl_core.training import devices
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import TrainConfig, Turn
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 

@@ -11,14 +11,14 @@ from helpers_core import FED, NAMES, manifest, same, shares
 
 from fl_core.errors import FederationError
 from fl_core.methods import METHODS
-from fl_core.protocols import Method
-from fl_core.simulate import History, LocalPort, bench_of, engine_of, initial_state, local_ports, simulate
-from fl_core.states import InMemory
-from fl_core.types import Bundle, Federation, Part, State, TaskKind, TrainConfig
-from silo.objects import Objects
-from silo.outbox import Finished, Outbox
-from silo.store import Store
-from silo.tasks import Evaluation, TaskKey
+from fl_core.simulation.in_process import History, LocalPort, bench_of, engine_of, initial_state, local_ports, simulate
+from fl_core.simulation.silo_states import InMemory
+from fl_core.types.interfaces import Method
+from fl_core.types.values import Bundle, Federation, Part, State, TaskKind, TrainConfig
+from silo.storage.object_store import Objects
+from silo.storage.outbox import Finished, Outbox
+from silo.storage.store import Store
+from silo.storage.tasks import Evaluation, TaskKey
 
 KEEPERS = ("local", "fedper", "fedrep", "ditto", "fedrod", "fedproto")
 OPTIONS: Mapping[str, Mapping[str, int]] = {"fedrep": {"head_epochs": 1}}

@@ -8,13 +8,13 @@ import pytest
 import torch
 from helpers_core import SCHEMA, manifest, same, shares
 
-from fl_core import trees
 from fl_core.errors import ProtocolError
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.simulate import History, bench_of, initial_state, local_ports, public_test, simulate
-from fl_core.spec import derive_layout, layout_from_json, layout_to_json
-from fl_core.types import Part, PartSpec, Schema, TrainConfig
+from fl_core.rounds.layout import derive_layout, layout_from_json, layout_to_json
+from fl_core.simulation.in_process import History, bench_of, initial_state, local_ports, public_test, simulate
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Part, PartSpec, Schema, TrainConfig
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmr"])
@@ -27,9 +27,9 @@ def test_equal_manifests_give_equal_bits_and_other_seeds_do_not(method: str) -> 
 def test_fedavg_equals_a_loop_written_out_here() -> None:
     """Train each silo from the same weights and average by size, without ports, grid, parts or guards."""
     run = manifest(rounds=2, train=TrainConfig(lr=0.05, batch_size=4, epochs=2))
-    from fl_core.local import PlainData
     from fl_core.methods.fedavg import FedAvg
-    from fl_core.types import Federation, Turn
+    from fl_core.training.local_data import PlainData
+    from fl_core.types.values import Federation, Turn
 
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     w = trees.read(model)
@@ -75,7 +75,7 @@ def test_a_bundle_that_is_not_the_agreed_one_is_refused_before_it_leaves() -> No
     run = manifest()
     odd = replace(run, layout={**run.layout, "delta": PartSpec({"x": (1,)}, ())})
     (port, *_) = local_ports(odd, shares())
-    from fl_core.types import Federation, TaskKind
+    from fl_core.types.values import Federation, TaskKind
 
     with pytest.raises(ProtocolError) as caught:
         port.round(build_method("fedavg", {}).broadcast(initial_state(run)), Federation(3, 4), TaskKind.TRAIN)

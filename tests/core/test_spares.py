@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from protos import codec
-from protos.spares import LARGE, LENGTH, Spares, discard, growing, length, open_shared
+from protos.storage.file_recycling import LARGE, LENGTH, Spares, discard, growing, length, open_shared
+from protos.wire import codec
 
 OLD, NEW = b"o" * (LARGE + 9), b"n" * LARGE
 

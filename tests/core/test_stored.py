@@ -11,9 +11,9 @@ from helpers_stored import drawn, stored
 from safetensors.torch import save
 
 from fl_core.errors import ProtocolError
-from fl_core.types import Part, PartSpec
-from protos import codec
-from protos.bundles import FileBundle
+from fl_core.types.values import Part, PartSpec
+from protos.wire import codec
+from protos.wire.bundle_file import FileBundle
 
 
 def test_a_stored_bundle_is_read_as_it_was_written(tmp_path: Path) -> None:

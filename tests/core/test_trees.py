@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from fl_core import trees
 from fl_core.models import MODELS
-from fl_core.types import Schema
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Schema
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_core.errors import ProtocolError
-from fl_core.types import Losses, Part, PartSpec
+from fl_core.types.values import Losses, Part, PartSpec
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fl_core.datasets import arrays, trees_of_images
+from fl_core.datasets.sources import arrays
+from fl_core.datasets.sources import image_folders as trees_of_images
 
 
 @pytest.fixture

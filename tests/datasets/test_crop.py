@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fl_core.datasets.augment import CIFAR10, CIFAR100, TINY, Augmentation, augmented
+from fl_core.datasets.augmentation import CIFAR10, CIFAR100, TINY, Augmentation, augmented
 
 
 @pytest.mark.parametrize("border", ["mirror", "black"])

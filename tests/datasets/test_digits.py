@@ -11,9 +11,10 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from fl_core.datasets import check, digits, federation, load
+from fl_core.datasets import check, federation, load
+from fl_core.datasets.sources import digits
 from fl_core.errors import ConfigError, DataError
-from fl_core.types import Schema, Split
+from fl_core.types.values import Schema, Split
 
 
 def rows(x: torch.Tensor) -> list[tuple[float, ...]]:

@@ -10,9 +10,9 @@ import torch
 from helpers_images import truncate, write_image
 from PIL import Image
 
-from fl_core.datasets.augment import LESIONS, Augmentation, augmented
-from fl_core.datasets.base import TensorExamples, fingerprint
-from fl_core.datasets.images import IMAGENET_MEAN, IMAGENET_STD, ImageExamples, ImageTransform, decode
+from fl_core.datasets.augmentation import LESIONS, Augmentation, augmented
+from fl_core.datasets.examples import TensorExamples, fingerprint
+from fl_core.datasets.image_files import IMAGENET_MEAN, IMAGENET_STD, ImageExamples, ImageTransform, decode
 from fl_core.errors import DataError
 
 

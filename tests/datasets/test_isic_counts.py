@@ -11,7 +11,7 @@ import torch
 from helpers_images import isic_row, write_isic
 
 from fl_core.datasets import check, load
-from fl_core.types import Split
+from fl_core.types.values import Split
 
 # centre -> train, test per class: MEL NV BCC AK BKL DF VASC SCC; FLamby's split of 23,247 images
 B8 = {

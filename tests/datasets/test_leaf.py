@@ -8,8 +8,9 @@ import pytest
 import torch
 from helpers_published import images, write_leaf
 
-from fl_core.datasets import federation, leaf, load
+from fl_core.datasets import federation, load
 from fl_core.datasets.catalogue import CHARACTERS
+from fl_core.datasets.sources import leaf
 from fl_core.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("fresh")

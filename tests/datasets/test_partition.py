@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_core.datasets import federations, partition
+from fl_core.datasets.partition import by_class as partition
+from fl_core.datasets.partition import federations
 from fl_core.errors import ConfigError
 
 CIFAR10 = np.repeat(np.arange(10), 5000)

@@ -7,10 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fl_core.datasets import federations, isic2019, partition, partition_clients
-from fl_core.datasets.scan import Item, Scan
+from fl_core.datasets.checks import Item, Scan
+from fl_core.datasets.partition import by_class as partition
+from fl_core.datasets.partition import by_client as partition_clients
+from fl_core.datasets.partition import federations
+from fl_core.datasets.sources import isic2019
 from fl_core.errors import ConfigError
-from fl_core.types import Split
+from fl_core.types.values import Split
 
 LABELS = np.repeat(np.arange(10), 500)
 

@@ -11,10 +11,11 @@ from helpers_data import real_data
 from helpers_images import write_image
 from helpers_published import images, write_cifar, write_emnist, write_mnist, write_svhn
 
-from fl_core.datasets import check, federation, load, readers
+from fl_core.datasets import check, federation, load
 from fl_core.datasets.catalogue import CIFAR10_CLASSES, KNOWN
+from fl_core.datasets.sources import torchvision as readers
 from fl_core.errors import DataError
-from fl_core.types import Split
+from fl_core.types.values import Split
 
 N, TRAIN = 60, 40
 pytestmark = pytest.mark.usefixtures("fresh")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coordinator.config import compose_spec
+from coordinator.config.hydra_config import compose_spec
 from fl_core.datasets import DATA_ROOT, Source, federation, federation_text, load, parse, schema_of
 from fl_core.errors import ConfigError, DataError
 from fl_core.models import describe

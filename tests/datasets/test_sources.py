@@ -12,7 +12,7 @@ from helpers_refused import refuse
 
 from fl_core.datasets import check, federation, load
 from fl_core.errors import DataError
-from fl_core.types import Split
+from fl_core.types.values import Split
 
 HEADER = ("path", "label", "group", "split")
 

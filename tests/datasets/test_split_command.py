@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coordinator import splits
-from coordinator.commands.data import split
-from coordinator.config import compose_spec
-from fl_core.datasets import federations
+from coordinator.cli.data import split
+from coordinator.config.hydra_config import compose_spec
+from coordinator.simulation import partition_plot as splits
+from fl_core.datasets.partition import federations
 from fl_core.errors import ConfigError
 
 

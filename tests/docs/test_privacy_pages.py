@@ -18,16 +18,16 @@ from scipy.stats import norm
 
 from benchmarks.epsilon_picture import __main__ as picture
 from benchmarks.epsilon_picture import limits
-from coordinator.main import build
-from fl_core.explanations import EXPLANATIONS
-from privacy.accounting import replace_one
-from privacy.discrete import LEAST, TOTAL_VARIATION
-from privacy.grid import SLACK
-from privacy.plan import PROFILES
+from coordinator.cli.main import build
+from fl_core.errors.catalogue import EXPLANATIONS
+from privacy.accounting.accountant import replace_one
+from privacy.accounting.record_config import Terms
+from privacy.noise.discrete_gaussian import LEAST, TOTAL_VARIATION
+from privacy.noise.grid import SLACK
 from privacy.policy import Policy
-from privacy.silo_terms import SiloTerms, analytic_delta, analytic_noise
-from privacy.terms import Terms
-from silo.commands import app as silo
+from privacy.profiles import PROFILES
+from privacy.silo_dp.config import SiloTerms, analytic_delta, analytic_noise
+from silo.cli.service import app as silo
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/privacy").glob("*.md"))
@@ -235,7 +235,7 @@ def defined_in_the_files_of_its_row(code: str) -> None:
     lines = [line for text in texts for line in re.split(r"\n(?=[|\n-])", text) if f"`{code}`" in line]
     assert lines
     for line in lines:
-        files = [ROOT / f for f in re.findall(r"`(\w+/\w+\.py)`", line)]
+        files = [ROOT / f for f in re.findall(r"`([\w/]+\.py)`", line)]
         assert any(re.search(rf"\b(def|class) {code}\b|^{code}\b.*=", f.read_text(), re.MULTILINE) for f in files)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from e2e.world import World, here, until, world
 
-from coordinator import simulation
-from coordinator.config import compose_spec
+from coordinator.config.hydra_config import compose_spec
+from coordinator.simulation import runner as simulation
 
 P5C2 = [f"digits/p5c2/{k}" for k in range(5)]
 SHORT = ("data=digits", "federation=p5c2", "rounds=3", "train.epochs=1", "seed=3")

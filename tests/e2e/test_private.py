@@ -13,13 +13,13 @@ import pytest
 from dp_accounting import rdp
 from e2e.world import World, until, world
 
-from coordinator import simulation
-from coordinator.config import compose_spec
+from coordinator.config.hydra_config import compose_spec
+from coordinator.simulation import runner as simulation
 from fl_core import datasets
-from privacy.accounting import ORDERS
-from privacy.ledger import Ledger
-from privacy.records import register
-from silo.home import Home
+from privacy.accounting.accountant import ORDERS
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.registration import register
+from silo.storage.home import Home
 
 DELTA = 1e-5
 DATA = ["digits/p2c5/0", "digits/p2c5/1"]

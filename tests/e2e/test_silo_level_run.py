@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from e2e.world import world
 
-from coordinator import simulation
-from coordinator.config import compose_spec
+from coordinator.config.hydra_config import compose_spec
+from coordinator.simulation import runner as simulation
 from fl_core import datasets
-from privacy.accounting import epsilon_rdp
-from privacy.ledger import Ledger
-from privacy.records import register
-from silo.home import Home
+from privacy.accounting.accountant import epsilon_rdp
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.registration import register
+from silo.storage.home import Home
 
 DELTA = 1e-5
 DATA = {"hospital0": "digits/p2c5/0", "hospital1": "digits/p2c5/1"}

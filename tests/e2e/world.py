@@ -17,14 +17,14 @@ from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from coordinator.client import LeadClient
-from coordinator.config import compose_spec
-from coordinator.display import round_json, run_json
-from coordinator.main import main
-from coordinator.membership import Membership
-from coordinator.store import Store
-from silo import enrol
-from silo.home import Home
+from coordinator.cli.main import main
+from coordinator.config.hydra_config import compose_spec
+from coordinator.console import round_json, run_json
+from coordinator.lead_client import LeadClient
+from coordinator.pki.membership import Membership
+from coordinator.storage.store import Store
+from silo.service import enrolment as enrol
+from silo.storage.home import Home
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,15 +9,22 @@ import torch
 from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 from torch.nn.functional import cross_entropy, linear
 
-from fl_core import rng, trees
+from fl_core import rng
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
 from fl_core.methods import build_method
-from fl_core.methods.creff import CReFF
-from fl_core.methods.gradient_matching import class_gradient, distance, matched, outer_gradient, retrained
+from fl_core.methods.building_blocks.gradient_matching import (
+    class_gradient,
+    distance,
+    matched,
+    outer_gradient,
+    retrained,
+)
+from fl_core.methods.disjoint.creff import CReFF
 from fl_core.models import build_model
-from fl_core.simulate import History, simulate
-from fl_core.types import TrainConfig, Turn
+from fl_core.simulation.in_process import History, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import TrainConfig, Turn
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 SMALL = {"features": 6, "feature_steps": 5, "epochs": 4, "batch": 8}

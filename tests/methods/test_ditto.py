@@ -7,13 +7,13 @@ import torch
 from helpers_core import FED, SCHEMA, QData, Scalar, manifest, same, shares
 from helpers_drift import Exact
 
-from fl_core import trees
-from fl_core.local import PlainData
-from fl_core.methods.ditto import Ditto
 from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.personal.ditto import Ditto
 from fl_core.models import build_model
-from fl_core.simulate import History, simulate
-from fl_core.types import TrainConfig, Turn
+from fl_core.simulation.in_process import History, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import TrainConfig, Turn
 
 
 def number(value: float) -> dict[str, dict[str, torch.Tensor]]:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from helpers_core import FED, SCHEMA, QData, Scalar, same, shares
 
-from fl_core import trees
-from fl_core.local import PlainData
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
-from fl_core.types import Federation, Part, State, TrainConfig, Turn
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Federation, Part, State, TrainConfig, Turn
 
 
 def round_of(method: FedAvg, server: State, silos: Sequence[QData]) -> State:

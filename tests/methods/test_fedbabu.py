@@ -7,12 +7,12 @@ import torch
 from helpers_core import FED, SCHEMA, manifest, same, shares
 from helpers_pair import Pair, PairData
 
-from fl_core import trees
-from fl_core.local import PlainData
-from fl_core.methods.fedbabu import FedBABU
+from fl_core.methods.personal.fedbabu import FedBABU
 from fl_core.models import build_model
-from fl_core.simulate import History, bench_of, simulate
-from fl_core.types import Federation, TrainConfig, Turn
+from fl_core.simulation.in_process import History, bench_of, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Federation, TrainConfig, Turn
 
 
 def test_t_bab_1_one_step_and_one_step_of_fine_tuning() -> None:

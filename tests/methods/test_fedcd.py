@@ -12,14 +12,16 @@ from helpers_fedcd import TRAIN, model_of, played
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
-from fl_core import trees
-from fl_core.local import PlainData
-from fl_core.methods import acla, decoupled, fine_grained
-from fl_core.methods.fedcd import FedCD
-from fl_core.methods.fedcd_loss import Objective, bpr, decay, hpc
-from fl_core.methods.fine_grained import Anchors, FineModel, class_logits
-from fl_core.methods.prototypes import PART
-from fl_core.types import Part, Turn
+from fl_core.methods.building_blocks import class_level_aggregation as acla
+from fl_core.methods.building_blocks import fine_grained
+from fl_core.methods.building_blocks.fine_grained import Anchors, FineModel, class_logits
+from fl_core.methods.building_blocks.prototypes import PART
+from fl_core.methods.disjoint.fedcd import FedCD
+from fl_core.methods.disjoint.fedcd.losses import Objective, bpr, decay, hpc
+from fl_core.methods.losses import decoupled_distillation as decoupled
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Part, Turn
 
 
 def double(*values: float) -> Tensor:

@@ -12,16 +12,17 @@ from helpers_fedcd import TRAIN, model_of, played
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core import capabilities, trees
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
-from fl_core.methods import acla
-from fl_core.methods.fedcd import FedCD
-from fl_core.methods.fine_grained import FineModel
-from fl_core.methods.kmeans import clusters
-from fl_core.methods.prototypes import PART
-from fl_core.simulate import History, simulate
-from fl_core.types import Capability, Coupling, Exposure, Turn
+from fl_core.methods.building_blocks import class_level_aggregation as acla
+from fl_core.methods.building_blocks.fine_grained import FineModel
+from fl_core.methods.building_blocks.kmeans import clusters
+from fl_core.methods.building_blocks.prototypes import PART
+from fl_core.methods.disjoint.fedcd import FedCD
+from fl_core.rounds import capabilities
+from fl_core.simulation.in_process import History, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Capability, Coupling, Exposure, Turn
 
 
 class Blobs:

@@ -9,12 +9,12 @@ import torch
 from helpers_core import SCHEMA, QData, Scalar, manifest, same, shares
 from helpers_drift import Exact, alternating, play, run_and_lose
 
-from fl_core import trees
 from fl_core.errors import ConfigError
-from fl_core.methods.feddyn import FedDyn, pull
+from fl_core.methods.drift.feddyn import FedDyn, pull
 from fl_core.models import build_model
-from fl_core.simulate import History, bench_of, initial_state, simulate
-from fl_core.types import Federation, Part, TrainConfig
+from fl_core.simulation.in_process import History, bench_of, initial_state, simulate
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Federation, Part, TrainConfig
 
 EXACT = (Exact(1, 0), Exact(4, 1))
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=1)

@@ -10,16 +10,16 @@ import torch
 from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 from torch.nn.functional import cross_entropy
 
-from fl_core import trees
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
-from fl_core.methods import geometry
-from fl_core.methods.fedgela import FRAME, FedGELA, adaptation, frame_of
+from fl_core.methods.building_blocks import class_vectors as geometry
+from fl_core.methods.disjoint.fedgela import FRAME, FedGELA, adaptation, frame_of
 from fl_core.models import build_model
-from fl_core.models.split import SplitModel
-from fl_core.protocols import Method
-from fl_core.simulate import History, SiloShare, simulate
-from fl_core.types import Outcome, TrainConfig, Turn
+from fl_core.models.split_model import SplitModel
+from fl_core.simulation.in_process import History, SiloShare, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import Method
+from fl_core.types.values import Outcome, TrainConfig, Turn
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 FLOAT64 = {"dtype": torch.float64}

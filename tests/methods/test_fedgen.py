@@ -9,16 +9,19 @@ import torch
 from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 from torch.nn.functional import cross_entropy, linear
 
-from fl_core import capabilities, rng, trees
+from fl_core import rng
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
-from fl_core.methods import build_method, generator
-from fl_core.methods.fedgen import FedGen, classifier
-from fl_core.methods.fedgen_options import coefficient
-from fl_core.methods.generator import Course, Generator, Teachers
+from fl_core.methods import build_method
+from fl_core.methods.building_blocks import feature_generator as generator
+from fl_core.methods.building_blocks.feature_generator import Course, Generator, Teachers
+from fl_core.methods.disjoint.fedgen import FedGen, classifier
+from fl_core.methods.disjoint.fedgen_options import coefficient
 from fl_core.models import build_model
-from fl_core.simulate import History, initial_state, simulate
-from fl_core.types import Capability, Exposure, Part, TrainConfig, Turn
+from fl_core.rounds import capabilities
+from fl_core.simulation.in_process import History, initial_state, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Capability, Exposure, Part, TrainConfig, Turn
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 SMALL = {"made": 8, "noise": 4, "hidden": 16, "steps": 5}

@@ -10,15 +10,15 @@ from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fl_core import trees
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
-from fl_core.methods.calibration import balanced_softmax, calibrated_ce, margin_shift, published_ce
+from fl_core.methods.disjoint.fedlc import FedLC
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.fedlc import FedLC
+from fl_core.methods.losses.logit_adjustment import balanced_softmax, calibrated_ce, margin_shift, published_ce
 from fl_core.models import build_model
-from fl_core.simulate import History, simulate
-from fl_core.types import TrainConfig, Turn
+from fl_core.simulation.in_process import History, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import TrainConfig, Turn
 
 COUNTS = torch.tensor([1, 16, 81, 256, 10000], dtype=torch.float64)
 G = torch.tensor([[2, 1, 0.5, 0, -1]], dtype=torch.float64)

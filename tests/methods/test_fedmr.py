@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from oracles import slow_inter, slow_inter_paired, slow_intra
 from torch import Tensor
 
-from fl_core import cohort, rng
-from fl_core.methods import prototypes as proto
-from fl_core.methods.fedmr import FedMR
-from fl_core.methods.manifold import IntraVariant, References, inter_paired, inter_terms, intra_loss, pick, spread
-from fl_core.types import Part
+from fl_core import rng
+from fl_core.methods.building_blocks import prototypes as proto
+from fl_core.methods.disjoint.fedmr import FedMR
+from fl_core.methods.losses.fedmr import IntraVariant, References, inter_paired, inter_terms, intra_loss, pick, spread
+from fl_core.rounds import sampling as cohort
+from fl_core.types.values import Part
 
 F64 = torch.float64
 PAPER, CODE, LITERAL = IntraVariant(), IntraVariant(code=True), IntraVariant(literal_std=True)

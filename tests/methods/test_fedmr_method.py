@@ -9,15 +9,16 @@ import torch
 from helpers_core import FED, SCHEMA, manifest, same, shares
 from oracles import slow_class_sums, slow_inter, slow_intra
 
-from fl_core import rng, trees
+from fl_core import rng
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
 from fl_core.methods import build_method
-from fl_core.methods import prototypes as proto
-from fl_core.methods.fedmr import FedMR
+from fl_core.methods.building_blocks import prototypes as proto
+from fl_core.methods.disjoint.fedmr import FedMR
 from fl_core.models import build_model
-from fl_core.simulate import History, simulate
-from fl_core.types import Coupling, Losses, Part, State, TrainConfig, Turn
+from fl_core.simulation.in_process import History, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Coupling, Losses, Part, State, TrainConfig, Turn
 
 
 def run(method: str, options: Mapping[str, str | int | float | bool], share: float = 1.0) -> tuple[State, History]:

@@ -10,19 +10,19 @@ from helpers_core import FED, SCHEMA, manifest, same, shares
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from coordinator.config import compose_spec
-from fl_core import trees
+from coordinator.config.hydra_config import compose_spec
 from fl_core.errors import ConfigError
-from fl_core.evaluation import weighted_accuracy
-from fl_core.local import PlainData
-from fl_core.methods import geometry
-from fl_core.methods.fednh import FedNH, turned
-from fl_core.methods.fixed_head import FixedHead
-from fl_core.methods.prototypes import PART
+from fl_core.methods.building_blocks import class_vectors as geometry
+from fl_core.methods.building_blocks.fixed_classifier import FixedHead
+from fl_core.methods.building_blocks.prototypes import PART
+from fl_core.methods.disjoint.fednh import FedNH, turned
 from fl_core.models import build_model
-from fl_core.models.split import SplitModel
-from fl_core.simulate import History, simulate
-from fl_core.types import Outcome, Part, State, TrainConfig, Turn
+from fl_core.models.split_model import SplitModel
+from fl_core.simulation.in_process import History, simulate
+from fl_core.training.evaluation import weighted_accuracy
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Outcome, Part, State, TrainConfig, Turn
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 

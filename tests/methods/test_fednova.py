@@ -10,16 +10,16 @@ import torch
 from helpers_core import FED, SCHEMA, QData, Scalar, manifest, same, shares
 from helpers_drift import play, total_of
 
-from fl_core import trees
-from fl_core.capabilities import refuse
 from fl_core.errors import ConfigError, DataError
-from fl_core.local import PlainData
+from fl_core.methods.drift.fednova import FedNova
+from fl_core.methods.drift.fedprox import FedProx
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.fednova import FedNova
-from fl_core.methods.fedprox import FedProx
 from fl_core.models import build_model
-from fl_core.simulate import History, simulate
-from fl_core.types import Bundle, Capability, Federation, Part, State, TrainConfig, Turn
+from fl_core.rounds.capabilities import refuse
+from fl_core.simulation.in_process import History, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Bundle, Capability, Federation, Part, State, TrainConfig, Turn
 
 
 def bundle(n: float, delta: Sequence[float], a: float) -> Bundle:

@@ -7,13 +7,13 @@ import torch
 from helpers_core import FED, SCHEMA, manifest, same, shares
 from helpers_pair import Pair, PairData
 
-from fl_core import trees
-from fl_core.local import PlainData
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.fedper import FedPer
+from fl_core.methods.personal.fedper import FedPer
 from fl_core.models import build_model
-from fl_core.simulate import History, engine_of, initial_state, local_ports, simulate
-from fl_core.types import Federation, State, TrainConfig, Turn
+from fl_core.simulation.in_process import History, engine_of, initial_state, local_ports, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Federation, State, TrainConfig, Turn
 
 
 def played(method: FedAvg, rounds: int = 1) -> tuple[State, list[tuple[float, float]], list[State]]:

@@ -10,17 +10,17 @@ from helpers_core import FED, SCHEMA, Given, manifest, same, same_bundle, shares
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core import trees
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
-from fl_core.methods import batch_norm
-from fl_core.methods.companions import frozen
+from fl_core.methods.building_blocks import batch_norm
+from fl_core.methods.building_blocks.frozen_copies import frozen
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.fedphp import FedPHP
-from fl_core.methods.transfer import asymmetric_terms, kd_terms, mmd
+from fl_core.methods.losses.distillation import asymmetric_terms, kd_terms, mmd
+from fl_core.methods.personal.fedphp import FedPHP
 from fl_core.models import build_model
-from fl_core.simulate import History, simulate
-from fl_core.types import Coupling, Federation, Outcome, State, TrainConfig, Turn
+from fl_core.simulation.in_process import History, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Coupling, Federation, Outcome, State, TrainConfig, Turn
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=1)
 
@@ -210,7 +210,7 @@ def test_recomputed_statistics_are_those_of_the_training_set() -> None:
 
 
 def test_statistics_over_several_batches_weigh_examples_equally(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fl_core.local.EVAL_BATCH", 4)
+    monkeypatch.setattr("fl_core.training.local_data.EVAL_BATCH", 4)
     model, x = model_of(), shares()[0].train.batch(torch.arange(14))[0]
     batch_norm.recompute(model, data_of())  # 4 + 4 + 4 + 2
     with torch.no_grad():

@@ -8,18 +8,18 @@ from helpers_core import FED, SCHEMA, manifest, same, same_bundle, shares
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core import trees
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
+from fl_core.methods.building_blocks.prototypes import merged
+from fl_core.methods.disjoint.fedproc import FedProc
+from fl_core.methods.drift.fedprox import FedProx
+from fl_core.methods.drift.moon import Moon
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.fedproc import FedProc
-from fl_core.methods.fedprox import FedProx
-from fl_core.methods.moon import Moon
 from fl_core.methods.prototype_aided import PrototypeAided, contrast
-from fl_core.methods.prototypes import merged
 from fl_core.models import build_model
-from fl_core.simulate import History, simulate
-from fl_core.types import Federation, Part, State, TrainConfig, Turn
+from fl_core.simulation.in_process import History, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Federation, Part, State, TrainConfig, Turn
 
 PROTOTYPES = torch.tensor([[2, 0], [0, 3], [-1, -1]], dtype=torch.float64)
 Z = torch.tensor([[0.6, 0.8], [1, 0]], dtype=torch.float64)

@@ -7,15 +7,15 @@ import torch
 from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 from torch import Tensor, nn
 
-from fl_core import trees
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
-from fl_core.methods import prototypes
-from fl_core.methods.fedproto import FedProto, Nearest, pull
+from fl_core.methods.building_blocks import prototypes
+from fl_core.methods.disjoint.fedproto import FedProto, Nearest, pull
 from fl_core.models import build_model
-from fl_core.models.split import SplitModel
-from fl_core.simulate import History, LocalPort, bench_of, local_ports, simulate
-from fl_core.types import Federation, Part, State, TaskKind, TrainConfig, Turn
+from fl_core.models.split_model import SplitModel
+from fl_core.simulation.in_process import History, LocalPort, bench_of, local_ports, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Federation, Part, State, TaskKind, TrainConfig, Turn
 
 Z = torch.tensor([[1.0, 2], [3, 4], [0, 0]], dtype=torch.float64)
 G = torch.tensor([[0.0, 0], [3, 2], [9, 9]], dtype=torch.float64)
@@ -34,7 +34,8 @@ def test_t_pto_1_pull_and_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     terms = pull(Z, torch.arange(3), G, KNOWN)
     assert terms.tolist() == pytest.approx([2.5, 2.0, 0.0])
     assert float(terms.mean()) == pytest.approx(1.5, abs=1e-6)
-    monkeypatch.setattr("fl_core.methods.fedproto.cross_entropy", lambda *_, **__: torch.full((3,), 0.7).double())
+    made_up = torch.full((3,), 0.7).double()
+    monkeypatch.setattr("fl_core.methods.disjoint.fedproto.cross_entropy", lambda *_, **__: made_up)
     msg: State = {"w": {}, "prototypes": {"g": G, "known": KNOWN.double()}}
     loss = FedProto(lambda_p=0.1).objective(Flat(), msg, None, Turn(FED, 0, 0))  # type: ignore[arg-type]
     assert float(loss(Flat(), Z, torch.arange(3)).objective()) == pytest.approx(0.85, abs=1e-6)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from helpers_core import FED, SCHEMA, QData, Scalar, manifest, same, shares
 
-from fl_core import trees
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
+from fl_core.methods.drift.fedprox import FedProx
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.fedprox import FedProx
 from fl_core.models import build_model
-from fl_core.simulate import History, simulate
-from fl_core.types import Federation, TrainConfig, Turn
+from fl_core.simulation.in_process import History, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Federation, TrainConfig, Turn
 
 
 class Exact(QData):

@@ -8,12 +8,12 @@ from helpers_core import FED, SCHEMA, shares
 from helpers_pair import Pair, PairData
 from torch import Tensor, nn
 
-from fl_core import trees
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
-from fl_core.methods.fedrep import FedRep
+from fl_core.methods.personal.fedrep import FedRep
 from fl_core.models import build_model
-from fl_core.types import Federation, Outcome, TrainConfig, Turn
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Federation, Outcome, TrainConfig, Turn
 
 CONFIG = TrainConfig(lr=0.05, momentum=0.5, weight_decay=1e-2, batch_size=4, epochs=2)
 

@@ -8,16 +8,16 @@ from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core import trees
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
-from fl_core.methods.calibration import balanced_softmax
-from fl_core.methods.fedrod import FedROD
-from fl_core.methods.private_head import Generated, TwoHeads, both_losses, linear, private_loss, shares_of
+from fl_core.methods.losses.logit_adjustment import balanced_softmax
+from fl_core.methods.personal.fedrod import FedROD
+from fl_core.methods.personal.two_heads import Generated, TwoHeads, both_losses, linear, private_loss, shares_of
 from fl_core.models import build_model
-from fl_core.models.split import SplitModel
-from fl_core.simulate import History, initial_state, simulate
-from fl_core.types import Capability, Outcome, State, TrainConfig, Turn
+from fl_core.models.split_model import SplitModel
+from fl_core.simulation.in_process import History, initial_state, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Capability, Outcome, State, TrainConfig, Turn
 
 CONFIG = TrainConfig(lr=0.05, momentum=0.9, weight_decay=0.1, batch_size=4, epochs=2)
 

@@ -8,15 +8,15 @@ from helpers_core import FED, SCHEMA, Given, manifest, same, same_bundle, shares
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fl_core import trees
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
+from fl_core.methods.disjoint.fedrs import FedRS
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.fedrs import FedRS
-from fl_core.methods.restricted import restricted_ce, scaling
+from fl_core.methods.losses.restricted_softmax import restricted_ce, scaling
 from fl_core.models import build_model
-from fl_core.simulate import History, simulate
-from fl_core.types import TrainConfig, Turn
+from fl_core.simulation.in_process import History, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import TrainConfig, Turn
 
 H = torch.tensor([[1, 2]], dtype=torch.float64)
 W = torch.tensor([[1, 0], [0, 1], [1, 1]], dtype=torch.float64)

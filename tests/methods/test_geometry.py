@@ -10,7 +10,7 @@ from helpers_core import SCHEMA
 from torch.nn.functional import pdist
 
 from fl_core.errors import ConfigError
-from fl_core.methods import geometry
+from fl_core.methods.building_blocks import class_vectors as geometry
 from fl_core.models import build_model
 
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 from helpers_core import FED, QData, Scalar, manifest, same, shares
 
-from coordinator.display import percent
-from coordinator.simulation import Result
-from fl_core import trees
+from coordinator.console import percent
+from coordinator.simulation.runner import Result
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.local_only import LocalOnly
-from fl_core.simulate import History, bench_of, initial_state, local_ports, simulate
-from fl_core.types import TaskKind, TrainConfig, Turn
+from fl_core.methods.personal.local_only import LocalOnly
+from fl_core.simulation.in_process import History, bench_of, initial_state, local_ports, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import TaskKind, TrainConfig, Turn
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])

@@ -10,15 +10,15 @@ import torch
 from helpers_core import FED, SCHEMA, same, same_bundle, shares
 from torch import Tensor, nn
 
-from fl_core import trees
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
+from fl_core.methods.disjoint.fedrs import FedRS
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.fedrs import FedRS
-from fl_core.methods.map_ import Map
-from fl_core.methods.restricted import restricted_ce, scaling
+from fl_core.methods.losses.restricted_softmax import restricted_ce, scaling
+from fl_core.methods.personal.map_ import Map
 from fl_core.models import build_model
-from fl_core.types import Outcome, State, TrainConfig, Turn
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Outcome, State, TrainConfig, Turn
 
 TURN = Turn(FED, 0, 0)
 TRAIN = TrainConfig(lr=0.05, batch_size=5, epochs=2)  # 14 examples: 3 batches an epoch

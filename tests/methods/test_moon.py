@@ -10,16 +10,16 @@ from helpers_core import FED, SCHEMA, manifest, same, same_bundle, shares
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from fl_core import trees
 from fl_core.errors import ConfigError
-from fl_core.local import PlainData
-from fl_core.methods.companions import Seen, frozen
+from fl_core.methods.building_blocks.frozen_copies import Seen, frozen
+from fl_core.methods.disjoint.fedproc import FedProc
+from fl_core.methods.drift.moon import Moon, model_contrast
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.fedproc import FedProc
-from fl_core.methods.moon import Moon, model_contrast
 from fl_core.models import build_model
-from fl_core.simulate import History, simulate
-from fl_core.types import Outcome, State, TrainConfig, Turn
+from fl_core.simulation.in_process import History, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Outcome, State, TrainConfig, Turn
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 

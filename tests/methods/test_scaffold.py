@@ -9,12 +9,12 @@ import torch
 from helpers_core import QData, manifest, same, shares
 from helpers_drift import alternating, play, run_and_lose
 
-from fl_core.capabilities import refuse
 from fl_core.errors import ConfigError, DataError
+from fl_core.methods.drift.scaffold import Scaffold
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.scaffold import Scaffold
-from fl_core.simulate import History, simulate
-from fl_core.types import Capability, TrainConfig
+from fl_core.rounds.capabilities import refuse
+from fl_core.simulation.in_process import History, simulate
+from fl_core.types.values import Capability, TrainConfig
 
 Q = (QData(1, 0), QData(4, 1))
 A_10 = 41.381059609  # effective steps of ten steps with momentum 0.9

@@ -10,9 +10,9 @@ from helpers_models import SHAPES, schema, small
 from safetensors.torch import save_file
 from torch import nn
 
-from fl_core import trees
 from fl_core.errors import ConfigError
 from fl_core.models import MODELS, SplitModel, build_model, describe
+from fl_core.types import tensor_maps as trees
 
 
 def test_resnet18_with_group_norm_has_no_buffers_and_512_features() -> None:

@@ -5,8 +5,8 @@ from datetime import timedelta
 import pytest
 from helpers_pki import today
 
-from coordinator.authorise import Standing, authorise
-from protos.identity import Identity, Kind, PeerCertificate
+from coordinator.api.authorise import Standing, authorise
+from protos.pki.identity import Identity, Kind, PeerCertificate
 
 CLOCK = today()
 

@@ -12,10 +12,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from cryptography.x509.verification import PolicyBuilder, Store
 from helpers_pki import authority, certified, today
 
-from coordinator.pki import Authority
+from coordinator.pki.authority import Authority
 from fl_core.errors import ConfigError, RefusedError, StateError
-from protos import certificates, keyfiles
-from protos.identity import Identity, Kind, identity_of
+from protos.pki import certificates
+from protos.pki.identity import Identity, Kind, identity_of
+from protos.storage import private_files as keyfiles
 
 
 @pytest.fixture

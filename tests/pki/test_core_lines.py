@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 from helpers_pki import today
 
-from coordinator.refusals import CoreLineReader, Refusal, RefusalLog
+from coordinator.tls.handshake_log import CoreLineReader, Refusal, RefusalLog
 
 CLOCK = today()
 HEAD = "I1121 03:06:08.{:06d}    3893 "
@@ -147,7 +147,7 @@ def test_the_log_says_it_once_a_minute_and_counts(caplog):
 
 SCRIPT = """
 import os, sys, time, threading
-from coordinator.corelog import CoreLog
+from coordinator.tls.stderr_capture import CoreLog
 seen = []
 slow = threading.Event()
 def line(text):
@@ -192,7 +192,8 @@ def test_a_flood_loses_lines_and_never_blocks():
 
 @pytest.mark.parametrize("write", ["sys.__stderr__.write('x\\n')", "os.system('echo x >&2')"])
 def test_writers_that_hold_the_old_stderr_are_heard(write):
-    code = "import os, sys\nfrom coordinator.corelog import CoreLog\nwith CoreLog(lambda t: True, lambda: None):\n "
+    code = "import os, sys\nfrom coordinator.tls.stderr_capture import CoreLog\n"
+    code += "with CoreLog(lambda t: True, lambda: None):\n "
     code += write
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == "x\n"

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 import pytest
 from helpers_pki import authority, join, today
 
-from protos import certificates, keyfiles
-from protos.diagnosis import Diagnosis
-from protos.dial import proxy_for
-from protos.tls import diagnose
+from protos.pki import certificates
+from protos.storage import private_files as keyfiles
+from protos.tls.connect import diagnose
+from protos.tls.diagnosis import Diagnosis
+from protos.tls.proxy import proxy_for
 
 HOST = "127.0.0.1"
 pytestmark = pytest.mark.usefixtures("no_proxy")
@@ -180,7 +181,7 @@ def test_alerts_of_servers_that_give_a_reason(ca, own, tmp_path, prepare, code):
     if prepare == "expired":
         past = today()
         past.advance(days=-200)
-        from coordinator.pki import Authority
+        from coordinator.pki.authority import Authority
 
         key, cert, _ = join(Authority.open(ca.home, past), tmp_path / "old", "old").current_credentials()
         clock = past
@@ -266,20 +267,21 @@ def run(code):
 
 
 def test_require_tls13_must_come_before_grpc():
-    assert run("from protos.tls import require_tls13 as r; r(); r(); import grpc; r(); print('fine')") == "fine"
+    assert run("from protos.tls.connect import require_tls13 as r; r(); r(); import grpc; r(); print('fine')") == "fine"
     late = (
-        "import grpc\nfrom protos.tls import require_tls13 as r\nfrom fl_core.errors import StateError\n"
+        "import grpc\nfrom protos.tls.connect import require_tls13 as r\nfrom fl_core.errors import StateError\n"
         "try:\n r()\nexcept StateError as e:\n print(e.code)"
     )
     assert run(late) == "E-TLS-17"
 
 
 def test_tracing_must_come_before_grpc():
-    early = "from coordinator.refusals import trace_handshakes as t\nt(); t()\nimport grpc, os\n"
+    early = "from coordinator.tls.handshake_log import trace_handshakes as t\nt(); t()\nimport grpc, os\n"
     early += "print(os.environ['GRPC_TRACE'])"
     assert run(early) == "handshaker"
     late = (
-        "import grpc\nfrom coordinator.refusals import trace_handshakes as t\nfrom fl_core.errors import StateError\n"
+        "import grpc\nfrom coordinator.tls.handshake_log import trace_handshakes as t\n"
+        "from fl_core.errors import StateError\n"
         "try:\n t()\nexcept StateError as e:\n print(e.code)"
     )
     assert run(late) == "E-TLS-17"

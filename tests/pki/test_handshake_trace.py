@@ -7,7 +7,7 @@ from helpers_pki import authority
 from helpers_pki_calls import HOST
 from helpers_pki_server import Server
 
-from protos.tls import diagnose
+from protos.tls.connect import diagnose
 
 pytestmark = pytest.mark.usefixtures("no_proxy")
 

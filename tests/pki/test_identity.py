@@ -10,16 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_core.errors import ConfigError, RefusedError
-from protos import certificates
-from protos.identity import (
-    Address,
-    Identity,
-    Kind,
-    certificate_fingerprint,
-    colons,
-    identity_of,
-    peer_of,
-)
+from protos.pki import certificates
+from protos.pki.identity import Address, Identity, Kind, certificate_fingerprint, colons, identity_of, peer_of
 
 names = st.from_regex(r"[a-z0-9][a-z0-9-]{0,62}", fullmatch=True)
 identities = st.one_of(

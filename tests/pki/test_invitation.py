@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fl_core.errors import ConfigError
-from protos.identity import Identity, Kind
-from protos.invitation import PREFIX, InvitationToken
+from protos.pki.identity import Identity, Kind
+from protos.pki.invitation import PREFIX, InvitationToken
 
 CLOCK = today()
 

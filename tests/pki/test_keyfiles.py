@@ -7,8 +7,9 @@ import stat
 import pytest
 
 from fl_core.errors import FederationError, StateError
-from protos import certificates, keyfiles
-from protos.keyfiles import Credentials
+from protos.pki import certificates
+from protos.storage import private_files as keyfiles
+from protos.storage.private_files import Credentials
 
 
 def mode(path):

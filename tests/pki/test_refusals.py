@@ -11,13 +11,13 @@ from helpers_pki import authority, join, today
 from helpers_pki_calls import HOST, call, refused_call
 from helpers_pki_server import Server
 
-from coordinator.pki import Authority
+from coordinator.pki.authority import Authority
 from fl_core.errors import RefusedError, UnavailableError
-from protos.identity import Address
-from protos.invitation import InvitationToken
-from protos.keyfiles import Credentials
-from protos.tls import diagnose
-from silo.credentials import explain, silo_credentials
+from protos.pki.identity import Address
+from protos.pki.invitation import InvitationToken
+from protos.storage.private_files import Credentials
+from protos.tls.connect import diagnose
+from silo.identity.credentials import explain, silo_credentials
 
 pytestmark = pytest.mark.usefixtures("no_proxy")
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from helpers_pki import authority, today
 
-from coordinator.membership import Membership
-from coordinator.store import Store
+from coordinator.pki.membership import Membership
+from coordinator.storage.store import Store
 from fl_core.errors import RefusedError
-from protos.identity import identity_of
-from protos.invitation import InvitationToken
-from protos.roster import SignedRoster
-from silo.identity import SiloIdentity
+from protos.pki.identity import identity_of
+from protos.pki.invitation import InvitationToken
+from protos.pki.roster import SignedRoster
+from silo.identity.identity import SiloIdentity
 
 
 class Consortium:

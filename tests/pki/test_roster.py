@@ -6,9 +6,9 @@ import pytest
 from helpers_pki import authority, certified, join, member, roster, today
 
 from fl_core.errors import ConfigError, ProtocolError, RefusedError, StateError
-from protos import certificates
-from protos.identity import identity_of
-from protos.roster import Member, Roster, SignedRoster, renewal_link
+from protos.pki import certificates
+from protos.pki.identity import identity_of
+from protos.pki.roster import Member, Roster, SignedRoster, renewal_link
 
 
 @pytest.fixture

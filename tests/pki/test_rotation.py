@@ -11,11 +11,11 @@ from cryptography import x509
 from helpers_pki import authority, join, today
 from helpers_pki_server import Server
 
-from coordinator.credentials import ServerCertificate
-from coordinator.pki import Authority
+from coordinator.pki.authority import Authority
+from coordinator.pki.server_certificate import ServerCertificate
 from fl_core.errors import StateError
-from protos.identity import identity_of, serial_of
-from silo.credentials import silo_credentials
+from protos.pki.identity import identity_of, serial_of
+from silo.identity.credentials import silo_credentials
 
 HOST = "127.0.0.1"
 

@@ -6,10 +6,11 @@ import pytest
 from helpers_pki import authority, certified, join, member, roster, today
 
 from fl_core.errors import RefusedError, StateError
-from protos import certificates, keyfiles
-from protos.identity import Identity, Kind, certificate_fingerprint, identity_of
-from protos.invitation import InvitationToken
-from silo.identity import SiloIdentity
+from protos.pki import certificates
+from protos.pki.identity import Identity, Kind, certificate_fingerprint, identity_of
+from protos.pki.invitation import InvitationToken
+from protos.storage import private_files as keyfiles
+from silo.identity.identity import SiloIdentity
 
 
 @pytest.fixture
@@ -250,7 +251,7 @@ def test_own_new_key_counts_once_the_roster_says_so(ca, silo):
     request = silo.renewal_request()
     cert = ca.renew(request.csr_pem, silo.current_credentials().cert_pem, request.proof)
     silo.install(cert, ca.ca_pem)
-    from protos.roster import renewal_link
+    from protos.pki.roster import renewal_link
 
     signed = roster(ca, [member(ca, cert, [renewal_link(old, request.proof)])], 2)
     assert silo.update_roster(signed, accept_additions=False).rekeyed == ("center3",)

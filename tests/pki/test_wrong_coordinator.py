@@ -8,10 +8,10 @@ from helpers_pki import authority, join, today
 from helpers_pki_calls import HOST, refused_call
 from helpers_pki_server import Server
 
-from coordinator.pki import Authority
-from protos.identity import Address, identity_of
-from protos.tls import diagnose
-from silo.credentials import explain
+from coordinator.pki.authority import Authority
+from protos.pki.identity import Address, identity_of
+from protos.tls.connect import diagnose
+from silo.identity.credentials import explain
 
 pytestmark = pytest.mark.usefixtures("no_proxy")
 

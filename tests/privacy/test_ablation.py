@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import ablation
+from coordinator.simulation import privacy_ablation as ablation
 from fl_core.errors import ConfigError
 from privacy.ablation import __main__ as program
 from privacy.ablation import checks, plots, table

@@ -11,7 +11,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from fl_core.errors import ConfigError
-from privacy.accounting import (
+from privacy.accounting.accountant import (
     ORDERS,
     Filter,
     Mechanism,

@@ -13,18 +13,19 @@ from helpers_core import manifest, same, shares
 from scipy.stats import kstest, norm
 from torch import Tensor
 
-from fl_core.accumulator import Accumulator
+from fl_core.aggregation.adaptive_guards import settings
+from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.fixed_point import FixedPoint, Grid
 from fl_core.errors import RefusedError, StateError
-from fl_core.fixed_point import FixedPoint, Grid
-from fl_core.manifest import Choice, RunManifest
-from fl_core.rounds import Engine, RoundRecord, Schedule
-from fl_core.simulate import History, initial_state, simulate
-from fl_core.steering import settings
-from fl_core.types import Bundle, Federation, Part, PartSpec, State, TaskKind
-from privacy import adaptive, plan
-from privacy.access import silo_releases
-from privacy.central import SiloLevel, silo_level
-from privacy.silo_terms import SiloTerms
+from fl_core.rounds.engine import Engine, RoundRecord, Schedule
+from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.simulation.in_process import History, initial_state, simulate
+from fl_core.types.values import Bundle, Federation, Part, PartSpec, State, TaskKind
+from privacy import profiles as plan
+from privacy.data_access import silo_releases
+from privacy.silo_dp import adaptive_clipping as adaptive
+from privacy.silo_dp.config import SiloTerms
+from privacy.silo_dp.mechanism import SiloLevel, silo_level
 
 LAYOUT = {
     "delta": PartSpec({"w": (40,)}, ()),
@@ -206,7 +207,7 @@ def test_a_run_carries_its_clip_in_its_state_and_resumes_with_it(placement: str)
     assert all("w" in s for s in seen.states)
     run, again = run_of(placement=placement), Clips()
     built = plan.build(run)
-    from fl_core.simulate import engine_of, local_ports
+    from fl_core.simulation.in_process import engine_of, local_ports
 
     engine = replace(engine_of(run, local_ports(run, shares(), guards=built.silo), 1), incoming=built.incoming)
     end = engine.run(seen.states[0], again, start=1)
@@ -248,7 +249,7 @@ def test_a_clip_that_the_plan_is_silent_on_is_refused_and_so_is_none_where_it_ha
 def test_a_round_with_a_clip_of_the_coordinators_own_is_refused_before_an_example_is_read() -> None:
     run = replace(manifest("fedavg", {"weights": "uniform"}), rounds=1)
     run = replace(run, privacy=Choice("dp_silo_small", {"allow_large": True, "rng": "test", "weights": "uniform"}))
-    from fl_core.simulate import local_ports
+    from fl_core.simulation.in_process import local_ports
 
     port = local_ports(run, shares(), guards=plan.build(run).silo)[0]
     msg = {**initial_state(run), adaptive.PART: {"clip": torch.tensor(9.0)}}

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from fl_core.errors import ConfigError
-from privacy.accounting import Filter, Mechanism, rdp
-from privacy.silo_terms import SiloTerms, split_noise
+from privacy.accounting.accountant import Filter, Mechanism, rdp
+from privacy.silo_dp.config import SiloTerms, split_noise
 
 
 def test_noise_is_split_as_the_specification_says() -> None:

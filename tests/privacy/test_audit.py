@@ -19,13 +19,15 @@ from numpy.typing import NDArray
 from fl_core import datasets
 from fl_core.errors import ConfigError
 from privacy.audit import __main__ as program
-from privacy.audit import attacks, audits, canaries, plots, step
-from privacy.audit.audits import Setting
-from privacy.audit.bounds import auc, one_run, refuted, tail
-from privacy.audit.step import Moved, Scale
-from privacy.audit.subject import InMemory, Subject
+from privacy.audit import attacks, canaries, plots
+from privacy.audit import runner as audits
+from privacy.audit import step_checks as step
+from privacy.audit.epsilon_bounds import auc, one_run, refuted, tail
+from privacy.audit.runner import Setting
+from privacy.audit.step_checks import Moved, Scale
+from privacy.audit.target import InMemory, Subject
 from privacy.audit.training import Training, memorising
-from privacy.entropy import SeededNoise
+from privacy.noise.sources import SeededNoise
 
 INF = math.inf
 seeds = pytest.mark.parametrize("seed", range(5))

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from benchmarks.audit import faults
-from privacy import grid
-from privacy.audit import canaries, step
-from privacy.audit.bounds import mu_bound
-from privacy.audit.step import KINDS, Step
+from privacy.audit import canaries
+from privacy.audit import step_checks as step
+from privacy.audit.epsilon_bounds import mu_bound
+from privacy.audit.step_checks import KINDS, Step
 from privacy.audit.training import Training
-from privacy.entropy import SecureNoise, SeededNoise
+from privacy.noise import grid
+from privacy.noise.sources import SecureNoise, SeededNoise
 
 SEEDS = range(5)
 kinds = pytest.mark.parametrize("kind", KINDS)

@@ -12,13 +12,13 @@ from helpers_private import DATA, TEST, TRAIN, budgeted, private
 from fl_core import datasets
 from fl_core.datasets import SiloDataset, TensorExamples
 from fl_core.errors import RefusedError
-from fl_core.manifest import Choice
-from fl_core.types import Schema
-from privacy.accounting import Mechanism
-from privacy.book import LedgerBook
-from privacy.course import Release
-from privacy.ledger import Ledger
-from privacy.records import register, unit_names
+from fl_core.rounds.manifest import Choice
+from fl_core.types.values import Schema
+from privacy.accounting.accountant import Mechanism
+from privacy.accounting.release_plan import Release
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.registration import register, unit_names
+from privacy.ledger.run_ledger import LedgerBook
 
 STEPS = Release("training", "train", Mechanism(2.0, 0.1, 10))
 LOOK = Release("evaluation", "test", Mechanism(20.0))
@@ -69,7 +69,7 @@ def test_a_book_needs_every_split_registered_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_policys_budget_stands_beside_the_ledgers(tmp_path: Path) -> None:
-    from privacy.accounting import Filter
+    from privacy.accounting.accountant import Filter
 
     ledger = budgeted(tmp_path, epsilon=50.0)
     book = LedgerBook(ledger, private(), datasets.load(DATA), {TRAIN: Filter.of(0.5, 1e-5)})

@@ -12,21 +12,21 @@ from helpers_core import NAMES, manifest, shares
 from scipy.stats import kstest, norm
 from torch import Tensor
 
-from fl_core.accumulator import Accumulator
+from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.fixed_point import Grid
 from fl_core.errors import ConfigError
-from fl_core.fixed_point import Grid
-from fl_core.manifest import Choice, Member, RunManifest
 from fl_core.methods import METHODS
-from fl_core.rounds import RoundRecord
-from fl_core.simulate import History, simulate
-from fl_core.types import Bundle, Part, PartSpec
-from privacy.access import silo_releases
-from privacy.accounting import Mechanism, epsilon_rdp
-from privacy.central import SiloLevel, coordinates, silo_level
-from privacy.course import Release
-from privacy.plan import build
-from privacy.report import report
-from privacy.silo_terms import SiloTerms, analytic_delta, analytic_epsilon, analytic_noise, participations
+from fl_core.rounds.engine import RoundRecord
+from fl_core.rounds.manifest import Choice, Member, RunManifest
+from fl_core.simulation.in_process import History, simulate
+from fl_core.types.values import Bundle, Part, PartSpec
+from privacy.accounting.accountant import Mechanism, epsilon_rdp
+from privacy.accounting.release_plan import Release
+from privacy.data_access import silo_releases
+from privacy.profiles import build
+from privacy.reports.spending import report
+from privacy.silo_dp.config import SiloTerms, analytic_delta, analytic_epsilon, analytic_noise, participations
+from privacy.silo_dp.mechanism import SiloLevel, coordinates, silo_level
 
 UNITS = (14, 7, 10)
 

@@ -10,14 +10,14 @@ from helpers_core import Given
 from helpers_doors import PLAIN, TURN, course_of, doors, examples
 from torch import Tensor
 
-from fl_core.local import PlainData
-from fl_core.types import ClassSums
-from privacy import grid
-from privacy.course import Spend
-from privacy.entropy import SeededNoise
-from privacy.example import PrivateData
-from privacy.release import Units, class_sums, unit_shares
-from privacy.terms import Terms
+from fl_core.training.local_data import PlainData
+from fl_core.types.values import ClassSums
+from privacy.accounting.record_config import Terms
+from privacy.accounting.release_plan import Spend
+from privacy.dp_sgd.class_sums import Units, class_sums, unit_shares
+from privacy.dp_sgd.private_data import PrivateData
+from privacy.noise import grid
+from privacy.noise.sources import SeededNoise
 
 FLAT = ClassSums(lambda x, y: x.flatten(1) - 0.5, 4)
 

@@ -10,14 +10,14 @@ from helpers_core import Given
 from helpers_doors import Silent, ce, course_of, doors, examples
 from torch import Tensor, nn
 
-from fl_core import trees
 from fl_core.models import build_model
-from fl_core.types import ClassSums, Schema, TrainConfig
-from privacy import grid
-from privacy.entropy import SeededNoise
-from privacy.gradients import MODES, PADDING, per_unit
-from privacy.release import filled
-from privacy.terms import Terms
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import ClassSums, Schema, TrainConfig
+from privacy.accounting.record_config import Terms
+from privacy.dp_sgd.class_sums import filled
+from privacy.dp_sgd.per_sample_gradients import MODES, PADDING, per_unit
+from privacy.noise import grid
+from privacy.noise.sources import SeededNoise
 
 STEP = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=1000, epochs=1, max_steps=1)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]

@@ -11,10 +11,10 @@ import torch
 from scipy import stats
 
 from fl_core.errors import ConfigError
-from privacy import discrete
-from privacy.accounting import ORDERS, Mechanism, rdp
-from privacy.discrete import LARGEST_TABLE, LEAST, MOST, STEP, TOTAL_VARIATION, sum_gap
-from privacy.entropy import SecureNoise, SeededNoise
+from privacy.accounting.accountant import ORDERS, Mechanism, rdp
+from privacy.noise import discrete_gaussian as discrete
+from privacy.noise.discrete_gaussian import LARGEST_TABLE, LEAST, MOST, STEP, TOTAL_VARIATION, sum_gap
+from privacy.noise.sources import SecureNoise, SeededNoise
 
 
 def made(sigma: float) -> dict[int, Fraction]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from privacy.entropy import Noise, SecureNoise, SeededNoise, labels, poisson_sample
+from privacy.noise.sources import Noise, SecureNoise, SeededNoise, labels, poisson_sample
 
 N = 400_000
 

@@ -15,20 +15,20 @@ from scipy.stats import kstest
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core import trees
-from fl_core.evaluation import evaluate
-from fl_core.local import PlainData
-from fl_core.manifest import Choice
 from fl_core.methods import METHODS
-from fl_core.simulate import History, simulate
-from fl_core.types import ClassSums, Coupling, Federation, Losses, Split, TrainConfig, Turn, Visit
-from privacy import grid
-from privacy.course import Course, Rates, Release, Spend
-from privacy.doors import PrivateDoors, SimulatedBook
-from privacy.entropy import SecureNoise, SeededNoise
-from privacy.example import PrivateData
-from privacy.plan import build
-from privacy.terms import Terms
+from fl_core.rounds.manifest import Choice
+from fl_core.simulation.in_process import History, simulate
+from fl_core.training.evaluation import evaluate
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import ClassSums, Coupling, Federation, Losses, Split, TrainConfig, Turn, Visit
+from privacy.accounting.record_config import Terms
+from privacy.accounting.release_plan import Course, Rates, Release, Spend
+from privacy.dp_sgd.data_opener import PrivateDoors, SimulatedBook
+from privacy.dp_sgd.private_data import PrivateData
+from privacy.noise import grid
+from privacy.noise.sources import SecureNoise, SeededNoise
+from privacy.profiles import build
 
 TURN = Turn(Federation(1, 4, 1, 0, 1), 0, 0)
 TRAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=24, epochs=2)

@@ -11,19 +11,19 @@ from helpers_doors import PLAIN, TURN, Silent, ce, course_of, doors, examples, m
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core import trees
 from fl_core.errors import ConfigError, RefusedError
-from fl_core.local import PlainData
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.types import ClassSums, Coupling, Losses, Split, TrainConfig
-from privacy import grid
-from privacy.course import Course, Rates, Spend
-from privacy.entropy import Keys, SecureNoise, SeededNoise
-from privacy.example import PrivateData
-from privacy.gradients import clipped
-from privacy.rehearsal import check_independence, rehearse
-from privacy.terms import Terms, nominal
+from fl_core.training.local_data import PlainData
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import ClassSums, Coupling, Losses, Split, TrainConfig
+from privacy.accounting.dry_run import check_independence, rehearse
+from privacy.accounting.record_config import Terms, nominal
+from privacy.accounting.release_plan import Course, Rates, Spend
+from privacy.dp_sgd.per_sample_gradients import clipped
+from privacy.dp_sgd.private_data import PrivateData
+from privacy.noise import grid
+from privacy.noise.sources import Keys, SecureNoise, SeededNoise
 
 OPEN = Terms(clip=1e4, physical_batch=5)
 

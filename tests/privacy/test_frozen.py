@@ -11,20 +11,21 @@ from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 from torch import Tensor, nn
 
 from fl_core.errors import RefusedError
-from fl_core.freezing import Freezable
-from fl_core.manifest import Choice, RunManifest
-from fl_core.methods import build_method, manifold
-from fl_core.methods.frozen import DIMENSIONS, FrozenIntra, Statistics
+from fl_core.methods import build_method
+from fl_core.methods.losses import fedmr as manifold
+from fl_core.methods.losses.fedmr_frozen import DIMENSIONS, FrozenIntra, Statistics
 from fl_core.models import build_model
-from fl_core.simulate import History, LocalPort, bench_of, initial_state, simulate
-from fl_core.types import Losses, LossFn, TaskKind, Turn
-from privacy import grid
-from privacy.access import doors_of
-from privacy.accounting import Mechanism
-from privacy.doors import SimulatedBook, course_of
-from privacy.entropy import SeededNoise
-from privacy.gradients import per_unit
-from privacy.release import Units, class_sums, sensitivity, unit_shares
+from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.simulation.in_process import History, LocalPort, bench_of, initial_state, simulate
+from fl_core.training.frozen_statistics import Freezable
+from fl_core.types.values import Losses, LossFn, TaskKind, Turn
+from privacy.accounting.accountant import Mechanism
+from privacy.data_access import doors_of
+from privacy.dp_sgd.class_sums import Units, class_sums, sensitivity, unit_shares
+from privacy.dp_sgd.data_opener import SimulatedBook, course_of
+from privacy.dp_sgd.per_sample_gradients import per_unit
+from privacy.noise import grid
+from privacy.noise.sources import SeededNoise
 
 INTRA = {"mu1": 1e-3, "mu2": 0.0}
 
@@ -78,7 +79,7 @@ def test_the_frozen_gradient_is_that_of_the_coupled_loss_where_the_statistics_we
     d: int, monkeypatch: pytest.MonkeyPatch, fine: None
 ) -> None:
     """Against autograd through manifold.intra_loss of all examples at once, on the projected features."""
-    monkeypatch.setattr("fl_core.methods.frozen.features_of", lambda model: model)
+    monkeypatch.setattr("fl_core.methods.losses.fedmr_frozen.features_of", lambda model: model)
     model, (x, y) = Features(d), examples()
     form, radius = FrozenIntra(0.7, 3, 11), 100.0
     whole = 0.7 * manifold.intra_loss(form.projected(model, x, radius), y, 3, manifold.IntraVariant(eps=0.0))
@@ -92,7 +93,7 @@ def test_the_frozen_gradient_is_that_of_the_coupled_loss_where_the_statistics_we
 
 
 def test_the_held_terms_of_one_example_do_not_move_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fl_core.methods.frozen.features_of", lambda model: model)
+    monkeypatch.setattr("fl_core.methods.losses.fedmr_frozen.features_of", lambda model: model)
     model, (x, y) = Features(5), examples()
     loss = frozen_loss(model, FrozenIntra(1.0, 3, 0), x, y, 1.0)
     before = loss(model, x, y).per_example
@@ -104,7 +105,7 @@ def test_the_held_terms_of_one_example_do_not_move_with_another(monkeypatch: pyt
 
 def test_brute_force_sensitivity_of_the_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     """Removing any record, or any group, moves (sums, count) jointly by at most sqrt(3), and a long one by that."""
-    monkeypatch.setattr("fl_core.methods.frozen.features_of", lambda model: model)
+    monkeypatch.setattr("fl_core.methods.losses.fedmr_frozen.features_of", lambda model: model)
     model, (x, y) = Features(24), examples(20)
     form = FrozenIntra(1.0, 3, 0)
     query = form.query(model, 0.5)  # every feature is longer than the radius

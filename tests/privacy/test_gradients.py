@@ -12,10 +12,19 @@ from torch.nn.functional import cross_entropy
 
 from fl_core.errors import ConfigError
 from fl_core.models import build_model
-from fl_core.types import Schema
-from privacy import grid, samplers
-from privacy.gradients import MODES, Gradients, clipped, conv_grad_sample, mode_of, per_unit, trainable
-from privacy.validate import validate
+from fl_core.types.values import Schema
+from privacy.dp_sgd import layer_gradients as samplers
+from privacy.dp_sgd.model_check import validate
+from privacy.dp_sgd.per_sample_gradients import (
+    MODES,
+    Gradients,
+    clipped,
+    conv_grad_sample,
+    mode_of,
+    per_unit,
+    trainable,
+)
+from privacy.noise import grid
 
 SCHEMA = Schema((1, 8, 8), tuple("abcd"))
 
@@ -218,7 +227,7 @@ def test_a_model_that_bookkeeping_cannot_follow_gets_hooks(kind: str) -> None:
 
 
 def test_the_chosen_mode_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="privacy.gradients"), per_unit(made()):
+    with caplog.at_level("INFO", logger="privacy.dp_sgd.per_sample_gradients"), per_unit(made()):
         pass
     assert caplog.messages == ["per-example gradients: bookkeeping"]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from fl_core.errors import FederationError, RefusedError, StateError
-from privacy.accounting import Mechanism
-from privacy.ledger import Ledger, Planned, Task
+from privacy.accounting.accountant import Mechanism
+from privacy.ledger.ledger import Ledger, Planned, Task
 
 ROUND = (Planned("training", Mechanism(2.85, 0.032, 31)),)
 
@@ -59,8 +59,8 @@ def test_t_40_a_crash_counts_as_spent(tmp_path: Path, started: bool) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from privacy.accounting import Mechanism
-from privacy.ledger import Ledger, Planned, Task
+from privacy.accounting.accountant import Mechanism
+from privacy.ledger.ledger import Ledger, Planned, Task
 ledger = Ledger(Path({str(tmp_path / "ledger.db")!r}))
 planned = [Planned("training", Mechanism(2.85, 0.032, 31))]
 entry = ledger.reserve("isic/center3", Task("run", "digest", 0, "train", "v1"), planned)

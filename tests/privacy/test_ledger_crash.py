@@ -17,13 +17,13 @@ from helpers_private import TEST, TRAIN, budgeted, private
 
 from fl_core import datasets
 from fl_core.errors import RefusedError
-from privacy import chain
-from privacy.accounting import Mechanism, aggregated
-from privacy.book import LedgerBook
-from privacy.course import Release
-from privacy.doors import course_of
-from privacy.ledger import Ledger, Planned, Task
-from privacy.records import version
+from privacy.accounting.accountant import Mechanism, aggregated
+from privacy.accounting.release_plan import Release
+from privacy.dp_sgd.data_opener import course_of
+from privacy.ledger import hash_chain as chain
+from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger.registration import version
+from privacy.ledger.run_ledger import LedgerBook
 
 DATA = "digits/p3c4/1"
 READ = b"a record was read\n"

@@ -16,15 +16,15 @@ from helpers_silo import manifest as hospital_manifest
 from torch import Tensor
 
 from fl_core import datasets, rng
-from fl_core.accumulator import Accumulator
-from fl_core.fixed_point import FixedPoint, Grid
-from fl_core.manifest import Choice, RunManifest
+from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.fixed_point import FixedPoint, Grid
 from fl_core.methods import METHODS
-from fl_core.protocols import Guard
-from fl_core.simulate import History, LocalPort, SiloShare, bench_of, initial_state, local_ports, simulate
-from fl_core.types import Bundle, Federation, Part, TaskKind
-from privacy import plan
-from protos import codec
+from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.simulation.in_process import History, LocalPort, SiloShare, bench_of, initial_state, local_ports, simulate
+from fl_core.types.interfaces import Guard
+from fl_core.types.values import Bundle, Federation, Part, TaskKind
+from privacy import profiles as plan
+from protos.wire import codec
 
 OPTIONS = {
     "fedmr": {"mu1": 1e-4, "mu2": 0.5},

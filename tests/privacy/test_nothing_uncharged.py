@@ -14,21 +14,25 @@ import torch
 from helpers_core import FED, NAMES, Given, manifest, same_bundle, shares
 from torch import Tensor
 
-from fl_core import capabilities
 from fl_core.errors import ConfigError
-from fl_core.kinds import Capability
-from fl_core.manifest import Choice, RunManifest
 from fl_core.methods import METHODS, build_method
-from fl_core.simulate import History, LocalPort, SiloShare, bench_of, initial_state, simulate
-from fl_core.states import InMemory
-from fl_core.types import Bundle, ClassSums, TaskKind
-from privacy import doors, entropy, example, grid, plan
-from privacy.access import doors_of
-from privacy.central import SiloLevel
-from privacy.course import Spend
-from privacy.doors import SimulatedBook
-from privacy.entropy import Noise
-from privacy.report import report
+from fl_core.rounds import capabilities
+from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.simulation.in_process import History, LocalPort, SiloShare, bench_of, initial_state, simulate
+from fl_core.simulation.silo_states import InMemory
+from fl_core.types.enums import Capability
+from fl_core.types.values import Bundle, ClassSums, TaskKind
+from privacy import profiles as plan
+from privacy.accounting.release_plan import Spend
+from privacy.data_access import doors_of
+from privacy.dp_sgd import data_opener as doors
+from privacy.dp_sgd import private_data as example
+from privacy.dp_sgd.data_opener import SimulatedBook
+from privacy.noise import grid
+from privacy.noise import sources as entropy
+from privacy.noise.sources import Noise
+from privacy.reports.spending import report
+from privacy.silo_dp.mechanism import SiloLevel
 
 OPTIONS = {
     "fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"},
@@ -138,7 +142,7 @@ def test_with_open_eyes_the_same_two_hospitals_differ() -> None:
 def test_t_43_what_leaves_under_silo_level_privacy_depends_on_data_through_the_guard_alone(
     method: str, terms: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from privacy import adaptive
+    from privacy.silo_dp import adaptive_clipping as adaptive
 
     run = run_of(method, "dp_silo_small", False, allow_large=True, **terms)
     if method == "local" and terms:  # it sends nothing whose norm a clip could follow

@@ -10,15 +10,15 @@ import torch
 from helpers_core import FED, SCHEMA, manifest, same, same_bundle, shares
 from torch import nn
 
-from fl_core import cohort
-from fl_core.local import PlainData
-from fl_core.manifest import Choice, RunManifest
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.simulate import History, LocalPort, bench_of, initial_state, simulate
-from fl_core.types import Bundle, State, TaskKind, Turn
-from privacy.doors import PrivateDoors, SimulatedBook
-from privacy.plan import build
+from fl_core.rounds import sampling as cohort
+from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.simulation.in_process import History, LocalPort, bench_of, initial_state, simulate
+from fl_core.training.local_data import PlainData
+from fl_core.types.values import Bundle, State, TaskKind, Turn
+from privacy.dp_sgd.data_opener import PrivateDoors, SimulatedBook
+from privacy.profiles import build
 
 TRAINED = {"fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"}, "fedproc": {}, "fednh": {}}
 WITHHELD = frozenset({1, 3})

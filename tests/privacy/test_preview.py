@@ -9,15 +9,15 @@ import pytest
 from helpers_core import NAMES, manifest, shares
 from typer.testing import CliRunner
 
-from coordinator.main import build
+from coordinator.cli.main import build
 from fl_core.errors import ConfigError
-from fl_core.manifest import Choice, RunManifest
-from fl_core.simulate import History, simulate
-from privacy.accounting import epsilon_rdp
-from privacy.course import TRAIN
-from privacy.doors import PrivateDoors, SimulatedBook
-from privacy.preview import planned, preview, project
-from privacy.report import privacy_report
+from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.simulation.in_process import History, simulate
+from privacy.accounting.accountant import epsilon_rdp
+from privacy.accounting.release_plan import TRAIN
+from privacy.dp_sgd.data_opener import PrivateDoors, SimulatedBook
+from privacy.reports.projection import planned, preview, project
+from privacy.reports.spending import privacy_report
 
 
 def run_of(profile: str = "dp_record", **terms: object) -> RunManifest:

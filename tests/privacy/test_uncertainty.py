@@ -13,13 +13,12 @@ from helpers_private import hospital_level, private
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_core.evaluation import METRICS, evaluate
-from fl_core.manifest import Choice
-from fl_core.types import Part
-from privacy.central import silo_level
-from privacy.entropy import SeededNoise
-from privacy.terms import Terms
-from privacy.uncertainty import (
+from fl_core.rounds.manifest import Choice
+from fl_core.training.evaluation import METRICS, evaluate
+from fl_core.types.values import Part
+from privacy.accounting.record_config import Terms
+from privacy.noise.sources import SeededNoise
+from privacy.reports.uncertainty import (
     IMPOSSIBLE,
     NOISY,
     NOTHING,
@@ -34,6 +33,7 @@ from privacy.uncertainty import (
     own_noise,
     run_noise,
 )
+from privacy.silo_dp.mechanism import silo_level
 
 DRAWS = 2000
 LOWEST = 0.94

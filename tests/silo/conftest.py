@@ -7,7 +7,7 @@ from helpers_hospital import Slow
 from helpers_silo import Hospital
 from helpers_silo_transfer import Rig
 
-from fl_core.worker import work
+from fl_core.rounds.silo_round import work
 
 
 @pytest.fixture

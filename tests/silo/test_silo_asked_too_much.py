@@ -8,7 +8,7 @@ from helpers_private import SEEDED_POLICY, TRAIN, budgeted, private
 from helpers_silo import until
 
 from fl_core import datasets
-from privacy.doors import course_of
+from privacy.dp_sgd.data_opener import course_of
 from protos.consilium.v1 import federation_pb2 as pb
 
 

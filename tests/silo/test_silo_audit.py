@@ -9,10 +9,11 @@ import stat
 import pytest
 from PIL import Image
 
-from privacy.audit import audits, canaries
-from privacy.audit.audits import Outcome, Verdict
-from silo import audit_commands
-from silo.commands import run
+from privacy.audit import canaries
+from privacy.audit import runner as audits
+from privacy.audit.runner import Outcome, Verdict
+from silo.cli import audit as audit_commands
+from silo.cli.service import run
 
 DATA = "digits/hospital0"
 

@@ -13,9 +13,9 @@ import pytest
 from helpers_silo import Hospital, enrolled, until
 from helpers_transfer import authority
 
-from silo.commands import run
-from silo.home import Home
-from silo.training import choose_device
+from silo.cli.service import run
+from silo.storage.home import Home
+from silo.training.trainer import choose_device
 
 
 def fails(capsys, code, status, *words):
@@ -179,6 +179,6 @@ def test_serve_ends_in_good_order_on_a_signal(tmp_path, number):
 
 
 def test_the_command_line_answers_before_anything_heavy_is_imported():
-    program = "import sys, silo.commands; print(sorted({'torch', 'opacus'} & set(sys.modules)))"
+    program = "import sys, silo.cli.service; print(sorted({'torch', 'opacus'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

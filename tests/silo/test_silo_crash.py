@@ -10,8 +10,8 @@ import pytest
 from helpers_outbox import B, key, opened, stage, value
 from sqlalchemy import event
 
-from protos import codec
-from silo.store import Store
+from protos.wire import codec
+from silo.storage.store import Store
 
 
 class Snapshots:

@@ -8,10 +8,10 @@ from helpers_silo_transfer import CUTS, IDS, Rig, still
 from helpers_transfer import BYTES
 
 from fl_core.errors import FederationError, ProtocolError
-from protos import codec
-from protos.chunks import CHUNK_BYTES
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.transfer import Patience
+from protos.wire import codec
+from protos.wire.chunks import CHUNK_BYTES
+from silo.connection.transfer import Patience
 
 
 @pytest.mark.parametrize("size", [0, len(BYTES)], ids=["size unknown", "size known"])

@@ -12,15 +12,15 @@ from helpers_pki import join as joined_silo
 from helpers_pki import member, roster, today
 
 from fl_core.errors import ConfigError, FederationError, RefusedError, UnavailableError
-from protos import certificates
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.diagnosis import Diagnosis
-from protos.identity import Address
-from silo.enrol import Keeper, join, pinned_version
-from silo.home import Home, default_home
-from silo.identity import SiloIdentity
-from silo.line import Lines
+from protos.pki import certificates
+from protos.pki.identity import Address
+from protos.tls.diagnosis import Diagnosis
+from silo.connection.channel import Lines
+from silo.identity.identity import SiloIdentity
+from silo.service.enrolment import Keeper, join, pinned_version
+from silo.storage.home import Home, default_home
 
 
 class Enrolment(rpc.EnrolmentServicer):

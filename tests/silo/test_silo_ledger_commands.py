@@ -12,14 +12,14 @@ import pytest
 from helpers_private import DATA, TEST, TRAIN, budgeted
 from helpers_silo import enrolled
 
-from privacy.accounting import Mechanism, epsilon_rdp
-from privacy.ledger import Ledger, Planned, Task
+from privacy.accounting.accountant import Mechanism, epsilon_rdp
+from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger.registration import version
 from privacy.policy import Policy
-from privacy.records import version
-from silo.commands import run
-from silo.home import Home
-from silo.store import Store
-from silo.tasks import Attested
+from silo.cli.service import run
+from silo.storage.home import Home
+from silo.storage.store import Store
+from silo.storage.tasks import Attested
 
 ROUND = [Planned("training", Mechanism(2.85, 0.032, 31))]
 

@@ -13,21 +13,22 @@ from helpers_silo import until
 from fl_core import datasets
 from fl_core.errors import RefusedError
 from fl_core.methods import build_method
-from fl_core.simulate import SiloShare, initial_state, local_ports
-from fl_core.types import Federation, TaskKind
-from fl_core.worker import work
-from privacy import adaptive, plan
-from privacy.access import SiloLevelDoors, silo_releases
-from privacy.accounting import aggregated, epsilon_rdp
-from privacy.central import silo_level
-from privacy.doors import SimulatedBook
-from privacy.ledger import Ledger
-from privacy.records import register
-from protos import codec
-from protos.bundles import FileBundle
+from fl_core.rounds.silo_round import work
+from fl_core.simulation.in_process import SiloShare, initial_state, local_ports
+from fl_core.types.values import Federation, TaskKind
+from privacy import profiles as plan
+from privacy.accounting.accountant import aggregated, epsilon_rdp
+from privacy.data_access import SiloLevelDoors, silo_releases
+from privacy.dp_sgd.data_opener import SimulatedBook
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.registration import register
+from privacy.silo_dp import adaptive_clipping as adaptive
+from privacy.silo_dp.mechanism import silo_level
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.custody import asks
-from silo.home import Home
+from protos.wire import codec
+from protos.wire.bundle_file import FileBundle
+from silo.storage.home import Home
+from silo.training.hospital_controls import asks
 
 ROOM = 40.0
 """Of training records: a run of epsilon 8 for the hospital costs each of them more."""

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from fl_core.errors import StateError
-from protos import codec, spares
-from protos.digests import write_sealed
-from silo.objects import Objects
+from protos.storage import file_recycling as spares
+from protos.storage.digests import write_sealed
+from protos.wire import codec
+from silo.storage.object_store import Objects
 
 DATA = bytes(range(256)) * 40
 
@@ -91,7 +92,7 @@ def test_an_error_of_hashing_any_block_is_raised(tmp_path: Path, monkeypatch: py
             if self.calls == 2:
                 raise MemoryError("the second of four")
 
-    monkeypatch.setattr("protos.digests.Hasher", Failing)
+    monkeypatch.setattr("protos.storage.digests.Hasher", Failing)
     with pytest.raises(MemoryError, match="the second of four"):
         write_sealed(tmp_path / "object", [memoryview(bytes(4 << 20))])
 

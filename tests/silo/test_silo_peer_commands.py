@@ -7,9 +7,9 @@ import json
 import pytest
 from helpers_pki import authority, certified, join, member, roster, today
 
-from protos.identity import colons, identity_of
-from silo import show
-from silo.commands import run
+from protos.pki.identity import colons, identity_of
+from silo.cli import console as show
+from silo.cli.service import run
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from helpers_private import DATA, SEEDED_POLICY, TRAIN, budgeted, private
 from helpers_silo import manifest, until
 
 from fl_core import datasets
-from privacy.ledger import Ledger
-from protos.bundles import FileBundle
+from privacy.ledger.ledger import Ledger
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.desk import public_reason
+from protos.wire.bundle_file import FileBundle
+from silo.service.task_queue import public_reason
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ from helpers_hospital import Watched, first
 from helpers_private import HOSPITAL, TEST, TRAIN, budgeted, hospital_level, private
 from helpers_silo import until
 
-from fl_core.manifest import Choice
 from fl_core.models import build_model
-from privacy.access import silo_releases
-from privacy.accounting import aggregated
-from privacy.central import silo_level
-from privacy.doors import course_of
-from privacy.preview import whole_run
+from fl_core.rounds.manifest import Choice
+from privacy.accounting.accountant import aggregated
+from privacy.data_access import silo_releases
+from privacy.dp_sgd.data_opener import course_of
+from privacy.reports.projection import whole_run
+from privacy.silo_dp.mechanism import silo_level
 from protos.consilium.v1 import federation_pb2 as pb
-from silo import preflight as checks
+from silo.training import preflight as checks
 
 Usage = namedtuple("Usage", "total used free")
 

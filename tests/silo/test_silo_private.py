@@ -9,13 +9,13 @@ from helpers_private import SEEDED_POLICY, TEST, TRAIN, budgeted, private
 from fl_core import datasets
 from fl_core.errors import StateError
 from fl_core.methods import build_method
-from fl_core.simulate import SiloShare, initial_state, local_ports
-from fl_core.types import Federation, TaskKind
-from fl_core.worker import work
-from privacy.accounting import aggregated, epsilon_rdp
-from privacy.doors import PrivateDoors, SimulatedBook, course_of
-from protos import codec
+from fl_core.rounds.silo_round import work
+from fl_core.simulation.in_process import SiloShare, initial_state, local_ports
+from fl_core.types.values import Federation, TaskKind
+from privacy.accounting.accountant import aggregated, epsilon_rdp
+from privacy.dp_sgd.data_opener import PrivateDoors, SimulatedBook, course_of
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire import codec
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedgela"])

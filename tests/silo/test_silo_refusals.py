@@ -10,11 +10,11 @@ from helpers_silo import manifest, until
 from PIL import Image
 
 from fl_core import datasets
-from fl_core.manifest import Choice, Member
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.spec import derive_layout
-from fl_core.types import PartSpec, Schema
+from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.manifest import Choice, Member
+from fl_core.types.values import PartSpec, Schema
 
 
 def unknown_classes():
@@ -155,7 +155,7 @@ def test_a_damaged_outbox_file_is_refused_with_its_reason(make):
 
 
 def hospital_object(hospital) -> str:
-    from silo.store import Store
+    from silo.storage.store import Store
 
     store = Store(hospital.folder / "silo.db")
     (entry,) = store.outbox()

@@ -13,14 +13,14 @@ from helpers_hospital import TRAINED, upload
 from helpers_silo import MEMBERS, FakeSession, manifest, until
 
 from fl_core import datasets
-from fl_core.manifest import Choice, Member, RunManifest
 from fl_core.methods import build_method
-from fl_core.simulate import SiloShare, local_ports
-from fl_core.types import Federation, TaskKind
-from protos import codec
+from fl_core.rounds.manifest import Choice, Member, RunManifest
+from fl_core.simulation.in_process import SiloShare, local_ports
+from fl_core.types.values import Federation, TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.home import Home
-from silo.transfer import Patience
+from protos.wire import codec
+from silo.connection.transfer import Patience
+from silo.storage.home import Home
 
 # ---- a round -------------------------------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ def test_a_manifest_is_read_once_for_all_rounds_of_a_run(make, monkeypatch):
 )
 def test_equals_local_port_bit_for_bit(make, method, options, opt_out):
     from fl_core.methods import METHODS
-    from fl_core.simulate import initial_state
+    from fl_core.simulation.in_process import initial_state
 
     assert method in METHODS
     run = manifest(method=Choice(method, options))
@@ -144,7 +144,7 @@ def test_threads_of_the_machine_are_as_before_a_task(make):
 def test_an_upload_that_waits_goes_on_when_the_coordinator_is_back(make, monkeypatch):
     """Its own back-off may be a minute long; the welcome of the next session ends it."""
     monkeypatch.setattr("helpers_silo.PATIENCE", Patience(idle_s=5.0, backoff_s=3600.0, backoff_cap_s=3600.0, tries=3))
-    monkeypatch.setattr("silo.client.RECONNECT_CAP_S", 0.01)
+    monkeypatch.setattr("silo.connection.control_client.RECONNECT_CAP_S", 0.01)
     hospital = make()
     hospital.transfer.refusal = (grpc.StatusCode.UNAVAILABLE, "away")
     hospital.start()

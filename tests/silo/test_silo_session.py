@@ -10,14 +10,14 @@ from helpers_transfer import FakeTransfer
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.diagnosis import Diagnosis
-from protos.identity import Address
+from protos.pki.identity import Address
+from protos.tls.diagnosis import Diagnosis
 from protos.version import PROTOCOL
-from silo.client import RECONNECT_CAP_S, Client
-from silo.line import Lines
-from silo.store import Store
-from silo.transfer import Patience
-from silo.waiting import Backoff, Stop
+from silo.connection.channel import Lines
+from silo.connection.control_client import RECONNECT_CAP_S, Client
+from silo.connection.retry import Backoff, Stop
+from silo.connection.transfer import Patience
+from silo.storage.store import Store
 
 WELL = Diagnosis(None, "works", "all is well")
 QUICK = Patience(idle_s=5.0, backoff_s=0.001, backoff_cap_s=0.02)
@@ -148,7 +148,8 @@ def test_it_comes_back_after_the_coordinator_was_restarted(make):
 
 def test_the_wait_for_a_session_is_never_longer_than_its_cap(make, monkeypatch):
     asked = []
-    monkeypatch.setattr("silo.client.Backoff", lambda base, cap: asked.append((base, cap)) or Backoff(base, 0.01))
+    quick = lambda base, cap: asked.append((base, cap)) or Backoff(base, 0.01)  # noqa: E731
+    monkeypatch.setattr("silo.connection.control_client.Backoff", quick)
     make(patience=Patience(idle_s=5.0)).start()
     assert asked == [(1.0, RECONNECT_CAP_S)]
 
@@ -273,6 +274,6 @@ def test_a_new_line_is_used_after_a_renewal(make):
 
 
 def test_the_channel_options_refuse_large_messages():
-    from silo.line import OPTIONS
+    from silo.connection.channel import OPTIONS
 
     assert dict(OPTIONS)["grpc.max_receive_message_length"] == 4 << 20

@@ -7,9 +7,9 @@ import threading
 import pytest
 from helpers_silo import Hospital, until
 
-from fl_core.types import TaskKind
-from silo.objects import Objects
-from silo.tasks import TaskKey
+from fl_core.types.values import TaskKind
+from silo.storage.object_store import Objects
+from silo.storage.tasks import TaskKey
 
 TRAINED = TaskKey("run-1", 0, TaskKind.TRAIN)
 

@@ -13,12 +13,12 @@ import pytest
 from helpers_outbox import FACTS, B, M, finished, key, opened, stage, value
 
 from fl_core.errors import ProtocolError, StateError
-from fl_core.types import TaskKind
-from protos import codec
-from silo.objects import Objects
-from silo.outbox import Outbox
-from silo.store import Store
-from silo.tasks import Attested, TaskKey
+from fl_core.types.values import TaskKind
+from protos.wire import codec
+from silo.storage.object_store import Objects
+from silo.storage.outbox import Outbox
+from silo.storage.store import Store
+from silo.storage.tasks import Attested, TaskKey
 
 
 @pytest.mark.parametrize(("included", "mirrored", "left"), [
@@ -247,7 +247,7 @@ def test_a_read_does_not_wait_for_a_writer(tmp_path):
 NOTED = """
 import os, sys
 from pathlib import Path
-from silo.store import Store
+from silo.storage.store import Store
 
 store = Store(Path(sys.argv[1]))
 for base in "bc":

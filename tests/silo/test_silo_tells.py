@@ -14,11 +14,11 @@ from helpers_private import HOSPITAL, SEEDED_POLICY, hospital_level, private
 from helpers_silo import Hospital
 
 from fl_core import datasets
-from fl_core.worker import work
-from privacy.ledger import Ledger
-from privacy.records import register
+from fl_core.rounds.silo_round import work
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.registration import register
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.home import Home
+from silo.storage.home import Home
 
 DECLARED = "the same whatever the records are: the software's, the run's, or typed by the operator"
 STATED = "set by the hospital about itself: its policy file, the end of its ledger's chain"

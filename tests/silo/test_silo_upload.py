@@ -11,9 +11,9 @@ from helpers_silo_transfer import CUTS, IDS, Rig
 from helpers_transfer import BYTES, receipt_for
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError
-from protos import codec
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.transfer import Patience
+from protos.wire import codec
+from silo.connection.transfer import Patience
 
 
 def test_an_upload_gives_a_verified_receipt(rig):

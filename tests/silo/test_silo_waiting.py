@@ -10,7 +10,7 @@ from helpers_silo import until
 
 from fl_core.errors import RefusedError, UnavailableError
 from fl_core.rng import numpy_stream
-from silo.waiting import Backoff, IdleWatch, Stop, StoppedError, persist
+from silo.connection.retry import Backoff, IdleWatch, Stop, StoppedError, persist
 
 
 def test_a_nudge_ends_a_sleep_and_is_no_stop():

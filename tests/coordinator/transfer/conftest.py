@@ -9,7 +9,7 @@ from helpers_core import NAMES
 from helpers_grpc import World, running
 from helpers_upload import open_round
 
-from coordinator.server import Settings
+from coordinator.api.server import Settings
 from protos.consilium.v1 import federation_pb2 as pb
 
 

@@ -10,8 +10,8 @@ from helpers_wire import open_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.chunks import CHUNK_BYTES
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.chunks import CHUNK_BYTES
 
 
 @pytest.mark.parametrize(

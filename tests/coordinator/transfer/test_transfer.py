@@ -14,11 +14,11 @@ from helpers_grpc import FAST, World, running, until
 from helpers_upload import DATA, INVALID, LATE, STEP, chunk, code, commit, cut, open_round
 from helpers_wire import fetch, open_request
 
-from coordinator.server import Settings
-from fl_core.types import Part
-from protos import codec, receipts
-from protos.bundles import FileBundle, FileTensors
+from coordinator.api.server import Settings
+from fl_core.types.values import Part
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire import codec, receipts
+from protos.wire.bundle_file import FileBundle, FileTensors
 
 
 def test_open_and_commit_are_idempotent_and_the_receipt_is_signed(world: World, offer: pb.Offer) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.audit.faults import FAULTS
 from privacy.audit import hostile
-from privacy.audit.step import Silent
+from privacy.audit.step_checks import Silent
 from privacy.audit.worlds import Measured, measure
-from privacy.entropy import Noise, SeededNoise
+from privacy.noise.sources import Noise, SeededNoise
 
 QUICK = ("overflow", "layer norm", "prototype", "low bits", "convolution", "linear", "normalisation")
 LONG = ("augmentation", "dropout", "batch shape", "worst record")

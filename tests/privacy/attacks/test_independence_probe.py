@@ -12,14 +12,14 @@ from torch.nn.functional import cross_entropy, dropout
 
 from fl_core import rng
 from fl_core.errors import ConfigError, RefusedError
-from fl_core.manifest import Choice
 from fl_core.methods import METHODS
 from fl_core.models import build_model
-from fl_core.models.split import assemble
-from fl_core.types import ClassSums, Losses, LossFn, TrainConfig
-from privacy import plan
-from privacy.independence import check_independence, check_rows
-from privacy.rehearsal import rehearse
+from fl_core.models.split_model import assemble
+from fl_core.rounds.manifest import Choice
+from fl_core.types.values import ClassSums, Losses, LossFn, TrainConfig
+from privacy import profiles as plan
+from privacy.accounting.dry_run import rehearse
+from privacy.dp_sgd.independence import check_independence, check_rows
 
 PLAIN = TrainConfig(lr=0.1, batch_size=1000, epochs=3)
 

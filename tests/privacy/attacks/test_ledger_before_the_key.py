@@ -18,11 +18,12 @@ import pytest
 from fl_core import datasets
 from fl_core.datasets import SiloDataset, TensorExamples
 from fl_core.errors import RefusedError, StateError
-from privacy import chain, ledger_key
-from privacy.accounting import Mechanism
-from privacy.chain import Event, Head
-from privacy.ledger import Ledger, Planned, Task
-from privacy.records import register, version
+from privacy.accounting.accountant import Mechanism
+from privacy.ledger import hash_chain as chain
+from privacy.ledger import key as ledger_key
+from privacy.ledger.hash_chain import Event, Head
+from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger.registration import register, version
 
 FIXTURE = Path(__file__).resolve().parents[2] / "data" / "ledger_v1.db"
 TRAIN, TEST = "center1/train", "center1/test"

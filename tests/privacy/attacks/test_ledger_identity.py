@@ -15,8 +15,8 @@ from PIL import Image
 from fl_core import datasets
 from fl_core.datasets import SiloDataset, TensorExamples
 from fl_core.errors import DataError, RefusedError
-from privacy.ledger import Ledger
-from privacy.records import content_names, register, unit_names
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.registration import content_names, register, unit_names
 
 LABELS = ("benign", "malignant")
 

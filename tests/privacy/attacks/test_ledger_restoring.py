@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from fl_core.errors import RefusedError, StateError
-from privacy.accounting import Mechanism, aggregated, epsilon_rdp
-from privacy.admission import ATTEMPTS
-from privacy.chain import Head
-from privacy.ledger import Ledger, Planned, Task
-from privacy.restore import Seen, acknowledge
-from privacy.sealed import MOST, PAD, Figures, opened, seal
+from privacy.accounting.accountant import Mechanism, aggregated, epsilon_rdp
+from privacy.ledger.admission import ATTEMPTS
+from privacy.ledger.hash_chain import Head
+from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger.recovery import Seen, acknowledge
+from privacy.reports.sealed import MOST, PAD, Figures, opened, seal
 
 SKIN, LUNG = "skin/train", "lung/train"
 SMALL, LARGE = Mechanism(40.0), Mechanism(9.0)

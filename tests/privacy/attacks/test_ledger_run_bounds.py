@@ -11,15 +11,15 @@ from helpers_private import TRAIN, budgeted, hospital_level, private
 
 from fl_core import datasets
 from fl_core.errors import ConfigError, RefusedError
-from privacy.accounting import Filter, Mechanism, epsilon_rdp
-from privacy.book import LedgerBook
-from privacy.course import HOSPITAL, Release
-from privacy.doors import course_of
-from privacy.ledger import ATTEMPTS, Ledger, Planned, Task
-from privacy.limits import run_bounds
-from privacy.preview import planned, whole_run
-from privacy.records import register
-from silo.home import Home
+from privacy.accounting.accountant import Filter, Mechanism, epsilon_rdp
+from privacy.accounting.release_plan import HOSPITAL, Release
+from privacy.accounting.run_limits import run_bounds
+from privacy.dp_sgd.data_opener import course_of
+from privacy.ledger.ledger import ATTEMPTS, Ledger, Planned, Task
+from privacy.ledger.registration import register
+from privacy.ledger.run_ledger import LedgerBook
+from privacy.reports.projection import planned, whole_run
+from silo.storage.home import Home
 
 RECORDS = datasets.load("digits/p3c4/1")
 
@@ -160,7 +160,7 @@ def test_next_to_no_noise_never_fits(tmp_path: Path, noise: float) -> None:
 
 
 def ledger_version(ledger: Ledger) -> str:
-    from privacy.records import version
+    from privacy.ledger.registration import version
 
     found = version(RECORDS, "train")
     assert ledger.collection_of(found) == TRAIN
@@ -170,7 +170,7 @@ def ledger_version(ledger: Ledger) -> str:
 @pytest.mark.parametrize("noise", [1e10, 1e20, 1e38, 1e300])
 def test_very_much_noise_earns_no_credit(noise: float) -> None:
     """The RDP of a step is a difference of logarithms: it must not come out below nothing."""
-    from privacy.accounting import ORDERS, rdp
+    from privacy.accounting.accountant import ORDERS, rdp
 
     for rate in (1.0, 0.5, 0.01):
         found = rdp([Mechanism(noise, rate, 10**12), Mechanism(1.0)], ORDERS)

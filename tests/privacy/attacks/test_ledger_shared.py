@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from fl_core.errors import RefusedError, StateError
-from privacy import owners
-from privacy.accounting import Mechanism
-from privacy.ledger import Ledger, Planned, Task
-from privacy.restore import Seen, acknowledge
+from privacy.accounting.accountant import Mechanism
+from privacy.ledger import owners
+from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger.recovery import Seen, acknowledge
 
 SKIN = "skin/train"
 ROUND = [Planned("training", Mechanism(2.85, 0.032, 31))]
@@ -20,8 +20,8 @@ ROUND = [Planned("training", Mechanism(2.85, 0.032, 31))]
 SERVICE = """
 import sys
 from pathlib import Path
-from privacy.accounting import Mechanism
-from privacy.ledger import Ledger, Planned, Task
+from privacy.accounting.accountant import Mechanism
+from privacy.ledger.ledger import Ledger, Planned, Task
 ledger = Ledger(Path(sys.argv[1]))
 planned = [Planned("training", Mechanism(2.85, 0.032, 31))]
 entry = ledger.reserve("skin/train", Task("theirs", "m", 0, "train", "v1"), planned)

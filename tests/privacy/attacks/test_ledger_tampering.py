@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from fl_core.errors import RefusedError, StateError
-from privacy import chain, ledger_key
-from privacy.accounting import Mechanism
-from privacy.chain import Event
-from privacy.ledger import Ledger, Planned, Task
+from privacy.accounting.accountant import Mechanism
+from privacy.ledger import hash_chain as chain
+from privacy.ledger import key as ledger_key
+from privacy.ledger.hash_chain import Event
+from privacy.ledger.ledger import Ledger, Planned, Task
 
 SKIN = "skin/train"
 ROUND = (Planned("training", Mechanism(2.85, 0.032, 31)), Planned("prototypes", Mechanism(8.0)))

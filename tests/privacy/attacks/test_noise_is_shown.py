@@ -21,25 +21,26 @@ from helpers_private import private
 from helpers_silo import MEMBERS
 from rich.console import Console
 
-from coordinator import display
-from coordinator.ablation import table as ablation_table
-from coordinator.commands import lead, research
+from coordinator import console as display
+from coordinator.api.messages import event, round_info, run_info, what_is_noisy
+from coordinator.cli import research
+from coordinator.cli import runs as lead
+from coordinator.cli.export import model_card
 from coordinator.demo import budgets
 from coordinator.demo.report import PRIVATE, report
-from coordinator.export import model_card
-from coordinator.records import Run
-from coordinator.simulation import Result
-from coordinator.store import Store
-from coordinator.views import event, round_info, run_info, what_is_noisy
-from fl_core.manifest import Choice, RunManifest
-from fl_core.records import RoundRecord
-from fl_core.types import TaskKind
+from coordinator.simulation.privacy_ablation import table as ablation_table
+from coordinator.simulation.runner import Result
+from coordinator.storage.records import Run
+from coordinator.storage.store import Store
+from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.types.records import RoundRecord
+from fl_core.types.values import TaskKind
 from privacy.ablation.checks import Estimate as OverSeeds
-from privacy.uncertainty import EvaluationNoise
+from privacy.reports.uncertainty import EvaluationNoise
 from protos.consilium.v1 import federation_pb2 as pb
-from silo import measured as at_silo
-from silo import show
-from silo.tasks import Evaluation
+from silo.cli import console as show
+from silo.storage.tasks import Evaluation
+from silo.training import measured as at_silo
 
 CLASSES = 10
 PERSONAL = {"pa": 0.97, "pa_std": 0.02, "pm_l": 0.5, "pm_l_std": 0.1, "pm_v": 0.4, "pm_v_std": 0.1}
@@ -358,7 +359,7 @@ def test_an_ablation_writes_withheld_and_no_check_holds_on_it() -> None:
 
 def test_numbers_of_an_earlier_version_that_are_no_counts_are_withheld(tmp_path: Path) -> None:
     """It wrote down no noise; what a hospital of a private run kept then is no accuracy now."""
-    from silo.store import _evaluation
+    from silo.storage.store import _evaluation
 
     old = {"classes": ["a"], "correct": [30.3], "examples": [39.1]}
     assert at_silo.estimate(_evaluation(old)).withheld

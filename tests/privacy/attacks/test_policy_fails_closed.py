@@ -13,12 +13,12 @@ from helpers_private import TEST, TRAIN, budgeted, private
 from helpers_silo import Hospital, enrolled, manifest
 
 from fl_core.errors import ConfigError, FederationError, RefusedError
-from privacy.doors import course_of
+from privacy.dp_sgd.data_opener import course_of
 from privacy.policy import Floors, Policy, Prototypes
-from silo.commands import run
-from silo.custody import Custody
-from silo.home import Home
-from silo.store import Store
+from silo.cli.service import run
+from silo.storage.home import Home
+from silo.storage.store import Store
+from silo.training.hospital_controls import Custody
 
 SOUND = '[privacy]\nrng = "test"\nepsilon = 8.0\n'
 STRANGER = 54321

@@ -11,11 +11,11 @@ from helpers_grpc import World, until
 from helpers_private import private
 from helpers_silo import MEMBERS
 
-from coordinator import preflight
-from coordinator.records import Run, RunState
-from fl_core.manifest import RunManifest
-from privacy.accounting import Filter, Mechanism
-from privacy.preview import whole_run
+from coordinator.runs import preflight
+from coordinator.storage.records import Run, RunState
+from fl_core.rounds.manifest import RunManifest
+from privacy.accounting.accountant import Filter, Mechanism
+from privacy.reports.projection import whole_run
 
 DATA = {name: f"digits/p3c4/{k}" for k, name in enumerate(MEMBERS)}
 RUN = private(physical_batch=16)

@@ -9,17 +9,17 @@ import pytest
 from helpers_private import private
 from typer.testing import CliRunner
 
-from coordinator import simulation
-from coordinator.config import compose_spec
-from coordinator.display import private_form
-from coordinator.main import build
-from coordinator.plan import manifest_from
-from fl_core import capabilities
+from coordinator.cli.main import build
+from coordinator.config.hydra_config import compose_spec
+from coordinator.config.manifest_builder import manifest_from
+from coordinator.console import private_form
+from coordinator.simulation import runner as simulation
 from fl_core.errors import ConfigError
-from fl_core.kinds import Capability
-from fl_core.manifest import Choice, RunManifest
 from fl_core.methods import METHODS, build_method
-from privacy import plan
+from fl_core.rounds import capabilities
+from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.types.enums import Capability
+from privacy import profiles as plan
 
 NAMES = ["a", "b", "c"]
 TYPED = ["method=fedmr", "data=digits", "federation=hospitals6", "privacy=dp_record"]

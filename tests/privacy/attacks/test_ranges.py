@@ -11,19 +11,21 @@ import torch
 from helpers_private import hospital_level, private
 from helpers_silo import manifest
 
-from coordinator.config import compose_spec
-from coordinator.plan import manifest_from
+from coordinator.config.hydra_config import compose_spec
+from coordinator.config.manifest_builder import manifest_from
+from fl_core.aggregation.fixed_point import Grid
 from fl_core.errors import ConfigError, FederationError, ProtocolError, RefusedError
-from fl_core.explanations import EXPLANATIONS
-from fl_core.fixed_point import Grid
-from fl_core.manifest import Choice, RunManifest
+from fl_core.errors.catalogue import EXPLANATIONS
 from fl_core.methods import METHODS, build_method
-from fl_core.records import TrainConfig
-from privacy import adaptive, plan, ranges
+from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.types.records import TrainConfig
+from privacy import profiles as plan
+from privacy.accounting import ranges
+from privacy.accounting.record_config import Terms
 from privacy.policy import Policy
-from privacy.silo_terms import SiloTerms
-from privacy.terms import Terms
-from silo.training import Trainer
+from privacy.silo_dp import adaptive_clipping as adaptive
+from privacy.silo_dp.config import SiloTerms
+from silo.training.trainer import Trainer
 
 BAD = [math.nan, math.inf, -math.inf, 1e38, 1e-40, -1.0, 10**400, "1", None, True, [1.0]]
 REFUSALS = {"E-PRIV-20", "E-PRIV-11", "E-CFG-22", "E-CFG-02", "E-CFG-41"}
@@ -140,7 +142,7 @@ def test_a_clip_that_is_broadcast_has_a_range(clip: float) -> None:
 
 @pytest.mark.parametrize(("first", "within", "wanted"), [(1e-4, 0.5, 1e-4), (1e4, -0.5, 1e4)])
 def test_a_clip_that_follows_stays_where_silos_accept_it(first: float, within: float, wanted: float) -> None:
-    from fl_core.types import Part
+    from fl_core.types.values import Part
 
     terms = SiloTerms(clipping="adaptive", bit_noise=5.0, clip=first)
     answered = Part({"within": torch.tensor(within)}, torch.tensor(1.0))

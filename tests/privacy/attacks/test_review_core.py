@@ -17,13 +17,13 @@ from torch.nn.functional import cross_entropy
 
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.simulate import initial_state
-from fl_core.types import Coupling, Federation, Losses, TrainConfig, Turn
-from privacy.course import Course, Rates, Spend
-from privacy.draws import Draws
-from privacy.entropy import SecureNoise
-from privacy.example import PrivateData
-from privacy.terms import Terms
+from fl_core.simulation.in_process import initial_state
+from fl_core.types.values import Coupling, Federation, Losses, TrainConfig, Turn
+from privacy.accounting.record_config import Terms
+from privacy.accounting.release_plan import Course, Rates, Spend
+from privacy.dp_sgd.draws import Draws
+from privacy.dp_sgd.private_data import PrivateData
+from privacy.noise.sources import SecureNoise
 
 N, PLACES, WIDTH = 16, 9, 64
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import display
-from coordinator.servicers.control import data_offer
+from coordinator import console as display
+from coordinator.api.control import data_offer
 from fl_core.errors import ProtocolError, StateError
-from privacy.accounting import Mechanism
-from privacy.ledger import Ledger, Planned, Task
+from privacy.accounting.accountant import Mechanism
+from privacy.ledger.ledger import Ledger, Planned, Task
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.commands import run
+from silo.cli.service import run
 
 SKIN = "skin/train"
 

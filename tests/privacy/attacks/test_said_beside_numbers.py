@@ -14,25 +14,25 @@ from helpers_hospital import Watched
 from helpers_private import DATA, HOSPITAL, SEEDED_POLICY, TEST, TRAIN, hospital_level, private
 from helpers_silo import FakeControl, Hospital, manifest, until
 
-import coordinator.plan
-from coordinator.config import compose_spec
+import coordinator.config.manifest_builder
+from coordinator.config.hydra_config import compose_spec
 from fl_core import datasets
 from fl_core.errors import ConfigError, DataError, ProtocolError, RefusedError, StateError, UnavailableError
-from fl_core.types import Part
-from fl_core.worker import work
-from privacy import adaptive
-from privacy.ledger import Ledger
-from privacy.records import register
-from privacy.terms import nominal
-from protos import codec
+from fl_core.rounds.silo_round import work
+from fl_core.types.values import Part
+from privacy.accounting.record_config import nominal
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.registration import register
+from privacy.silo_dp import adaptive_clipping as adaptive
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.version import PROTOCOL
-from silo.desk import public_reason
-from silo.home import Home
-from silo.pace import PULSE_CEILING_S, Pace, bounded
-from silo.service import Settings, data_offer
-from silo.training import DataSource
-from silo.waiting import Stop, StoppedError
+from protos.wire import codec
+from silo.connection.retry import Stop, StoppedError
+from silo.service.pace import PULSE_CEILING_S, Pace, bounded
+from silo.service.service import Settings, data_offer
+from silo.service.task_queue import public_reason
+from silo.storage.home import Home
+from silo.training.trainer import DataSource
 
 RUNS = pytest.mark.parametrize("run", [private, hospital_level], ids=["records", "hospital"])
 HELD_S = 1000.0
@@ -68,7 +68,7 @@ def test_a_small_hospital_does_not_declare_its_number_of_records(monkeypatch) ->
 
     def cut(n: int) -> float:
         train = datasets.TensorExamples(torch.zeros(n, 1, 8, 8), torch.zeros(n))
-        monkeypatch.setattr("silo.training.datasets.load", lambda *_, **__: replace(whole, train=train))
+        monkeypatch.setattr("silo.training.trainer.datasets.load", lambda *_, **__: replace(whole, train=train))
         return data_offer(DataSource(DATA)).nominal_size
 
     assert {cut(n) for n in (1, 17, 57, 58, 99, 100)} == {100.0}
@@ -86,7 +86,7 @@ def test_the_rule_rounds_up_to_two_digits_and_never_to_less_than_a_hundred() -> 
 def test_a_typed_size_is_taken_as_it_was_typed_and_what_is_no_size_as_none() -> None:
     spec = compose_spec(["data=digits", "method=fedavg", "privacy=dp_record"])
     declared = [57.0, 139.0, 0.0, -3.0, math.nan, math.inf, 1e300]
-    made = coordinator.plan.manifest_from(spec, [f"h{k}" for k in range(7)], declared)
+    made = coordinator.config.manifest_builder.manifest_from(spec, [f"h{k}" for k in range(7)], declared)
     assert [m.units for m in made.members] == [57, 139, 0, 0, 0, 0, 0]
     for typed in (math.nan, math.inf, 0.5, -1.0):
         with pytest.raises(ConfigError, match="E-CFG-61"):

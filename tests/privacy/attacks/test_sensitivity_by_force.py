@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core.methods import METHODS, build_method
-from fl_core.types import Coupling, Losses
+from fl_core.types.values import Coupling, Losses
 
 INTER = {"mu1": 1e-2, "mu2": 1.0}
 CASES: dict[str, list[dict[str, object]]] = {
@@ -177,5 +177,5 @@ def test_the_measurement_sees_draws_by_place(condition: str) -> None:
 def test_the_measurement_sees_a_missing_clip(monkeypatch: pytest.MonkeyPatch) -> None:
     (call,) = captured("fedavg", {}, dropout=False)
     force = Force(call, Coupling.EXAMPLE)
-    monkeypatch.setattr("privacy.grid.factors", lambda squares, bound: torch.ones_like(squares))
+    monkeypatch.setattr("privacy.noise.grid.factors", lambda squares, bound: torch.ones_like(squares))
     assert force.moved(torch.full((1, 8, 8), 50.0), 3, 0) > force.accounted

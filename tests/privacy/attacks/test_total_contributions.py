@@ -13,19 +13,20 @@ from helpers_doors import Silent, ce, course_of, doors, examples, model_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core import trees
-from fl_core.datasets.augment import LESIONS
-from fl_core.datasets.base import TensorExamples
+from fl_core.datasets.augmentation import LESIONS
+from fl_core.datasets.examples import TensorExamples
 from fl_core.models import build_model
-from fl_core.types import ClassSums, Coupling, Losses, Schema, Split, TrainConfig
-from privacy import grid, samplers
-from privacy.course import Course, Rates, Spend
-from privacy.draws import Draws, is_stochastic, record_keys
-from privacy.entropy import SecureNoise, SeededNoise
-from privacy.example import PrivateData
-from privacy.gradients import MODES, PADDING, clipped, per_unit
-from privacy.release import KeyedUnits, Units, class_sums, filled, unit_shares
-from privacy.terms import Terms
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import ClassSums, Coupling, Losses, Schema, Split, TrainConfig
+from privacy.accounting.record_config import Terms
+from privacy.accounting.release_plan import Course, Rates, Spend
+from privacy.dp_sgd import layer_gradients as samplers
+from privacy.dp_sgd.class_sums import KeyedUnits, Units, class_sums, filled, unit_shares
+from privacy.dp_sgd.draws import Draws, is_stochastic, record_keys
+from privacy.dp_sgd.per_sample_gradients import MODES, PADDING, clipped, per_unit
+from privacy.dp_sgd.private_data import PrivateData
+from privacy.noise import grid
+from privacy.noise.sources import SecureNoise, SeededNoise
 
 EXTREMES = (0.0, 1e-45, 1e-40, 1e-30, 1e-10, 1.0, 1e10, 1e19, 1e30, 3e38, math.inf, -math.inf, math.nan)
 STEP = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=1000, epochs=1, max_steps=1)

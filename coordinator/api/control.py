@@ -1,0 +1,131 @@
+"""Control: one stream per silo for heartbeats, offers and answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import grpc
+
+from coordinator.api.authorization import Gate
+from coordinator.pki.membership import Membership
+from coordinator.runs.dispatcher import MISSED_PULSES, Hub, negotiate, silent
+from coordinator.runs.session import Session as Stream
+from coordinator.storage.records import DataOffer
+from fl_core.errors import FederationError, ProtocolError, UnavailableError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.version import PROTOCOL
+
+_TEXT = 200
+_CLASSES = 10_000
+_SIZE = 2.0**53
+
+
+class ControlService(rpc.ControlServicer):
+    """Session."""
+
+    def __init__(self, gate: Gate, hub: Hub, membership: Membership, software: str, recycle_s: float) -> None:
+        self._gate = gate
+        self._hub = hub
+        self._membership = membership
+        self._software = software
+        self._recycle_s = recycle_s
+
+    def Session(  # noqa: N802
+        self, request_iterator: Iterator[pb.SiloMessage], context: grpc.ServicerContext
+    ) -> Iterator[pb.CoordinatorMessage]:
+        """Run a silo's session until one side ends it; see docs/protocol.md."""
+        session = Stream(self._gate.caller(context))
+        context.add_callback(session.finish)
+        threading.Thread(
+            target=self._listen, args=(session, request_iterator), name=f"session-{session.name}", daemon=True
+        ).start()
+        try:
+            yield from self._talk(session)
+        except FederationError as error:
+            session.finish(error)
+            if not isinstance(error, UnavailableError):
+                yield pb.CoordinatorMessage(refusal=pb.Refusal(code=error.code, reason=error.message))
+            raise
+        finally:
+            session.finish()
+            self._hub.detach(session)
+
+    def _talk(self, session: Stream) -> Iterator[pb.CoordinatorMessage]:
+        pulse = self._hub.pulse_s
+        hello = session.wait_for_hello(MISSED_PULSES * pulse)
+        if hello is None:
+            raise session.error or ProtocolError("E-WIRE-13", "expected a Hello first in a session, found none")
+        yield self._welcome(session, hello)
+        due = time.monotonic()
+        while not session.over:
+            if message := session.next(due):
+                yield message
+            elif not session.over and time.monotonic() >= due:
+                self._gate.check(session.peer)
+                if (quiet := time.monotonic() - session.heard) > MISSED_PULSES * pulse:
+                    raise silent(quiet)
+                yield pb.CoordinatorMessage(pulse=pb.Pulse())
+                due = time.monotonic() + pulse
+        if session.error is not None:
+            raise session.error
+
+    def _welcome(self, session: Stream, hello: pb.Hello) -> pb.CoordinatorMessage:
+        """Check the first message, take the session in and queue what the silo missed behind the welcome."""
+        negotiate(hello, PROTOCOL)
+        members, name = self._hub.store.members, session.name
+        before = members.silo(name)
+        self._hub.attach(session)
+        members.introduce(name, hello.software[:_TEXT], data_offer(hello.data))
+        self._hub.store.attested.keep_policy(name, hello.policy_digest[:_TEXT])
+        self._hub.catch_up(session, hello, 0.0 if before is None else before.last_seen)
+        return pb.CoordinatorMessage(
+            welcome=pb.Welcome(
+                protocol=PROTOCOL,
+                software=self._software,
+                pulse_seconds=self._hub.pulse_s,
+                recycle_seconds=self._recycle_s,
+                signed_roster=self._membership.roster(hello.roster_version),
+                attested=self._hub.store.attested.newest(name),
+            )
+        )
+
+    def _listen(self, session: Stream, messages: Iterator[pb.SiloMessage]) -> None:
+        """Take the silo's messages, on a thread of its own, until the stream ends."""
+        try:
+            for message in messages:
+                session.heard = time.monotonic()
+                self._take(session, message)
+        except FederationError as error:
+            session.finish(error)
+        except grpc.RpcError:
+            pass  # the connection was cut; the silo opens another session
+        finally:
+            session.finish()
+
+    def _take(self, session: Stream, message: pb.SiloMessage) -> None:
+        kind = message.WhichOneof("body")
+        if (kind == "hello") is not (session.hello is None):
+            raise ProtocolError("E-WIRE-13", f"expected a Hello first and once in a session, found {kind}")
+        if kind == "hello":
+            session.greet(message.hello)
+        elif kind == "pulse":
+            self._gate.check(session.peer)
+            self._hub.pulse(session, message.pulse)
+        elif kind == "answer":
+            self._hub.answer(session, message.answer)
+        elif kind == "preflight":
+            self._hub.preflight(session, message.preflight)
+        elif kind != "settled":  # `settled` needs nothing: what is staged is named in the next Hello
+            raise ProtocolError("E-WIRE-13", "found a message that this version does not know: upgrade the coordinator")
+
+
+def data_offer(data: pb.DataOffer) -> DataOffer:
+    """Read what a silo declares; raises ProtocolError (E-WIRE-13) when it is beyond all measure."""
+    if len(data.classes) > _CLASSES or any(len(c) > _TEXT for c in data.classes) or len(data.shape) > 8:
+        raise ProtocolError("E-WIRE-13", "expected a description of data, found one beyond all measure")
+    if not 0 <= data.nominal_size < _SIZE:
+        raise ProtocolError("E-WIRE-13", f"expected a nominal size of 0 or more, found {data.nominal_size:g}")
+    return DataOffer(data.name[:_TEXT], tuple(data.shape), tuple(data.classes), data.nominal_size)

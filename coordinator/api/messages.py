@@ -1,0 +1,90 @@
+"""What a lead sees: the store's values and the live silos, as messages."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from coordinator.api import measured
+from coordinator.runs.dispatcher import Hub
+from coordinator.runs.tasks import WIRE
+from coordinator.storage.records import EventRow, RoundRow, Run, Silo
+from coordinator.storage.store import Store
+from fl_core.errors import FederationError
+from fl_core.rounds.manifest import RunManifest
+from privacy.reports import uncertainty
+from privacy.reports.uncertainty import SILENT, UNKNOWN, RunNoise
+from protos.consilium.v1 import federation_pb2 as pb
+
+
+@lru_cache(maxsize=64)
+def what_is_noisy(manifest: str) -> RunNoise:
+    """Read off a run's manifest, as it is stored, which of its results are noisy; of one that nobody can read, all."""
+    try:
+        return uncertainty.run_noise(RunManifest.from_json(manifest))
+    except (FederationError, ValueError):  # of another version: its runs are listed all the same
+        return UNKNOWN
+
+
+def run_info(run: Run, store: Store) -> pb.RunInfo:
+    """Write a run; of noisy evaluations an interval, and a number only where the noise leaves one."""
+    message = pb.RunInfo(
+        run_id=run.id, name=run.name, state=run.state.value, reason=run.reason, method=run.method, data=run.data,
+        rounds=run.rounds, closed=run.closed, accuracy=run.accuracy, best_accuracy=run.best_accuracy,
+        created_unix=run.created, ended_unix=run.ended, bytes_up=run.bytes_up, bytes_down=run.bytes_down,
+        manifest_digest=run.manifest_digest, model_digest=run.model_digest,
+        model_object=(run.state_object or "") if run.closed else "",
+    )  # fmt: skip
+    noise = what_is_noisy(run.manifest)
+    if noise.evaluation is not None:
+        measured.describe(message, [(r.correct, r.examples, noise.of(r.included)) for r in store.runs.rounds(run.id)])
+    return message
+
+
+def round_info(row: RoundRow, noise: RunNoise = SILENT) -> pb.RoundInfo:
+    """Write a closed round, with the noise of its numbers."""
+    message = pb.RoundInfo(
+        round=row.round, kind=WIRE[row.kind], correct=row.correct, examples=row.examples, included=row.included,
+        missing=row.missing, clipped=row.clipped, opened_unix=row.opened, closed_unix=row.closed,
+        personal=uncertainty.shown_scores(row.personal, noise.scores),
+        withheld=sorted(noise.scores & set(row.personal)),
+    )  # fmt: skip
+    if (found := noise.of(row.included)) is not None:
+        message.noise.CopyFrom(pb.Noise(std=found.std, draws=found.draws, suppressed=found.suppressed))
+    return message
+
+
+def silo_info(silo: Silo, hub: Hub, now: float) -> pb.SiloInfo:
+    """Write a silo, with what it is doing now."""
+    found = hub.live(silo.name)
+    offer = pb.DataOffer(
+        name=silo.data.name, shape=silo.data.shape, classes=silo.data.classes, nominal_size=silo.data.nominal_size
+    )
+    info = pb.SiloInfo(
+        name=silo.name, state="revoked" if silo.revoked else "offline" if found is None else "online",
+        fingerprint=silo.certificate.fingerprint, certificate_until_unix=silo.certificate.until,
+        last_seen_unix=silo.last_seen if found is None else now - found[1], data=offer, software=silo.software,
+        policy_digest=hub.store.attested.policy(silo.name),
+    )  # fmt: skip
+    if found is not None and not silo.revoked:
+        live = found[0]
+        info.activity, info.run_id, info.round = live.activity, live.run_id, live.round
+        info.done, info.total = live.done, live.total
+    return info
+
+
+def event(row: EventRow, store: Store) -> pb.Event:
+    """Write an event; the close of a round carries its result, and milestones the run as it is now."""
+    message = pb.Event(
+        number=row.number,
+        at_unix=row.at,
+        run_id=row.run_id,
+        kind=row.kind,
+        round=row.round,
+        silo=row.silo,
+        text=row.text,
+    )
+    if row.kind == "closed" and (found := store.runs.round(row.run_id, row.round)) is not None:
+        message.closed.CopyFrom(round_info(found, what_is_noisy(store.runs.get(row.run_id).manifest)))
+    if row.kind in ("submitted", "closed", "ended"):
+        message.info.CopyFrom(run_info(store.runs.get(row.run_id), store))
+    return message

@@ -1,0 +1,190 @@
+"""The service: one port, everything that a consortium needs behind it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from coordinator.api.authorization import Gate
+from coordinator.api.control import ControlService
+from coordinator.api.enrolment import EnrolmentService
+from coordinator.api.interceptor import Interceptor
+from coordinator.api.lead import Compose, LeadService
+from coordinator.api.transfer import TransferService
+from coordinator.paths import ADDRESS_FILE, LOCK_FILE
+from coordinator.pki.authority import Authority
+from coordinator.pki.membership import Membership
+from coordinator.pki.server_certificate import ServerCertificate, server_credentials
+from coordinator.runs.dispatcher import Hub
+from coordinator.runs.scheduler import PARALLEL_RUNS, RunService
+from coordinator.storage.object_store import QUOTA_BYTES, Blobs
+from coordinator.storage.store import Store
+from fl_core.errors import StateError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.pki.identity import Address
+from protos.storage import private_files as keyfiles
+from protos.wire.chunks import AHEAD_BYTES, MAX_MESSAGE_BYTES
+
+log = logging.getLogger(__name__)
+_SERVICES = ("Enrolment", "Control", "Transfer", "Lead")
+_MIN_THREADS = 64
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", AHEAD_BYTES),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What an operator may set.
+
+    pulse_s, recycle_s: seconds between heartbeats, and until a silo opens its session anew; parallel_runs: runs under
+    way at once; quota: bytes of unfinished uploads per silo.
+    """
+
+    pulse_s: float = 5.0
+    recycle_s: float = 300.0
+    parallel_runs: int = PARALLEL_RUNS
+    quota: int = QUOTA_BYTES
+    software: str = "consilium-fl"
+
+
+class CoordinatorServer:
+    """The service over one home folder: database, objects, authority.
+
+    Guarantees: two services never share a home; a stop loses nothing, and neither does a crash.
+    """
+
+    def __init__(self, home: Path, bind: str, compose: Compose, settings: Settings | None = None) -> None:
+        """Prepare a service; it listens once `start` was called. bind: `host:port`, port 0: chosen by the system."""
+        self.home = home
+        self.bind = bind
+        self.settings = settings or Settings()
+        self._compose = compose
+        self._lock: IO[str] | None = None
+        self._stopping = threading.Event()
+        self._patrol: threading.Thread | None = None
+
+    def start(self) -> int:
+        """Start the service, resume its runs and return the port.
+
+        Raises StateError: E-STATE-20 when another service uses this home, E-NET-20 when the address cannot be used.
+        """
+        consortium = Authority.open(self.home).consortium
+        self._lock = _lock(self.home / LOCK_FILE)
+        try:
+            self.store = Store(self.home)
+            self.blobs = Blobs(self.home / "blobs", self.settings.quota)
+            self.hub = Hub(self.store, self.settings.pulse_s)
+            self.runs = RunService(self.store, self.blobs, self.hub, self.settings.parallel_runs)
+            self.grpc = self._build(consortium)
+            port = self._listen()
+        except BaseException:
+            self._lock.close()
+            raise
+        self.grpc.start()
+        self.runs.resume_all()
+        self._patrol = threading.Thread(target=self._walk, name="patrol", daemon=True)
+        self._patrol.start()
+        about = {"address": _with_port(self.bind, port), "port": port, "pid": os.getpid(), "started": time.time()}
+        keyfiles.write_public(self.home / ADDRESS_FILE, json.dumps(about).encode())
+        log.info("listening on %s", about["address"])
+        return port
+
+    def stop(self, grace: float = 5.0) -> None:
+        """Leave the runs where they are, end the sessions, and give calls under way `grace` seconds."""
+        self._stopping.set()
+        (self.home / ADDRESS_FILE).unlink(missing_ok=True)
+        self.runs.stop(grace)
+        self.hub.close()
+        self.grpc.stop(grace).wait()
+        if self._patrol is not None:
+            self._patrol.join(grace)
+        self.store.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _build(self, consortium: str) -> grpc.Server:
+        gate = Gate(consortium, self.store.members, self.hub.note_refusal)
+        membership = Membership(self.home, self.store)
+        # A session, a watch or a transfer holds a thread each: 4 per silo, and room for those that will be invited.
+        threads = max(_MIN_THREADS, 32 + 4 * len(self.store.members.silos()))
+        server = grpc.server(
+            ThreadPoolExecutor(threads, thread_name_prefix="rpc"),
+            interceptors=[Interceptor(gate)],
+            options=CHANNEL_OPTIONS,
+        )
+        certificate = ServerCertificate(self.home)
+        rpc.add_EnrolmentServicer_to_server(EnrolmentService(gate, membership), server)
+        control = ControlService(gate, self.hub, membership, self.settings.software, self.settings.recycle_s)
+        rpc.add_ControlServicer_to_server(control, server)
+        TransferService(gate, self.store, self.blobs, self.hub, certificate).add_to(server)
+        rpc.add_LeadServicer_to_server(LeadService(gate, self.store, self.hub, self.runs, self._compose), server)
+        names = [pb.DESCRIPTOR.services_by_name[name].full_name for name in _SERVICES]
+        alive = health.HealthServicer()
+        for name in ("", *names):
+            alive.set(name, health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(alive, server)
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        return server
+
+    def _listen(self) -> int:
+        try:
+            port = self.grpc.add_secure_port(self.bind, server_credentials(self.home))
+        except RuntimeError as error:
+            port, cause = 0, f" ({error})"
+        else:
+            cause = ""
+        if port == 0:
+            raise StateError(
+                "E-NET-20",
+                f"expected to listen on {self.bind}, found that this cannot be{cause}: another program has the port, "
+                "or the address is none of this machine's; choose another with --bind",
+            )
+        return int(port)
+
+    def _walk(self) -> None:
+        """Look after tasks of silos that are not here, once per pulse."""
+        while not self._stopping.wait(self.settings.pulse_s):
+            try:
+                self.hub.patrol()
+            except Exception:  # the next walk may do better; a patrol that has died would go unnoticed
+                log.exception("the patrol met an unforeseen error")
+
+
+def _lock(path: Path) -> IO[str]:
+    """Take the lock of a home; the system gives it back when the process ends, however it ends."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise StateError(
+            "E-STATE-20", f"expected {path.parent} to be free, found another coordinator running on it: stop that one"
+        ) from None
+    return file
+
+
+def _with_port(bind: str, port: int) -> str:
+    host = bind.rpartition(":")[0]
+    return str(Address(host.strip("[]"), port))

@@ -1,0 +1,241 @@
+"""Transfer: objects up and down, resumable at every byte. Memory per stream is one chunk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import grpc
+
+from coordinator.api.authorization import Gate
+from coordinator.api.stream_limiter import Turns
+from coordinator.api.upload_limits import object_limit
+from coordinator.pki.server_certificate import ServerCertificate
+from coordinator.runs.dispatcher import Hub
+from coordinator.runs.tasks import KINDS, WIRE, TaskKey
+from coordinator.storage.object_store import Blobs
+from coordinator.storage.records import Contribution
+from coordinator.storage.store import Store
+from coordinator.storage.uploads import Hashing, Upload, Uploads
+from fl_core.errors import FederationError, ProtocolError, StateError, UnavailableError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.pki.identity import Kind
+from protos.storage.file_recycling import Growth
+from protos.wire import codec, receipts
+from protos.wire.chunks import Chunk, PackedChunk, append_chunk
+
+SEALED = 1 << 17
+"""Bytes of sealed figures that are taken with an announcement; hospitals send at most half of that."""
+
+
+class TransferService:
+    """Open, Put, Commit and Get; in a server it is added with `add_to`."""
+
+    def __init__(self, gate: Gate, store: Store, blobs: Blobs, hub: Hub, certificate: ServerCertificate) -> None:
+        self._gate = gate
+        self._store = store
+        self._blobs = blobs
+        self._hub = hub
+        self._certificate = certificate
+        self._uploads = Uploads()
+        self._turns = Turns()
+        self._limits: dict[str, int] = {}
+        self._limits_lock = threading.Lock()
+
+    def add_to(self, server: grpc.Server) -> None:
+        """Serve the data plane, whose chunks are `protos.wire.chunks.Chunk` instead of protobuf's messages."""
+        commit = pb.CommitRequest.FromString
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Open": grpc.unary_unary_rpc_method_handler(
+                self.Open, pb.OpenRequest.FromString, pb.OpenReply.SerializeToString
+            ),
+            "Put": grpc.stream_unary_rpc_method_handler(self.Put, Chunk.unpack, pb.PutReply.SerializeToString),
+            "Commit": grpc.unary_unary_rpc_method_handler(self.Commit, commit, pb.Receipt.SerializeToString),
+            "Get": grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, PackedChunk.pack),
+        }
+        name = pb.DESCRIPTOR.services_by_name["Transfer"].full_name
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
+
+    def Open(self, request: pb.OpenRequest, context: grpc.ServicerContext) -> pb.OpenReply:  # noqa: N802
+        """Take the announcement of an update and say how much of it is here."""
+        silo = self._gate.caller(context).identity.name
+        wanted = _announced(request, silo)
+        known = self._store.objects.contribution(wanted.id)
+        if known is None or known.receipt is None:
+            self._check_size(wanted)
+            _require_digests(request)
+        stated = request.attestation if request.HasField("attestation") else None
+        found, anew = self._store.objects.announce(wanted, stated)
+        if found.receipt is not None:
+            return pb.OpenReply(have=found.size, receipt=pb.Receipt.FromString(found.receipt))
+        have = self._blobs.have(silo, found.id)
+        if (anew and have) or have > found.size:
+            with self._uploads.writing(found.id):
+                self._blobs.discard(silo, found.id)
+            have = 0
+        if self._blobs.pending(silo) - have + found.size > self._blobs.quota:
+            raise UnavailableError(
+                "E-NET-23",
+                f"expected unfinished uploads of {silo!r} below {self._blobs.quota} bytes: finish them first",
+            )
+        return pb.OpenReply(have=have)
+
+    def Put(self, request_iterator: Iterator[Chunk], context: grpc.ServicerContext) -> pb.PutReply:  # noqa: N802
+        """Append chunks to an upload; what has arrived is kept, however the stream ends."""
+        first = next(request_iterator, None)
+        if first is None or not first.object:
+            raise ProtocolError("E-WIRE-13", "expected a first chunk that names its contribution, found none")
+        c = self._mine(first.object, context)
+        if c.receipt is not None:
+            return pb.PutReply(have=c.size)
+        with (
+            self._uploads.writing(c.id, context.cancel) as upload,
+            self._blobs.growing(c.silo, c.id, c.size) as growth,
+        ):
+            have = self._append(c, chain([first], request_iterator), growth, upload)
+            growth.sync()
+            upload.synced = have
+        return pb.PutReply(have=have)
+
+    def _append(self, c: Contribution, chunks: Iterator[Chunk], growth: Growth, upload: Upload) -> int:
+        have = growth.have
+        upload.begin(have)
+        into = Hashing(growth, upload)
+        while True:
+            with self._turns.turn():
+                chunk = next(chunks, None)
+                if chunk is None:
+                    return have
+                if chunk.object not in ("", c.id):
+                    raise ProtocolError("E-WIRE-13", "expected one contribution in a stream, found a second")
+                have = append_chunk(chunk, into, have, c.size)
+                del chunk  # before the next one comes
+
+    def Commit(self, request: pb.CommitRequest, context: grpc.ServicerContext) -> pb.Receipt:  # noqa: N802
+        """Verify an upload, take it and sign for it; object and record are on disk before the receipt leaves."""
+        c = self._mine(request.contribution_id, context)
+        if c.receipt is not None:
+            return pb.Receipt.FromString(c.receipt)
+        with self._uploads.writing(c.id) as upload:
+            c = self._mine(c.id, context)
+            if c.receipt is not None:  # a second Commit came before us
+                return pb.Receipt.FromString(c.receipt)
+            try:
+                receipt = self._take(c, upload)
+            except FileNotFoundError as error:  # its round ended while we read it, and its bytes are forgotten
+                raise _forgotten(c) from error
+        self._uploads.forget(c.id)
+        self._hub.delivered(TaskKey(c.run_id, c.round, c.kind, c.silo), c.object_digest)
+        return receipt
+
+    def _take(self, c: Contribution, upload: Upload) -> pb.Receipt:
+        if not self._store.objects.is_wanted(c.id):
+            raise _forgotten(c)
+        have, partial = self._blobs.have(c.silo, c.id), self._blobs.partial(c.silo, c.id)
+        if have != c.size:
+            raise ProtocolError("E-WIRE-03", f"expected {c.size} bytes before a commit, found {have}: send the rest")
+        found = upload.result(c.size) or codec.file_digest(partial)
+        receipt = self._sign(c)
+        with self._blobs.guard:
+            self._blobs.adopt(partial, c.object_digest, found, upload.synced == c.size)
+            self._blobs.know(c.object_digest, upload.extremes(c.size))
+            try:
+                self._store.objects.commit(c, receipt.at_unix, receipt.SerializeToString(deterministic=True))
+            except FederationError:
+                if c.object_digest not in self._store.objects.named():
+                    self._blobs.remove(c.object_digest)
+                raise
+        return receipt
+
+    def _sign(self, c: Contribution) -> pb.Receipt:
+        own = self._certificate.current()
+        plain = pb.Receipt(
+            contribution_id=c.id, run_id=c.run_id, round=c.round, kind=WIRE[c.kind], silo=c.silo,
+            manifest_digest=c.manifest_digest, object_digest=c.object_digest, size=c.size, at_unix=time.time(),
+            attestation=self._store.attested.of(c.id),
+        )  # fmt: skip
+        return receipts.sign(plain, own.key_pem, own.cert_pem)
+
+    def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[PackedChunk]:  # noqa: N802
+        """Read an object from an offset: a silo the manifests and bases of its runs, a lead anything."""
+        who = self._gate.caller(context).identity
+        silo = who.name if who.kind is Kind.SILO else None
+        run_id = self._store.objects.readable(request.digest, silo)
+        if run_id is None:
+            raise ProtocolError(
+                "E-WIRE-15", f"there is no object {request.digest[:16]!r} for {who}: ask for the task anew"
+            )
+        file = self._blobs.path(request.digest)
+        size = file.stat().st_size
+        if request.offset > size:
+            raise ProtocolError(
+                "E-WIRE-11", f"expected an offset of at most {size}, found {request.offset}: begin anew"
+            )
+        sent = 0
+        try:
+            chunks = self._blobs.packed.chunks(file, request.digest, request.offset, expected=silo is not None)
+            while True:
+                with self._turns.turn():
+                    if (chunk := next(chunks, None)) is None:
+                        return
+                    sent = chunk.end - request.offset
+                    yield chunk  # until it has left
+        finally:
+            if silo is not None and sent:
+                self._store.runs.add_traffic(run_id, sent)
+
+    def _mine(self, contribution_id: str, context: grpc.ServicerContext) -> Contribution:
+        c = self._store.objects.contribution(contribution_id)
+        if c is None or c.silo != self._gate.caller(context).identity.name:
+            raise StateError(
+                "E-RUN-16", f"expected a contribution that was opened, found {contribution_id[:16]!r}: open it first"
+            )
+        return c
+
+    def _check_size(self, c: Contribution) -> None:
+        """Raise ProtocolError (E-WIRE-11) when an object is larger than any bundle of its run can be."""
+        with self._limits_lock:
+            limit = self._limits.get(c.run_id)
+        if limit is None:
+            limit = object_limit(self._store.runs.get(c.run_id).manifest)
+            with self._limits_lock:
+                self._limits[c.run_id] = limit
+        if not 0 < c.size <= limit:
+            raise ProtocolError("E-WIRE-11", f"expected an update of at most {limit} bytes, found one of {c.size}")
+
+
+def _forgotten(c: Contribution) -> StateError:
+    return StateError(
+        "E-RUN-06", f"expected an open round, found that round {c.round} of {c.run_id} is over: discard this"
+    )
+
+
+def _require_digests(request: pb.OpenRequest) -> None:
+    """Raise ProtocolError (E-WIRE-15) when an attestation holds something else than SHA-256 in hex."""
+    for found in (request.attestation.policy_digest, request.attestation.ledger_head):
+        if found and (len(found) != 64 or not set(found) <= set("0123456789abcdef")):
+            raise ProtocolError("E-WIRE-15", f"expected a SHA-256 in lower-case hex, found {found[:80]!r}")
+    if (size := len(request.attestation.ledger_sealed)) > SEALED:
+        raise ProtocolError("E-WIRE-15", f"expected at most {SEALED} bytes of sealed figures, found {size}")
+
+
+def _announced(request: pb.OpenRequest, silo: str) -> Contribution:
+    """Read an announcement; raises ProtocolError (E-WIRE-12) when its id is not that of its task."""
+    if request.kind not in KINDS:
+        raise ProtocolError("E-WIRE-12", f"expected an update of a training or an evaluation, found {request.kind}")
+    kind = KINDS[request.kind]
+    name = codec.contribution_id(request.run_id, request.round, kind.value, silo, request.base_digest)
+    if name != request.contribution_id:
+        raise ProtocolError(
+            "E-WIRE-12",
+            f"expected the contribution {name[:16]} for this task and silo, found {request.contribution_id[:16]!r}",
+        )
+    if len(request.object_digest) != 64 or not set(request.object_digest) <= set("0123456789abcdef"):
+        raise ProtocolError("E-WIRE-15", f"expected a digest in lower-case hex, found {request.object_digest[:80]!r}")
+    return Contribution(
+        name, request.run_id, request.round, kind, silo, request.manifest_digest, request.base_digest,
+        request.object_digest, request.size,
+    )  # fmt: skip

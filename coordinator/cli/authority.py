@@ -1,0 +1,108 @@
+"""`coordinator ca`: an authority whose key stays on a machine that no hospital reaches; docs/offline-authority.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator import console as display
+from coordinator.cli.options import Home, Json, home_of
+from coordinator.pki import offline_authority as offline
+from coordinator.pki.authority import Authority
+from coordinator.pki.membership import Membership
+from coordinator.storage.store import Store
+from fl_core.errors import ConfigError
+from protos.pki.identity import certificate_fingerprint, colons
+from protos.pki.offline_signing import Admission, SigningRequest
+from protos.pki.roster import Roster
+from protos.storage import private_files as keyfiles
+
+Out = Annotated[Path | None, typer.Option(help="Where to write; default NAME.admission or roster.admission here.")]
+
+ca = typer.Typer(
+    no_args_is_help=True,
+    help="Keep the authority's key on a machine of its own: sign there, carry files, admit at the service.",
+)
+
+
+@contextmanager
+def _authority(home: Path | None) -> Iterator[tuple[Authority, Membership, Store]]:
+    place = home_of(home)
+    authority = Authority.open(place)
+    with closing(Store(place)) as store:
+        yield authority, Membership(place, store), store
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("E-ID-31", f"expected a file that can be read at {file}, found none: {error}") from None
+
+
+@ca.command()
+def service(
+    out: Annotated[Path, typer.Option(help="Folder to write; it becomes HOME/pki of the service.")],
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """Write what the service's machine needs, without the authority's key; its certificate is a new one each time."""
+    with _authority(home) as (authority, _, _):
+        authority.write_service(out)
+        fingerprint = authority.fingerprint()
+    if as_json:
+        display.print_json({"folder": str(out), "authority_fingerprint": fingerprint})
+        return
+    display.OUT.print(f"wrote {out}: copy it to the service's machine as HOME/pki, and delete it here", soft_wrap=True)
+
+
+@ca.command()
+def sign(
+    request: Annotated[Path, typer.Argument(help="The file that `silo request` wrote.")],
+    name: Annotated[str, typer.Argument(help="The hospital's name in the consortium: the request claims none.")],
+    out: Out = None,
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """Certify a hospital's key. The answer goes back to the hospital, and to the service (`coordinator ca admit`)."""
+    with _authority(home) as (authority, members, _):
+        answer = offline.sign(authority, members, name, SigningRequest.unpack(_read(request)))
+    _write(answer, out or Path(f"{name}.admission"), as_json)
+
+
+@ca.command()
+def roster(out: Out = None, home: Home = None, as_json: Json = False) -> None:
+    """Write the newest list of members, for instance after `coordinator revoke` on this machine."""
+    with _authority(home) as (authority, members, _):
+        answer = offline.admission(authority, members)
+    _write(answer, out or Path("roster.admission"), as_json)
+
+
+def _write(answer: Admission, out: Path, as_json: bool) -> None:
+    keyfiles.write_public(out, answer.pack().encode())
+    fingerprint = certificate_fingerprint(answer.ca_pem)
+    if as_json:
+        display.print_json({"file": str(out), "authority_fingerprint": fingerprint})
+        return
+    display.OUT.print(f"wrote {out}; on the service's machine: coordinator ca admit {out.name}", soft_wrap=True)
+    display.ERR.print(f"read the authority's fingerprint to a new hospital: {colons(fingerprint)}", soft_wrap=True)
+
+
+@ca.command()
+def admit(
+    file: Annotated[Path, typer.Argument(help="The file that `coordinator ca sign` or `ca roster` wrote.")],
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """Let the service on this machine take over what its authority has signed; also while it runs."""
+    with _authority(home) as (_, _, store):
+        found: Roster = offline.admit(home_of(home), store, Admission.unpack(_read(file)))
+    names = [member.name for member in found.members]
+    if as_json:
+        display.print_json({"version": found.version, "members": names})
+        return
+    display.OUT.print(f"members by roster {found.version}: {', '.join(names) or 'none'}", soft_wrap=True)

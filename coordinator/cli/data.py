@@ -1,0 +1,49 @@
+"""Commands on data sets, without a service: how a federation deals them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator import console as display
+from coordinator.cli.options import Json
+from coordinator.config.hydra_config import compose_spec
+from coordinator.simulation import partition_plot as splits
+
+data = typer.Typer(no_args_is_help=True, help="Look at data before a run.")
+data.callback()(lambda: None)
+
+
+@data.command()
+def split(
+    overrides: Annotated[list[str] | None, typer.Argument(help="data=cifar10 federation=p10c3 ...")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
+    published: Annotated[
+        bool, typer.Option("--published", help="Deal the published class counts; needs no data on disk.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw silos by classes into this PNG file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show which silo gets how many training examples of which class, as a table and as a picture."""
+    spec = compose_spec(overrides or [])
+    found = splits.published(spec) if published else splits.on_disk(spec, data_root)
+    if plot is not None:
+        splits.draw(found, plot)
+    if as_json:
+        display.print_json(found.as_json() | ({"plot": str(plot)} if plot else {}))
+        return
+    wide = len(found.classes) > splits.SHOWN
+    head = ("silo", "train", "test", "classes", *(() if wide else found.classes))
+    rows = [
+        (name, f"{sum(train)}", f"{sum(test)}", str(sum(n > 0 for n in train)), *([] if wide else map(_cell, train)))
+        for name, train, test in zip(found.silos, found.train, found.test, strict=True)
+    ]
+    display.OUT.print(display.table(found.title, head, rows))
+    if plot is not None:
+        display.OUT.print(f"drawn: {plot}")
+
+
+def _cell(count: int) -> str:
+    return str(count) if count else "."

@@ -1,0 +1,137 @@
+"""Export of a finished model: the tensors as safetensors and a model card that says where they come from."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from coordinator.api import measured
+from coordinator.console import private_form
+from fl_core.errors import StateError
+from fl_core.methods import build_method
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types import tensor_maps as trees
+from privacy.reports import uncertainty
+from privacy.reports.uncertainty import NOTHING, Estimate, EvaluationNoise
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.codec import read_state
+
+
+def export(detail: pb.RunDetail, state_file: Path, out: Path) -> tuple[Path, Path]:
+    """Write `<out>/<run>.safetensors` and `<out>/<run>.md`; return both paths.
+
+    The tensors are all that the method needs to classify, and the metadata names its options and the model's.
+    Raises StateError (E-STATE-31) when the stored state is not the one that the run recorded.
+    """
+    info, manifest = detail.info, RunManifest.from_json(detail.manifest_json)
+    server = read_state(state_file)
+    if (found := trees.digest(server["w"])) != info.model_digest:
+        raise StateError(
+            "E-STATE-31", f"expected the model {info.model_digest[:16]}, found {found[:16]}: fetch it again"
+        )
+    weights = dict(build_method(manifest.method.name, manifest.method.options).exported(server))
+    out.mkdir(parents=True, exist_ok=True)
+    tensors, card = out / f"{info.run_id}.safetensors", out / f"{info.run_id}.md"
+    facts = {
+        "run": info.run_id, "method": info.method, "model": manifest.model.name,
+        "method_options": manifest.method.options, "model_options": manifest.model.options,
+        "classes": list(manifest.schema.classes), "manifest_digest": info.manifest_digest,
+        "model_digest": info.model_digest,
+    }  # fmt: skip
+    save_file(weights, tensors, metadata={"consilium": json.dumps(facts, sort_keys=True)})
+    card.write_text(model_card(info, manifest, detail.rounds))
+    return tensors, card
+
+
+def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> str:
+    """Write the card in Markdown: method, configuration digest, rounds, who took part when, metrics, privacy."""
+    trained = [r for r in rounds if r.kind == pb.TRAIN]
+    took_part = Counter(name for r in trained for name in r.included)
+    last = rounds[-1] if rounds else pb.RoundInfo()
+    noisy = uncertainty.run_noise(manifest)
+    noise = noisy.of(last.included)
+    best = (
+        measured.best_of_run(info)
+        if noise is None
+        else uncertainty.best([(r.correct, r.examples, noisy.of(r.included)) for r in rounds])
+    )
+    lines = [
+        f"# {info.name} ({info.run_id})",
+        "",
+        f"Exported {datetime.now(UTC):%Y-%m-%d %H:%M} UTC. State of the run: {info.state}, "
+        f"{len(trained)} of {info.rounds} rounds.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| method | {manifest.method.name} {_options(manifest.method.options)} |",
+        *([f"| private form | {form} |"] if (form := private_form(manifest.to_json())) else []),
+        f"| model | {manifest.model.name} {_options(manifest.model.options)} |",
+        f"| data | {manifest.data}, examples of shape {tuple(manifest.schema.shape)} |",
+        f"| local training | {manifest.train} |",
+        f"| seed | {manifest.seed} |",
+        f"| configuration digest | `{info.manifest_digest}` |",
+        f"| model digest | `{info.model_digest}` |",
+        f"| software | {manifest.software} |",
+        f"| privacy | {_privacy(manifest)} |",
+        f"| aggregation grid | {manifest.grid.ring}; values clipped over the run: {sum(r.clipped for r in rounds)} |",
+        f"| traffic | {info.bytes_up} bytes up, {info.bytes_down} bytes down |",
+        "",
+        "## Accuracy on the union of the hospitals' test sets",
+        "",
+        f"Global: {_share(uncertainty.accuracy(last.correct, last.examples, noise))} (best over rounds: "
+        f"{_share(best)}; the best is a selection on test data).",
+        "",
+        *_by_class(manifest, last, noise),
+        "",
+        "## Who took part",
+        "",
+        "| hospital | rounds | submitted prototypes | missed rounds |",
+        "|---|---|---|---|",
+        *(
+            f"| {m.name} | {took_part[m.name]} | {'yes' if m.prototypes else 'no'} | "
+            f"{', '.join(f'{r.round} ({r.missing[m.name]})' for r in trained if m.name in r.missing) or '-'} |"
+            for m in manifest.members
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _options(options: object) -> str:
+    return json.dumps(options, sort_keys=True) if options else ""
+
+
+def _privacy(manifest: RunManifest) -> str:
+    if manifest.privacy.name == "none":
+        return "none: updates were sent without noise or mask; the coordinator could read each one"
+    return f"{manifest.privacy.name} {_options(manifest.privacy.options)}"
+
+
+def _by_class(manifest: RunManifest, last: pb.RoundInfo, noise: EvaluationNoise | None) -> list[str]:
+    """Write the table of classes; of noisy sums no count, and a line that says how noisy they are."""
+    found = zip(
+        manifest.schema.classes,
+        last.examples,
+        uncertainty.by_class(last.correct, last.examples, noise),
+        strict=False,
+    )
+    if noise is None:
+        rows = [f"| {name} | {n:.0f} | {_share(e)} |" for name, n, e in found]
+        return ["| class | test examples | accuracy |", "|---|---|---|", *rows]
+    return [
+        "| class | accuracy |",
+        "|---|---|",
+        *(f"| {name} | {_share(e)} |" for name, _, e in found),
+        "",
+        "These numbers were measured under differential privacy: the intervals are those of its noise, at 95 %, and "
+        "say nothing of how large the test sets are.",
+    ]
+
+
+def _share(found: Estimate) -> str:
+    return "no test examples" if found == NOTHING else found.text()

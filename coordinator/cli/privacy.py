@@ -1,0 +1,98 @@
+"""Commands on privacy, without a run: what one would cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator import console as display
+from coordinator.cli.options import Home, Json, home_of
+from coordinator.config.hydra_config import compose_spec
+from coordinator.config.run_spec import RunSpec
+from fl_core.errors import ConfigError
+from fl_core.rounds.manifest import RunManifest
+
+privacy = typer.Typer(no_args_is_help=True, help="Look at privacy before a run.")
+privacy.callback()(lambda: None)
+
+
+@privacy.command()
+def preview(
+    overrides: Annotated[list[str] | None, typer.Argument(help="privacy=dp_record privacy.epsilon=4 ...")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Declared sizes, one per hospital: 300,250,120.")] = None,
+    online: Annotated[bool, typer.Option("--online", help="Of the silos of the running coordinator.")] = False,
+    data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a run would cost each hospital, before anyone starts: its epsilon, and the noise that this takes.
+
+    The noise leaves a reserve (privacy.reserve_rounds), so that a round may be repeated after a crash: "epsilon" is
+    what a run spends that needs none of it, "with reserve" what it spends if it needs all. The ledgers stop it at the
+    epsilon that was asked for.
+
+    Sizes are those given, those that the silos online declare (--online), or those of the simulated federation.
+    """
+    from privacy.reports.projection import preview
+
+    spec = compose_spec(overrides or [])
+    if sizes is not None and online:
+        raise ConfigError("E-CFG-42", "expected --sizes or --online, found both: leave one out")
+    manifest = _online(spec, home) if online else _given(spec, sizes) if sizes else _simulated(spec, data_root)
+    found, form = preview(manifest), display.private_form(manifest.to_json())
+    if as_json:
+        display.print_json({**found, "private_form": dict(manifest.private_form)})
+        return
+    if form:
+        display.OUT.print(form)
+    rows = [
+        (
+            str(s["name"]), str(s["units"]), f"{s['rate']:.4f}", str(s["steps"]), str(s["rounds"]),
+            f"{s['noise']:.3f}", f"{s['epsilon']:.3f}", f"{s['epsilon_most']:.3f}", f"{s['epsilon_tight']:.3f}",
+            f"{s['epsilon_record']:.3f}", f"{s['epsilon_test']:.3f}",
+        )
+        for s in found["silos"]
+    ]  # fmt: skip
+    if not rows:
+        display.OUT.print(f"privacy={found['profile']} adds no noise: no epsilon bounds what this run shows")
+        return
+    head = ("hospital", "size", "q", "steps", "rounds", "noise z", "epsilon", "with reserve", "tighter bound",
+            "of a record", "of a test record")  # fmt: skip
+    title = f"{found['method']}, {found['rounds']} rounds, delta {found['delta']:g}"
+    display.OUT.print(display.table(title, head, rows))
+    display.OUT.print(f"drawing the noise with finite precision adds at most {found['delta_of_sampling']:.1e} to delta")
+
+
+def _given(spec: RunSpec, sizes: str) -> RunManifest:
+    from coordinator.config.manifest_builder import manifest_from
+
+    try:
+        counts = [int(word) for word in sizes.split(",")]
+    except ValueError:
+        raise ConfigError("E-CFG-42", f"expected --sizes N,N,..., found {sizes!r}") from None
+    if any(n < 1 for n in counts):
+        raise ConfigError("E-CFG-42", f"expected sizes of at least 1, found {sizes!r}")
+    names = list(spec.silos or [f"hospital{k}" for k in range(len(counts))])
+    if len(names) != len(counts):
+        raise ConfigError("E-CFG-42", f"expected a size for each of {len(names)} silos, found {len(counts)}")
+    return manifest_from(spec, names, counts)
+
+
+def _simulated(spec: RunSpec, data_root: Path | None) -> RunManifest:
+    from coordinator.simulation.runner import frozen
+
+    return frozen(replace(spec, silos=None), data_root)[0]
+
+
+def _online(spec: RunSpec, home: Path | None) -> RunManifest:
+    from coordinator.config.manifest_builder import compose
+    from coordinator.lead_client import LeadClient
+
+    client = LeadClient.open(home_of(home))
+    try:
+        return compose(spec.to_json(), list(client.silos().silos))
+    finally:
+        client.close()

@@ -1,0 +1,215 @@
+"""Commands without a service: simulate, demo, methods, models, explain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, TypedDict
+
+import typer
+
+from coordinator import console as display
+from coordinator.cli.options import Json
+from coordinator.config.hydra_config import compose_spec
+from coordinator.config.manifest_builder import schema_of
+from coordinator.config.run_spec import RunSpec
+from coordinator.simulation import runner as simulation
+from coordinator.simulation.engine import How
+from coordinator.simulation.sweep import Job, combinations, is_sweep, sweep
+from fl_core.errors import ConfigError
+from fl_core.errors.catalogue import EXPLANATIONS, explain_text
+from fl_core.methods import METHODS
+from fl_core.models import MODELS, ModelFacts, describe
+from fl_core.rounds.engine import RoundRecord
+from fl_core.rounds.manifest import RunManifest
+from fl_core.simulation.ray import Cluster
+from fl_core.types.values import Federation, State, TaskKind
+from privacy.reports import uncertainty
+
+
+class _Lines:
+    """One line per round on stderr, so that stdout holds the result alone."""
+
+    def __init__(self, manifest: RunManifest) -> None:
+        self._noise = uncertainty.run_noise(manifest)
+
+    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+        """Note nothing."""
+
+    def arrived(self, name: str) -> None:
+        """Note nothing."""
+
+    def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
+        """Print the accuracy of the model that the round began with."""
+        hidden = self._noise.scores
+        scores = display.personal_text(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))
+        found = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))
+        display.ERR.print(f"round {record.round:>3}  accuracy {found.text()}{scores}")
+
+
+def simulate(
+    overrides: Annotated[list[str] | None, typer.Argument(help="method=fedmr data=digits federation=p5c2 ...")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
+    multirun: Annotated[bool, typer.Option("--multirun", "-m", help="All combinations: seed=0,1,2 ...")] = False,
+    jobs: Annotated[int, typer.Option(help="With -m: simulations at a time; 0: one per core.", min=0)] = 0,
+    engine: Annotated[str, typer.Option(help="local, or ray: in actors, on several GPUs or machines.")] = "local",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "cpu",
+    deterministic: Annotated[bool, typer.Option(help="Only kernels that repeat to the last bit.")] = False,
+    spill: Annotated[Path | None, typer.Option(help="Folder for silos' states, when memory is short.")] = None,
+    fine_tune: Annotated[int, typer.Option(help="Epochs of the best global model at each silo, for PA.", min=0)] = 0,
+    ray_address: Annotated[str | None, typer.Option(help="Of a running Ray cluster; none starts one here.")] = None,
+    ray_actors: Annotated[int, typer.Option(help="Silos at work at a time.", min=1)] = 2,
+    ray_gpus: Annotated[float, typer.Option(help="GPUs per actor; fractions share one.", min=0)] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Run a federation in this process, with the code that the hospitals run.
+
+    On your own images, dealt to simulated hospitals: data=folder data.path=/data/images (one folder per class), or
+    data=manifest data.path=/data/images.csv (columns path, label, group, split), with federation=p5c2 or another.
+    """
+    how = How(engine, device, spill, deterministic, Cluster(ray_address, ray_actors, gpus=ray_gpus))
+    words = overrides or []
+    if multirun:
+        _sweep(words, partial(_summary, data_root, how, fine_tune), jobs)
+        return
+    if is_sweep(words):
+        raise ConfigError("E-CFG-64", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
+    result = simulation.run(compose_spec(words), data_root, None if as_json else _Lines, how, fine_tune)
+    summary = result.summary()
+    if as_json:
+        display.print_json(summary)
+        return
+    if form := display.private_form(result.manifest.to_json()):
+        display.OUT.print(form)
+    rows = [(name, found.text()) for name, found in result.by_class().items()]
+    display.OUT.print(display.table("Accuracy by class", ("class", "accuracy"), rows))
+    display.OUT.print(
+        f"global accuracy {result.estimates[-1].text()}, best {result.best.text()}, model {result.model_digest[:16]}"
+    )
+    if scores := next((r.personal for r in reversed(result.records) if r.personal), None):
+        hidden = result.noise.scores
+        shown = display.personal_text(uncertainty.shown_scores(scores, hidden), hidden & set(scores))
+        display.OUT.print(f"personal models of the last round:{shown}")
+
+
+def _summary(data_root: Path | None, how: How, fine_tune: int, words: Sequence[str]) -> Mapping[str, object]:
+    spill = how.spill / "_".join(words).replace("/", "-") if how.spill else None
+    return simulation.run(compose_spec(words), data_root, None, replace(how, spill=spill), fine_tune).summary()
+
+
+def _sweep(words: Sequence[str], job: Job, jobs: int) -> None:
+    """Print one JSON line per simulation as it ends, and how far the sweep is on stderr."""
+    number, started = len(combinations(words)), time.monotonic()
+    for done, result in enumerate(sweep(words, job, jobs), start=1):
+        display.print_json(result)
+        spent = time.monotonic() - started
+        display.ERR.print(f"{done} of {number} done, left {display.span(spent / done * (number - done))}")
+
+
+def methods(as_json: Json = False) -> None:
+    """List the methods: what the server must see, whether the loss mixes examples, what a silo sends."""
+    rows = []
+    for name, kind in METHODS.items():
+        method = kind()
+        rows.append({
+            "name": name, "exposure": method.exposure.value, "coupling": method.coupling.value,
+            "sends": list(method.sends), "personal_model": method.has_personal_model,
+            "summary": (kind.__doc__ or "").split("\n")[0],
+        })  # fmt: skip
+    if as_json:
+        display.print_json(rows)
+        return
+    head = ("method", "server sees", "loss per", "silo sends", "personal model", "")
+    lines = [
+        (str(r["name"]), str(r["exposure"]), str(r["coupling"]), ", ".join(METHODS[str(r["name"])]().sends),
+         "yes" if r["personal_model"] else "no", str(r["summary"]))
+        for r in rows
+    ]  # fmt: skip
+    display.OUT.print(display.table("Methods", head, lines))
+
+
+def models(
+    overrides: Annotated[list[str] | None, typer.Argument(help="data=isic2019 ...: count for these examples")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the models with their parameter counts: as the papers use them, or those that take the chosen data."""
+    rows = _chosen_rows(compose_spec(overrides)) if overrides else _published_rows()
+    if as_json:
+        display.print_json(rows)
+        return
+    head = ("model", "data", "example", "classes", "feature dimension", "parameters", "with buffers", "paper, options")
+    lines = [
+        (
+            str(r["name"]), str(r["data"]), "x".join(map(str, r["shape"])), str(r["classes"]), str(r["feature_dim"]),
+            f"{r['parameters']:,}", f"{r['total']:,}",
+            " ".join([str(r["paper"]), *(f"{k}={v}" for k, v in r["options"].items())]),
+        )
+        for r in rows
+    ]  # fmt: skip
+    display.OUT.print(display.table("Models", head, lines))
+
+
+class _ModelRow(TypedDict):
+    name: str
+    paper: str
+    data: str
+    shape: Sequence[int]
+    classes: int
+    options: Mapping[str, object]
+    feature_dim: int
+    parameters: int
+    total: int
+
+
+def _published_rows() -> list[_ModelRow]:
+    from fl_core.models.published import SETTINGS
+
+    return [_row(s.facts(), s.paper, s.data, s.shape, s.classes, s.options) for s in SETTINGS]
+
+
+def _chosen_rows(spec: RunSpec) -> list[_ModelRow]:
+    schema = schema_of(spec)
+    rows = []
+    for name in MODELS:
+        options = {k: v for k, v in spec.model.items() if k != "name"} if name == spec.model["name"] else {}
+        try:
+            facts = describe(name, schema, options)
+        except ConfigError:  # this architecture cannot take examples of this shape
+            continue
+        rows.append(_row(facts, "", str(spec.data["name"]), schema.shape, len(schema.classes), options))
+    return rows
+
+
+def _row(
+    facts: ModelFacts, paper: str, data: str, shape: Sequence[int], classes: int, options: Mapping[str, object]
+) -> _ModelRow:
+    return {
+        "name": facts.name, "paper": paper, "data": data, "shape": list(shape), "classes": classes,
+        "options": dict(options), "feature_dim": facts.feature_dim, "parameters": facts.parameters,
+        "total": facts.total_with_buffers,
+    }  # fmt: skip
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the summary and the picture.")] = Path("runs/demo"),
+    rounds: Annotated[int, typer.Option(help="Rounds per method.", min=1)] = 20,
+    as_json: Json = False,
+) -> None:
+    """Run a federation on this machine: a coordinator, six hospitals, mutual TLS; FedMR, FedAvg, FedMR in private."""
+    from coordinator.demo import run_demo
+
+    raise typer.Exit(run_demo(out, rounds, as_json))
+
+
+def explain(
+    code: Annotated[str | None, typer.Argument(help="A code such as E-TLS-03; none lists all.")] = None,
+) -> None:
+    """Explain an error code: what it means, why it happens, what to do. Works offline."""
+    if code is None:
+        rows = [(c, e.title) for c, e in sorted(EXPLANATIONS.items())]
+        display.OUT.print(display.table("Error codes", ("code", "meaning"), rows))
+        return
+    display.OUT.print(explain_text(code), soft_wrap=True)

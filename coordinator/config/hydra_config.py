@@ -1,0 +1,95 @@
+"""Composition of a run's configuration with Hydra; misspelt groups, choices and keys get the nearest valid name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException, HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from coordinator.config.run_spec import RunSpec, refuse_unknown
+from fl_core.errors import ConfigError
+
+GROUPS = ("method", "data", "model", "federation", "privacy", "experiment", "scale")
+
+
+def choices(group: str) -> list[str]:
+    """List the valid names of a group."""
+    folder = resources.files("configs") / group
+    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+
+
+def compose_spec(overrides: Sequence[str]) -> RunSpec:
+    """Compose and check a configuration from `group=choice` and `key=value` words.
+
+    Raises ConfigError: E-CFG-42 for a word that is no override, a key or a choice that does not exist, E-CFG-41 for a
+    value of the wrong type or range; each names the nearest valid word.
+    """
+    words = [checked for word in overrides for checked in _checked(word)]
+    try:
+        raw = _compose(words)
+    except (ConfigCompositionException, HydraException, OmegaConfBaseException) as error:
+        raise ConfigError("E-CFG-42", _explain(error, words)) from error
+    return RunSpec.from_mapping({str(k): v for k, v in raw.items() if k not in ("experiment", "scale")})
+
+
+def _compose(words: Sequence[str]) -> Mapping[str, object]:
+    GlobalHydra.instance().clear()
+    with initialize_config_module("configs", version_base="1.3"):
+        raw = OmegaConf.to_container(compose("config", overrides=list(words)), resolve=True)
+    assert isinstance(raw, dict)
+    return {str(k): v for k, v in raw.items()}
+
+
+def _checked(word: str) -> list[str]:
+    """Check that a word is `key=value`, that its first key exists, and that a choice of a group does."""
+    match = re.fullmatch(r"([+~]{0,2})([\w./@]+)=(.*)", word, re.DOTALL)
+    if match is None:
+        raise ConfigError("E-CFG-42", f"expected KEY=VALUE, found {word!r}")
+    prefix, key, value = match.groups()
+    if prefix:
+        raise ConfigError("E-CFG-42", f"keys can be changed, not added or removed: write {key}={value}")
+    top = re.findall(r"^([a-z_]+):", (resources.files("configs") / "config.yaml").read_text(), re.MULTILINE)
+    refuse_unknown({key.split(".")[0]: value}, [*GROUPS, *(k for k in top if k != "defaults")], "the configuration")
+    if key not in GROUPS or value in choices(key):
+        return [word]
+    if key == "federation" and (short := _federation(value)):
+        return short
+    raise _no_choice(key, value)
+
+
+def _federation(value: str) -> list[str]:
+    """Let `federation=p7c3` or `centers-1-2` stand for a partition that has no file of its own."""
+    if match := re.fullmatch(r"centers((?:-\d)+)", value):
+        return ["federation=centers", f"federation.centers=[{','.join(match[1].split('-')[1:])}]"]
+    if re.fullmatch(r"(p\d+c\d+|clients\d+|(dirichlet|persilo|label|iid|map|users)-\d)[\w.+-]*(@\d+)?", value):
+        known = value.partition("@")[0]  # another draw of a partition with a file of its own keeps what suits that
+        return [f"federation={known if known in choices('federation') else 'hospitals6'}", f"federation.name={value}"]
+    return []
+
+
+def _no_choice(group: str, value: str) -> ConfigError:
+    valid = choices(group)
+    near = difflib.get_close_matches(value, valid, 1)
+    hint = f"did you mean {group}={near[0]}? " if near else ""
+    return ConfigError("E-CFG-42", f"there is no {group}={value}: {hint}valid: {', '.join(valid)}")
+
+
+def _explain(error: Exception, words: Sequence[str]) -> str:
+    """Turn Hydra's report of a bad key into one line with the nearest valid key."""
+    text = str(error.__cause__ or error)
+    match = re.search(r"Key '([^']+)' is not in struct\s+full_key: (\S+)", text)
+    if match is None:
+        return " ".join(text.split("\n")[0].split())
+    beside: object = _compose([word for word in words if word.split("=")[0] in GROUPS])
+    for step in match[2].split(".")[:-1]:
+        beside = beside.get(step) if isinstance(beside, dict) else None
+    valid = sorted(beside) if isinstance(beside, dict) else []
+    near = difflib.get_close_matches(match[1], valid, 1)
+    return f"there is no key {match[2]!r}: {f'did you mean {near[0]!r}? ' if near else ''}valid: {', '.join(valid)}"

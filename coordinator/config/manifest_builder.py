@@ -1,0 +1,160 @@
+"""From what the lead asks for to the frozen manifest: what can be refused is refused here, before round 0."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+
+import privacy.profiles
+from coordinator.config.run_spec import RunSpec
+from fl_core import datasets
+from fl_core.aggregation.fixed_point import Grid
+from fl_core.errors import ConfigError
+from fl_core.methods import build_method
+from fl_core.models import build_model
+from fl_core.rounds import capabilities
+from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.manifest import Choice, Member, Option, RunManifest, members
+from fl_core.training import optimizers
+from fl_core.types.values import Schema
+from protos.consilium.v1 import federation_pb2 as pb
+
+IMAGES = {"folder", "manifest"}
+_LARGEST = 2**53
+"""Two ways to lay out a hospital's own images: silos of both kinds fit one run."""
+
+
+def software() -> str:
+    """Return the name and version of this software, as manifests carry it."""
+    return f"consilium-fl {metadata.version('consilium-fl')}"
+
+
+def schema_of(spec: RunSpec) -> Schema:
+    """Return the shape and label space that every silo of the run must hold."""
+    size, classes = spec.data.get("image_size"), spec.data.get("classes")
+    if size is not None and not isinstance(size, int):
+        raise ConfigError("E-CFG-41", f"expected data.image_size in pixels, found {size!r}")
+    if classes is not None and not isinstance(classes, list | tuple):
+        raise ConfigError("E-CFG-41", f"expected data.classes=[name,name,...], found {classes!r}")
+    return datasets.schema_of(
+        str(spec.data["name"]), image_size=size, classes=None if classes is None else [str(c) for c in classes]
+    )
+
+
+def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None = None) -> RunManifest:
+    """Freeze a run over the silos `names`, in this order; sizes: what they declare of their size, for private runs.
+
+    A run with record-level privacy takes the private form of its method, and the manifest says so.
+    Raises ConfigError when the method, the model, the data and the privacy profile do not go together; RefusedError
+    (E-PRIV-01) for a profile that this version does not know, (E-PRIV-20) on a number outside its range.
+    """
+    schema = schema_of(spec)
+    optimizers.check(spec.train)
+    method, was = privacy.profiles.formed(_method_choice(spec, names), _choice(spec.privacy))
+    model = _choice(spec.model)
+    built = build_model(model.name, model.options, schema, spec.seed)
+    layout = derive_layout(build_method(method.name, method.options), built, schema, spec.personal)
+    choice = _choice(spec.privacy)
+    layout = {**layout, **privacy.profiles.parts(choice)}
+    if max(spec.cohort, spec.quorum) > len(names):
+        raise ConfigError(
+            "E-CFG-43",
+            f"expected cohort and quorum of at most {len(names)} silos, found {spec.cohort} and {spec.quorum}",
+        )
+    manifest = RunManifest(
+        name=spec.name or f"{method.name}-{spec.data['name']}",
+        method=method,
+        model=model,
+        data=str(spec.data["name"]),
+        schema=schema,
+        train=spec.train,
+        rounds=spec.rounds,
+        seed=spec.seed,
+        members=_members(spec, names, sizes),
+        layout=layout,
+        grid=Grid("ring64", len(names)),
+        privacy=choice,
+        cohort=spec.cohort,
+        quorum=spec.quorum,
+        deadline_s=spec.deadline_s,
+        threads=spec.threads,
+        image_size=None if spec.data.get("image_size") is None else int(str(spec.data["image_size"])),
+        personal=spec.personal,
+        software=software(),
+        private_form=was,
+    )
+    privacy.profiles.build(manifest)
+    return RunManifest.from_json(manifest.to_json())
+
+
+def _method_choice(spec: RunSpec, names: Sequence[str]) -> Choice:
+    """Name the method; with a share that selects nobody, prototypes are off and do not travel at all.
+
+    Raises ConfigError (E-CFG-08) when the method lacks what the run asks of it.
+    """
+    choice = _choice(spec.method)
+    method = build_method(choice.name, choice.options)
+    capabilities.refuse(method, capabilities.asked_by(spec.train, len(names), spec.cohort, spec.quorum))
+    if method.without_prototypes and not any(m.prototypes for m in _members(spec, names)):
+        return Choice(choice.name, {**choice.options, **method.without_prototypes})
+    return choice
+
+
+def _members(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None = None) -> tuple[Member, ...]:
+    """Draw who submits prototypes; only a private run needs sizes, and a plain one must not depend on them.
+
+    Sizes are taken as they were declared: who typed one meant that one. What is no number is none (0).
+    """
+    private = sizes is not None and privacy.profiles.is_private(_choice(spec.privacy))
+    declared = [int(n) if 0 < n < _LARGEST else 0 for n in sizes] if private and sizes else None
+    return members(names, spec.seed, spec.prototype_share, declared)
+
+
+def _choice(group: Mapping[str, object]) -> Choice:
+    options: dict[str, Option] = {}
+    for key, value in group.items():
+        if key == "name":
+            continue
+        if isinstance(value, tuple):
+            value = list(value)
+        if not isinstance(value, str | int | float | bool | list | None):
+            raise ConfigError("E-CFG-41", f"expected a plain value for {group['name']}.{key}, found {value!r}")
+        options[key] = value
+    return Choice(str(group["name"]), options)
+
+
+def compose(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
+    """Freeze what a lead submitted over the silos that fit; what `Lead.Submit` calls."""
+    spec = RunSpec.from_json(spec_json)
+    names, declared = roster(spec, silos), {s.name: s.data.nominal_size for s in silos}
+    return manifest_from(spec, names, [declared[name] for name in names])
+
+
+def roster(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:
+    """Choose the run's silos, in the natural order of their names.
+
+    They are those that the spec names (they may be away and join later), or all that are online with data of the
+    run's kind. Raises ConfigError: E-RUN-05 for a stranger, E-RUN-07 when none is left.
+    """
+    kind = str(spec.data["name"])
+    fitting = {s.name: s.state for s in silos if s.data.name == kind or {s.data.name, kind} == IMAGES}
+    chosen = [name for name, state in fitting.items() if state == "online"] if spec.silos is None else list(spec.silos)
+    if strangers := sorted(set(chosen) - set(fitting)):
+        raise ConfigError(
+            "E-RUN-05",
+            f"expected silos that are enrolled and serve {kind!r} data ({', '.join(sorted(fitting)) or 'none does'}), "
+            f"found {', '.join(strangers)}: start them with such data, or leave them out",
+        )
+    if not chosen:
+        raise ConfigError(
+            "E-RUN-07",
+            f"expected at least one silo online that serves {kind!r} data, found none: invite hospitals (coordinator "
+            "invite NAME) and start them (silo serve --data ...); `coordinator silos` shows who is here",
+        )
+    return sorted(chosen, key=natural)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Order names as people do: hospital2 before hospital10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]

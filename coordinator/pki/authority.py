@@ -1,0 +1,263 @@
+"""The consortium's certificate authority: created once, it decides every name; requests contribute a key, no more.
+
+Everything lies in `<home>/pki`: `ca.key`, `ca.crt`, `server.pem` (key and certificate in one file, so that no crash
+can part them), `lead-<name>.pem`, `authority.json`. Which silos there are, and which invitations are open, is the
+store's business: nothing here touches a database.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from coordinator.pki import x509 as issuing
+from fl_core.errors import RefusedError, StateError
+from protos.pki import certificates
+from protos.pki.certificates import Clock, utc_now
+from protos.pki.identity import Address, Identity, Kind, certificate_fingerprint, check_name, identity_of, serial_of
+from protos.pki.invitation import InvitationToken
+from protos.pki.roster import Member, Revocation, Roster, SignedRoster
+from protos.storage import private_files as keyfiles
+from protos.storage.private_files import Credentials
+
+FOLDER = "pki"
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """How long what is issued stays in force; days, and hours for an invitation."""
+
+    ca_days: float = 3650
+    server_days: float = 90
+    silo_days: float = 90
+    lead_days: float = 365
+    invitation_hours: float = 72
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """A one-time invitation: the store notes serial and expiry, and that the first enrolment uses it up."""
+
+    name: str
+    serial: str
+    expires: datetime
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """A certificate authority on disk. The CA's key is read for each signature and kept in no attribute."""
+
+    home: Path
+    consortium: str
+    addresses: tuple[Address, ...]
+    lifetimes: Lifetimes = Lifetimes()
+    clock: Clock = utc_now
+
+    @classmethod
+    def create(
+        cls,
+        home: Path,
+        consortium: str,
+        addresses: Sequence[str],
+        lifetimes: Lifetimes | None = None,
+        clock: Clock = utc_now,
+    ) -> Authority:
+        """Create the CA and the service's first certificate; raises StateError (E-STATE-40) where there is a CA.
+
+        addresses: `host:port`, as silos will dial them; the hosts become names of the service's certificate.
+        Guarantees: after a crash there is either no authority (create again) or a whole one, never a half.
+        """
+        final, aside = home / FOLDER, home / f".{FOLDER}.new"
+        if final.exists():
+            raise StateError(
+                "E-STATE-40",
+                f"expected no authority in {home} yet, found {final}: a new one would lock every silo out. "
+                "Use the one that is there, or choose another home",
+            )
+        limits = lifetimes or Lifetimes()
+        check_name(consortium, "consortium")
+        where = tuple(Address.parse(a) for a in addresses)
+        shutil.rmtree(aside, ignore_errors=True)  # a creation that was interrupted: nothing was ever signed with it
+        keyfiles.private_folder(aside)
+        key = certificates.load_key(key_pem := certificates.new_key(), "the new authority")
+        ca = issuing.authority(key, consortium, clock(), timedelta(days=limits.ca_days))
+        keyfiles.write_private(aside / "ca.key", key_pem)
+        keyfiles.write_public(aside / "ca.crt", certificates.to_pem(ca))
+        building = cls(home, consortium, where, limits, clock)
+        building._write_about(aside)
+        building._write_server(aside, ca, key)
+        aside.rename(final)
+        return building
+
+    @classmethod
+    def open(cls, home: Path, clock: Clock = utc_now) -> Authority:
+        """Open what `create` made; raises StateError (E-STATE-41) where there is none, E-STATE-42 on loose modes."""
+        about = home / FOLDER / "authority.json"
+        try:
+            raw = json.loads(about.read_text())
+            known = {f.name for f in fields(Lifetimes)}
+            limits = Lifetimes(**{k: float(v) for k, v in raw["lifetimes"].items() if k in known})
+            where = tuple(Address.parse(a) for a in raw["addresses"])
+            authority = cls(home, check_name(raw["consortium"]), where, limits, clock)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(
+                "E-STATE-41",
+                f"expected a consortium's authority in {home}, found none that can be read ({type(error).__name__} at "
+                f"{about}); run `coordinator init` once, or name its home",
+            ) from None
+        keyfiles.private_folder(about.parent)
+        return authority
+
+    @property
+    def folder(self) -> Path:
+        """Name the folder of keys and certificates."""
+        return self.home / FOLDER
+
+    @property
+    def ca_pem(self) -> bytes:
+        """Give the CA's certificate."""
+        return (self.folder / "ca.crt").read_bytes()
+
+    def fingerprint(self) -> str:
+        """Hash the CA's certificate, lower-case hex: what the lead reads out and each silo compares."""
+        return certificate_fingerprint(self.ca_pem)
+
+    def readdress(self, addresses: Sequence[str]) -> Authority:
+        """Change the addresses that new invitations carry, and issue the service a certificate for their names."""
+        moved = replace(self, addresses=tuple(Address.parse(a) for a in addresses))
+        moved._write_about(self.folder)
+        moved.issue_server()
+        return moved
+
+    def issue_server(self) -> Credentials:
+        """Issue the service's certificate with a new key, and put both in place at once."""
+        self._write_server(self.folder, *self._ca())
+        return self.server_credentials()
+
+    def server_credentials(self) -> Credentials:
+        """Read the service's key and certificate."""
+        return certificates.read_bundle(self.folder / "server.pem", self.ca_pem)
+
+    def issue_lead(self, name: str) -> Credentials:
+        """Issue a lead's certificate with a new key; kept in `lead-<name>.pem` for the command line on this machine."""
+        identity = Identity(Kind.LEAD, self.consortium, name)
+        key = certificates.new_key()
+        cert = self._issue(identity, certificates.load_key(key, "the new key").public_key(), self.lifetimes.lead_days)
+        keyfiles.write_private(self.folder / f"lead-{name}.pem", key + cert)
+        return self.lead_credentials(name)
+
+    def lead_credentials(self, name: str) -> Credentials:
+        """Read what `issue_lead` kept."""
+        return certificates.read_bundle(self.folder / f"lead-{check_name(name)}.pem", self.ca_pem)
+
+    def invite(self, name: str, lifetime: timedelta | None = None) -> Invitation:
+        """Issue an invitation for a silo's name: a certificate of its own that can enrol, once, and expires."""
+        identity = Identity(Kind.INVITE, self.consortium, name)
+        key = certificates.new_key()
+        days = (lifetime or timedelta(hours=self.lifetimes.invitation_hours)) / timedelta(days=1)
+        cert = self._issue(identity, certificates.load_key(key, "the new key").public_key(), days)
+        peer = identity_of(cert)
+        token = InvitationToken(self.consortium, name, self.addresses, self.ca_pem, cert, key)
+        return Invitation(name, peer.serial, peer.not_after, token.encode())
+
+    def sign_silo(self, csr_pem: bytes, name: str) -> bytes:
+        """Certify the key of a request as silo `name`; raises RefusedError (E-ID-08) on an unsound request.
+
+        Guarantees: of the request only the key counts; the names are this authority's.
+        """
+        public = certificates.p256(certificates.load_request(csr_pem))
+        return self._issue(Identity(Kind.SILO, self.consortium, name), public, self.lifetimes.silo_days)
+
+    def renew(self, csr_pem: bytes, old_cert_pem: bytes, proof: bytes) -> bytes:
+        """Certify a silo's next key; raises RefusedError (E-ID-17) unless the key in force signed the change.
+
+        The caller has checked that `old_cert_pem` is not revoked. Store `protos.pki.roster.renewal_link(old, proof)` at
+        the end of the member's `renewal_proof`, so that the other silos can follow the change.
+        """
+        ca, _ = self._ca()
+        old = certificates.load_certificate(old_cert_pem, "the certificate to renew")
+        peer = identity_of(old)
+        new = certificates.p256(certificates.load_request(csr_pem))
+        if peer.identity.kind is not Kind.SILO or peer.identity.consortium != self.consortium:
+            raise _no_renewal(f"a certificate of {peer.identity}")
+        if not certificates.issued_by(old, ca):
+            raise _no_renewal("a certificate of another authority")
+        if self.clock() > peer.not_after:
+            raise _no_renewal(f"one that expired on {peer.not_after:%Y-%m-%d %H:%M} UTC (invite the silo anew)")
+        message = certificates.renewal_message(peer.identity, new)
+        if not certificates.verify(certificates.p256(old), certificates.RENEWAL, message, proof):
+            raise _no_renewal("no signature of the old key over the new one")
+        return self._issue(peer.identity, new, self.lifetimes.silo_days)
+
+    def roster(self, members: Sequence[Member], revoked: Sequence[Revocation], version: int) -> SignedRoster:
+        """Sign the list of who is in force. version: higher than any given out before (silos refuse a lower one)."""
+        _, key = self._ca()
+        issued = self.clock().isoformat(timespec="seconds")
+        return SignedRoster.issue(Roster(self.consortium, version, issued, tuple(members), tuple(revoked)), key)
+
+    def revocation(self, cert_pem: bytes, reason: str) -> Revocation:
+        """Write the revocation of a certificate, for the store and the next roster."""
+        cert = certificates.load_certificate(cert_pem, "the certificate to revoke")
+        return Revocation(
+            identity_of(cert).identity.name, serial_of(cert), reason, self.clock().isoformat(timespec="seconds")
+        )
+
+    def write_service(self, folder: Path) -> None:
+        """Write what a service on another machine needs as its `pki` folder: all but the authority's key.
+
+        Its certificate is a new one, also when one was written before: this is how it is renewed.
+        """
+        ca, key = self._ca()
+        keyfiles.private_folder(folder)
+        keyfiles.write_public(folder / "ca.crt", self.ca_pem)
+        self._write_about(folder)
+        for lead in self.folder.glob("lead-*.pem"):
+            keyfiles.write_private(folder / lead.name, keyfiles.read_private(lead))
+        self._write_server(folder, ca, key)
+
+    def _ca(self) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+        if not (self.folder / "ca.key").exists():
+            raise StateError(
+                "E-STATE-45",
+                "expected the authority's key on this machine, found that it is kept on another one: have the request "
+                "signed there (silo request, coordinator ca sign, coordinator ca admit)",
+            )
+        key = certificates.load_key(keyfiles.read_private(self.folder / "ca.key"), str(self.folder / "ca.key"))
+        return certificates.load_certificate(self.ca_pem, str(self.folder / "ca.crt")), key
+
+    def _issue(self, identity: Identity, public: ec.EllipticCurvePublicKey, days: float) -> bytes:
+        ca, key = self._ca()
+        return certificates.to_pem(issuing.leaf(ca, key, identity, public, self.clock(), timedelta(days=days)))
+
+    def _write_about(self, folder: Path) -> None:
+        about = {
+            "consortium": self.consortium,
+            "addresses": list(map(str, self.addresses)),
+            "lifetimes": asdict(self.lifetimes),
+        }
+        keyfiles.write_public(folder / "authority.json", json.dumps(about, indent=2).encode())
+
+    def _write_server(self, folder: Path, ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey) -> None:
+        key = certificates.new_key()
+        cert = issuing.leaf(
+            ca,
+            ca_key,
+            Identity(Kind.COORDINATOR, self.consortium),
+            certificates.load_key(key, "the new key").public_key(),
+            self.clock(),
+            timedelta(days=self.lifetimes.server_days),
+            self.addresses,
+        )
+        keyfiles.write_private(folder / "server.pem", key + certificates.to_pem(cert))
+
+
+def _no_renewal(found: str) -> RefusedError:
+    return RefusedError("E-ID-17", f"expected a renewal signed by the key in force of a silo of ours, found {found}")

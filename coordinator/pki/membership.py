@@ -1,0 +1,170 @@
+"""Who is in: invitations, enrolment, renewal, revocation and the signed roster, over the authority and the store.
+
+Used by the service and, at the same time, by the command line in another process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from coordinator.pki.authority import Authority, Invitation
+from coordinator.storage.records import Certificate, InvitationRow, Silo
+from coordinator.storage.store import Store
+from fl_core.errors import ConfigError, RefusedError, StateError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.pki import certificates
+from protos.pki.certificates import Clock, utc_now
+from protos.pki.identity import PeerCertificate, check_name, identity_of
+from protos.pki.roster import Member, RenewalLink, SignedRoster, renewal_link
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The consortium's members. The authority's key is read only when something is signed."""
+
+    home: Path
+    store: Store
+    clock: Clock = utc_now
+
+    def invite(self, name: str, lifetime: timedelta | None = None) -> Invitation:
+        """Issue an invitation for a silo; an older open one for that name is withdrawn."""
+        made = self._authority().invite(name, lifetime)
+        now = self.clock().timestamp()
+        self.store.members.invite(InvitationRow(made.serial, name, now, made.expires.timestamp()))
+        return made
+
+    def revoke(self, name: str, reason: str) -> None:
+        """Revoke a silo, or withdraw an invitation; effective at its next call and its session's next heartbeat.
+
+        Raises ConfigError (E-ID-18) when there is neither.
+        """
+        if not self.store.members.revoke(name, reason):
+            known = ", ".join(s.name for s in self.store.members.silos()) or "none"
+            raise ConfigError("E-ID-18", f"expected the name of an enrolled silo, found {name!r}; enrolled: {known}")
+
+    def join(self, peer: PeerCertificate, csr_pem: bytes, proof: bytes = b"") -> pb.Membership:
+        """Turn an invitation into a certificate for the key of a request; see `MemberStore.enrol`.
+
+        proof: of a member that joins anew, its newest key's signature over the next one (as for a renewal). It goes
+        into the roster, so that the other silos follow the change by themselves; without one they hold the new key
+        back. A key that was revoked proves nothing, and neither does one that this coordinator never certified.
+        Raises RefusedError (E-ID-17) when the proof is not by the newest key of this member.
+        """
+        authority, name = self._authority(), peer.identity.name
+        public = certificates.p256(certificates.load_request(csr_pem))
+        made = self.store.members.enrol(
+            peer.serial,
+            name,
+            certificates.fingerprint_of(public),
+            lambda: self._record(authority.sign_silo(csr_pem, name), enrolled=True),
+            self._succession(name, public, proof),
+        )
+        return self._membership(authority, made)
+
+    def _succession(self, name: str, public: ec.EllipticCurvePublicKey, proof: bytes) -> tuple[tuple[str, str], ...]:
+        """Return the chain of proofs that leads to a member's next key."""
+        silo = self.store.members.silo(name)
+        if silo is None or silo.revoked:
+            return ()
+        if silo.certificate.fingerprint == certificates.fingerprint_of(public):
+            return silo.proofs  # certified before; the answer was lost
+        if not proof:
+            return ()
+        old = certificates.load_certificate(silo.certificate.pem.encode(), "the store")
+        message = certificates.renewal_message(identity_of(old).identity, public)
+        if not certificates.verify(certificates.p256(old), certificates.RENEWAL, message, proof):
+            raise RefusedError(
+                "E-ID-17",
+                f"expected the proof of {name!r} to be by its newest key {silo.certificate.fingerprint[:16]}..., found "
+                "another one's: join in an empty home, as somebody whose key is lost; the other silos then ask for "
+                "consent",
+            )
+        link = renewal_link(old, proof)
+        return (*silo.proofs, (link.previous, link.signature))
+
+    def renew(self, peer: PeerCertificate, csr_pem: bytes, proof: bytes) -> pb.Membership:
+        """Certify a silo's next key; for a key that was certified before the same certificate comes back."""
+        authority, name = self._authority(), peer.identity.name
+        key = certificates.fingerprint_of(certificates.p256(certificates.load_request(csr_pem)))
+        silo = self.store.members.silo(name)
+        if silo is None:
+            raise RefusedError("E-ID-13", f"expected a member of the consortium, found {peer.identity}")
+        if silo.certificate.fingerprint == key and silo.certificate.serial != peer.serial:
+            return self._membership(authority, silo.certificate)
+        if silo.certificate.fingerprint != peer.fingerprint:
+            raise RefusedError(
+                "E-ID-17",
+                f"expected a renewal of the newest key of {name!r}, found one of an older key: a later renewal or "
+                "enrolment is in force already",
+            )
+        pem = authority.renew(csr_pem, silo.certificate.pem.encode(), proof)
+        old = certificates.load_certificate(silo.certificate.pem.encode(), "the store")
+        made = self._record(pem, enrolled=False)
+        link = renewal_link(old, proof)
+        self.store.members.renew(made, (*silo.proofs, (link.previous, link.signature)))
+        return self._membership(authority, made)
+
+    def certify(self, name: str, csr_pem: bytes, proof: bytes) -> Certificate:
+        """Certify a silo whose request came by hand; for a key that was certified before the same certificate.
+
+        Raises ConfigError (E-ID-30) for another key of a member without the proof of the one in force, RefusedError
+        (E-ID-17) for a proof by another key.
+        """
+        authority, silo = self._authority(), self.store.members.silo(check_name(name))
+        public = certificates.p256(certificates.load_request(csr_pem))
+        if silo is not None and not silo.revoked:
+            if silo.certificate.fingerprint == certificates.fingerprint_of(public):
+                return silo.certificate
+            if not proof:
+                raise ConfigError(
+                    "E-ID-30",
+                    f"expected a name that is not taken, or the proof of its key in force, found a new key for the "
+                    f"member {name!r}: make the request in that silo's home; if it is lost: coordinator revoke {name}",
+                )
+        proofs = self._succession(name, public, proof)
+        made = self._record(authority.sign_silo(csr_pem, name), enrolled=False)
+        self.store.members.renew(made, proofs)
+        return made
+
+    def roster(self, known: int = 0) -> bytes:
+        """Return the newest signed roster as it travels; empty when the other side knows this version."""
+        version = self.store.members.version()
+        if version <= known:
+            return b""
+        signed = self._signed(version)
+        return b"" if signed is None else signed.pack()
+
+    def _signed(self, version: int) -> SignedRoster | None:
+        kept = self.store.members.roster()
+        if kept is not None and kept[0] >= version:
+            return kept[1]
+        now, silos, revoked = self.store.members.membership()
+        try:
+            signed = self._authority().roster([_member(s) for s in silos], revoked, now)
+        except StateError:
+            if kept is None:
+                raise
+            return kept[1]  # the authority's key is on another machine: its newest roster stays in force
+        return self.store.members.keep_roster(now, signed)
+
+    def _membership(self, authority: Authority, made: Certificate) -> pb.Membership:
+        return pb.Membership(
+            certificate_pem=made.pem.encode(), authority_pem=authority.ca_pem, signed_roster=self.roster()
+        )
+
+    def _record(self, pem: bytes, enrolled: bool) -> Certificate:
+        peer = identity_of(pem)
+        now, until = self.clock().timestamp(), peer.not_after.timestamp()
+        return Certificate(peer.serial, peer.identity.name, peer.fingerprint, pem.decode(), now, until, enrolled)
+
+    def _authority(self) -> Authority:
+        return Authority.open(self.home, self.clock)
+
+
+def _member(silo: Silo) -> Member:
+    since = datetime.fromtimestamp(silo.since, UTC).isoformat(timespec="seconds")
+    return Member.of(silo.certificate.pem.encode(), since, tuple(RenewalLink(*link) for link in silo.proofs))

@@ -1,0 +1,54 @@
+"""An authority whose key is kept on another machine than the service: what is carried from one to the other.
+
+The authority's home keeps the list of members and signs; the service takes over what was signed and can neither add a
+member nor renew one by itself. It can still shut one out at once (`coordinator revoke` on its machine).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coordinator.pki.authority import Authority
+from coordinator.pki.membership import Membership
+from coordinator.storage.records import Certificate
+from coordinator.storage.store import Store
+from fl_core.errors import RefusedError
+from protos.pki.identity import certificate_fingerprint, colons, identity_of
+from protos.pki.offline_signing import Admission, SigningRequest
+from protos.pki.roster import Member, Roster, SignedRoster
+
+
+def sign(authority: Authority, members: Membership, name: str, request: SigningRequest) -> Admission:
+    """Certify the key of a request as silo `name` and write the roster that says so; see `Membership.certify`."""
+    made = members.certify(name, request.csr_pem, request.proof)
+    return admission(authority, members, made.pem.encode())
+
+
+def admission(authority: Authority, members: Membership, certificate_pem: bytes = b"") -> Admission:
+    """Write the newest roster, signed, with whatever certificate it was made for."""
+    return Admission(authority.addresses, authority.ca_pem, SignedRoster.unpack(members.roster()), certificate_pem)
+
+
+def admit(home: Path, store: Store, answer: Admission) -> Roster:
+    """Let the service on `home` take over what its authority has signed elsewhere, and return the roster.
+
+    Raises RefusedError: E-ID-32 when it is another authority's, E-ID-14 on an unsound roster, E-ID-15 on an older one
+    than the service has. Guarantees: a silo that was revoked here stays out until it has another certificate.
+    """
+    ours = Authority.open(home)
+    theirs = certificate_fingerprint(answer.ca_pem)
+    if theirs != ours.fingerprint():
+        raise RefusedError(
+            "E-ID-32",
+            f"expected an admission of the authority {colons(ours.fingerprint())}, found one of {colons(theirs)}: "
+            "it is for another consortium, or somebody put another authority in its place",
+        )
+    roster = answer.roster.verify(ours.ca_pem, ours.consortium)
+    store.members.adopt(roster, answer.roster, [_certificate(member) for member in roster.members])
+    return roster
+
+
+def _certificate(member: Member) -> Certificate:
+    peer = identity_of(member.certificate.encode())
+    issued, until = peer.not_before.timestamp(), peer.not_after.timestamp()
+    return Certificate(peer.serial, member.name, peer.fingerprint, member.certificate, issued, until, enrolled=False)

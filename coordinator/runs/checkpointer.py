@@ -1,0 +1,57 @@
+"""Around a round of a real run: in the record before it begins, and stored before anybody hears of its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from coordinator.storage.object_store import Blobs
+from coordinator.runs.dispatcher import Hub
+from coordinator.runs.grpc_port import Base, Broadcasts
+from coordinator.storage.store import Store
+from coordinator.runs.tasks import Interrupted
+from fl_core.types import tensor_maps as trees
+from fl_core.errors import StateError
+from fl_core.rounds.engine import RoundRecord
+from fl_core.types.values import Federation, State, TaskKind
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """The observer of one run: what is closed is on the disk before any silo hears of it."""
+
+    run_id: str
+    broadcasts: Broadcasts
+    store: Store
+    blobs: Blobs
+    hub: Hub
+
+    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+        """Note the open round before anything is sent."""
+        self._in_time(lambda: self.store.runs.open_round(self.run_id, fed.round, kind, names))
+
+    def arrived(self, name: str) -> None:
+        """Do nothing: an arrival was noted with the receipt."""
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        """Store the state, close the round, tell the silos: in this order."""
+        close, train = self.store.runs.close_round, record.kind is TaskKind.TRAIN
+        model = "" if train else trees.digest(server["w"])  # between rounds: when somebody asks, see `RunService.named`
+        with self.blobs.guard:
+            base = Base(*self.blobs.put_state(server)) if train else None
+            self._in_time(lambda: close(self.run_id, record, base, model))
+        if base is not None:
+            self.broadcasts.remember(server, base)
+        row = self.store.runs.round(self.run_id, record.round)
+        assert row is not None
+        self.hub.announce_close(row)
+        self.blobs.packed.forget(row.base_digest)  # before the next one is packed: one model in memory, not two
+        if record.kind is TaskKind.EVALUATE:
+            self.hub.announce_end(self.store.runs.get(self.run_id))
+
+    def _in_time(self, write: Callable[[], object]) -> None:
+        """Write, unless the run was aborted meanwhile."""
+        try:
+            write()
+        except StateError as error:
+            raise Interrupted(str(error)) from error

@@ -1,0 +1,290 @@
+"""Where runs and silos meet: who is here, what each is asked for, and what came of it.
+
+Nothing here is lost with the process: offers are made again from the store's open rounds, and what silos have staged
+is answered from its closed ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from coordinator.runs.bell import Bell
+from coordinator.storage.records import RoundRow, Run, RunState
+from coordinator.runs.session import Live, Session
+from coordinator.storage.store import Store
+from coordinator.runs.tasks import KINDS, WIRE, Interrupted, Pending, Preflight, PreflightKey, Task, TaskKey
+from fl_core.errors import REASON_CHARS, FederationError, RefusedError, UnavailableError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.pki.identity import PeerCertificate
+
+log = logging.getLogger(__name__)
+_CODE = re.compile(r"E-[A-Z]+-\d\d")
+MISSED_PULSES = 3
+_ALIVE_PULSES = 2
+"""Who was heard within so many pulses is there; a line that died without a word makes place after them."""
+_LOST_MESSAGES_S = 300.0
+"""A run's end is told again to a silo whose last sign of life is not this much younger."""
+
+
+class Hub:
+    """The registry of sessions and open tasks.
+
+    Guarantees: a silo has at most one session; a task that is open is offered on every new session of its silo; a
+    task of a silo that was revoked, or of a run that was interrupted, does not wait.
+    """
+
+    def __init__(self, store: Store, pulse_s: float) -> None:
+        self.store = store
+        self.pulse_s = pulse_s
+        self.bell = Bell()
+        self._lock = threading.RLock()
+        self._sessions: dict[str, Session] = {}
+        self._pending: dict[TaskKey | PreflightKey, Pending] = {}
+        self._stopped: set[str] = set()
+        self._told: dict[tuple[str, str], str] = {}
+
+    # ---- sessions --------------------------------------------------------------------------------------------------
+
+    def attach(self, session: Session) -> None:
+        """Make this the session of its silo and end an older one: of the same process, or of the same home before.
+
+        Raises RefusedError (E-ID-26) when two machines have one name: the silo is here with a newer certificate, or
+        with this one on another home, and was heard within two pulses. The lead sees it in the runs of that silo.
+        """
+        with self._lock:
+            older = self._sessions.get(session.name)
+            found = None if older is None else older.stands_against(session, _ALIVE_PULSES * self.pulse_s)
+            if found is None:
+                self._sessions[session.name] = session
+        if found is not None:
+            error = RefusedError(
+                "E-ID-26",
+                f"expected {session.name!r} once, found it here already {found}: two machines use one name. Stop one "
+                f"of them; a machine that replaces another joins anew (coordinator invite {session.name} --again)",
+            )
+            log.warning("refused a session: %s", error)
+            self.note_refusal(session.peer, error)
+            raise error
+        if older is None:
+            self._tell(session.name, "here")
+        else:
+            for message in older.hand_over():
+                session.send(message)
+        self.bell.ring()
+
+    def catch_up(self, session: Session, hello: pb.Hello, last_seen: float) -> None:
+        """Tell a silo what it missed: closed rounds, ended runs, open tasks."""
+        for ref in hello.staged:
+            if message := self._answer(session.name, ref):
+                session.send(message)
+        for run in self.store.runs.all():
+            past = run.state in (RunState.FINISHED, RunState.ABORTED) and run.ended > last_seen - _LOST_MESSAGES_S
+            if past and session.name in run.members:
+                session.send(run_ended(run))
+        with self._lock:
+            mine = [p.task for key, p in self._pending.items() if key.silo == session.name and not p.settled]
+            for task in mine:
+                if task.key.run_id not in self._stopped:  # as in `offer`
+                    session.send(task.offer())
+
+    def _answer(self, name: str, ref: pb.RoundRef) -> pb.CoordinatorMessage | None:
+        row = self.store.runs.round(ref.run_id, ref.round)
+        if row is not None and not row.is_open and ref.kind in KINDS:
+            return round_closed(row.run_id, row.round, ref.kind, row.kind is KINDS[ref.kind] and name in row.included)
+        return None
+
+    def detach(self, session: Session) -> None:
+        """Note that a session has ended."""
+        with self._lock:
+            if self._sessions.get(session.name) is not session:
+                return
+            del self._sessions[session.name]
+        self.store.members.seen(session.name)
+        self._tell(session.name, "away" if session.error is None else f"away: {session.error}")
+        self.bell.ring()
+
+    def close(self) -> None:
+        """End all sessions: the service stops."""
+        with self._lock:
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            session.finish()
+
+    # ---- what silos say --------------------------------------------------------------------------------------------
+
+    def pulse(self, session: Session, pulse: pb.Pulse) -> None:
+        """Take a heartbeat."""
+        if session.live.take(pulse):
+            self.bell.ring()
+
+    def answer(self, session: Session, answer: pb.Answer) -> None:
+        """Take a silo's yes or no to an offer; a no settles the task."""
+        key = TaskKey(answer.run_id, answer.round, KINDS[answer.kind], session.name) if answer.kind in KINDS else None
+        with self._lock:
+            pending = self._pending.get(key) if key is not None else None
+        if pending is None or key is None:
+            return  # an answer to a task that is settled: nothing to do
+        if answer.accepted:
+            if not pending.accepted:
+                pending.accepted = True
+                self._event(key, "accepted")
+            return
+        self._refuse(pending, answer.code, answer.reason)
+
+    def preflight(self, session: Session, answer: pb.PreflightAnswer) -> None:
+        """Take a silo's answer to a preflight; one about another manifest, or to none, answers nothing."""
+        key = PreflightKey(answer.run_id, session.name)
+        with self._lock:
+            pending = self._pending.get(key)
+        if pending is None or pending.settled or pending.task.manifest_digest != answer.manifest_digest:
+            return
+        if answer.ready:
+            self._event(key, "ready")
+            pending.settle(answer.manifest_digest)
+        else:
+            self._refuse(pending, answer.code, answer.reason)
+
+    def _refuse(self, pending: Pending, code: str, reason: str) -> None:
+        """Settle what a silo was asked with its no."""
+        code = code if _CODE.fullmatch(code) else "E-RUN-14"
+        error = RefusedError(code, f"the hospital refused: {reason[:REASON_CHARS] or 'it gave no reason'}")
+        self._event(pending.task.key, "refused", str(error))
+        pending.settle(error)
+
+    # ---- tasks -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def awaited(self, task: Task | Preflight) -> Iterator[Pending]:
+        """Keep a task open inside the block; raises Interrupted when its run is."""
+        pending = Pending(task)
+        with self._lock:
+            if task.key.run_id in self._stopped:
+                raise Interrupted(task.key.run_id)
+            self._pending[task.key] = pending
+        try:
+            yield pending
+        finally:
+            with self._lock:
+                self._pending.pop(task.key, None)
+
+    def offer(self, task: Task | Preflight) -> None:
+        """Offer an open task to its silo; one that is away is offered it when it comes, one of a run that ends never.
+
+        Under one lock with `interrupt`, after which the run's end is told: no silo hears of a task after that.
+        """
+        with self._lock:
+            session = self._sessions.get(task.key.silo)
+            if session is not None and task.key.run_id not in self._stopped:
+                session.send(task.offer())
+
+    def delivered(self, key: TaskKey, digest: str) -> None:
+        """Say that a task's update is on the disk, with its record."""
+        with self._lock:
+            pending = self._pending.get(key)
+        if pending is not None:
+            pending.settle(digest)
+        self.bell.ring()
+
+    def interrupt(self, run_id: str) -> None:
+        """Let nobody wait for a run any more."""
+        with self._lock:
+            self._stopped.add(run_id)
+            mine = [p for key, p in self._pending.items() if key.run_id == run_id]
+        for pending in mine:
+            pending.settle(Interrupted(run_id))
+        self.bell.ring()
+
+    def allow(self, run_id: str) -> None:
+        """Let a run wait for silos (again)."""
+        with self._lock:
+            self._stopped.discard(run_id)
+
+    def patrol(self) -> None:
+        """Settle the tasks of silos that are no longer members; called once per pulse."""
+        with self._lock:
+            waiting = {key.silo for key in self._pending}
+        for name in waiting:
+            if self.store.members.is_member(name):
+                continue
+            error = RefusedError("E-ID-12", f"silo {name!r} was revoked")
+            with self._lock:
+                mine = [p for key, p in self._pending.items() if key.silo == name]
+            for pending in mine:
+                self._event(pending.task.key, "refused", str(error))
+                pending.settle(error)
+
+    # ---- what silos are told ---------------------------------------------------------------------------------------
+
+    def announce_close(self, row: RoundRow) -> None:
+        """Tell a closed round to its cohort; whoever is away hears it when it is back."""
+        for name in row.cohort:
+            self._send(name, round_closed(row.run_id, row.round, WIRE[row.kind], name in row.included))
+        self.bell.ring()
+
+    def announce_end(self, run: Run) -> None:
+        """Tell a run's end to its members."""
+        for name in run.members:
+            self._send(name, run_ended(run))
+        self.bell.ring()
+
+    def _send(self, name: str, message: pb.CoordinatorMessage) -> None:
+        with self._lock:
+            session = self._sessions.get(name)
+        if session is not None:
+            session.send(message)
+
+    # ---- what the lead sees ----------------------------------------------------------------------------------------
+
+    def live(self, name: str) -> tuple[Live, float] | None:
+        """Return what a silo is doing, and how many seconds ago it was heard; None when it is not here."""
+        with self._lock:
+            session = self._sessions.get(name)
+            return None if session is None else (session.live, time.monotonic() - session.heard)
+
+    def note_refusal(self, peer: PeerCertificate, error: FederationError) -> None:
+        """Show a refused call of a silo in the runs that wait for it, once per reason."""
+        self._tell(peer.identity.name, str(error), kind="refused")
+
+    def _tell(self, name: str, text: str, kind: str = "silo") -> None:
+        with self._lock:
+            keys = [key for key in self._pending if key.silo == name]
+            fresh = [key for key in keys if self._told.get((key.run_id, name)) != text]
+            self._told |= {(key.run_id, name): text for key in fresh}
+        for key in fresh:
+            self._event(key, kind, text)
+
+    def _event(self, key: TaskKey | PreflightKey, kind: str, text: str = "") -> None:
+        self.store.runs.event(key.run_id, kind, key.round, key.silo, text)
+        self.bell.ring()
+
+
+def negotiate(hello: pb.Hello, ours: int) -> None:
+    """Raise RefusedError (E-WIRE-01) unless the silo speaks protocol version `ours`."""
+    if not hello.protocol_min <= ours <= hello.protocol_max:
+        older = "the silo" if hello.protocol_max < ours else "the coordinator"
+        raise RefusedError(
+            "E-WIRE-01",
+            f"expected protocol {ours}, found a silo that speaks {hello.protocol_min} to {hello.protocol_max} "
+            f"({hello.software[:60]}): upgrade {older}",
+        )
+
+
+def silent(seconds: float) -> FederationError:
+    """Make the error of a session in which nothing was heard for too long."""
+    return UnavailableError("E-NET-21", f"no pulse for {seconds:.0f} s: the session is dropped, connect again")
+
+
+def round_closed(run_id: str, round: int, kind: pb.TaskKind.ValueType, included: bool) -> pb.CoordinatorMessage:
+    """Write the close of a round."""
+    closed = pb.RoundClosed(run_id=run_id, round=round, kind=kind, included=included)
+    return pb.CoordinatorMessage(round_closed=closed)
+
+
+def run_ended(run: Run) -> pb.CoordinatorMessage:
+    """Write the end of a run."""
+    return pb.CoordinatorMessage(run_ended=pb.RunEnded(run_id=run.id, state=run.state.value, reason=run.reason))

@@ -1,0 +1,141 @@
+"""A silo as the round loop sees it: offer the task, wait, and read the update from the disk when it is folded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+import privacy.profiles
+from coordinator.storage.object_store import Blobs
+from coordinator.runs.dispatcher import Hub
+from coordinator.storage.store import Store
+from coordinator.runs.tasks import Task, TaskKey
+from fl_core.errors import ProtocolError
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types.values import Bundle, Federation, State, TaskKind
+from protos.wire.bundle_file import FileBundle
+
+
+class Base(NamedTuple):
+    """What a round broadcasts, as an object."""
+
+    digest: str
+    size: int
+
+
+def checked(bundle: FileBundle, allowed: frozenset[torch.dtype]) -> FileBundle:
+    """Return an update whose parts hold numbers of the kinds that this run's silos send.
+
+    Raises ProtocolError (E-WIRE-16) when a part holds others.
+    """
+    for name in bundle:
+        if not bundle.dtypes(name) <= allowed:
+            kinds, found = (sorted(map(str, dtypes)) for dtypes in (allowed, bundle.dtypes(name)))
+            raise ProtocolError("E-WIRE-16", f"part {name!r}: expected some of {kinds}, found {found}")
+    return bundle
+
+
+def allowed_dtypes(manifest: RunManifest) -> frozenset[torch.dtype]:
+    """Say which numbers the bundles of a run hold: floats in plain runs; integers too where silos use the grid."""
+    plain = frozenset({torch.float32})
+    on_grid = manifest.grid.ring == "ring32" or privacy.profiles.build(manifest).silo
+    return plain | {torch.int32, torch.int64} if on_grid else plain
+
+
+class Broadcasts:
+    """What each round of one run broadcasts: written and hashed once, for all silos of the cohort.
+
+    collect: deletes what the run no longer needs. Called when a round's base is in the record: beside the downloads
+    nobody waits for it, and uploads are written over what it sets aside.
+    Guarantees: a broadcast whose tensors are those of a state that was just stored is that object, and costs nothing.
+    """
+
+    def __init__(
+        self, run_id: str, deadline_s: float, store: Store, blobs: Blobs, collect: Callable[[str], None]
+    ) -> None:
+        self._run_id = run_id
+        self._deadline_s = deadline_s
+        self._store = store
+        self._blobs = blobs
+        self._collect = collect
+        self._lock = threading.Lock()
+        self._stored: tuple[State, Base] | None = None
+        self._round: tuple[int, Base, float] | None = None
+
+    def remember(self, state: State, base: Base) -> None:
+        """Note that a state is on the disk as this object."""
+        with self._lock:
+            self._stored = (state, base)
+
+    def base(self, msg: State, round: int, cohort: int) -> tuple[Base, float]:
+        """Return a round's object, which `cohort` silos will fetch, and its deadline (time.monotonic()).
+
+        The first caller makes both.
+        """
+        with self._lock:
+            if self._round is None or self._round[0] != round:
+                base = self._write(msg, round)
+                self._blobs.packed.expect(base.digest, cohort)
+                self._round = (round, base, time.monotonic() + self._deadline_s)
+                self._collect(self._run_id)
+            return self._round[1:]
+
+    def _write(self, msg: State, round: int) -> Base:
+        with self._blobs.guard:
+            base = self._known(msg)
+            if base is None:
+                base = Base(*self._blobs.put_state(msg))
+            self._store.runs.set_base(self._run_id, round, base.digest, base.size)
+        return base
+
+    def _known(self, msg: State) -> Base | None:
+        if self._stored is None or set(msg) != set(self._stored[0]):
+            return None
+        state, base = self._stored
+        return base if all(msg[group] is state[group] for group in msg) else None
+
+
+@dataclass(slots=True)
+class GrpcPort:
+    """A silo at the other end of the wire; see `fl_core.types.interfaces.SiloPort`.
+
+    Guarantees: the bundle is the silo's own, bit for bit; an update that was taken before a crash is not
+    asked for again.
+    """
+
+    name: str
+    run_id: str
+    manifest_digest: str
+    allowed: frozenset[torch.dtype]
+    broadcasts: Broadcasts
+    store: Store
+    blobs: Blobs
+    hub: Hub
+
+    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+        """Ask the silo for its update and return it, to be read when it is folded.
+
+        Raises FederationError when it refuses, is revoked or misses the round's deadline: the round goes on without it.
+        Raises Interrupted when the run was aborted or the service stops: the round ends unclosed.
+        """
+        base, due = self.broadcasts.base(msg, fed.round, fed.cohort)
+        key = TaskKey(self.run_id, fed.round, kind, self.name)
+        task = Task(key, self.manifest_digest, base.digest, base.size, fed.cohort, due)
+        with self.hub.awaited(task) as pending:  # before the look: what comes after it is told to us
+            digest = self._taken(task)
+            if digest is None:
+                self.hub.offer(task)
+                digest = pending.wait()
+        return checked(self.blobs.bundle(digest), self.allowed)
+
+    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:
+        """Do nothing: the close that was stored is announced to every silo."""
+
+    def _taken(self, task: Task) -> str | None:
+        found = self.store.objects.contribution(task.contribution_id)
+        return None if found is None or found.receipt is None else found.object_digest

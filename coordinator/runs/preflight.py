@@ -1,0 +1,91 @@
+"""Before round 0: every silo says whether it can do its part of the whole run; who cannot stops it for all.
+
+No answer is kept: after a restart all are asked again, which costs nothing, since a silo charges nothing for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+
+import privacy.profiles
+from coordinator.runs.dispatcher import Hub
+from coordinator.storage.records import Run
+from coordinator.storage.store import Store
+from coordinator.runs.tasks import Pending, Preflight, PreflightKey
+from fl_core.errors import FederationError, RefusedError, UnavailableError
+from fl_core.rounds.manifest import RunManifest
+
+GRACE_S = 30.0
+"""After the first refusal the others have so long to answer, so that the lead hears of all that is wrong at once."""
+_REASON_CHARS = 200
+
+
+def is_due(run: Run, manifest: RunManifest, store: Store) -> bool:
+    """Tell whether the silos are asked: the run is private, and no round of it was ever opened.
+
+    A run without privacy is charged nowhere, and its quorum says how many silos it may go on without.
+    """
+    opened = run.closed > 0 or store.runs.round(run.id, 0) is not None
+    return not opened and privacy.profiles.build(manifest).private
+
+
+def ask(run: Run, manifest: RunManifest, hub: Hub) -> None:
+    """Ask all silos of a run at once, and return when all are ready; one that is away is asked when it comes.
+
+    Raises RefusedError (E-RUN-36) that names every silo that refused, with its code; UnavailableError (E-RUN-37) that
+    names those that did not answer by the run's deadline; Interrupted when the run was aborted or the service stops.
+    Guarantees: no task of a run is offered before this has returned.
+    """
+    names, due = run.members, time.monotonic() + manifest.deadline_s
+    away = [name for name in names if hub.live(name) is None]
+    said = f"{len(names)} silos are asked whether they are ready" + (f"; away: {', '.join(away)}" if away else "")
+    hub.store.runs.event(run.id, "preflight", text=said)
+    hub.bell.ring()
+    with ExitStack() as stack:
+        asked = {
+            name: stack.enter_context(hub.awaited(Preflight(PreflightKey(run.id, name), run.manifest_digest, due)))
+            for name in names
+        }
+        for pending in asked.values():
+            hub.offer(pending.task)
+        failures = _failures(asked)
+    if failures:
+        raise _verdict(failures, len(names))
+
+
+def _failures(asked: Mapping[str, Pending]) -> Mapping[str, FederationError]:
+    """Wait for all answers, after the first refusal not much longer; raises Interrupted when the run was."""
+    with ThreadPoolExecutor(len(asked), thread_name_prefix="preflight") as pool:
+        answers: dict[str, Future[str]] = {name: pool.submit(pending.wait) for name, pending in asked.items()}
+        _, left = wait(answers.values(), return_when=FIRST_EXCEPTION)
+        if left:
+            wait(left, GRACE_S)
+            for pending in asked.values():
+                pending.settle(pending.task.late)
+        found = {name: answer.exception() for name, answer in answers.items()}
+    failures: dict[str, FederationError] = {}
+    for name, error in found.items():
+        if isinstance(error, FederationError):
+            failures[name] = error
+        elif error is not None:
+            raise error
+    return failures
+
+
+def _verdict(failures: Mapping[str, FederationError], silos: int) -> FederationError:
+    """Put what the silos said into one error."""
+    silent = sorted(name for name, error in failures.items() if error.code == "E-RUN-37")
+    unheard = f"no answer from {', '.join(silent)}" if silent else ""
+    refused = [f"{name}: {str(error)[:_REASON_CHARS]}" for name, error in failures.items() if name not in silent]
+    then = "no round was begun and nothing charged; have it put right, then resume the run"
+    if not refused:
+        return UnavailableError(
+            "E-RUN-37", f"expected all {silos} silos to say that they are ready, found {unheard}: {then}"
+        )
+    listed = "; ".join([*refused, unheard] if unheard else refused)
+    return RefusedError(
+        "E-RUN-36", f"expected all {silos} silos to be ready, found {len(refused)} not: {listed}: {then}"
+    )

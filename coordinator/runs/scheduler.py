@@ -1,0 +1,255 @@
+"""Runs: submitted, run round after round, ended, resumed. The arithmetic is `fl_core.rounds.engine`; this is its frame."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+
+import privacy.profiles
+from coordinator.runs import preflight
+from coordinator.storage.object_store import Blobs
+from coordinator.runs.dispatcher import Hub
+from coordinator.runs.checkpointer import Keeper
+from coordinator.runs.malloc_tuning import give_back_what_is_free
+from coordinator.runs.grpc_port import Base, Broadcasts, GrpcPort, allowed_dtypes
+from coordinator.storage.records import Run, RunState
+from coordinator.storage.store import Store
+from coordinator.runs.tasks import Interrupted
+from fl_core.types import tensor_maps as trees
+from fl_core.errors import ConfigError, FederationError, StateError
+from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.engine import Engine
+from fl_core.simulation.in_process import engine_of, initial_state
+from fl_core.types.values import State
+from protos.wire.codec import read_state
+
+log = logging.getLogger(__name__)
+PARALLEL_RUNS = 4
+_LIVE = (RunState.WAITING, RunState.RUNNING)
+
+
+class RunService:
+    """All runs of a coordinator: each on a thread of its own, at most `parallel` at a time, the others waiting.
+
+    Guarantees: a run goes on after a restart at its last closed round; ending the process at any moment changes no
+    bit of the final model.
+    """
+
+    def __init__(self, store: Store, blobs: Blobs, hub: Hub, parallel: int = PARALLEL_RUNS) -> None:
+        self._store = store
+        self._blobs = blobs
+        self._hub = hub
+        self._parallel = parallel
+        self.seeding = threading.Lock()
+        """Held while a model is built: initial weights come from torch's global generator, which all threads share."""
+        self._lock = threading.RLock()
+        self._queue: deque[str] = deque()
+        self._active: dict[str, threading.Thread] = {}
+        self._stopping = False
+        self._tidier = ThreadPoolExecutor(1, thread_name_prefix="tidy")
+
+    # ---- commands --------------------------------------------------------------------------------------------------
+
+    def submit(self, manifest: RunManifest, spec: str, request_id: str) -> Run:
+        """Take a run and queue it; a repeated submission with one request id is one run.
+
+        Raises ConfigError: E-RUN-05 when a silo of the roster is no member, E-RUN-15 when the request id came with
+        another configuration; RefusedError (E-PRIV-01) for a privacy profile that cannot be undone here.
+        """
+        privacy.profiles.build(manifest)
+        for member in manifest.members:
+            if not self._store.members.is_member(member.name):
+                raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
+        text = manifest.to_json().encode()
+        with self._blobs.guard:
+            digest = self._blobs.put_bytes(text)
+            run = self._store.runs.add(_new_run(manifest, digest, spec, request_id), len(text))
+        self._hub.bell.ring()
+        self._enqueue(run)
+        return run
+
+    def abort(self, query: str, reason: str = "aborted by the lead") -> Run:
+        """End a run for good, whatever state it is in; raises StateError (E-RUN-11) when it is over already."""
+        run = self._store.runs.find(query)
+        run = self._store.runs.end(run.id, RunState.ABORTED, reason, (*_LIVE, RunState.FAILED))
+        self._hub.interrupt(run.id)
+        self._hub.announce_end(run)
+        with self._lock:
+            if run.id not in self._active:
+                self._collect(run.id)
+        return run
+
+    def resume(self, query: str) -> Run:
+        """Let a failed run go on at its last closed round; raises StateError (E-RUN-11) when it has not failed."""
+        run = self._store.runs.revive(self._store.runs.find(query).id)
+        self._hub.bell.ring()
+        self._enqueue(run)
+        return run
+
+    def named(self, run: Run) -> Run:
+        """Return a run with the digest of its newest model, which is computed when it is first asked for."""
+        if run.model_digest or not run.closed or run.state_object is None:
+            return run
+        try:
+            model = trees.digest(read_state(self._blobs.path(run.state_object))["w"])
+        except (StateError, FileNotFoundError):  # rounds were closed meanwhile: there is a newer one
+            newer = self._store.runs.get(run.id)
+            if newer.state_object == run.state_object:
+                raise
+            return self.named(newer)
+        self._store.runs.note_model(run.id, run.state_object, model)
+        return replace(run, model_digest=model)
+
+    def resume_all(self) -> None:
+        """Go on with every run that has not ended: what a start of the service does."""
+        with self._blobs.guard:
+            self._blobs.sweep(self._store.objects.named())
+        self._drop_uploads()
+        for run in self._store.runs.unfinished():
+            self._enqueue(run)
+
+    def stop(self, seconds: float = 10.0) -> None:
+        """Leave every run where it is; `resume_all` goes on with it."""
+        with self._lock:
+            self._stopping = True
+            self._queue.clear()
+            active = dict(self._active)
+        for run_id in active:
+            self._hub.interrupt(run_id)
+        for thread in active.values():
+            thread.join(seconds)
+        wait([self._tidier.submit(lambda: None)], seconds)  # what is being deleted now needs the store
+
+    # ---- threads ---------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, run: Run) -> None:
+        with self._lock:
+            if run.state.ended or run.id in self._active or run.id in self._queue:
+                return
+            self._hub.allow(run.id)
+            self._queue.append(run.id)
+            self._pump()
+
+    def _pump(self) -> None:
+        with self._lock:
+            while self._queue and len(self._active) < self._parallel and not self._stopping:
+                run_id = self._queue.popleft()
+                thread = threading.Thread(target=self._execute, args=(run_id,), name=f"run-{run_id}", daemon=True)
+                self._active[run_id] = thread
+                thread.start()
+
+    def _execute(self, run_id: str) -> None:
+        try:
+            self._run(run_id)
+        except Interrupted:
+            log.info("run %s was interrupted", run_id)
+        except FederationError as error:
+            self._fail(run_id, str(error))
+        except Exception as error:
+            log.exception("run %s met an unforeseen error", run_id)
+            self._fail(run_id, f"E-RUN-99: unforeseen error ({type(error).__name__}); the coordinator's log has it")
+        finally:
+            self._leave(run_id)
+
+    def _leave(self, run_id: str) -> None:
+        with self._lock:
+            del self._active[run_id]
+            if not self._stopping:
+                self._collect(run_id)
+                # A run that was resumed before this thread had left is waiting again.
+                self._enqueue(self._store.runs.get(run_id))
+                self._pump()
+
+    def _run(self, run_id: str) -> None:
+        run = self._store.runs.get(run_id)
+        if run.state.ended:
+            return
+        manifest = RunManifest.from_json(run.manifest)
+        if preflight.is_due(run, manifest, self._store):
+            preflight.ask(run, manifest, self._hub)
+        broadcasts = Broadcasts(run_id, manifest.deadline_s, self._store, self._blobs, self._collect)
+        server = self._begin(run, manifest, broadcasts)
+        ports = [
+            GrpcPort(
+                m.name,
+                run_id,
+                run.manifest_digest,
+                allowed_dtypes(manifest),
+                broadcasts,
+                self._store,
+                self._blobs,
+                self._hub,
+            )
+            for m in manifest.members
+        ]
+        engine: Engine = replace(
+            engine_of(manifest, ports, parallel=len(ports)), incoming=privacy.profiles.build(manifest).incoming
+        )
+        keeper = Keeper(run_id, broadcasts, self._store, self._blobs, self._hub)
+        engine.run(server, keeper, start=run.closed)
+
+    def _begin(self, run: Run, manifest: RunManifest, broadcasts: Broadcasts) -> State:
+        """Return the server state to go on from: the stored one, or that of round 0, which is stored first."""
+        if run.state_object is None:
+            with self.seeding:
+                state = initial_state(manifest)
+            with self._blobs.guard:
+                base = Base(*self._blobs.put_state(state))
+                self._store.runs.begin(run.id, base.digest, base.size)
+        else:
+            file = self._blobs.path(run.state_object)
+            state, base = read_state(file), Base(run.state_object, file.stat().st_size)
+            self._store.runs.begin(run.id, base.digest, base.size)
+        broadcasts.remember(state, base)
+        return state
+
+    def _fail(self, run_id: str, reason: str) -> None:
+        """Note that a run cannot go on. Silos are not told: it may be resumed, with what they have staged."""
+        try:
+            self._store.runs.end(run_id, RunState.FAILED, reason, _LIVE)
+        except StateError as error:
+            log.info("run %s had ended already: %s", run_id, error)
+        self._hub.bell.ring()
+
+    def _collect(self, run_id: str) -> None:
+        """Delete what nothing needs any more, beside whatever comes next: nothing waits for it."""
+        self._tidier.submit(self._tidy, run_id)
+
+    def _tidy(self, run_id: str) -> None:
+        try:
+            with self._blobs.guard:
+                self._store.objects.collect(run_id, self._blobs.remove)
+            self._drop_uploads()
+            self._blobs.empty()
+            if not self._active:
+                self._blobs.spares.clear()
+                self._blobs.packed.clear()
+                give_back_what_is_free()
+        except Exception:  # no run fails for it: what stays is deleted at the next round's end, or at the next start
+            log.exception("what run %s no longer needs could not be deleted", run_id)
+
+    def _drop_uploads(self) -> None:
+        for silo, contribution in list(self._blobs.uploads()):
+            if not self._store.objects.is_wanted(contribution):
+                self._blobs.discard(silo, contribution)
+
+
+def _new_run(manifest: RunManifest, digest: str, spec: str, request_id: str) -> Run:
+    slug = re.sub(r"[^a-z0-9]+", "-", manifest.name.lower()).strip("-")[:40] or "run"
+    return Run(
+        id=f"{slug}-{secrets.token_hex(2)}",
+        name=manifest.name,
+        request_id=request_id,
+        spec=spec,
+        manifest=manifest.to_json(),
+        manifest_digest=digest,
+        method=manifest.method.name,
+        data=manifest.data,
+        rounds=manifest.rounds,
+        members=tuple(m.name for m in manifest.members),
+    )

@@ -1,0 +1,104 @@
+"""One silo's control stream, seen from here: an outbox of messages and what the silo last said of itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from fl_core.errors import FederationError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.pki.identity import PeerCertificate
+
+
+@dataclass(slots=True)
+class Live:
+    """What a silo is doing now, from its newest pulse."""
+
+    activity: pb.Activity.ValueType = pb.IDLE
+    run_id: str = ""
+    round: int = 0
+    done: int = 0
+    total: int = 0
+
+    def take(self, pulse: pb.Pulse) -> bool:
+        """Take over a pulse; tell whether anything has changed."""
+        before = (self.activity, self.run_id, self.round, self.done, self.total)
+        now = (pulse.activity, pulse.run_id, pulse.round, pulse.done, pulse.total)
+        self.activity, self.run_id, self.round, self.done, self.total = now
+        return before != now
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A control stream. Any thread sends; one thread, the stream's own, takes messages out."""
+
+    peer: PeerCertificate
+    live: Live = field(default_factory=Live)
+    heard: float = field(default_factory=time.monotonic)
+    over: bool = False
+    error: FederationError | None = None
+    hello: pb.Hello | None = None
+    _out: deque[pb.CoordinatorMessage] = field(default_factory=deque)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def name(self) -> str:
+        """Name the silo."""
+        return self.peer.identity.name
+
+    def stands_against(self, other: Session, alive_s: float) -> str | None:
+        """Say why this session does not make place for a newer one of its name; None when it does.
+
+        It does for a newer certificate, for its own process, for the next one on its home, and when nothing was heard
+        here for `alive_s` seconds.
+        """
+        if self.over or self.peer.not_before < other.peer.not_before:
+            return None
+        if self.peer.not_before > other.peer.not_before:
+            return "with a newer certificate"
+        mine, theirs = self.hello or pb.Hello(), other.hello or pb.Hello()
+        silent = time.monotonic() - self.heard >= alive_s
+        if silent or mine.instance in (theirs.instance, theirs.previous_instance):
+            return None
+        return "with this certificate on another home"
+
+    def send(self, message: pb.CoordinatorMessage) -> None:
+        """Queue a message; one for a session that is over is lost, as it would be on the way."""
+        with self._changed:
+            self._out.append(message)
+            self._changed.notify_all()
+
+    def greet(self, hello: pb.Hello) -> None:
+        """Take the silo's first message."""
+        with self._changed:
+            self.hello = hello
+            self._changed.notify_all()
+
+    def finish(self, error: FederationError | None = None) -> None:
+        """End the session, for cause or (None) because it was replaced or the silo has gone."""
+        with self._changed:
+            if not self.over:
+                self.over, self.error = True, error
+                self._changed.notify_all()
+
+    def hand_over(self) -> list[pb.CoordinatorMessage]:
+        """End the session and give back what was never taken out of it."""
+        with self._changed:
+            left = list(self._out)
+            self._out.clear()
+            self.finish()
+            return left
+
+    def wait_for_hello(self, seconds: float) -> pb.Hello | None:
+        """Wait for the first message; None when it does not come in time or the session is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.over or self.hello is not None, seconds)
+            return None if self.over else self.hello
+
+    def next(self, until: float) -> pb.CoordinatorMessage | None:
+        """Take the next message out, waiting until a moment of time.monotonic(); None: nothing came, or it is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.over or bool(self._out), max(0.0, until - time.monotonic()))
+            return self._out.popleft() if self._out and not self.over else None

@@ -1,0 +1,138 @@
+"""What one silo is asked for, a task or whether it is ready for a run, and the wait for what comes of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fl_core.errors import FederationError, UnavailableError
+from fl_core.types.enums import TaskKind
+from protos.wire import codec
+from protos.consilium.v1 import federation_pb2 as pb
+
+WIRE = {TaskKind.TRAIN: pb.TRAIN, TaskKind.EVALUATE: pb.EVALUATE}
+KINDS = {number: kind for kind, number in WIRE.items()}
+
+
+class Interrupted(Exception):  # noqa: N818 - no error: the run was aborted, or the service stops
+    """Ends a run's loop where it is; unlike an error it is no silo's fault and closes no round."""
+
+
+class TaskKey(NamedTuple):
+    """Which update, of whom."""
+
+    run_id: str
+    round: int
+    kind: TaskKind
+    silo: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one silo is asked for. due: time.monotonic() of the round's deadline."""
+
+    key: TaskKey
+    manifest_digest: str
+    base_digest: str
+    base_size: int
+    cohort: int
+    due: float
+
+    @property
+    def contribution_id(self) -> str:
+        """Name the one update that may be sent for this task."""
+        k = self.key
+        return codec.contribution_id(k.run_id, k.round, k.kind.value, k.silo, self.base_digest)
+
+    def offer(self) -> pb.CoordinatorMessage:
+        """Write the offer."""
+        return pb.CoordinatorMessage(
+            offer=pb.Offer(
+                run_id=self.key.run_id,
+                round=self.key.round,
+                kind=WIRE[self.key.kind],
+                manifest_digest=self.manifest_digest,
+                base_digest=self.base_digest,
+                base_size=self.base_size,
+                cohort=self.cohort,
+                deadline_unix=time.time() + max(0.0, self.due - time.monotonic()),
+            )
+        )
+
+    @property
+    def late(self) -> FederationError:
+        """Say what it means that nothing came in time."""
+        return UnavailableError("E-RUN-13", "no update before the round's deadline")
+
+
+class PreflightKey(NamedTuple):
+    """Whose readiness, for which run."""
+
+    run_id: str
+    silo: str
+
+    @property
+    def round(self) -> int:
+        """Name the round that it comes before."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """The question whether one silo can do its part of a whole run. due: time.monotonic() of its deadline."""
+
+    key: PreflightKey
+    manifest_digest: str
+    due: float
+
+    def offer(self) -> pb.CoordinatorMessage:
+        """Write the question."""
+        return pb.CoordinatorMessage(
+            preflight=pb.Preflight(
+                run_id=self.key.run_id,
+                manifest_digest=self.manifest_digest,
+                deadline_unix=time.time() + max(0.0, self.due - time.monotonic()),
+            )
+        )
+
+    @property
+    def late(self) -> FederationError:
+        """Say what it means that nothing came in time."""
+        return UnavailableError("E-RUN-37", "no answer to the preflight")
+
+
+@dataclass(slots=True)
+class Pending:
+    """What a silo was asked. It is settled once: by a delivery or an answer, a failure or an interruption."""
+
+    task: Task | Preflight
+    accepted: bool = False
+    _outcome: str | FederationError | Interrupted | None = None
+    _settled: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def settled(self) -> bool:
+        """Tell whether it is known what came of it."""
+        return self._settled.is_set()
+
+    def settle(self, outcome: str | FederationError | Interrupted) -> None:
+        """Say what came of it (a digest: delivered, or ready for this manifest); later words do not count."""
+        with self._lock:
+            if self._outcome is None:
+                self._outcome = outcome
+                self._settled.set()
+
+    def wait(self) -> str:
+        """Wait for the digest of the delivered object, or of the manifest that the silo is ready for.
+
+        Raises what it was settled with, and UnavailableError (E-RUN-13, E-RUN-37) when its deadline passes.
+        """
+        self._settled.wait(max(0.0, self.task.due - time.monotonic()))
+        self.settle(self.task.late)
+        if isinstance(self._outcome, str):
+            return self._outcome
+        assert self._outcome is not None
+        raise self._outcome

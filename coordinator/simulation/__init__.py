@@ -1,0 +1,1 @@
+"""`coordinator simulate`, sweeps, the privacy ablation."""

@@ -1,0 +1,56 @@
+"""How a simulation is run, apart from what it computes: engine, device, where silos' states lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fl_core.errors import ConfigError
+from fl_core.rounds.engine import Observer
+from fl_core.rounds.manifest import RunManifest
+from fl_core.simulation.in_process import SiloShare, simulate
+from fl_core.simulation.ray import Cluster, simulate_ray
+from fl_core.simulation.silo_states import InFiles, InMemory
+from fl_core.training.devices import choose_device, deterministic
+from fl_core.types.interfaces import Doors, Guard
+from fl_core.types.values import State
+
+ENGINES = ("local", "ray")
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """The way to run a simulation.
+
+    engine: "local" (this process) or "ray" (actors of `cluster`)   device: cpu, cuda, cuda:N or auto, of engine=local
+    spill: folder for silos' states, in memory without one   exact: deterministic kernels alone
+    """
+
+    engine: str = "local"
+    device: str = "cpu"
+    spill: Path | None = None
+    exact: bool = False
+    cluster: Cluster = Cluster()  # noqa: RUF009
+
+    def simulate(
+        self, manifest: RunManifest, shares: Sequence[SiloShare], observer: Observer, doors: Sequence[Doors] | None,
+        guards: Sequence[Guard] = (), incoming: Sequence[Guard] | None = None,
+    ) -> State:  # fmt: skip
+        """Run a manifest; raises ConfigError (E-CFG-60, E-CFG-63, E-CFG-64) where it cannot.
+
+        Guarantees: on the CPU every way gives the same bits for one number of threads.
+        """
+        if self.engine not in ENGINES:
+            raise ConfigError("E-CFG-64", f"expected --engine of {ENGINES}, found {self.engine!r}")
+        states = InFiles(self.spill) if self.spill else InMemory()
+        if self.engine == "ray":
+            if doors or guards:
+                raise ConfigError("E-CFG-64", "expected engine=local for a private run, found engine=ray: change one")
+            if self.device != "cpu" or self.exact:
+                raise ConfigError(
+                    "E-CFG-64", "expected --ray-gpus, not --device or --deterministic, with engine=ray: remove them"
+                )
+            return simulate_ray(manifest, shares, observer, self.cluster, states)
+        with deterministic(self.exact):
+            return simulate(manifest, shares, observer, doors, states, choose_device(self.device), guards, incoming)

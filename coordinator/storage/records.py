@@ -1,0 +1,163 @@
+"""What the store gives out: plain values, without a database behind them. Times are seconds since 1970, UTC."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from fl_core.types.enums import TaskKind
+
+
+class RunState(Enum):
+    """The life of a run. A failed run keeps what it has and can be resumed."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether nothing happens any more."""
+        return self not in (RunState.WAITING, RunState.RUNNING)
+
+
+class ObjectKind(Enum):
+    """What an object is to a run."""
+
+    MANIFEST = "manifest"
+    BASE = "base"
+    BUNDLE = "bundle"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class DataOffer:
+    """What a silo declares about its data."""
+
+    name: str = ""
+    shape: tuple[int, ...] = ()
+    classes: tuple[str, ...] = ()
+    nominal_size: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """A certificate that a silo was given. serial and fingerprint: lower-case hex; enrolled: by an invitation."""
+
+    serial: str
+    name: str
+    fingerprint: str
+    pem: str
+    issued: float
+    until: float
+    enrolled: bool
+    first_used: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Silo:
+    """A hospital: `revoked` or a member. proofs: its renewals as (previous key, signature)."""
+
+    name: str
+    revoked: bool
+    certificate: Certificate
+    since: float
+    proofs: tuple[tuple[str, str], ...] = ()
+    software: str = ""
+    data: DataOffer = field(default_factory=DataOffer)
+    last_seen: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class InvitationRow:
+    """An invitation that was issued. used, fingerprint, certificate: by which key, and the serial that it got."""
+
+    serial: str
+    name: str
+    issued: float
+    expires: float
+    withdrawn: float | None = None
+    used: float | None = None
+    fingerprint: str | None = None
+    certificate: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run. accuracy is -1 before the first evaluation; state_object: digest of the newest server state."""
+
+    id: str
+    name: str
+    request_id: str
+    spec: str
+    manifest: str
+    manifest_digest: str
+    method: str
+    data: str
+    rounds: int
+    members: tuple[str, ...]
+    state: RunState = RunState.WAITING
+    reason: str = ""
+    closed: int = 0
+    state_object: str | None = None
+    model_digest: str = ""
+    accuracy: float = -1.0
+    best_accuracy: float = -1.0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    created: float = 0.0
+    ended: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRow:
+    """A round of a run: open, or closed with its result."""
+
+    run_id: str
+    round: int
+    kind: TaskKind
+    is_open: bool
+    cohort: tuple[str, ...]
+    base_digest: str = ""
+    base_size: int = 0
+    correct: tuple[float, ...] = ()
+    examples: tuple[float, ...] = ()
+    included: tuple[str, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
+    clipped: int = 0
+    opened: float = 0.0
+    closed: float = 0.0
+    personal: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """An announced update; `receipt` (a serialised message) is there once the object and its record are on disk."""
+
+    id: str
+    run_id: str
+    round: int
+    kind: TaskKind
+    silo: str
+    manifest_digest: str
+    base_digest: str
+    object_digest: str
+    size: int
+    received: float | None = None
+    receipt: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    """Something that happened in a run; numbers start at 1 and have no gap."""
+
+    run_id: str
+    number: int
+    at: float
+    kind: str
+    round: int = 0
+    silo: str = ""
+    text: str = ""

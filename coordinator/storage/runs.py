@@ -1,0 +1,288 @@
+"""Runs, their rounds and events. Every method is one transaction; what it promises is on the disk when it returns.
+
+Counts of bytes, events and the opening of a round are notes (`Database.note`): the base of a round, without which
+nothing is offered, is written after its opening and takes it to the disk.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from sqlalchemy import Connection, Float, Integer, Row, String, bindparam, func, insert, select, update
+from sqlalchemy.dialects.sqlite import insert as upsert
+
+from coordinator.storage.database import Database
+from coordinator.storage.records import EventRow, ObjectKind, RoundRow, Run, RunState
+from coordinator.storage.schema import events, objects, rounds, runs, scores
+from fl_core.errors import ConfigError, StateError
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
+
+# Asked many times in a round: written once, because writing a statement takes longer than running it.
+_RUN = select(runs).where(runs.c.id == bindparam("run_id"))
+_SET_RUN = update(runs).where(runs.c.id == bindparam("changed"))
+_TRAFFIC = (
+    update(runs).where(runs.c.id == bindparam("counted")).values(bytes_down=runs.c.bytes_down + bindparam("more"))
+)
+_OPEN = upsert(rounds).on_conflict_do_nothing()
+_SET_ROUND = update(rounds).where(rounds.c.run_id == bindparam("of"), rounds.c.round == bindparam("number"))
+_ROUNDS = select(rounds, scores.c.personal).select_from(
+    rounds.outerjoin(scores, (scores.c.run_id == rounds.c.run_id) & (scores.c.round == rounds.c.round))
+)
+_ROUND = _ROUNDS.where(rounds.c.run_id == bindparam("run_id"), rounds.c.round == bindparam("round"))
+_CLOSED = _ROUNDS.where(rounds.c.run_id == bindparam("run_id"), rounds.c.is_open == 0).order_by(rounds.c.round)
+_EVENTS = (
+    select(events)
+    .where(events.c.run_id == bindparam("run_id"), events.c.number > bindparam("after"))
+    .order_by(events.c.number)
+)
+_OBJECT = upsert(objects).on_conflict_do_nothing()
+_EVENT = insert(events).from_select(
+    ["run_id", "number", "at", "kind", "round", "silo", "text"],
+    select(
+        bindparam("of", type_=String), func.coalesce(func.max(events.c.number), 0) + 1, bindparam("at", type_=Float),
+        bindparam("what", type_=String), bindparam("in_round", type_=Integer), bindparam("who", type_=String),
+        bindparam("said", type_=String),
+    ).where(events.c.run_id == bindparam("of")),
+)  # fmt: skip
+
+
+class RunStore:
+    """The part of the store that a run lives in."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._db = database
+        self._clock = clock
+
+    # ---- runs ------------------------------------------------------------------------------------------------------
+
+    def add(self, run: Run, manifest_size: int) -> Run:
+        """Add a waiting run; the run that has this request id already is returned instead.
+
+        Raises ConfigError (E-RUN-15) when the same request id came with another configuration.
+        """
+        with self._db.write() as db:
+            known = _to_run(db.execute(select(runs).where(runs.c.request_id == run.request_id)).first())
+            if known is not None:
+                if known.spec != run.spec:
+                    raise ConfigError(
+                        "E-RUN-15",
+                        f"expected the request {run.request_id!r} to ask for what it asked for when it made "
+                        f"{known.id}, found another configuration: use a new request id for a new run",
+                    )
+                return known
+            while db.execute(select(runs.c.id).where(runs.c.id == run.id)).first():
+                run = replace(run, id=f"{run.id[:-5]}-{secrets.token_hex(2)}")
+            values = {c: getattr(run, c) for c in runs.c.keys()}  # noqa: SIM118
+            db.execute(insert(runs).values(**values | {"state": run.state.value, "created": self._clock()}))
+            note_object(db, run.manifest_digest, run.id, ObjectKind.MANIFEST, 0, manifest_size)
+            self._event(
+                db, run.id, "submitted", text=f"{run.rounds} rounds of {run.method} with {len(run.members)} silos"
+            )
+            return _run(db, run.id)
+
+    def of_request(self, request_id: str) -> Run | None:
+        """Return the run that a submission made, if it did."""
+        with self._db.read() as db:
+            return _to_run(db.execute(select(runs).where(runs.c.request_id == request_id)).first())
+
+    def get(self, run_id: str) -> Run:
+        """Return a run by its id; raises ConfigError (E-RUN-10) when there is none."""
+        with self._db.read() as db:
+            return _run(db, run_id)
+
+    def find(self, query: str) -> Run:
+        """Return the newest run with this id or name, or the `latest` of all; raises ConfigError (E-RUN-10)."""
+        newest = runs.c.created.desc(), runs.c.id
+        with self._db.read() as db:
+            by_id = select(runs).where(runs.c.id == query)
+            wide = select(runs) if query == "latest" else select(runs).where(runs.c.name == query)
+            found = _to_run(db.execute(by_id).first() or db.execute(wide.order_by(*newest)).first())
+        if found is None:
+            raise ConfigError("E-RUN-10", f"expected the id or name of a run, found {query!r}: see `coordinator runs`")
+        return found
+
+    def all(self) -> list[Run]:
+        """Return all runs, newest first."""
+        with self._db.read() as db:
+            return [
+                r for row in db.execute(select(runs).order_by(runs.c.created.desc(), runs.c.id)) if (r := _to_run(row))
+            ]
+
+    def unfinished(self) -> list[Run]:
+        """Return the runs that are waiting or running, oldest first."""
+        return [run for run in reversed(self.all()) if not run.state.ended]
+
+    def begin(self, run_id: str, state_object: str, size: int) -> Run:
+        """Let a waiting run run, from the server state of round 0; a run that was begun before stays as it is.
+
+        Raises StateError (E-RUN-11) when the run has ended in between.
+        """
+        with self._db.write() as db:
+            run = _live(db, run_id)
+            if run.state_object is None:
+                note_object(db, state_object, run_id, ObjectKind.STATE, 0, size)
+                db.execute(_SET_RUN, {"changed": run_id, "state_object": state_object})
+            db.execute(_SET_RUN, {"changed": run_id, "state": RunState.RUNNING.value})
+            return _run(db, run_id)
+
+    def end(self, run_id: str, state: RunState, reason: str, of: Iterable[RunState]) -> Run:
+        """End a run; raises StateError (E-RUN-11) unless it is in one of the states `of`."""
+        with self._db.write() as db:
+            _expect(run := _run(db, run_id), of, state.value)
+            values = {"state": state.value, "reason": reason, "ended": self._clock()}
+            db.execute(_SET_RUN, {"changed": run_id, **values})
+            self._event(db, run_id, "ended", run.closed, text=f"{state.value}: {reason}" if reason else state.value)
+            return _run(db, run_id)
+
+    def revive(self, run_id: str) -> Run:
+        """Let a failed run wait again; raises StateError (E-RUN-11) when it has not failed."""
+        with self._db.write() as db:
+            _expect(run := _run(db, run_id), [RunState.FAILED], "resumed")
+            values = {"state": RunState.WAITING.value, "reason": "", "ended": 0.0}
+            db.execute(_SET_RUN, {"changed": run_id, **values})
+            self._event(db, run_id, "submitted", run.closed, text=f"resumed after {run.closed} closed rounds")
+            return _run(db, run_id)
+
+    def add_traffic(self, run_id: str, down: int) -> None:
+        """Count bytes that went down."""
+        with self._db.note() as db:
+            db.execute(_TRAFFIC, {"counted": run_id, "more": down})
+
+    # ---- rounds ----------------------------------------------------------------------------------------------------
+
+    def open_round(self, run_id: str, round: int, kind: TaskKind, cohort: Sequence[str]) -> None:
+        """Note that a round is open; one that was open before stays open, with what it has received."""
+        with self._db.note() as db:
+            _live(db, run_id)
+            values = {
+                "run_id": run_id, "round": round, "kind": kind.value, "is_open": 1, "cohort": list(cohort),
+                "base_digest": "", "base_size": 0, "correct": [], "examples": [], "included": [], "missing": {},
+                "clipped": 0, "opened": self._clock(), "closed": 0.0,
+            }  # fmt: skip
+            if db.execute(_OPEN, values).rowcount:
+                self._event(db, run_id, "opened", round, text=f"{kind.value}: {len(cohort)} silos")
+
+    def set_base(self, run_id: str, round: int, digest: str, size: int) -> None:
+        """Note what a round broadcasts; should a power cut forget it, the same state gives the same bytes again."""
+        with self._db.note() as db:
+            note_object(db, digest, run_id, ObjectKind.BASE, round, size)
+            db.execute(_SET_ROUND, {"of": run_id, "number": round, "base_digest": digest, "base_size": size})
+
+    def round(self, run_id: str, round: int) -> RoundRow | None:
+        """Return a round, open or closed."""
+        with self._db.read() as db:
+            row = db.execute(_ROUND, {"run_id": run_id, "round": round}).first()
+            return None if row is None else _to_round(row)
+
+    def rounds(self, run_id: str) -> list[RoundRow]:
+        """Return the closed rounds of a run, in order."""
+        with self._db.read() as db:
+            return [_to_round(row) for row in db.execute(_CLOSED, {"run_id": run_id})]
+
+    def close_round(self, run_id: str, record: RoundRecord, state: tuple[str, int] | None, model_digest: str) -> Run:
+        """Close a round: its result, the server state after it (digest, size) and the run's progress, all or nothing.
+
+        The closing evaluation has no new state (None) and finishes the run. model_digest: empty where it is not known.
+        Raises StateError (E-RUN-11) when the run has ended in between, for instance by an abort.
+        """
+        train, now = record.kind is TaskKind.TRAIN, self._clock()
+        with self._db.write() as db:
+            run = _live(db, run_id)
+            values = {
+                "is_open": 0, "correct": record.correct, "examples": record.examples, "included": record.included,
+                "missing": dict(record.missing), "clipped": record.clipped, "closed": now,
+            }  # fmt: skip
+            db.execute(_SET_ROUND, {"of": run_id, "number": record.round, **values})
+            if record.personal:
+                db.execute(insert(scores).values(run_id=run_id, round=record.round, personal=dict(record.personal)))
+            best = max(run.best_accuracy, record.accuracy)
+            progress: dict[str, object] = {
+                "accuracy": record.accuracy,
+                "best_accuracy": best,
+                "model_digest": model_digest,
+            }
+            if state is not None:
+                note_object(db, state[0], run_id, ObjectKind.STATE, record.round + 1, state[1])
+                progress["state_object"] = state[0]
+            if train:
+                progress["closed"] = record.round + 1
+            else:
+                progress |= {"state": RunState.FINISHED.value, "ended": now}
+            db.execute(_SET_RUN, {"changed": run_id, **progress})
+            text = f"{len(record.included)} updates" + (f", {len(record.missing)} missing" if record.missing else "")
+            self._event(db, run_id, "closed", record.round, text=text)
+            if not train:
+                self._event(db, run_id, "ended", record.round, text=RunState.FINISHED.value)
+            return _run(db, run_id)
+
+    def note_model(self, run_id: str, state_object: str, model_digest: str) -> None:
+        """Note the digest of the model in a server state, unless the run has a newer state by now."""
+        newest = (runs.c.id == run_id, runs.c.state_object == state_object)
+        with self._db.write() as db:
+            db.execute(update(runs).where(*newest).values(model_digest=model_digest))
+
+    # ---- events ----------------------------------------------------------------------------------------------------
+
+    def event(self, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
+        """Add an event to a run."""
+        with self._db.note() as db:
+            self._event(db, run_id, kind, round, silo, text)
+
+    def events(self, run_id: str, after: int) -> list[EventRow]:
+        """Return the events of a run whose number is higher than `after`."""
+        with self._db.read() as db:
+            return [EventRow(**row._mapping) for row in db.execute(_EVENTS, {"run_id": run_id, "after": after})]
+
+    def _event(self, db: Connection, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
+        add_event(db, self._clock(), run_id, kind, round, silo, text)
+
+
+def add_event(
+    db: Connection, at: float, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = ""
+) -> None:
+    """Add an event inside a transaction that is open."""
+    db.execute(_EVENT, {"of": run_id, "at": at, "what": kind, "in_round": round, "who": silo, "said": text})
+
+
+def note_object(db: Connection, digest: str, run_id: str, kind: ObjectKind, round: int, size: int) -> None:
+    """Note what an object is to a run, inside a transaction that is open; again is harmless."""
+    values = {"digest": digest, "run_id": run_id, "kind": kind.value, "round": round, "size": size}
+    db.execute(_OBJECT, values)
+
+
+def _expect(run: Run, states: Iterable[RunState], verb: str) -> None:
+    valid = [s.value for s in states]
+    if run.state.value not in valid:
+        raise StateError(
+            "E-RUN-11", f"expected {run.id} to be {' or '.join(valid)}, found it {run.state.value}: it cannot be {verb}"
+        )
+
+
+def _live(db: Connection, run_id: str) -> Run:
+    _expect(run := _run(db, run_id), (RunState.WAITING, RunState.RUNNING), "continued")
+    return run
+
+
+def _run(db: Connection, run_id: str) -> Run:
+    found = _to_run(db.execute(_RUN, {"run_id": run_id}).first())
+    if found is None:
+        raise ConfigError("E-RUN-10", f"expected the id of a run, found {run_id!r}: see `coordinator runs`")
+    return found
+
+
+def _to_run(row: Row[tuple[object, ...]] | None) -> Run | None:
+    if row is None:
+        return None
+    raw = row._mapping
+    return Run(**{**raw, "state": RunState(raw["state"]), "members": tuple(raw["members"])})
+
+
+def _to_round(row: Row[tuple[object, ...]]) -> RoundRow:
+    raw = dict(row._mapping)
+    raw |= {name: tuple(raw[name]) for name in ("cohort", "correct", "examples", "included")}
+    raw["personal"] = raw["personal"] or {}
+    return RoundRow(**raw | {"kind": TaskKind(raw["kind"]), "is_open": bool(raw["is_open"])})

@@ -1,0 +1,1 @@
+"""Performance only: lazy tensors, a thread helper, a buffer pool."""

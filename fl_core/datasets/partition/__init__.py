@@ -1,0 +1,1 @@
+"""How examples are divided among silos."""

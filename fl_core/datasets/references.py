@@ -1,0 +1,177 @@
+"""References: the short text by which a hospital or a simulation names its data.
+
+| reference               | data                                                                            |
+|-------------------------|---------------------------------------------------------------------------------|
+| digits/p5c2/3           | silo 3 of the digits, dealt by a federation of `federations.py`                  |
+| digits/hospital2        | the same as digits/hospitals6/2                                                  |
+| cifar10/p10c3/7         | silo 7 of a public data set below the data root, dealt likewise                  |
+| isic2019/center3        | centre 3 of Fed-ISIC2019 below the data root                                     |
+| isic2019/clients20/7    | client 7 of 20: the centres, cut into parts by their size                        |
+| folder:PATH             | class subfolders, with or without a train/ and test/ level                       |
+| manifest:FILE.csv       | a CSV file: path,label,group,split                                               |
+
+A folder or a manifest may be dealt as well, to simulate hospitals: folder:/data/cifar10#p5c2/3.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from fl_core.datasets.partition.federations import FORMS, Federated, parse_federation
+from fl_core.datasets.sources.isic2019 import CENTERS, parts
+from fl_core.errors import ConfigError
+from fl_core.suggest import nearest
+
+
+class Source(Enum):
+    """Where examples come from."""
+
+    DIGITS = "digits"
+    SPIRAL = "spiral"
+    MNIST = "mnist"
+    FMNIST = "fmnist"
+    EMNIST = "emnist"
+    SVHN = "svhn"
+    CIFAR10 = "cifar10"
+    CIFAR100 = "cifar100"
+    CINIC10 = "cinic10"
+    TINYIMAGENET = "tinyimagenet"
+    FEMNIST = "femnist"
+    SHAKESPEARE = "shakespeare"
+    ISIC2019 = "isic2019"
+    FOLDER = "folder"
+    MANIFEST = "manifest"
+
+
+OWN = frozenset({Source.ISIC2019, Source.FOLDER, Source.MANIFEST})
+"""Sources with a grammar of their own; all others are NAME/FEDERATION/SILO."""
+DEALT = tuple(source.value for source in Source if source not in OWN)
+VALID_FORMS = (
+    "digits/p5c2/3, digits/hospital2, isic2019/center3, isic2019/clients20/7, folder:PATH, manifest:FILE.csv, and "
+    f"NAME/p10c3/7 with a NAME of {', '.join(DEALT[1:])}"
+)
+_KNOWN = (
+    *(f"digits/hospital{k}" for k in range(6)),
+    *(f"{name}/{form}/0" for name in DEALT for form in FORMS),
+    *(f"isic2019/center{k}" for k in range(CENTERS)),
+    *(*DEALT, "isic2019", "folder:", "manifest:"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DataRef:
+    """A parsed reference.
+
+    silo:       the position in `federation`, or the centre or client of Fed-ISIC2019
+    federation: how examples are dealt, where they are
+    path:       of a folder or a manifest
+    clients:    among how many clients the centres of Fed-ISIC2019 are cut; 0: they are whole
+    seed:       of that cut
+    """
+
+    source: Source
+    silo: int | None = None
+    federation: Federated | None = None
+    path: Path | None = None
+    clients: int = 0
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """Write the canonical reference."""
+        dealt = f"{self.federation.text}/{self.silo}" if self.federation else ""
+        if self.source not in OWN:
+            return f"{self.source.value}/{dealt}"
+        if self.clients:
+            return f"isic2019/clients{self.clients}{f'@{self.seed}' if self.seed else ''}/{self.silo}"
+        if self.source is Source.ISIC2019:
+            return f"isic2019/center{self.silo}"
+        return f"{self.source.value}:{self.path}{f'#{dealt}' if dealt else ''}"
+
+
+def parse(reference: str) -> DataRef:
+    """Read a reference; raises ConfigError (E-CFG-30) with the valid forms and the nearest one.
+
+    Guarantees: parse(str(parse(r))) == parse(r).
+    """
+    federation: Federated | None = None
+    silo: int | None = None
+    kind, colon, rest = reference.partition(":")
+    if colon and kind in (Source.FOLDER.value, Source.MANIFEST.value):
+        path, dealing, dealt = rest.partition("#")
+        if not path.strip():
+            raise ConfigError("E-CFG-30", f"expected a path after {kind}:, found {reference!r}")
+        if dealing:
+            federation, silo = _dealt(dealt, reference)
+        return DataRef(Source(kind), silo, federation, Path(path).expanduser())
+    if match := re.fullmatch(r"digits/hospital(\d+)", reference):
+        reference = f"digits/hospitals6/{match[1]}"
+    name, slash, dealt = reference.partition("/")
+    if slash and name in DEALT:
+        federation, silo = _dealt(dealt, reference)
+        return DataRef(Source(name), silo, federation)
+    if match := re.fullmatch(r"isic2019/center(\d+)", reference):
+        if int(match[1]) >= CENTERS:
+            raise ConfigError("E-CFG-30", f"expected isic2019/center0 to center{CENTERS - 1}, found {reference!r}")
+        return DataRef(Source.ISIC2019, int(match[1]))
+    if match := re.fullmatch(r"isic2019/clients(\d+)(?:@(\d+))?/(\d+)", reference):
+        clients, client = int(match[1]), int(match[3])
+        parts(clients)
+        if client >= clients:
+            raise ConfigError("E-CFG-30", f"expected isic2019/clients{clients}/0 to {clients - 1}, found {reference!r}")
+        return DataRef(Source.ISIC2019, client, clients=clients, seed=int(match[2] or 0))
+    raise ConfigError("E-CFG-30", f"there is no data {reference!r}: {_hint(reference)}valid forms: {VALID_FORMS}")
+
+
+def _dealt(text: str, reference: str) -> tuple[Federated, int]:
+    """Read FEDERATION/SILO."""
+    name, slash, silo = text.partition("/")
+    federation = parse_federation(name)
+    if not slash or not silo.isdecimal() or int(silo) >= federation.silos:
+        raise ConfigError(
+            "E-CFG-30",
+            f"{reference!r}: expected {name}/0 to {name}/{federation.silos - 1}, found {text!r}: name the silo",
+        )
+    return federation, int(silo)
+
+
+def _hint(reference: str) -> str:
+    hint = nearest(reference, _KNOWN)
+    return f"{hint.split('? ')[0]}? " if hint.startswith("did you mean") else ""
+
+
+def federation(data: str, federation: str) -> list[str]:
+    """Name the references of all silos of a simulated federation; raises ConfigError (E-CFG-30).
+
+    ("digits", "p5c2") -> ["digits/p5c2/0", ...]; ("isic2019", "centers-1-2") -> ["isic2019/center1", ...];
+    ("folder:/data/cifar10", "p5c2") -> ["folder:/data/cifar10#p5c2/0", ...].
+    """
+    if data == Source.ISIC2019.value and (match := re.fullmatch(r"clients(\d+)(@\d+)?", federation)):
+        parts(int(match[1]))
+        return [str(parse(f"isic2019/{federation}/{k}")) for k in range(int(match[1]))]
+    if data == Source.ISIC2019.value:
+        return [f"isic2019/center{k}" for k in _centers(federation)]
+    if data in DEALT:
+        join = f"{data}/"
+    elif data.startswith(("folder:", "manifest:")):
+        join = f"{data}#"
+    else:
+        valid = (*DEALT, "isic2019", "folder:PATH", "manifest:FILE.csv")
+        raise ConfigError("E-CFG-30", f"there is no data {data!r} to be dealt: {nearest(data, valid)}")
+    dealt = parse_federation(federation)
+    return [f"{join}{dealt.text}/{k}" for k in range(dealt.silos)]
+
+
+def _centers(text: str) -> list[int]:
+    """Read centers or centers-1-2-5."""
+    if text == "centers":
+        return list(range(CENTERS))
+    if not re.fullmatch(r"centers(-\d)+", text):
+        valid = ("centers", "centers-1-2-5", "clients20")
+        raise ConfigError("E-CFG-30", f"isic2019 has no federation {text!r}: {nearest(text, valid)}")
+    chosen = [int(k) for k in text.split("-")[1:]]
+    if len(set(chosen)) != len(chosen) or max(chosen) >= CENTERS:
+        raise ConfigError("E-CFG-30", f"expected different centres of 0 to {CENTERS - 1}, found {text!r}")
+    return chosen

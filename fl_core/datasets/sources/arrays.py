@@ -1,0 +1,158 @@
+"""Data sets that fit in memory as they are published: images as bytes, sequences and points as floats.
+
+Every silo of a simulation looks at one shared array through the positions that the federation dealt to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_core.datasets.augmentation import Augmentation
+from fl_core.datasets.checks import Report, problem
+from fl_core.datasets.examples import SPLITS, ArrayExamples, SiloDataset, fingerprint
+from fl_core.datasets.partition.by_class import Indices, Labels
+from fl_core.datasets.partition.federations import Dealt, Federated
+from fl_core.errors import DataError
+from fl_core.types.values import Schema
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """One split as published. x: (N, *shape) uint8 images or float32; y: (N,) positions in the classes.
+
+    users: (N,) who wrote each example, by number; None where nobody says
+    """
+
+    x: Tensor
+    y: Labels
+    users: Labels | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A data set in memory. how, mean, std: see `ArrayExamples`."""
+
+    name: str
+    classes: tuple[str, ...]
+    train: Half
+    test: Half
+    how: Augmentation
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    def deal(self, federation: Federated) -> list[Dealt]:
+        """Deal both splits."""
+        users = None
+        if self.train.users is not None and self.test.users is not None:
+            users = self.train.users, self.test.users
+        return federation.deal(self.train.y, self.test.y, len(self.classes), users)
+
+
+Reader = Callable[[str, Path | None], Whole]
+
+
+@lru_cache(maxsize=1)
+def _read(reader: Reader, name: str, root: Path | None) -> Whole:
+    """Read once for all silos of a simulation; only the newest stays in memory."""
+    return reader(name, root)
+
+
+@lru_cache(maxsize=2)
+def _dealt(reader: Reader, name: str, root: Path | None, federation: Federated) -> list[Dealt]:
+    return _read(reader, name, root).deal(federation)
+
+
+def load(
+    reader: Reader, name: str, root: Path | None, federation: Federated, silo: int, classes: Sequence[str] | None
+) -> SiloDataset:
+    """Deal a data set and take one silo's share.
+
+    classes: the run's label space, the data set's own by default; raises DataError (E-DATA-05) when a class of this
+    silo is not among them, E-DATA-08 when a split is empty.
+    """
+    share = _Share(_read(reader, name, root), _dealt(reader, name, root, federation)[silo], classes)
+    report = share.report(f"{name}/{federation.text}/{silo}")
+    report.require_sound()
+    whole = share.whole
+    public = None
+    if len(share.dealt.held_out):
+        public = share.examples(whole.test, np.arange(len(whole.test.y)))
+    train, test = (share.examples(half, index) for half, index in share.halves())
+    schema = Schema(tuple(whole.train.x.shape[1:]), share.space)
+    return SiloDataset(schema, train, test, report.origin, report.fingerprint, public)
+
+
+def check(
+    reader: Reader, name: str, root: Path | None, federation: Federated, silo: int, classes: Sequence[str] | None
+) -> Report:
+    """Count one silo's share."""
+    share = _Share(_read(reader, name, root), _dealt(reader, name, root, federation)[silo], classes)
+    return share.report(f"{name}/{federation.text}/{silo}")
+
+
+def labels(reader: Reader, name: str, root: Path | None, federation: Federated) -> tuple[Whole, list[Dealt]]:
+    """Give the data set and how it is dealt, for a table of classes by silo."""
+    return _read(reader, name, root), _dealt(reader, name, root, federation)
+
+
+class _Share:
+    """One silo's positions in a data set, in a label space."""
+
+    def __init__(self, whole: Whole, dealt: Dealt, classes: Sequence[str] | None) -> None:
+        self.whole = whole
+        self.dealt = dealt
+        self.space = tuple(classes or whole.classes)
+
+    def halves(self) -> tuple[tuple[Half, Indices], tuple[Half, Indices]]:
+        """Give the arrays and positions of train and test; a hold-out is test, but lies in the train array."""
+        if len(self.dealt.held_out):
+            return (self.whole.train, self.dealt.train), (self.whole.train, self.dealt.held_out)
+        return (self.whole.train, self.dealt.train), (self.whole.test, self.dealt.test)
+
+    def examples(self, half: Half, index: Indices) -> ArrayExamples:
+        place = np.array([self.space.index(c) if c in self.space else -1 for c in self.whole.classes], dtype=np.int64)
+        y = torch.from_numpy(place[half.y[index]])
+        return ArrayExamples(half.x, torch.from_numpy(index), y, self.whole.how, self.whole.mean, self.whole.std)
+
+    def report(self, origin: str) -> Report:
+        """Count the examples per split and class, and those of classes outside the label space."""
+        n = len(self.whole.classes)
+        counts = [np.bincount(half.y[index], minlength=n) for half, index in self.halves()]
+        both = counts[0] + counts[1]
+        strange = [c for k, c in enumerate(self.whole.classes) if both[k] and c not in self.space]
+        by_name = [dict(zip(self.whole.classes, count.tolist(), strict=True)) for count in counts]
+        problems = problem(
+            "E-DATA-05",
+            f"examples of classes outside the label space ({', '.join(self.space)})",
+            [f"{c!r}: {sum(count[c] for count in by_name)}" for c in strange],
+            "Start a run whose `classes` name them",
+            sum(count[c] for count in by_name for c in strange),
+        )
+        empty = [split.value for split, count in zip(SPLITS, counts, strict=True) if not count.sum()]
+        problems += problem("E-DATA-08", "splits without any example", empty, "Deal to fewer silos, or by another rule")
+        rows = [half.x[torch.from_numpy(index)].numpy().tobytes() for half, index in self.halves()]
+        names = [[self.whole.classes[c] for c in half.y[index]] for half, index in self.halves()]
+        return Report(
+            origin,
+            self.space,
+            {s: tuple(count.get(c, 0) for c in self.space) for s, count in zip(SPLITS, by_name, strict=True)},
+            problems,
+            fingerprint=fingerprint(*rows, *names),
+        )
+
+
+def nowhere(name: str, searched: Sequence[Path], layout: str, publisher: str) -> DataError:
+    """Say where a data set was looked for, and where its owner publishes it (E-DATA-02)."""
+    places = " or ".join(map(str, searched))
+    return DataError(
+        "E-DATA-02",
+        f"{name}: expected {layout} in {places}, found none: get the data from its owner ({publisher}), who sets the "
+        "terms of its use, and unpack it there",
+    )

@@ -1,0 +1,47 @@
+"""A CSV file that lists images: header path,label,group,split; paths are relative to the file.
+
+group: the privacy unit (patient, lesion), for every image or for none; no group may have images in both splits.
+split: train or test.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from fl_core.datasets.checks import Item, Scan, problem, straddling
+from fl_core.datasets.sources.csv_reader import read_table
+from fl_core.types.values import Split
+
+COLUMNS = ("path", "label", "group", "split")
+
+
+def scan(file: Path, classes: Sequence[str] | None) -> Scan:
+    """Read a manifest; raises DataError (E-DATA-02, E-DATA-09) when it is no such table."""
+    rows = read_table(file, COLUMNS)
+    wrong = [f"{row['path']}: {row['split']!r}" for row in rows if row["split"] not in ("train", "test")]
+    items = tuple(
+        Item(file.parent / row["path"], row["path"], row["label"], Split(row["split"]), row["group"] or None)
+        for row in rows
+        if row["split"] in ("train", "test")
+    )
+    times = Counter(item.path.resolve() for item in items)
+    twice = sorted({item.name for item in items if times[item.path.resolve()] > 1})
+    problems = (
+        *problem("E-DATA-07", "rows whose split is neither train nor test", wrong, "Correct the column split"),
+        *problem("E-DATA-07", "images listed more than once", twice, "Keep one row per image"),
+        *problem(
+            "E-DATA-03",
+            f"images of {file.name} without a file",
+            [item.name for item in items if not item.path.is_file()],
+            f"Restore these files below {file.parent}, or remove their rows",
+        ),
+        *problem(
+            "E-DATA-06",
+            "groups with images in both train and test",
+            straddling(items),
+            "Move all images of a group into one split: the test would measure what was memorised",
+        ),
+    )
+    return Scan(f"manifest:{file}", tuple(classes or sorted({i.label for i in items})), items, problems)

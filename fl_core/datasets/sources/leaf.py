@@ -1,0 +1,108 @@
+"""LEAF's FEMNIST and Shakespeare: JSON files with users, num_samples and user_data, in train/ and test/.
+
+Caldas et al. (2018), "LEAF: A Benchmark for Federated Settings". A user's own split is kept as preprocess.sh made it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_core.datasets.augmentation import Augmentation
+from fl_core.datasets.catalogue import CHARACTERS, KNOWN
+from fl_core.datasets.sources.arrays import Half, Whole, nowhere
+from fl_core.errors import DataError
+
+_PLACE = {c: k for k, c in enumerate(CHARACTERS)}
+
+
+def read(name: str, root: Path | None) -> Whole:
+    """Read all users of both splits; pixels become bytes, characters their position in LEAF's alphabet.
+
+    Raises DataError: E-DATA-02 when the data set is not there (with its owner's address), E-DATA-07 when a file
+    contradicts itself, E-DATA-05 on a label or a character outside the label space.
+    """
+    assert root is not None
+    known = KNOWN[name]
+    places = (root / name / "data", root / name, root / "leaf" / "data" / name / "data")
+    folder = next((p for p in places if all(any((p / s).glob("*.json")) for s in ("train", "test"))), None)
+    if folder is None:
+        raise nowhere(name, places, known.layout, known.publisher)
+    numbers: dict[str, int] = {}
+    train, test = (_half(name, folder / split, numbers) for split in ("train", "test"))
+    return Whole(name, known.classes, train, test, Augmentation())
+
+
+def _half(name: str, folder: Path, numbers: dict[str, int]) -> Half:
+    """Read every file of one split, in the order of their names; users are numbered as they come."""
+    x: list[Tensor] = []
+    y: list[int] = []
+    users: list[int] = []
+    for file in sorted(folder.glob("*.json")):
+        for user, rows, labels in _users(file):
+            number = numbers.setdefault(user, len(numbers))
+            x.append(_pixels(file, user, rows) if name == "femnist" else _characters(file, user, rows))
+            y += [_label(name, file, user, label) for label in labels]
+            users += [number] * len(labels)
+    return Half(torch.cat(x), np.array(y, dtype=np.int64), np.array(users, dtype=np.int64))
+
+
+def _users(file: Path) -> list[tuple[str, list[object], list[object]]]:
+    """Read one file's users with their examples and labels."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        found = [(str(u), list(raw["user_data"][u]["x"]), list(raw["user_data"][u]["y"])) for u in raw["users"]]
+        sizes = [int(n) for n in raw["num_samples"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _contradiction(file, f"{type(error).__name__} {error}") from error
+    for (user, rows, labels), size in zip(found, sizes, strict=False):
+        if not len(rows) == len(labels) == size:
+            raise _contradiction(file, f"{user}: {len(rows)} examples, {len(labels)} labels, num_samples {size}")
+    if len(sizes) != len(found) or not found:
+        raise _contradiction(file, f"{len(found)} users, {len(sizes)} sizes")
+    return found
+
+
+def _contradiction(file: Path, said: str) -> DataError:
+    return DataError(
+        "E-DATA-07", f"expected users, num_samples and user_data that agree in {file}, found {said}: prepare it again"
+    )
+
+
+def _pixels(file: Path, user: str, rows: list[object]) -> Tensor:
+    """Turn rows of 784 numbers in [0, 1] into (n, 1, 28, 28) bytes; LEAF divided bytes by 255, so nothing is lost."""
+    try:
+        x = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 1, 28, 28)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise _contradiction(file, f"{user}: no rows of 784 numbers ({error})") from error
+    if len(x) and not (x.min() >= 0 and x.max() <= 1):
+        raise _contradiction(file, f"{user}: pixels from {x.min():g} to {x.max():g}")
+    return (x * 255).round().to(torch.uint8)
+
+
+def _characters(file: Path, user: str, rows: list[object]) -> Tensor:
+    """Turn strings of 80 characters into (n, 80) positions in the alphabet."""
+    if wrong := [row for row in rows if not isinstance(row, str) or len(row) != KNOWN["shakespeare"].shape[0]]:
+        raise _contradiction(file, f"{user}: {len(wrong)} examples that are no strings of 80 characters")
+    return torch.tensor([[_place(file, user, c) for c in str(row)] for row in rows], dtype=torch.float32).view(-1, 80)
+
+
+def _label(name: str, file: Path, user: str, label: object) -> int:
+    if name == "shakespeare":
+        return _place(file, user, label)
+    if isinstance(label, int) and 0 <= label < len(KNOWN[name].classes):
+        return label
+    raise DataError("E-DATA-05", f"expected labels 0 to 61 in {file}, found {label!r} of {user}: prepare it again")
+
+
+def _place(file: Path, user: str, character: object) -> int:
+    place = _PLACE.get(character) if isinstance(character, str) else None
+    if place is None:
+        raise DataError(
+            "E-DATA-05", f"expected LEAF's {len(_PLACE)} characters in {file}, found {character!r} of {user}: clean it"
+        )
+    return place

@@ -1,0 +1,81 @@
+"""Reading the public image data sets through torchvision's readers; nothing is ever downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from fl_core.datasets.catalogue import KNOWN
+from fl_core.datasets.partition.by_class import Labels
+from fl_core.datasets.sources.arrays import Half, Whole, nowhere
+from fl_core.errors import DataError
+
+# The file or folder that tells, below the data root or below a folder of the data set's name, that it is there.
+MARKS = {
+    "mnist": "MNIST/raw",
+    "fmnist": "FashionMNIST/raw",
+    "emnist": "EMNIST/raw",
+    "svhn": "train_32x32.mat",
+    "cifar10": "cifar-10-batches-py",
+    "cifar100": "cifar-100-python",
+}
+
+
+class _Published(Protocol):
+    """A torchvision data set: images (N, H, W[, C]) or, for SVHN, (N, C, H, W), and their labels."""
+
+    data: Tensor | ArrayLike
+
+
+def located(name: str, root: Path) -> Path | None:
+    """Find the folder that holds a data set: the root or a folder of its name in it."""
+    return next((folder for folder in (root, root / name) if (folder / MARKS[name]).exists()), None)
+
+
+def read(name: str, root: Path | None) -> Whole:
+    """Read both splits as bytes (N, C, H, W).
+
+    Raises DataError: E-DATA-02 when the data set is not there (with its owner's address), E-DATA-04 when a file is not
+    the published one.
+    """
+    assert root is not None
+    known, folder = KNOWN[name], located(name, root)
+    if folder is None:
+        raise nowhere(name, (root, root / name), known.layout, known.publisher)
+    try:
+        train, test = (_half(name, folder, train) for train in (True, False))
+    except (RuntimeError, OSError, ValueError, KeyError, EOFError) as error:
+        raise DataError(
+            "E-DATA-04",
+            f"{name}: expected the published files ({known.layout}) in {folder}, found: {error}. Unpack the archive of "
+            f"its owner again ({known.publisher})",
+        ) from error
+    return Whole(name, known.classes, train, test, known.how, known.mean, known.std)
+
+
+def _half(name: str, folder: Path, train: bool) -> Half:
+    """Read one split."""
+    from torchvision import datasets as published  # takes seconds to import: only for those who use it
+
+    readers: dict[str, Callable[[], _Published]] = {
+        "mnist": lambda: published.MNIST(folder, train, download=False),
+        "fmnist": lambda: published.FashionMNIST(folder, train, download=False),
+        "emnist": lambda: published.EMNIST(folder, "letters", train=train, download=False),
+        "cifar10": lambda: published.CIFAR10(folder, train, download=False),
+        "cifar100": lambda: published.CIFAR100(folder, train, download=False),
+        "svhn": lambda: published.SVHN(folder, "train" if train else "test", download=False),
+    }
+    found = readers[name]()
+    x = torch.as_tensor(found.data)
+    if x.dim() == 3:
+        x = x.unsqueeze(1)  # (N, 1, H, W)
+    elif name != "svhn":
+        x = x.permute(0, 3, 1, 2)
+    y: Labels = np.asarray(found.labels if name == "svhn" else found.targets, dtype=np.int64)  # type: ignore[attr-defined]
+    return Half(x.contiguous(), y - 1 if name == "emnist" else y)  # EMNIST numbers the letters from 1

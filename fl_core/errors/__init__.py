@@ -1,0 +1,45 @@
+"""Errors grouped by what their reader can do; each has a code that `coordinator explain CODE` knows offline.
+
+A message says what was expected, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+REASON_CHARS = 500
+"""What is kept of an error whose text another side has a hand in."""
+
+
+class FederationError(Exception):
+    """Base of every error that Consilium raises on purpose.
+
+    code: a key of `fl_core.errors.catalogue.EXPLANATIONS`, for instance "E-TLS-03".
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+
+class ConfigError(FederationError, ValueError):
+    """The configuration or the command line asks for something that cannot be: change it."""
+
+
+class DataError(FederationError, ValueError):
+    """The hospital's data is not what its description says: repair the data or the description."""
+
+
+class RefusedError(FederationError):
+    """A peer's identity, a policy or a capability forbids it: ask for the permission, or for something else."""
+
+
+class ProtocolError(FederationError, ValueError):
+    """A message breaks the protocol (shape, order, digest, version): one side must be repaired or upgraded."""
+
+
+class StateError(FederationError):
+    """What lies on disk cannot be used as it is: the message names the file and the way back."""
+
+
+class UnavailableError(FederationError):
+    """The other side does not answer now: nothing is lost, wait or start it."""

@@ -1,0 +1,1 @@
+"""Prototypes, classifier geometry, generators: pieces with state, no algorithm."""

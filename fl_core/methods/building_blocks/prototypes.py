@@ -1,0 +1,63 @@
+"""Class prototypes: class means of features, measured at the silos as offsets from the last known ones.
+
+    offset_k^c = sum_{n in D_k, y_n = c} (z_n - a_c)        a_c: the received prototype, 0 while it is unknown
+    g_c        = a_c + sum_k offset_k^c / sum_k n_k^c       rows without a count keep their value
+
+Offsets give the same mean as plain sums, and stay short once prototypes settle: a bound on their norm, which
+differential privacy needs, then cuts off less.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fl_core.models.split_model import SplitModel
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import ClassSums, Part, State, Tensors, Turn
+
+PART = "prototypes"
+
+
+def features_of(model: nn.Module) -> SplitModel:
+    """Read a model as body, projection and head; a per-example wrapper passes these attributes on."""
+    return model  # type: ignore[return-value]
+
+
+def unknown(n_classes: int, d: int) -> dict[str, Tensor]:
+    """Make the state before round 0: g (C, d) of zeros and known (C,), 1 where a prototype exists."""
+    return {"g": torch.zeros(n_classes, d), "known": torch.zeros(n_classes)}
+
+
+def measure(model: nn.Module, state: Tensors, data: SiloData) -> Part:
+    """Sum z - a per class over the training examples, in eval mode and without augmentation: one joint query.
+
+    Returns Part({"offset": (C, d)}, weight = examples per class (C,)).
+    """
+    model.eval()
+    origin = state["g"]
+
+    def offset(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = features_of(model).features(x)
+        return z - origin.to(z.device)[y]
+
+    sums = data.sum(ClassSums(offset, len(origin)))
+    return Part({"offset": sums["sum"]}, sums["count"])
+
+
+def withheld(state: Tensors) -> Part:
+    """Make the part of a silo that submits no prototypes: zeros of weight 0, no query."""
+    return Part({"offset": torch.zeros_like(state["g"])}, torch.zeros_like(state["known"]))
+
+
+def submitted(model: nn.Module, msg: State, data: SiloData, turn: Turn) -> Part:
+    """Measure prototypes around the received ones; withhold them, or those of single classes, where the silo does."""
+    state = msg[PART]
+    return turn.shown(measure(model, state, data)) if turn.prototypes else withheld(state)
+
+
+def merged(state: Tensors, part: Part) -> dict[str, Tensor]:
+    """Move each prototype by its mean offset; rows of weight 0 stay as they are, known or not."""
+    known = torch.maximum(state["known"], (part.weight > 0).float())
+    return {"g": state["g"] + part.mean()["offset"], "known": known}

@@ -1,0 +1,1 @@
+"""Methods for class-disjoint or label-skewed data."""

@@ -1,0 +1,127 @@
+"""CReFF: FedAvg, and a classifier trained anew at the server on features that it has made up.
+
+Shang, Lu, Huang and Wang, "Federated Learning on Heterogeneous and Long-Tailed Data via Classifier Re-Training with
+Federated Features", IJCAI 2022, Algorithm 1 (gradient_matching.py: gradients g, distance D).
+
+    G_k[c]  = mean of g over the silo's examples of class c          received body and psi, before local training
+    G[c]    = mean over the silos that hold class c, each counted once
+    V       <- V - lr grad sum_c D(mean g(V_c, c), G[c])             `feature_steps` times; V_c: m features of class c
+    psi     <- a fresh linear head, trained on V
+
+The models are averaged as in FedAvg, with heads of their own, from which the silos go on. The global model is the
+averaged body under psi. The released code estimates G_k[c] by ten random batches of the class; here it is their
+expectation, taken over all of its examples in one query. The first psi is the model's initial head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fl_core import rng
+from fl_core.methods.building_blocks import class_vectors as geometry
+from fl_core.methods.building_blocks.gradient_matching import matched, outer_gradient, retrained
+from fl_core.methods.building_blocks.prototypes import features_of
+from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.validation import above, at_least
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Bundle, ClassSums, Federation, Outcome, Part, State, Tensors, Turn
+
+PART, HEAD = "class_gradients", "head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CReFF(FedAvg):
+    """As FedAvg, except that the classifier is trained anew on federated features.
+
+    features: m, per class   feature_steps, feature_lr: gradient matching   epochs, lr, batch: of the classifier; the
+    released code's batch is that of local training. Guarantees: the silos' models are FedAvg's, bit for bit.
+    """
+
+    name: ClassVar[str] = "creff"
+    features: int = 100
+    feature_steps: int = 100
+    feature_lr: float = 0.1
+    epochs: int = 300
+    lr: float = 0.01
+    batch: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 0, "feature_steps", "epochs")
+        at_least(self, 1, "features", "batch")
+        above(self, 0, "feature_lr", "lr")
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Name what goes up, part by part."""
+        return ("delta", PART)
+
+    def init_server(self, model: nn.Module, fed: Federation) -> State:
+        """Start with normally drawn features and the model's own head."""
+        split, seed = features_of(model), geometry.seed_of(model)
+        shape = (fed.n_classes, self.features, split.feature_dim)
+        v = torch.randn(shape, generator=rng.stream(seed, "federated features"))
+        head = {name: value.cpu() for name, value in trees.read(split.head).items()}
+        return {
+            **super().init_server(model, fed),
+            HEAD: head,
+            "features": {"v": v},
+            "seed": {"s": torch.tensor(float(seed))},
+        }
+
+    def broadcast(self, server: State) -> State:
+        """Send the model and the classifier trained anew."""
+        return {"w": server["w"], HEAD: server[HEAD]}
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        """Measure the gradients of the received classifier, then train as FedAvg does."""
+        trees.write(model, msg["w"])
+        gradients = self._gradients(model, msg[HEAD], data)
+        outcome = super().local(model, msg, silo, data, turn)
+        return Outcome({**outcome.bundle, PART: gradients}, outcome.state)
+
+    @staticmethod
+    def _gradients(model: nn.Module, head: Tensors, data: SiloData) -> Part:
+        """Average g per class, in eval mode: Part((C, C, d + 1), weight 1 where the silo holds the class)."""
+        split, device = features_of(model), next(model.parameters()).device
+        there = {name: v.to(device) for name, v in head.items()}
+        model.eval()
+
+        def vectors(x: Tensor, y: Tensor) -> Tensor:
+            with torch.no_grad():
+                return outer_gradient(split.features(x), y, there).flatten(1)
+
+        sums = data.sum(ClassSums(vectors, split.n_classes))
+        held = sums["count"] > 0.5
+        mean = sums["sum"] / sums["count"].clamp(min=1.0).unsqueeze(1)
+        return Part.of({"g": mean.view(len(mean), split.n_classes, -1)}, held.float())
+
+    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+        """Average models; move the features towards the mean gradients and train the classifier anew."""
+        after = super().merge(server, total, fed)
+        known = total[PART].weight > 0
+        if not bool(known.any()):
+            return after
+        target, head = total[PART].mean()["g"], server[HEAD]
+        v = matched(server["features"]["v"], head, target, known, self.feature_steps, self.feature_lr)
+        random = rng.stream(int(server["seed"]["s"]), "round", fed.round, "classifier")
+        psi = retrained(v, "bias" in head, self.epochs, self.lr, self.batch, random)
+        return {**after, HEAD: psi, "features": {"v": v}}
+
+    def global_model(self, model: nn.Module, msg: State) -> nn.Module:
+        """Put the classifier trained anew on the averaged body."""
+        trees.write(model, {**msg["w"], **_under_head(msg[HEAD])})
+        return model
+
+    def exported(self, server: State) -> Tensors:
+        """Export the averaged body and the classifier trained anew."""
+        return {**server["w"], **_under_head(server[HEAD])}
+
+
+def _under_head(head: Tensors) -> dict[str, Tensor]:
+    return {f"head.{name}": v for name, v in head.items()}

@@ -1,0 +1,129 @@
+"""FedCD: fine-grained prototypes, rebalanced and regularised local training, class-level aggregation of the head.
+
+Long, Xue, Chu, Zhang, Wu, Zang and Du, "FedCD: A Classifier Debiased Federated Learning Framework for Non-IID Data",
+ACM MM 2023, equations 1 to 15 (losses: fedcd_loss.py, fine classes: fine_grained.py, head: acla.py, first clusters:
+kmeans.py).
+
+    theta, phi, P^k <- SGD on L                            P^k starts from P^g
+    theta = sum_k p_k theta_k,   phi = ACLA(phi_k)
+    P^g_j = sum_k n^k_j P^k_j / sum_k n^k_j                n^k_j: the silo's examples nearest to fine class j
+
+theta, phi, P^g and sum_k n^k_j go down; theta, phi, P^k and n^k_j go up. A class of which no fine class is known yet is
+clustered by each silo that holds it, on the received model, before it trains: in the first round all of them.
+What the paper leaves open: aggregation by sums, assignment by the nearest P^g anew in every batch, prototypes in every
+batch with their importance scaled to it (others: `importance`). No official code is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fl_core import rng
+from fl_core.methods.building_blocks import class_level_aggregation as acla
+from fl_core.methods.building_blocks import class_vectors as geometry
+from fl_core.methods.building_blocks import fine_grained
+from fl_core.methods.building_blocks.fine_grained import Anchors, FineModel
+from fl_core.methods.building_blocks.kmeans import clusters
+from fl_core.methods.building_blocks.prototypes import PART, features_of
+from fl_core.methods.disjoint.fedcd.losses import Objective, decay
+from fl_core.methods.disjoint.fedcd.options import FedCDOptions
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Bundle, Federation, Outcome, Part, State, Tensors, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedCD(FedCDOptions):
+    """As FedAvg, except that classes are split, prototypes rebalance local training and the head is merged by classes.
+
+    The options: fedcd_options.py. Guarantees: nothing is kept at a silo between rounds.
+    """
+
+    name: ClassVar[str] = "fedcd"
+
+    def shared(self, name: str) -> bool:
+        """Average what makes features, and the head where it has no rule of its own."""
+        return not name.startswith(("head.", "prototypes.")) and (name != acla.HEAD or self.acla == "fedavg")
+
+    def init_server(self, model: nn.Module, fed: Federation) -> State:
+        """Start with an evenly random head, as a linear layer has, and without prototypes."""
+        split = features_of(model)
+        rows, d = fed.n_classes * self.fine, split.feature_dim
+        head = torch.rand(rows, d, generator=rng.stream(geometry.seed_of(model), "fine head"))
+        w = trees.only(trees.read(FineModel(split, self.fine, self.aggregation)), lambda name: name != acla.HEAD)
+        return {"w": {**w, acla.HEAD: (2 * head - 1) / d**0.5}, PART: fine_grained.unknown(rows, d)}
+
+    def broadcast(self, server: State) -> State:
+        """Send the model, the prototypes and what they stand for."""
+        return dict(server)
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        """Find the silo's anchors, train everything at once, count again and send."""
+        anchors = self._anchors(self._received(model, msg), msg[PART], data, turn)
+        net = self._received(model, msg, anchors.points)
+        objective = self._objective(msg, anchors, data, turn)
+        penalty = objective.penalty if objective.n and bool(objective.count.any()) else None
+        data.sgd(net, objective.loss, penalty=penalty, only=lambda name: self.hpc or name != "prototypes.weight")
+        sums, counts = fine_grained.census(net, anchors, data, self.fine)
+        trained = {name: v.cpu() for name, v in trees.read(net).items()}
+        moved = trees.sub(trees.only(trained, msg["w"].__contains__), msg["w"])
+        points = trained["prototypes.weight"] if self.hpc else sums / counts.clamp(min=1.0).unsqueeze(1)
+        weight = counts if turn.prototypes else torch.zeros_like(counts)
+        bundle = {
+            "delta": Part.of(trees.only(moved, self.shared), self.weight(data)),
+            PART: turn.shown(Part.of({"p": points - msg[PART]["p"]}, weight)),
+        }
+        if self.acla != "fedavg":
+            known = Anchors(msg[PART]["p"], msg[PART]["known"] > 0)
+            bundle[acla.PART] = acla.outgoing(self.acla, moved[acla.HEAD], trained[acla.HEAD], known, counts)
+        return Outcome(bundle, silo)
+
+    def merge(self, server: State, total: Bundle, fed: Federation) -> State:  # noqa: ARG002
+        """Average features by examples, prototypes by their counts, the head by its rule."""
+        w, after = server["w"], fine_grained.merged(server[PART], total[PART], self.fine)
+        w = {**w, **trees.add(trees.only(w, self.shared), total["delta"].mean())}
+        if self.acla != "fedavg":
+            w[acla.HEAD] = acla.merged(self.acla, w[acla.HEAD], total[acla.PART], after["p"], after["known"])
+        return {**server, "w": w, PART: after}
+
+    def global_model(self, model: nn.Module, msg: State) -> nn.Module:
+        """Classify with the fine head."""
+        return self._received(model, msg)
+
+    def _received(self, model: nn.Module, msg: State, points: Tensor | None = None) -> FineModel:
+        net = FineModel(features_of(model), self.fine, self.aggregation, points)
+        trees.write(net, msg["w"])
+        return net
+
+    def _anchors(self, net: FineModel, state: Tensors, data: SiloData, turn: Turn) -> Anchors:
+        """Take the known prototypes; cluster the silo's classes that have none."""
+        known = state["known"] > 0
+        of_class = fine_grained.by_class(known, self.fine).any(1)
+        new = (data.class_counts().cpu() > 0) & ~of_class
+        if not bool(new.any()):
+            return Anchors(state["p"], known)
+        net.eval()
+        draw = rng.stream(turn.seed, "round", turn.fed.round, "silo", turn.silo, "clusters")
+        found, _ = clusters(
+            torch.no_grad()(net.features), data, net.n_classes, self.fine, draw, self.restarts, self.steps
+        )
+        rows = new.repeat_interleave(self.fine)
+        return Anchors(torch.where(rows.unsqueeze(1), found.flatten(0, 1), state["p"]), known | rows)
+
+    def _objective(self, msg: State, anchors: Anchors, data: SiloData, turn: Turn) -> Objective:
+        state = msg[PART]
+        mu = decay(turn.fed.round, turn.fed.rounds, zero_based=self.zero_based) if self.hpc else 1.0
+        n = 0.0 if self.importance in ("unscaled", "shuffle") else data.size()
+        count = state["count"] * state["known"] * float(self.importance != "none")
+        drawn = self._shuffled(count, data, turn) if self.importance == "shuffle" else None
+        return Objective(self, mu, msg["w"][acla.HEAD], anchors, state["p"], count, n, drawn)
+
+    def _shuffled(self, count: Tensor, data: SiloData, turn: Turn) -> Callable[[int], Tensor]:
+        """Draw which prototypes join a batch: each one batch of an epoch on average."""
+        draw = rng.stream(turn.seed, "round", turn.fed.round, "silo", turn.silo, "prototypes")
+        return lambda batch: count * (torch.rand(len(count), generator=draw) < batch / data.size())

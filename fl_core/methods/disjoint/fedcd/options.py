@@ -1,0 +1,80 @@
+"""What FedCD can be set to (fedcd.py), and what follows from it for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fl_core.errors import ConfigError
+from fl_core.methods.building_blocks import class_level_aggregation as acla
+from fl_core.methods.building_blocks import fine_grained
+from fl_core.methods.building_blocks.prototypes import PART
+from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.validation import above, at_least, one_of
+from fl_core.types.values import Capability, Coupling
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedCDOptions(FedAvg):
+    """Hyper-parameters of FedCD, checked.
+
+    fine: M   lam, gamma: weights of gid and bpr   alpha: weight of the own class's other prototypes   tau: temperature
+    xi: weight of the other classes in distillation   aggregation: "sum", "mean" or "prob"   distill: "dkd" or "kd"
+    acla: "server", "stale", "counts" or "fedavg"   hpc: False takes mean features as prototypes, and mu_t = 1
+    importance: how prototypes join a batch: "scaled" to it, "unscaled", "shuffle" (as items of the silo's data) or
+    "none" (not at all)   zero_based: mu of the first round is 1   restarts, steps: k-means
+    """
+
+    fine: int = 3
+    lam: float = 0.1
+    gamma: float = 0.1
+    alpha: float = 0.1
+    tau: float = 1.0
+    xi: float = 0.5
+    aggregation: str = "sum"
+    distill: str = "dkd"
+    acla: str = "server"
+    hpc: bool = True
+    importance: str = "scaled"
+    zero_based: bool = False
+    restarts: int = 10
+    steps: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "fine", "restarts", "steps")
+        at_least(self, 0, "lam", "gamma", "alpha", "xi")
+        above(self, 0, "tau")
+        if self.alpha >= 0.5:
+            raise ConfigError("E-CFG-02", f"fedcd.alpha: expected a weight below 0.5, found {self.alpha}")
+        if self.acla == "two_phase":
+            raise ConfigError(
+                "E-CFG-02", "fedcd.acla: two_phase needs two exchanges in a round, and a round has one: expected "
+                "server (the same rule, made by the server) or stale (under secure aggregation)",
+            )  # fmt: skip
+        one_of(self, "acla", acla.MODES)
+        one_of(self, "aggregation", tuple(fine_grained.AGGREGATIONS))
+        one_of(self, "distill", ("dkd", "kd"))
+        one_of(self, "importance", ("scaled", "unscaled", "shuffle", "none"))
+
+    @property
+    def apart(self) -> frozenset[str]:
+        """Let the server see each head where it weighs them."""
+        return frozenset({acla.PART}) if self.acla == "server" else frozenset()
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        """Lack privacy of records, and with the published rule also sums that hide silos."""
+        each = {Capability.SECURE_AGGREGATION: "set method.acla=stale, which needs sums alone"} if self.apart else {}
+        remedy = "it clusters features by many queries and counts examples exactly: take fednh, fedproc or fedmr"
+        return {**each, Capability.DIFFERENTIAL_PRIVACY: remedy}
+
+    @property
+    def coupling(self) -> Coupling:
+        """Say that bpr mixes a batch, and so do importances that ignore its size."""
+        return Coupling.BATCH if self.gamma or self.importance in ("unscaled", "shuffle") else Coupling.EXAMPLE
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Name what goes up, part by part."""
+        return ("delta", PART) if self.acla == "fedavg" else ("delta", acla.PART, PART)

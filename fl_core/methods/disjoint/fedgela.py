@@ -1,0 +1,150 @@
+"""FedGELA: a globally fixed ETF classifier, locally adapted.
+
+Fan, Zhang, Yao, Han, Zhang and Wang, "Federated Learning with Bilateral Curation for Partially Class-Disjoint Data",
+NeurIPS 2023, equations 4 and 5 and Algorithm 1 (the frame: geometry.py).
+
+    W      = sqrt(E_W) M, M^T M = C/(C-1) (I - 11^T/C)     drawn once, the same everywhere, never trained
+    phi_k  = C n_k^c / n_k                                 per class, from the silo's training labels
+    min_w  CE(h^T W diag(phi_k)), h = f(x) / ||f(x)||      the features alone are trained, and averaged as in FedAvg
+
+A missing class has logit 0 at its silo and stays in the softmax. sum_k p_k phi_k = 1 where the silos together hold
+balanced classes: the adapted classifiers then average to W. The frame travels as a seed and its two dimensions.
+
+The paper takes sqrt(E_W) from 100 to 1000, its code multiplies BatchNorm features by 1e5; small networks train best
+with 30, and without BatchNorm with 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fl_core.methods.building_blocks import class_vectors as geometry
+from fl_core.methods.building_blocks.fixed_classifier import CLASSIFIER, SCALE, Adapted, FixedHead, adaptation
+from fl_core.methods.building_blocks.prototypes import features_of
+from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.validation import above, one_of
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Federation, Losses, LossFn, Outcome, State, Tensors, Turn
+
+FRAME = "etf"
+NORM = "norm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedGELA(FedAvg):
+    """As FedAvg, except that features are trained towards a fixed frame, weighed by what the silo holds.
+
+    etf: False trains and averages the model's own head ("LA")   adapt: False takes phi_k = 1 ("FedGE")
+    logit_scale: sqrt(E_W)   feature_norm: "l2" (length 1) or "batch" (BatchNorm over each feature, as the code)
+    mask_missing: personal models never choose a class that their silo lacks.
+
+    Guarantees: neither frame nor phi_k is sent by a silo; without etf and adapt it is FedAvg bit for bit.
+    """
+
+    name: ClassVar[str] = "fedgela"
+    has_personal_model: ClassVar[bool] = True
+    etf: bool = True
+    adapt: bool = True
+    logit_scale: float = 30.0
+    feature_norm: str = "l2"
+    mask_missing: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        above(self, 0, "logit_scale")
+        one_of(self, "feature_norm", ("l2", "batch"))
+
+    @property
+    def private_form(self) -> Mapping[str, str | int]:
+        """Bring each feature vector to length 1 by itself: BatchNorm mixes a batch."""
+        return {"feature_norm": "l2"} if self._batch_norm else {}
+
+    def shared(self, name: str) -> bool:
+        """Keep the classifier off the wire: the model's own head is not used, the frame is known."""
+        return not self.etf or not name.startswith(("head.", CLASSIFIER, SCALE))
+
+    def init_server(self, model: nn.Module, fed: Federation) -> State:
+        """Draw the frame's seed from the initial weights; float32 holds its 24 bits exactly."""
+        if not self.etf:
+            return super().init_server(model, fed)
+        frame = {
+            "seed": torch.tensor([float(geometry.seed_of(model))]),
+            "shape": torch.tensor([float(fed.n_classes), float(features_of(model).feature_dim)]),
+        }
+        return {"w": trees.only(trees.read(self._net(model, frame)), self.shared), FRAME: frame}
+
+    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+        """Keep the trained feature norm for the personal model; the one named "l2" has nothing to keep."""
+        return {NORM: trees.read(nn.BatchNorm1d(features_of(model).feature_dim))} if self._batch_norm else {}
+
+    def broadcast(self, server: State) -> State:
+        """Send the features' weights and the frame's seed."""
+        return dict(server)
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        """Train the features under the adapted frame."""
+        net = self._received(model, msg)
+        data.sgd(net, self.objective(net, msg, data, turn), only=self.shared)
+        trained = trees.read(net)
+        kept = {NORM: {name: trained[f"{NORM}.{name}"].cpu() for name in silo[NORM]}} if self._batch_norm else silo
+        return Outcome({"delta": self.delta(net, msg, data)}, kept)
+
+    def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:
+        """Make the cross entropy of the adapted logits."""
+        if not self.adapt:
+            return super().objective(model, msg, data, turn)
+        phi = adaptation(data.class_counts())
+
+        def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+            logits = model(x)
+            return Losses(cross_entropy(logits * phi.to(logits), y, reduction="none"))
+
+        return loss
+
+    def global_model(self, model: nn.Module, msg: State) -> nn.Module:
+        """Classify with the plain frame, or the averaged head."""
+        return self._received(model, msg)
+
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:  # noqa: ARG002
+        """Classify with the adapted frame, on the silo's own features."""
+        net = self._net(model, msg[FRAME]) if self.etf else model
+        if self._batch_norm:
+            trees.write(net, {f"{NORM}.{name}": v for name, v in silo[NORM].items()})
+        counts = data.class_counts()
+        phi = adaptation(counts) if self.adapt else torch.ones_like(counts)
+        return Adapted(net, phi, counts <= 0 if self.mask_missing else None)
+
+    def exported(self, server: State) -> Tensors:
+        """Export the frame and its scale beside the features' weights."""
+        if not self.etf:
+            return super().exported(server)
+        return {**server["w"], CLASSIFIER: frame_of(server[FRAME]).float(), SCALE: torch.tensor([self.logit_scale])}
+
+    @property
+    def _batch_norm(self) -> bool:
+        return self.etf and self.feature_norm == "batch"
+
+    def _net(self, model: nn.Module, frame: Tensors) -> FixedHead:
+        split = features_of(model)
+        norm = nn.BatchNorm1d(split.feature_dim) if self._batch_norm else None
+        # Of the model's own shape: with a class less, only a silo that has a record of that class would fail.
+        rows = geometry.etf(split.n_classes, split.feature_dim, int(frame["seed"]))
+        return FixedHead(split, rows, self.logit_scale, norm=norm)
+
+    def _received(self, model: nn.Module, msg: State) -> nn.Module:
+        net = self._net(model, msg[FRAME]) if self.etf else model
+        trees.write(net, msg["w"])
+        return net
+
+
+def frame_of(frame: Tensors) -> Tensor:
+    """Make the frame (C, d) again from what travels: its seed and its dimensions."""
+    n_classes, d = (int(v) for v in frame["shape"])
+    return geometry.etf(n_classes, d, int(frame["seed"]))

@@ -1,0 +1,142 @@
+"""FedNH: a uniform, non-parametric head.
+
+Dai, Chen, Li, Heinecke, Sun and Xu, "Tackling Data Heterogeneity in Federated Learning with Class Prototypes",
+AAAI 2023, equations 1 to 4 and Algorithm 1 (first prototypes: geometry.py).
+
+    W^0   = unit rows whose smallest distance is as large as can be                          (1)
+    min   CE(s W^t h), h = f(x) / ||f(x)||        over f and s; W^t stays                    (2)
+    mu_k^c = sum_{y_n = c} h_n / ||.||            with the trained model, in eval mode       (3)
+    a_c   = sum_k n_k^c mu_k^c / ||.||
+    w_c   = rho w_c + (1 - rho) a_c, / ||.||      classes nobody reported keep theirs        (4)
+
+f and s are averaged uniformly. The text takes s as a constant, its appendix and the released code train it from 1 (CNN)
+or 20 (ResNet). Clients' means, their average and w_c are each brought to length 1, as in the code, which starts from
+orthogonal rows (`init`). Where the model's features end in a ReLU, as in the paper, no entry of h is below 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from fl_core.errors import ConfigError
+from fl_core.methods.building_blocks import class_vectors as geometry
+from fl_core.methods.building_blocks.fixed_classifier import CLASSIFIER, EPS, SCALE, FixedHead
+from fl_core.methods.building_blocks.prototypes import PART, features_of
+from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.validation import above, at_least, one_of
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Bundle, ClassSums, Federation, Outcome, Part, State, Tensors, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedNH(FedAvg):
+    """As FedAvg, except that the head is made of class prototypes, which move by the features' means.
+
+    rho: how much of a prototype is kept, in [0, 1]   scale: s at the start   fix_scaling: a constant s instead of a
+    trained one, 30 in the paper; 0: trained   init: "uniform" or "orthogonal" (needs as many features as classes)
+
+    Guarantees: prototypes do not change in local training, and have length 1 after every round.
+    """
+
+    name: ClassVar[str] = "fednh"
+    has_personal_model: ClassVar[bool] = True
+    weights: str = "uniform"
+    rho: float = 0.9
+    scale: float = 1.0
+    fix_scaling: float = 0.0
+    init: str = "uniform"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 0, "rho", "fix_scaling")
+        above(self, 0, "scale")
+        one_of(self, "init", ("uniform", "orthogonal"))
+        if self.rho > 1:
+            raise ConfigError("E-CFG-02", f"fednh.rho: expected a share of at most 1, found {self.rho}")
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Name what goes up, part by part."""
+        return ("delta", PART)
+
+    def shared(self, name: str) -> bool:
+        """Average features and the trained scale; prototypes have a part of their own."""
+        return not name.startswith(("head.", CLASSIFIER, *([SCALE] if self.fix_scaling else [])))
+
+    def init_server(self, model: nn.Module, fed: Federation) -> State:
+        """Place the prototypes, by a seed drawn from the initial weights."""
+        place = geometry.uniform if self.init == "uniform" else geometry.orthogonal
+        rows = place(fed.n_classes, features_of(model).feature_dim, geometry.seed_of(model)).float()
+        return {"w": trees.only(trees.read(self._net(model, rows)), self.shared), PART: {"w": rows}}
+
+    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+        """Keep the trained scale, which no tensor of the model holds, for the personal model."""
+        return {"scale": {SCALE: torch.full((1,), self.fix_scaling or self.scale)}}
+
+    def broadcast(self, server: State) -> State:
+        """Send features, scale and prototypes."""
+        return dict(server)
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:  # noqa: ARG002
+        """Train features and scale under fixed prototypes, then measure the classes' mean directions."""
+        net = self._received(model, msg)
+        data.sgd(net, self.loss, only=self.shared)
+        bundle = {"delta": self.delta(net, msg, data), PART: self._directions(net, msg, data, turn)}
+        return Outcome(bundle, {"scale": {SCALE: net.scale.factor.detach().clone().cpu()}})
+
+    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+        """Average models, and turn each reported prototype towards the silos' mean direction."""
+        w, part = server[PART]["w"], total[PART]
+        return {**super().merge(server, total, fed), PART: {"w": turned(w, part, self.rho)}}
+
+    def global_model(self, model: nn.Module, msg: State) -> nn.Module:
+        """Classify with the prototypes."""
+        return self._received(model, msg)
+
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:  # noqa: ARG002
+        """Classify with the received prototypes on the silo's own features, with its own scale."""
+        net = self._net(model, msg[PART]["w"])
+        trees.write(net, silo["scale"])
+        return net
+
+    def exported(self, server: State) -> Tensors:
+        """Export the prototypes, and a constant scale, beside what is averaged."""
+        constant = {SCALE: torch.tensor([self.fix_scaling])} if self.fix_scaling else {}
+        return {**server["w"], **constant, CLASSIFIER: server[PART]["w"]}
+
+    def _net(self, model: nn.Module, rows: Tensor) -> FixedHead:
+        return FixedHead(features_of(model), rows, self.fix_scaling or self.scale, trained=not self.fix_scaling)
+
+    def _received(self, model: nn.Module, msg: State) -> FixedHead:
+        net = self._net(model, msg[PART]["w"])
+        trees.write(net, msg["w"])
+        return net
+
+    @staticmethod
+    def _directions(net: FixedHead, msg: State, data: SiloData, turn: Turn) -> Part:
+        """Return Part(n_k^c mu_k^c (C, d), n_k^c (C,)); zeros where this silo submits no prototypes."""
+        rows = msg[PART]["w"]
+        if not turn.prototypes:
+            return Part({"w": torch.zeros_like(rows)}, torch.zeros(len(rows)))
+        net.eval()
+
+        def unit(x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001
+            with torch.no_grad():
+                return net.features(x)
+
+        sums = data.sum(ClassSums(unit, len(rows)), bound=1.0)
+        return turn.shown(Part.of({"w": normalize(sums["sum"], dim=1, eps=EPS)}, sums["count"].clamp(min=0.0)))
+
+
+def turned(w: Tensor, part: Part, rho: float) -> Tensor:
+    """Return the prototypes (C, d) after a round; rows of weight 0, or that cancel out, keep their bytes."""
+    a = normalize(part.total["w"].double(), dim=1, eps=EPS)  # the weights cancel: a mean has its sum's direction
+    moved = rho * w.double() + (1.0 - rho) * a
+    turns = (part.weight > 0) & (moved.norm(dim=1) > EPS)
+    return torch.where(turns.unsqueeze(1), normalize(moved, dim=1, eps=EPS).float(), w)

@@ -1,0 +1,41 @@
+"""FedRS: FedAvg with a restricted softmax.
+
+Li and Zhan, "FedRS: Federated Learning with Restricted Softmax for Label Distribution Non-IID Data", KDD 2021
+(the loss: restricted.py). Silos weigh the same by default, as in MAP's comparison; the authors' code weighs by samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.losses import restricted_softmax as restricted
+from fl_core.methods.validation import one_of, within
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import LossFn, State, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedRS(FedAvg):
+    """As FedAvg, except that logits of classes missing at a silo are scaled down in its training.
+
+    alpha: their scale, 0 to 1; at 0 their rows of the head get no gradient   rs: "hard" or "soft"
+    Guarantees: alpha = 1 is FedAvg (of the same weights) bit for bit, and so is a silo that holds all classes.
+    """
+
+    name: ClassVar[str] = "fedrs"
+    weights: str = "uniform"
+    alpha: float = 0.5
+    rs: str = "hard"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, 0, 1, "alpha")
+        one_of(self, "rs", restricted.FORMS)
+
+    def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:  # noqa: ARG002
+        """Make the loss from the silo's class counts."""
+        return restricted.restricted_loss(data.class_counts(), self.alpha, self.rs)

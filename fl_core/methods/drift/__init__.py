@@ -1,0 +1,1 @@
+"""Methods against client drift."""

@@ -1,0 +1,82 @@
+"""What the methods against client drift share: effective steps, the census of the silos' sizes, means over all silos.
+
+A mean over all N silos, pi_k = n_k / sum_j n_j, needs the size of silos that are not in the round. It is learnt by sums
+alone: with the first update that is included a silo sends its n_k, later 0, and
+
+    census = (sum of n_k, number of silos) over the silos met so far,    mean size = their quotient
+
+stands for the silos not met yet. Once all were met it is exact; with equal sizes it is so from the first round on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from fl_core.errors import DataError
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Part, Tensors
+
+CENSUS = "census"
+SIZE = "size"
+SGD_ONLY = "set train.optimizer=sgd, whose steps have a known length (with momentum or without)"
+
+
+def reach(data: SiloData, steps: int, mu: float = 0.0) -> float:
+    """Return A_k of the steps taken, > 0; raises DataError (E-DATA-08) where no step was taken."""
+    if steps < 1:
+        raise DataError("E-DATA-08", "expected at least one training step at this silo, found none: too few examples")
+    return data.effective_steps(steps, mu)
+
+
+def split(values: Tensors, names: Collection[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Part the tensors named from the others: trained parameters from buffers."""
+    named = {name: v for name, v in values.items() if name in names}
+    return named, {name: v for name, v in values.items() if name not in names}
+
+
+def unmet() -> dict[str, Tensor]:
+    """Make the census before round 0."""
+    return {"n": torch.zeros(1), "silos": torch.zeros(1)}
+
+
+def sized(n: float = 0.0) -> dict[str, Tensor]:
+    """Make the size in a silo's state: 0 before its first included update."""
+    return {"n": torch.tensor([n])}
+
+
+def size_of(size: Tensors, weight: float) -> float:
+    """Return what a silo counts in means over all silos: fixed by its first included update."""
+    return float(size["n"]) or weight
+
+
+def entry(size: Tensors, n: float) -> Part:
+    """Make a silo's line in the census: n the first time, nothing of weight 0 later."""
+    return Part.of({"n": torch.tensor([n])}, 0.0 if float(size["n"]) else 1.0)
+
+
+def counted(census: Tensors, part: Part) -> dict[str, Tensor]:
+    """Add the silos met for the first time."""
+    return {
+        "n": (census["n"].double() + part.total["n"]).float(),
+        "silos": (census["silos"].double() + part.weight).float(),
+    }
+
+
+def mean_size(census: Tensors) -> float:
+    """Return the mean size of the silos met so far, 0 before the first."""
+    silos = float(census["silos"])
+    return float(census["n"]) / silos if silos else 0.0
+
+
+def moved_mean(mean: Tensors, part: Part, before: Tensors, after: Tensors, n_silos: int) -> dict[str, Tensor]:
+    """Move sum_k n_k v_k / sum_k n_k over all N silos by the round's sum_k n_k (v_k+ - v_k), in float64.
+
+    before, after: the census; a better known total rescales the mean, so that mean x total stays the exact sum.
+    """
+    old, new = n_silos * mean_size(before), n_silos * mean_size(after)
+    if not new:
+        return dict(mean)
+    return {name: ((v.double() * old + part.total[name]) / new).to(v.dtype) for name, v in mean.items()}

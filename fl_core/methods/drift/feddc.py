@@ -1,0 +1,100 @@
+"""FedDC: FedDyn's drift with SCAFFOLD's control variates.
+
+Gao, Fu, Li, Chen, Xu and Xu, "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction",
+CVPR 2022, equations 4 to 8, with h_k = m_k of feddyn.py:
+
+    CE(w) + alpha_k/2 ||w + h_k - w^t||^2 + <w, c/omega_k - c_k>
+    control="code":  c_k+ = c_k - c/omega_k - (w_k - w^t) / (eta A_k)     as released: SCAFFOLD's option II
+    control="paper": c_k+ =                 - (w_k - w^t) / (eta A_k)     as printed: the round's own mean step
+    control="none":  c_k = c = 0, which is FedDyn
+    c <- c + sum_k omega_k (c_k+ - c_k) / N                so c is the mean of omega_k c_k over all N silos
+
+The two readings part from the third round on; both reach the optimum. eta is the learning rate of this round and A_k
+how far the silo's own steps reach (the released code takes the undecayed rate and the average silo's steps). Model,
+drift and the choice of the reported model are FedDyn's; at full participation its w is the paper's mean of w_k + h_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from fl_core.methods.drift import common as drift
+from fl_core.methods.drift.feddyn import FedDyn
+from fl_core.methods.validation import one_of
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Bundle, Capability, Federation, Outcome, Part, State, Turn
+
+CONTROLS = ("code", "paper", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedDC(FedDyn):
+    """As FedDyn, except that each local step is corrected by c/omega_k - c_k.
+
+    control: "code" (default), "paper" or "none". Guarantees: "none" is FedDyn bit for bit.
+    """
+
+    name: ClassVar[str] = "feddc"
+    control: str = "code"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self, "control", CONTROLS)
+
+    @property
+    def controlled(self) -> bool:
+        """Tell whether there are control variates."""
+        return self.control != "none"
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        """Lack steps of a known length with an adaptive optimizer, where variates need it."""
+        remedy = f"{drift.SGD_ONLY}, or method.control=none"
+        return {Capability.ADAPTIVE_OPTIMIZER: remedy} if self.controlled else {}
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Name what goes up, part by part."""
+        return (*super().sends, "control") if self.controlled else super().sends
+
+    def init_server(self, model: nn.Module, fed: Federation) -> State:
+        """Start with c = 0."""
+        start = super().init_server(model, fed)
+        return {**start, "c": self.none(model)} if self.controlled else start
+
+    def init_silo(self, model: nn.Module, fed: Federation) -> State:
+        """Start with c_k = 0."""
+        start = super().init_silo(model, fed)
+        return {**start, "c": self.none(model)} if self.controlled else start
+
+    def broadcast(self, server: State) -> State:
+        """Send c beside what FedDyn sends."""
+        msg = super().broadcast(server)
+        return {**msg, "c": server["c"]} if self.controlled else msg
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        """Train with corrected steps; send the weighed change of c_k beside what FedDyn sends."""
+        if not self.controlled:
+            return super().local(model, msg, silo, data, turn)
+        c, own = trees.scale(msg["c"], 1 / self.omega(msg, silo, data)), silo["c"]
+        outcome, moved, steps = self.descend(model, msg, silo, data, turn, shift=trees.sub(c, own))
+        length = data.lr * drift.reach(data, steps)
+        left = c if self.control == "code" else own
+        change = {name: -v - moved[name] / length for name, v in left.items()}
+        n = drift.size_of(silo[drift.SIZE], self.weight(data))
+        return Outcome(
+            {**outcome.bundle, "control": Part.of(change, n)}, {**outcome.state, "c": trees.add(own, change)}
+        )
+
+    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+        """Move c by the silos' share in all N beside what FedDyn moves."""
+        after = super().merge(server, total, fed)
+        if not self.controlled:
+            return after
+        census = server[drift.CENSUS], after[drift.CENSUS]
+        return {**after, "c": drift.moved_mean(server["c"], total["control"], *census, fed.n_silos)}

@@ -1,0 +1,130 @@
+"""FedDyn: a regulariser that follows the rounds, so that silo optima meet the global one.
+
+Acar, Zhao, Matas Navarro, Mattina, Whatmough and Saligrama, "Federated Learning Based on Dynamic Regularization",
+ICLR 2021, Algorithm 1, in the form of drifts m_k = -g_k / alpha_k (g_k: the paper's linear term):
+
+    w_k     = argmin CE(w) + alpha_k/2 ||w - (w^t - m_k)||^2     alpha_k = alpha / omega_k, omega_k = n_k / mean size
+    m_k+    = m_k + (w_k - w^t)          kept when the round's close names the silo, else discarded
+    m      <- m + sum_k (w_k - w^t) / N                          so m is the mean of m_k over all N silos
+    a       = w^t + sum_k (w_k - w^t) / |R|,   w^{t+1} = a + m   R: the silos whose update arrived
+
+The sums are uniform: sizes enter by alpha_k (omega_k = 1 while no silo is met, and with weights="uniform"; drift.py).
+Two models come out of a round: the cloud's w, where the next round starts, and the average a, which has the lower loss
+until both meet, and alone fits the averaged buffers of BatchNorm. The paper plots averages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from fl_core.methods.drift import common as drift
+from fl_core.methods.prototype_aided import PrototypeAided
+from fl_core.methods.validation import above, one_of
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Bundle, Federation, Outcome, Part, PenaltyFn, State, Tensors, Turn
+
+REPORTS = ("average", "cloud")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedDyn(PrototypeAided):
+    """Dynamic regularisation.
+
+    alpha: strength, > 0; the authors' grid is 0.1, 0.01, 0.001
+    report: which model is evaluated and exported. "average" sends m down beside it, so that silos can start from the
+        cloud's; "cloud" sends one model, as much as FedAvg.
+    Guarantees: both train alike; m is the mean of all silos' m_k, whatever updates were lost.
+    """
+
+    name: ClassVar[str] = "feddyn"
+    mirrored: ClassVar[bool] = True
+    alpha: float = 0.01
+    report: str = "average"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        above(self, 0, "alpha")
+        one_of(self, "report", REPORTS)
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Name what goes up, part by part."""
+        return (*super().sends, "buffers", drift.CENSUS)
+
+    def none(self, model: nn.Module) -> dict[str, Tensor]:
+        """Make zeros for the parameters that drift: trained ones that travel."""
+        return trees.zeros(trees.only(trees.trainable(model), self.shared))
+
+    def init_server(self, model: nn.Module, fed: Federation) -> State:
+        """Start without drift and with no silo met."""
+        return {**super().init_server(model, fed), "m": self.none(model), drift.CENSUS: drift.unmet()}
+
+    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+        """Start without drift."""
+        return {"m": self.none(model), drift.SIZE: drift.sized()}
+
+    def broadcast(self, server: State) -> State:
+        """Send the reported model, what leads from there to the cloud's, and the census."""
+        msg = {**super().broadcast(server), drift.CENSUS: server[drift.CENSUS]}
+        return {**msg, "m": server["m"]} if self.report == "average" else msg
+
+    @staticmethod
+    def start(msg: State) -> dict[str, Tensor]:
+        """Return the cloud model, with the buffers of the average."""
+        lead = msg.get("m", {})
+        return {name: v + lead[name] if name in lead else v for name, v in msg["w"].items()}
+
+    def omega(self, msg: State, silo: State, data: SiloData) -> float:
+        """Return this silo's size over the mean size, 1 while no silo is met."""
+        mean = drift.mean_size(msg[drift.CENSUS])
+        return drift.size_of(silo[drift.SIZE], self.weight(data)) / mean if mean else 1.0
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        """Train around w^t - m_k; send the plain difference and the weighed difference of buffers."""
+        return self.descend(model, msg, silo, data, turn)[0]
+
+    def descend(
+        self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn, shift: Tensors | None = None
+    ) -> tuple[Outcome, dict[str, Tensor], int]:
+        """Do the silo's half with a shift of the gradient; return it with w_k - w^t and the steps taken."""
+        start = self.start(msg)
+        trees.write(model, start)
+        loss, pulled = (
+            self.objective(model, msg, data, turn),
+            pull(model, silo["m"], self.alpha / self.omega(msg, silo, data)),
+        )
+        steps = data.sgd(model, loss, penalty=pulled, shift=shift)
+        moved, buffers = drift.split(self.moved(model, {"w": start}), silo["m"])
+        n = drift.size_of(silo[drift.SIZE], self.weight(data))
+        bundle = {
+            "delta": Part.of(moved),
+            "buffers": Part.of(buffers, self.weight(data)),
+            drift.CENSUS: drift.entry(silo[drift.SIZE], n),
+            **self.extras(model, msg, data, turn),
+        }
+        return Outcome(bundle, {"m": trees.add(silo["m"], moved), drift.SIZE: drift.sized(n)}), moved, steps
+
+    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+        """Move drift and model by the round's differences; nothing moves in an empty round."""
+        if not (arrived := float(total["delta"].weight)) > 0:
+            return server
+        mean = dict(total["delta"].mean())  # read once: it is used three times
+        m = trees.add(server["m"], mean, arrived / fed.n_silos)
+        step = {**trees.add(mean, server["m"] if self.report == "average" else m), **total["buffers"].mean()}
+        after = super().merge(server, {**total, "delta": Part.of(step)}, fed)
+        return {**after, "m": m, drift.CENSUS: drift.counted(server[drift.CENSUS], total[drift.CENSUS])}
+
+
+def pull(model: nn.Module, m: Tensors, alpha: float) -> PenaltyFn:
+    """Make alpha/2 ||w - (w^t - m)||^2, w^t being the parameters that `model` has now."""
+    anchor = {name: p - m[name].to(p.device) for name, p in trees.trainable(model).items() if name in m}
+
+    def penalty(current: nn.Module) -> Tensor:
+        near = {name: p for name, p in current.named_parameters() if name in anchor}
+        return 0.5 * alpha * trees.sq_dist(near, anchor)
+
+    return penalty

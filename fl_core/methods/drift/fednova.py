@@ -1,0 +1,99 @@
+"""FedNova: differences are divided by how far the silo's steps reach before they are averaged.
+
+Wang, Liu, Liang, Joshi and Poor, "Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+Optimization", NeurIPS 2020, equations 5 to 9.
+
+    d_k     = (w_k - w^t) / A_k                     A_k: the scalar run of the silo's optimizer, mu's pull included
+    tau     = sum_k n_k A_k / sum_k n_k             or of the plain step counts K_k (tau="steps")
+    w^{t+1} = w^t + tau sum_k n_k d_k / sum_k n_k   over the silos whose update arrived
+
+A product of two means, so a sum over silos is enough and hides each silo's number of steps. Buffers are averaged as
+they are. With server momentum g the update u becomes v <- g v + u, w <- w + v (buffers excluded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from fl_core.errors import ConfigError
+from fl_core.methods.drift import common as drift
+from fl_core.methods.drift.fedprox import proximal
+from fl_core.methods.prototype_aided import PrototypeAided
+from fl_core.methods.validation import at_least, one_of
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Bundle, Capability, Federation, Outcome, Part, State, Turn
+
+TAUS = ("effective", "steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedNova(PrototypeAided):
+    """As FedAvg, except that silos with more steps do not pull harder.
+
+    mu: strength of FedProx's pull in local training (0: none)   tau: "effective" or "steps"
+    server_momentum: in [0, 1). Guarantees: with equal A_k and without server momentum it is FedAvg (mu = 0) or FedProx,
+    within rounding.
+    """
+
+    name: ClassVar[str] = "fednova"
+    mu: float = 0.0
+    tau: str = "effective"
+    server_momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self, "tau", TAUS)
+        at_least(self, 0, "mu", "server_momentum")
+        if self.server_momentum >= 1:
+            raise ConfigError(
+                "E-CFG-02", f"fednova.server_momentum: expected server_momentum < 1, found {self.server_momentum}"
+            )
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        """Lack steps of a known length with an adaptive optimizer."""
+        return {Capability.ADAPTIVE_OPTIMIZER: drift.SGD_ONLY}
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Name what goes up, part by part."""
+        return (*super().sends, "buffers", "steps")
+
+    def init_server(self, model: nn.Module, fed: Federation) -> State:
+        """Start from the initialised model, and from rest where the server has momentum."""
+        start = super().init_server(model, fed)
+        if not self.server_momentum:
+            return start
+        return {**start, "momentum": trees.zeros(trees.only(trees.trainable(model), self.shared))}
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        """Train and send the difference per effective step, the buffers' difference and the steps, all weighed."""
+        trees.write(model, msg["w"])
+        steps = data.sgd(model, self.objective(model, msg, data, turn), penalty=proximal(model, self.mu))
+        length, n = drift.reach(data, steps, self.mu), self.weight(data)
+        trained, buffers = drift.split(self.moved(model, msg), trees.trainable(model))
+        bundle = {
+            "delta": Part.of({name: v / length for name, v in trained.items()}, n),
+            "buffers": Part.of(buffers, n),
+            "steps": Part.of({"tau": torch.tensor([length if self.tau == "effective" else float(steps)])}, n),
+            **self.extras(model, msg, data, turn),
+        }
+        return Outcome(bundle, silo)
+
+    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+        """Multiply the mean difference per step by the mean number of steps; nothing moves in an empty round."""
+        if not total["delta"].weight > 0:
+            return server
+        update = trees.scale(total["delta"].mean(), float(total["steps"].mean()["tau"]))
+        momentum: State = {}
+        if self.server_momentum:
+            update = trees.add(update, server["momentum"], self.server_momentum)
+            momentum = {"momentum": update}
+        step = {**update, **total["buffers"].mean()}
+        return {**super().merge(server, {**total, "delta": Part.of(step)}, fed), **momentum}

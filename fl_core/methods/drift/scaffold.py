@@ -1,0 +1,97 @@
+"""SCAFFOLD: control variates take the drift out of every local step.
+
+Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
+ICML 2020, Algorithm 1 with option II.
+
+    g      <- grad CE(w) - c_k + c                       every local step, before the momentum buffer
+    c_k+    = c_k - c + (w^t - w_k) / (eta A_k)          kept when the round's close names the silo, else discarded
+    w^{t+1} = w^t + eta_g sum_k n_k (w_k - w^t) / sum_k n_k    over the silos whose update arrived
+    c      <- c + sum_k pi_k (c_k+ - c_k)                pi_k = n_k / sum over all N silos, so c = sum_k pi_k c_k
+
+eta is the learning rate of this round and A_k how far the silo's steps reach: K without momentum. With momentum the
+paper's K eta lets the variates grow by |1 - A_k / K| per round, and a correction outside the buffer is biased. Without
+momentum nothing is lost against the paper: `configs/method/scaffold.yaml` sets train.momentum to 0.
+
+The paper weighs silos uniformly (weights="uniform"); sizes of silos not met yet: drift.py. Buffers have no variates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from fl_core.methods.drift import common as drift
+from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.validation import above
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Bundle, Capability, Federation, Outcome, Part, State, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaffold(FedAvg):
+    """As FedAvg, except that each local step is corrected by c - c_k.
+
+    server_lr: eta_g, > 0. Guarantees: the first round is FedAvg's bit for bit (server_lr = 1); once every silo was met,
+    c is the mean of all silos' c_k, whatever updates were lost.
+    """
+
+    name: ClassVar[str] = "scaffold"
+    mirrored: ClassVar[bool] = True
+    server_lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        above(self, 0, "server_lr")
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        """Lack steps of a known length with an adaptive optimizer."""
+        return {Capability.ADAPTIVE_OPTIMIZER: drift.SGD_ONLY}
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Name what goes up, part by part."""
+        return (*super().sends, "control", drift.CENSUS)
+
+    def _none(self, model: nn.Module) -> dict[str, Tensor]:
+        return trees.zeros(trees.only(trees.trainable(model), self.shared))
+
+    def init_server(self, model: nn.Module, fed: Federation) -> State:
+        """Start with c = 0 and no silo met."""
+        return {**super().init_server(model, fed), "c": self._none(model), drift.CENSUS: drift.unmet()}
+
+    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+        """Start with c_k = 0."""
+        return {"c": self._none(model), drift.SIZE: drift.sized()}
+
+    def broadcast(self, server: State) -> State:
+        """Send the model and c."""
+        return {**super().broadcast(server), "c": server["c"]}
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        """Train with corrected steps; send the weighed difference and the weighed change of c_k."""
+        trees.write(model, msg["w"])
+        shift = trees.sub(msg["c"], silo["c"])
+        steps = data.sgd(model, self.objective(model, msg, data, turn), shift=shift)
+        moved, length = self.moved(model, msg), data.lr * drift.reach(data, steps)
+        change = {name: -c - moved[name] / length for name, c in msg["c"].items()}
+        n = drift.size_of(silo[drift.SIZE], self.weight(data))
+        bundle = {
+            "delta": Part.of(moved, self.weight(data)),
+            "control": Part.of(change, n),
+            drift.CENSUS: drift.entry(silo[drift.SIZE], n),
+            **self.extras(model, msg, data, turn),
+        }
+        return Outcome(bundle, {"c": trees.add(silo["c"], change), drift.SIZE: drift.sized(n)})
+
+    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+        """Add eta_g times the mean difference (buffers: the mean) and move c by the silos' share in all N."""
+        mean, c = total["delta"].mean(), server["c"]
+        step = {name: self.server_lr * v if name in c else v for name, v in mean.items()}
+        census = drift.counted(server[drift.CENSUS], total[drift.CENSUS])
+        after = drift.moved_mean(c, total["control"], server[drift.CENSUS], census, fed.n_silos)
+        return {**server, "w": trees.add(server["w"], step), "c": after, drift.CENSUS: census}

@@ -1,0 +1,1 @@
+"""Methods with private parts or personal models."""

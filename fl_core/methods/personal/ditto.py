@@ -1,0 +1,63 @@
+"""Ditto: a personal model that is pulled towards the global one.
+
+Li, Hu, Beirami and Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, equation 1
+and Algorithm 1.
+
+    w:    FedAvg
+    v_k <- E_v epochs of SGD on CE(v) + lambda/2 ||v - w^t||_2^2, from the stored v_k, first from w^0
+
+The anchor is the received w^t, not the model that was just trained from it; buffers are outside the norm, and v_k has
+its own. An explicit step needs lr (L + lambda) < 2: a large lambda diverges instead of giving v = w.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from fl_core.methods.drift.fedprox import proximal
+from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.personal.shared_body import kept
+from fl_core.methods.validation import at_least
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Federation, Outcome, State, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ditto(FedAvg):
+    """FedAvg, with a personal model beside it that never travels.
+
+    lambda_v: strength of the pull, >= 0; 0 trains v_k alone, as `local` does; the authors' grid is 0.1, 1, 2
+    personal_epochs: E_v, 0 for the run's own epochs.
+    Guarantees: the global model is FedAvg's bit for bit.
+    """
+
+    name: ClassVar[str] = "ditto"
+    has_personal_model: ClassVar[bool] = True
+    lambda_v: float = 1.0
+    personal_epochs: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 0, "lambda_v", "personal_epochs")
+
+    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+        """Start from the initial model."""
+        return {"v": kept(model)}
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        """Train and send as FedAvg does; then train the personal model, with an optimizer and batches of its own."""
+        bundle = super().local(model, msg, silo, data, turn).bundle
+        trees.write(model, msg["w"])
+        pull, objective = proximal(model, self.lambda_v), self.objective(model, msg, data, turn)
+        trees.write(model, silo["v"])
+        data.sgd(model, objective, epochs=self.personal_epochs or None, penalty=pull)
+        return Outcome(bundle, {"v": kept(model)})
+
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:  # noqa: ARG002
+        """Return v_k."""
+        trees.write(model, silo["v"])
+        return model

@@ -1,0 +1,54 @@
+"""FedBABU: train the body under a head that never moves; fine-tune everything at the end.
+
+Oh, Kim and Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification", ICLR 2022, Algorithm 1.
+
+    theta_k     <- E epochs of SGD on CE over the body from theta^t, under the initial head psi^0 of all silos
+    theta^{t+1}  = theta^t + sum_k n_k (theta_k - theta^t) / sum_k n_k
+    personal:      E_ft epochs over body and head, from (theta, psi^0)
+
+psi^0 follows from the run's seed and never travels. The head is left out of the optimizer, so weight decay cannot
+shrink it. Fine-tuning starts from the global body that was received, not from a silo's own old one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from fl_core.methods.personal.shared_body import SharedBody, in_body
+from fl_core.methods.validation import at_least
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Outcome, State, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedBABU(SharedBody):
+    """As FedAvg, except that the head keeps its initial value and does not travel.
+
+    finetune_epochs: E_ft of the personal model, 0 for none. Guarantees: the head is the initial one in every round, to
+    the last bit.
+    """
+
+    name: ClassVar[str] = "fedbabu"
+    has_personal_model: ClassVar[bool] = True
+    finetune_epochs: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 0, "finetune_epochs")
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        """Train the body alone and send its difference."""
+        trees.write(model, msg["w"])
+        data.sgd(model, self.objective(model, msg, data, turn), only=in_body)
+        return Outcome({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, turn)}, silo)
+
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:  # noqa: ARG002
+        """Fine-tune the received body and the initial head, which `model` still has."""
+        trees.write(model, msg["w"])
+        if self.finetune_epochs:
+            data.sgd(model, self.objective(model, msg, data, turn), epochs=self.finetune_epochs)
+        return model

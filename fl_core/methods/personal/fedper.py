@@ -1,0 +1,49 @@
+"""FedPer: a shared body under private heads.
+
+Arivazhagan, Aggarwal, Singh and Choudhary, "Federated Learning with Personalization Layers", arXiv:1912.00818, 2019,
+Algorithms 1 and 2.
+
+    (theta_k, psi_k) <- E epochs of SGD on CE from (theta^t, psi_k), one optimizer for both
+    theta^{t+1}       = theta^t + sum_k n_k (theta_k - theta^t) / sum_k n_k
+
+The private part is the last linear layer, as FedNH compares it; the paper also keeps last blocks. Every head starts
+from the common initial one, and grows old while its silo is not asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from fl_core.methods.personal.shared_body import SharedBody, in_head, kept
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Federation, Outcome, State, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedPer(SharedBody):
+    """As FedAvg, except that the head stays at the silo.
+
+    The global model is the averaged body under the initial head. Guarantees: no tensor of the head travels.
+    """
+
+    name: ClassVar[str] = "fedper"
+    has_personal_model: ClassVar[bool] = True
+
+    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+        """Start from the common initial head."""
+        return {"head": kept(model, in_head)}
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        """Train the received body with the own head; send the body's difference, keep the head."""
+        trees.write(model, {**msg["w"], **silo["head"]})
+        self.fit(model, msg, data, turn)
+        bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, turn)}
+        return Outcome(bundle, {"head": kept(model, in_head)})
+
+    def fit(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> None:
+        """Train body and head together."""
+        data.sgd(model, self.objective(model, msg, data, turn))

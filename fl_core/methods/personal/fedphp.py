@@ -1,0 +1,37 @@
+"""FedPHP: every silo keeps an inherited private model that teaches its local training.
+
+Li, Zhan, Shao, Li and Song, "FedPHP: Federated Personalization with Inherited Private Models", ECML PKDD 2021
+(the private model and its losses: inherited.py). Model, traffic and average are FedAvg's.
+
+The authors' code teaches from an untrained model in a silo's first round, and cuts mu_n at 0.9 (`mu_max`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from fl_core.methods.personal.inherited_model import Inheriting
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Outcome, State, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedPHP(Inheriting):
+    """As FedAvg, except that training is taught by the silo's inherited private model, its personal model.
+
+    Guarantees: lam = 0 is FedAvg (of the same weights) bit for bit for the global model, and so is every silo's first
+    round.
+    """
+
+    name: ClassVar[str] = "fedphp"
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        """Train with the transfer, send the weighed difference and mix the trained model into the private one."""
+        trees.write(model, msg["w"])
+        data.sgd(model, self.taught(model, silo))
+        bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, turn)}
+        return Outcome(bundle, self.inherit(model, silo, data, turn))

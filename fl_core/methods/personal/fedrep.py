@@ -1,0 +1,75 @@
+"""FedRep: first the private head on the received body, then the body under that head.
+
+Collins, Hassani, Mokhtari and Shakkottai, "Exploiting Shared Representations for Personalized Federated Learning",
+ICML 2021, Algorithm 1.
+
+    psi_k   <- E_h epochs of SGD on CE over the head, from the stored psi_k, body theta^t frozen
+    theta_k <- E_b epochs of SGD on CE over the body, from theta^t, head psi_k frozen
+
+Each phase has an optimizer of its own, and what is frozen gets no step, no momentum and no decay: with one optimizer
+for both, as released, "frozen" weights may go on moving by old momentum, depending on the version of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fl_core.methods.building_blocks.prototypes import features_of
+from fl_core.methods.personal.fedper import FedPer
+from fl_core.methods.personal.shared_body import freeze_norms, in_body, in_head
+from fl_core.methods.validation import at_least, one_of
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Losses, State, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedRep(FedPer):
+    """As FedPer, except that head and body are trained one after the other.
+
+    head_epochs: E_h (the authors' 10)   body_epochs: E_b, 0 for the run's own epochs
+    frozen_norm: "eval" uses the received statistics of BatchNorm while the head is trained and leaves them as they
+    are, "train" lets the frozen body's BatchNorm go on
+    tune_epochs: epochs that a head is trained on the received body before its personal model is measured (the
+    authors do so once, at the end, for at least 10); 0 measures what local training left.
+
+    Guarantees: with frozen_norm "eval" the first phase leaves the body as received, to the last bit.
+    """
+
+    name: ClassVar[str] = "fedrep"
+    head_epochs: int = 10
+    body_epochs: int = 0
+    frozen_norm: str = "eval"
+    tune_epochs: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "head_epochs")
+        at_least(self, 0, "body_epochs", "tune_epochs")
+        one_of(self, "frozen_norm", ("eval", "train"))
+
+    def fit(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> None:
+        """Train the head, then the body."""
+        data.sgd(model, self.over_head, epochs=self.head_epochs, only=in_head)
+        data.sgd(model, self.objective(model, msg, data, turn), epochs=self.body_epochs or None, only=in_body)
+
+    def over_head(self, model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+        """Return the cross entropy of each example, without a gradient for the body."""
+        if self.frozen_norm == "eval":
+            freeze_norms(model)
+        split = features_of(model)
+        with torch.no_grad():
+            z = split.features(x)
+        return Losses(cross_entropy(split.head(z), y, reduction="none"))
+
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:  # noqa: ARG002
+        """Return body and head as trained, or the received body under a head that was trained further on it."""
+        if self.tune_epochs:
+            trees.write(model, {**msg["w"], **silo["head"]})
+            data.sgd(model, self.over_head, epochs=self.tune_epochs, only=in_head)
+        return model

@@ -1,0 +1,71 @@
+"""Local training alone: what each hospital reaches without the others.
+
+The lower bound that every paper on personalisation compares with. With K steps per round and no exchange,
+
+    w_k <- E epochs of SGD on CE from w_k         in the rounds whose cohort the silo is in, from the common w^0
+
+A silo trains in the rounds in which FedAvg would have asked it, with a fresh optimizer in each and the round's
+learning rate, so that both spend the same work (the protocol of FedNH, AAAI 2023); every round with `cohort: 0`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from fl_core.errors import ConfigError
+from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.personal.shared_body import kept
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Bundle, Federation, Outcome, State, Tensors, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOnly(FedAvg):
+    """Every silo trains its own model; nothing of it travels.
+
+    The silo keeps its whole network, buffers included. `weights` has no effect: nothing is averaged.
+    Guarantees: the first round's training is FedAvg's, bit for bit.
+    """
+
+    name: ClassVar[str] = "local"
+    has_personal_model: ClassVar[bool] = True
+    has_global_model: ClassVar[bool] = False
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Name nothing."""
+        return ()
+
+    def shared(self, name: str) -> bool:  # noqa: ARG002
+        """Tell that no tensor travels."""
+        return False
+
+    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+        """Start from the initial weights that all silos have in common."""
+        return {"net": kept(model)}
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        """Train the silo's own network further."""
+        trees.write(model, silo["net"])
+        data.sgd(model, self.objective(model, msg, data, turn))
+        return Outcome(self.extras(model, msg, data, turn), {"net": kept(model)})
+
+    def global_model(self, model: nn.Module, msg: State) -> nn.Module:  # noqa: ARG002
+        """Raise ConfigError (E-RUN-17): there is no model of the federation."""
+        raise _no_model(self.name)
+
+    def exported(self, server: State) -> Tensors:  # noqa: ARG002
+        """Raise ConfigError (E-RUN-17): there is no model of the federation."""
+        raise _no_model(self.name)
+
+    def merge(self, server: State, total: Bundle, fed: Federation) -> State:  # noqa: ARG002
+        """Change nothing: there is nothing to add."""
+        return server
+
+
+def _no_model(name: str) -> ConfigError:
+    return ConfigError("E-RUN-17", f"expected a method with a global model, found {name}, whose silos keep their own")

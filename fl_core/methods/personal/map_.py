@@ -1,0 +1,64 @@
+"""MAP: a restricted softmax for what is uploaded, an inherited private model for what is kept.
+
+Li, Song, Li, Li, Shao, Yang and Zhan, "MAP: Model Aggregation and Personalization in Federated Learning with Incomplete
+Classes", TKDE 2024, Algorithm 1 (restricted.py, inherited.py). Of the N = E * batches steps of a round,
+
+    stage 1, ceil(N/2) steps:  theta <- theta_t,  the restricted softmax's loss;  theta_a := theta is sent
+    stage 2, floor(N/2) steps: from theta_a, (1 - lam) CE + lam L_transfer;  then theta_p inherits theta
+
+each with an optimizer of its own. The official code runs N restricted steps and then max(N/10, 5) steps at a fifth of
+the rate (`stages="code"`). It also takes as observed only a class that makes up all of a silo's examples, which turns
+its restricted softmax into a temperature; that is a slip, and no option here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from fl_core.methods.losses import restricted_softmax as restricted
+from fl_core.methods.personal.inherited_model import Inheriting
+from fl_core.methods.validation import one_of, within
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import LossFn, Outcome, State, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Map(Inheriting):
+    """As FedRS for what is sent, after half of the steps, and as FedPHP for what is kept, after all of them.
+
+    alpha: scale of missing classes' logits, 0 to 1   rs: "hard" or "soft"   stages: "paper" or "code"
+    Guarantees: nothing of stage 2 leaves the silo. alpha = 1 over 2E epochs sends what FedAvg sends over E epochs.
+    """
+
+    name: ClassVar[str] = "map"
+    alpha: float = 0.5
+    rs: str = "hard"
+    stages: str = "paper"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, 0, 1, "alpha")
+        one_of(self, "rs", restricted.FORMS)
+        one_of(self, "stages", ("paper", "code"))
+
+    def plan(self, steps: int) -> tuple[int, int, float]:
+        """Split the planned steps: those of stage 1, those of stage 2, and the factor on the rate of stage 2."""
+        return (steps, max(steps // 10, 5), 0.2) if self.stages == "code" else (-(-steps // 2), steps // 2, 1.0)
+
+    def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:  # noqa: ARG002
+        """Make the loss of stage 1 from the silo's class counts."""
+        return restricted.restricted_loss(data.class_counts(), self.alpha, self.rs)
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        """Train both stages; send the weighed difference after the first, inherit after the second."""
+        trees.write(model, msg["w"])
+        first, second, rate = self.plan(data.planned_steps())
+        data.sgd(model, self.objective(model, msg, data, turn), steps=first)
+        bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, turn)}
+        if second:
+            data.sgd(model, self.taught(model, silo), steps=second, lr_scale=rate)
+        return Outcome(bundle, self.inherit(model, silo, data, turn))

@@ -1,0 +1,60 @@
+"""The head and the body of a model, by the names of their tensors: what personalised methods keep and what they share.
+
+The head is the last linear layer; everything before it, buffers included, is the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_core.methods.fedavg import FedAvg
+from fl_core.types import tensor_maps as trees
+from fl_core.types.values import Federation, State, Tensors
+
+_HEAD = "head."
+
+
+def in_head(name: str) -> bool:
+    """Tell whether a tensor belongs to the classifier."""
+    return name.startswith(_HEAD)
+
+
+def in_body(name: str) -> bool:
+    """Tell whether a tensor belongs to the features."""
+    return not in_head(name)
+
+
+def kept(model: nn.Module, keep: Callable[[str], bool] = lambda _: True) -> dict[str, Tensor]:
+    """Copy what a silo keeps of a model, to the CPU."""
+    return {name: value.cpu() for name, value in trees.only(trees.read(model), keep).items()}
+
+
+def freeze_norms(model: nn.Module) -> None:
+    """Put BatchNorm in eval mode, until the next pass: a frozen body keeps its statistics."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.eval()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedBody(FedAvg):
+    """As FedAvg, except that the head does not travel: the global model is the averaged body under the initial head.
+
+    The server keeps the initial head beside the body, for exports.
+    """
+
+    def shared(self, name: str) -> bool:
+        """Tell that the body travels, with its buffers, and the head does not."""
+        return in_body(name)
+
+    def init_server(self, model: nn.Module, fed: Federation) -> State:
+        """Start from the initialised model."""
+        return {**super().init_server(model, fed), "head": kept(model, in_head)}
+
+    def exported(self, server: State) -> Tensors:
+        """Export the body and the initial head."""
+        return {**server["w"], **server["head"]}

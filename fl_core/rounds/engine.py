@@ -1,0 +1,190 @@
+"""The only round loop: sample, broadcast, sum on arrival, unguard, merge, checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from fl_core.aggregation import adaptive_guards as steering
+from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.fixed_point import Grid
+from fl_core.blockwise.lazy_tensors import Deferred
+from fl_core.errors import REASON_CHARS, FederationError, UnavailableError
+from fl_core.rounds import sampling as cohort
+from fl_core.training.evaluation import MEASURED, METRICS, personal_scores
+from fl_core.types.interfaces import Guard, Method, SiloPort
+from fl_core.types.records import RoundRecord as RoundRecord
+from fl_core.types.values import Bundle, Federation, Layout, State, TaskKind
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The public course of a run: rounds T, cohort size per round (0: all) and the quorum that closes a round."""
+
+    rounds: int
+    seed: int
+    n_classes: int
+    cohort: int = 0
+    quorum: int = 0
+
+
+class Observer(Protocol):
+    """What happens beside the arithmetic of a round: storage, progress. Called from the loop's own thread."""
+
+    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+        """Note that a round begins, before anything is sent."""
+        ...
+
+    def arrived(self, name: str) -> None:
+        """Note that a silo's bundle has been folded."""
+        ...
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        """Persist the state after the round; the next round begins when this returns."""
+        ...
+
+
+class Silent:
+    """An observer that does nothing."""
+
+    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+        """Do nothing."""
+
+    def arrived(self, name: str) -> None:
+        """Do nothing."""
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Everything that a round needs besides the state: the loop holds no state of its own, so it can be resumed.
+
+    arrival: guards whose outgoing half runs on arrival (the fixed-point grid of a plain run is folded by the
+    accumulator itself); incoming: the guards to undo on the sum, in the order of their application.
+    parallel: how many silos work at once (1 in one process, all of them over the network).
+    """
+
+    method: Method
+    schedule: Schedule
+    layout: Layout
+    grid: Grid
+    incoming: Sequence[Guard]
+    ports: Sequence[SiloPort]
+    parallel: int = 1
+
+    def run(self, server: State, observer: Observer, start: int = 0) -> State:
+        """Run the rounds from `start` to the end and the closing evaluation; return the final server state.
+
+        Raises UnavailableError (E-RUN-03) when fewer silos than the quorum deliver; the state of the last closed
+        round is with the observer, and `start` continues from there.
+        """
+        for t in range(start, self.schedule.rounds):
+            server = self.round(server, t, TaskKind.TRAIN, observer)
+        return self.round(server, self.schedule.rounds, TaskKind.EVALUATE, observer)
+
+    def round(self, server: State, t: int, kind: TaskKind, observer: Observer) -> State:
+        """Run one round and return the state after it."""
+        plan = self.schedule
+        train = kind is TaskKind.TRAIN
+        ids = cohort.sample(plan.seed, t, len(self.ports), plan.cohort if train else 0)
+        fed = Federation(len(self.ports), plan.n_classes, plan.rounds, t, len(ids))
+        names = [self.ports[k].name for k in ids]
+        observer.opened(fed, kind, names)
+        layout = self.layout if train else {METRICS: self.layout[METRICS]}
+        own, now = steering.groups(self.incoming), steering.settings(self.incoming, server, t)
+        model = steering.without(server, own)
+        server = {**model, **now}
+        msg = {**self.method.broadcast(model), **now}
+        total, included, missing, clipped = self._gather(msg, fed, kind, ids, layout, observer)
+        needed = min(plan.quorum or len(ids), len(ids))
+        if len(included) < needed:
+            raise UnavailableError(
+                "E-RUN-03",
+                f"round {t}: expected updates of at least {needed} of {len(ids)} silos, found {len(included)}; "
+                + "; ".join(f"{name}: {why}" for name, why in missing.items()),
+            )
+        metrics = total[METRICS]
+        record = RoundRecord(
+            t,
+            kind,
+            _floats(metrics.total["correct"]),
+            _floats(metrics.weight),
+            tuple(sorted(included)),
+            missing,
+            clipped,
+            personal_scores(total),
+        )
+        if train:
+            rest = {name: part for name, part in total.items() if name not in MEASURED | own}
+            server = {**self.method.merge(model, rest, fed), **steering.followed(self.incoming, now, total)}
+            server = {group: dict(v) if isinstance(v, Deferred) else v for group, v in server.items()}
+            del rest
+        del total, metrics  # nothing reads an update any more: its file may be written over
+        observer.closed(record, server)
+        for k in ids:
+            self.ports[k].settle(fed, kind, self.ports[k].name in included)
+        return server
+
+    def _gather(
+        self, msg: State, fed: Federation, kind: TaskKind, ids: Sequence[int], layout: Layout, observer: Observer
+    ) -> tuple[Bundle, list[str], dict[str, str], int]:
+        """Fold bundles as they arrive, one at a time; a bundle that does not fit is refused and the round survives.
+
+        Raises FederationError where one that was counted can no longer be read: the round does not survive that.
+        """
+        places = {self.ports[k].name: k for k in ids}
+        sums, included, missing = (
+            Accumulator(layout, self.grid, self.method.apart), list[str](), dict[str, str]()
+        )  # fmt: skip
+        for name, reply in self._replies([self.ports[k] for k in ids], msg, fed, kind):
+            try:
+                seen = sums.look(reply.result(), places[name])
+            except FederationError as error:
+                missing[name] = str(error)[:REASON_CHARS]  # what is wrong with a bundle may be how long its names are
+                continue
+            sums.add(seen)  # an error here is not this silo's, and there is no sum after it
+            del seen  # it may hold the update's numbers
+            included.append(name)
+            observer.arrived(name)
+        total = sums.total()
+        for guard in reversed(steering.told(self.incoming, msg)):
+            total = guard.incoming(total, len(included), fed.round)
+        return total, included, missing, sums.clipped
+
+    def _replies(
+        self, ports: Sequence[SiloPort], msg: State, fed: Federation, kind: TaskKind
+    ) -> Iterator[tuple[str, Future[Bundle]]]:
+        """Yield each silo's reply when it is there, at most `parallel` silos at work; one at a time in this thread."""
+        if self.parallel == 1:
+            for port in ports:
+                yield port.name, _reply(port, msg, fed, kind)
+            return
+        waiting = list(reversed(ports))
+        with ThreadPoolExecutor(self.parallel, thread_name_prefix="port") as pool:
+            running: dict[Future[Bundle], str] = {}
+            while waiting or running:
+                while waiting and len(running) < self.parallel:
+                    port = waiting.pop()
+                    running[pool.submit(port.round, msg, fed, kind)] = port.name
+                ready = sorted(wait(running, return_when=FIRST_COMPLETED).done, key=lambda r: running[r], reverse=True)
+                while ready:  # a reply that was folded is nowhere kept: its bundle may lie in memory
+                    yield running.pop(ready[-1]), ready.pop()
+
+
+def _reply(port: SiloPort, msg: State, fed: Federation, kind: TaskKind) -> Future[Bundle]:
+    reply: Future[Bundle] = Future()
+    try:
+        reply.set_result(port.round(msg, fed, kind))
+    except Exception as error:
+        reply.set_exception(error)
+    return reply
+
+
+def _floats(values: Tensor) -> tuple[float, ...]:
+    return tuple(float(v) for v in values)

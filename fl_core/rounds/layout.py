@@ -1,0 +1,76 @@
+"""The layout of a run's bundles, found by a dry run on made-up examples, never written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fl_core.rounds.silo_round import Bench, measure_global, work
+from fl_core.training.evaluation import METRICS, evaluate_personal
+from fl_core.training.local_data import PlainData
+from fl_core.types.interfaces import Method
+from fl_core.types.values import Bundle, Examples, Federation, Layout, PartSpec, Schema, TaskKind, TrainConfig, Turn
+
+__all__ = ["derive_layout", "layout_from_json", "layout_to_json"]
+
+
+class BlankExamples(Examples):
+    """Two blank examples of the right shape."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.labels = torch.arange(2) % len(schema.classes)
+        self._shape = schema.shape
+
+    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        del augment
+        return torch.zeros(len(index), *self._shape), self.labels[index]
+
+
+def derive_layout(method: Method, model: nn.Module, schema: Schema, personal: bool = False) -> Layout:
+    """Run one local step on two blank examples and read the layout off the bundle.
+
+    personal: whether personal models are measured.
+
+    Guarantees: the layout does not depend on any silo's data; `model` is used as scratch.
+    """
+    fed = Federation(n_silos=1, n_classes=len(schema.classes), cohort=1)
+    turn = Turn(fed, silo=0, seed=0)
+    blank = BlankExamples(schema)
+    data = PlainData(blank, blank, TrainConfig(batch_size=2, epochs=1), turn)
+    server = method.init_server(model, fed)
+    msg = method.broadcast(server)
+    layout = _layout(method.local(model, msg, method.init_silo(model, fed), data, turn).bundle)
+    if personal:
+        layout |= _layout(evaluate_personal(model, data, fed.n_classes))
+    layout |= _layout({METRICS: measure_global(method, model, msg, data, fed.n_classes)})
+    layout = dict(sorted(layout.items()))
+    work(Bench(method, model, layout), msg, None, data, turn, TaskKind.TRAIN)  # the layout is stable: it fits itself
+    return layout
+
+
+def _layout(bundle: Bundle) -> dict[str, PartSpec]:
+    return {name: PartSpec.of(part) for name, part in bundle.items()}
+
+
+def layout_to_json(layout: Layout) -> dict[str, object]:
+    """Write a layout as plain JSON values, in canonical order."""
+    return {
+        name: {
+            "weight": list(spec.weight_shape),
+            "tensors": {key: list(shape) for key, shape in sorted(spec.shapes.items())},
+        }
+        for name, spec in sorted(layout.items())
+    }
+
+
+def layout_from_json(raw: Mapping[str, Mapping[str, object]]) -> Layout:
+    """Read what `layout_to_json` wrote."""
+    layout: dict[str, PartSpec] = {}
+    for name, spec in raw.items():
+        tensors, weight = spec["tensors"], spec["weight"]
+        if not isinstance(tensors, dict) or not isinstance(weight, list):
+            raise TypeError(f"expected shapes under {name!r}, found {spec}")
+        layout[name] = PartSpec({key: tuple(shape) for key, shape in tensors.items()}, tuple(weight))
+    return layout

@@ -1,0 +1,143 @@
+"""The run manifest: all that was agreed before round 0, frozen; both sides refuse to go on when digests differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, cast
+
+from blake3 import blake3
+
+from fl_core.aggregation.fixed_point import Grid, Ring
+from fl_core.errors import ConfigError, ProtocolError
+from fl_core.rounds import sampling as cohort
+from fl_core.rounds.layout import layout_from_json, layout_to_json
+from fl_core.types.values import Layout, Schema, TrainConfig
+
+FORMAT = 1
+Option = str | int | float | bool | list[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A named entry of a registry (method, model, privacy profile) with its options."""
+
+    name: str
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One silo of the run: its name, and whether it was drawn to submit prototypes.
+
+    units: its declared number of records (or groups) in a private run, which rates and weights follow from; else 0.
+    """
+
+    name: str
+    prototypes: bool = True
+    units: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunManifest:
+    """What a run is. Two manifests with equal digests are the same run, up to its id.
+
+    rounds T; cohort: silos per round (0: all); quorum: silos that must deliver (0: the whole cohort);
+    deadline_s: seconds after which a round closes with the quorum; threads: CPU threads of local training
+    (0: the machine's own number), which decides the last bit of sums and so belongs to the run;
+    personal: whether personal models are measured after every round's training; lead: who asked for the run, as the
+    coordinator read it off the certificate; empty in a simulation; private_form: options of the method that a private
+    run replaced by the method's private form, with the values that were asked for; empty where it runs as asked.
+    """
+
+    name: str
+    method: Choice
+    model: Choice
+    data: str
+    schema: Schema
+    train: TrainConfig
+    rounds: int
+    seed: int
+    members: tuple[Member, ...]
+    layout: Layout
+    grid: Grid
+    privacy: Choice
+    cohort: int = 0
+    quorum: int = 0
+    deadline_s: float = 86400.0
+    threads: int = 0
+    image_size: int | None = None
+    personal: bool = False
+    software: str = ""
+    lead: str = ""
+    private_form: Mapping[str, Option] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """Write canonical JSON: sorted keys, no spaces; equal manifests give equal text."""
+        raw = asdict(self) | {"layout": layout_to_json(self.layout)}
+        for late in ("lead", "private_form"):  # runs without one keep the digest that they had before it existed
+            if not raw[late]:
+                del raw[late]
+        return json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+    def digest(self) -> str:
+        """Return the BLAKE3 of the canonical JSON, in hex: the name of the object that it is sent as."""
+        return blake3(self.to_json().encode()).hexdigest()
+
+    @classmethod
+    def from_json(cls, text: str) -> RunManifest:
+        """Read a manifest; raises ProtocolError (E-WIRE-06) on unknown, missing or misshapen fields."""
+        try:
+            raw = _parsed(text)
+            if raw.get("format") != FORMAT:
+                raise ProtocolError(
+                    "E-WIRE-01", f"expected a manifest of format {FORMAT}, found {raw.get('format')}: upgrade this side"
+                )
+            if unknown := set(raw) - {f.name for f in fields(cls)}:
+                raise ProtocolError(
+                    "E-WIRE-06", f"the manifest has unknown fields {sorted(unknown)}: upgrade this side"
+                )
+            return cls(
+                **raw
+                | {
+                    "method": Choice(**raw["method"]),
+                    "model": Choice(**raw["model"]),
+                    "privacy": Choice(**raw["privacy"]),
+                    "schema": Schema(tuple(raw["schema"]["shape"]), tuple(raw["schema"]["classes"])),
+                    "train": TrainConfig(**raw["train"]),
+                    "members": tuple(Member(**m) for m in raw["members"]),
+                    "layout": layout_from_json(raw["layout"]),
+                    "grid": Grid(cast(Ring, raw["grid"]["ring"]), raw["grid"]["n_max"], raw["grid"]["bounds"]),
+                }
+            )
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ProtocolError("E-WIRE-06", f"expected a run manifest, found something else: {error}") from error
+
+    def index(self, silo: str) -> int:
+        """Return a member's index in the roster; raises ConfigError (E-RUN-05) for a stranger."""
+        for k, member in enumerate(self.members):
+            if member.name == silo:
+                return k
+        raise ConfigError("E-RUN-05", f"expected one of {[m.name for m in self.members]}, found {silo!r}")
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Read JSON; raises TypeError on what is none, nests too deeply or has a number of thousands of digits."""
+    try:
+        raw: dict[str, Any] = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TypeError(error) from error
+    return raw
+
+
+def members(
+    names: Sequence[str], seed: int, prototype_share: float, units: Sequence[int] | None = None
+) -> tuple[Member, ...]:
+    """Freeze a roster, with the silos that submit prototypes drawn from the seed; units: declared sizes, if any."""
+    if len(set(names)) != len(names) or not names:
+        raise ConfigError("E-CFG-07", f"expected at least one silo and each once, found {list(names)}")
+    drawn = cohort.prototype_submitters(seed, names, prototype_share)
+    sizes = [0] * len(names) if units is None else units
+    return tuple(Member(*m) for m in zip(names, drawn, sizes, strict=True))

@@ -1,0 +1,83 @@
+"""A silo's whole round. The same code runs in simulation and in a hospital."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fl_core.aggregation import adaptive_guards as steering
+from fl_core.aggregation.fixed_point import check_layout
+from fl_core.training.evaluation import METRICS as METRICS
+from fl_core.training.evaluation import PERSONAL, evaluate_personal
+from fl_core.training.evaluation import evaluate as evaluate
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import Guard, Method, SiloData
+from fl_core.types.values import Bundle, Layout, Outcome, Part, State, TaskKind, Tensors, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What a silo works with in one run: the method, a scratch model, its outgoing guards and the agreed layout.
+
+    initial: the run's initial weights, read off `model` when they are not given.
+    """
+
+    method: Method
+    model: nn.Module
+    layout: Layout
+    guards: Sequence[Guard] = ()
+    initial: Tensors = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.initial:
+            object.__setattr__(self, "initial", {name: v.cpu() for name, v in trees.read(self.model).items()})
+
+    def fresh(self) -> nn.Module:
+        """Return the scratch model with the run's initial weights."""
+        trees.write(self.model, self.initial)
+        return self.model
+
+
+def work(bench: Bench, msg: State, state: State | None, data: SiloData, turn: Turn, kind: TaskKind) -> Outcome:
+    """Evaluate what was broadcast, train if asked to, measure the personal model if the layout has it, guard all.
+
+    Returns the bundle that may leave and the silo's next state, the old one where training diverged; the caller
+    commits it at the round's close, as `Method.mirrored` says. `bench.model` is scratch: it gets the run's initial
+    weights before every use.
+    Raises ProtocolError (E-WIRE-02) when the method's bundle does not have the run's layout; RefusedError, before any
+    example is read, on a guard's setting that the plan is silent on.
+    """
+    method, fed = bench.method, turn.fed
+    guards, theirs = steering.told(bench.guards, msg), steering.groups(bench.guards)
+    msg = steering.without(msg, theirs)
+    state = method.init_silo(bench.fresh(), fed) if state is None else state
+    bundle: dict[str, Part] = {METRICS: measure_global(method, bench.fresh(), msg, data, fed.n_classes)}
+    layout = {METRICS: bench.layout[METRICS]}
+    if kind is TaskKind.TRAIN:
+        local, trained = method.local(bench.fresh(), msg, state, data, turn)
+        bundle |= local
+        state = trained if trained is state or _finite(local, trained) else state
+        if PERSONAL in bench.layout:
+            own = method.personal(bench.model, msg, trained, data, turn)
+            bundle |= evaluate_personal(own, data, fed.n_classes)
+        layout = {name: spec for name, spec in bench.layout.items() if name not in theirs}
+    check_layout(bundle, layout)
+    guarded: Bundle = bundle
+    for guard in guards:
+        guarded = guard.outgoing(guarded, turn.silo, fed.round)
+    return Outcome(guarded, state)
+
+
+def measure_global(method: Method, model: nn.Module, msg: State, data: SiloData, n_classes: int) -> Part:
+    """Evaluate the federation's own model; without one the part has weight 0, and no accuracy is made up."""
+    if method.has_global_model:
+        return evaluate(method.global_model(model, msg), data, n_classes)
+    return Part({"correct": torch.zeros(n_classes)}, torch.zeros(n_classes))
+
+
+def _finite(bundle: Bundle, state: State) -> bool:
+    parts = (part.total for part in bundle.values())
+    return all(trees.all_finite(values) for values in (*parts, *state.values()))

@@ -1,0 +1,100 @@
+"""PA of methods that have no personal model: the best global model, fine-tuned at each silo.
+
+Fan, Yao et al. (FedGELA), NeurIPS 2023, appendix: ten epochs on each silo's training set, then the unweighted mean over
+silos of the accuracy on the own test set. "Best" is chosen by test accuracy, as the paper does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch.nn import Module
+
+from fl_core import rng
+from fl_core.methods.fedavg import FedAvg
+from fl_core.rounds.manifest import RunManifest
+from fl_core.simulation.in_process import History, SiloShare, bench_of
+from fl_core.training.evaluation import evaluate, weighted_accuracy
+from fl_core.training.local_data import PlainData
+from fl_core.types.records import RoundRecord
+from fl_core.types.values import Federation, State, Turn
+
+EPOCHS = 10
+
+
+class BestHistory(History):
+    """A history that keeps the server state of the best round.
+
+    A record measures the model from before its round, so the state of the close before it is the one that was best;
+    the initial model does not count.
+    measure: makes `measured` of a record and the state before it (None: the initial one), which chooses the best; the
+    record itself without one.
+    """
+
+    def __init__(self, measure: Callable[[RoundRecord, State | None], RoundRecord] | None = None) -> None:
+        super().__init__()
+        self.best: State | None = None
+        self.best_round = 0
+        self.measured: list[RoundRecord] = []
+        self._measure = measure
+        self._before: State | None = None
+        self._accuracy = -math.inf
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        """Keep the record, and the state that it measured when no earlier one was better."""
+        super().closed(record, server)
+        self.measured.append(self._measure(record, self._before) if self._measure else record)
+        accuracy = self.measured[-1].accuracy
+        if self._before is not None and accuracy > self._accuracy:
+            self.best, self.best_round, self._accuracy = self._before, record.round, accuracy
+        self._before = server
+
+
+@dataclass(frozen=True, slots=True)
+class FineTuned:
+    """Accuracies per silo on its own test split, NaN without test examples."""
+
+    accuracies: tuple[float, ...]
+
+    @property
+    def pa(self) -> float:
+        """Return the mean over silos that have test examples."""
+        return _mean([a for a in self.accuracies if not math.isnan(a)])
+
+    @property
+    def fairness(self) -> float:
+        """Return the population standard deviation over silos that have test examples."""
+        known = [a for a in self.accuracies if not math.isnan(a)]
+        return math.sqrt(_mean([(a - self.pa) ** 2 for a in known])) if known else math.nan
+
+
+def fine_tuned(
+    manifest: RunManifest, shares: Sequence[SiloShare], server: State | None, round: int, epochs: float = EPOCHS
+) -> FineTuned:
+    """Fine-tune the global model of a server state at every silo with plain cross entropy, and evaluate it there.
+
+    server: None gives no accuracies   round: whose learning rate is used
+    Guarantees: nothing of the run is touched; batches come from streams of their own, so equal arguments give equal
+    bits.
+    """
+    if server is None:
+        return FineTuned(())
+    bench, n_classes = bench_of(manifest), len(manifest.schema.classes)
+    msg = bench.method.broadcast(server)
+    fed = Federation(len(shares), n_classes, manifest.rounds, round, len(shares))
+    found: list[float] = []
+    for k, share in enumerate(shares):
+        model: Module = bench.method.global_model(bench.fresh(), msg)
+        turn = Turn(fed, k, rng.derive(manifest.seed, "fine-tune"))
+        data = PlainData(share.train, share.test, manifest.train, turn)
+        if len(share.train):
+            data.sgd(model, FedAvg.loss, epochs=epochs)
+        part = evaluate(model, data, n_classes)
+        found.append(weighted_accuracy(part.total["correct"], part.weight, part.weight.new_ones(n_classes)))
+    return FineTuned(tuple(found))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

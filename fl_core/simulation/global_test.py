@@ -1,0 +1,51 @@
+"""A round's model on the test sets of all silos, for simulations.
+
+A record covers the test sets of its round's cohort, since a federation asks nobody else. With a few silos per round a
+curve of records shows the luck of the draw beside the model, and its best round is one with an easy cohort. A
+simulation holds all test sets and can measure on their union, apart from the run. In a private run that would be a
+release that no ledger counts: there the records are all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fl_core.rounds.manifest import RunManifest
+from fl_core.simulation.in_process import SiloShare, bench_of, initial_state
+from fl_core.training.evaluation import Joined, evaluate
+from fl_core.training.local_data import PlainData
+from fl_core.types.records import RoundRecord
+from fl_core.types.values import Federation, State, Turn
+
+
+class AllSilos:
+    """Measures server states of one run on the union of its silos' test sets.
+
+    device: where models are evaluated
+    Guarantees: equals a record's counts where the record covers everybody; the run's bits do not change.
+    """
+
+    def __init__(self, manifest: RunManifest, shares: Sequence[SiloShare], device: torch.device | None = None) -> None:
+        self._bench, self._device = bench_of(manifest), device or torch.device("cpu")
+        self._bench.model.to(self._device)
+        self._n_classes, self._silos = len(manifest.schema.classes), len(shares)
+        self._initial = initial_state(manifest)
+        tests = Joined([share.test for share in shares])
+        turn = Turn(Federation(self._silos, self._n_classes, manifest.rounds), 0, manifest.seed)
+        self._data = PlainData(tests, tests, manifest.train, turn, self._device)
+
+    def __call__(self, record: RoundRecord, before: State | None) -> RoundRecord:
+        """Return a record with the counts of all silos for the state before its round; before: None for the first.
+
+        The record itself where it covers everybody, and where the method has no global model.
+        """
+        method = self._bench.method
+        if len(record.included) == self._silos or not method.has_global_model:
+            return record
+        msg = method.broadcast(self._initial if before is None else before)
+        part = evaluate(method.global_model(self._bench.fresh(), msg), self._data, self._n_classes)
+        correct, examples = part.total["correct"].tolist(), part.weight.tolist()
+        return replace(record, correct=tuple(correct), examples=tuple(examples))

@@ -1,0 +1,207 @@
+"""Simulation in one process: `LocalPort` runs the hospital's own code without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fl_core.aggregation.fixed_point import FixedPoint
+from fl_core.methods import build_method
+from fl_core.models import build_model
+from fl_core.rounds.engine import Engine, Observer, RoundRecord, Schedule
+from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.silo_round import Bench, work
+from fl_core.simulation.silo_states import InMemory, States
+from fl_core.training import devices
+from fl_core.training.evaluation import Joined
+from fl_core.training.local_data import PlainData
+from fl_core.types.interfaces import Doors, Guard, SiloPort
+from fl_core.types.values import Bundle, Examples, Federation, State, TaskKind, TrainConfig, Turn, Visit
+
+
+@dataclass(frozen=True, slots=True)
+class SiloShare:
+    """The examples of one simulated silo; public: the official test set, where `test` was held out of its own data."""
+
+    train: Examples
+    test: Examples
+    public: Examples | None = None
+
+
+class LocalPort:
+    """A silo in this process. All ports of a run share one scratch model: 100 silos do not hold 100 models."""
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        share: SiloShare,
+        bench: Bench,
+        train: TrainConfig,
+        seed: int,
+        prototypes: bool,
+        public: Examples | None = None,
+        doors: Doors = PlainData.open,
+        states: States | None = None,
+        device: torch.device | None = None,
+        withheld: frozenset[int] = frozenset(),
+    ) -> None:
+        self.name = name
+        self._index = index
+        self._share = share
+        self._bench = bench
+        self._train = train
+        self._seed = seed
+        self._prototypes = prototypes
+        self._public = public
+        self._doors = doors
+        self._states = states or InMemory()
+        self._device = device
+        self._withheld = withheld
+
+    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+        """Run `worker.work` and stage the silo's next state."""
+        turn = Turn(fed, self._index, self._seed, self._prototypes, self._withheld)
+        visit = Visit(self._share.train, self._share.test, self._train, turn, self._device, public=self._public)
+        outcome = work(self._bench, msg, self.state, self._doors(visit), turn, kind)
+        if kind is TaskKind.TRAIN:
+            self._states.stage(self._index, outcome.state)
+        return outcome.bundle
+
+    @property
+    def state(self) -> State | None:
+        """Return the silo's committed state; None before the first."""
+        return self._states.get(self._index)
+
+    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:  # noqa: ARG002
+        """Commit what was staged; of a method whose server mirrors silo states, only when this silo was included."""
+        self._states.settle(self._index, included or not self._bench.method.mirrored)
+
+
+def bench_of(manifest: RunManifest) -> Bench:
+    """Build what a silo works with from the manifest alone."""
+    method = build_method(manifest.method.name, manifest.method.options)
+    model = build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
+    return Bench(method, model, manifest.layout)
+
+
+def engine_of(manifest: RunManifest, ports: Sequence[SiloPort], parallel: int) -> Engine:
+    """Build the round loop of a manifest over given ports."""
+    schedule = Schedule(manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum)
+    method = build_method(manifest.method.name, manifest.method.options)
+    grid = FixedPoint(manifest.grid)
+    return Engine(method, schedule, manifest.layout, manifest.grid, (grid,), ports, parallel)
+
+
+def initial_state(manifest: RunManifest) -> State:
+    """Make the server state of round 0; equal manifests give equal bytes."""
+    model = build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
+    method = build_method(manifest.method.name, manifest.method.options)
+    return method.init_server(model, Federation(len(manifest.members), len(manifest.schema.classes), manifest.rounds))
+
+
+def on_device(shares: Sequence[SiloShare], device: torch.device) -> list[SiloShare]:
+    """Put training sets on a device while they fit, then test sets."""
+    room, placed_train, placed_test = devices.room_on(device), list[Examples](), list[Examples]()
+    for split, placed in ((0, placed_train), (1, placed_test)):
+        for share in shares:
+            there, room = devices.placed((share.train, share.test)[split], device, room)
+            placed.append(there)
+    public = [share.public for share in shares]
+    return [SiloShare(*three) for three in zip(placed_train, placed_test, public, strict=True)]
+
+
+def local_ports(
+    manifest: RunManifest,
+    shares: Sequence[SiloShare],
+    doors: Sequence[Doors] | None = None,
+    states: States | None = None,
+    device: torch.device | None = None,
+    guards: Sequence[Guard] = (),
+) -> list[LocalPort]:
+    """Make one port per member, all sharing one scratch model; the official test set is public here.
+
+    doors: of each member; plain ones where there are none   states: where silos' states lie between rounds
+    device: where models are trained; examples lie there as well, as far as they fit   guards: of every silo
+    """
+    bench, device, states = (
+        replace(bench_of(manifest), guards=guards),
+        device or torch.device("cpu"),
+        states or InMemory(),
+    )
+    bench.model.to(device)
+    shares = on_device(shares, device)
+    public = public_test(shares) if manifest.personal else None
+    return [
+        LocalPort(
+            m.name,
+            k,
+            share,
+            bench,
+            manifest.train,
+            manifest.seed,
+            m.prototypes,
+            public,
+            doors[k] if doors else PlainData.open,
+            states,
+            device,
+        )
+        for k, (m, share) in enumerate(zip(manifest.members, shares, strict=True))
+    ]
+
+
+def public_test(shares: Sequence[SiloShare]) -> Examples:
+    """Return the official test set where the data has one apart from the silos', else the union of theirs."""
+    official = [s.public for s in shares if s.public is not None]
+    return official[0] if official else Joined([s.test for s in shares])
+
+
+def simulate(
+    manifest: RunManifest,
+    shares: Sequence[SiloShare],
+    observer: Observer,
+    doors: Sequence[Doors] | None = None,
+    states: States | None = None,
+    device: torch.device | None = None,
+    guards: Sequence[Guard] = (),
+    incoming: Sequence[Guard] | None = None,
+) -> State:
+    """Run a manifest in this process and return the final server state; doors: of each member, plain ones by default.
+
+    states: where silos' states lie between rounds   device: where models are trained   guards: of every silo;
+    incoming: those undone on the sum, the run's grid where there are none
+    Guarantees: equals the same manifest over real silo processes bit for bit, on one kind of machine.
+    """
+    before = torch.get_num_threads()
+    if manifest.threads:
+        torch.set_num_threads(manifest.threads)
+    try:
+        engine = engine_of(manifest, local_ports(manifest, shares, doors, states, device, guards), parallel=1)
+        engine = engine if incoming is None else replace(engine, incoming=incoming)
+        return engine.run(initial_state(manifest), observer)
+    finally:
+        torch.set_num_threads(before)
+
+
+class History:
+    """An observer that keeps the record of every round."""
+
+    def __init__(self) -> None:
+        self.records: list[RoundRecord] = []
+
+    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+        """Note nothing."""
+
+    def arrived(self, name: str) -> None:
+        """Note nothing."""
+
+    def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
+        """Keep the record."""
+        self.records.append(record)
+
+    @property
+    def accuracies(self) -> list[float]:
+        """Return the global accuracy of the model after 0, 1, ..., T rounds."""
+        return [r.accuracy for r in self.records]

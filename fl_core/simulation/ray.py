@@ -1,0 +1,182 @@
+"""Simulation on several processes, GPUs and machines: the silos' rounds run in Ray actors.
+
+Ray is an extra (`consilium-fl[ray]`) and is imported only here, when a simulation asks for it. Each actor builds what a
+silo works with from the manifest and runs the same `LocalPort` as a simulation in one process. A silo's rounds always
+run in the same actor, so its examples lie there alone; its private state stays with the caller.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from types import ModuleType
+from typing import Any, TypeAlias, cast
+
+import torch
+
+from fl_core.errors import ConfigError
+from fl_core.methods import build_method
+from fl_core.rounds.engine import Observer
+from fl_core.rounds.manifest import RunManifest
+from fl_core.simulation.in_process import (
+    LocalPort,
+    SiloShare,
+    bench_of,
+    engine_of,
+    initial_state,
+    on_device,
+    public_test,
+)
+from fl_core.simulation.silo_states import InMemory, States
+from fl_core.types.values import Bundle, Examples, Federation, State, TaskKind
+
+Handle: TypeAlias = Any
+"""An actor of Ray, which has no types here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Where the actors run.
+
+    address: of a running cluster; None starts one on this machine   actors: how many, each with `cpus` and `gpus`,
+    which may be fractions: two actors with gpus=0.5 share one
+    """
+
+    address: str | None = None
+    actors: int = 2
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+
+class Seats:
+    """The silos of one actor; every method runs there."""
+
+    def __init__(
+        self, manifest_json: str, shares: dict[int, SiloShare], public: Examples | None, threads: int, cuda: bool
+    ) -> None:
+        torch.set_num_threads(threads)
+        manifest = RunManifest.from_json(manifest_json)
+        self._states = _Handed()
+        device, bench = torch.device("cuda" if cuda else "cpu"), bench_of(manifest)
+        bench.model.to(device)
+        self._ports: dict[int, LocalPort] = {}
+        for k, share in zip(shares, on_device(list(shares.values()), device), strict=True):
+            m, seed = manifest.members[k], manifest.seed
+            self._ports[k] = LocalPort(
+                m.name, k, share, bench, manifest.train, seed, m.prototypes, public, states=self._states, device=device
+            )
+
+    def round(
+        self, silo: int, msg: State, fed: Federation, kind: TaskKind, state: State | None
+    ) -> tuple[Bundle, State | None]:
+        """Run one silo's round; return its bundle and, after training, its next state."""
+        self._states.given, self._states.made = state, None
+        return self._ports[silo].round(msg, fed, kind), self._states.made
+
+
+class _Handed:
+    """A silo's state for one round: handed in, and handed back."""
+
+    given: State | None = None
+    made: State | None = None
+
+    def get(self, silo: int) -> State | None:  # noqa: ARG002
+        return self.given
+
+    def stage(self, silo: int, state: State) -> None:  # noqa: ARG002
+        self.made = state
+
+    def settle(self, silo: int, commit: bool) -> None:  # noqa: ARG002
+        raise AssertionError("rounds are settled by the caller")
+
+
+class RayPort:
+    """A silo whose rounds run in an actor."""
+
+    def __init__(self, name: str, index: int, actor: Handle, post: _Post, states: States, mirrored: bool) -> None:
+        self.name = name
+        self._index = index
+        self._actor = actor
+        self._post = post
+        self._states = states
+        self._mirrored = mirrored
+
+    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+        """Run the round at the actor and stage the silo's next state."""
+        state = self._states.get(self._index)
+        reply = self._actor.round.remote(self._index, self._post.sent(msg), fed, kind, state)
+        bundle, after = self._post.ray.get(reply)
+        if after is not None:
+            self._states.stage(self._index, after)
+        return cast(Bundle, bundle)
+
+    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:  # noqa: ARG002
+        """Commit what was staged, as a simulation in one process does."""
+        self._states.settle(self._index, included or not self._mirrored)
+
+
+class _Post:
+    """Puts a round's message into the cluster once, for all silos."""
+
+    def __init__(self, ray: ModuleType) -> None:
+        self.ray = ray
+        self._lock = Lock()
+        self._last: tuple[State, object] | None = None
+
+    def sent(self, msg: State) -> object:
+        with self._lock:
+            if self._last is None or self._last[0] is not msg:
+                self._last = (msg, self.ray.put(msg))
+            return self._last[1]
+
+
+def library() -> ModuleType:
+    """Import Ray; raises ConfigError (E-CFG-63) with the command that installs it."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError(
+            "E-CFG-63",
+            "expected Ray for engine=ray, found no such package: pip install 'consilium-fl[ray]', or use engine=local",
+        ) from error
+
+
+def simulate_ray(
+    manifest: RunManifest,
+    shares: Sequence[SiloShare],
+    observer: Observer,
+    cluster: Cluster | None = None,
+    states: States | None = None,
+) -> State:
+    """Run a manifest on a Ray cluster and return the final server state.
+
+    Guarantees: equals `simulate` with the same number of threads bit for bit, on one kind of machine; Ray is shut down
+    afterwards when it was started here. Raises ConfigError (E-CFG-63) without Ray.
+    """
+    ray, where, states = library(), cluster or Cluster(), states or InMemory()
+    threads = manifest.threads or torch.get_num_threads()
+    mirrored = build_method(manifest.method.name, manifest.method.options).mirrored
+    started = not ray.is_initialized()
+    if started:
+        ray.init(address=where.address, log_to_driver=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    actors: list[Handle] = []
+    try:
+        kind = ray.remote(num_cpus=where.cpus, num_gpus=where.gpus)(Seats)
+        public = ray.put(public_test(shares)) if manifest.personal else None
+        number = min(where.actors, len(shares))
+        for j in range(number):
+            own = {k: shares[k] for k in range(j, len(shares), number)}
+            actors.append(kind.remote(manifest.to_json(), own, public, threads, where.gpus > 0))
+        post = _Post(ray)
+        ports = [RayPort(m.name, k, actors[k % number], post, states, mirrored) for k, m in enumerate(manifest.members)]
+        return engine_of(manifest, ports, parallel=number).run(initial_state(manifest), observer)
+    finally:
+        torch.set_num_threads(before)
+        for actor in actors:
+            ray.kill(actor)
+        if started:
+            ray.shutdown()

@@ -1,0 +1,1 @@
+"""A silo's local work: access to examples, optimizers, evaluation, devices."""

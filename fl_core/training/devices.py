@@ -1,0 +1,100 @@
+"""Where models are trained: the device by name, deterministic kernels, and data that lies on the device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fl_core.errors import ConfigError
+from fl_core.types.values import Examples
+
+SHARE_OF_MEMORY = 0.5
+"""Of the device's free memory, what examples may take; models and activations need the rest."""
+
+
+def choose_device(name: str) -> torch.device:
+    """Read cpu, cuda, cuda:N or auto (a GPU where there is one).
+
+    Raises ConfigError (E-CFG-60) when it is something else or this machine has no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, number = name.partition(":")
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    sound = kind in ("cpu", "cuda") and (not number or (kind == "cuda" and number.isdecimal()))
+    if not sound or int(number or 0) >= count:
+        raise ConfigError(
+            "E-CFG-60",
+            f"expected --device cpu, auto or one of {count if kind == 'cuda' else torch.cuda.device_count()} GPUs "
+            f"(cuda, cuda:0, ...), found {name!r}",
+        )
+    return torch.device(name)
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Let torch use deterministic kernels alone inside; it raises where an operation has none.
+
+    Guarantees: a repeated run on one machine gives the same bits, on a GPU too; settings are as before outside.
+    """
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+class OnDevice(Examples):
+    """Examples that were read once and lie on a device; augmented ones are read from their source."""
+
+    def __init__(self, source: Examples, device: torch.device) -> None:
+        self.labels, self.groups = source.labels, source.groups
+        self._source = source
+        self._x = torch.cat([x.to(device) for x, _ in source.batches(512)])
+        self._y = source.labels.to(device)
+
+    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Read the examples at `index`, on the device."""
+        if augment is not None:
+            return self._source.batch(index, augment)
+        there = index.to(self._y.device)
+        return self._x[there], self._y[there]
+
+
+def placed(examples: Examples, device: torch.device, room: int) -> tuple[Examples, int]:
+    """Put examples on a device when they fit into `room` bytes; return them, there or as they are, and what is left."""
+    if device.type == "cpu" or len(examples) == 0:
+        return examples, room
+    x, _ = examples.batch(torch.arange(1))
+    need = len(examples) * x.numel() * x.element_size()
+    return (OnDevice(examples, device), room - need) if need <= room else (examples, room)
+
+
+def room_on(device: torch.device) -> int:
+    """Return the bytes that examples may take on a device."""
+    return int(SHARE_OF_MEMORY * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes that this process could still take on a device; None where the system does not say."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    return 1024 * int(found["MemAvailable"][0]) if "MemAvailable" in found else None

@@ -1,0 +1,228 @@
+"""The two doors to a silo's examples without differential privacy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from fl_core import rng
+from fl_core.errors import DataError
+from fl_core.training import optimizers
+from fl_core.types.values import (
+    Examples,
+    ExampleSums,
+    LossFn,
+    PenaltyFn,
+    Progress,
+    Query,
+    Split,
+    Tensors,
+    TrainConfig,
+    Turn,
+    Visit,
+)
+
+EVAL_BATCH = 512
+
+
+class _None(Examples):
+    """No example, of the shape of others."""
+
+    def __init__(self, like: Examples) -> None:
+        self.labels = like.labels[:0]
+        self._like = like
+
+    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        return self._like.batch(index, augment)
+
+
+class PlainData:
+    """`SiloData` over one silo's examples, for one turn; public: the public test set, where there is one.
+
+    Every call of `sgd` draws its batches from a stream of its own, so an extra pass of a method does not change
+    the batches of the others (a method with its extra term at 0 stays bit-identical to FedAvg).
+    """
+
+    def __init__(
+        self,
+        train: Examples,
+        test: Examples,
+        config: TrainConfig,
+        turn: Turn,
+        device: torch.device | None = None,
+        progress: Progress | None = None,
+        public: Examples | None = None,
+    ) -> None:
+        self.lr = config.lr * config.lr_decay**turn.fed.round
+        self.batch_size = config.batch_size
+        self._examples = {Split.TRAIN: train, Split.TEST: test, Split.GLOBAL: public or _None(test)}
+        self._config = config
+        self._turn = turn
+        self._device = device or torch.device("cpu")
+        self._progress = progress or (lambda *_: None)
+        self._ahead = 2 if self._device.type == "cuda" else 0
+        self._calls = 0
+        self._counts: Tensor | None = None
+
+    @classmethod
+    def open(cls, visit: Visit) -> PlainData:
+        """Open the doors of one turn."""
+        v = visit
+        return cls(v.train, v.test, v.config, v.turn, v.device, v.progress, v.public)
+
+    def planned_steps(self, epochs: float | None = None) -> int:
+        """Return the optimiser steps of an `sgd` call: whole batches, the last may be short, cut at `max_steps`."""
+        n = len(self._examples[Split.TRAIN])
+        steps = round((self._config.epochs if epochs is None else epochs) * -(-n // self._config.batch_size))
+        return min(steps, self._config.max_steps) if self._config.max_steps else steps
+
+    def effective_steps(self, steps: int, mu: float = 0.0) -> float:
+        """Return how far so many steps reach, in units of -lr under the constant gradient 1; mu: a proximal term's."""
+        return optimizers.effective_steps(self._config, steps, self.lr * mu)
+
+    def sgd(
+        self,
+        model: nn.Module,
+        loss: LossFn,
+        *,
+        epochs: float | None = None,
+        steps: int | None = None,
+        lr_scale: float = 1.0,
+        penalty: PenaltyFn | None = None,
+        shift: Tensors | None = None,
+        only: Callable[[str], bool] | None = None,
+        plain: Callable[[str], bool] | None = None,
+    ) -> int:
+        """Train `model` in place and return the steps taken.
+
+        Momentum starts at zero in every call. A batch of one example is skipped where the model has BatchNorm,
+        which has no variance to normalise it by, and is not counted.
+        """
+        path = ("round", self._turn.fed.round, "silo", self._turn.silo, "sgd", self._calls)
+        self._calls += 1
+        order, augment = rng.stream(self._turn.seed, *path, "order"), None
+        if self._config.augment:
+            augment = rng.stream(self._turn.seed, *path, "augment")
+        named = {name: p for name, p in model.named_parameters() if only is None or only(name)}
+        model.train()
+        if self._config.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        descent = optimizers.Descent(named, lr_scale * self.lr, self._config, plain, self._device.type)
+        taken = 0
+        with rng.torch_scope(self._turn.seed, *path, "dropout"):
+            batches = self._batches(order, self.planned_steps(epochs) if steps is None else steps)
+            lonely = any(len(i) == 1 for i in batches) and _normalises(model)
+            wanted = [(done, i) for done, i in enumerate(batches, start=1) if not (lonely and len(i) == 1)]
+            for (done, _), (x, y) in zip(wanted, self._stream([i for _, i in wanted], augment), strict=True):
+                descent.clear()
+                with self._autocast():
+                    objective = loss(model, x, y).objective()
+                if penalty is not None:
+                    objective = objective + penalty(model)
+                descent.backward(objective)
+                self._correct(named, plain, shift)
+                descent.step()
+                taken += 1
+                self._progress(done, len(batches))
+        if self._config.channels_last:
+            model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        return taken
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._config.amp == "off":
+            return nullcontext()
+        return torch.autocast(self._device.type, optimizers.AMP[self._config.amp])
+
+    def _stream(self, batches: Sequence[Tensor], augment: torch.Generator | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Read training batches in order; on a GPU one thread reads ahead into pinned memory.
+
+        One thread reads at a time, so augmentation draws in the same order, and the bits are the same.
+        """
+        if not self._ahead:
+            for index in batches:
+                yield self._ordered(*self._read(Split.TRAIN, index, augment))
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="reader") as reader:
+            waiting: deque[Future[tuple[Tensor, Tensor]]] = deque()
+            for index in batches:
+                waiting.append(reader.submit(self._examples[Split.TRAIN].batch, index, augment))
+                if len(waiting) > self._ahead:
+                    yield self._ordered(*self._sent(*waiting.popleft().result()))
+            while waiting:
+                yield self._ordered(*self._sent(*waiting.popleft().result()))
+
+    def _sent(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if self._device.type == "cuda" and x.device.type == "cpu":
+            x, y = x.pin_memory(), y.pin_memory()
+        return x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
+
+    def _ordered(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if self._config.channels_last and x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        return x, y
+
+    def _batches(self, order: torch.Generator, steps: int) -> list[Tensor]:
+        """Deal shuffled epochs into batches until `steps` are planned."""
+        n, size = len(self._examples[Split.TRAIN]), self._config.batch_size
+        if n == 0:
+            raise DataError("E-DATA-08", "expected at least one training example at this silo, found none")
+        batches: list[Tensor] = []
+        while len(batches) < steps:
+            batches += torch.split(torch.randperm(n, generator=order), size)
+        return batches[:steps]
+
+    def _correct(
+        self, named: Mapping[str, nn.Parameter], plain: Callable[[str], bool] | None, shift: Tensors | None
+    ) -> None:
+        """Clip the gradient where the schedule says so, then add the data-free shift."""
+        if self._config.clip_norm:
+            clipped, _ = optimizers.split(named, plain)
+            torch.nn.utils.clip_grad_norm_(clipped, self._config.clip_norm)
+        for name, value in (shift or {}).items():
+            if name in named and (grad := named[name].grad) is not None:
+                grad.add_(value.to(grad.device))
+
+    def _read(self, split: Split, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        x, y = self._examples[split].batch(index, augment)
+        return x.to(self._device), y.to(self._device)
+
+    def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:  # noqa: ARG002
+        """Sum a query over one split, without augmentation; `bound` is for private doors and does nothing here."""
+        total: dict[str, Tensor] = {}
+        with torch.no_grad():
+            batches = torch.split(torch.arange(len(self._examples[split])), EVAL_BATCH)
+            for done, index in enumerate(batches, start=1):
+                x, y = self._read(split, index)
+                for name, value in sum_batch(query, x, y).items():
+                    total[name] = total[name] + value if name in total else value
+                self._progress(done, len(batches))
+        return {name: value.cpu() for name, value in total.items()}
+
+    def size(self) -> float:
+        """Return the number of training examples."""
+        return float(len(self._examples[Split.TRAIN]))
+
+    def class_counts(self) -> Tensor:
+        """Return the training examples per class (C,)."""
+        if self._counts is None:
+            labels = self._examples[Split.TRAIN].labels
+            self._counts = torch.bincount(labels, minlength=self._turn.fed.n_classes).float()
+        return self._counts
+
+
+def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:
+    """Evaluate a query on one batch and sum over its examples."""
+    if isinstance(query, ExampleSums):
+        return {name: rows.sum(0) for name, rows in query.rows(x, y).items()}
+    vectors = query.vectors(x, y)
+    total = vectors.new_zeros(query.n_classes, vectors.shape[1]).index_add_(0, y, vectors)
+    return {"sum": total, "count": torch.bincount(y, minlength=query.n_classes).to(vectors.dtype)}
+
+
+def _normalises(model: nn.Module) -> bool:
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())

@@ -1,0 +1,1 @@
+"""What everything is made of: values (Part, Bundle, State), enums, plain records, the interfaces Method /."""

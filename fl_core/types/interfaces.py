@@ -1,0 +1,196 @@
+"""The roles: the two doors to the examples, a method, a guard, a port. Properties, not only types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Protocol
+
+from torch import Tensor, nn
+
+from fl_core.types.values import (
+    Bundle,
+    Capability,
+    Coupling,
+    Exposure,
+    Federation,
+    LossFn,
+    Outcome,
+    PenaltyFn,
+    Query,
+    Split,
+    State,
+    TaskKind,
+    Tensors,
+    Turn,
+    Visit,
+)
+
+
+class SiloData(Protocol):
+    """The two doors to a silo's examples, `sgd` and `sum`; a method reaches no example past them.
+
+    `PlainData` and the private doors implement it; a method cannot tell which one it holds.
+    """
+
+    lr: float
+    batch_size: int
+
+    def planned_steps(self, epochs: float | None = None) -> int:
+        """Return the number of optimiser steps that `sgd` will take; a public constant in a private run."""
+        ...
+
+    def effective_steps(self, steps: int, mu: float = 0.0) -> float:
+        """Return A_k: how far `steps` steps reach, in units of -lr under the constant gradient 1.
+
+        mu: strength of a proximal term. Raises ConfigError (E-CFG-08) for an adaptive optimizer.
+        """
+        ...
+
+    def sgd(
+        self,
+        model: nn.Module,
+        loss: LossFn,
+        *,
+        epochs: float | None = None,
+        steps: int | None = None,
+        lr_scale: float = 1.0,
+        penalty: PenaltyFn | None = None,
+        shift: Tensors | None = None,
+        only: Callable[[str], bool] | None = None,
+        plain: Callable[[str], bool] | None = None,
+    ) -> int:
+        """Train `model` in place and return the steps taken.
+
+        Uses a fresh optimiser at `lr_scale` times the schedule's rate. `steps` overrides `epochs` and the schedule's
+        limit. `penalty` and `shift` must not depend on examples: they are added to the gradient after clipping and
+        noise, before the momentum buffer. `only` selects the parameters that move; those of them that `plain` selects
+        move by bare steps: no momentum, no decay, outside the schedule's clipping.
+        """
+        ...
+
+    def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
+        """Sum a query over the examples of a split, without augmentation; a charged release under DP.
+
+        bound: l2 norm of one example's contribution; None takes the privacy plan's.
+        """
+        ...
+
+    def size(self) -> float:
+        """Return the number of training examples; the declared nominal size in a private or masked run."""
+        ...
+
+    def class_counts(self) -> Tensor:
+        """Return the training examples per class (C,): a `sum` query, charged once and cached under DP."""
+        ...
+
+
+class Doors(Protocol):
+    """Opens a silo's doors for one turn: `PlainData.open`, or what a privacy profile puts in its place."""
+
+    def __call__(self, visit: Visit, /) -> SiloData:
+        """Make the doors; a private profile reserves what the turn will release, before any example is read."""
+        ...
+
+
+class Method(Protocol):
+    """One federated method, both halves: a frozen dataclass of hyper-parameters that owns no state.
+
+    Properties that an implementation must have, each checked by the contract suite for every method:
+    `local` mutates none of its arguments but `model`; one exchange per round, a State down and a Bundle up; the
+    bundle's layout is the same for every silo and every round. `model` holds the run's initial weights on entry,
+    except for `personal`, which gets it as `local` left it.
+    """
+
+    name: ClassVar[str]
+    has_global_model: ClassVar[bool]
+    """Whether the federation has a model of its own; else no global accuracy is measured and nothing exported."""
+    mirrored: ClassVar[bool]
+    """Whether silo states are mirrored in a server sum: then a silo whose update was not included discards its new
+    state; else it keeps it."""
+
+    @property
+    def exposure(self) -> Exposure:
+        """Say what `merge` must see, with these hyper-parameters."""
+        ...
+
+    @property
+    def apart(self) -> frozenset[str]:
+        """Name the parts that `merge` sees one by one: total (n, ...) and weight (n, ...) in the roster's order."""
+        ...
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        """Say what the method cannot do, with the remedy; a run that asks for it is refused before round 0."""
+        ...
+
+    @property
+    def private_form(self) -> Mapping[str, str | int]:
+        """Name the options that a run with record-level privacy must change, and to what; empty where none."""
+        ...
+
+    @property
+    def coupling(self) -> Coupling:
+        """Say whether the loss, with these hyper-parameters, mixes the examples of a batch."""
+        ...
+
+    def init_server(self, model: nn.Module, fed: Federation) -> State:
+        """Make the server state of round 0 from an initialised model."""
+        ...
+
+    def init_silo(self, model: nn.Module, fed: Federation) -> State:
+        """Make a silo's private state before its first round; it has no path to the wire."""
+        ...
+
+    def broadcast(self, server: State) -> State:
+        """Choose what goes down to every silo of the cohort."""
+        ...
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+        """Do the silo's half of a round."""
+        ...
+
+    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+        """Do the server's half: the only place where a mean is taken. An empty cohort changes nothing."""
+        ...
+
+    def global_model(self, model: nn.Module, msg: State) -> nn.Module:
+        """Load what was broadcast into `model`: the model that is evaluated and exported."""
+        ...
+
+    def exported(self, server: State) -> Tensors:
+        """Choose the tensors of an exported model: all that was learnt or drawn for classification."""
+        ...
+
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:
+        """Make the silo's personal model after a round, from what `local` left in `model` and the silo's new state."""
+        ...
+
+
+class Guard(Protocol):
+    """One privacy or coding layer: `outgoing` at the silo, `incoming` on the sum; it never sees the method."""
+
+    def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:
+        """Transform one silo's bundle."""
+        ...
+
+    def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:
+        """Undo it on the sum over the cohort."""
+        ...
+
+    def sensitivity(self) -> Mapping[str, float]:
+        """Return the l2 sensitivity per part; empty for a guard that is no privacy mechanism."""
+        ...
+
+
+class SiloPort(Protocol):
+    """Where a silo's round happens: in this process or at a hospital. Both run the same `worker.work`."""
+
+    name: str
+
+    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+        """Run one round at the silo and return its bundle."""
+        ...
+
+    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:
+        """Learn that a round is closed, and whether this silo's bundle is part of it."""
+        ...

@@ -1,0 +1,80 @@
+"""Plain values that need no torch: the schema of examples, the local schedule, the record of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fl_core.types.enums import TaskKind
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The public description of the examples that every silo of a run must hold: shape of x and the label space."""
+
+    shape: tuple[int, ...]
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """The local schedule, equal at every silo.
+
+    lr is per step and falls by `lr_decay` per round; max_steps cuts an `sgd` call short (0: never);
+    clip_norm bounds the whole gradient of a step (0: off); optimizer: "sgd" (momentum, nesterov) or "adam", which
+    methods that count effective steps refuse; amp: "bf16" or "fp16" computes losses in mixed precision (weights,
+    sums and evaluations stay float32), "off" does not; channels_last: the order of memory that GPUs convolve fastest.
+    """
+
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 1e-5
+    batch_size: int = 128
+    epochs: int = 10
+    lr_decay: float = 1.0
+    max_steps: int = 0
+    clip_norm: float = 0.0
+    augment: bool = False
+    optimizer: str = "sgd"
+    nesterov: bool = False
+    amp: str = "off"
+    channels_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """What is known of one round after its close.
+
+    correct, examples: (C,) over the union of the test sets, for the model *before* the round's training;
+    missing: silo -> reason; clipped: values that the grid cut off; personal: means and standard deviations over the
+    round's silos (pa, pm_l, pm_v, ga; with _std: standard deviations) of the personal models *after* its training.
+    """
+
+    round: int
+    kind: TaskKind
+    correct: tuple[float, ...]
+    examples: tuple[float, ...]
+    included: tuple[str, ...]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    clipped: int = 0
+    personal: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float:
+        """Return correct / examples over all classes; -1 where there is no test example or no global model."""
+        return sum(self.correct) / n if (n := sum(self.examples)) else -1.0
+
+    @property
+    def balanced_accuracy(self) -> float:
+        """Return the mean accuracy over classes that have test examples; -1 where none has."""
+        known = [a for a in self.class_accuracy() if a is not None]
+        return sum(known) / len(known) if known else -1.0
+
+    def class_accuracy(self) -> list[float | None]:
+        """Return the accuracy per class, None where no silo has a test example."""
+        return [c / n if n else None for c, n in zip(self.correct, self.examples, strict=True)]
+
+
+def fairness(scores: Mapping[str, float]) -> float | None:
+    """Return the standard deviation over silos of PM(L), of PA where there is none; None without scores."""
+    return scores.get("pm_l_std", scores.get("pa_std"))

@@ -1,0 +1,256 @@
+"""The values that everything else is made of: tensors by name, weighted sums, the public facts of a run.
+
+State is passed, never kept. What leaves a silo is a `Bundle` of `Part`s and nothing else: a part is a weighted
+sum that still waits for its denominator, so deltas weighed by examples, prototypes weighed by class counts and
+metrics weighed by test examples travel in one message and can all be added under a mask.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_core.blockwise.buffer_pool import MEMORY
+from fl_core.blockwise.lazy_tensors import Deferred, Mean
+from fl_core.blockwise.parallel import cut, side_by_side
+from fl_core.errors import ProtocolError
+from fl_core.types.enums import Capability as Capability
+from fl_core.types.enums import Coupling as Coupling
+from fl_core.types.enums import Exposure as Exposure
+from fl_core.types.enums import Split as Split
+from fl_core.types.enums import TaskKind as TaskKind
+from fl_core.types.records import Schema as Schema
+from fl_core.types.records import TrainConfig as TrainConfig
+
+Tensors = Mapping[str, Tensor]
+"""Parameter name -> tensor; float32, or integers once on the fixed-point grid."""
+
+State = Mapping[str, Tensors]
+"""Group -> Tensors, for instance {"w": ..., "prototypes": ...}. A checkpoint is a State."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A weighted sum still waiting for its denominator: total = sum_k w_k v_k, weight = sum_k w_k.
+
+    total:  name -> (...) or, with one weight per row, (C, ...)
+    weight: () for one weight per silo, (C,) for one per leading row (class)
+    """
+
+    total: Tensors
+    weight: Tensor
+
+    @classmethod
+    def of(cls, value: Tensors, weight: float | Tensor = 1.0) -> Part:
+        """Weigh `value` and wrap it; a (C,) weight multiplies the leading rows."""
+        w = torch.as_tensor(weight, dtype=torch.float32)
+        return cls({name: v * _rows(w, v) for name, v in value.items()}, w)
+
+    def __add__(self, other: Part) -> Part:
+        """Add two parts of one shape; raises ProtocolError (E-WIRE-02) when names or shapes differ."""
+        if (mine := PartSpec.of(self)) != (theirs := PartSpec.of(other)):
+            raise ProtocolError("E-WIRE-02", f"expected a part of {mine}, found {theirs}: they come from two layouts")
+        return Part({name: v + other.total[name] for name, v in self.total.items()}, self.weight + other.weight)
+
+    def mean(self, default: Tensors | None = None) -> Tensors:
+        """Divide by the weight, in float64, and return float32; deferred where the total is and the weight is one.
+
+        | weight of a row | result of that row            |
+        |-----------------|-------------------------------|
+        | > 0             | total / weight                |
+        | 0               | `default`'s row, or 0 without |
+        """
+        w = self.weight.double()
+        if w.dim() == 0 and w > 0:
+            return _divided(self.total, float(w))
+        safe = torch.where(w > 0, w, torch.ones_like(w))
+        mean: dict[str, Tensor] = {}
+        for name, v in self.total.items():
+            rest = torch.zeros_like(v, dtype=torch.float32) if default is None else default[name].float()
+            mean[name] = torch.where(_rows(w > 0, v), (v.double() / _rows(safe, v)).float(), rest)
+        return mean
+
+
+def _divided(total: Tensors, weight: float) -> Tensors:
+    """Divide by a scalar in float64 and return float32; on the CPU without a copy in float64."""
+    if isinstance(total, Deferred):
+        return Mean(total, weight)
+    here = {name: v.detach() for name, v in total.items() if v.device.type == "cpu" and v.dtype != torch.bfloat16}
+    mean = {name: MEMORY.empty(v.shape, torch.float32) for name, v in here.items()}
+
+    def divide(piece: tuple[Tensor, ...]) -> None:
+        with np.errstate(over="ignore"):  # infinite, as torch makes it
+            np.divide(piece[0].numpy(), weight, out=piece[1].numpy(), dtype=np.float64, casting="same_kind")
+
+    side_by_side(divide, [piece for name, v in here.items() for piece in cut(v, mean[name])])
+    return {name: mean[name] if name in mean else (v.double() / weight).float() for name, v in total.items()}
+
+
+def _rows(weight: Tensor, value: Tensor) -> Tensor:
+    """Shape a () or (C,) weight so that it broadcasts over the trailing dimensions of `value`."""
+    return weight if weight.dim() == 0 else weight.reshape(-1, *([1] * (value.dim() - 1)))
+
+
+Bundle = Mapping[str, Part]
+"""Part name -> Part: the only thing that ever leaves a silo, metrics included."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """The public shape of a part: equal for every silo of a run, whatever classes the silo holds."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    weight_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, part: Part) -> PartSpec:
+        """Read the shape off a part."""
+        if isinstance(part.total, Deferred):
+            return cls(dict(sorted(part.total.shapes.items())), tuple(part.weight.shape))
+        return cls({name: tuple(v.shape) for name, v in sorted(part.total.items())}, tuple(part.weight.shape))
+
+
+Layout = Mapping[str, PartSpec]
+"""Part name -> its spec: the layout of a run's bundles, frozen in the manifest."""
+
+
+class Losses(NamedTuple):
+    """What a loss function returns: the two halves are bounded by different mechanisms under DP.
+
+    per_example: (B,), entry i depends on example i alone; clipped per example
+    coupled:     (), may mix the examples of the batch; clipped per microbatch. None when there is none.
+    """
+
+    per_example: Tensor
+    coupled: Tensor | None = None
+
+    def objective(self) -> Tensor:
+        """Reduce to the scalar that a non-private step minimises: mean(per_example) + coupled."""
+        mean = self.per_example.mean()
+        return mean if self.coupled is None else mean + self.coupled
+
+
+@dataclass(frozen=True, slots=True)
+class Federation:
+    """The public facts of a run and of one round of it.
+
+    n_silos N, n_classes C, rounds T, round t (0-based), cohort |S_t| (planned, public).
+    """
+
+    n_silos: int
+    n_classes: int
+    rounds: int = 1
+    round: int = 0
+    cohort: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a silo's half of a method may know besides data: where and when it runs.
+
+    silo is the index in the run's roster; `prototypes` is False for a silo that submits none in this run
+    (drawn before round 1, or the hospital's own opt-out): it still receives and uses them. withheld: classes whose
+    prototypes the hospital never submits, chosen from the label space without looking at what it holds.
+    """
+
+    fed: Federation
+    silo: int
+    seed: int
+    prototypes: bool = True
+    withheld: frozenset[int] = frozenset()
+
+    def shown(self, part: Part) -> Part:
+        """Put zeros of weight 0 in the rows of withheld classes, present or not; rows come class by class."""
+        if not self.withheld:
+            return part
+        hidden = torch.zeros(self.fed.n_classes, dtype=torch.bool)
+        hidden[sorted(self.withheld)] = True
+        rows = hidden.repeat_interleave(len(part.weight) // self.fed.n_classes)
+        total = {name: torch.where(_rows(rows, v), torch.zeros_like(v), v) for name, v in part.total.items()}
+        return Part(total, torch.where(rows, torch.zeros_like(part.weight), part.weight))
+
+
+Progress = Callable[[int, int], None]
+"""Told (done, in all) after every step and every batch; it may raise to end the work there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What a silo's doors are opened for: its examples, the run's schedule, the turn, and where the work is done.
+
+    public: the public test set, where there is one   device: where the model is; the CPU by default
+    """
+
+    train: Examples
+    test: Examples
+    config: TrainConfig
+    turn: Turn
+    device: torch.device | None = None
+    progress: Progress | None = None
+    public: Examples | None = None
+
+
+class Outcome(NamedTuple):
+    """What `Method.local` returns: the bundle leaves the silo, the state stays."""
+
+    bundle: Bundle
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleSums:
+    """A `sum` query: one row per example and name, summed over the examples.
+
+    rows: (x (B, ...), y (B,)) -> name -> (B, ...)
+    """
+
+    rows: Callable[[Tensor, Tensor], Tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSums:
+    """A joint `sum` query: per class, the sum of a d-vector and the number of examples.
+
+    One query, so under DP one noise draw and one ledger line cover both: an example touches one class, the joint
+    sensitivity is sqrt(R^2 + lambda^2) (bound R on the vector, lambda on the count), without a factor C.
+
+    vectors: (x (B, ...), y (B,)) -> (B, d). Result: {"sum": (C, d), "count": (C,)}; classes never seen are rows of 0.
+    """
+
+    vectors: Callable[[Tensor, Tensor], Tensor]
+    n_classes: int
+
+
+Query = ExampleSums | ClassSums
+LossFn = Callable[[nn.Module, Tensor, Tensor], Losses]
+PenaltyFn = Callable[[nn.Module], Tensor]
+
+
+class Examples(ABC):
+    """A silo's examples of one split, read batch by batch.
+
+    labels: (n,) int64. `groups` names the privacy unit of each example (lesion, patient), where the data has one.
+    """
+
+    labels: Tensor
+    groups: tuple[str, ...] | None = None
+
+    def __len__(self) -> int:
+        """Count the examples."""
+        return len(self.labels)
+
+    @abstractmethod
+    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Read the examples at `index` (B,): x (B, *shape) float32, y (B,); augmented when a generator is given."""
+
+    def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Read all examples once, in order, without augmentation."""
+        for index in torch.split(torch.arange(len(self)), size):
+            if len(index):
+                yield self.batch(index)

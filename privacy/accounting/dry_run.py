@@ -1,0 +1,157 @@
+"""What a method will ask of the doors in a round, found by a rehearsal on made-up examples: the plan of its releases.
+
+The rehearsal runs a silo's half with doors that only write down what they are asked for; no real example is near.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fl_core.training.frozen_statistics import Freezable
+from fl_core.training.optimizers import effective_steps
+from fl_core.types.interfaces import Method
+from fl_core.types.values import (
+    ClassSums,
+    Coupling,
+    Federation,
+    LossFn,
+    Part,
+    PenaltyFn,
+    Query,
+    Schema,
+    Split,
+    Tensors,
+    TrainConfig,
+    Turn,
+)
+from privacy.dp_sgd.independence import blanks, check_independence, check_rows
+
+StepsOf = Callable[[float], int]
+SIZE = 100.0
+"""Examples that the rehearsal's silo says it has."""
+_PROBED: set[Hashable] = set()
+"""What passed in this process: the hospitals of a simulation, and the rounds of one, ask about the same losses."""
+
+
+@dataclass(slots=True)
+class Needs:
+    """The calls of one round: steps of each training, sums over training examples, and whether counts are asked for.
+
+    freezable: trainings whose coupled term has a frozen form   weights: of the parts that one number weighs, for a silo
+    of `SIZE` examples.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    class_sums: int = 0
+    example_sums: int = 0
+    freezable: int = 0
+    counts: bool = False
+    weights: dict[str, float] = field(default_factory=dict)
+
+
+class _Doors:
+    """Doors that write down what they are asked for."""
+
+    def __init__(self, schema: Schema, train: TrainConfig, steps_of: StepsOf, needs: Needs, probe: bool) -> None:
+        self.lr, self.batch_size = train.lr, train.batch_size
+        self._schema, self._train, self._steps_of, self._needs, self._probe = schema, train, steps_of, needs, probe
+
+    def planned_steps(self, epochs: float | None = None) -> int:
+        return self._steps_of(self._train.epochs if epochs is None else epochs)
+
+    def effective_steps(self, steps: int, mu: float = 0.0) -> float:
+        return effective_steps(self._train, steps, self.lr * mu)
+
+    def sgd(
+        self, model: nn.Module, loss: LossFn, *, epochs: float | None = None, steps: int | None = None,
+        lr_scale: float = 1.0, penalty: PenaltyFn | None = None, shift: Tensors | None = None,
+        only: Callable[[str], bool] | None = None, plain: Callable[[str], bool] | None = None,
+    ) -> int:  # fmt: skip
+        del lr_scale, penalty, shift, only, plain
+        if isinstance(loss, Freezable):
+            self._needs.freezable += 1
+        if self._probe:
+            check_independence(model, loss, self._schema, self.batch_size)
+            if isinstance(loss, Freezable):
+                check_independence(model, _held(model, loss, self._schema), self._schema, self.batch_size)
+        self._needs.steps.append(self.planned_steps(epochs) if steps is None else steps)
+        return self._needs.steps[-1]
+
+    def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
+        del bound
+        x, y = blanks(self._schema, 2, 0)
+        if isinstance(query, ClassSums):
+            if self._probe:
+                check_rows(query, self._schema)
+            self._needs.class_sums += split is Split.TRAIN
+            width = query.vectors(x, y).shape[1]
+            made_up = torch.randn(query.n_classes, width, generator=torch.Generator().manual_seed(0))
+            return {"sum": made_up, "count": torch.ones(query.n_classes)}
+        self._needs.example_sums += split is Split.TRAIN
+        return {name: rows.sum(0) for name, rows in query.rows(x, y).items()}
+
+    def size(self) -> float:
+        return SIZE
+
+    def class_counts(self) -> Tensor:
+        self._needs.counts = True
+        return torch.full((len(self._schema.classes),), SIZE / len(self._schema.classes))
+
+
+def rehearse(
+    method: Method,
+    model: nn.Module,
+    schema: Schema,
+    train: TrainConfig,
+    steps_of: StepsOf,
+    probe: bool = True,
+    personal: bool = False,
+) -> Needs:
+    """Run two rounds of a method, the first of which gives it prototypes, and return what the second asked for.
+
+    steps_of: epochs -> steps of the course that is planned   probe: check that examples' losses are apart, once per
+    process for one method, network and batch
+    personal: personal models are made after every round's training, which some methods train further for.
+
+    Raises as `check_independence` when a loss that is declared per example mixes examples.
+    """
+    fed = Federation(n_silos=1, n_classes=len(schema.classes), rounds=4, cohort=1)
+    needs, subject = Needs(), (type(method), method, str(model), schema, train.batch_size, personal)
+    probe = probe and subject not in _PROBED
+    server, silo = method.init_server(model, fed), method.init_silo(model, fed)
+    for t in range(2):
+        needs = Needs()
+        now = Federation(1, len(schema.classes), 4, t, 1)
+        doors = _Doors(schema, train, steps_of, needs, probe)
+        msg, turn = method.broadcast(server), Turn(now, 0, 0)
+        bundle, silo = method.local(model, msg, silo, doors, turn)
+        if personal:
+            method.personal(model, msg, silo, doors, turn)
+        needs.weights = {name: float(part.weight) for name, part in bundle.items() if not part.weight.dim()}
+        server = method.merge(server, {n: _alone(p) if n in method.apart else p for n, p in bundle.items()}, now)
+    if probe:
+        _PROBED.add(subject)
+    return needs
+
+
+def _alone(part: Part) -> Part:
+    """Make what `merge` sees of a part that it sees silo by silo, with one silo."""
+    return Part({key: v.unsqueeze(0) for key, v in part.total.items()}, part.weight.unsqueeze(0))
+
+
+def _held(model: nn.Module, loss: Freezable, schema: Schema) -> LossFn:
+    """Make a frozen loss of made-up examples."""
+    query = loss.form.query(copy.deepcopy(model).eval(), 1.0)
+    x, y = blanks(schema, 64, 7)
+    rows, one = query.vectors(x, y), torch.nn.functional.one_hot(y, query.n_classes).float()
+    return loss.form.loss(loss.whole, {"sum": one.T @ rows, "count": one.sum(0)}, 1.0, 0.0)
+
+
+def treatment(coupling: Coupling, coupled: str) -> bool:
+    """Tell whether training steps have a coupled term under this treatment."""
+    return coupling is Coupling.BATCH and coupled not in ("off", "frozen")

@@ -1,0 +1,228 @@
+"""Within what ranges the numbers of a private run lie: outside, float arithmetic could undo a bound that is proved.
+
+One table, checked by the coordinator when a run is frozen and by each hospital on the manifest that it received: a
+number that is not finite, or so large or small that norms, noise or sums overflow or vanish, ends the run before it
+begins. `text()` is what the explanation of E-PRIV-20 prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import NamedTuple
+
+from fl_core.errors import RefusedError
+from fl_core.methods import METHODS
+from fl_core.rounds.manifest import RunManifest
+from fl_core.training import optimizers
+from fl_core.types.records import TrainConfig
+from privacy.accounting.record_config import Terms
+from privacy.silo_dp.config import SiloTerms
+
+
+class Range(NamedTuple):
+    """What a number may be: from `low` to `high`; off: 0 is good, too, and switches something off."""
+
+    low: float
+    high: float
+    off: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        """Tell whether a number lies within; NaN does not, and what is no number neither."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return self.low <= value <= self.high or (self.off and value == 0)
+
+    def __str__(self) -> str:
+        return f"{'0 or ' if self.off else ''}{self.low:g} to {self.high:g}"
+
+
+CLIP = Range(1e-4, 1e4)
+_STEPS = Range(1, 10**8)
+_WHOLE = "whole"
+_GROUPS: tuple[tuple[Range, tuple[str, ...]], ...] = (
+    (
+        CLIP,
+        (
+            "privacy.clip",
+            "privacy.clip x privacy.coupled_clip_ratio",
+            "privacy.clip x privacy.clip_decay^rounds",
+            "privacy.prototype_bound",
+            "privacy.prototype_bound x privacy.count_weight",
+            "privacy.statistics_bound",
+        ),
+    ),
+    (
+        Range(1e-3, 1e3),
+        ("privacy.coupled_clip_ratio", "privacy.count_weight", "privacy.prototype_scale", "method.tau", "method.tau_p"),
+    ),
+    (Range(1e-3, 1e6), ("privacy.epsilon",)),
+    (Range(1e-15, 1e-3), ("privacy.delta",)),
+    (
+        Range(1e-2, 1e6),
+        (
+            "privacy.prototype_noise",
+            "privacy.metric_noise",
+            "privacy.count_noise",
+            "privacy.statistics_noise",
+            "privacy.metric_clip",
+        ),
+    ),
+    (Range(1e-2, 1e6, True), ("privacy.bit_noise",)),
+    (Range(1e-3, 1e9, True), ("privacy.min_count",)),
+    (Range(1e-3, 10), ("privacy.clip_rate",)),
+    (Range(1e-2, 1), ("privacy.clip_decay", "train.lr_decay")),
+    (Range(1e-3, 0.999), ("privacy.target_quantile",)),
+    (
+        Range(1, 10**6),
+        (
+            "privacy.microbatch",
+            "privacy.physical_batch",
+            "privacy.prototype_every",
+            "privacy.coupled_every",
+            "train.batch_size",
+        ),
+    ),
+    (Range(1, 10**6, True), ("privacy.max_per_unit",)),
+    (Range(1e-6, 1e3), ("train.lr", "method.server_lr", "method.feature_lr")),
+    (Range(1e-6, 0.999, True), ("train.momentum",)),
+    (Range(1e-12, 10, True), ("train.weight_decay", "method.weight_decay")),
+    (Range(1e-4, 1e4, True), ("train.clip_norm",)),
+    (Range(1, 10**5), ("train.epochs", "rounds")),
+    (Range(1, 10**8, True), ("train.max_steps",)),
+    (_STEPS, ("epochs x units / train.batch_size",)),
+    (Range(1, 10**4, True), ("cohort", "quorum", "image_size")),
+    (Range(1, 10**4), ("silos", "grid.n_max")),
+    (Range(1e-3, 2.0**40), ("grid.bounds",)),
+    (Range(1, 1024, True), ("threads",)),
+    (Range(1e-3, 1e9), ("deadline_s",)),
+    (Range(1, 10**9, True), ("units",)),
+    (Range(-(2**63), 2**63 - 1), ("seed",)),
+    (Range(1e-3, 1e5), ("method.scale", "method.logit_scale")),
+    (Range(1e-3, 1e5, True), ("method.fix_scaling",)),
+    (Range(1e-3, 1e3, True), ("fedlc.tau",)),
+    (Range(1e-12, 1, True), ("method.eps",)),
+    (Range(1e-12, 1e4, True), ("other strengths of a method",)),
+    (Range(1, 10**5, True), ("other counts of a method or model", "other counts of privacy")),
+    (Range(1e-6, 1e4, True), ("other numbers of a model", "other numbers of privacy")),
+)
+RANGES: Mapping[str, Range] = {name: found for found, names in _GROUPS for name in names}
+
+
+def text() -> str:
+    """Write the table in one line: equal ranges together."""
+    return "; ".join(f"{', '.join(names)}: {found}" for found, names in _GROUPS)
+
+
+def check(manifest: RunManifest) -> None:
+    """Raise RefusedError (E-PRIV-20) on a number of a private run that is outside its range, or no number.
+
+    Raises ConfigError (E-CFG-41) on an optimizer that does not exist. The manifest is one that anybody may have made:
+    its fields can hold values of any type.
+    """
+    for name, value, key, kind in _numbers(manifest):
+        allowed = RANGES[key]
+        if value not in allowed or (kind == _WHOLE and not isinstance(value, int)):
+            wanted = "a whole number" if kind == _WHOLE else "a number"
+            raise RefusedError(
+                "E-PRIV-20", f"{name}: expected {wanted} of {allowed} in a private run, found {_shown(value)}"
+            )
+    _check_words(manifest.train)
+    optimizers.check(manifest.train)
+
+
+_Number = tuple[str, object, str, str]
+"""What a message calls it, its value, its key in the table, and `_WHOLE` for whole numbers."""
+
+
+def _numbers(manifest: RunManifest) -> Iterator[_Number]:
+    """List the numbers of a manifest, single ones before what is computed from them."""
+    whole: Mapping[str, object] = {
+        "rounds": manifest.rounds,
+        "cohort": manifest.cohort,
+        "quorum": manifest.quorum,
+        "threads": manifest.threads,
+        "seed": manifest.seed,
+        "image_size": manifest.image_size or 0,
+        "silos": len(manifest.members),
+        "grid.n_max": manifest.grid.n_max,
+    }
+    yield from ((name, value, name, _WHOLE) for name, value in whole.items())
+    yield "deadline_s", manifest.deadline_s, "deadline_s", ""
+    yield from ((f"grid.bounds.{k}", v, "grid.bounds", "") for k, v in manifest.grid.bounds.items())
+    yield from ((f"units of {m.name}", m.units, "units", _WHOLE) for m in manifest.members)
+    yield from _of_train(manifest.train)
+    yield from _of_method(manifest)
+    yield from _of_model(manifest.model.options)
+    terms = (SiloTerms if manifest.privacy.name == "dp_silo_small" else Terms).of(manifest.privacy.options)
+    yield from _of_terms(terms, manifest.rounds)
+    yield from _of_steps(manifest)
+
+
+def _of_train(train: TrainConfig) -> Iterator[_Number]:
+    for f in fields(train):
+        if type(f.default) in (int, float):
+            yield f"train.{f.name}", getattr(train, f.name), f"train.{f.name}", _WHOLE if type(f.default) is int else ""
+
+
+def _of_method(manifest: RunManifest) -> Iterator[_Number]:
+    """List a method's numbers: an option that is not in the table is a strength, or a count where it is whole."""
+    built = METHODS.get(manifest.method.name)
+    defaults = {f.name: f.default for f in fields(built)} if built else {}
+    for option, value in manifest.method.options.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue  # words are the method's to check
+        whole = type(defaults.get(option)) is int
+        keys = (f"{manifest.method.name}.{option}", f"method.{option}")
+        other = "other counts of a method or model" if whole else "other strengths of a method"
+        yield f"method.{option}", value, next((k for k in keys if k in RANGES), other), _WHOLE if whole else ""
+
+
+def _of_model(options: Mapping[str, object]) -> Iterator[_Number]:
+    for option, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, int | float) and not isinstance(one, bool):
+                kind = "counts of a method or model" if isinstance(one, int) else "numbers of a model"
+                yield f"model.{option}", one, f"other {kind}", ""
+
+
+def _of_terms(terms: Terms | SiloTerms, rounds: int) -> Iterator[_Number]:
+    for f in fields(terms):
+        if type(f.default) in (int, float):
+            name, whole = f"privacy.{f.name}", type(f.default) is int
+            other = "other counts of privacy" if whole else "other numbers of privacy"
+            yield name, getattr(terms, f.name), name if name in RANGES else other, _WHOLE if whole else ""
+    if isinstance(terms, Terms):
+        made = {
+            "privacy.clip x privacy.coupled_clip_ratio": terms.coupled_clip,
+            "privacy.prototype_bound x privacy.count_weight": terms.prototype_bound * terms.count_weight,
+        }
+    else:
+        made = {"privacy.clip x privacy.clip_decay^rounds": terms.clip_at(rounds)}
+    yield from ((name, value, name, "") for name, value in made.items())
+
+
+def _of_steps(manifest: RunManifest) -> Iterator[_Number]:
+    """List the steps of the longest call of `sgd` at the largest hospital: planning lists them one by one."""
+    train, key = manifest.train, "epochs x units / train.batch_size"
+    own = [v for k, v in manifest.method.options.items() if k.endswith("epochs") and isinstance(v, int)]
+    most = max([train.epochs, *own]) * max(m.units for m in manifest.members)
+    yield key, max(1, most // train.batch_size), key, _WHOLE
+
+
+def _check_words(train: TrainConfig) -> None:
+    """Raise RefusedError (E-PRIV-20) on a schedule whose words and switches have another type."""
+    for f in fields(train):
+        if type(f.default) in (bool, str) and type(found := getattr(train, f.name)) is not type(f.default):
+            raise RefusedError(
+                "E-PRIV-20",
+                f"train.{f.name}: expected {type(f.default).__name__} in a private run, found {_shown(found)}",
+            )
+
+
+def _shown(value: object) -> str:
+    """Write a value shortly: a number of thousands of digits stays out of the message."""
+    try:
+        return repr(value)[:60]
+    except ValueError:  # more digits than Python writes
+        return "a number of thousands of digits"

@@ -1,0 +1,255 @@
+"""The course of a private run at one hospital: every release of every round, planned before any data is touched.
+
+Rates and steps follow from the declared size of the hospital, never from a count: q = min(1, B / N), steps per call of
+`sgd` = round(epochs / q). Each hospital solves its own noise, so that all end at the same epsilon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from fl_core.errors import RefusedError
+from fl_core.types.interfaces import Method
+from fl_core.types.values import Coupling, Schema, TrainConfig
+from privacy.accounting.accountant import History, Mechanism, solve_noise
+from privacy.accounting.dry_run import rehearse, treatment
+from privacy.accounting.record_config import Terms
+from privacy.noise import grid
+
+TRAIN, TEST = "train", "test"
+HOSPITAL = "hospital"
+"""All that a hospital has: what silo-level privacy hides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One planned release: what for, over which collection of records, and its mechanism."""
+
+    purpose: str
+    collection: str
+    mechanism: Mechanism
+
+
+class Spend:
+    """The releases that a round may make; the doors take them one by one, before they touch an example.
+
+    Guarantees: what was not planned is never released.
+    """
+
+    def __init__(self, planned: Sequence[Release]) -> None:
+        self.left = list(planned)
+        self.made: list[Release] = []
+
+    def take(self, release: Release) -> None:
+        """Use up a planned release; raises RefusedError (E-PRIV-15) when there is none like it."""
+        if release not in self.left:
+            raise RefusedError(
+                "E-PRIV-15", f"expected one of the releases {self.left}, found {release}: nothing was released"
+            )
+        self.left.remove(release)
+        self.made.append(release)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How a hospital of a declared number of units samples: q = min(1, B / N), and the steps of so many epochs."""
+
+    train: TrainConfig
+    units: int
+
+    @property
+    def rate(self) -> float:
+        """Return q, the probability with which a unit is drawn for a step."""
+        return min(1.0, self.train.batch_size / self.units)
+
+    def steps(self, epochs: float) -> int:
+        """Return the steps of one call of `sgd`: round(epochs / q), cut at the schedule's `max_steps`."""
+        planned = max(1, round(epochs / self.rate))
+        return min(planned, self.train.max_steps) if self.train.max_steps else planned
+
+
+@dataclass(frozen=True)
+class Course:
+    """One hospital's part in a private run; passes: the steps of each call of `sgd` in a round.
+
+    measured: the model received is evaluated, which the federation has one of   personal: so are personal models, on
+    the test records, and on a public test set with class counts   frozen: trainings of a round whose coupled term has
+    its statistics released and held.
+    """
+
+    terms: Terms
+    rates: Rates
+    rounds: int
+    coupling: Coupling
+    passes: tuple[int, ...]
+    class_sums: int
+    counts: bool
+    measured: bool = True
+    personal: bool = False
+    frozen: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        terms: Terms,
+        train: TrainConfig,
+        rounds: int,
+        units: int,
+        method: Method,
+        model: nn.Module,
+        schema: Schema,
+        personal: bool = False,
+    ) -> Course:
+        """Plan a run from a rehearsal of its method. units: the hospital's declared number of records or groups.
+
+        Raises RefusedError: E-PRIV-13 when a loss mixes examples that it declares to be apart, E-PRIV-16 when the
+        method asks for a sum that has no bound, or its loss has no frozen form and the plan wants one.
+        """
+        rates = Rates(train, max(units, 1))
+        needs = rehearse(method, model, schema, train, rates.steps, personal=personal)
+        if needs.example_sums:
+            raise RefusedError(
+                "E-PRIV-16",
+                f"method {method.name} sums over examples what no bound is known for: choose a method whose releases "
+                "are deltas, class counts and prototypes",
+            )
+        frozen = needs.freezable if method.coupling is Coupling.BATCH and terms.coupled == "frozen" else 0
+        if method.coupling is Coupling.BATCH and terms.coupled == "frozen" and frozen < len(needs.steps):
+            raise RefusedError(
+                "E-PRIV-16",
+                f"method {method.name} has a loss that mixes examples and no frozen form of it with these options: set "
+                "privacy.coupled=split or micro",
+            )
+        return cls(
+            terms, rates, rounds, method.coupling, tuple(needs.steps), needs.class_sums, needs.counts,
+            method.has_global_model, personal, frozen,
+        )  # fmt: skip
+
+    @property
+    def units(self) -> int:
+        """Return N, the declared number of units."""
+        return self.rates.units
+
+    @property
+    def rate(self) -> float:
+        """Return q."""
+        return self.rates.rate
+
+    @property
+    def batch(self) -> float:
+        """Return B = q N, the constant that sums of gradients are divided by."""
+        return self.rate * self.units
+
+    @property
+    def groups(self) -> int:
+        """Return M, the number of microbatches of a step."""
+        return max(1, round(self.batch / self.terms.microbatch))
+
+    @property
+    def coupled(self) -> bool:
+        """Tell whether training has a coupled term."""
+        return treatment(self.coupling, self.terms.coupled)
+
+    def is_coupled(self, step: int) -> bool:
+        """Tell whether a step has the coupled term: every `coupled_every`-th, from the first on."""
+        return self.coupled and step % self.terms.coupled_every == 0
+
+    @cached_property
+    def noise(self) -> float:
+        """Return z of the training steps: the least with which the whole run fits the budget."""
+        return solve_noise(self.terms.epsilon, self.terms.delta, self._history)
+
+    @property
+    def std(self) -> float:
+        """Return the standard deviation of the noise on a sum of gradients; the same on all steps."""
+        return self.noise * self.terms.sensitivity(self.coupled) * (1 + grid.SLACK)
+
+    @property
+    def rows(self) -> int:
+        """Return the shape of the batches that per-unit gradients are computed in: a public constant.
+
+        As few batches as `physical_batch` allows for a sample two standard deviations above the expected one, of equal
+        shape, so that little is computed to fill the last one up.
+        """
+        most, sample = self.terms.physical_batch, self.batch + 2 * math.sqrt(self.batch * (1 - self.rate))
+        return min(most, 8 * math.ceil(sample / math.ceil(sample / most) / 8))
+
+    def training(self, steps: int, noise: float | None = None) -> list[Release]:
+        """Plan one call of `sgd`: steps with and without a coupled term have different sensitivities, equal noise."""
+        z = self.noise if noise is None else noise
+        with_term = sum(self.is_coupled(s) for s in range(steps))
+        full = self.terms.sensitivity(self.coupled)
+        entries = [(z, with_term), (z * full / self.terms.sensitivity(False), steps - with_term)]
+        if not self.coupled:
+            entries = [(z, steps)]
+        return [Release("training", TRAIN, Mechanism(noise, self.rate, n)) for noise, n in entries if n]
+
+    @property
+    def prototypes(self) -> Release:
+        """Plan one joint release of class sums and counts."""
+        return Release("prototypes", TRAIN, Mechanism(self.terms.prototype_noise))
+
+    @property
+    def statistics(self) -> Release:
+        """Plan one release of the statistics that a frozen term holds."""
+        return Release("statistics", TRAIN, Mechanism(self.terms.statistics_noise))
+
+    @property
+    def class_counts(self) -> Release:
+        """Plan the release of class counts: once per version of the data."""
+        return Release("class counts", TRAIN, Mechanism(self.terms.count_noise))
+
+    @property
+    def metrics(self) -> Release:
+        """Plan one evaluation on the test split."""
+        return Release("evaluation", TEST, Mechanism(self.terms.metric_noise))
+
+    def sends_prototypes(self, round: int) -> bool:
+        """Tell whether prototypes are released in a round: in the first, and then every `prototype_every`-th."""
+        return round % self.terms.prototype_every == 0
+
+    def releases(
+        self, round: int, train: bool, prototypes: bool = True, counts: bool = True, public: bool = False
+    ) -> list[Release]:
+        """List what one round releases.
+
+        prototypes: this hospital submits any   counts: class counts were not released before   public: there is a
+        public test set.
+        """
+        return self._releases(round, train, prototypes, counts and (self.counts or (self.personal and public)), None)
+
+    def _releases(self, round: int, train: bool, prototypes: bool, counts: bool, noise: float | None) -> list[Release]:
+        models = self.measured + (self.personal and train)
+        planned = [self.metrics] * models if self.terms.test_data == "private" else []
+        if not train:
+            return planned
+        for steps in self.passes:
+            planned += self.training(steps, noise)
+        planned += [self.statistics] * self.frozen
+        if prototypes and self.sends_prototypes(round):
+            planned += [self.prototypes] * self.class_sums
+        if counts:
+            planned.append(self.class_counts)
+        return planned
+
+    @property
+    def costliest(self) -> list[Release]:
+        """List what the costliest round releases: the first, which has all that any round has."""
+        return self._releases(0, True, True, self.counts or self.personal, None)
+
+    def _history(self, noise: float) -> History:
+        """List the whole run on the training records at training noise z: the worst case, every round taken part in.
+
+        The reserve is in it: the costliest round again, as often as the terms say.
+        """
+        return [
+            release.mechanism
+            for t in (*range(self.rounds), *[0] * self.terms.reserve_rounds)
+            for release in self._releases(t, True, True, t == 0 and (self.counts or self.personal), noise)
+            if release.collection == TRAIN
+        ]

@@ -1,0 +1,283 @@
+"""The audits of a pool of images: run, judge, draw. `silo audit` and `python -m privacy.audit` share them.
+
+Each writes one picture and returns its numbers and its verdicts. A verdict on private training holds or fails; what
+training without privacy shows says how much the audit can see, and fails only where enough is known to demand it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+
+from privacy.audit import attacks, canaries, manifests, plots
+from privacy.audit.canaries import Found
+from privacy.audit.epsilon_bounds import auc, refuted
+from privacy.audit.hostile import attacks as attacks_of_a_coordinator
+from privacy.audit.target import Subject
+from privacy.audit.training import Training, memorising
+from privacy.audit.worlds import Measured, measure
+from privacy.noise.sources import Noise, SecureNoise, SeededNoise
+
+FLAGGED, QUIET = 2.0, 0.8
+"""With 500 canaries training without privacy is refuted up to 2 at least, private training at epsilon 1 up to 0.8."""
+RETRIES = 2
+"""A correct claim is refuted once in twenty: only one that is refuted at three seeds fails."""
+PLAIN = "no privacy"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How to audit: claims to test, beside training without privacy; how often.
+
+    demanding: the thresholds are demanded that hold on `Subject.digits`; else only what each claim implies
+    seeded: noise that repeats, for numbers that others can reproduce; else the operating system's
+    trials: steps of each attack of a hostile coordinator in each world; None: as many as tell
+    """
+
+    epsilons: tuple[float, ...] = (8.0, 1.0)
+    delta: float = 1e-5
+    seeds: int = 1
+    demanding: bool = True
+    seeded: bool = True
+    trials: int | None = None
+
+    @property
+    def trainings(self) -> list[Training]:
+        """List what is audited: training without privacy first."""
+        return [memorising(), *(Training(e, delta=self.delta) for e in self.epsilons)]
+
+    def noise(self, *path: str | int) -> Noise:
+        """Open a source of noise."""
+        return SeededNoise(0, "audit", *path) if self.seeded else SecureNoise()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one audit expects and what it found; holds: None where nothing is demanded."""
+
+    audit: str
+    expected: str
+    found: str
+    holds: bool | None
+
+    def line(self) -> str:
+        """Write it for a person."""
+        if self.holds is None:
+            return f"shows  {self.audit}: {self.found} ({self.expected})"
+        return f"{'holds' if self.holds else 'FAILS'}  {self.audit}: expected {self.expected}, found {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One audit's numbers by training, its verdicts, and its picture."""
+
+    numbers: Mapping[str, object]
+    verdicts: Sequence[Verdict]
+    picture: str
+
+    def json(self) -> Mapping[str, object]:
+        """Write it for a machine."""
+        return {**self.numbers, "verdicts": [asdict(v) for v in self.verdicts], "picture": self.picture}
+
+
+Audit = Callable[[Subject, Setting, Path], Outcome]
+
+
+def white_box(subject: Subject, setting: Setting, out: Path) -> Outcome:
+    """AU-4: canaries that push a coordinate of their own, among as many records as there are."""
+    m, records = _canaries(subject), len(subject.y)
+
+    def one(training: Training, seed: int) -> Found:
+        short = Training(training.epsilon, steps=200, lr=0.1, delta=training.delta)
+        return canaries.dirac(short, m, records, seed, setting.noise("white-box", seed, str(training.epsilon)))
+
+    return _by_canaries("white-box canaries", one, m, setting, out / "canaries_white_box.png")
+
+
+def black_box(subject: Subject, setting: Setting, out: Path) -> Outcome:
+    """AU-5: images under wrong labels, scored by the final loss."""
+    m = _canaries(subject)
+
+    def one(training: Training, seed: int) -> Found:
+        noise = setting.noise("black-box", seed, str(training.epsilon))
+        return canaries.mislabelled(training, subject, m, seed, noise)
+
+    return _by_canaries("black-box canaries", one, m, setting, out / "canaries_black_box.png")
+
+
+def membership(subject: Subject, setting: Setting, out: Path) -> Outcome:
+    """AU-7: the loss of an image tells whether it was trained on.
+
+    Of (epsilon, 0)-private training no attack has an AUC above e^eps / (1 + e^eps). Judged by the mean over seeds.
+    """
+    found = {
+        _name(t): [
+            canaries.members(t, subject, seed, setting.noise("membership", seed, str(t.epsilon)))
+            for seed in range(setting.seeds)
+        ]
+        for t in setting.trainings
+    }
+    plots.curves({name: pairs[0] for name, pairs in found.items()}, out / "membership.png")
+    by = {name: [auc(*pair) for pair in pairs] for name, pairs in found.items()}
+    n = len(found[PLAIN][0][0])
+    error = math.sqrt((2 * n + 1) / (12 * n * n) / setting.seeds)
+    said = {name: f"AUC {_many(values)}" for name, values in by.items()}
+    verdicts = [Verdict(f"membership by loss, {PLAIN}", "what can be seen at all", said[PLAIN], None)]
+    if setting.demanding:
+        holds = fmean(by[PLAIN]) >= 0.55
+        verdicts = [Verdict(f"membership by loss, {PLAIN}", "AUC at least 0.55", said[PLAIN], holds)]
+    for t in setting.trainings[1:]:
+        most = 0.58 if setting.demanding else min(1.0, 1 / (1 + math.exp(-t.epsilon)) + 3 * error)
+        holds = fmean(by[_name(t)]) <= most
+        verdicts.append(Verdict(f"membership by loss, {_name(t)}", f"AUC at most {most:.3f}", said[_name(t)], holds))
+    return Outcome({"auc": by, "members": n, "standard_error": error}, verdicts, "membership.png")
+
+
+def presence(subject: Subject, setting: Setting, out: Path) -> Outcome:
+    """AU-8: an update shows which classes a hospital has, whatever protects its records; a sum over hospitals less."""
+    found = {_name(t): [_presence(subject, setting, t, s) for s in range(setting.seeds)] for t in setting.trainings}
+    alone = {name: [f.alone for f in runs] for name, runs in found.items()}
+    masked = {name: [f.masked for f in runs] for name, runs in found.items()}
+    plots.presence(alone, masked, out / "class_presence.png")
+    numbers = {"one_update": alone, "sum_only": masked, "hospitals": len(found[PLAIN][0].held)}
+    near = all(abs(a - 0.5) <= 0.1 for values in masked.values() for a in values)
+    verdicts = [
+        Verdict("class presence, updates seen", "AUC > 0.98 without privacy", _said(alone), min(alone[PLAIN]) > 0.98),
+        Verdict("class presence, sum seen", "AUC 0.5 +- 0.1", _said(masked), near),
+    ]
+    if not setting.demanding:
+        verdicts = [Verdict(v.audit, "nothing hides it but a masked sum", v.found, None) for v in verdicts]
+    return Outcome(numbers, verdicts, "class_presence.png")
+
+
+def prototypes(subject: Subject, setting: Setting, out: Path) -> Outcome:
+    """AU-9: a prototype of few images traces them, and an image can be made from it."""
+    runs = [attacks.prototypes(subject, seed=s, seeded=setting.seeded) for s in range(setting.seeds)]
+    plots.tracing(runs, out / "prototypes.png")
+    by = {of[0].case: [f.tracing for f in of] for of in zip(*runs, strict=True)}
+    verdict = Verdict("prototype tracing", "fewer images and less noise show more", _said(by), None)
+    if setting.demanding:
+        expected = "1 image: AUC > 0.95 bare, < 0.75 at noise 8"
+        holds = min(by["1 image, bare"]) > 0.95 and max(by["1 image, noise 8"]) < 0.75
+        verdict = Verdict("prototype tracing", expected, _said(by), holds)
+    return Outcome({"prototypes": [[asdict(f) for f in found] for found in runs]}, [verdict], "prototypes.png")
+
+
+def hostile(subject: Subject, setting: Setting, out: Path) -> Outcome:  # noqa: ARG001
+    """Attack as a coordinator that chooses the model, knows all records but one and reads every bit (hostile.py).
+
+    Its records are made up: what it looks for is in the software, whosever images that trains on.
+    """
+    found: list[Measured] = []
+    for attack in attacks_of_a_coordinator():
+        for _ in range(RETRIES + 1):
+            measured = measure(attack, trials=setting.trials)
+            if measured.holds:
+                break
+        found.append(measured)
+    passed = manifests.accepted()
+    plots.refuted({m.attack: (m.printed, m.lower, m.gaussian) for m in found}, out / "hostile.png")
+    verdicts = [
+        Verdict(
+            f"hostile coordinator, {m.attack}",
+            f"at most {m.printed:.3g}",
+            f"{max(m.lower, m.gaussian):.2f}",
+            m.holds,
+        )
+        for m in found
+    ]
+    said = ", ".join(passed) if passed else f"all {len(list(manifests.lies()))} refused"
+    verdicts.append(Verdict("hostile manifests", "all refused", said, not passed))
+    numbers = {"attacks": [asdict(m) for m in found], "manifests_accepted": passed}
+    return Outcome(numbers, verdicts, "hostile.png")
+
+
+AUDITS: Mapping[str, Audit] = {
+    "hostile": hostile,
+    "white-box": white_box,
+    "black-box": black_box,
+    "membership": membership,
+    "presence": presence,
+    "prototypes": prototypes,
+}
+SHARES: Mapping[str, float] = {
+    "hostile": 0.3, "white-box": 0.15, "black-box": 0.3, "membership": 0.1, "presence": 0.1, "prototypes": 0.05
+}  # fmt: skip
+"""About what share of the time of all of them each takes: what a word about the time left is computed from."""
+
+
+def minutes_left(done: Sequence[str], left: Sequence[str], seconds: float) -> float | None:
+    """Estimate the minutes that the audits `left` take, from the seconds that those `done` took; None before any is."""
+    behind, ahead = (sum(SHARES.get(name, 0.1) for name in names) for names in (done, left))
+    return seconds / behind * ahead / 60 if behind else None
+
+
+def keep(file: Path, name: str, facts: Mapping[str, object]) -> None:
+    """Put one audit's facts into a summary beside the others', so that a cut loses one audit and no more."""
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    file.write_text(json.dumps({**found, name: facts}, indent=1) + "\n", encoding="utf-8")
+
+
+def _canaries(subject: Subject) -> int:
+    return min(canaries.CANARIES, len(subject.y) // 2)
+
+
+def _by_canaries(name: str, one: Callable[[Training, int], Found], m: int, setting: Setting, file: Path) -> Outcome:
+    """Repeat a canary audit over seeds and trainings, and judge each claim by what was refuted of it."""
+    found: dict[str, list[Found]] = {}
+    verdicts = []
+    for training in setting.trainings:
+        most = QUIET if training.epsilon == 1 and setting.demanding else training.epsilon
+        runs = [_quiet(one, training, seed, most) for seed in range(setting.seeds)]
+        found[_name(training)] = runs
+        said = ", ".join(f"{f.guesses.epsilon:.2f}" for f in runs)
+        bounds = [f.guesses.epsilon for f in runs]
+        if training.private:
+            verdicts.append(Verdict(f"{name}, {_name(training)}", f"at most {most:g}", said, max(bounds) <= most))
+            continue
+        ceiling = refuted(setting.delta, m, m, m)
+        demanded = setting.demanding and m >= canaries.CANARIES
+        expected = f"at least {FLAGGED:g}" if demanded else f"what {m} canaries can show: at most {ceiling:.2f}"
+        verdicts.append(Verdict(f"{name}, {PLAIN}", expected, said, min(bounds) >= FLAGGED if demanded else None))
+    claims = {_name(t): t.epsilon for t in setting.trainings if t.private}
+    plots.bounds(found, claims, file)
+    rows = {training: [_row(f) for f in runs] for training, runs in found.items()}
+    return Outcome({"bounds": rows, "ceiling": refuted(setting.delta, m, m, m)}, verdicts, file.name)
+
+
+def _quiet(one: Callable[[Training, int], Found], training: Training, seed: int, most: float) -> Found:
+    """Audit at a seed, and at two others while the claim is refuted."""
+    for again in range(RETRIES + 1):
+        found = one(training, seed + 1000 * again)
+        if not training.private or found.guesses.epsilon <= most:
+            break
+    return found
+
+
+def _presence(subject: Subject, setting: Setting, training: Training, seed: int) -> attacks.Presence:
+    """Attack one round: a short one, as rounds are."""
+    lr = training.lr if training.private else 0.1
+    short = Training(training.epsilon, steps=20, lr=lr, delta=training.delta)
+    return attacks.class_presence(short, subject, seed, seed if setting.seeded else None)
+
+
+def _row(found: Found) -> Mapping[str, object]:
+    return {"auc": found.auc, "score": found.score, **asdict(found.guesses)}
+
+
+def _name(training: Training) -> str:
+    return f"epsilon {training.epsilon:g}" if training.private else PLAIN
+
+
+def _said(values: Mapping[str, Sequence[float]]) -> str:
+    return "; ".join(f"{name} {_many(several)}" for name, several in values.items())
+
+
+def _many(values: Sequence[float]) -> str:
+    """Write a number, or the mean of several and their range."""
+    several = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
+    return f"{fmean(values):.3f}{several}"

@@ -1,0 +1,121 @@
+"""What an audit attacks: labelled images, and a network that fits their shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fl_core import datasets, rng
+from fl_core.datasets import SiloDataset
+from fl_core.errors import ConfigError
+from fl_core.models.split_model import SplitModel, assemble
+from fl_core.types.values import Examples, Losses, Schema
+
+LEAST, MOST = 100, 4000
+"""Records that an audit needs to say anything, and the most that it takes: a random subset of more."""
+_BATCH = 256
+_FEATURES = 64
+
+
+class InMemory(Examples):
+    """Examples that are given."""
+
+    def __init__(self, x: Tensor, y: Tensor, groups: Sequence[str] | None = None) -> None:
+        self.x, self.labels = x, y
+        self.groups = None if groups is None else tuple(groups)
+
+    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Read the examples at `index`."""
+        return self.x[index], self.labels[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A pool of labelled images: x (n, c, h, w) float32, y (n,) int64; which of them trains is each audit's to draw."""
+
+    name: str
+    x: Tensor
+    y: Tensor
+    schema: Schema
+
+    @classmethod
+    def of(cls, data: SiloDataset, seed: int = 0) -> Subject:
+        """Pool a hospital's training and test images, at most `MOST` of them, in memory.
+
+        Raises ConfigError (E-PRIV-29) on fewer than `LEAST`, on anything but images, and on a single class.
+        """
+        if len(data.schema.shape) != 3:
+            raise ConfigError("E-PRIV-29", f"expected images to audit, found examples of shape {data.schema.shape}")
+        sizes = [len(data.train), len(data.test)]
+        chosen = torch.randperm(sum(sizes), generator=rng.stream(seed, "audit", "pool"))[:MOST].sort().values
+        parts = [
+            examples.batch(index)
+            for examples, mine in (
+                (data.train, chosen[chosen < sizes[0]]),
+                (data.test, chosen[chosen >= sizes[0]] - sizes[0]),
+            )
+            for index in torch.split(mine, _BATCH)
+        ]
+        subject = cls(data.origin, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), data.schema)
+        if len(subject.y) < LEAST or len(subject.classes) < 2:
+            raise ConfigError(
+                "E-PRIV-29",
+                f"expected at least {LEAST} images of at least two classes, found {len(subject.y)} of "
+                f"{len(subject.classes)} in {data.origin}: so few guesses refute nothing; audit more data",
+            )
+        return subject
+
+    @classmethod
+    def digits(cls) -> Subject:
+        """Read all 1,797 of scikit-learn's digits."""
+        silos = [datasets.load(str(reference)) for reference in datasets.federation("digits", "hospitals6")]
+        parts = [split.batch(torch.arange(len(split))) for silo in silos for split in (silo.train, silo.test)]
+        return cls("digits", torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), silos[0].schema)
+
+    @property
+    def n_classes(self) -> int:
+        """Return the size of the label space."""
+        return len(self.schema.classes)
+
+    @property
+    def classes(self) -> list[int]:
+        """List the classes that there are images of."""
+        return sorted(int(c) for c in torch.unique(self.y))
+
+    def network(self, seed: int) -> SplitModel:
+        """Build conv3x3(c,32)-GN-ReLU-conv3x3/2(32,64)-GN-ReLU-pool to 4x4-FC(1024,64)-ReLU-head: some 85,000 weights.
+
+        Large enough to learn a thousand wrong labels by heart, which is what an audit needs of it.
+        """
+        channels = self.schema.shape[0]
+        with rng.torch_scope(seed, "audit", "network"):
+            body = nn.Sequential(
+                nn.Conv2d(channels, 32, 3, padding=1),
+                nn.GroupNorm(8, 32),
+                nn.ReLU(),
+                nn.Conv2d(32, 64, 3, padding=1, stride=2),
+                nn.GroupNorm(8, 64),
+                nn.ReLU(),
+                nn.AdaptiveAvgPool2d(4),
+                nn.Flatten(),
+                nn.Linear(64 * 16, _FEATURES),
+                nn.ReLU(),
+            )
+            return assemble(body, _FEATURES, (), self.n_classes, head_bias=True)
+
+
+def losses(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+    """Return the cross-entropy of each example: the loss that is trained."""
+    return Losses(cross_entropy(model(x), y, reduction="none"))
+
+
+def held_against(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return minus the loss of each example (n,), float64: high for what a model was trained on."""
+    model.eval()
+    with torch.no_grad():
+        index = torch.arange(len(y)).split(_BATCH)  # type: ignore[no-untyped-call]
+        return -torch.cat([cross_entropy(model(x[i]), y[i], reduction="none") for i in index]).double()

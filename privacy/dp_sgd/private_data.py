@@ -1,0 +1,279 @@
+"""The two doors to a hospital's examples with record-level differential privacy.
+
+Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, "Deep Learning with Differential Privacy", CCS 2016,
+Algorithm 1, with Poisson samples of constant rate and a constant divisor:
+
+    S     = sum over drawn units of clip_C1(gradient)
+            [ + sum over M microbatches of clip_C2(B / M times the gradient of coupled terms) ]
+    grad  = (round(S / g) + N) g / B,   N integer noise of parameter s / g,   s = z (C1 + 2 C2) (1 + slack)
+
+then penalty, shift, weight decay, momentum: computed from these integers (grid.py, which also states the slack).
+
+A unit is a record, or the group (patient, lesion) that the data names: its gradient is the mean over its examples. The
+coupled terms of a loss see microbatches to which every drawn unit is dealt at random, so that one unit moves one
+microbatch: its clipped gradient by at most 2 C2. Sums over classes are joint releases of (sum, count).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fl_core.errors import RefusedError
+from fl_core.training import optimizers
+from fl_core.training.frozen_statistics import Freezable
+from fl_core.training.local_data import PlainData
+from fl_core.types.values import (
+    ClassSums,
+    Examples,
+    Losses,
+    LossFn,
+    PenaltyFn,
+    Query,
+    Split,
+    Tensors,
+    TrainConfig,
+    Turn,
+)
+from privacy.accounting.release_plan import Course, Spend
+from privacy.dp_sgd.class_sums import KeyedUnits, Units, class_counts, class_sums, filled, sensitivity
+from privacy.dp_sgd.draws import Draws, Place, is_stochastic
+from privacy.dp_sgd.model_check import validate
+from privacy.dp_sgd.per_sample_gradients import PADDING, Gradients, PerUnit, clipped, per_unit, trainable
+from privacy.noise import grid
+from privacy.noise import sources as entropy
+from privacy.noise.sources import Noise
+
+
+class PrivateData:
+    """`SiloData` under record-level differential privacy, for one turn.
+
+    Guarantees: every release is taken from `spend` before an example is read; sizes and steps follow from the declared
+    size alone; an empty draw is noise and a step like any other; a unit whose numbers are not finite contributes zero
+    and changes nothing else, and raises nothing; batches have one shape, and what is drawn inside a unit is secret
+    (draws.py), so that no unit moves another's share; with infinite clips, no noise and the same batches the gradients
+    are those of `PlainData`.
+    """
+
+    def __init__(
+        self, train: Examples, test: Examples, config: TrainConfig, turn: Turn, course: Course, spend: Spend,
+        noise: Noise, device: torch.device | None = None, counts: dict[str, Tensor] | None = None,
+        public: Examples | None = None, progress: Callable[[int, int], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.lr = config.lr * config.lr_decay**turn.fed.round
+        self.batch_size = config.batch_size
+        self._plain = PlainData(train, test, config, turn, device, public=public)
+        self._split = {Split.TRAIN: train, Split.TEST: test}
+        self._units = {split: Units.of(examples) for split, examples in self._split.items()}
+        self._config, self._turn, self._course, self._spend, self._noise = config, turn, course, spend, noise
+        self._device = device or torch.device("cpu")
+        self._counts = {} if counts is None else counts
+        self._progress = progress or (lambda *_: None)
+        self._calls = 0
+
+    def planned_steps(self, epochs: float | None = None) -> int:
+        """Return the steps of an `sgd` call: round(epochs / q), a public constant."""
+        return self._course.rates.steps(self._config.epochs if epochs is None else epochs)
+
+    def effective_steps(self, steps: int, mu: float = 0.0) -> float:
+        """Return how far so many steps reach, in units of -lr under the constant gradient 1; mu: a proximal term's."""
+        return optimizers.effective_steps(self._config, steps, self.lr * mu)
+
+    def size(self) -> float:
+        """Return the declared number of units, 1 with uniform weights: the true one never leaves."""
+        return 1.0 if self._course.terms.weights == "uniform" else float(self._course.units)
+
+    def sgd(
+        self,
+        model: nn.Module,
+        loss: LossFn,
+        *,
+        epochs: float | None = None,
+        steps: int | None = None,
+        lr_scale: float = 1.0,
+        penalty: PenaltyFn | None = None,
+        shift: Tensors | None = None,
+        only: Callable[[str], bool] | None = None,
+        plain: Callable[[str], bool] | None = None,
+    ) -> int:
+        """Train `model` in place with noisy clipped gradients and return the steps taken.
+
+        Raises ConfigError (E-PRIV-14) on a layer that mixes examples; RefusedError: E-PRIV-15 on a call that was not
+        planned, E-PRIV-16 on a coupled term of a method that declares none.
+        """
+        validate(model)
+        planned = self.planned_steps(epochs) if steps is None else steps
+        for release in self._course.training(planned):
+            self._spend.take(release)
+        loss = self._frozen(model, loss)
+        draws, grouped = self._draws(model, loss), self._split[Split.TRAIN].groups is not None
+        with _moving(model, only) as named:
+            steppers = optimizers.make_steppers(named, lr_scale * self.lr, self._config, plain)
+            model.train()
+            with draws.scope(), per_unit(model, grouped=grouped) as engine:
+                for step in range(planned):
+                    self._gradient(engine, model, loss, step, draws)
+                    self._correct(model, named, penalty, shift)
+                    for stepper in steppers:
+                        stepper.step()
+                    self._progress(step + 1, planned)
+        return planned
+
+    def _draws(self, model: nn.Module, loss: LossFn) -> Draws:
+        """Make what one call of `sgd` draws; whether layers draw matters only where the source repeats."""
+        place: Place = ("sgd", self._calls)
+        self._calls += 1
+        train, stochastic = self._split[Split.TRAIN], False
+        if not self._noise.private:
+            x, y = train.batch(torch.zeros(0, dtype=torch.long))
+            blank = x.new_zeros(2, *x.shape[1:]).to(self._device), y.new_zeros(2).to(self._device)
+            stochastic = is_stochastic(model, loss, *blank)
+        return Draws(self._noise, train, self._config.augment, place, stochastic)
+
+    def _frozen(self, model: nn.Module, loss: LossFn) -> LossFn:
+        """Release the statistics that couple a loss, and hold them; the loss as it is where the plan has none."""
+        if not (self._course.frozen and isinstance(loss, Freezable)):
+            return loss
+        self._spend.take(self._course.statistics)
+        form, terms = loss.form, self._course.terms
+        model.eval()
+        sums = class_sums(
+            form.query(model, terms.statistics_bound), self._split[Split.TRAIN], self._units[Split.TRAIN], form.norm,
+            form.weight, terms.statistics_noise, self._noise, few=2.0, device=self._device,
+        )  # fmt: skip
+        std = terms.statistics_noise * sensitivity(form.norm, form.weight)
+        return form.loss(loss.whole, sums, terms.statistics_bound, std)
+
+    def _gradient(self, engine: PerUnit, model: nn.Module, loss: LossFn, step: int, draws: Draws) -> None:
+        """Draw a sample, sum clipped gradients, add noise, divide by B, and put the result where an optimizer looks."""
+        course, terms, params = self._course, self._course.terms, trainable(model)
+        total = [torch.zeros_like(p, dtype=torch.float64) for p in params]
+        units = KeyedUnits(self._units[Split.TRAIN], self._split[Split.TRAIN])
+        about = (*draws.place, "step", step)
+        drawn = entropy.poisson_sample(self._noise, units, course.rate, *about, "sample")
+        coupled = course.is_coupled(step)
+        micro = coupled and terms.coupled == "micro"
+        # The mean over microbatches of a term that stands beside a mean over B examples: M terms, divided by B below.
+        weight = 1.0 if micro else course.batch / course.groups
+        subset = partial(draws.subset, most=terms.max_per_unit, step=step) if terms.max_per_unit else None
+
+        def losses(index: Tensor, rows: int = 1) -> Losses:
+            x, y = draws.read(index, step)
+            return self._checked(loss(model, filled(x, rows).to(self._device), filled(y, rows).to(self._device)))
+
+        if not micro:
+            rows = 1 if draws.alone else course.rows  # a unit that is alone has a shape of its own
+            for index, unit in units.units.chunks(drawn, 0 if draws.alone else rows, subset):
+                number = torch.cat((unit, unit.new_full((-len(unit) % rows,), PADDING)))
+                alone = partial(lambda i: losses(i, rows).per_example, index)
+                with draws.for_units(index, step):
+                    _add(total, engine.clipped_sum(alone, number.to(self._device), terms.clip, len(drawn)))
+        if coupled:
+            dealt = entropy.labels(self._noise, units.at(drawn), course.groups, *about, "groups")
+            for group in range(course.groups):
+                for index, _ in units.units.chunks(drawn[dealt == group], None, subset):
+                    with draws.for_group(group, step):
+                        found = losses(index)
+                    term = found.objective() if micro else found.coupled
+                    if term is not None and term.requires_grad:
+                        _add(total, clipped(term * weight, params, terms.clip if micro else terms.coupled_clip))
+        self._release(total, params, course.groups if micro else course.batch)
+
+    def _release(self, total: Gradients, params: Sequence[nn.Parameter], divisor: float) -> None:
+        """Round the sum to the grid, add noise, and put the mean where an optimizer looks."""
+        g = grid.step(self._course.terms.clip, sum(p.numel() for p in params))
+        for p, s in zip(params, total, strict=True):
+            noisy = grid.add_noise(grid.rounded(s.cpu(), g), g, self._course.std, self._noise)
+            p.grad = (noisy / divisor).to(p)
+
+    def _checked(self, losses: Losses) -> Losses:
+        if losses.coupled is not None and not self._course.coupled and self._course.terms.coupled != "off":
+            raise RefusedError(
+                "E-PRIV-16",
+                "the loss has a coupled term, and the method declares Coupling.EXAMPLE: its term would be left out",
+            )
+        return losses
+
+    def _correct(
+        self, model: nn.Module, named: dict[str, nn.Parameter], penalty: PenaltyFn | None, shift: Tensors | None
+    ) -> None:
+        """Add what does not depend on examples: after the noise, before the momentum buffer."""
+        if penalty is not None:
+            params = list(named.values())
+            found = torch.autograd.grad(penalty(model), params, allow_unused=True)
+            for p, g in zip(params, found, strict=True):
+                if g is not None and p.grad is not None:
+                    p.grad.add_(g)
+        if self._config.clip_norm:
+            torch.nn.utils.clip_grad_norm_(list(named.values()), self._config.clip_norm)
+        for name, value in (shift or {}).items():
+            if name in named and (grad := named[name].grad) is not None:
+                grad.add_(value.to(grad))
+
+    def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
+        """Release a sum over the units of a split with noise; public test examples are summed as they are.
+
+        Raises RefusedError: E-PRIV-15 on a release that was not planned, E-PRIV-16 on a query without a joint bound.
+        Of prototypes, rounds without a release give zeros of weight 0, which leave the last ones in force.
+        """
+        public = split is Split.TEST and self._course.terms.test_data == "public"
+        if split is Split.GLOBAL or public:
+            return self._plain.sum(query, bound=bound, split=split)
+        if not isinstance(query, ClassSums):
+            raise RefusedError(
+                "E-PRIV-16", "expected a joint sum per class under differential privacy, found a query without a bound"
+            )
+        course, terms = self._course, self._course.terms
+        if split is Split.TRAIN and not course.sends_prototypes(self._turn.fed.round):
+            width = self._width(query)
+            return {"sum": torch.zeros(query.n_classes, width), "count": torch.zeros(query.n_classes)}
+        release = course.prototypes if split is Split.TRAIN else course.metrics
+        self._spend.take(release)
+        bound = terms.prototype_bound if bound is None else bound
+        weight = terms.count_weight * bound if split is Split.TRAIN else bound
+        few = terms.min_count if split is Split.TRAIN else 0.0
+        return class_sums(
+            query, self._split[split], self._units[split], bound, weight, release.mechanism.noise, self._noise,
+            few=few, device=self._device,
+        )  # fmt: skip
+
+    def _width(self, query: ClassSums) -> int:
+        """Return the width of a query's vectors without reading an example of the hospital."""
+        shape = self._split[Split.TRAIN].batch(torch.zeros(0, dtype=torch.long))[0].shape[1:]
+        blank = torch.zeros(2, *shape, device=self._device)
+        return int(query.vectors(blank, torch.zeros(2, dtype=torch.long, device=self._device)).shape[1])
+
+    def class_counts(self) -> Tensor:
+        """Release the number of units per class (C,) once, with noise; the release is cached."""
+        if "class counts" not in self._counts:
+            self._spend.take(self._course.class_counts)
+            self._counts["class counts"] = class_counts(
+                self._split[Split.TRAIN],
+                self._units[Split.TRAIN],
+                self._turn.fed.n_classes,
+                self._course.class_counts.mechanism.noise,
+                self._noise,
+            )
+        return self._counts["class counts"]
+
+
+def _add(total: Gradients, more: Sequence[Tensor]) -> None:
+    for t, m in zip(total, more, strict=True):
+        t.add_(m)
+
+
+@contextmanager
+def _moving(model: nn.Module, only: Callable[[str], bool] | None) -> Iterator[dict[str, nn.Parameter]]:
+    """Freeze what does not move for the time of a pass, so that no gradient of it is computed, clipped or noised."""
+    frozen = [p for name, p in model.named_parameters() if p.requires_grad and only is not None and not only(name)]
+    for p in frozen:
+        p.requires_grad_(False)
+    try:
+        yield {name: p for name, p in model.named_parameters() if p.requires_grad}
+    finally:
+        for p in frozen:
+            p.requires_grad_(True)

@@ -1,0 +1,263 @@
+"""What a ledger's events say, and nothing else: spending, budgets and registrations, derived event by event.
+
+Admission and every figure come from here. The file's other rows repeat it for whoever reads the file with other tools;
+`rows` says what they must be, so that a row that differs is found.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from privacy.accounting.accountant import Filter, Mechanism
+from privacy.ledger.hash_chain import Event
+
+OPEN = ("INTENT", "RUNNING")
+CHARGED = (*OPEN, "SPENT", "SPENT_ON_RECOVERY")
+"""Whatever was not refused, or given back unused, counts, however it ended."""
+_NEXT: Mapping[str, tuple[str, ...]] = {
+    "": ("INTENT", "REFUSED"),
+    "INTENT": ("RUNNING", "RELEASED_UNUSED", "SPENT_ON_RECOVERY"),
+    "RUNNING": ("SPENT", "SPENT_ON_RECOVERY"),
+}
+Rows = dict[str, list[tuple[object, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One mechanism of an entry and what it is for."""
+
+    purpose: str
+    mechanism: Mechanism
+
+
+@dataclass(slots=True)
+class Entry:
+    """One planned release, usually one round of one run; owner: the process that reserved it."""
+
+    id: str
+    collection: str
+    fingerprint: str
+    run: str
+    manifest: str
+    round: int
+    attempt: int
+    kind: str
+    created_at: str
+    planned: tuple[Planned, ...]
+    owner: str = ""
+    state: str = ""
+
+    @property
+    def charged(self) -> bool:
+        """Tell whether it counts."""
+        return self.state in CHARGED
+
+    def detail(self) -> str:
+        """Write all of it as the event that makes it says it."""
+        facts = {name: getattr(self, name) for name in
+                 ("collection", "fingerprint", "run", "manifest", "round", "attempt", "kind", "owner")}  # fmt: skip
+        return json.dumps(facts | {"mechanisms": plain(self.planned)})
+
+    @classmethod
+    def of(cls, event: Event) -> Entry:
+        """Read it off the event that makes it."""
+        said = json.loads(event.detail)
+        return cls(
+            str(event.entry), said["collection"], said["fingerprint"], said["run"], said["manifest"],
+            int(said["round"]), int(said["attempt"]), said["kind"], event.created_at, planned_of(said["mechanisms"]),
+            said["owner"],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version of a collection's data: how many records and units it has."""
+
+    collection: str
+    records: int
+    units: int
+    created_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A budget, who set it and why."""
+
+    collection: str
+    filter: Filter
+    operator: str
+    reason: str
+    created_at: str
+
+    def detail(self) -> str:
+        """Write it as its event says it."""
+        f = self.filter
+        facts = {"epsilon": f.epsilon, "delta": f.delta, "order": f.order}
+        return json.dumps(facts | {"operator": self.operator, "reason": self.reason})
+
+
+class UnsoundError(Exception):
+    """An event that no ledger would have written; the message says why."""
+
+
+@dataclass
+class Account:
+    """The state of a ledger after some of its events.
+
+    collections: name -> (unit, since)   single: those of which a version has no groups   units: name -> digest of the
+    digests of its units   forgiven: heads of others that were accepted as lost   restored: how often that was.
+    """
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    collections: dict[str, tuple[str, str]] = field(default_factory=dict)
+    single: set[str] = field(default_factory=set)
+    versions: dict[str, Version] = field(default_factory=dict)
+    units: dict[str, str] = field(default_factory=dict)
+    budgets: list[Budget] = field(default_factory=list)
+    kept: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    forgiven: set[str] = field(default_factory=set)
+    restored: int = 0
+    _spent: dict[str, Counter[tuple[float, float]]] = field(default_factory=lambda: defaultdict(Counter))
+    _of_run: dict[str, dict[str, Entry]] = field(default_factory=lambda: defaultdict(dict))
+
+    def take(self, event: Event) -> None:
+        """Follow one event; raises UnsoundError on one that does not follow from those before."""
+        try:
+            if event.entry is not None:
+                self._move(event)
+            elif event.state == "REGISTERED":
+                said = json.loads(event.detail)
+                self._register(event.subject, event.created_at, said)
+            elif event.state == "BUDGET":
+                said = json.loads(event.detail)
+                kept = Filter(float(said["epsilon"]), float(said["delta"]), float(said["order"]))
+                self.budgets.append(Budget(event.subject, kept, said["operator"], said["reason"], event.created_at))
+            elif event.state == "KEPT":
+                said = json.loads(event.detail)
+                self.kept[event.subject, said["name"]] = said["value"], event.created_at
+            elif event.state == "RESTORED":
+                seq, hash, *times = event.detail.split()
+                self.forgiven.add(f"{seq} {hash}")
+                self.restored = max([self.restored + 1, *map(int, times)])
+            elif event.state == "MIGRATED":
+                self._load(json.loads(event.detail))
+            elif event.state != "REFUSED":
+                raise UnsoundError(f"{event.state} is about no entry")
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
+            raise UnsoundError(f"its detail cannot be read ({type(error).__name__}: {error})") from error
+
+    def _move(self, event: Event) -> None:
+        id = str(event.entry)
+        entry = self.entries.get(id)
+        old = "" if entry is None else entry.state
+        if event.state not in _NEXT.get(old, ()):
+            raise UnsoundError(f"{id!r} cannot go from {old or 'nothing'} to {event.state}")
+        if entry is None:
+            entry = self._enter(Entry.of(event))
+        self._tally(entry, -1)
+        entry.state = event.state
+        self._tally(entry, 1)
+
+    def _enter(self, entry: Entry) -> Entry:
+        self.entries[entry.id] = self._of_run[f"run {entry.run}"][entry.id] = entry
+        if entry.manifest:
+            self._of_run[f"manifest {entry.manifest}"][entry.id] = entry
+        return entry
+
+    def _tally(self, entry: Entry, sign: int) -> None:
+        if entry.charged:
+            for p in entry.planned:
+                self._spent[entry.collection][p.mechanism.noise, p.mechanism.rate] += sign * p.mechanism.steps
+
+    def _register(self, collection: str, at: str, said: Mapping[str, Any]) -> None:
+        self.collections.setdefault(collection, (said["unit"], at))
+        if said["unit"] == "record":
+            self.single.add(collection)
+        version = Version(collection, int(said["records"]), int(said["units"]), at)
+        self.versions.setdefault(said["fingerprint"], version)
+        self.units[collection] = said["digests"]
+
+    def snapshot(self) -> str:
+        """Write all of it, as the event says it that begins a chain under a key."""
+        return json.dumps({
+            "collections": self.collections,
+            "versions": {f: [v.collection, v.records, v.units, v.created_at] for f, v in self.versions.items()},
+            "units": self.units,
+            "budgets": [[b.collection, b.detail(), b.created_at] for b in self.budgets],
+            "kept": [[*key, *value] for key, value in self.kept.items()],
+            "entries": [[e.id, e.state, e.detail(), e.created_at] for e in self.entries.values()],
+            "forgiven": sorted(self.forgiven),
+            "restored": self.restored,
+        })  # fmt: skip
+
+    def _load(self, said: Mapping[str, Any]) -> None:
+        if self.entries or self.versions:
+            raise UnsoundError("a ledger migrates before anything else")
+        self.collections = {name: (unit, at) for name, (unit, at) in said["collections"].items()}
+        self.versions = {f: Version(*facts) for f, facts in said["versions"].items()}
+        self.units = dict(said["units"])
+        for collection, detail, at in said["budgets"]:
+            self.take(Event(0, None, collection, "BUDGET", detail, at))
+        self.kept = {(f, name): (value, at) for f, name, value, at in said["kept"]}
+        for id, state, detail, at in said["entries"]:
+            entry = self._enter(Entry.of(Event(0, id, id, "", detail, at)))
+            entry.state = state
+            self._tally(entry, 1)
+        self.forgiven, self.restored = set(said["forgiven"]), int(said["restored"])
+
+    # ---- what follows from it -----------------------------------------------------------------------------------
+
+    def budget(self, collection: str) -> Filter | None:
+        """Return the budget in force."""
+        return next((b.filter for b in reversed(self.budgets) if b.collection == collection), None)
+
+    def unit(self, collection: str) -> str:
+        """Return what a collection's epsilon is about: single records as soon as one version came without groups."""
+        return "record" if collection in self.single else self.collections[collection][0]
+
+    def history(self, collection: str) -> list[Mechanism]:
+        """Return everything that counts against a collection, joined by noise and rate."""
+        spent = self._spent.get(collection, Counter())
+        return [Mechanism(z, q, n) for (z, q), n in sorted(spent.items()) if n]
+
+    def of_run(self, run: str, manifest: str, collection: str) -> list[Entry]:
+        """List the entries of a run at a collection: under its id or its manifest, since others choose both."""
+        found = {**self._of_run.get(f"run {run}", {}), **self._of_run.get(f"manifest {manifest}", {})}
+        return [entry for entry in found.values() if entry.collection == collection]
+
+    def rows(self) -> Rows:
+        """Return what the tables must hold beside the events."""
+        return {
+            "collection": [(name, unit, at) for name, (unit, at) in self.collections.items()],
+            "dataset_version": [(f, v.collection, v.records, v.units, v.created_at) for f, v in self.versions.items()],
+            "budget": [
+                (n, b.collection, b.filter.epsilon, b.filter.delta, b.filter.order, b.operator, b.reason, b.created_at)
+                for n, b in enumerate(self.budgets, 1)
+            ],
+            "entry": [
+                (e.id, e.collection, e.fingerprint, e.run, e.manifest, e.round, e.attempt, e.kind, e.created_at)
+                for e in self.entries.values()
+            ],
+            "mechanism": [row for e in self.entries.values() for row in mechanism_rows(e)],
+            "kept": [(f, name, value, at) for (f, name), (value, at) in self.kept.items()],
+        }
+
+
+def mechanism_rows(entry: Entry) -> list[tuple[object, ...]]:
+    """Return the rows of an entry's mechanisms."""
+    made = ((p.purpose, p.mechanism) for p in entry.planned)
+    return [(entry.id, i, what, float(m.noise), float(m.rate), m.steps) for i, (what, m) in enumerate(made)]
+
+
+def plain(planned: Iterable[Planned]) -> list[list[object]]:
+    """Write mechanisms as plain values."""
+    return [[p.purpose, p.mechanism.noise, p.mechanism.rate, p.mechanism.steps] for p in planned]
+
+
+def planned_of(said: Iterable[tuple[str, float, float, int]]) -> tuple[Planned, ...]:
+    """Read mechanisms; raises ValueError, or ConfigError (E-PRIV-11), on values that are none."""
+    return tuple(Planned(str(p), Mechanism(float(z), float(q), int(n))) for p, z, q, n in said)

@@ -1,0 +1,62 @@
+"""What a ledger admits: a round fits the budget of its records, its run's own bounds, and is not asked for too often.
+
+A run is known by its id and by its manifest, and both are the coordinator's to choose. So the bounds of a run hold for
+everything that was charged under either; under a new id and a new manifest it is a new request, which the policy's
+bound of one run and, over all runs together, the collection's budget hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fl_core.errors import RefusedError
+from privacy.accounting.accountant import Bound, Filter, Mechanism
+from privacy.ledger.account import Account
+
+ATTEMPTS = 3
+"""How often one round of a run may be charged to a collection: the first time, and again after a crash or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What an entry is for: a round of a run, of a manifest, and the version of the data that it reads."""
+
+    run: str
+    manifest: str
+    round: int
+    kind: str
+    fingerprint: str
+
+
+def refused(
+    account: Account, collection: str, task: Task, asked: Sequence[Mechanism], cap: Filter | None, run: Sequence[Bound]
+) -> RefusedError | None:
+    """Say why something is not admitted; None when it is. Raises RefusedError (E-BUDGET-02) without a budget."""
+    budget = account.budget(collection)
+    if budget is None or not math.isfinite(budget.epsilon):
+        raise RefusedError(
+            "E-BUDGET-02",
+            f"expected a budget for {collection!r}, found none: `silo ledger budget set` gives one",
+        )
+    spent = account.history(collection)
+    if not (budget.admits(spent, asked) and (cap is None or cap.admits(spent, asked))):
+        said = f"the privacy budget of {collection!r} does not cover round {task.round} of this run"
+        return RefusedError("E-BUDGET-01", said)
+    before = [e for e in account.of_run(task.run, task.manifest, collection) if e.charged]
+    tried = sum((e.round, e.kind) == (task.round, task.kind) for e in before)
+    if tried >= ATTEMPTS:
+        return RefusedError(
+            "E-BUDGET-13",
+            f"expected round {task.round} of run {task.run} at most {ATTEMPTS} times, found that {collection!r} was "
+            f"charged for it {tried} times",
+        )
+    of_run = [p.mechanism for e in before for p in e.planned]
+    if not all(bound.admits(of_run, asked) for bound in run):
+        return RefusedError(
+            "E-BUDGET-12",
+            f"what run {task.run}, and any of the same manifest, may spend of {collection!r} in all does not cover "
+            f"round {task.round}: it asks for more than it announced, or than the policy allows one run",
+        )
+    return None

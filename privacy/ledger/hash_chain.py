@@ -1,0 +1,287 @@
+"""An append-only SQLite file whose events are chained by HMAC-SHA256 under a key outside it: a ledger's paper."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+from fl_core.errors import StateError
+from privacy.ledger import key as ledger_key
+
+SCHEMA_VERSION = "2"
+UNKEYED = "1"
+"""The version whose events were chained by SHA-256 alone."""
+GENESIS = "0" * 64
+_FACTS = ("schema_version", "ledger_id", "key", "unkeyed")
+_BUSY_S = 60.0
+_PASSING = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
+"""Errors that say nothing against the file."""
+
+
+class Event(NamedTuple):
+    """One event as the file has it; entry: what it moves, None where it is about no entry."""
+
+    seq: int
+    entry: str | None
+    subject: str
+    state: str
+    detail: str
+    created_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The end of the chain of events: number of the last one and its hash."""
+
+    seq: int
+    hash: str
+
+    def __str__(self) -> str:
+        """Write it as an event names a head that it accepts."""
+        return f"{self.seq} {self.hash}"
+
+
+START = Head(0, GENESIS)
+
+
+class Chain:
+    """The file, mode 0600, its transactions, and the chain of its events; key: the secret's file, beside it by default.
+
+    Guarantees: what a transaction wrote is on the disk when it ends; an event that was changed, removed from the middle
+    or written without the key is found by `follow`; an older copy of the file by whoever remembers its head. A file of
+    the version without a key is checked, and brought under one.
+    """
+
+    def __init__(self, file: Path, key: Path | None = None, older: bool = False) -> None:
+        """Open or make the file. older: also a copy from before the key, where the key says that it has a later one.
+
+        Raises StateError: E-BUDGET-14 without its key, E-BUDGET-07 and E-BUDGET-15 on an unkeyed file that was
+        changed, E-BUDGET-08 on an unkeyed one that was put back, E-STATE-70 on one of a later version.
+        """
+        self._file, self.key_file = file, key or ledger_key.beside(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
+        with self._damage():
+            facts = self._facts() or self._begin()
+            if facts["schema_version"] == UNKEYED:
+                self._bring_under_key(older)
+                facts = self._facts()
+            if (found := facts["schema_version"]) != SCHEMA_VERSION:
+                raise StateError(
+                    "E-STATE-70", f"expected a ledger of schema {SCHEMA_VERSION}, found {found}: use the newer software"
+                )
+            if set(facts) != set(_FACTS):
+                raise self.changed(f"table meta holds {sorted(facts)}, not {sorted(_FACTS)}")
+            self.secret = ledger_key.require(self.key_file).secret
+            self.units_key = facts["key"].encode()
+            self._unkeyed = int(facts["unkeyed"])
+            self._mac_key = derived(self.secret, facts)
+
+    @property
+    def file(self) -> Path:
+        """Name the file."""
+        return self._file
+
+    @property
+    def migrated(self) -> bool:
+        """Tell whether it began before there was a key: units of that time are known by other digests as well."""
+        return self._unkeyed > 0
+
+    def events(self) -> list[tuple[int, str, str, str, str]]:
+        """List (seq, subject, state, detail, time) in order."""
+        with self._reading() as db:
+            rows = db.execute("SELECT seq, subject, state, detail, created_at FROM event ORDER BY seq").fetchall()
+        return [(int(a), str(b), str(c), str(d), str(e)) for a, b, c, d, e in rows]
+
+    def head(self) -> Head:
+        """Return the end of the chain."""
+        with self._reading() as db:
+            return self._head(db)
+
+    def changed(self, what: str) -> StateError:
+        """Make the error that says what in the file is not as it was written."""
+        return StateError(
+            "E-BUDGET-07",
+            f"the ledger {self._file.name} was changed, or {self.key_file.name} is not its key: {what}; nothing is "
+            "trained until it is restored from a backup",
+        )
+
+    def _follow(self, db: sqlite3.Connection, after: Head) -> Iterator[tuple[Event | None, Head]]:
+        """Go through the events after a head that was checked: each (None where it precedes the key), and its head.
+
+        Raises StateError: E-BUDGET-07 on an event that was changed, E-BUDGET-08 when the head itself is gone.
+        """
+        if after.seq:
+            row = db.execute("SELECT hash FROM event WHERE seq=?", (after.seq,)).fetchone()
+            if row is None or row[0] != after.hash:
+                raise put_back(after.seq, self._head(db).seq)
+        rows = db.execute(
+            "SELECT seq, entry, subject, state, detail, created_at, prev_hash, hash FROM event WHERE seq>? "
+            "ORDER BY seq", (after.seq,)
+        )  # fmt: skip
+        head = after
+        for *fields, previous, found in rows:
+            event = Event(*fields)
+            right = self._hash(head.hash, event) if event.seq == head.seq + 1 else None
+            if previous != head.hash or found != right:
+                raise self.changed(f"event {head.seq + 1} does not follow from event {head.seq}")
+            head = Head(event.seq, found)
+            yield (event if event.seq > self._unkeyed else None), head
+        if head.seq < self._unkeyed or (head.seq == self._unkeyed != 0):
+            raise self.changed(f"it ends at event {head.seq}, before it came under its key")
+
+    def _hash(self, previous: str, event: Event) -> str:
+        if event.seq <= self._unkeyed:
+            return unkeyed_hash(previous, event)
+        return keyed_hash(self._mac_key, previous, event)
+
+    @staticmethod
+    def _head(db: sqlite3.Connection) -> Head:
+        row = db.execute("SELECT seq, hash FROM event ORDER BY seq DESC LIMIT 1").fetchone()
+        return Head(int(row[0]), str(row[1])) if row else START
+
+    def _event(
+        self, db: sqlite3.Connection, entry: str | None, subject: str, state: str, detail: str, time: str = ""
+    ) -> None:
+        """Write an event at the end of the chain."""
+        head = self._head(db)
+        write(db, self._mac_key, head, Event(head.seq + 1, entry, subject, state, detail, time or now()))
+
+    # ---- the file -----------------------------------------------------------------------------------------------
+
+    def _facts(self) -> dict[str, str]:
+        """Read what the file says of itself; nothing where it is new."""
+        with self._reading() as db:
+            if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
+                return {}
+            return {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
+
+    def _begin(self) -> dict[str, str]:
+        """Make the tables of a new file, unless another process just did; the key is on the disk before."""
+        ledger_key.obtain(self.key_file)
+        with self._transaction() as db:
+            if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
+                create(db, new_facts())
+        return self._facts()
+
+    def _bring_under_key(self, older: bool) -> None:
+        from privacy.ledger.migration import bring_under_key
+
+        key = ledger_key.obtain(self.key_file, migrating=True)
+        if not key.migrating and not older:
+            raise StateError(
+                "E-BUDGET-08",
+                f"expected a ledger under the key {self.key_file.name}, found a copy of {self._file.name} from before "
+                "that: put the newer one back; if it is lost, accept the spending: silo ledger restore",
+            )
+        with self._transaction(foreign_keys=False) as db:
+            bring_under_key(db, self._file.name, key.secret)
+        ledger_key.migrated(self.key_file, key)
+
+    @contextmanager
+    def _damage(self) -> Iterator[None]:
+        """Say which file it is that SQLite cannot read."""
+        try:
+            yield
+        except (sqlite3.DatabaseError, KeyError, ValueError) as error:
+            if getattr(error, "sqlite_errorname", "").startswith(_PASSING):
+                raise
+            raise self.changed(f"SQLite cannot read it ({error})") from error
+
+    @contextmanager
+    def _reading(self, foreign_keys: bool = True) -> Iterator[sqlite3.Connection]:
+        db = sqlite3.connect(self._file, timeout=_BUSY_S, isolation_level=None)
+        try:
+            db.execute(f"PRAGMA foreign_keys={'ON' if foreign_keys else 'OFF'}")
+            db.execute("PRAGMA synchronous=EXTRA")
+            yield db
+        finally:
+            db.close()
+
+    @contextmanager
+    def _transaction(self, foreign_keys: bool = True) -> Iterator[sqlite3.Connection]:
+        with self._reading(foreign_keys) as db:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+            except BaseException:
+                db.execute("ROLLBACK")
+                raise
+            db.execute("COMMIT")
+
+
+def keyed_hash(key: bytes, previous: str, event: Event) -> str:
+    """Return the hash of an event under the key of its chain."""
+    said = json.dumps([previous, *event], separators=(",", ":"))
+    return hmac.new(key, said.encode(), hashlib.sha256).hexdigest()
+
+
+def write(db: sqlite3.Connection, key: bytes, head: Head, event: Event) -> None:
+    """Write an event after a head."""
+    db.execute(
+        "INSERT INTO event(seq,entry,subject,state,detail,created_at,prev_hash,hash) VALUES(?,?,?,?,?,?,?,?)",
+        (*event, head.hash, keyed_hash(key, head.hash, event)),
+    )
+
+
+def unkeyed_hash(previous: str, event: Event) -> str:
+    """Return the hash of an event from before the key."""
+    fields = [previous, event.entry or "", event.subject, event.state, event.detail, event.created_at]
+    return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).hexdigest()
+
+
+def derived(secret: bytes, facts: dict[str, str]) -> bytes:
+    """Derive the key of the chain: it depends on all that the file says of itself, so none of that can be changed."""
+    said = json.dumps(["chain", *(facts[name] for name in _FACTS)]).encode()
+    return hmac.new(secret, said, hashlib.sha256).digest()
+
+
+def new_facts() -> dict[str, str]:
+    """Say what a new file says of itself. key: of the digests of units   unkeyed: events before there was a key."""
+    return dict(zip(_FACTS, (SCHEMA_VERSION, secrets.token_hex(16), secrets.token_hex(32), "0"), strict=True))
+
+
+def create(db: sqlite3.Connection, facts: dict[str, str]) -> None:
+    """Make the tables, inside a transaction."""
+    for statement in statements():
+        db.execute(statement)
+    db.executemany("INSERT INTO meta VALUES(?,?)", facts.items())
+
+
+def now() -> str:
+    """Return the time in UTC, as the ledger writes it."""
+    return datetime.now(UTC).isoformat()
+
+
+def statements() -> Sequence[str]:
+    """Split the schema into statements: a trigger holds semicolons of its own."""
+    found, pending = [], ""
+    for line in files("privacy.ledger").joinpath("schema.sql").read_text().splitlines():
+        if line.startswith("--"):
+            continue
+        pending += line + "\n"
+        if sqlite3.complete_statement(pending):
+            found.append(pending)
+            pending = ""
+    return found
+
+
+def put_back(seen: int, own: int) -> StateError:
+    """Make the error of a ledger that lacks an event that others, or this process, have seen."""
+    return StateError(
+        "E-BUDGET-08",
+        f"expected a ledger that goes on after event {seen}, found one that ends at {own}: an older copy "
+        "was put back; nothing is trained until the newer one is restored",
+    )

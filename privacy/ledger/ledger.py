@@ -1,0 +1,283 @@
+"""The hospital's privacy ledger: what its records have been used for, and what is left of their budget.
+
+Reserve before the first record is read, start, commit once the output is safe; whatever is open after a crash counts as
+spent. Entries, mechanisms and events are append-only, events are chained under a key outside the file, and the newest
+head is echoed in every signed message, so a restored backup is noticed. What counts is derived from the events alone. A
+budget belongs to a collection of records and covers all its versions: one more image does not mint a new budget.
+Admission is the fixed-order filter of accounting.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import sqlite3
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fl_core.errors import RefusedError, StateError
+from privacy.accounting.accountant import Bound, Filter, History, Mechanism, epsilon_prv, epsilon_rdp
+from privacy.ledger import owners
+from privacy.ledger.account import OPEN, Account, Budget, Entry, Planned
+from privacy.ledger.admission import ATTEMPTS, Task, refused
+from privacy.ledger.hash_chain import Head, now
+from privacy.ledger.rows import digest_of_units, insert, unit_differences
+from privacy.ledger.verified import Verified
+from privacy.reports.sealed import Figures, seal
+
+__all__ = ["ATTEMPTS", "Ledger", "Planned", "Status", "Task"]
+
+_ELSEWHERE = "SELECT collection FROM unit_digest WHERE digest=? AND collection<>?"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A collection's budget; epsilon and delta are None while none is set; used: the share of the filter's bound."""
+
+    collection: str
+    unit: str
+    epsilon: float | None
+    delta: float | None
+    spent_rdp: float
+    spent_prv: float | None
+    used: float | None
+
+
+class Ledger(Verified):
+    """One hospital's ledger file, mode 0600.
+
+    Guarantees: concurrent reservations serialise, of several services as well; a reservation that does not fit changes
+    nothing but the record of its refusal; what is reserved is on the disk when `reserve` returns.
+    """
+
+    # ---- what the operator does ---------------------------------------------------------------------------------
+
+    def register(
+        self,
+        collection: str,
+        unit: str,
+        fingerprint: str,
+        records: int,
+        units: Sequence[str],
+        contents: Iterable[str] = (),
+    ) -> bool:
+        """Register a version of a collection's data; tell whether it is new.
+
+        units: the identity of each unit (a group's name, a record's content)   contents: what else identifies the same
+        records, as the content of each image of a group; both are kept as keyed digests alone.
+        Raises RefusedError (E-BUDGET-03) when a unit or a content stands in another collection already, StateError
+        (E-BUDGET-15) when what the file holds of units is not what was registered: it decides what is new.
+        """
+        of_units, every = self._digests(units), self._digests((*units, *contents))
+        with self.writing() as (db, account):
+            time = now()
+            if wrong := list(unit_differences(db, account)):
+                raise self.differs(wrong)
+            version = account.versions.get(fingerprint)
+            other = {row[0] for d in every for row in db.execute(_ELSEWHERE, (d, collection))}
+            if version is not None and version.collection != collection:
+                other.add(version.collection)
+            if other:
+                raise RefusedError(
+                    "E-BUDGET-03",
+                    f"expected records that are in no other collection, found some of {len(of_units)} units in "
+                    f"{sorted(other)}: serve them under that name, so that their spending adds up, or leave them out",
+                )
+            known = {row[0] for row in db.execute("SELECT digest FROM unit_digest WHERE collection=?", (collection,))}
+            if version is not None and every <= known:
+                return False
+            if collection not in account.collections:
+                db.execute("INSERT INTO collection VALUES(?,?,?)", (collection, unit, time))
+            db.executemany("INSERT INTO unit_digest VALUES(?,?)", [(d, collection) for d in every - known])
+            if version is None:
+                row = (fingerprint, collection, records, len(of_units), time)
+                db.execute("INSERT INTO dataset_version VALUES(?,?,?,?,?)", row)
+            facts = {"fingerprint": fingerprint, "unit": unit, "records": records, "units": len(of_units)}
+            said = json.dumps(facts | {"digests": digest_of_units(every | known)})
+            self._event(db, None, collection, "REGISTERED", said, time)
+        return version is None
+
+    def set_budget(self, collection: str, epsilon: float, delta: float, operator: str, reason: str) -> None:
+        """Set a collection's budget; spending stays what it is. There is no such call over the network.
+
+        Raises StateError (E-BUDGET-04) for a collection that is not registered, ConfigError (E-PRIV-11) on a budget
+        that is none.
+        """
+        with self.writing() as (db, account):
+            if collection not in account.collections:
+                raise StateError(
+                    "E-BUDGET-04",
+                    f"expected one of the collections {sorted(account.collections)}, found {collection!r}",
+                )
+            made = Budget(collection, Filter.of(float(epsilon), float(delta)), operator, reason, now())
+            account_after = Account(budgets=[*account.budgets, made])
+            insert(db, {"budget": account_after.rows()["budget"][-1:]})
+            self._event(db, None, collection, "BUDGET", made.detail(), made.created_at)
+
+    def release_unused(self, entry: str) -> None:
+        """Give back an entry that never started; raises StateError (E-BUDGET-05) on any other."""
+        self._move(entry, "RELEASED_UNUSED", "released by the operator")
+
+    # ---- what a round does --------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        collection: str,
+        task: Task,
+        planned: Sequence[Planned],
+        cap: Filter | None = None,
+        run: Sequence[Bound] = (),
+    ) -> str:
+        """Set aside what a round will release; return the entry's id. On disk on return, before any record is read.
+
+        cap: a second budget, the policy's, that it must fit as well   run: bounds of all that this run is charged at
+        this collection, under its id or under its manifest.
+        Raises RefusedError: E-BUDGET-01 when it does not fit (the refusal is recorded), E-BUDGET-12 when it does not
+        fit into the run, E-BUDGET-13 when the round was charged often enough (both recorded as well), E-BUDGET-02 when
+        the collection has no budget, E-BUDGET-06 when the data was changed without being registered.
+        """
+        with self.writing() as (db, account):
+            version = account.versions.get(task.fingerprint)
+            if version is None or version.collection != collection:
+                raise RefusedError(
+                    "E-BUDGET-06", f"expected data registered under {collection!r}, found another version: register it"
+                )
+            refusal = refused(account, collection, task, [p.mechanism for p in planned], cap, run)
+            same = [e for e in account.of_run(task.run, "", collection) if (e.round, e.kind) == (task.round, task.kind)]
+            entry = f"{task.run}/{task.round}/{task.kind}/{len(same)}/{collection}"
+            made = Entry(
+                entry, collection, task.fingerprint, task.run, task.manifest, task.round, len(same), task.kind, now(),
+                tuple(planned), owners.own(self._file),
+            )  # fmt: skip
+            rows = Account(entries={entry: made}).rows()
+            insert(db, {"entry": rows["entry"], "mechanism": rows["mechanism"]})
+            self._event(db, entry, entry, "REFUSED" if refusal else "INTENT", made.detail(), made.created_at)
+        if refusal:
+            raise refusal
+        return entry
+
+    def require_room(
+        self,
+        collection: str,
+        task: Task,
+        planned: Iterable[Mechanism],
+        cap: Filter | None = None,
+        run: Sequence[Bound] = (),
+    ) -> None:
+        """Raise what `reserve` would refuse with now; nothing is reserved, and nothing recorded."""
+        with self._current() as account:
+            if refusal := refused(account, collection, task, list(planned), cap, run):
+                raise refusal
+
+    def start(self, entry: str) -> None:
+        """Note that records are about to be read; raises StateError (E-BUDGET-05) unless it was just reserved."""
+        self._move(entry, "RUNNING", "")
+
+    def commit(self, entry: str, output: str) -> None:
+        """Note that the output is safe in the outbox; output: its SHA-256."""
+        self._move(entry, "SPENT", output)
+
+    def recover(self) -> list[str]:
+        """Count as spent, in full, whatever a crash left open; return those entries. Call when nothing is at work here.
+
+        What another process that lives is at stays open: it is that process's.
+        """
+        with self.writing() as (db, account):
+            rows = [e for e in account.entries.values() if e.state in OPEN]
+            left = sorted(e.id for e in rows if not owners.alive(self._file, e.owner))
+            for entry in left:
+                self._event(db, entry, entry, "SPENT_ON_RECOVERY", "open after a restart: counted in full")
+        return left
+
+    def note_refusal(self, subject: str, reason: str) -> None:
+        """Write down that a run was refused before anything was reserved: the record for an audit."""
+        with self.writing() as (db, _):
+            self._event(db, None, subject, "REFUSED", reason)
+
+    def keep(self, fingerprint: str, name: str, value: str) -> None:
+        """Keep what was released once for a version of the data; what is kept already stays as it is."""
+        with self.writing() as (db, account):
+            if (fingerprint, name) in account.kept:
+                return
+            time = now()
+            db.execute("INSERT INTO kept VALUES(?,?,?,?)", (fingerprint, name, value, time))
+            self._event(db, None, fingerprint, "KEPT", json.dumps({"name": name, "value": value}), time)
+
+    def elsewhere(self, collection: str, names: Iterable[str]) -> list[str]:
+        """Return those of these units or contents that stand in another collection."""
+        with self._reading() as db:
+            return [
+                name for name in names
+                if any(db.execute(_ELSEWHERE, (d, collection)).fetchone() for d in self._digests([name]))
+            ]  # fmt: skip
+
+    # ---- what anybody may read ----------------------------------------------------------------------------------
+
+    def collections(self) -> list[str]:
+        """List the collections."""
+        with self._current() as account:
+            return sorted(account.collections)
+
+    def collection_of(self, fingerprint: str) -> str | None:
+        """Return the collection under which a version of data is registered."""
+        with self._current() as account:
+            found = account.versions.get(fingerprint)
+        return found.collection if found else None
+
+    def budget(self, collection: str) -> Filter | None:
+        """Return the budget in force."""
+        with self._current() as account:
+            return account.budget(collection)
+
+    def kept(self, fingerprint: str, name: str) -> str | None:
+        """Return what was released once for a version of the data."""
+        with self._current() as account:
+            return account.kept.get((fingerprint, name), (None,))[0]
+
+    def entries(self, collection: str) -> list[tuple[str, str, list[Planned]]]:
+        """List (entry, state, what it releases) of a collection, oldest first."""
+        with self._current() as account:
+            return [(e.id, e.state, list(e.planned)) for e in account.entries.values() if e.collection == collection]
+
+    def history(self, collection: str) -> History:
+        """Return everything that counts against a collection."""
+        with self._current() as account:
+            return account.history(collection)
+
+    def status(self, collection: str, prv: bool = True) -> Status:
+        """Return a collection's spending by RDP and PRV at the delta of its budget, 1e-5 without one."""
+        with self._current() as account:
+            spent, budget = account.history(collection), account.budget(collection)
+            unit = account.unit(collection)
+        delta = budget.delta if budget else 1e-5
+        return Status(
+            collection, unit, budget.epsilon if budget else None, budget.delta if budget else None,
+            epsilon_rdp(spent, delta), epsilon_prv(spent, delta) if prv else None,
+            budget.used(spent) if budget else None,
+        )  # fmt: skip
+
+    def statement(self) -> tuple[Head, bytes, int]:
+        """Return what goes with an update: the end of the chain, sealed figures, and how often it was restored."""
+        with self._current() as account:
+            head = self._seen
+            sealed = seal(self.secret, head, account.restored, Figures.of(account)) if head.seq else b""
+            return head, sealed, account.restored
+
+    def fits(self, collection: str, planned: Iterable[Mechanism]) -> bool:
+        """Tell whether so much would still be admitted; False without a budget."""
+        with self._current() as account:
+            budget = account.budget(collection)
+            return budget is not None and budget.admits(account.history(collection), planned)
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _digests(self, names: Iterable[str]) -> set[bytes]:
+        return {hmac.new(self.units_key, name.encode(), hashlib.sha256).digest() for name in names}
+
+    def _move(self, entry: str, state: str, detail: str) -> None:
+        with self.writing() as (db, _):
+            try:
+                self._event(db, entry, entry, state, detail)
+            except sqlite3.IntegrityError as error:
+                raise StateError("E-BUDGET-05", f"the ledger does not let {entry!r} become {state}: {error}") from error

@@ -1,0 +1,123 @@
+"""Going on after a ledger was lost: whatever may have been spent since the copy that is left, counts as spent.
+
+What was attested with an update is known exactly, from the sealed figures in the receipts: all that was charged between
+the newest attested moment that the copy still has, and the newest one there is, which is the one after the most
+restorations, and of these the furthest. What came after the last attestation is
+known to nobody; it is taken for the most expensive entry there ever was, as often as a round may be charged. Where no
+figures can be opened, because they were never sent or the key is lost as well, every collection loses its whole budget.
+The bounds of single runs begin anew: to whom a lost charge belonged is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from fl_core.errors import StateError
+from privacy.accounting.accountant import Filter, Mechanism
+from privacy.ledger import owners
+from privacy.ledger.account import Account, Entry
+from privacy.ledger.admission import ATTEMPTS
+from privacy.ledger.hash_chain import Head, now
+from privacy.ledger.ledger import Ledger, Planned
+from privacy.ledger.rows import insert
+from privacy.reports.sealed import Figures, joined, opened, worst
+
+
+class Seen(NamedTuple):
+    """An end of the ledger that others have signed for, and the sealed figures and restorations that went with it."""
+
+    head: Head
+    sealed: bytes = b""
+    restored: int = 0
+
+
+def acknowledge(ledger: Ledger, seen: Sequence[Seen], operator: str) -> dict[str, str]:
+    """Accept an older copy of the ledger by charging what it may have forgotten; say by collection what was charged.
+
+    seen: every head that others have signed for, in any order. Raises StateError: E-BUDGET-09 when nothing is missing,
+    E-BUDGET-04 when a collection that was charged is not registered, or none with a budget is there to be charged,
+    E-BUDGET-17 while a service uses the ledger; as `Ledger.verify` on one that was edited.
+    """
+    if owners.others(ledger.file):
+        raise StateError("E-BUDGET-17", "expected no service on this ledger, found one at work: stop it first")
+    newest = max(seen, key=lambda s: (s.restored, s.head.seq), default=Seen(Head(0, "")))
+    try:
+        ledger.verify(newest.head)
+    except StateError as error:
+        if error.code != "E-BUDGET-08":
+            raise
+    else:
+        raise StateError("E-BUDGET-09", f"expected a ledger that lacks event {newest.head.seq}, found that it has it")
+    fork = max((s.head.seq for s in seen if ledger.holds(s.head)), default=0)
+    known = {s: opened(ledger.secret, s.head, s.restored, s.sealed) for s in seen}
+    figures = known[newest] and joined([f for s, f in known.items() if f is not None and not ledger.holds(s.head)])
+    common = ledger.account_at(fork)
+    with ledger.writing() as (db, account):
+        charges = _everything(account) if figures is None else _missing(account, common, figures)
+        entry = f"restored/{newest.head.seq}/{newest.head.hash[:16]}"
+        for name, planned in charges.items():
+            fingerprint = [f for f, v in account.versions.items() if v.collection == name][-1]
+            made = Entry(
+                f"{entry}/{name}", name, fingerprint, f"restored {newest.head.hash}", "", newest.head.seq,
+                account.restored, "restored", now(), tuple(planned),
+            )  # fmt: skip
+            rows = Account(entries={made.id: made}).rows()
+            insert(db, {"entry": rows["entry"], "mechanism": rows["mechanism"]})
+            ledger._event(db, made.id, made.id, "INTENT", made.detail(), made.created_at)
+            ledger._event(db, made.id, made.id, "SPENT_ON_RECOVERY", "may have been spent after the copy was made")
+        times = 1 + max([account.restored, *(s.restored for s in seen)])
+        ledger._event(db, None, f"restored by {operator}", "RESTORED", f"{newest.head} {times}")
+    how = "its whole budget" if figures is None else f"what was attested, and {ATTEMPTS} times its most expensive entry"
+    return dict.fromkeys(sorted(charges), how)
+
+
+def _missing(account: Account, common: Account, figures: Figures) -> dict[str, list[Planned]]:
+    """List what was attested and is not in what both branches have, and what may have come after."""
+    charged = {name for name, spent in figures.spent.items() if spent}
+    if strangers := sorted(charged - set(account.collections)):
+        raise StateError(
+            "E-BUDGET-04", f"expected the collections {strangers} in the ledger, since they were charged: register them"
+        )
+    found: dict[str, list[Planned]] = {}
+    for name in account.collections:
+        left = Counter({(m.noise, m.rate): m.steps for m in figures.spent.get(name, ())})
+        left.subtract({(m.noise, m.rate): m.steps for m in common.history(name)})
+        lost = [Planned("attested", Mechanism(z, q, n)) for (z, q), n in sorted(left.items()) if n > 0]
+        most = max(worst(account, name), figures.worst.get(name, ()), key=lambda p: _cost(account, name, p))
+        again = [replace(p, mechanism=replace(p.mechanism, steps=p.mechanism.steps * ATTEMPTS)) for p in most]
+        if lost or again:
+            found[name] = lost + again
+    if not found:
+        raise _nothing()
+    return found
+
+
+def _everything(account: Account) -> dict[str, list[Planned]]:
+    """List the whole budget of each collection; of one without a budget, the largest budget of any."""
+    budgets = {name: account.budget(name) for name in account.collections}
+    known = [b for b in budgets.values() if b is not None]
+    if not known:
+        raise _nothing()
+    most = max(known, key=lambda b: b.epsilon)
+    return {name: [_all_of(b or most)] for name, b in budgets.items()}
+
+
+def _cost(account: Account, name: str, planned: Sequence[Planned]) -> float:
+    from privacy.accounting.accountant import rdp
+
+    budget = account.budget(name) or Filter.of(1.0, 1e-5)
+    return float(rdp([p.mechanism for p in planned], [budget.order])[0])
+
+
+def _all_of(budget: Filter) -> Planned:
+    """Return a release that takes the whole budget: RDP alpha / (2 z^2) = its bound."""
+    bound = max(budget.bound, 1e-6)
+    return Planned("everything", Mechanism(math.sqrt(budget.order / (2 * bound))))
+
+
+def _nothing() -> StateError:
+    return StateError("E-BUDGET-04", "expected a collection with a budget to charge, found none: register the data")

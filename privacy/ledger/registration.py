@@ -1,0 +1,135 @@
+"""Which records a ledger speaks of: the version of each split of a data set, and the identity of each unit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fl_core.datasets import SiloDataset
+from fl_core.datasets.image_files import UnreadableError, open_image
+from fl_core.errors import DataError, RefusedError
+from fl_core.types.values import Examples
+from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN
+from privacy.ledger.ledger import Ledger
+
+THREADS, SHOWN = 2, 5
+
+
+def splits(dataset: SiloDataset) -> dict[str, Examples]:
+    """Name the splits whose records are charged apart."""
+    return {TRAIN: dataset.train, TEST: dataset.test}
+
+
+def version(dataset: SiloDataset, split: str) -> str:
+    """Return the fingerprint of one split of a version of the data."""
+    return hashlib.sha256(f"{dataset.fingerprint}|{split}".encode()).hexdigest()
+
+
+def collection(name: str, split: str) -> str:
+    """Name the collection of a split: its training and test records have budgets of their own.
+
+    The hospital has one budget, whatever data it serves under whatever names.
+    """
+    return HOSPITAL if split == HOSPITAL else f"{name}/{split}"
+
+
+def unit_of(examples: Examples) -> str:
+    """Name the unit of privacy: the group where the data names any, else the record."""
+    return "record" if examples.groups is None else "group"
+
+
+def unit_names(examples: Examples) -> list[str]:
+    """Identify each unit, whatever the label space or the image size of a run: by its group, or by its content."""
+    if examples.groups is not None:
+        return sorted({f"group {g}" for g in examples.groups})
+    return list(content_names(examples))
+
+
+def content_names(examples: Examples) -> Iterator[str]:
+    """Name what each example is: the pixels of its file at their full size, upright and in RGB, or its numbers.
+
+    Names of files, their bytes, groups and the image size of a run change nothing, and neither do labels: a record that
+    was labelled anew is the same patient's. Raises DataError (E-DATA-04) on a file that cannot be decoded.
+    """
+    paths: tuple[Path, ...] | None = getattr(examples, "paths", None)
+    if paths is not None:
+        with ThreadPoolExecutor(THREADS) as pool:  # what waits in memory are digests
+            yield from pool.map(_image, paths)
+        return
+    for x in _rows(examples):
+        numbers = (x + 0.0).contiguous().numpy()  # of the two zeros one
+        yield _named("tensor", tuple(x.shape), numbers.tobytes())
+
+
+def register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]:
+    """Register both splits under a name, and the hospital itself; tell which collections got a new version.
+
+    Units are known by their groups and by the contents of all their records, so that records that are grouped, named
+    or stored otherwise share the spending of those that they are. An image that was encoded with loss, cropped or
+    resized has other pixels, and is a new record.
+    Raises RefusedError (E-BUDGET-03) when a unit or a record stands in another collection: also when one patient has
+    records in both splits, which would spend two budgets for one privacy.
+    """
+    found = {}
+    for split, examples in splits(dataset).items():
+        to, contents = collection(name, split), list(content_names(examples))
+        older = list(_former_names(examples)) if ledger.migrated and examples.groups is None else []
+        units = unit_names(examples) if examples.groups is not None else contents
+        try:
+            found[to] = ledger.register(
+                to, unit_of(examples), version(dataset, split), len(examples), units, [*contents, *older]
+            )
+        except RefusedError as error:
+            raise _told(error, ledger, to, examples, contents, older) from error
+    everything = len(dataset.train) + len(dataset.test)
+    found[HOSPITAL] = ledger.register(HOSPITAL, HOSPITAL, version(dataset, HOSPITAL), everything, [HOSPITAL])
+    return found
+
+
+def _told(
+    error: RefusedError, ledger: Ledger, to: str, examples: Examples, contents: Sequence[str], older: Sequence[str]
+) -> RefusedError:
+    """Say which files it is about, for whoever has to take them out of one of two places."""
+    paths = [path.name for path in getattr(examples, "paths", ())]
+    known = {*ledger.elsewhere(to, contents), *ledger.elsewhere(to, older)}
+    both = zip(paths, zip(contents, older or contents, strict=True), strict=bool(paths))
+    files = [path for path, names in both if known & set(names)]
+    shown = f" ({len(files)} files: {', '.join(files[:SHOWN])})" if files else ""
+    return RefusedError(error.code, f"{error.message}{shown}")
+
+
+def _image(path: Path) -> str:
+    try:
+        image = open_image(path)
+    except UnreadableError as error:
+        raise DataError(
+            "E-DATA-04", f"expected a readable image at {path}, found: {error}. Restore the file"
+        ) from error
+    return _named("image", image.size, image.tobytes())
+
+
+def _named(kind: str, shape: tuple[int, ...], numbers: bytes) -> str:
+    return f"content {hashlib.sha256(f'{kind} {shape} '.encode() + numbers).hexdigest()}"
+
+
+def _former_names(examples: Examples) -> Iterator[str]:
+    """Name each record as ledgers did before contents were decoded: by its file's bytes where it is one."""
+    paths: tuple[Path, ...] | None = getattr(examples, "paths", None)
+    if paths is not None:
+        for path in paths:
+            with path.open("rb") as file:
+                yield f"record {hashlib.file_digest(file, 'sha256').hexdigest()}"
+        return
+    for x in _rows(examples):
+        yield f"record {hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()}"
+
+
+def _rows(examples: Examples) -> Iterator[Tensor]:
+    for index in torch.split(torch.arange(len(examples)), 256):
+        x, _ = examples.batch(index)
+        yield from x

@@ -1,0 +1,1 @@
+"""Noise sources (OS entropy or seed) and the discrete Gaussian."""

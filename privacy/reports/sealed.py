@@ -1,0 +1,113 @@
+"""What a ledger has spent, sealed for whoever keeps it safe: only the hospital's key opens it.
+
+It goes with every update and comes back in the coordinator's signed receipt, so that a hospital whose ledger is lost
+knows what to charge. The figures of one run follow from public plans; those of other runs, of other consortia and of
+other data sets are nobody's business, so the coordinator sees a ciphertext, padded to full kilobytes, and beside it
+only how often this ledger was restored. AES-256-GCM under a key derived from the ledger's; the head that they belong
+to and that number are authenticated with them, so figures of one moment do not pass for those of another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from privacy.accounting.accountant import ORDERS, Filter, Mechanism, rdp
+from privacy.ledger.account import Account, Planned, plain, planned_of
+from privacy.ledger.hash_chain import Head
+
+PAD, MOST, _NONCE = 1024, 65536, 12
+_ORDER = ORDERS[30]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Spending at one moment, by collection: everything charged, and the most expensive entry; budgets where set."""
+
+    spent: Mapping[str, Sequence[Mechanism]]
+    worst: Mapping[str, Sequence[Planned]]
+    budgets: Mapping[str, Filter]
+
+    @classmethod
+    def of(cls, account: Account) -> Figures:
+        """Read them off an account."""
+        names = sorted(account.collections)
+        budgets = {name: account.budget(name) for name in names}
+        return cls(
+            {name: account.history(name) for name in names},
+            {name: worst(account, name) for name in names},
+            {name: budget for name, budget in budgets.items() if budget is not None},
+        )
+
+
+def worst(account: Account, collection: str) -> tuple[Planned, ...]:
+    """Return what the most expensive charged entry of a collection released; nothing where there is none."""
+    budget = account.budget(collection)
+    order = budget.order if budget else _ORDER
+    made = {e.planned for e in account.entries.values() if e.collection == collection and e.charged}
+    return max(made, key=lambda p: float(rdp([x.mechanism for x in p], [order])[0]), default=())
+
+
+def seal(secret: bytes, head: Head, restored: int, figures: Figures) -> bytes:
+    """Seal figures of a head; empty where they are too large to send, which restoring takes for not known."""
+    said = {
+        "spent": {c: [[m.noise, m.rate, m.steps] for m in spent] for c, spent in figures.spent.items()},
+        "worst": {c: plain(planned) for c, planned in figures.worst.items()},
+        "budgets": {c: [f.epsilon, f.delta, f.order] for c, f in figures.budgets.items()},
+    }
+    raw = zlib.compress(json.dumps(said, separators=(",", ":")).encode(), 9)
+    raw = len(raw).to_bytes(4, "big") + raw
+    raw += bytes(-len(raw) % PAD)
+    if len(raw) > MOST:
+        return b""
+    nonce = os.urandom(_NONCE)
+    return nonce + AESGCM(_key(secret)).encrypt(nonce, raw, f"{head} {restored}".encode())
+
+
+def opened(secret: bytes, head: Head, restored: int, sealed: bytes) -> Figures | None:
+    """Open figures; None where they are not this ledger's of this head, or none at all."""
+    try:
+        raw = AESGCM(_key(secret)).decrypt(sealed[:_NONCE], sealed[_NONCE:], f"{head} {restored}".encode())
+        said: Mapping[str, Any] = json.loads(zlib.decompress(raw[4 : 4 + int.from_bytes(raw[:4], "big")]))
+        return Figures(
+            {c: [Mechanism(z, q, n) for z, q, n in spent] for c, spent in said["spent"].items()},
+            {c: planned_of(planned) for c, planned in said["worst"].items()},
+            {c: Filter(*budget) for c, budget in said["budgets"].items()},
+        )
+    except (InvalidTag, ValueError, KeyError, TypeError, zlib.error):
+        return None
+
+
+def joined(every: Sequence[Figures]) -> Figures:
+    """Return the most that any of these figures say: of copies that went different ways, what any of them spent."""
+    spent: dict[str, dict[tuple[float, float], int]] = {}
+    costs: dict[str, list[Sequence[Planned]]] = {}
+    for figures in every:
+        for name, history in figures.spent.items():
+            most = spent.setdefault(name, {})
+            for m in history:
+                most[m.noise, m.rate] = max(m.steps, most.get((m.noise, m.rate), 0))
+        for name, planned in figures.worst.items():
+            costs.setdefault(name, []).append(planned)
+    return Figures(
+        {name: [Mechanism(z, q, n) for (z, q), n in sorted(most.items())] for name, most in spent.items()},
+        {name: max(made, key=_cost) for name, made in costs.items()},
+        {},
+    )
+
+
+def _cost(planned: Sequence[Planned]) -> float:
+    return float(rdp([p.mechanism for p in planned], [_ORDER])[0])
+
+
+def _key(secret: bytes) -> bytes:
+    return hmac.new(secret, b"sealed figures", hashlib.sha256).digest()

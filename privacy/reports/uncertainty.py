@@ -1,0 +1,230 @@
+"""What noise leaves of an accuracy: an interval, or nothing.
+
+A private evaluation releases right answers and test examples per class, each with noise of public scale, and sums both
+over hospitals. An accuracy is a ratio of such sums, which can be anything: it is shown with an interval (ratio.py), or
+not at all. The interval covers the noise of privacy alone, not the luck of a test set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from privacy.reports.ratio import interval
+
+if TYPE_CHECKING:
+    from fl_core.rounds.manifest import RunManifest
+
+NOISY = "noise larger than signal"
+IMPOSSIBLE = "no counts can be these"
+UNBOUNDED = "its noise has no bound"
+LEVEL = 0.95
+WIDEST = 0.5
+"""Intervals that are wider say less than they seem to."""
+GRID_SLACK = 1.002
+"""What rounding to a grid may add to the standard deviation of a release."""
+ROUNDED = 2e-3
+"""What rounding each record's contribution toward zero may take off a sum, and so move a ratio of two."""
+_LARGEST = 1e100
+"""Numbers beyond it are no counts, and their squares and sums no numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationNoise:
+    """The noise on one class's sums: `draws` independent ones of standard deviation `std`, on either sum.
+
+    std: infinite where nothing but noise is released   suppressed: rows with a noisy count below 1 are zeros
+    central: one draw, whatever the number of hospitals.
+    """
+
+    std: float
+    draws: int = 1
+    suppressed: bool = False
+    central: bool = False
+
+    def over(self, silos: int) -> EvaluationNoise:
+        """Return the noise of a sum over so many hospitals."""
+        return self if self.central else replace(self, draws=silos)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A share in [0, 1] and its interval, equal to it where there is no noise; None: nothing was measured.
+
+    withheld: why there is no number.
+    """
+
+    point: float | None = None
+    low: float | None = None
+    high: float | None = None
+    withheld: str = ""
+
+    @property
+    def exact(self) -> bool:
+        """Tell whether there is a number without noise."""
+        return self.point is not None and self.low == self.high
+
+    def text(self) -> str:
+        """Write it for people."""
+        if self.withheld:
+            return f"withheld: {self.withheld}"
+        if self.point is None or self.low is None or self.high is None:
+            return "-"
+        if self.exact:
+            return f"{100 * self.point:.2f} %"
+        return f"{100 * self.point:.1f} % (95 %: {100 * self.low:.1f} to {100 * self.high:.1f} %)"
+
+    def facts(self, name: str = "accuracy", prefix: str = "") -> dict[str, float | bool | None]:
+        """Write it for machines: the number under `name`, and its interval and whether it is withheld beside it."""
+        return {
+            name: self.point,
+            f"{prefix}accuracy_low": self.low,
+            f"{prefix}accuracy_high": self.high,
+            f"{prefix}withheld": bool(self.withheld),
+        }
+
+
+NOTHING = Estimate()
+Sums = tuple[Sequence[float], Sequence[float], EvaluationNoise | None]
+"""Correct answers and examples per class, and their noise."""
+
+
+def accuracy(
+    correct: Sequence[float], examples: Sequence[float], noise: EvaluationNoise | None, level: float = LEVEL
+) -> Estimate:
+    """Estimate sum(correct) / sum(examples) from noisy sums per class; without noise it is that ratio.
+
+    Guarantees: for any numbers, a share in [0, 1] within an interval in [0, 1], or none; the interval holds the ratio
+    of the sums without noise with probability `level`.
+    """
+    right, of = math.fsum(map(_finite, correct)), math.fsum(map(_finite, examples))
+    if noise is None:
+        return _exact(right, of)
+    rows = noise.draws * len(examples)
+    if rows < 1 or not (math.isfinite(right) and math.isfinite(of) and 0 < noise.std < _LARGEST):
+        return Estimate(withheld=NOISY)
+    found = interval(right, of, noise.std, rows, noise.suppressed, level)
+    if found is None:
+        return Estimate(withheld=NOISY)
+    point, low, high = found[0], found[1] * (1 - ROUNDED), min(1.0, found[2] * (1 + ROUNDED))
+    return Estimate(point, low, high) if high - low <= WIDEST else Estimate(withheld=NOISY)
+
+
+def by_class(
+    correct: Sequence[float], examples: Sequence[float], noise: EvaluationNoise | None, level: float = LEVEL
+) -> list[Estimate]:
+    """Estimate the accuracy of each class, each at `level` on its own."""
+    return [accuracy([right], [of], noise, level) for right, of in zip(correct, examples, strict=False)]
+
+
+def balanced(correct: Sequence[float], examples: Sequence[float], noise: EvaluationNoise | None) -> Estimate:
+    """Estimate the mean accuracy over classes that have test examples; withheld where one class is."""
+    level = 1 - (1 - LEVEL) / max(len(examples), 1)
+    found = [e for e in by_class(correct, examples, noise, level) if e != NOTHING]
+    return next((e for e in found if e.withheld), _mean(found))
+
+
+def best(rounds: Sequence[Sums]) -> Estimate:
+    """Estimate the largest accuracy over rounds.
+
+    The largest of noisy numbers is the luckiest one: the interval is that of the largest true accuracy, from intervals
+    that hold for all rounds at once. A round that is withheld may have been the best.
+    """
+    level = 1 - (1 - LEVEL) / max(len(rounds), 1)
+    found = [e for e in (accuracy(*sums, level) for sums in rounds) if e != NOTHING]
+    known = [e for e in found if not e.withheld]
+    if not known:
+        return found[-1] if found else NOTHING
+    low, point = max(e.low or 0.0 for e in known), max(e.point or 0.0 for e in known)
+    noisy = any(not e.exact for e in known) or any(e.withheld == NOISY for e in found)
+    high = 1.0 if any(e.withheld == NOISY for e in found) else max(e.high or 0.0 for e in known)
+    return Estimate(withheld=NOISY) if noisy and high - low > WIDEST else Estimate(point, low, high)
+
+
+def evaluation_noise(manifest: RunManifest) -> EvaluationNoise | None:
+    """Return the noise on one hospital's evaluation as it is sent; None where it is sent as it was counted.
+
+    A run whose method has no global model measures none, so that all it sends of it is noise.
+    """
+    from fl_core.methods import build_method
+    from privacy.accounting.record_config import Terms
+    from privacy.profiles import terms_of
+
+    terms = terms_of(manifest.privacy)
+    if terms is None or terms.test_data == "public":
+        return None
+    measured = build_method(manifest.method.name, manifest.method.options).has_global_model
+    if isinstance(terms, Terms):
+        if not measured:
+            return None  # nothing is released
+        return EvaluationNoise(terms.metric_noise * math.hypot(1.0, 1.0) * GRID_SLACK, suppressed=True)
+    std = terms.metric_clip * terms.metric_noise * GRID_SLACK if measured else math.inf
+    return EvaluationNoise(std, central=terms.placement == "central")
+
+
+def own_noise(manifest: RunManifest) -> EvaluationNoise | None:
+    """Return the noise on what a hospital itself knows of its evaluation: silo-level noise comes after its notes."""
+    return evaluation_noise(manifest) if manifest.privacy.name == "dp_record" else None
+
+
+@dataclass(frozen=True, slots=True)
+class RunNoise:
+    """What is noisy of a run's results.
+
+    evaluation: the noise on one hospital's sums   scores: those of personal models that are means of noisy shares, of
+    which nobody knows the noise: each hospital cuts its shares to [0, 1] before they are summed, and PM(L) and PM(V)
+    weigh classes by noisy counts.
+    """
+
+    evaluation: EvaluationNoise | None = None
+    scores: frozenset[str] = frozenset()
+
+    def of(self, included: Sized) -> EvaluationNoise | None:
+        """Return the noise on the sums of a round in which these hospitals' updates were included."""
+        return self.evaluation and self.evaluation.over(len(included))
+
+
+SILENT = RunNoise()
+UNKNOWN = RunNoise(EvaluationNoise(math.inf), frozenset({"pa", "pm_l", "pm_v"}))
+
+
+def run_noise(manifest: RunManifest) -> RunNoise:
+    """Read off a manifest what of its run is noisy."""
+    from privacy.profiles import terms_of
+
+    terms = terms_of(manifest.privacy)
+    if terms is None:
+        return SILENT
+    scores = {"pm_l", "pm_v"} | ({"pa"} if terms.test_data == "private" else set())
+    return RunNoise(evaluation_noise(manifest), frozenset(scores))
+
+
+def shown_scores(scores: Mapping[str, float], hidden: frozenset[str]) -> dict[str, float]:
+    """Leave out scores that are hidden, with their standard deviations."""
+    return {name: v for name, v in scores.items() if name.removesuffix("_std") not in hidden}
+
+
+def _finite(value: float) -> float:
+    return value if abs(value) < _LARGEST else math.nan
+
+
+def _exact(right: float, of: float) -> Estimate:
+    slack = 1e-6 * max(1.0, abs(of))
+    if not (math.isfinite(right) and math.isfinite(of)) or of < 0 or not -slack <= right <= of + slack:
+        return Estimate(withheld=IMPOSSIBLE)
+    if not of:
+        return NOTHING
+    share = min(1.0, max(0.0, right / of))
+    return Estimate(share, share, share)
+
+
+def _mean(found: Sequence[Estimate]) -> Estimate:
+    if not found:
+        return NOTHING
+    low, point, high = (
+        math.fsum(e or 0.0 for e in of) / len(found)
+        for of in ([e.low for e in found], [e.point for e in found], [e.high for e in found])
+    )
+    return Estimate(withheld=NOISY) if low != high and high - low > WIDEST else Estimate(point, low, high)

@@ -1,0 +1,1 @@
+"""Silo-level DP: one clipped and noised update per hospital."""

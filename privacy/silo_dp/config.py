@@ -1,0 +1,188 @@
+"""The terms of a run with silo-level differential privacy, and the noise that follows from them.
+
+All releases are Gaussian with sampling rate 1: the coordinator picks the cohort, and roster and cohorts are public, so
+partial participation amplifies nothing; a round that a silo does not take part in costs it nothing. Sums of Gaussian
+releases of noise z_i are one with 1/z^2 = sum 1/z_i^2, whose exact curve is (Balle and Wang, ICML 2018, theorem 8)
+
+    delta(eps) = Phi(1/(2z) - eps z) - e^eps Phi(-1/(2z) - eps z)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from scipy.special import log_ndtr, ndtr  # the normal distribution; scipy.stats takes a second to import
+
+from fl_core.errors import ConfigError
+from fl_core.options import from_mapping
+from fl_core.rounds import sampling as cohort
+from fl_core.rounds.manifest import RunManifest
+from privacy.accounting.accountant import Mechanism, solve_noise
+from privacy.accounting.record_config import MOST_RESERVED, RNG, TEST_DATA, WEIGHTS
+
+PLACES = ("local", "central")
+CLIPPING = ("fixed", "adaptive")
+BIT = 0.5
+"""What a silo can move the sum of the bits by: they are -1/2 and 1/2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiloTerms:
+    """Silo-level differential privacy of one run: what a hospital's whole data changes is hidden.
+
+    epsilon, delta: the budget of the whole run for each hospital; epsilon = inf is the run without privacy
+    clip: C, bound of the joint norm of all that a silo sends in round 0; clip_decay: C_t = C * clip_decay^t, public
+    clipping: "fixed", or "adaptive": C follows the quantile `target_quantile` of the silos' norms at the rate
+    `clip_rate` (adaptive.py), for which each silo releases a bit per round; bit_noise: std of the noise on it
+    placement: "local" (each silo adds noise of std z C) or "central" (the coordinator, who is trusted, adds it once)
+    weights: "size" (by declared size) or "uniform" (each hospital counts once, whatever its size)
+    prototype_scale: public factor of parts with one weight per class, in units of the largest declared size; of one
+    example with uniform weights
+    test_data: "private" (evaluation sums are clipped to metric_clip examples, noisy, charged) or "public"
+    metric_noise: noise / sensitivity of evaluation   allow_large: accept more coordinates than the noise leaves useful
+    rng: "secure", or "test", which is reproducible and private to nobody   reserve_rounds: rounds that fit into the
+    budget beside the run, so that one may be repeated after a crash; an undisturbed run spends less by that.
+    """
+
+    epsilon: float = 8.0
+    delta: float = 1e-5
+    clip: float = 1.0
+    clip_decay: float = 1.0
+    clipping: str = "fixed"
+    target_quantile: float = 0.5
+    clip_rate: float = 0.2
+    bit_noise: float = 0.0
+    placement: str = "local"
+    weights: str = "size"
+    prototype_scale: float = 1.0
+    metric_clip: float = 100.0
+    metric_noise: float = 20.0
+    test_data: str = "private"
+    allow_large: bool = False
+    reserve_rounds: int = 1
+    rng: str = "secure"
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "clip", "clip_decay", "clip_rate", "prototype_scale", "metric_clip",
+                     "metric_noise"):  # fmt: skip
+            most = math.inf
+            if not 0 < (found := getattr(self, name)) < most and not (name == "epsilon" and found == most):
+                raise ConfigError("E-PRIV-11", f"privacy.{name}: expected a number > 0, found {found}")
+        if self.clip_decay > 1:
+            raise ConfigError("E-PRIV-11", f"privacy.clip_decay: expected at most 1, found {self.clip_decay}")
+        if not 0 < self.delta < 1e-3:
+            raise ConfigError("E-PRIV-11", f"privacy.delta: expected 0 < delta < 0.001, found {self.delta}")
+        valid: Mapping[str, tuple[str, ...]] = {
+            "placement": PLACES, "clipping": CLIPPING, "weights": WEIGHTS, "rng": RNG, "test_data": TEST_DATA,
+        }  # fmt: skip
+        for name, choices in valid.items():
+            if (found := getattr(self, name)) not in choices:
+                raise ConfigError("E-PRIV-11", f"privacy.{name}: expected one of {choices}, found {found!r}")
+        if not 0 <= self.reserve_rounds <= MOST_RESERVED:
+            raise ConfigError(
+                "E-PRIV-11", f"privacy.reserve_rounds: expected 0 to {MOST_RESERVED}, found {self.reserve_rounds}"
+            )
+        self._check_clipping()
+
+    def _check_clipping(self) -> None:
+        if not 0 < self.target_quantile < 1:
+            raise ConfigError(
+                "E-PRIV-11", f"privacy.target_quantile: expected a number between 0 and 1, found {self.target_quantile}"
+            )
+        if self.adaptive and not 0 < self.bit_noise < math.inf:
+            raise ConfigError(
+                "E-PRIV-11",
+                f"privacy.bit_noise: expected a number > 0 with clipping=adaptive, found {self.bit_noise}: the bits "
+                "that the clip follows are a release of their own, whose noise the plan must state",
+            )
+        if self.adaptive and self.clip_decay != 1:
+            raise ConfigError("E-PRIV-11", "privacy.clip_decay: expected 1 with clipping=adaptive, which sets the clip")
+        if not self.adaptive and self.bit_noise:
+            raise ConfigError("E-PRIV-11", "privacy.bit_noise: expected 0 with clipping=fixed, which releases no bit")
+
+    @property
+    def adaptive(self) -> bool:
+        """Tell whether the clip follows what silos release."""
+        return self.clipping == "adaptive"
+
+    @classmethod
+    def of(cls, options: Mapping[str, object]) -> SiloTerms:
+        """Read the options of the profile; raises ConfigError (E-CFG-21, E-CFG-22, E-PRIV-11)."""
+        return from_mapping(cls, "privacy profile dp_silo_small", options)
+
+    def clip_at(self, round: int) -> float:
+        """Return C_t of a fixed clip, a public schedule."""
+        return self.clip * self.clip_decay**round
+
+    @property
+    def bit(self) -> Mechanism:
+        """Return one round's release of the bit."""
+        return Mechanism(self.bit_noise / BIT)
+
+    def history(self, noise: float, trained: int, measured: int) -> list[Mechanism]:
+        """List one silo's releases: `trained` rounds of updates at noise z, `measured` evaluations if charged."""
+        found = [Mechanism(noise, 1.0, trained)] if trained else []
+        if trained and self.adaptive:
+            found.append(Mechanism(self.bit.noise, 1.0, trained))
+        return found + ([Mechanism(self.metric_noise, 1.0, measured)] if self.test_data == "private" else [])
+
+    def noise(self, trained: int, measured: int) -> float:
+        """Return the least z of the update with which so many rounds, bits and evaluations fit the budget.
+
+        The reserve of `reserve_rounds` repeated rounds fits as well.
+        """
+        more = self.reserve_rounds
+        return solve_noise(self.epsilon, self.delta, lambda z: self.history(z, trained + more, measured + more))
+
+
+def split_noise(noise: float, bit_noise: float) -> float:
+    """Return z of the update where update and bit together are one release of noise z: (z^-2 - (2 s_b)^-2)^(-1/2).
+
+    Andrew, Thakkar, McMahan and Ramaswamy, "Differentially Private Learning with Adaptive Clipping", NeurIPS 2021,
+    theorem 1. Raises ConfigError (E-PRIV-12) when the bit alone takes what there is.
+    """
+    left = noise**-2 - (bit_noise / BIT) ** -2
+    if left <= 0:
+        raise ConfigError(
+            "E-PRIV-12", f"expected privacy.bit_noise > {noise * BIT:.4g}, found {bit_noise}: the bit takes the budget"
+        )
+    return float(left**-0.5)
+
+
+def participations(manifest: RunManifest) -> list[int]:
+    """Count the training rounds of each member: cohorts follow from the seed."""
+    counts = [0] * len(manifest.members)
+    for t in range(manifest.rounds):
+        for k in cohort.sample(manifest.seed, t, len(counts), manifest.cohort):
+            counts[k] += 1
+    return counts
+
+
+def analytic_delta(noise: float, epsilon: float) -> float:
+    """Return the exact delta of one Gaussian release of noise / sensitivity `noise`."""
+    first = ndtr(1 / (2 * noise) - epsilon * noise)
+    return float(first - math.exp(epsilon + log_ndtr(-1 / (2 * noise) - epsilon * noise)))
+
+
+def analytic_noise(epsilon: float, delta: float, releases: int = 1) -> float:
+    """Return the z with which so many Gaussian releases are exactly (epsilon, delta)-private together."""
+    return math.sqrt(releases) * _root(lambda z: analytic_delta(z, epsilon) > delta, 1e-3, 1e4)
+
+
+def analytic_epsilon(history: list[Mechanism], delta: float) -> float:
+    """Return the exact epsilon of releases of rate 1; raises ConfigError (E-PRIV-11) on a subsampled one."""
+    if any(m.rate != 1 for m in history):
+        raise ConfigError("E-PRIV-11", f"expected releases of rate 1, found {history}")
+    if not history:
+        return 0.0
+    noise = sum(m.steps / m.noise**2 for m in history) ** -0.5
+    return _root(lambda e: analytic_delta(noise, e) > delta, 0.0, 1e4)
+
+
+def _root(low_side: Callable[[float], bool], low: float, high: float) -> float:
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if low_side(middle) else (low, middle)
+    return high

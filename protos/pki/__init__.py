@@ -1,0 +1,1 @@
+"""Keys, certificates, names, the signed roster, invitations, offline signing."""

@@ -1,0 +1,155 @@
+"""P-256 keys, certificate requests and signatures: the little that both sides do with X.509 themselves.
+
+Every signature carries a context, so that one made for a renewal can never be read as one made for something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from fl_core.errors import RefusedError, StateError
+from protos.pki.identity import Identity
+from protos.storage import private_files as keyfiles
+from protos.storage.private_files import Credentials
+
+Clock = Callable[[], datetime]
+RENEWAL = "consilium renewal v1"
+
+
+def utc_now() -> datetime:
+    """Give the time, in UTC: the default clock of everything that expires."""
+    return datetime.now(UTC)
+
+
+def new_key() -> bytes:
+    """Make a P-256 key from the operating system's entropy; unencrypted PKCS 8, PEM."""
+    return key_to_pem(ec.generate_private_key(ec.SECP256R1()))
+
+
+def key_to_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """Write a key as unencrypted PKCS 8, PEM: what gRPC reads, kept safe by its file's mode."""
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def load_key(pem: bytes, where: str) -> ec.EllipticCurvePrivateKey:
+    """Read a P-256 key; raises StateError (E-STATE-43) that names `where` it came from and never its content."""
+    try:
+        key = serialization.load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise StateError("E-STATE-43", f"expected an unencrypted P-256 key in {where}, found something else")
+    return key
+
+
+def load_certificate(pem: bytes, where: str) -> x509.Certificate:
+    """Read the first certificate of a PEM text; raises StateError (E-STATE-43) that names `where` it came from."""
+    try:
+        return x509.load_pem_x509_certificate(pem)
+    except ValueError:
+        raise StateError("E-STATE-43", f"expected a PEM certificate in {where}, found something else") from None
+
+
+def to_pem(cert: x509.Certificate) -> bytes:
+    """Write a certificate as PEM."""
+    return cert.public_bytes(serialization.Encoding.PEM)
+
+
+def spki(public: ec.EllipticCurvePublicKey) -> bytes:
+    """Write a public key as DER SubjectPublicKeyInfo: the bytes that fingerprints and renewals are about."""
+    return public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def fingerprint_of(public: ec.EllipticCurvePublicKey) -> str:
+    """Hash a public key (SPKI) with SHA-256, lower-case hex: the fingerprint that rosters list and silos pin."""
+    return hashlib.sha256(spki(public)).hexdigest()
+
+
+def p256(holder: x509.Certificate | x509.CertificateSigningRequest) -> ec.EllipticCurvePublicKey:
+    """Give the P-256 public key of a certificate or request; raises RefusedError (E-ID-08) on any other key."""
+    public = holder.public_key()
+    if not isinstance(public, ec.EllipticCurvePublicKey) or not isinstance(public.curve, ec.SECP256R1):
+        raise RefusedError(
+            "E-ID-08", f"expected a P-256 key, found {type(public).__name__}; make the key by `silo join`"
+        )
+    return public
+
+
+def read_bundle(path: Path, ca_pem: bytes) -> Credentials:
+    """Read a file that holds a key and its certificate; raises StateError (E-STATE-42, E-STATE-43) unless they fit.
+
+    One file for both, so that no crash can leave a new key beside an old certificate.
+    """
+    bundle = keyfiles.read_private(path)
+    key, cert = load_key(bundle, str(path)), load_certificate(bundle, str(path))
+    if spki(p256(cert)) != spki(key.public_key()):
+        raise StateError("E-STATE-43", f"expected a key and its own certificate in {path}, found two that do not fit")
+    return Credentials(key_to_pem(key), to_pem(cert), ca_pem)
+
+
+def make_request(key_pem: bytes) -> bytes:
+    """Make a certificate request (PEM) that proves possession of the key and claims nothing: the CA sets the names."""
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "consilium request")])
+    key = load_key(key_pem, "the new key")
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
+    return request.public_bytes(serialization.Encoding.PEM)
+
+
+def load_request(pem: bytes) -> x509.CertificateSigningRequest:
+    """Read a request; raises RefusedError (E-ID-08) unless it is signed by its own P-256 key."""
+    try:
+        request = x509.load_pem_x509_csr(pem)
+        p256(request)
+        sound = request.is_signature_valid
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise RefusedError("E-ID-08", f"expected a P-256 certificate request, found {type(error).__name__}") from None
+    if not sound:
+        raise RefusedError("E-ID-08", "expected a request signed by its own key, found a signature that does not fit")
+    return request
+
+
+def issued_by(cert: x509.Certificate, ca: x509.Certificate) -> bool:
+    """Tell whether `ca` signed `cert` (issuer name and signature)."""
+    try:
+        cert.verify_directly_issued_by(ca)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def sign(key: ec.EllipticCurvePrivateKey, context: str, message: bytes) -> bytes:
+    """Sign `message` for one purpose with ECDSA-SHA256; DER."""
+    return key.sign(_framed(context, message), ec.ECDSA(hashes.SHA256()))
+
+
+def verify(public: ec.EllipticCurvePublicKey, context: str, message: bytes, signature: bytes) -> bool:
+    """Tell whether `signature` is `sign`'s for this key, purpose and message.
+
+    Guarantees: a signature made for another context does not verify.
+    """
+    try:
+        public.verify(signature, _framed(context, message), ec.ECDSA(hashes.SHA256()))
+    except InvalidSignature:
+        return False
+    return True
+
+
+def renewal_message(identity: Identity, new: ec.EllipticCurvePublicKey) -> bytes:
+    """Write what the old key signs when a silo changes keys: who, and the new key."""
+    return identity.uri.encode() + b"\0" + spki(new)
+
+
+def _framed(context: str, message: bytes) -> bytes:
+    name = context.encode()
+    return len(name).to_bytes(2, "big") + name + message

@@ -1,0 +1,153 @@
+"""The line of text by which a hospital joins: `consilium1.` and everything a first connection needs, checked.
+
+    text    = "consilium1." base64url( size u32 | sha256(body)[:8] | zlib(body) )      size = len(zlib(body))
+    body    = fields, each u16 length and bytes: consortium, name, addresses, CA (DER), certificate (DER), scalar (32)
+
+The line holds a private key that opens nothing but the Enrolment service, once, until it expires. It travels by a
+channel that the two hospitals trust; the CA in it is the only one that the new silo will ever accept.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+import zlib
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fl_core.errors import ConfigError, FederationError
+from protos.pki import certificates
+from protos.pki.identity import Address, Identity, Kind, PeerCertificate, identity_of
+from protos.storage.private_files import Credentials
+
+PREFIX = "consilium1."
+_LIMIT = 1 << 16
+_FIELDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class InvitationToken:
+    """What an invitation carries; its key shows in no repr."""
+
+    consortium: str
+    name: str
+    addresses: tuple[Address, ...]
+    ca_pem: bytes = field(repr=False)
+    cert_pem: bytes = field(repr=False)
+    key_pem: bytes = field(repr=False)
+
+    @property
+    def certificate(self) -> PeerCertificate:
+        """Read the invitation certificate: its serial and its expiry."""
+        return identity_of(self.cert_pem)
+
+    @property
+    def credentials(self) -> Credentials:
+        """Give what the first connection, to the Enrolment service alone, is made with."""
+        return Credentials(self.key_pem, self.cert_pem, self.ca_pem)
+
+    def encode(self) -> str:
+        """Write the token as one line of text."""
+        der = [
+            x509.load_pem_x509_certificate(p).public_bytes(serialization.Encoding.DER)
+            for p in (self.ca_pem, self.cert_pem)
+        ]
+        scalar = certificates.load_key(self.key_pem, "the invitation").private_numbers().private_value
+        where = ",".join(map(str, self.addresses)).encode()
+        parts = [self.consortium.encode(), self.name.encode(), where, *der, scalar.to_bytes(32, "big")]
+        body = b"".join(len(part).to_bytes(2, "big") + part for part in parts)
+        packed = zlib.compress(body, 9)
+        raw = len(packed).to_bytes(4, "big") + hashlib.sha256(body).digest()[:8] + packed
+        return PREFIX + base64.urlsafe_b64encode(raw).decode().rstrip("=")
+
+    @classmethod
+    def decode(cls, text: str, now: datetime | None = None) -> InvitationToken:
+        """Read a pasted token; line breaks and blanks that mail programs add are ignored.
+
+        Raises ConfigError: E-ID-01 no token of ours, E-ID-04 another version, E-ID-02 its end is missing, E-ID-03
+        damaged or put together by someone else, E-ID-05 expired (or not valid yet: a clock is wrong).
+        Guarantees: a token that decodes is, byte for byte in every field, one that `encode` wrote.
+        """
+        token = _assemble(_unpack("".join(text.split())))
+        token._check(now or certificates.utc_now())
+        return token
+
+    def _check(self, now: datetime) -> None:
+        ca, cert = (x509.load_pem_x509_certificate(pem) for pem in (self.ca_pem, self.cert_pem))
+        key = certificates.load_key(self.key_pem, "the invitation").public_key()
+        try:
+            peer = self.certificate
+        except FederationError:
+            raise _damaged("its certificate carries no identity") from None
+        if peer.identity != Identity(Kind.INVITE, self.consortium, self.name):
+            raise _damaged(f"its certificate is for {peer.identity}")
+        if not certificates.issued_by(cert, ca) or certificates.spki(certificates.p256(cert)) != certificates.spki(key):
+            raise _damaged("its certificate, key and authority do not belong together")
+        if not peer.not_before <= now <= peer.not_after:
+            raise ConfigError(
+                "E-ID-05",
+                f"expected an invitation in force, found one for {self.name!r} that is valid from "
+                f"{peer.not_before:%Y-%m-%d %H:%M} to {peer.not_after:%Y-%m-%d %H:%M} UTC, and this machine's clock "
+                f"says {now:%Y-%m-%d %H:%M} UTC; ask the lead for `coordinator invite {self.name}` (or set the clock)",
+            )
+
+
+def _damaged(what: str) -> ConfigError:
+    return ConfigError("E-ID-03", f"expected an undamaged invitation, but {what}; copy it again, or ask for a new one")
+
+
+def _unpack(text: str) -> list[bytes]:
+    """Undo the armour: prefix, base64, size, compression, checksum, field lengths."""
+    if not text.startswith(PREFIX):
+        other = re.match(r"consilium(\d+)\.", text)
+        if other:
+            raise ConfigError("E-ID-04", f"expected an invitation of version 1, found version {other[1]}; upgrade silo")
+        raise ConfigError("E-ID-01", f"expected an invitation that starts with {PREFIX!r}, found {text[:12]!r}...")
+    armour = text[len(PREFIX) :]
+    try:
+        if not re.fullmatch(r"[A-Za-z0-9_-]*", armour) or len(armour) > _LIMIT:
+            raise _damaged("it holds characters that no invitation has, or is far too long")
+        usable = armour[: len(armour) - 1] if len(armour) % 4 == 1 else armour
+        raw = base64.urlsafe_b64decode(usable + "=" * (-len(usable) % 4))
+    except binascii.Error:
+        raise _damaged("it is not base64url text") from None
+    size = int.from_bytes(raw[:4], "big")
+    if len(raw) < 12 or (len(raw) - 12 < size <= _LIMIT):
+        raise ConfigError(
+            "E-ID-02", f"expected a whole invitation, found only its first {len(text)} characters; copy all of the line"
+        )
+    packed = raw[12:]
+    if len(packed) != size or len(usable) != len(armour):
+        raise _damaged(f"it is {len(packed)} bytes long and says {size}")
+    unzip = zlib.decompressobj()
+    try:
+        body = unzip.decompress(packed, _LIMIT)
+    except zlib.error:
+        raise _damaged("its content cannot be unpacked") from None
+    if not unzip.eof or unzip.unused_data or hashlib.sha256(body).digest()[:8] != raw[4:12]:
+        raise _damaged("its checksum does not fit")
+    fields, rest = [], body
+    while len(rest) >= 2:
+        length = int.from_bytes(rest[:2], "big")
+        fields.append(rest[2 : 2 + length])
+        rest = rest[2 + length :]
+    if rest or len(fields) != _FIELDS:
+        raise _damaged("its fields are not those of version 1")
+    return fields
+
+
+def _assemble(fields: list[bytes]) -> InvitationToken:
+    try:
+        consortium, name, where = (part.decode() for part in fields[:3])
+        ca, cert = (certificates.to_pem(x509.load_der_x509_certificate(der)) for der in fields[3:5])
+        key = ec.derive_private_key(int.from_bytes(fields[5], "big"), ec.SECP256R1())
+        addresses = tuple(Address.parse(address) for address in where.split(","))
+    except (ValueError, ConfigError):
+        raise _damaged("its fields cannot be read") from None
+    return InvitationToken(consortium, name, addresses, ca, cert, certificates.key_to_pem(key))

@@ -1,0 +1,1 @@
+"""Bytes on disk: digests, private files, SQLite, partial files."""

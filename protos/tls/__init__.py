@@ -1,0 +1,1 @@
+"""TLS 1.3 settings and why a connection fails."""

@@ -1,0 +1,160 @@
+"""TLS 1.3 only, and the reason when a connection fails, as the side that dials can see it.
+
+gRPC says "failed to connect to all addresses" for a dozen causes. `diagnose` makes the same connection with Python's
+own TLS, which tells them apart.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import sys
+import tempfile
+from pathlib import Path
+
+from cryptography import x509
+
+from fl_core.errors import StateError
+from protos.pki.certificates import Clock, utc_now
+from protos.storage import private_files as keyfiles
+from protos.tls import causes as findings
+from protos.tls.diagnosis import Diagnosis, NotConnected
+from protos.tls.proxy import dial
+
+SUITES = "GRPC_SSL_CIPHER_SUITES"
+RSA_ONLY = "ECDHE-RSA-AES128-GCM-SHA256"
+
+
+def require_tls13() -> None:
+    """Make gRPC speak TLS 1.3 alone; call it before anything imports grpc, else StateError (E-TLS-17).
+
+    gRPC has no option for the lowest version. But this variable, read once when grpc is imported, names the suites of
+    TLS 1.2 (those of 1.3 are not configurable), and one that needs an RSA certificate can never be agreed on with our
+    ECDSA ones. Guarantees: a client of TLS 1.2 is refused.
+    """
+    if os.environ.get(SUITES) == RSA_ONLY:
+        return
+    if "grpc" in sys.modules:
+        raise StateError(
+            "E-TLS-17",
+            "expected protos.tls.connect.require_tls13() to run before grpc is imported, found it imported with "
+            f"{SUITES}={os.environ.get(SUITES)!r}: it would accept TLS 1.2. Call it first in the entry point",
+        )
+    os.environ[SUITES] = RSA_ONLY
+
+
+def hush_core() -> None:
+    """Keep gRPC's C core from writing handshake failures to stderr beside our own explanations.
+
+    For programs that dial; the service listens to those lines instead (`coordinator.tls.handshake_log`). A level
+    that the user chose stays. Call it before anything imports grpc.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
+def diagnose(
+    host: str,
+    port: int,
+    ca_pem: bytes,
+    cert_pem: bytes | None = None,
+    key_pem: bytes | None = None,
+    server_name: str | None = None,
+    timeout: float = 10.0,
+    clock: Clock = utc_now,
+) -> Diagnosis:
+    """Connect as gRPC would, and say what is wrong; timeout in seconds per step.
+
+    E-TLS-12 is the ambiguous one: gRPC's server closes without a TLS alert, so a refusal whose cause does not lie on
+    this side (its clock, its CA) cannot be told apart here; the coordinator's log has the reason.
+    """
+    if cert_pem is not None and (finding := findings.own_certificate(cert_pem, key_pem, ca_pem, clock())):
+        return finding
+    name = server_name or host
+    try:
+        with dial(host, port, timeout) as sock:
+            sock.settimeout(timeout)
+            context = _context(ca_pem, cert_pem, key_pem)
+            with context.wrap_socket(sock, server_hostname=name) as tls:
+                return _after_handshake(tls, f"{host}:{port}", cert_pem is not None)
+    except NotConnected as error:
+        return error.diagnosis
+    except ssl.SSLCertVerificationError as error:
+        shown = _presented(host, port, name, timeout, (cert_pem, key_pem))
+        return findings.server_certificate(error, shown, name, ca_pem, clock())
+    except ssl.SSLError as error:
+        return findings.tls_error(error, f"{host}:{port}")
+    except TimeoutError:
+        return Diagnosis(
+            "E-TLS-03",
+            f"{host}:{port} accepts the connection and then says nothing for {timeout:g} s",
+            "a firewall or a service other than the coordinator is there: check the address and port",
+        )
+    except OSError as error:
+        return findings.cut(f"{host}:{port}", error.strerror or type(error).__name__)
+
+
+def _context(ca_pem: bytes | None, cert_pem: bytes | None, key_pem: bytes | None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.set_alpn_protocols(["h2"])
+    if ca_pem is None:  # only ever to read a certificate that verification has refused already
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    else:
+        context.load_verify_locations(cadata=ca_pem.decode())
+    if cert_pem is not None and key_pem is not None:
+        with tempfile.TemporaryDirectory() as folder:  # Python's TLS reads keys from files alone; mode 0700
+            bundle = Path(folder) / "bundle.pem"
+            keyfiles.write_private(bundle, key_pem + cert_pem)
+            context.load_cert_chain(bundle)
+    return context
+
+
+def _after_handshake(tls: ssl.SSLSocket, place: str, had_certificate: bool) -> Diagnosis:
+    """In TLS 1.3 the server judges our certificate after our side is done: its first bytes, or its silence, tell."""
+    if tls.selected_alpn_protocol() != "h2":
+        return Diagnosis(
+            "E-TLS-15",
+            f"{place} has the right certificate but does not speak HTTP/2",
+            "a proxy stands before the coordinator and ends TLS: let it pass TCP through (layer 4)",
+        )
+    try:
+        first = tls.recv(9)
+    except ssl.SSLError as error:
+        return findings.tls_error(error, place)
+    except TimeoutError:
+        return Diagnosis(
+            "E-TLS-15",
+            f"{place} accepts TLS and then says nothing",
+            "what answers there is no coordinator: check the address and port",
+        )
+    except ConnectionResetError:
+        first = b""
+    if first:
+        return Diagnosis(
+            None, f"TLS 1.3 to {place} works and both sides accept each other's certificate", "all is well"
+        )
+    if not had_certificate:
+        return Diagnosis(
+            "E-TLS-10", f"{place} asks for a client certificate, this side gave none", "run `silo join TOKEN`"
+        )
+    return Diagnosis(
+        "E-TLS-12",
+        f"{place} closed the connection on seeing this side's certificate, which is in force by this machine's clock "
+        "and of the pinned authority; the coordinator's clock may be wrong, or its authority another one",
+        "ask the coordinator's operator: its log names the reason and this connection's time",
+    )
+
+
+def _presented(
+    host: str, port: int, name: str, timeout: float, own: tuple[bytes | None, bytes | None]
+) -> x509.Certificate | None:
+    """Connect once more without verification, to read the certificate that was refused; nothing is sent over it."""
+    try:
+        with dial(host, port, timeout) as sock:
+            sock.settimeout(timeout)
+            with _context(None, *own).wrap_socket(sock, server_hostname=name) as tls:
+                der = tls.getpeercert(binary_form=True)
+    except (OSError, NotConnected):
+        return None
+    return None if der is None else x509.load_der_x509_certificate(der)

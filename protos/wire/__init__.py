@@ -1,0 +1,1 @@
+"""Bytes on the wire: chunks, tensor files, receipts, status codes."""

@@ -1,0 +1,190 @@
+"""What a person reads of a silo: tables on a terminal, plain lines when piped, one JSON object for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from fl_core.types.enums import Split
+from fl_core.types.records import Schema
+from protos.pki.identity import PeerCertificate, colons
+from silo.storage.store import RunRecord, Store, TaskRecord
+from silo.training import measured
+
+if TYPE_CHECKING:
+    from fl_core.datasets import Report
+
+# Text is shown as it is: ":AB:" in a fingerprint is no emoji, and "[...]" in a path or a reason no markup.
+OUT = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+Json = Mapping[str, object]
+
+
+def print_json(value: Json) -> None:
+    """Print one JSON object on one line."""
+    sys.stdout.write(json.dumps(value, sort_keys=True) + "\n")
+    sys.stdout.flush()
+
+
+def show_rows(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table on a terminal, and lines with tabs between their fields otherwise."""
+    if not OUT.is_terminal:
+        for row in rows:
+            OUT.print("\t".join(row))
+        return
+    table = Table(*head, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    OUT.print(table)
+
+
+def show_facts(facts: Iterable[tuple[str, str]]) -> None:
+    """Print names and values, one per line."""
+    for name, value in facts:
+        OUT.print(f"{name + ':':<14} {value}" if OUT.is_terminal else f"{name}\t{value}")
+
+
+def moment(unix: float | None) -> str:
+    """Write a moment in local time, or a dash."""
+    return datetime.fromtimestamp(unix).astimezone().strftime("%Y-%m-%d %H:%M:%S") if unix else "-"
+
+
+# ---- status --------------------------------------------------------------------------------------------------------
+
+
+def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, store: Store) -> Json:
+    """Collect all that `silo status` knows."""
+    contact = store.contact()
+    return {
+        "silo": own.identity.name,
+        "consortium": own.identity.consortium,
+        "identity": own.identity.uri,
+        "fingerprint": own.fingerprint,
+        "certificate_until": own.not_after.timestamp(),
+        "renewal_due": due,
+        "coordinator": list(addresses),
+        "session": None
+        if contact is None
+        else {
+            "address": contact.address,
+            "software": contact.software,
+            "since": contact.since,
+            "until": contact.until,
+            "why": contact.why,
+        },
+        "outbox": [
+            {
+                "run": e.key.run_id,
+                "round": e.key.round,
+                "kind": e.key.kind.value,
+                "bytes": e.size,
+                "receipt": e.receipt is not None,
+                "refused": e.refused,
+            }
+            for e in store.outbox()
+        ],
+        "runs": [_run_json(run) for run in store.history()],
+        "receipts": len(store.receipts()),
+    }
+
+
+def _run_json(run: RunRecord) -> Json:
+    return {
+        "run": run.run_id,
+        "name": run.name,
+        "state": run.state,
+        "reason": run.reason,
+        "state_round": run.state_round,
+        "evaluations": [_task_json(task) for task in run.tasks if task.evaluation is not None],
+    }
+
+
+def _task_json(task: TaskRecord) -> Json:
+    assert task.evaluation is not None
+    return {
+        "round": task.key.round,
+        "kind": task.key.kind.value,
+        **measured.class_facts(task.evaluation),
+        "included": task.included,
+        "receipt": task.receipt,
+    }
+
+
+def show_status(own: PeerCertificate, addresses: Sequence[str], due: bool, store: Store) -> None:
+    """Print what `status_json` collects, for people."""
+    contact = store.contact()
+    session = "never"
+    if contact is not None:
+        state = "open since" if contact.until is None else f"until {moment(contact.until)} ({contact.why}), since"
+        session = f"{state} {moment(contact.since)} with {contact.address or '-'}"
+    show_facts(
+        [
+            ("silo", str(own.identity)),
+            ("fingerprint", colons(own.fingerprint)),
+            ("certificate", f"until {own.not_after:%Y-%m-%d %H:%M} UTC" + (", renewal is due" if due else "")),
+            ("coordinator", ", ".join(addresses)),
+            ("session", session),
+            ("receipts", str(len(store.receipts()))),
+        ]
+    )
+    entries = [
+        (str(e.key), str(e.size), e.refused or ("waits for the close" if e.receipt else "not sent yet"))
+        for e in store.outbox()
+    ]
+    if entries:
+        show_rows("Outbox", ("task", "bytes", "state"), entries)
+    for run in store.history():
+        title = f"{run.name or '?'} ({run.run_id}): {run.state}{': ' + run.reason if run.reason else ''}"
+        if not OUT.is_terminal:
+            OUT.print(title)
+        rows = [_evaluation_row(task) for task in run.tasks if task.evaluation is not None]
+        show_rows(title, ("task", "own test images", "by class", "update"), rows)
+
+
+def _evaluation_row(task: TaskRecord) -> tuple[str, str, str, str]:
+    found = task.evaluation
+    assert found is not None
+    fate = {True: "included", False: "not included", None: task.refused or "round is open"}[task.included]
+    name = str(task.key).removeprefix(task.key.run_id).strip()
+    return name, measured.overall(found), measured.classes(found), fate
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+def report_json(report: Report, schema: Schema | None = None) -> Json:
+    """Turn a report on data into a JSON object."""
+    return {
+        "origin": report.origin,
+        "classes": list(report.classes),
+        "shape": None if schema is None else list(schema.shape),
+        "counts": {split.value: list(counts) for split, counts in report.counts.items()},
+        "groups": report.groups,
+        "fingerprint": report.fingerprint,
+        "notes": list(report.notes),
+        "problems": [
+            {"code": p.code, "what": p.what, "count": p.count, "first": list(p.first), "remedy": p.remedy}
+            for p in report.problems
+        ],
+        "sizes": [{"width": w, "height": h, "images": n} for (w, h), n in report.sizes.items()],
+    }
+
+
+def show_report(report: Report, schema: Schema | None = None) -> None:
+    """Print a report on data, for people."""
+    facts = [("data", report.origin)]
+    if schema is not None:
+        facts.append(("shape", " x ".join(map(str, schema.shape))))
+    if report.groups is not None:
+        facts.append(("groups", str(report.groups)))
+    facts.append(("fingerprint", report.fingerprint))
+    facts += [("note", note) for note in report.notes]
+    show_facts(facts)
+    train, test = (report.counts.get(split, (0,) * len(report.classes)) for split in (Split.TRAIN, Split.TEST))
+    rows = [(c, str(a), str(b)) for c, a, b in zip(report.classes, train, test, strict=True)]
+    show_rows("Examples", ("class", "train", "test"), [*rows, ("all", str(sum(train)), str(sum(test)))])

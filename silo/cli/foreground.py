@@ -1,0 +1,117 @@
+"""The foreground of `silo serve`: notices and progress for whoever watches, and an end in good order on a signal."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+from rich.status import Status
+
+from fl_core.rounds.silo_round import work
+from protos.consilium.v1 import federation_pb2 as pb
+from silo.cli.console import OUT, moment, print_json
+from silo.events import Notice
+from silo.identity.identity import SiloIdentity
+from silo.service.service import Service, Settings
+from silo.training.trainer import Work
+
+POLL_S = 0.2
+_DOING = {
+    pb.IDLE: "waiting for a task",
+    pb.FETCHING: "fetching",
+    pb.TRAINING: "training",
+    pb.UPLOADING: "sending",
+    pb.WAITING: "waiting for the round to close",
+}
+
+
+class Printer:
+    """Shows notices: JSON lines, plain lines, or lines above a live one on a terminal."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._json = as_json
+        self._console = OUT
+        self._lock = threading.Lock()
+        self._status: Status | None = None
+        if not as_json and self._console.is_terminal:
+            self._status = self._console.status("starting")
+
+    def say(self, notice: Notice) -> None:
+        """Show a notice."""
+        with self._lock:
+            if self._json:
+                print_json({"event": notice.event, "at": time.time(), "text": notice.text} | dict(notice.facts))
+            else:
+                self._console.print(f"{moment(time.time())}  {notice.text}")
+                sys.stdout.flush()
+
+    def progress(self, pulse: pb.Pulse) -> None:
+        """Show what is being done now; on a terminal alone."""
+        if self._status is None:
+            return
+        text = _DOING.get(pulse.activity, "")
+        if pulse.run_id:
+            text += f": {pulse.run_id} round {pulse.round + 1}"
+        if pulse.total:
+            text += f", {100 * pulse.done / pulse.total:.0f} %"
+        self._status.update(text)
+        self._status.start()
+
+    def close(self) -> None:
+        """Take the live line away."""
+        if self._status is not None:
+            self._status.stop()
+
+
+class Signals:
+    """Notes SIGTERM and SIGINT; the second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def __enter__(self) -> Signals:
+        """Listen."""
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Listen no more."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        # Nothing here may wait for a lock: the handler runs between any two steps of the main thread.
+        self.received.append(number)
+        if len(self.received) > 1:
+            os._exit(128 + number)
+
+
+def serve(settings: Settings, as_json: bool, do: Work = work) -> None:
+    """Serve until told to stop; raises what ended the service otherwise. do: see `Service`.
+
+    On the first SIGTERM or SIGINT an upload under way is finished, training is given up (the coordinator offers it
+    again), and what is staged stays on disk.
+    """
+    SiloIdentity(settings.home.path).load()  # before anything is made in a home that is none
+    with settings.home.make().locked():
+        printer = Printer(as_json)
+        service = Service(settings, printer.say, do=do)
+        try:
+            with Signals() as signals:
+                gc.freeze()  # what was imported stays: the collector need not look at it again and again
+                service.start()
+                while not signals.received and not service.wait(POLL_S):
+                    printer.progress(service.doing())
+                service.leave("the silo is shutting down")
+                while not service.settled(POLL_S):
+                    printer.progress(service.doing())
+                service.stop("the silo was stopped")
+        finally:
+            printer.close()
+    if service.error is not None:
+        raise service.error

@@ -1,0 +1,241 @@
+"""`silo ledger`: what the hospital's records were used for, and the budgets that only the hospital sets.
+
+None of these commands has a counterpart on the wire.
+"""
+
+from __future__ import annotations
+
+import getpass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fl_core.errors import ConfigError, StateError
+from privacy.ledger.hash_chain import Head
+from silo.cli import console as show
+from silo.cli.options import AsJson, AtHome, Root
+from silo.storage.home import Home, default_home
+from silo.storage.store import Store
+
+if TYPE_CHECKING:
+    from privacy.ledger.ledger import Ledger
+
+app = typer.Typer(no_args_is_help=True, help="The privacy ledger: what records were used for, and their budgets.")
+budget = typer.Typer(no_args_is_help=True, help="Budgets of collections of records.")
+app.add_typer(budget, name="budget")
+
+
+def _ledger(home: Path | None, make: bool = False) -> Ledger:
+    """Open a home's ledger; raises StateError (E-BUDGET-10) where there is none and none is to be made."""
+    from privacy.ledger.ledger import Ledger
+
+    place = Home(home or default_home())
+    if make:
+        place.make()
+    elif not place.ledger.exists():
+        raise StateError("E-BUDGET-10", f"expected a ledger in {place.ledger}, found none: silo ledger register")
+    return Ledger(place.ledger, place.ledger_key)
+
+
+@app.command("show")
+def show_ledger(
+    home: AtHome = None,
+    entries: Annotated[bool, typer.Option("--entries", help="List every entry.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is spent of each collection's budget, by two accountants.
+
+    epsilon is for adding or removing one unit; for replacing one it is twice that. The JSON object has all entries with
+    their mechanisms, from which anybody can compute the same numbers.
+    """
+    from silo.cli.ledger_tables import collection_json, show_collections, show_entries
+
+    ledger = _ledger(home)
+    found = [collection_json(ledger, name) for name in ledger.collections()]
+    if as_json:
+        head = ledger.head()
+        show.print_json({"collections": found, "events": head.seq, "head": head.hash})
+        return
+    show_collections(found)
+    if entries:
+        show_entries(found)
+
+
+@app.command()
+def verify(home: AtHome = None, as_json: AsJson = False) -> None:
+    """Compute the ledger anew from its events, and name every row, view, trigger or budget that differs from them.
+
+    Events are checked under the ledger's key, and against what others have signed for: nothing may be missing.
+    """
+    place = Home(home or default_home())
+    ledger, seen = _ledger(home), _seen(place)
+    count, head = ledger.verify(seen), ledger.head()
+    if as_json:
+        show.print_json({"events": count, "head": head.hash, "seen": seen.seq})
+        return
+    events = f"{count}, unbroken" if count else "none: nothing was ever registered here, or the file was emptied"
+    show.show_facts([("events", events), ("head", head.hash), ("others saw", f"event {seen.seq}")])
+
+
+@app.command()
+def register(
+    data: Annotated[str, typer.Option("--data", help="The data, as `silo serve` takes it.", metavar="REF")],
+    name: Annotated[str | None, typer.Option("--name", help="The collection's name. Default: the reference.")] = None,
+    data_root: Root = None,
+    home: AtHome = None,
+    as_json: AsJson = False,
+) -> None:
+    """Enter data in the ledger: once before its first private run, and again whenever records came or went.
+
+    Its training and its test records become two collections, NAME/train and NAME/test; all that the hospital has, under
+    whatever names, is the collection hospital, which runs with silo-level privacy are charged to as well. A new version
+    keeps the budget and the spending of its collection. Patients are kept as keyed digests alone.
+
+    A record is known by its decoded pixels, beside the name of its group: renaming files, appending bytes, storing
+    without loss, labelling or grouping anew makes no new record, and under another NAME the command refuses. The
+    limit: an image that was encoded with loss, cropped or resized has other pixels and counts as new, with a budget
+    of its own. So keep one NAME per population of patients, whatever files they lie in; name groups (patients)
+    wherever known, under the same names for ever; register the originals, and serve what is made from them under
+    their NAME alone.
+    """
+    from fl_core import datasets
+    from privacy.ledger import registration as records
+
+    ledger = _ledger(home, make=True)
+    loaded = datasets.load(data, data_root=data_root)
+    found = records.register(ledger, loaded, name or loaded.origin)
+    if as_json:
+        show.print_json({"collections": found})
+        return
+    show.show_facts(
+        [(c, "a new version is registered" if new else "was registered before") for c, new in found.items()]
+    )
+
+
+@budget.command("set")
+def set_budget(
+    collection: Annotated[str, typer.Argument(help="NAME/train, NAME/test or hospital; NAME: both of its own.")],
+    epsilon: Annotated[float, typer.Option("--epsilon", help="For all runs together, for ever.")],
+    delta: Annotated[float, typer.Option("--delta", help="Less than 1 / (10 units).")],
+    reason: Annotated[str, typer.Option("--reason", help="Why, for the record.")],
+    operator: Annotated[str | None, typer.Option("--operator", help="Who. Default: the user.")] = None,
+    home: AtHome = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give a collection of records its budget; the newest one is in force, what was spent stays spent."""
+    if not (epsilon > 0 and 0 < delta < 1e-3):
+        raise ConfigError("E-PRIV-11", f"expected epsilon > 0 and 0 < delta < 0.001, found {epsilon} and {delta}")
+    ledger = _ledger(home)
+    both = [name for name in ledger.collections() if name in (f"{collection}/train", f"{collection}/test")]
+    chosen = both or [collection]
+    for name in chosen:
+        ledger.set_budget(name, epsilon, delta, operator or getpass.getuser(), reason)
+    if as_json:
+        show.print_json({"collections": chosen, "epsilon": epsilon, "delta": delta})
+        return
+    show.show_facts([(name, f"epsilon {epsilon:g} at delta {delta:g}") for name in chosen])
+
+
+@app.command()
+def release(
+    entry: Annotated[str, typer.Argument(help="The entry, as `silo ledger show --entries` names it.")],
+    home: AtHome = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give back what was reserved and never started; with the service stopped, and before it starts again."""
+    ledger = _ledger(home)
+    with Home(home or default_home()).locked():
+        ledger.release_unused(entry)
+    if as_json:
+        show.print_json({"released": entry})
+        return
+    show.show_facts([("released", entry)])
+
+
+@app.command()
+def restore(
+    acknowledge: Annotated[
+        bool, typer.Option("--acknowledge-spend", help="Yes: what may have been spent since then is to be charged.")
+    ] = False,
+    operator: Annotated[str | None, typer.Option("--operator", help="Who. Default: the user.")] = None,
+    home: AtHome = None,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with an older copy of the ledger when the newest one is lost, at the price of the most it may have spent.
+
+    What others have signed for is charged exactly, by the sealed figures in the receipts; for what came after them
+    every collection is charged its most expensive entry, as often as a round may be tried. Without figures, or without
+    the key that opens them, each collection loses its whole budget. Receipts say from then on how often this was done.
+    """
+    from privacy.ledger.ledger import Ledger
+    from privacy.ledger.recovery import Seen
+    from privacy.ledger.recovery import acknowledge as charge
+    from silo.training.hospital_controls import Custody
+
+    place = Home(home or default_home())
+    if not acknowledge:
+        raise ConfigError(
+            "E-BUDGET-11", "expected --acknowledge-spend: every collection will be charged for what may be missing"
+        )
+    with place.make().locked():
+        store = Store(place.database)
+        try:
+            seen = [
+                Seen(Head(s.seq, s.head), bytes.fromhex(s.sealed), s.restored) for s in Custody(place, store).all_seen()
+            ]
+        finally:
+            store.close_database()
+        found = charge(Ledger(place.ledger, place.ledger_key, older=True), seen, operator or getpass.getuser())
+    if as_json:
+        show.print_json({"charged": found})
+        return
+    show.show_facts([(name, f"charged {what}") for name, what in found.items()])
+
+
+@app.command("place")
+def place_ledger(
+    path: Annotated[Path | None, typer.Argument(help="The ledger's file. Default: show where it is.")] = None,
+    key: Annotated[Path | None, typer.Option("--key", help="The key's file. Default: beside the ledger.")] = None,
+    home: AtHome = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show or set where the ledger and its key lie: one ledger for all homes of a hospital, or a key on another disk.
+
+    A hospital in several consortia has a home for each; their runs spend one budget only when all homes name one
+    ledger, on one machine. The files are not moved: move them first, with no service running. CONSILIUM_SILO_LEDGER
+    and CONSILIUM_SILO_LEDGER_KEY win over what is set here.
+    """
+    place = Home(home or default_home())
+    if path is not None or key is not None:
+        from privacy.ledger.ledger import Ledger
+
+        with place.make().locked():
+            before, after = place.ledger, (path or place.ledger).expanduser().absolute()
+            if before.exists() and before.absolute() != after:
+                raise StateError(
+                    "E-BUDGET-16",
+                    f"expected no ledger left in {before}, found one: its spending would be forgotten. Move it, with "
+                    f"its key, to {after} first, or away if this home never spent anything",
+                )
+            if after.exists():
+                beside = after.with_name(f"{after.stem}.key")
+                Ledger(after, key or beside).verify(_seen(place))
+            place.place_ledger(after, key)
+    facts = {"ledger": str(place.ledger), "key": str(place.ledger_key)}
+    if as_json:
+        show.print_json(facts)
+        return
+    show.show_facts(list(facts.items()))
+
+
+def _seen(place: Home) -> Head:
+    """Return the furthest end of the ledger that this hospital knows others to have seen."""
+    from silo.training.hospital_controls import Custody
+
+    store = Store(place.database)
+    try:
+        seen = Custody(place, store).seen()
+    finally:
+        store.close_database()
+    return Head(seen.seq, seen.head)

@@ -1,0 +1,76 @@
+"""What a person and a machine see of the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from privacy.accounting.accountant import replace_one
+from privacy.ledger.ledger import Ledger
+from silo.cli.console import show_rows
+
+Json = Mapping[str, Any]
+DEFAULT_DELTA = 1e-5
+
+
+def collection_json(ledger: Ledger, name: str) -> Json:
+    """Collect what the ledger knows of a collection; epsilons are at the delta of its budget, 1e-5 without one."""
+    status = ledger.status(name)
+    delta = status.delta or DEFAULT_DELTA
+    twice, more = replace_one(status.spent_rdp, delta)
+    return {
+        "collection": name,
+        "unit": status.unit,
+        "budget": None if status.epsilon is None else {"epsilon": status.epsilon, "delta": status.delta},
+        "delta": delta,
+        "epsilon": status.spent_rdp,
+        "epsilon_prv": status.spent_prv,
+        "epsilon_replace_one": {"epsilon": twice, "delta": more},
+        "used": status.used,
+        "entries": [
+            {
+                "entry": entry,
+                "state": state,
+                "releases": [
+                    {"purpose": p.purpose, "noise": p.mechanism.noise, "rate": p.mechanism.rate,
+                     "steps": p.mechanism.steps}
+                    for p in planned
+                ],
+            }
+            for entry, state, planned in ledger.entries(name)
+        ],
+    }  # fmt: skip
+
+
+def show_collections(found: Iterable[Json]) -> None:
+    """Print one row per collection."""
+    show_rows(
+        "Privacy budgets (per unit added or removed; RDP decides, PRV is for information)",
+        ("collection", "unit", "budget", "spent (RDP)", "spent (PRV)", "used", "one replaced"),
+        [
+            (
+                c["collection"],
+                c["unit"],
+                "none" if c["budget"] is None else f"epsilon {c['budget']['epsilon']:g} at {c['delta']:g}",
+                f"{c['epsilon']:.4f}",
+                f"{c['epsilon_prv']:.3f}",
+                "-" if c["used"] is None else f"{100 * c['used']:.1f} %",
+                f"{c['epsilon_replace_one']['epsilon']:.4f}",
+            )
+            for c in found
+        ],
+    )
+
+
+def show_entries(found: Iterable[Json]) -> None:
+    """Print one row per release of every entry."""
+    show_rows(
+        "Entries",
+        ("entry", "state", "for", "noise", "rate", "steps"),
+        [
+            (e["entry"], e["state"], r["purpose"], f"{r['noise']:.4g}", f"{r['rate']:.4g}", str(r["steps"]))
+            for c in found
+            for e in c["entries"]
+            for r in e["releases"]
+        ],
+    )

@@ -1,0 +1,97 @@
+"""`silo policy` and `silo approve`: what this hospital takes part in."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from silo.cli import console as show
+from silo.cli.options import AsJson, AtHome
+from silo.storage.home import Home, default_home
+from silo.storage.store import Store
+
+app = typer.Typer(no_args_is_help=True, help="The hospital's policy: policy.toml in the silo's home.")
+
+
+@app.command("show")
+def show_policy(home: AtHome = None, as_json: AsJson = False) -> None:
+    """Show the policy in force, and the digest that goes with every update."""
+    from silo.training.policy_in_force import in_force
+
+    place = Home(home or default_home())
+    policy = in_force(place)
+    if as_json:
+        show.print_json({"file": str(place.policy), "there": place.policy.exists(), **asdict(policy)})
+        return
+    facts = [("file", str(place.policy) if policy.digest else f"{place.policy}: none, the defaults hold")]
+    facts += [("digest", policy.digest or "-")]
+    for section in ("runs", "privacy", "prototypes"):
+        facts += [(f"{section}.{key}", _text(value)) for key, value in asdict(getattr(policy, section)).items()]
+    facts += [(f"budget of {name}", f"epsilon {e:g} at delta {d:g}") for name, (e, d) in policy.budgets.items()]
+    show.show_facts(facts)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "-"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value) or "-"
+
+
+@app.command()
+def check(
+    file: Annotated[Path | None, typer.Argument(help="A file to look at. Default: the one in force.")] = None,
+    home: AtHome = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look for everything that would close this hospital to all runs, or to all private ones; exit status 1 then."""
+    from privacy.policy import Policy
+    from privacy.policy_file import closed
+    from silo.training.policy_in_force import in_force
+
+    at = Home(home or default_home())
+    place = file or at.policy
+    policy = in_force(at) if file is None else Policy.read(file)
+    if file is not None and not policy.digest:
+        raise closed(f"expected a policy in the file {file}, found no such file")
+    if policy.budgets and at.ledger.exists():
+        from privacy.ledger.ledger import Ledger
+
+        policy.require_collections(Ledger(at.ledger).collections())
+    if as_json:
+        show.print_json({"file": str(place), "digest": policy.digest, "sound": True})
+        return
+    facts = [("file", str(place)), ("sound", "yes" if policy.digest else "there is none, the defaults hold")]
+    if policy.budgets and not at.ledger.exists():
+        facts += [("budgets", "not compared with the ledger, which is not there yet: silo ledger register")]
+    show.show_facts(facts)
+
+
+def approve(
+    run: Annotated[str | None, typer.Argument(help="A run's id or name; without one, those that wait.")] = None,
+    deny: Annotated[bool, typer.Option("--deny", help="Decide against it.")] = False,
+    home: AtHome = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decide about a run that waits for this hospital, where its policy says approve = "by hand".
+
+    A decision holds for one manifest: a run that changes asks again.
+    """
+    store = Store(Home(home or default_home()).database)
+    try:
+        found = store.approvals.all() if run is None else [store.approvals.decide(run, not deny)]
+    finally:
+        store.close_database()
+    word = {None: "waits", True: "approved", False: "denied"}
+    if as_json:
+        runs = [
+            {"run": a.run_id, "name": a.name, "manifest_digest": a.manifest_digest, "about": a.about, "asked": a.asked,
+             "decided": word[a.decided]}
+            for a in found
+        ]  # fmt: skip
+        show.print_json({"runs": runs})
+        return
+    rows = [(a.run_id, a.name, word[a.decided], show.moment(a.asked), a.about) for a in found]
+    show.show_rows("Runs", ("run", "name", "decision", "asked", "what it asks for"), rows)

@@ -1,0 +1,276 @@
+"""The commands of `silo`. Each prints tables or lines, or with --json one JSON object (`serve`: one per event).
+
+Commands that train or read images import torch themselves: the others answer at once.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fl_core.errors import ConfigError, DataError, FederationError, StateError
+from protos.pki.identity import colons, identity_of
+from silo.cli import audit as audit_commands
+from silo.cli import console as show
+from silo.cli import ledger as ledger_commands
+from silo.cli import peers as peer_commands
+from silo.cli import policy as policy_commands
+from silo.cli.options import AsJson, AtHome, Root
+from silo.identity.identity import SiloIdentity
+from silo.storage.home import Home, default_home
+from silo.storage.store import Store
+
+Classes = Annotated[
+    str | None,
+    typer.Option("--classes", help="The run's label space, in order, for instance nevus,melanoma.", metavar="A,B,..."),
+]
+Reference = Annotated[
+    str, typer.Argument(help="digits/hospital2, isic2019/center3, folder:PATH or manifest:FILE.csv.", metavar="REF")
+]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="One hospital's part of a federation: join it, serve data that never leaves, see what came of it. "
+    "`coordinator explain CODE` explains every error.",
+)
+data = typer.Typer(no_args_is_help=True, help="Look at data before it is served.")
+app.add_typer(data, name="data")
+app.add_typer(ledger_commands.app, name="ledger")
+app.add_typer(policy_commands.app, name="policy")
+app.add_typer(peer_commands.app, name="peers")
+app.command()(policy_commands.approve)
+app.command()(audit_commands.audit)
+
+
+@app.command()
+def join(
+    token: Annotated[str | None, typer.Argument(help="The invitation, one line that begins with consilium1.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", help="A file that holds the invitation; - reads standard input.")
+    ] = None,
+    signed: Annotated[
+        Path | None, typer.Option("--signed", help="The answer to `silo request`, where no invitation is given out.")
+    ] = None,
+    fingerprint: Annotated[
+        str | None, typer.Option("--authority", help="With --signed: the authority's fingerprint, from the lead.")
+    ] = None,
+    home: AtHome = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Make a new key although this home has a certificate.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Become a member: make a key that never leaves this machine and have it certified by the coordinator.
+
+    The invitation comes from the lead (coordinator invite NAME). An interrupted join can simply be repeated.
+    """
+    if [token, token_file, signed].count(None) != 2:
+        raise ConfigError("E-CFG-62", "expected a TOKEN, --token-file FILE or --signed FILE: give one of them")
+    from silo.service.enrolment import install_signed
+    from silo.service.enrolment import join as enrol
+
+    place = Home(home or default_home())
+    if signed is not None:
+        peer = install_signed(_read_file(signed), place, fingerprint)
+    else:
+        peer = enrol(token if token is not None else _read_file(token_file), place, again)
+    authority = SiloIdentity(place.path).ca_fingerprint()
+    if as_json:
+        show.print_json(
+            {
+                "silo": peer.identity.name,
+                "identity": peer.identity.uri,
+                "fingerprint": peer.fingerprint,
+                "authority_fingerprint": authority,
+                "certificate_until": peer.not_after.timestamp(),
+                "home": str(place.path),
+            }
+        )
+        return
+    show.show_facts(
+        [
+            ("joined", str(peer.identity)),
+            ("home", str(place.path)),
+            ("fingerprint", colons(peer.fingerprint)),
+            ("authority", colons(authority)),
+            ("certificate", f"until {peer.not_after:%Y-%m-%d %H:%M} UTC, renewed by `silo serve`"),
+            ("next", "compare the authority's fingerprint with the lead's, then: silo serve --data REF"),
+        ]
+    )
+
+
+def _read_file(file: Path | None) -> str:
+    if file is None or str(file) == "-":
+        return sys.stdin.read()
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "E-CFG-62", f"expected text in the file {file}, found none that can be read: {error}"
+        ) from error
+
+
+@app.command()
+def request(
+    out: Annotated[Path, typer.Option("--out", help="The file to write, for the lead.")],
+    home: AtHome = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key that never leaves this machine, and a request for its certificate that is carried by hand.
+
+    For consortia whose authority is kept off the network: the lead answers with a file for `silo join --signed`.
+    """
+    from silo.service.enrolment import write_request
+
+    digest = write_request(Home(home or default_home()), out)
+    if as_json:
+        show.print_json({"file": str(out), "fingerprint": digest})
+        return
+    show.show_facts([("request", str(out)), ("fingerprint", colons(digest)), ("next", "give the file to the lead")])
+
+
+@app.command()
+def serve(
+    data: Annotated[str, typer.Option("--data", help="What to serve, for instance isic2019/center3.", metavar="REF")],
+    data_root: Root = None,
+    home: AtHome = None,
+    device: Annotated[
+        str, typer.Option("--device", help="cpu, cuda, cuda:N, or auto: a GPU if there is one.")
+    ] = "auto",
+    nominal_size: Annotated[
+        float | None,
+        typer.Option(
+            "--nominal-size",
+            help="Number of training examples (or patients) to declare. Default: rounded up.",
+        ),
+    ] = None,
+    no_prototypes: Annotated[
+        bool, typer.Option("--no-prototypes", help="Never submit class prototypes, whatever a run asks for.")
+    ] = False,
+    answer_after: Annotated[
+        float,
+        typer.Option(
+            "--answer-after",
+            help="Hold answers of private runs for so many seconds of training, or a multiple of them.",
+        ),
+    ] = 0.0,
+    pulse_floor: Annotated[
+        float, typer.Option("--pulse-floor", help="Least seconds between signs of life, whatever is asked for.")
+    ] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Take part in runs until told to stop.
+
+    Ctrl-C or SIGTERM ends in good order: an upload under way is finished, training is handed back, finished work stays
+    on disk. A second one ends at once. Image size, label space and schedule come from each run's manifest.
+    """
+    from silo.cli import foreground as serving
+    from silo.service.service import Settings
+
+    place = Home(home or default_home())
+    settings = Settings(place, data, data_root, device, nominal_size, not no_prototypes, answer_after, pulse_floor)
+    serving.serve(settings, as_json)
+
+
+@data.command()
+def check(
+    reference: Reference,
+    data_root: Root = None,
+    classes: Classes = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Decode every image to its end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Look for everything that would stop a run; exit status 2 when something would."""
+    from fl_core import datasets
+
+    report = datasets.check(reference, data_root=data_root, classes=_label_space(classes), deep=deep)
+    if as_json:
+        show.print_json(show.report_json(report))
+    else:
+        show.show_report(report)
+    report.require_sound()
+
+
+@data.command()
+def describe(reference: Reference, data_root: Root = None, classes: Classes = None, as_json: AsJson = False) -> None:
+    """Show shape, classes and counts per split."""
+    from fl_core import datasets
+
+    loaded = datasets.load(reference, data_root=data_root, classes=_label_space(classes))
+    report = datasets.check(reference, data_root=data_root, classes=_label_space(classes))
+    if as_json:
+        show.print_json(show.report_json(report, loaded.schema))
+    else:
+        show.show_report(report, loaded.schema)
+
+
+def _label_space(text: str | None) -> list[str] | None:
+    return None if text is None else [name.strip() for name in text.split(",")]
+
+
+@app.command()
+def status(home: AtHome = None, as_json: AsJson = False) -> None:
+    """Show identity, connection, outbox, and what this hospital measured of each model it received.
+
+    These measurements are in no message that names this hospital; they can be read here alone.
+    """
+    place = Home(home or default_home())
+    identity = SiloIdentity(place.path)
+    own = identity.load()
+    addresses = [str(address) for address in place.addresses()]
+    store = Store(place.database)
+    try:
+        if as_json:
+            show.print_json(show.status_json(own, addresses, identity.renewal_due(), store))
+        else:
+            show.show_status(own, addresses, identity.renewal_due(), store)
+    finally:
+        store.close_database()
+
+
+@app.command()
+def fingerprint(home: AtHome = None, as_json: AsJson = False) -> None:
+    """Show the fingerprints that two hospitals read to each other: own, the authority's, and every peer's."""
+    identity = SiloIdentity(Home(home or default_home()).path)
+    own, authority = identity.load(), identity.ca_fingerprint()
+    peers = {name: identity_of(pem).fingerprint for name, pem in sorted(identity.peers().items())}
+    if as_json:
+        show.print_json(
+            {"silo": own.identity.name, "fingerprint": own.fingerprint, "authority": authority, "roster": peers}
+        )
+        return
+    show.show_facts([(own.identity.name, colons(own.fingerprint)), ("authority", colons(authority))])
+    show.show_rows("Accepted peers", ("silo", "key"), [(name, colons(key)) for name, key in peers.items()])
+
+
+def run(words: list[str]) -> int:
+    """Run one command line and return its exit status.
+
+    | end                                     | status | on stderr              |
+    |-----------------------------------------|--------|------------------------|
+    | done                                    | 0      |                        |
+    | usage, configuration, data              | 2      | one line, with a code  |
+    | refused, unavailable, damaged state     | 1      | one line, with a code  |
+    | interrupted                             | 130    |                        |
+    """
+    try:
+        app(words, prog_name="silo")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    except FederationError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2 if isinstance(error, ConfigError | DataError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 1
+    except (OSError, sqlite3.OperationalError) as error:
+        sys.stderr.write(f"{StateError('E-STATE-64', f'expected a usable file system, found: {error}')}\n")
+        return 1
+    return 0

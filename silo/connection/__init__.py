@@ -1,0 +1,1 @@
+"""Everything that talks gRPC: connection, control session, transfer, retry."""

@@ -1,0 +1,115 @@
+"""The connection to the coordinator: one channel, its three services, and its replacement while things go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.pki.identity import Address
+from protos.storage.private_files import Credentials
+from protos.tls.diagnosis import Diagnosis
+from protos.wire.chunks import MAX_MESSAGE_BYTES, Chunk, PackedChunk
+from silo.identity.credentials import channel_credentials, explain
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A renewed certificate must not travel over a connection that was made with the old one.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Our own back-off decides when to try; gRPC's would only add to it.
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+Dial = Callable[[Address], grpc.Channel]
+
+
+def dial_with(credentials: Callable[[], Credentials]) -> Dial:
+    """Make the function that opens a channel with the credentials of the moment."""
+    return lambda address: grpc.secure_channel(str(address), channel_credentials(credentials()), options=OPTIONS)
+
+
+class TransferStub:
+    """The calls of the data plane, whose chunks are `protos.wire.chunks.Chunk` instead of protobuf's messages."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        theirs = rpc.TransferStub(channel)
+        path = f"/{pb.DESCRIPTOR.services_by_name['Transfer'].full_name}"
+        self.Open, self.Commit = theirs.Open, theirs.Commit
+        self.Put = channel.stream_unary(f"{path}/Put", PackedChunk.pack, pb.PutReply.FromString)
+        self.Get = channel.unary_stream(f"{path}/Get", pb.GetRequest.SerializeToString, Chunk.unpack)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An open channel and what can be called over it."""
+
+    address: Address
+    channel: grpc.Channel = field(repr=False)
+    control: rpc.ControlStub = field(repr=False)
+    transfer: TransferStub = field(repr=False)
+    enrolment: rpc.EnrolmentStub = field(repr=False)
+
+    @classmethod
+    def over(cls, address: Address, channel: grpc.Channel) -> Line:
+        """Make the stubs."""
+        stubs = rpc.ControlStub(channel), TransferStub(channel), rpc.EnrolmentStub(channel)
+        return cls(address, channel, *stubs)
+
+
+class Lines:
+    """The line that is current, and the ones before it that are still in use.
+
+    Closing a line cancels the calls over it; transfers go on over the current one.
+    """
+
+    def __init__(self, addresses: Sequence[Address], dial: Dial) -> None:
+        self._addresses = tuple(addresses)
+        self._dial = dial
+        self._lock = threading.Lock()
+        self._turn = 0
+        self._line: Line | None = None
+        self._retired: list[Line] = []
+
+    def current(self) -> Line:
+        """Return the line, opened when there is none."""
+        with self._lock:
+            if self._line is None:
+                address = self._addresses[self._turn % len(self._addresses)]
+                self._line = Line.over(address, self._dial(address))
+            return self._line
+
+    def replace(self, elsewhere: bool = False) -> None:
+        """Have the next line made with fresh credentials, `elsewhere` at the next known address; see `retire`."""
+        with self._lock:
+            if self._line is not None:
+                self._retired.append(self._line)
+            self._line = None
+            self._turn += int(elsewhere)
+
+    def retire(self, used: Line | None = None) -> None:
+        """Close every line that was replaced, but not the one that is `used`: it may have been replaced just now."""
+        with self._lock:
+            old = [line for line in self._retired if line is not used]
+            self._retired = [line for line in self._retired if line is used]
+        for line in old:
+            line.channel.close()
+
+    def close(self) -> None:
+        """Close all lines."""
+        self.replace()
+        self.retire()
+
+
+def explainer(credentials: Callable[[], Credentials]) -> Callable[[Address], Diagnosis]:
+    """Make the function that says why an address cannot be reached."""
+    return lambda address: explain(address, credentials())

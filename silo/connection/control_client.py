@@ -1,0 +1,167 @@
+"""Staying in touch: open a session, keep it, recycle it, and come back after every cut."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fl_core.errors import FederationError, ProtocolError, UnavailableError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.pki.identity import Address
+from protos.tls.diagnosis import Diagnosis
+from protos.version import PROTOCOL
+from silo.connection.channel import Lines
+from silo.connection.retry import Backoff, Stop
+from silo.connection.session import Handler, Session
+from silo.connection.transfer import Patience
+from silo.events import Say, notice, trouble
+from silo.service.pace import PULSE_FLOOR_S
+from silo.storage.store import Store
+
+RECONNECT_CAP_S = 15.0
+"""The longest wait for the next session: a federation has some dozens of silos, no herd that must be spread further."""
+
+
+@dataclass(slots=True)
+class Client:
+    """The silo's end of the control plane; `run` is the body of its thread.
+
+    hello: made anew for each session, so that it names every round that is staged by then.
+    welcomed: told of each welcome. explain: says why an address cannot be reached. pulse_floor: see `Session`.
+    """
+
+    lines: Lines
+    store: Store
+    hello: Callable[[], pb.Hello]
+    welcomed: Callable[[pb.Welcome], None]
+    explain: Callable[[Address], Diagnosis]
+    say: Say
+    patience: Patience
+    greeted: threading.Event
+    clock: Callable[[], float] = time.monotonic
+    pulse_floor: float = PULSE_FLOOR_S
+    _session: Session | None = None
+    _opening: Session | None = None
+    _wake: threading.Event = field(default_factory=threading.Event)
+    _recycle: bool = False
+    _met: bool = False
+
+    def send(self, message: pb.SiloMessage) -> None:
+        """Send over the session of the moment; without one it is lost, and the next session makes up for it."""
+        opening = self._opening
+        # What follows a welcome at once is answered over the same session, though it is not yet the one of the moment.
+        session = self._session if opening is None or opening.welcome is None else opening
+        if session is not None:
+            session.send(message)
+            session.beat()
+
+    def recycle(self) -> None:
+        """Ask for a new session soon, in which everything is said again; not more often than the longest back-off."""
+        self._recycle = True
+        self._wake.set()
+
+    def renewed(self) -> None:
+        """Move to a new line with the credentials that are now on disk."""
+        self.lines.replace()
+        self.recycle()
+
+    def run(self, handler: Handler, stop: Stop) -> None:
+        """Hold a session until `stop`.
+
+        Raises what no waiting can repair: a refusal, a protocol that this version does not speak, and before the first
+        session a TLS failure that somebody must repair.
+        """
+        backoff = Backoff(self.patience.backoff_s, min(self.patience.backoff_cap_s, RECONNECT_CAP_S))
+        try:
+            with stop.cancels(self._wake.set):
+                while not stop.is_set:
+                    if self._try(handler, backoff):
+                        self._stay(stop)
+                        if self._session is not None:
+                            continue  # due for recycling: the next one is opened while this one lasts
+                    stop.wait(backoff.next())
+        finally:
+            self._leave(stop.reason)
+
+    def _try(self, handler: Handler, backoff: Backoff) -> bool:
+        """Open a session; False when that must be tried again later."""
+        self._recycle = False  # before the line is read: a renewal that comes meanwhile asks again
+        line = self.lines.current()
+        fresh = Session(
+            line.control, handler, self._wake.set, lambda e: self.say(trouble(e)), self.clock, self.pulse_floor
+        )
+        self._opening = fresh
+        try:
+            welcome = fresh.open(self.hello(), self.patience.idle_s)
+            if welcome.protocol != PROTOCOL:
+                raise ProtocolError(
+                    "E-WIRE-01", f"expected protocol {PROTOCOL}, found {welcome.protocol}: upgrade the older side"
+                )
+            self.welcomed(welcome)
+        except UnavailableError as error:
+            self._opening = None
+            fresh.drop()
+            self._missed(line.address, error)
+            return False
+        except FederationError:
+            self._opening = None
+            fresh.drop()
+            raise
+        old, self._session = self._session, fresh
+        self._opening = None
+        if old is not None:
+            old.drop()
+        self.lines.retire(used=line)
+        backoff.reset()
+        if old is None:
+            said = f"connected to {line.address} ({welcome.software or 'no version given'})"
+            self.say(notice("connected", said, facts={"address": str(line.address), "software": welcome.software}))
+        self._met = True
+        self.store.met(str(line.address), welcome.software)
+        self.greeted.set()
+        return True
+
+    def _missed(self, address: Address, error: UnavailableError) -> None:
+        """Say why there is no session; raises the finding when waiting cannot help and there never was one."""
+        found: FederationError = error
+        if self._session is None or self._session.ended.is_set():
+            if error.code == "E-NET-01" and not (finding := self.explain(address)).ok:
+                found = finding.error()
+            if not self._met and not isinstance(found, UnavailableError):
+                raise found from error
+            self.lines.replace(elsewhere=True)
+            self.lines.retire()
+            self.store.parted(str(found))
+        self.say(trouble(found))
+
+    def _stay(self, stop: Stop) -> None:
+        """Wait until the session ends or is due for recycling; raises a final refusal."""
+        session = self._session
+        assert session is not None
+        assert session.welcome is not None
+        born, asked = self.clock(), session.welcome.recycle_seconds
+        period = max(asked, self.pulse_floor) if asked > 0 else float("inf")  # also of NaN: never
+        while not stop.is_set:
+            if session.ended.is_set():
+                self._session = None
+                error = session.error or UnavailableError("E-NET-14", "the session ended")
+                self.store.parted(str(error))
+                if not isinstance(error, UnavailableError):
+                    raise error
+                self.say(notice("disconnected", str(error), facts={"code": error.code}))
+                return
+            age = self.clock() - born
+            due = min(period, self.patience.backoff_cap_s) if self._recycle else period
+            if age >= due:
+                return
+            self._wake.wait(min(due - age, 3600.0))
+            self._wake.clear()
+
+    def _leave(self, why: str) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.leave()
+            self.store.parted(why or "left")
+        self.lines.close()

@@ -1,0 +1,193 @@
+"""One control session: hello and welcome, messages both ways, and a pulse from a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import grpc
+
+from fl_core.errors import FederationError, ProtocolError, RefusedError, UnavailableError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
+from silo.connection.retry import translated
+from silo.service.pace import PULSE_FLOOR_S, bounded
+
+MISSED = 3
+"""Pulses after whose absence the other side counts as dead."""
+
+Tell = Callable[[FederationError], None]
+
+
+class Handler(Protocol):
+    """Who acts on what the coordinator says. Called from the session's thread: be quick, never wait for the network."""
+
+    def offer(self, offer: pb.Offer) -> None:
+        """Take note of a task."""
+        ...
+
+    def preflight(self, asked: pb.Preflight) -> None:
+        """Take note of the question whether this silo is ready for a run."""
+        ...
+
+    def round_closed(self, closed: pb.RoundClosed) -> None:
+        """Commit or discard."""
+        ...
+
+    def run_ended(self, ended: pb.RunEnded) -> None:
+        """Leave a run."""
+        ...
+
+    def pulse(self) -> pb.Pulse:
+        """Say what is being done."""
+        ...
+
+
+class _Stream(Protocol):
+    """The two things that a stream of answers is used for."""
+
+    def __iter__(self) -> Iterator[pb.CoordinatorMessage]: ...
+
+    def cancel(self) -> object: ...
+
+
+class Session:
+    """A stream to the coordinator, from `open` until `ended` is set; `error` then says why.
+
+    pulse_floor: the least seconds from one pulse to the next, whatever the coordinator asks for.
+    """
+
+    def __init__(
+        self,
+        stub: rpc.ControlStub,
+        handler: Handler,
+        on_end: Callable[[], None],
+        tell: Tell,
+        clock: Callable[[], float] = time.monotonic,
+        pulse_floor: float = PULSE_FLOOR_S,
+    ) -> None:
+        self._stub = stub
+        self._handler = handler
+        self._on_end = on_end
+        self._tell = tell
+        self._clock = clock
+        self._pulse_floor = pulse_floor
+        self._outgoing: queue.SimpleQueue[pb.SiloMessage | None] = queue.SimpleQueue()
+        self._beat = threading.Event()
+        self._answered = threading.Event()
+        self._leaving = False
+        self._heard = clock()
+        self._call: _Stream | None = None
+        self.welcome: pb.Welcome | None = None
+        self.ended = threading.Event()
+        self.error: FederationError | None = None
+
+    def open(self, hello: pb.Hello, patience_s: float) -> pb.Welcome:
+        """Say hello and wait for the welcome.
+
+        Raises UnavailableError when the coordinator is away or says nothing for `patience_s` seconds, and any final
+        refusal as it is.
+        """
+        self.send(pb.SiloMessage(hello=hello))
+        self._call = self._stub.Session(self._messages())
+        threading.Thread(target=self._read, name="session-read", daemon=True).start()
+        if not self._answered.wait(patience_s):
+            self._fail(UnavailableError("E-NET-13", f"expected a welcome within {patience_s:g} s, found silence"))
+        if self.welcome is None:
+            raise self.error or UnavailableError("E-NET-13", "expected a welcome, found the end of the session")
+        threading.Thread(target=self._keep_alive, name="session-pulse", daemon=True).start()
+        return self.welcome
+
+    def send(self, message: pb.SiloMessage) -> None:
+        """Put a message on the stream; on one that has ended it is lost, and what it said is said in the next."""
+        self._outgoing.put(message)
+
+    def beat(self) -> None:
+        """Send the next pulse as soon as the floor allows."""
+        self._beat.set()
+
+    def leave(self, patience_s: float = 5.0) -> None:
+        """End the session in good order: a last pulse, the end of our side, and a moment for the other's."""
+        self._leaving = True
+        self._outgoing.put(pb.SiloMessage(pulse=self._handler.pulse()))
+        self._outgoing.put(None)
+        if not self.ended.wait(patience_s) and self._call is not None:
+            self._call.cancel()
+
+    def drop(self) -> None:
+        """End the session at once: another one has taken its place."""
+        self._leaving = True
+        if self._call is not None:
+            self._call.cancel()
+
+    def _messages(self) -> Iterator[pb.SiloMessage]:
+        while (message := self._outgoing.get()) is not None:
+            yield message
+
+    def _read(self) -> None:
+        assert self._call is not None
+        try:
+            for message in self._call:
+                self._heard = self._clock()
+                self._take(message)
+            ended: FederationError = UnavailableError("E-NET-14", "the coordinator ended the session")
+        except grpc.RpcError as error:
+            ended = translated(error)
+        self.error = self.error or ended
+        self.ended.set()
+        self._answered.set()
+        self._beat.set()
+        self._outgoing.put(None)  # gRPC's own thread waits for the next message: let it go
+        self._on_end()
+
+    def _take(self, message: pb.CoordinatorMessage) -> None:
+        """Hand a message on; one that makes no sense is reported and left out."""
+        try:
+            match message.WhichOneof("body"):
+                case "welcome":
+                    self.welcome = message.welcome
+                    self._answered.set()
+                case "offer":
+                    self._handler.offer(message.offer)
+                case "preflight":
+                    self._handler.preflight(message.preflight)
+                case "round_closed":
+                    self._handler.round_closed(message.round_closed)
+                case "run_ended":
+                    self._handler.run_ended(message.run_ended)
+                case "refusal":
+                    self.error = _refusal(message.refusal)
+                case _:
+                    pass  # a pulse, or a message of a later minor version: being heard is all it does
+        except FederationError as error:
+            self._tell(error)
+
+    def _keep_alive(self) -> None:
+        assert self.welcome is not None
+        period = bounded(self.welcome.pulse_seconds, self._pulse_floor)
+        while not self.ended.is_set() and not self._leaving:
+            silent = self._clock() - self._heard
+            if silent > MISSED * period:
+                self._fail(UnavailableError("E-NET-12", f"the coordinator has been silent for {silent:.0f} s"))
+                return
+            self.send(pb.SiloMessage(pulse=self._handler.pulse()))
+            told = self._clock()
+            if self._beat.wait(period):  # asked for sooner, however often: one pulse, and not below the floor
+                self._beat.clear()
+                self.ended.wait(max(0.0, told + self._pulse_floor - self._clock()))
+
+    def _fail(self, error: FederationError) -> None:
+        self.error = self.error or error
+        if self._call is not None:
+            self._call.cancel()
+
+
+def _refusal(refusal: pb.Refusal) -> FederationError:
+    """Read a refusal: one about the network will pass, one about the protocol or an identity will not."""
+    code = refusal.code or "E-WIRE-10"
+    if code.startswith("E-NET"):
+        return UnavailableError(code, refusal.reason)
+    return (ProtocolError if code.startswith("E-WIRE") else RefusedError)(code, refusal.reason)

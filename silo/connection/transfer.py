@@ -1,0 +1,260 @@
+"""Sending updates and fetching objects, resumed at the byte where they were cut.
+
+Two timeouts and no other: nothing moved for `idle_s`, or the peer is dead (the channel's keepalive). A transfer may
+take hours; a damaged one is begun anew a bounded number of times.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+
+from fl_core.errors import FederationError, ProtocolError, UnavailableError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire import receipts
+from protos.wire.chunks import PackedChunk, append_chunk, read_chunks
+from silo.connection.channel import TransferStub
+from silo.connection.retry import Backoff, IdleWatch, Stop, persist, translated
+from silo.storage.object_store import Objects
+from silo.storage.tasks import Attested, Entry
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+DAMAGED = frozenset({"E-WIRE-03", "E-WIRE-04"})
+"""What a link can do to bytes: worth another try, a bounded number of times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a silo waits, in seconds. Tests shorten these; nobody else needs to."""
+
+    idle_s: float = 60.0
+    backoff_s: float = 1.0
+    backoff_cap_s: float = 60.0
+    tries: int = 4
+
+    def backoff(self) -> Backoff:
+        """Make a fresh back-off."""
+        return Backoff(self.backoff_s, self.backoff_cap_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """What a receipt must say to be ours: the pinned authority, the consortium and this silo's name."""
+
+    authority_pem: bytes = field(repr=False)
+    consortium: str
+    silo: str
+
+    def check(self, receipt: pb.Receipt, entry: Entry) -> bytes:
+        """Return the receipt's bytes once its signature and every field are right.
+
+        Raises RefusedError (E-ID-20) on a signature of somebody else, ProtocolError (E-WIRE-12) on other content.
+        """
+        receipts.verify(receipt, self.authority_pem, self.consortium)
+        expected = (
+            entry.contribution_id, entry.key.run_id, entry.key.round, entry.key.wire_kind, self.silo,
+            entry.manifest_digest, entry.object_digest, entry.size, entry.attested,
+        )  # fmt: skip
+        found = (
+            receipt.contribution_id, receipt.run_id, receipt.round, receipt.kind, receipt.silo,
+            receipt.manifest_digest, receipt.object_digest, receipt.size, Attested.of(receipt.attestation),
+        )  # fmt: skip
+        if found != expected:
+            raise ProtocolError("E-WIRE-12", f"expected a receipt for {expected}, found one for {found}")
+        return receipt.SerializeToString(deterministic=True)
+
+
+Moved = Callable[[int, int], None]
+"""Told (bytes so far, bytes in all; 0 when unknown)."""
+
+
+class _Faults:
+    """Counts damage: a link that breaks bytes every time is an error, not a reason to try for ever."""
+
+    def __init__(self, tries: int) -> None:
+        self._left = tries
+
+    def note(self, error: ProtocolError) -> None:
+        """Turn damage into "try again" while tries are left; raises the error itself otherwise."""
+        if error.code not in DAMAGED or self._left <= 0:
+            raise error
+        self._left -= 1
+        raise UnavailableError(error.code, error.message) from error
+
+
+class Transfer:
+    """The data plane, over whatever channel is current: a new one may replace it in the middle of a transfer."""
+
+    def __init__(
+        self,
+        stub: Callable[[], TransferStub],
+        objects: Objects,
+        patience: Patience,
+        tell: Callable[[FederationError], None],
+    ) -> None:
+        self._stub = stub
+        self._objects = objects
+        self._patience = patience
+        self._tell = tell
+
+    # ---- up ----------------------------------------------------------------------------------------------------
+
+    def upload(
+        self,
+        entry: Entry,
+        file: Path,
+        witness: Witness,
+        stop: Stop,
+        moved: Moved,
+        ready: Callable[[], None] = lambda: None,
+    ) -> bytes:
+        """Send an update until the coordinator's receipt for it is verified; return the receipt's bytes.
+
+        ready: called before each commit, for what must be done before anybody signs.
+        Raises StoppedError, and whatever the coordinator refuses it with.
+        Guarantees: after a cut, only bytes that are not there yet are sent; an update that was taken before is not
+        sent at all.
+        """
+        backoff, faults, best = self._patience.backoff(), _Faults(self._patience.tries), -1
+
+        def attempt() -> bytes:
+            nonlocal best
+            try:
+                have, receipt = self._open(entry)
+                if have > best:
+                    best = have
+                    backoff.reset()
+                if receipt is None:
+                    if have < entry.size:
+                        self._put(entry, file, have, stop, moved)
+                    ready()
+                    receipt = self._unary(self._stub().Commit, pb.CommitRequest(contribution_id=entry.contribution_id))
+            except ProtocolError as error:
+                faults.note(error)
+                raise
+            moved(entry.size, entry.size)
+            return witness.check(receipt, entry)
+
+        return persist(attempt, backoff, stop, self._tell)
+
+    def proof(self, entry: Entry, witness: Witness) -> bytes | None:
+        """Ask once for the receipt of an update that was taken; None when the coordinator has none."""
+        _, receipt = self._open(entry)
+        return None if receipt is None else witness.check(receipt, entry)
+
+    def _open(self, entry: Entry) -> tuple[int, pb.Receipt | None]:
+        request = pb.OpenRequest(
+            contribution_id=entry.contribution_id,
+            run_id=entry.key.run_id,
+            round=entry.key.round,
+            kind=entry.key.wire_kind,
+            manifest_digest=entry.manifest_digest,
+            base_digest=entry.base_digest,
+            object_digest=entry.object_digest,
+            size=entry.size,
+            attestation=entry.attested.message() if any(entry.attested) else None,
+        )
+        reply = self._unary(self._stub().Open, request)
+        if reply.have > entry.size:
+            raise ProtocolError("E-WIRE-11", f"expected at most {entry.size} bytes to be there, found {reply.have}")
+        return reply.have, reply.receipt if reply.HasField("receipt") else None
+
+    def _put(self, entry: Entry, file: Path, have: int, stop: Stop, moved: Moved) -> None:
+        """Stream the file from `have` on; a stream in which nothing moves is given up."""
+        armed = threading.Event()
+        watch: list[IdleWatch] = []
+        broken: list[OSError] = []
+
+        def chunks() -> Iterator[PackedChunk]:
+            armed.wait()
+            try:
+                for chunk in read_chunks(file, entry.contribution_id, have):
+                    watch[0].touch()
+                    moved(chunk.offset, entry.size)
+                    yield chunk
+            except OSError as error:  # runs in a thread of gRPC's, which would only say that the call was cancelled
+                broken.append(error)
+                raise
+
+        call = self._stub().Put.future(chunks())
+        with IdleWatch(call, self._patience.idle_s) as idle, stop.cancels(call.cancel):
+            watch.append(idle)
+            armed.set()
+            try:
+                there = call.result().have
+            except (grpc.RpcError, grpc.FutureCancelledError) as error:
+                if broken:
+                    raise broken[0] from error
+                if isinstance(error, grpc.RpcError):
+                    raise translated(error, idle) from error
+                raise UnavailableError("E-NET-11", f"no byte moved for {self._patience.idle_s:g} s") from error
+        if there < entry.size:
+            raise ProtocolError("E-WIRE-03", f"expected {entry.size} bytes to be there, found {there}")
+
+    # ---- down --------------------------------------------------------------------------------------------------
+
+    def fetch(self, digest: str, size: int, stop: Stop, moved: Moved) -> Path:
+        """Return an object's file, from the disk or from the coordinator. size: 0 when unknown.
+
+        Raises ProtocolError (E-WIRE-04) when what arrives never has its digest, and what the coordinator refuses with.
+        Guarantees: after a cut, only the missing bytes are fetched; a file is never under its name before its digest
+        is right.
+        """
+        if self._objects.holds(digest):
+            return self._objects.path(digest)
+        backoff, faults = self._patience.backoff(), _Faults(self._patience.tries)
+
+        def attempt() -> Path:
+            before = self._have(digest)
+            try:
+                if not self._objects.adopt(digest, self._get(digest, size, stop, moved)):
+                    raise ProtocolError("E-WIRE-04", f"expected an object of digest {digest}, found other bytes")
+            except ProtocolError as error:
+                faults.note(error)
+                raise
+            finally:
+                if self._have(digest) > before:
+                    backoff.reset()
+            return self._objects.path(digest)
+
+        return persist(attempt, backoff, stop, self._tell)
+
+    def _have(self, digest: str) -> int:
+        return self._objects.have(digest)
+
+    def _get(self, digest: str, size: int, stop: Stop, moved: Moved) -> str:
+        """Append what is missing to the partial file; return the digest of all of it."""
+        have = self._have(digest)
+        call = self._stub().Get(pb.GetRequest(digest=digest, offset=have))
+        with (
+            IdleWatch(call, self._patience.idle_s) as idle,
+            stop.cancels(call.cancel),
+            self._objects.growing(digest, size) as file,
+        ):
+            try:
+                for chunk in call:
+                    idle.touch()
+                    have = append_chunk(chunk, file, have)
+                    if size and have > size:
+                        self._objects.partial(digest).unlink()
+                        raise ProtocolError("E-WIRE-04", f"expected an object of {size} bytes, found more")
+                    moved(have, size)
+            except grpc.RpcError as error:
+                raise translated(error, idle) from error
+            finally:
+                call.cancel()
+        if size and have < size:
+            raise UnavailableError("E-NET-12", f"the stream ended after {have} of {size} bytes")
+        return file.digest.hexdigest()
+
+    def _unary(self, call: grpc.UnaryUnaryMultiCallable[Request, Reply], request: Request) -> Reply:
+        try:
+            return call(request, timeout=self._patience.idle_s)
+        except grpc.RpcError as error:
+            raise translated(error) from error

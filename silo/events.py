@@ -1,0 +1,36 @@
+"""What happens at a silo, for people and for machines: one notice per event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from fl_core.errors import FederationError
+from silo.storage.tasks import TaskKey
+
+Fact = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """An event: its kind (a word), a line for people, and facts for machines."""
+
+    event: str
+    text: str
+    facts: Mapping[str, Fact]
+
+
+Say = Callable[[Notice], None]
+
+
+def notice(event: str, text: str, key: TaskKey | None = None, facts: Mapping[str, Fact] | None = None) -> Notice:
+    """Make a notice; that of a task names its run, round and kind."""
+    about: dict[str, Fact] = {}
+    if key is not None:
+        about = {"run": key.run_id, "round": key.round, "kind": key.kind.value}
+    return Notice(event, text, about | dict(facts or {}))
+
+
+def trouble(error: FederationError) -> Notice:
+    """Make the notice of an error that does not end the service."""
+    return notice("trouble", str(error), facts={"code": error.code})

@@ -1,0 +1,1 @@
+"""The hospital's key, certificate and pinned peers."""

@@ -1,0 +1,235 @@
+"""A silo's identity on disk: its key (which never leaves), its certificate, the CA and the roster that it pins.
+
+In `<home>/identity`: `silo.pem` (key and certificate in one file), `ca.crt`, `roster.json`, and `key.next`, a key that
+waits for its certificate. `silo.pem` is written last when joining and by one rename when renewing, so after a crash at
+any point the silo is either what it was before or what it is to become.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fl_core.errors import FederationError, RefusedError, StateError
+from protos.pki import certificates
+from protos.pki.certificates import Clock, utc_now
+from protos.pki.identity import Address, Kind, PeerCertificate, certificate_fingerprint, identity_of
+from protos.pki.invitation import InvitationToken
+from protos.pki.roster import SignedRoster
+from protos.storage import private_files as keyfiles
+from protos.storage.private_files import Credentials
+from silo.identity.pinned_peers import Pins, RosterChange
+
+FOLDER = "identity"
+_RENEW_AFTER = 2 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class JoinMaterial:
+    """What the first connection needs: where, with which one-time credentials, and the request to have signed.
+
+    proof: the present key's signature over the new one when this silo joins anew, so that peers see it is the same;
+    empty in a new home.
+    """
+
+    addresses: tuple[Address, ...]
+    invitation: Credentials = field(repr=False)
+    csr_pem: bytes
+    proof: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class RenewalRequest:
+    """What `coordinator.pki.authority.Authority.renew` needs besides the certificate in force."""
+
+    csr_pem: bytes
+    proof: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SiloIdentity:
+    """The identity in a silo's home. Everything is read from disk when asked, so a renewal needs no restart."""
+
+    home: Path
+    clock: Clock = utc_now
+
+    @property
+    def folder(self) -> Path:
+        """Name the folder of keys, certificates and pins."""
+        return self.home / FOLDER
+
+    @property
+    def joined(self) -> bool:
+        """Tell whether this home belongs to a silo already."""
+        return (self.folder / "silo.pem").exists()
+
+    def join_material(self, token: InvitationToken) -> JoinMaterial:
+        """Make, or after a crash find again, the silo's own key and a request for it.
+
+        Raises StateError (E-STATE-44) when this home belongs to another silo or consortium. Guarantees: a second call
+        asks for the same key, so that a join whose answer was lost can simply be repeated.
+        """
+        proof = b""
+        key = self._next_key()
+        if self.joined:
+            own = self.load()
+            mine = (own.identity.consortium, own.identity.name, certificate_fingerprint(self.authority_pem()))
+            if mine != (token.consortium, token.name, certificate_fingerprint(token.ca_pem)):
+                raise StateError(
+                    "E-STATE-44",
+                    f"expected {self.home} to be new, or to belong to {token.name!r} of {token.consortium!r}; found it "
+                    f"to belong to {own.identity} (of its own authority). Choose another home for another membership",
+                )
+            proof = self._proof(own, key)
+        csr = certificates.make_request(certificates.key_to_pem(key))
+        return JoinMaterial(token.addresses, token.credentials, csr, proof)
+
+    def install(self, cert_pem: bytes, ca_pem: bytes, roster: SignedRoster | None = None) -> PeerCertificate:
+        """Put a certificate in force: the first one, or a renewed one.
+
+        The roster that comes with a first certificate is pinned; later ones go through `update_roster`.
+        Raises RefusedError: E-ID-09 when the certificate is not for the waiting key, not from `ca_pem`, not a silo's,
+        not in force, or not for the silo that lives here; E-ID-14 on a bad roster.
+        Guarantees: on an error nothing has changed; after a crash the old identity or the new one is whole.
+        """
+        cert = certificates.load_certificate(cert_pem, "the answer of the coordinator")
+        peer = self._accept(cert, certificates.load_certificate(ca_pem, "the consortium's authority"))
+        if self.joined and cert_pem == self.current_credentials().cert_pem:
+            return peer  # a repeated answer: installed before the crash
+        key = self._next_key()
+        if certificates.spki(certificates.p256(cert)) != certificates.spki(key.public_key()):
+            raise _not_ours("it is for another key than the one that waits here")
+        if not self.joined:
+            pins = None if roster is None else self._pins(peer, ca_pem).first(roster)
+            keyfiles.write_public(self.folder / "ca.crt", ca_pem)
+            if pins is not None:
+                pins.save()
+        keyfiles.write_private(self.folder / "silo.pem", certificates.key_to_pem(key) + certificates.to_pem(cert))
+        keyfiles.remove(self.folder / "key.next")
+        return peer
+
+    def load(self) -> PeerCertificate:
+        """Read and check this silo's own certificate.
+
+        Raises StateError: E-STATE-44 before `silo join`, E-STATE-42 on loose modes, E-STATE-43 on damaged files.
+        """
+        return identity_of(self.current_credentials().cert_pem)
+
+    def current_credentials(self) -> Credentials:
+        """Read (key_pem, cert_pem, ca_pem) as they are now; raises as `load`."""
+        if not self.joined:
+            raise StateError(
+                "E-STATE-44", f"expected a silo's identity in {self.home}, found none; run `silo join TOKEN`"
+            )
+        keyfiles.private_folder(self.folder)
+        return certificates.read_bundle(self.folder / "silo.pem", self.authority_pem())
+
+    def fingerprint(self) -> str:
+        """Hash this silo's public key, lower-case hex: what its peers pin and hospitals read to each other."""
+        return self.load().fingerprint
+
+    def ca_fingerprint(self) -> str:
+        """Hash the pinned CA certificate, lower-case hex: must equal what the lead reads out."""
+        return certificate_fingerprint(self.authority_pem())
+
+    @property
+    def expires_at(self) -> datetime:
+        """Tell when the certificate in force expires (UTC)."""
+        return self.load().not_after
+
+    def renewal_due(self, now: datetime | None = None) -> bool:
+        """Tell whether two thirds of the certificate's life are over."""
+        own = self.load()
+        return (now or self.clock()) >= own.not_before + _RENEW_AFTER * (own.not_after - own.not_before)
+
+    def renewal_request(self) -> RenewalRequest:
+        """Make the next key (kept in `key.next` until `install`) and ask for it, signed by the key in force.
+
+        Guarantees: a second call asks for the same key.
+        """
+        self.load()
+        return self.signing_request()
+
+    def signing_request(self) -> RenewalRequest:
+        """Ask for the next key as `renewal_request` does, also in a new home: there without a signature."""
+        key = self._next_key()
+        csr = certificates.make_request(certificates.key_to_pem(key))
+        return RenewalRequest(csr, self._proof(self.load(), key) if self.joined else b"")
+
+    def sign(self, context: str, message: bytes) -> bytes:
+        """Sign with the key of the certificate in force (`protos.pki.certificates.verify` checks it)."""
+        return certificates.sign(self._current_key(), context, message)
+
+    def update_roster(self, signed: SignedRoster, accept_additions: bool = True) -> RosterChange:
+        """Take over a newer roster as far as the policy allows; see `silo.identity.pinned_peers.Pins.update`."""
+        return self.pins().update(signed, accept_additions)
+
+    def peers(self) -> dict[str, bytes]:
+        """Give the certificates (PEM) of the members that this silo accepts, itself included, by name."""
+        return self.pins().accepted()
+
+    def pins(self) -> Pins:
+        """Open the pinned roster."""
+        return self._pins(self.load(), self.authority_pem())
+
+    def _pins(self, own: PeerCertificate, ca_pem: bytes) -> Pins:
+        return Pins(self.folder / "roster.json", ca_pem, own.identity.consortium)
+
+    def authority_pem(self) -> bytes:
+        """Read the pinned CA certificate; raises StateError (E-STATE-43) where it is gone."""
+        path = self.folder / "ca.crt"
+        if not path.exists():
+            raise StateError("E-STATE-43", f"expected the consortium's authority at {path}, found nothing; join anew")
+        return path.read_bytes()
+
+    def _current_key(self) -> ec.EllipticCurvePrivateKey:
+        return certificates.load_key(self.current_credentials().key_pem, str(self.folder / "silo.pem"))
+
+    def _current_spki(self) -> bytes:
+        return certificates.spki(self._current_key().public_key())
+
+    def _proof(self, own: PeerCertificate, key: ec.EllipticCurvePrivateKey) -> bytes:
+        message = certificates.renewal_message(own.identity, key.public_key())
+        return self.sign(certificates.RENEWAL, message)
+
+    def _next_key(self) -> ec.EllipticCurvePrivateKey:
+        path = self.folder / "key.next"
+        if path.exists():
+            key = certificates.load_key(keyfiles.read_private(path), str(path))
+            if not self.joined or certificates.spki(key.public_key()) != self._current_spki():
+                return key
+            # A crash between `silo.pem` and the removal of `key.next`: that key is in force already.
+        pem = certificates.new_key()
+        keyfiles.write_private(path, pem)
+        return certificates.load_key(pem, str(path))
+
+    def _accept(self, cert: x509.Certificate, ca: x509.Certificate) -> PeerCertificate:
+        try:
+            peer = identity_of(cert)
+        except FederationError as error:
+            raise _not_ours(error.message) from None
+        if peer.identity.kind is not Kind.SILO:
+            raise _not_ours(f"it is a certificate of {peer.identity}")
+        if not certificates.issued_by(cert, ca):
+            raise _not_ours("another authority signed it")
+        if not peer.not_before <= self.clock() <= peer.not_after:
+            raise _not_ours(
+                f"it is valid from {peer.not_before:%Y-%m-%d %H:%M} to {peer.not_after:%Y-%m-%d %H:%M} UTC and this "
+                f"machine's clock says {self.clock():%Y-%m-%d %H:%M} UTC; set the clock"
+            )
+        if self.joined:
+            own = self.load()
+            if peer.identity != own.identity or certificates.to_pem(ca) != self._ca_pem_canonical():
+                raise _not_ours(f"it is for {peer.identity}, and this home belongs to {own.identity}")
+        return peer
+
+    def _ca_pem_canonical(self) -> bytes:
+        return certificates.to_pem(certificates.load_certificate(self.authority_pem(), "ca.crt"))
+
+
+def _not_ours(what: str) -> RefusedError:
+    return RefusedError("E-ID-09", f"expected the certificate that was asked for, but {what}; nothing was changed")

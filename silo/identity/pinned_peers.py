@@ -1,0 +1,198 @@
+"""The peers that a silo accepts: the CA signs the list, the hospital decides how far it follows.
+
+The coordinator may hold the CA, so the CA's signature alone must not be able to invent peers: each member's public key
+is pinned when it is first accepted, and a different key under the same name counts only with the old key's consent.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fl_core.errors import ConfigError, RefusedError, StateError
+from protos.pki.identity import colons
+from protos.pki.roster import Member, Roster, SignedRoster, renewed_from
+from protos.storage import private_files as keyfiles
+
+
+@dataclass(frozen=True, slots=True)
+class RosterChange:
+    """What a newer roster changed, by name.
+
+    added, removed, rekeyed: in force now. held: name -> why it is not accepted; `Pins.accept` takes consent.
+    """
+
+    version: int
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    rekeyed: tuple[str, ...]
+    held: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """The pinned roster in one file: the signed document, and name -> fingerprint, accepted and former.
+
+    Former pins stay: else removing a silo and adding its name again would be a way round its key.
+    """
+
+    path: Path
+    ca_pem: bytes
+    consortium: str
+    signed: SignedRoster | None = None
+    pins: Mapping[str, str] = field(default_factory=dict)
+    former: Mapping[str, str] = field(default_factory=dict)
+
+    def first(self, signed: SignedRoster) -> Pins:
+        """Pin everybody in the roster that came with the first certificate; raises RefusedError (E-ID-14)."""
+        roster = signed.verify(self.ca_pem, self.consortium)
+        pins = {member.name: member.fingerprint for member in roster.members}
+        return Pins(self.path, self.ca_pem, self.consortium, signed, pins)
+
+    def update(self, signed: SignedRoster, accept_additions: bool = True) -> RosterChange:
+        """Take over a roster and save it.
+
+        | what the roster says of a name         | what happens                                              |
+        |----------------------------------------|-----------------------------------------------------------|
+        | no longer a member                     | removed at once; its key is remembered                    |
+        | new, or back with the key it had       | added if `accept_additions`, else held                    |
+        | other key, chain of proofs from ours   | rekeyed                                                   |
+        | other key, no such chain               | held; the old key is not accepted either                  |
+
+        Raises RefusedError: E-ID-14 (not the CA's, not this consortium's, inconsistent), E-ID-15 (an older version, or
+        another document under the version that is pinned). On an error nothing changes.
+        """
+        roster = signed.verify(self.ca_pem, self.consortium)
+        with self._alone():
+            return self._update(signed, roster, accept_additions)
+
+    def _update(self, signed: SignedRoster, roster: Roster, accept_additions: bool) -> RosterChange:
+        known = self.load()
+        before = known._roster()
+        if before is not None and known.signed is not None:
+            if roster.version < before.version:
+                raise RefusedError(
+                    "E-ID-15",
+                    f"expected a roster of version {before.version} or later, found {roster.version}: somebody puts "
+                    "back an old list, perhaps one that still holds a revoked silo. Ask the lead; the newer one stays",
+                )
+            if roster.version == before.version and signed.document != known.signed.document:
+                raise RefusedError(
+                    "E-ID-15",
+                    f"expected the roster of version {before.version} that is pinned, found another one of that "
+                    "version: two lists were given out. Compare `silo fingerprint` with another hospital, ask the lead",
+                )
+        pins, change = _decide(known, roster, accept_additions)
+        known._pin(signed, pins)
+        return change
+
+    def _pin(self, signed: SignedRoster, pins: Mapping[str, str]) -> None:
+        former = {n: f for n, f in {**self.former, **self.pins}.items() if n not in pins}
+        Pins(self.path, self.ca_pem, self.consortium, signed, pins, former).save()
+
+    def held(self) -> dict[str, Member]:
+        """Give the members of the pinned roster whose present key this silo does not accept."""
+        known = self.load()
+        roster = known._roster()
+        members = () if roster is None else roster.members
+        return {m.name: m for m in members if known.pins.get(m.name) != m.fingerprint}
+
+    def accept(self, name: str, fingerprint: str) -> None:
+        """Consent to the key of one member that is held back; a member accepted with that key stays so.
+
+        fingerprint: hex, as the other hospital read it out. Raises ConfigError (E-ID-27) when the roster has no member
+        of that name, or has it with another key: nothing changes then.
+        """
+        with self._alone():
+            known = self.load()
+            roster = known._roster()
+            found = {} if roster is None else {m.name: m.fingerprint for m in roster.members}
+            if found.get(name) != fingerprint or known.signed is None:
+                there = f"the key {colons(found[name])}" if name in found else f"the members {', '.join(sorted(found))}"
+                raise ConfigError(
+                    "E-ID-27",
+                    f"expected a member {name} with the key {colons(fingerprint)} in the roster, found {there}; "
+                    "ask that hospital for its `silo fingerprint` by another way than this software",
+                )
+            known._pin(known.signed, {**known.pins, name: fingerprint})
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep the service and a command apart: each reads, decides and writes."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self.path.with_suffix(".lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def accepted(self) -> dict[str, bytes]:
+        """Give the certificates of the members whose present key is pinned."""
+        known = self.load()
+        roster = known._roster()
+        members = () if roster is None else roster.members
+        return {m.name: m.certificate.encode() for m in members if known.pins.get(m.name) == m.fingerprint}
+
+    def load(self) -> Pins:
+        """Read the file, empty where there is none; raises StateError (E-STATE-43) when it is damaged."""
+        if not self.path.exists():
+            return self
+        try:
+            raw = json.loads(self.path.read_text())
+            signed = SignedRoster(base64.b64decode(raw["document"]), base64.b64decode(raw["signature"]))
+            pins, former = (
+                {str(name): str(fingerprint) for name, fingerprint in raw[which].items()}
+                for which in ("pins", "former")
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise StateError(
+                "E-STATE-43",
+                f"expected the pinned roster in {self.path}, found a damaged file; restore it from a backup",
+            ) from None
+        return Pins(self.path, self.ca_pem, self.consortium, signed, pins, former)
+
+    def save(self) -> None:
+        """Write document, signature and pins at once."""
+        if self.signed is None:
+            raise StateError("E-STATE-43", "expected a roster to pin, found none")
+        raw = {
+            "document": base64.b64encode(self.signed.document).decode(),
+            "signature": base64.b64encode(self.signed.signature).decode(),
+            "pins": dict(self.pins),
+            "former": dict(self.former),
+        }
+        keyfiles.write_public(self.path, json.dumps(raw, indent=1).encode())
+
+    def _roster(self) -> Roster | None:
+        return None if self.signed is None else self.signed.verify(self.ca_pem, self.consortium)
+
+
+def _decide(known: Pins, roster: Roster, accept_additions: bool) -> tuple[dict[str, str], RosterChange]:
+    names = {member.name for member in roster.members}
+    kept = {name: fingerprint for name, fingerprint in known.pins.items() if name in names}
+    added: list[str] = []
+    rekeyed: list[str] = []
+    held: dict[str, str] = {}
+    for member in sorted(roster.members, key=lambda m: m.name):
+        if known.pins.get(member.name) == member.fingerprint:
+            continue
+        why = _objection(member, known, accept_additions)
+        if why is not None:
+            held[member.name] = why
+            continue
+        kept[member.name] = member.fingerprint
+        (rekeyed if member.name in known.pins else added).append(member.name)
+    removed = tuple(sorted(set(known.pins) - names))
+    return kept, RosterChange(roster.version, tuple(added), removed, tuple(rekeyed), held)
+
+
+def _objection(member: Member, known: Pins, accept_additions: bool) -> str | None:
+    had = known.pins.get(member.name, known.former.get(member.name))
+    if had not in (None, member.fingerprint) and not renewed_from(member, known.consortium, had):
+        return "E-ID-16: another key under a known name, without a signature of the key that is pinned"
+    if member.name not in known.pins and not accept_additions:
+        return "E-ID-16: a new member, and the policy asks for the operator's consent"
+    return None

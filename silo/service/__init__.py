@@ -1,0 +1,1 @@
+"""The threads: task queue, task runner, membership maintenance."""

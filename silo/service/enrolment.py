@@ -1,0 +1,203 @@
+"""Becoming and staying a member: join by invitation, renew before expiry, follow the roster."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from fl_core.errors import ConfigError, FederationError, ProtocolError, RefusedError, UnavailableError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.pki import certificates
+from protos.pki.certificates import Clock, utc_now
+from protos.pki.identity import Address, PeerCertificate, certificate_fingerprint, colons
+from protos.pki.invitation import InvitationToken
+from protos.pki.offline_signing import Admission, SigningRequest
+from protos.pki.roster import SignedRoster
+from protos.storage import private_files as keyfiles
+from protos.storage.private_files import Credentials
+from protos.tls.diagnosis import Diagnosis
+from silo.connection.channel import Dial, Line, Lines, dial_with
+from silo.connection.retry import translated
+from silo.events import Say, notice, trouble
+from silo.identity.credentials import explain
+from silo.identity.identity import SiloIdentity
+from silo.identity.pinned_peers import Pins
+from silo.storage.home import Home
+
+CALL_S = 60.0
+
+
+def pinned_version(identity: SiloIdentity) -> int:
+    """Return the version of the roster that this silo has pinned, 0 before the first."""
+    own = identity.load().identity
+    signed = Pins(identity.folder / "roster.json", identity.current_credentials().ca_pem, own.consortium).load().signed
+    return int(json.loads(signed.document)["version"]) if signed else 0
+
+
+def join(
+    token: str,
+    home: Home,
+    again: bool = False,
+    clock: Clock = utc_now,
+    dial: Callable[[Credentials], Dial] = lambda credentials: dial_with(lambda: credentials),
+    why: Callable[[Address, Credentials], Diagnosis] = explain,
+) -> PeerCertificate:
+    """Turn an invitation into this home's identity.
+
+    again: ask for a new key although this home has a certificate in force of the same silo.
+    Raises ConfigError (E-ID-01 to -05) on a bad token, UnavailableError or RefusedError when no address answers as it
+    should, and whatever the coordinator refuses with.
+    Guarantees: a join that was interrupted anywhere can be repeated with the same token and home, and succeeds; one
+    that is complete is left as it is.
+    """
+    home.make()
+    identity = SiloIdentity(home.path, clock)
+    invitation = InvitationToken.decode(token, clock())
+    if identity.joined and not again and (own := _present(identity, invitation, clock)):
+        return own
+    material = identity.join_material(invitation)
+    request = pb.JoinRequest(csr_pem=material.csr_pem, renewal_proof=material.proof)
+    answer = _first_answer(material.addresses, request, dial(material.invitation), material.invitation, why)
+    if certificate_fingerprint(answer.authority_pem) != certificate_fingerprint(invitation.ca_pem):
+        raise ProtocolError("E-WIRE-06", "expected the authority of the invitation, found another one: ask the lead")
+    roster = SignedRoster.unpack(answer.signed_roster) if answer.signed_roster else None
+    home.write_addresses(material.addresses)
+    return identity.install(answer.certificate_pem, invitation.ca_pem, roster)
+
+
+def _present(identity: SiloIdentity, token: InvitationToken, clock: Clock) -> PeerCertificate | None:
+    """Return the certificate in force when this token was, or might have been, used up for it already."""
+    own = identity.load()
+    same = (own.identity.consortium, own.identity.name, identity.ca_fingerprint()) == (
+        token.consortium, token.name, certificate_fingerprint(token.ca_pem)
+    )  # fmt: skip
+    return own if same and own.not_before <= clock() <= own.not_after else None
+
+
+def _first_answer(
+    addresses: tuple[Address, ...],
+    request: pb.JoinRequest,
+    dial: Dial,
+    credentials: Credentials,
+    why: Callable[[Address, Credentials], Diagnosis],
+) -> pb.Membership:
+    """Ask one address after the other; raises what the last one had to say."""
+    failure: FederationError = UnavailableError("E-NET-01", "the invitation names no address of the coordinator")
+    for address in addresses:
+        line = Line.over(address, dial(address))
+        try:
+            return line.enrolment.Join(request, timeout=CALL_S)
+        except grpc.RpcError as error:
+            failure = translated(error)
+            if not isinstance(failure, UnavailableError):
+                raise failure from error
+            if failure.code == "E-NET-01" and not (finding := why(address, credentials)).ok:
+                failure = finding.error()
+        finally:
+            line.channel.close()
+    raise failure
+
+
+def write_request(home: Home, out: Path, clock: Clock = utc_now) -> str:
+    """Write a request that is carried to the authority by hand, and return the fingerprint of its key.
+
+    A home that has a certificate asks for its next key and proves that it is the same silo.
+    """
+    home.make()
+    asked = SiloIdentity(home.path, clock).signing_request()
+    keyfiles.write_public(out, SigningRequest(asked.csr_pem, asked.proof).pack().encode())
+    return certificates.fingerprint_of(certificates.p256(certificates.load_request(asked.csr_pem)))
+
+
+def install_signed(text: str, home: Home, authority: str | None, clock: Clock = utc_now) -> PeerCertificate:
+    """Take over the authority's answer to `write_request`: the certificate, the addresses and the roster.
+
+    authority: its fingerprint as the lead reads it out; needed once, then it is pinned.
+    Raises ConfigError (E-ID-31) on another file, RefusedError: E-ID-32 on another authority, E-ID-09 on a certificate
+    that was not asked for here, E-ID-14 and E-ID-15 on a false roster.
+    """
+    answer = Admission.unpack(text)
+    if not answer.certificate_pem:
+        raise ConfigError("E-ID-31", "expected an admission with a certificate, found a list of members alone")
+    home.make()
+    identity = SiloIdentity(home.path, clock)
+    known = identity.ca_fingerprint() if identity.joined else re.sub(r"[:\s]", "", authority or "").lower()
+    found = certificate_fingerprint(answer.ca_pem)
+    if known != found:
+        wanted = colons(known) if known else "the fingerprint that the lead reads out (--authority)"
+        raise RefusedError("E-ID-32", f"expected the authority {wanted}, found the answer to be of {colons(found)}")
+    renewed = identity.joined
+    peer = identity.install(answer.certificate_pem, answer.ca_pem, answer.roster)
+    if renewed:
+        identity.update_roster(answer.roster)
+    home.write_addresses(answer.addresses)
+    return peer
+
+
+@dataclass(slots=True)
+class Keeper:
+    """Keeps the membership in force while the service runs.
+
+    moved: called after a renewal, so that the next session is opened with the new certificate.
+    """
+
+    identity: SiloIdentity
+    lines: Lines
+    say: Say
+    moved: Callable[[], None]
+    clock: Clock = utc_now
+    _complained: str = field(default="")
+
+    def look(self) -> bool:
+        """Renew the certificate when two thirds of its life are over; return whether it was renewed.
+
+        A failure is told once and tried again at the next look; the certificate in force stays.
+        """
+        if not self.identity.renewal_due(self.clock()):
+            return False
+        try:
+            request = self.identity.renewal_request()
+            message = pb.RenewRequest(csr_pem=request.csr_pem, renewal_proof=request.proof)
+            try:
+                answer = self.lines.current().enrolment.Renew(message, timeout=CALL_S)
+            except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed for a newer one
+                raise _closed(error) from error
+            peer = self.identity.install(answer.certificate_pem, self.identity.current_credentials().ca_pem)
+        except FederationError as error:
+            if str(error) != self._complained:
+                self._complained = str(error)
+                self.say(trouble(error))
+            return False
+        self._complained = ""
+        if answer.signed_roster:
+            self.follow(answer.signed_roster)
+        self.say(notice("renewed", f"certificate renewed until {peer.not_after:%Y-%m-%d}"))
+        self.moved()
+        return True
+
+    def follow(self, raw: bytes) -> None:
+        """Pin what a newer roster says, and tell what changed; raises RefusedError (E-ID-14, -15) on a false one."""
+        if not raw:
+            return
+        change = self.identity.update_roster(SignedRoster.unpack(raw))
+        for verb, names in (("joined", change.added), ("left", change.removed), ("has a new key", change.rekeyed)):
+            for name in names:
+                self.say(
+                    notice("roster", f"{name} {verb} (roster {change.version})", facts={"silo": name, "how": verb})
+                )
+        for name, reason in change.held.items():
+            remedy = f"compare fingerprints with that hospital, then: silo peers accept {name} FINGERPRINT"
+            self.say(
+                notice("held", f"{name} is not accepted: {reason}; {remedy}", facts={"silo": name, "reason": reason})
+            )
+
+
+def _closed(error: grpc.RpcError | ValueError) -> FederationError:
+    if isinstance(error, grpc.RpcError):
+        return translated(error)
+    return UnavailableError("E-NET-01", f"the line was replaced: {error}")

@@ -1,0 +1,287 @@
+"""What is to be done: offers come in, one task at a time goes out, and closed rounds are settled."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fl_core.errors import FederationError, ProtocolError, RefusedError
+from fl_core.errors.catalogue import EXPLANATIONS
+from protos.consilium.v1 import federation_pb2 as pb
+from silo.connection.retry import Stop
+from silo.events import Say, notice
+from silo.service.check import Check
+from silo.storage.store import Store
+from silo.storage.tasks import TaskKey
+
+Send = Callable[[pb.SiloMessage], None]
+_Name = tuple[TaskKey, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An offer that is being worked on, and the way to end that."""
+
+    key: TaskKey
+    offer: pb.Offer
+    stop: Stop = field(default_factory=Stop)
+
+
+class Desk:
+    """The silo's side of the control plane; called by the session's thread and by the worker's.
+
+    Guarantees: an offer that is seen twice is worked on once; a later round of a run supersedes an earlier one; a task
+    that was refused is refused again without another try; a close that meets a task under way ends it first and is
+    settled when it has ended.
+    """
+
+    def __init__(self, store: Store, send: Send, say: Say) -> None:
+        self._store = store
+        self._send = send
+        self._say = say
+        self._lock = threading.Condition()
+        self._waiting: dict[TaskKey, pb.Offer] = {}
+        self._checks: dict[TaskKey, Check] = {}
+        self._current: Task | Check | None = None
+        self._accepted = False
+        self._refused: dict[_Name, FederationError] = {}
+        self._closing: dict[TaskKey, bool] = {}
+        self._ending: dict[str, pb.RunEnded] = {}
+        self._shut = False
+        self._undecided: set[str] = set()
+        self._pulse = self._seen = pb.Pulse(activity=pb.IDLE)
+        self.untidy = threading.Event()
+
+    # ---- from the coordinator ----------------------------------------------------------------------------------
+
+    def offer(self, offer: pb.Offer) -> None:
+        """Queue a task, or answer at once for one whose fate is known."""
+        key = TaskKey.of(offer)
+        with self._lock:
+            if self._shut:
+                return
+            if self._store.closed(key):
+                found = ProtocolError("E-RUN-33", f"expected a task of an open round, found {key}, closed here before")
+                self._answer(key, found)
+                return
+            if known := self._refused.get((key, offer.base_digest)):
+                self._answer(key, known)
+                return
+            if isinstance(self._current, Task) and self._current.key.run_id == key.run_id:
+                if self._same(self._current.offer, offer):
+                    if self._accepted:
+                        self._answer(key, None)
+                    return
+                if self._current.key.round > key.round:
+                    return
+                self._current.stop.set(f"{key} was offered instead")
+            for old in [k for k in self._waiting if k.run_id == key.run_id and k.round < key.round]:
+                del self._waiting[old]
+            self._waiting[key] = offer
+            self._lock.notify_all()
+
+    def preflight(self, asked: pb.Preflight) -> None:
+        """Queue the question whether this silo is ready for a run; whenever it is asked, it is looked at anew."""
+        check = Check.of(asked)
+        with self._lock:
+            if not self._shut:
+                self._checks[check.key] = check
+                self._lock.notify_all()
+
+    @staticmethod
+    def _same(a: pb.Offer, b: pb.Offer) -> bool:
+        return (a.round, a.kind, a.base_digest) == (b.round, b.kind, b.base_digest)
+
+    def round_closed(self, closed: pb.RoundClosed) -> None:
+        """Settle a round now, or as soon as the work on it has stopped."""
+        key = TaskKey.of(closed)
+        with self._lock:
+            self._waiting.pop(key, None)
+            if isinstance(self._current, Task) and self._current.key == key:
+                self._closing[key] = closed.included
+                self._current.stop.set(f"{key} is closed")
+            else:
+                self._settle(key, closed.included)
+
+    def run_ended(self, ended: pb.RunEnded) -> None:
+        """Leave a run: its offers, the work on it, and what an aborted one had staged."""
+        with self._lock:
+            for key in [k for k in self._waiting if k.run_id == ended.run_id]:
+                del self._waiting[key]
+            for key in [k for k in self._checks if k.run_id == ended.run_id]:
+                del self._checks[key]
+            if self._current is not None and self._current.key.run_id == ended.run_id:
+                self._ending[ended.run_id] = ended
+                self._current.stop.set(f"run {ended.run_id} has ended: {ended.state}")
+            else:
+                self._leave(ended)
+
+    def pulse(self) -> pb.Pulse:
+        """Say what is being done; of a private run's training no step."""
+        with self._lock:
+            pulse = pb.Pulse()
+            pulse.CopyFrom(self._pulse)
+            return pulse
+
+    def doing(self) -> pb.Pulse:
+        """Say what is being done to whoever stands at the hospital's own screen, with all steps."""
+        with self._lock:
+            now, seen = self._pulse, self._seen
+            same = (now.activity, now.run_id, now.round) == (seen.activity, seen.run_id, seen.round)
+            pulse = pb.Pulse()
+            pulse.CopyFrom(seen if same else now)
+            return pulse
+
+    # ---- for the worker ----------------------------------------------------------------------------------------
+
+    def take(self, seconds: float) -> Task | Check | None:
+        """Wait for a task or a preflight; None when there is none for so long. The caller must `finish` it."""
+        with self._lock:
+            if not self._shut and all(self._undecided_on(key) for key in (*self._waiting, *self._checks)):
+                self._lock.wait(seconds)
+            first = next((k for k in self._checks if not self._undecided_on(k)), None)
+            if first is not None and not self._shut:
+                self._current = self._checks.pop(first)
+                return self._current
+            key = next((k for k in self._waiting if not self._held(k)), None)
+            if key is None or self._shut:
+                return None
+            self._current = Task(key, self._waiting.pop(key))
+            self._accepted = False
+            return self._current
+
+    def held(self) -> bool:
+        """Tell whether a task waits for the close of the round before it, which the coordinator has not named yet."""
+        with self._lock:
+            return any(self._early(key) for key in self._waiting)
+
+    def _held(self, key: TaskKey) -> bool:
+        """Tell whether a task must wait: for a close, or for the hospital's decision."""
+        return self._undecided_on(key) or self._early(key)
+
+    def _undecided_on(self, key: TaskKey) -> bool:
+        return key.run_id in self._undecided and self._store.approvals.waits(key.run_id)
+
+    def _early(self, key: TaskKey) -> bool:
+        """Tell whether a state of an earlier round waits for its close: it decides what this round starts from."""
+        return any(
+            e.key.run_id == key.run_id and e.key.round < key.round and e.state_digest for e in self._store.outbox()
+        )
+
+    def finish(self, task: Task | Check) -> None:
+        """Give a task back, whatever came of it; settle what had to wait for this."""
+        with self._lock:
+            self._current = None
+            if isinstance(task, Check) and (self._pulse.run_id, self._pulse.activity) == (task.key.run_id, pb.FETCHING):
+                self._pulse = pb.Pulse(activity=pb.IDLE)
+            if task.key in self._closing:
+                self._settle(task.key, self._closing.pop(task.key))
+            if task.key.run_id in self._ending:
+                self._leave(self._ending.pop(task.key.run_id))
+
+    def hold(self, task: Task | Check) -> bool:
+        """Put a task or a preflight back until the hospital has decided about its run; tell whether that is news.
+
+        The coordinator gets no answer before, and sees what the silo waits for.
+        """
+        with self._lock:
+            if not task.stop.is_set and isinstance(task, Check):
+                self._checks.setdefault(task.key, task)
+            elif not task.stop.is_set and isinstance(task, Task):
+                self._waiting.setdefault(task.key, task.offer)
+            self._pulse = pb.Pulse(activity=pb.AWAITING_APPROVAL, run_id=task.key.run_id, round=task.key.round)
+            news = task.key.run_id not in self._undecided
+            self._undecided.add(task.key.run_id)
+            return news
+
+    def accept(self, task: Task) -> None:
+        """Tell the coordinator that the task is being done."""
+        with self._lock:
+            self._accepted = True
+            self._answer(task.key, None)
+
+    def ready(self, check: Check) -> None:
+        """Tell the coordinator that the whole run can be done here."""
+        self._send(check.answer())
+
+    def refuse(self, task: Task | Check, error: FederationError) -> None:
+        """Tell the coordinator, of a task everyone who asks again too, why it is not done here."""
+        with self._lock:
+            if isinstance(task, Check):
+                self._send(task.answer(error.code, public_reason(error)))
+            else:
+                self._refused[task.key, task.offer.base_digest] = error
+                self._answer(task.key, error)
+        self._say(notice("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
+
+    def note(
+        self, task: Task | Check, activity: pb.Activity.ValueType, done: int = 0, total: int = 0, quiet: bool = False
+    ) -> None:
+        """Note how far the work is, for the next pulse; quiet: the coordinator is told the activity alone."""
+        run, round = task.key.run_id, task.key.round
+        told = pb.Pulse(activity=activity, run_id=run, round=round)
+        with self._lock:
+            self._seen = pb.Pulse(activity=activity, run_id=run, round=round, done=done, total=total)
+            self._pulse = told if quiet else self._seen
+
+    def nudge(self) -> None:
+        """Let the task under way try again now instead of sleeping on: the coordinator has just been heard."""
+        with self._lock:
+            if self._current is not None:
+                self._current.stop.nudge()
+
+    def shut(self, reason: str) -> None:
+        """Take no more tasks and give the present one up; an upload under way may finish."""
+        with self._lock:
+            self._shut = True
+            self._waiting.clear()
+            self._checks.clear()
+            if self._current is not None:
+                self._current.stop.set(reason, gently=self._pulse.activity == pb.UPLOADING)
+            self._lock.notify_all()
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _answer(self, key: TaskKey, error: FederationError | None) -> None:
+        answer = pb.Answer(run_id=key.run_id, round=key.round, kind=key.wire_kind, accepted=error is None)
+        if error is not None:
+            answer.code, answer.reason = error.code, public_reason(error)
+        self._send(pb.SiloMessage(answer=answer))
+
+    def _settle(self, key: TaskKey, included: bool) -> None:
+        if self._store.close(key, included):
+            self._say(
+                notice("closed", f"{key} closed, {'' if included else 'not '}included", key, {"included": included})
+            )
+        if (self._pulse.run_id, self._pulse.round) == (key.run_id, key.round):
+            self._pulse = pb.Pulse(activity=pb.IDLE)
+        self._refused = {name: error for name, error in self._refused.items() if name[0] != key}
+        self._send(pb.SiloMessage(settled=pb.Settled(run_id=key.run_id, round=key.round, kind=key.wire_kind)))
+        self.untidy.set()
+
+    def _leave(self, ended: pb.RunEnded) -> None:
+        self._store.end_run(ended.run_id, ended.state, ended.reason)
+        if self._pulse.run_id == ended.run_id:
+            self._pulse = pb.Pulse(activity=pb.IDLE)
+        self._refused = {name: error for name, error in self._refused.items() if name[0].run_id != ended.run_id}
+        why = f": {ended.reason}" if ended.reason else ""
+        facts = {"run": ended.run_id, "state": ended.state, "reason": ended.reason}
+        self._say(notice("ended", f"run {ended.run_id} {ended.state}{why}", facts=facts))
+        self.untidy.set()
+
+
+_SPOKEN = ("E-RUN", "E-WIRE", "E-PRIV", "E-ID", "E-TLS", "E-NET")
+"""Families whose messages are about the run and the wire. All others, and all new ones, are told by their meaning."""
+
+
+def public_reason(error: FederationError) -> str:
+    """Write what the coordinator may know of an error: of a run or the wire a refusal whole, of others their meaning.
+
+    Guarantees: no path, file name or count of the hospital leaves it, and of its budget and its policy no number. Their
+    full text is in the hospital's own log.
+    """
+    if isinstance(error, RefusedError | ProtocolError) and error.code.startswith(_SPOKEN) and error.code != "E-RUN-40":
+        return error.message
+    title, cause, _ = EXPLANATIONS.get(error.code, EXPLANATIONS["E-RUN-31"])
+    return f"{title}: {cause[0].lower()}{cause[1:].rstrip('.')} (the hospital's own log has the details)"

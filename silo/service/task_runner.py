@@ -1,0 +1,241 @@
+"""The thread that does the tasks: fetch, check, train, stage, send; one after the other."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from fl_core.errors import FederationError, ProtocolError, RefusedError, StateError
+from fl_core.rounds.manifest import RunManifest
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire import codec
+from silo.connection.retry import StoppedError
+from silo.connection.transfer import Transfer, Witness
+from silo.events import Say, notice, trouble
+from silo.service.check import Check
+from silo.service.pace import Pace
+from silo.service.task_queue import Desk, Task
+from silo.storage.outbox import Outbox, Staging
+from silo.storage.tasks import Entry
+from silo.training import measured, preflight
+from silo.training.hospital_controls import Custody
+from silo.training.trainer import Seat, Trainer
+
+IDLE_S = 1.0
+log = logging.getLogger(__name__)
+
+
+class _UndecidedError(Exception):
+    """The hospital has not decided about the run yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Everything that one task needs; `run` is the body of the working thread.
+
+    witness: read for each use, since the identity may be renewed. recycle: asks for a new session, in which the
+    coordinator names every round that was closed.
+    """
+
+    desk: Desk
+    outbox: Outbox
+    transfer: Transfer
+    trainer: Trainer
+    custody: Custody
+    witness: Callable[[], Witness]
+    say: Say
+    recycle: Callable[[], None]
+    greeted: threading.Event
+    """Set by the client when a session began: the moment to ask for receipts that were lost."""
+    pace: Pace
+
+    def run(self, over: threading.Event) -> None:
+        """Work until `over` is set; an error of one task ends that task alone."""
+        self.outbox.sweep()
+        while not over.is_set():
+            task = self.desk.take(IDLE_S)
+            if task is None:
+                self._idle()
+                continue
+            try:
+                if isinstance(task, Check):
+                    self._check(task)
+                else:
+                    self._do(task)
+            except _UndecidedError:
+                if self.desk.hold(task):
+                    said = f"{task.key.run_id} waits for the hospital's decision: silo approve {task.key.run_id}"
+                    self.say(notice("approval", said, task.key))
+            except StoppedError as error:
+                self.say(notice("stopped", f"{task.key}: {error.reason}", task.key, {"reason": error.reason}))
+            except FederationError as error:
+                self.desk.refuse(task, error)
+            except Exception as error:  # a library's, a full disk's: the coordinator must know, the service goes on
+                log.exception("%s failed", task.key)
+                cause = f"{type(error).__name__}: {error}"
+                self.desk.refuse(task, StateError("E-RUN-31", f"the task failed at this silo: {cause}"))
+            finally:
+                self.desk.finish(task)
+                self._tidy()
+
+    def _check(self, check: Check) -> None:
+        """Say before round 0 whether the whole run can be done here; nothing is charged and nothing released."""
+        key, digest = check.key, check.asked.manifest_digest
+        self.desk.note(check, pb.FETCHING)
+        manifest = self._agreement(check, digest)
+        seat = self.trainer.prepare(manifest)
+        try:
+            preflight.require(seat, self.outbox.objects.folder, self.trainer.device)
+        except RefusedError as error:
+            if seat.access.book is not None:
+                self.custody.note(key.run_id, error)
+            raise
+        self.outbox.store.note_run(key.run_id, manifest.name, digest)
+        self.desk.ready(check)
+        self.say(notice("ready", f"{key.run_id} of {manifest.name}: ready for all its rounds", key))
+
+    def _do(self, task: Task) -> None:
+        """Send the update that is in the outbox, or make it first."""
+        entry = self.outbox.find(task.key, task.offer.base_digest)
+        if entry is None:
+            made = self._make(task)
+            try:
+                self._send(task, made.entry, made.finish)
+            finally:
+                made.finish()  # however the sending ended, what was trained is kept
+            return
+        if entry.refused is not None:
+            code, _, reason = entry.refused.partition(": ")
+            raise RefusedError(code, reason)
+        self.desk.accept(task)
+        self._send(task, entry, lambda: None)
+
+    def _make(self, task: Task) -> Staging:
+        """Train, and write the result; of a private run all of it is on the disk before anything leaves."""
+        offer, key = task.offer, task.key
+        self.desk.note(task, pb.FETCHING)
+        seat = self._seat(task)
+        self.desk.accept(task)
+        base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, self._meter(task, pb.FETCHING))
+        msg = codec.read_state(base)
+        self.say(notice("training", f"{key} of {seat.manifest.name}: training", key, {"name": seat.manifest.name}))
+        self.desk.note(task, pb.TRAINING)
+        state, private = self.outbox.state(key.run_id), seat.access.book is not None
+        meter = self._meter(task, pb.TRAINING, quiet=private)
+        self.pace.begin((key, offer.base_digest), private)
+        try:
+            done = self.trainer.train(seat, key, offer.cohort, msg, state, meter)
+        except StoppedError:
+            raise
+        except Exception:
+            self.pace.hold((key, offer.base_digest), task.stop)  # when it went wrong is no news either
+            raise
+        task.stop.check()
+        attested = self.custody.attested()
+
+        def tell(entry: Entry) -> None:
+            facts = measured.facts(done.evaluation) | {"bytes": entry.size}
+            self.say(notice("staged", f"{key}: {measured.sentence(done.evaluation)}", key, facts))
+
+        made = self.outbox.begin(key, offer.manifest_digest, offer.base_digest, done, attested, tell)
+        if seat.access.book:
+            made.finish()
+        seat.access.commit(made.entry.object_digest)
+        return made
+
+    def _seat(self, task: Task) -> Seat:
+        """Take this silo's place in the run of a task; raises as `_agreement` and `Trainer.prepare`."""
+        manifest = self._agreement(task, task.offer.manifest_digest)
+        seat = self.trainer.prepare(manifest)
+        self.outbox.store.note_run(task.key.run_id, manifest.name, task.offer.manifest_digest, task.offer.base_digest)
+        return seat
+
+    def _agreement(self, task: Task | Check, digest: str) -> RunManifest:
+        """Fetch the manifest of a run that the hospital takes part in.
+
+        Raises RefusedError (E-RUN-35) when a run comes back under another manifest, and as `Custody.admit` before any
+        data is loaded.
+        """
+        run_id = task.key.run_id
+        known = self.outbox.store.manifest_of(run_id)
+        if known not in (None, digest):
+            raise RefusedError(
+                "E-RUN-35", f"expected run {run_id} under the manifest {known[:16]}, found {digest[:16]}: ask the lead"
+            )
+        path = self.transfer.fetch(digest, 0, task.stop, self._meter(task, pb.FETCHING))
+        manifest = _read_manifest(path, digest)
+        if not self.custody.admit(run_id, manifest):
+            raise _UndecidedError
+        return manifest
+
+    def _send(self, task: Task, entry: Entry, ready: Callable[[], None]) -> None:
+        """Upload until the receipt is here; what the coordinator refuses waits for the round's close.
+
+        ready: called before the commit, and before the refusal of an update is noted.
+        """
+        task.stop.check()
+        self.pace.hold((entry.key, entry.base_digest), task.stop)
+        self.desk.note(task, pb.UPLOADING, 0, entry.size)
+        meter = self._meter(task, pb.UPLOADING, checked=False)
+        try:
+            receipt = self.transfer.upload(entry, self.outbox.bundle(entry), self.witness(), task.stop, meter, ready)
+        except FederationError as error:
+            # Nobody refuses an update by the certificate that brings it: that one comes again once it is repaired.
+            if not isinstance(error, StoppedError) and not error.code.startswith(("E-ID", "E-TLS")):
+                ready()
+                self.outbox.store.refuse(entry.key, str(error))
+                self.recycle()
+            raise
+        ready()  # also where it was taken before, and no commit was asked for
+        self.outbox.store.deliver(entry.key, receipt)
+        self.desk.note(task, pb.WAITING)
+        self.say(notice("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
+
+    def _meter(
+        self, task: Task | Check, activity: pb.Activity.ValueType, checked: bool = True, quiet: bool = False
+    ) -> Callable[[int, int], None]:
+        """Make a progress callback; it ends training where it is when the task is given up. quiet: see `Desk.note`."""
+
+        def moved(done: int, total: int) -> None:
+            if checked:
+                task.stop.check()
+            self.desk.note(task, activity, done, total, quiet)
+
+        return moved
+
+    def _idle(self) -> None:
+        """Between tasks: ask for receipts that were lost, and for the closes that a task waits for."""
+        if self.greeted.is_set():
+            self.greeted.clear()
+            for entry in self.outbox.store.unproven():
+                try:
+                    receipt = self.transfer.proof(entry, self.witness())
+                except FederationError as error:
+                    self.say(trouble(error))
+                    return
+                if receipt is not None:
+                    self.outbox.store.deliver(entry.key, receipt)
+        if self.desk.held():
+            self.recycle()
+        self._tidy()
+        if not self.outbox.store.outbox():  # no round is open: there may be none for a long time
+            self.outbox.objects.spares.clear()
+
+    def _tidy(self) -> None:
+        """Delete files that nothing refers to; only this thread writes any."""
+        if self.desk.untidy.is_set():
+            self.desk.untidy.clear()
+            self.outbox.sweep()
+
+
+@lru_cache(maxsize=1)
+def _read_manifest(path: Path, digest: str) -> RunManifest:
+    """Read a manifest from a file that has been held against its digest: once for all rounds of a run."""
+    manifest = RunManifest.from_json(path.read_text(encoding="utf-8"))
+    if manifest.digest() != digest:
+        raise ProtocolError("E-WIRE-04", f"expected the manifest {digest} in canonical form, found another text")
+    return manifest

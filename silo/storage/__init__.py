@@ -1,0 +1,1 @@
+"""The hospital's disk: home folder, database, objects, outbox."""

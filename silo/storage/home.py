@@ -1,0 +1,183 @@
+"""A silo's home on disk: where everything lies, who uses it now, and where the coordinator is.
+
+`identity/` key, certificate, authority, pinned roster    `silo.db` what is remembered    `objects/` files by digest
+`addresses.json` of the coordinator                       `serve.lock` held by a running service
+`instance.json` who served here last                     `policy.toml` what the hospital takes part in
+`ledger.db` what its records were used for, and what is left of their budget
+`ledger.key` the secret that it is chained under        `ledger.json` where both lie instead, when homes share them
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from fl_core.errors import ConfigError, StateError
+from protos.pki.identity import Address
+from protos.storage import private_files as keyfiles
+
+VARIABLE = "CONSILIUM_SILO_HOME"
+LEDGER, LEDGER_KEY = "CONSILIUM_SILO_LEDGER", "CONSILIUM_SILO_LEDGER_KEY"
+"""Name the ledger's file and its key's, whatever the home says."""
+
+
+def default_home() -> Path:
+    """Return the home that CONSILIUM_SILO_HOME names, else ~/.consilium/silo."""
+    named = os.environ.get(VARIABLE)
+    return Path(named).expanduser() if named else Path.home() / ".consilium" / "silo"
+
+
+class Instance(NamedTuple):
+    """A running service, and the one before it on the same home; empty when there was none."""
+
+    id: str
+    previous: str
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The folder of one silo."""
+
+    path: Path
+
+    def make(self) -> Home:
+        """Create the folder, for its owner alone; raises StateError (E-STATE-42) when others may enter it."""
+        keyfiles.private_folder(self.path)
+        return self
+
+    @property
+    def database(self) -> Path:
+        """Name the database."""
+        return self.path / "silo.db"
+
+    @property
+    def ledger(self) -> Path:
+        """Name the privacy ledger: by CONSILIUM_SILO_LEDGER, else as the home says, else in the home.
+
+        A hospital that takes part in several consortia has a home for each, and one ledger for all of them, on one
+        machine. Raises StateError (E-BUDGET-16) when the home's word on it cannot be read.
+        """
+        named = os.environ.get(LEDGER) or self._placed().get("ledger")
+        return Path(named).expanduser() if named else self.path / "ledger.db"
+
+    @property
+    def ledger_key(self) -> Path:
+        """Name the ledger's key: by CONSILIUM_SILO_LEDGER_KEY, else as the home says, else beside the ledger."""
+        named = os.environ.get(LEDGER_KEY) or self._placed().get("key")
+        ledger = self.ledger
+        return Path(named).expanduser() if named else ledger.with_name(f"{ledger.stem}.key")
+
+    def place_ledger(self, ledger: Path, key: Path | None) -> None:
+        """Say where the ledger lies from now on, and its key where that is not beside it."""
+        said = {"ledger": str(ledger.expanduser().absolute())}
+        if key is not None:
+            said["key"] = str(key.expanduser().absolute())
+        keyfiles.write_private(self.path / "ledger.json", json.dumps(said).encode())
+
+    def _placed(self) -> dict[str, str]:
+        path = self.path / "ledger.json"
+        try:
+            found = json.loads(path.read_text())
+            if not isinstance(found, dict) or not all(isinstance(v, str) and v for v in found.values()):
+                raise TypeError("it is no table of paths")
+        except FileNotFoundError:
+            if not path.is_symlink():
+                return {}
+            found = None
+        except (OSError, ValueError, TypeError):
+            found = None
+        if found is None or not set(found) <= {"ledger", "key"}:  # a second ledger would be a second budget
+            raise StateError(
+                "E-BUDGET-16", f"expected the ledger's place in {path}, found something else: silo ledger place PATH"
+            )
+        return {str(k): str(v) for k, v in found.items()}
+
+    @property
+    def attested(self) -> Path:
+        """Name the file with the end of the ledger that the coordinator remembers."""
+        return self.path / "attested.json"
+
+    @property
+    def policy(self) -> Path:
+        """Name the hospital's policy file."""
+        return self.path / "policy.toml"
+
+    @property
+    def had_policy(self) -> Path:
+        """Name the empty file that says that there was a policy file once."""
+        return self.path / "policy.was_here"
+
+    @property
+    def objects(self) -> Path:
+        """Name the folder of files by digest."""
+        return self.path / "objects"
+
+    def write_addresses(self, addresses: tuple[Address, ...]) -> None:
+        """Remember where the coordinator is."""
+        keyfiles.write_public(self.path / "addresses.json", json.dumps([str(a) for a in addresses]).encode())
+
+    def addresses(self) -> tuple[Address, ...]:
+        """Read where the coordinator is; raises StateError (E-STATE-61) before `silo join`."""
+        path = self.path / "addresses.json"
+        try:
+            found = tuple(Address.parse(text) for text in json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError, ConfigError):
+            found = ()
+        if not found:
+            raise StateError(
+                "E-STATE-61", f"expected the coordinator's address in {path}, found none; run `silo join TOKEN`"
+            )
+        return found
+
+    def begin_instance(self) -> Instance:
+        """Name the service that starts now, and the last one here, whose place it takes at the coordinator.
+
+        Guarantees: a copy of a home, on this machine or another, does not continue the original's instance.
+        """
+        path, here = self.path / "instance.json", self.path.stat()
+        place = f"{_machine()} {here.st_dev} {here.st_ino}"
+        try:
+            last = json.loads(path.read_text())
+            previous = str(last["id"]) if last["place"] == place else ""
+        except (OSError, ValueError, KeyError, TypeError):
+            previous = ""  # nobody served here before
+        now = Instance(secrets.token_hex(16), previous)
+        keyfiles.write_public(path, json.dumps({"id": now.id, "place": place}).encode())
+        return now
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep every other service out of this home; raises StateError (E-STATE-60) when one is running.
+
+        The lock is the operating system's: it ends with the process, however that ends.
+        """
+        with (self.path / "serve.lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise StateError(
+                    "E-STATE-60",
+                    f"expected no other `silo serve` on {self.path}, found one (process {file.read().strip() or '?'}); "
+                    "stop it first, or use another home for another silo",
+                ) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+            file.truncate(0)
+
+
+def _machine() -> str:
+    """Return what the operating system calls this machine; empty where it has no name for it, as in a container."""
+    try:
+        return Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        return ""

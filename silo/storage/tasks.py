@@ -1,0 +1,118 @@
+"""What a silo is asked to do: one task per run, round and kind; and what it keeps of a finished one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fl_core.errors import ProtocolError
+from fl_core.types.enums import TaskKind
+from privacy.reports.uncertainty import EvaluationNoise
+from protos.consilium.v1 import federation_pb2 as pb
+
+_KINDS = {pb.TRAIN: TaskKind.TRAIN, pb.EVALUATE: TaskKind.EVALUATE}
+_WIRE = {kind: number for number, kind in _KINDS.items()}
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class TaskKey(NamedTuple):
+    """The name of a task: at most one update is ever made for it."""
+
+    run_id: str
+    round: int
+    kind: TaskKind
+
+    @classmethod
+    def of(cls, message: pb.Offer | pb.RoundClosed | pb.RoundRef | pb.Receipt) -> TaskKey:
+        """Read a message's run, round and kind; raises ProtocolError (E-WIRE-06) when they are none."""
+        if message.kind not in _KINDS or not _RUN.fullmatch(message.run_id):
+            raise ProtocolError(
+                "E-WIRE-06", f"expected a run, a round and a kind, found {message.run_id[:80]!r} and {message.kind}"
+            )
+        return cls(message.run_id, message.round, _KINDS[message.kind])
+
+    @property
+    def wire_kind(self) -> pb.TaskKind.ValueType:
+        """Give the kind as messages carry it."""
+        return _WIRE[self.kind]
+
+    @property
+    def ref(self) -> pb.RoundRef:
+        """Write the key as a message."""
+        return pb.RoundRef(run_id=self.run_id, round=self.round, kind=self.wire_kind)
+
+    def __str__(self) -> str:
+        """Write what a person reads: run, round (counted from 1) and, for an evaluation, that it is one."""
+        return f"{self.run_id} {'evaluation' if self.kind is TaskKind.EVALUATE else f'round {self.round + 1}'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What this silo measured of the model it received: correct answers and test examples per class; stays here.
+
+    noise: what lies on these numbers where not even the hospital counts exactly.
+    """
+
+    classes: tuple[str, ...]
+    correct: tuple[float, ...]
+    examples: tuple[float, ...]
+    noise: EvaluationNoise | None = None
+
+
+class Attested(NamedTuple):
+    """What this hospital states with an update: SHA-256 of its policy, and the end of its ledger; empty without.
+
+    sealed: what the ledger has spent, hex, for the hospital alone to read   restored: how often it was restored.
+    """
+
+    policy: str = ""
+    seq: int = 0
+    head: str = ""
+    sealed: str = ""
+    restored: int = 0
+
+    def message(self) -> pb.Attestation:
+        """Write it as a message."""
+        return pb.Attestation(
+            policy_digest=self.policy, ledger_seq=self.seq, ledger_head=self.head,
+            ledger_sealed=bytes.fromhex(self.sealed), ledger_restored=self.restored,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, message: pb.Attestation) -> Attested:
+        """Read a message."""
+        return cls(
+            message.policy_digest, message.ledger_seq, message.ledger_head, message.ledger_sealed.hex(),
+            message.ledger_restored,
+        )  # fmt: skip
+
+
+def further(attested: Attested) -> tuple[int, int]:
+    """Return what orders ends of a ledger in time: after a restoration the numbers of events begin lower again."""
+    return attested.restored, attested.seq
+
+
+NOTHING_ATTESTED = Attested()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A finished task whose round is not known to be closed: the bundle on disk, and the state that waits with it.
+
+    state_digest is None for an evaluation, which changes no state. receipt holds the signed receipt once it is here;
+    refused says why the coordinator will never take the bundle. mirrored: the state counts only if the bundle is
+    included, because the server keeps a sum of such states.
+    """
+
+    key: TaskKey
+    manifest_digest: str
+    base_digest: str
+    contribution_id: str
+    object_digest: str
+    size: int
+    state_digest: str | None = None
+    receipt: bytes | None = None
+    refused: str | None = None
+    mirrored: bool = True
+    attested: Attested = NOTHING_ATTESTED

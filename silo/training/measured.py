@@ -1,0 +1,58 @@
+"""What a hospital reads of its own evaluation: counts, or of a noisy one an interval or nothing."""
+
+from __future__ import annotations
+
+import math
+
+from privacy.reports import uncertainty
+from privacy.reports.uncertainty import NOTHING, Estimate
+from silo.storage.tasks import Evaluation
+
+
+def estimate(found: Evaluation) -> Estimate:
+    """Estimate the accuracy of the model that was received on the own test examples."""
+    return uncertainty.accuracy(found.correct, found.examples, found.noise)
+
+
+def sentence(found: Evaluation) -> str:
+    """Say how good the received model is here."""
+    share = estimate(found)
+    if share == NOTHING:
+        return "trained; no model or no test examples to measure"
+    if share.exact:
+        right, of = sum(found.correct), sum(found.examples)
+        return f"the received model is right on {right:.0f} of {of:.0f} own test examples"
+    return f"the received model's accuracy on the own test examples: {share.text()}"
+
+
+def overall(found: Evaluation) -> str:
+    """Write the accuracy, with its counts where they are exact."""
+    share = estimate(found)
+    right, of = sum(found.correct), sum(found.examples)
+    return f"{right:.0f}/{of:.0f} {share.text()}" if share.exact else share.text()
+
+
+def classes(found: Evaluation) -> str:
+    """Write the accuracy of each class of which there is a number; counts where they are exact."""
+    texts = []
+    numbers = uncertainty.by_class(found.correct, found.examples, found.noise)
+    for name, right, of, share in zip(found.classes, found.correct, found.examples, numbers, strict=True):
+        if share.point is not None:
+            texts.append(f"{name} {right:.0f}/{of:.0f}" if share.exact else f"{name} {share.text()}")
+    return ", ".join(texts) or "-"
+
+
+def facts(found: Evaluation) -> dict[str, float | bool | None]:
+    """Write the sums over all classes, and what they say, for machines; noise_std: of the noise on either sum."""
+    sums = {"correct": sum(found.correct), "examples": sum(found.examples)}
+    return {**sums, "noise_std": _std(found, len(found.classes)), **estimate(found).facts()}
+
+
+def class_facts(found: Evaluation) -> dict[str, object]:
+    """Write the sums of each class, and what all say, for machines; noise_std: of the noise on the sums of a class."""
+    sums = {"classes": list(found.classes), "correct": list(found.correct), "examples": list(found.examples)}
+    return {**sums, "noise_std": _std(found, 1), **estimate(found).facts()}
+
+
+def _std(found: Evaluation, rows: int) -> float:
+    return found.noise.std * math.sqrt(found.noise.draws * rows) if found.noise else 0.0

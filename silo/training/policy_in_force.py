@@ -1,0 +1,44 @@
+"""The policy in force in a home, and the memory that there was one: what vanished is not what never was."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shlex
+
+from fl_core.errors import RefusedError, StateError
+from privacy import policy_file
+from privacy.policy import Policy
+from protos.storage import private_files as keyfiles
+from silo.storage.home import Home
+
+UNUSABLE = ("E-POLICY-01", "E-POLICY-10", "E-POLICY-13")
+"""Codes of a policy file that allows nothing, whatever is asked."""
+
+
+def in_force(home: Home) -> Policy:
+    """Read the policy of a home.
+
+    Raises RefusedError: as `Policy.read`; E-POLICY-13 where this home had a policy file once and has none now.
+    """
+    policy = Policy.read(home.policy)
+    if policy.digest:
+        if not home.had_policy.exists():
+            with contextlib.suppress(OSError, StateError):  # a home that cannot be written is used as before
+                keyfiles.write_private(home.had_policy, b"")
+    elif home.had_policy.exists():
+        raise RefusedError(
+            "E-POLICY-13",
+            f"expected the policy file {home.policy}, which was here before, found none: put it back; where the "
+            f"defaults are meant from now on, say so with an empty one: touch {shlex.quote(str(home.policy))}",
+        )
+    return policy
+
+
+def digest_of(home: Home) -> str:
+    """Return the SHA-256 of the policy file, whatever it says; empty where there is none, or none that can be read."""
+    try:
+        found = policy_file.open_file(home.policy)
+    except RefusedError:
+        return ""
+    return "" if found is None else hashlib.sha256(found[0]).hexdigest()

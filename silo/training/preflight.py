@@ -1,0 +1,94 @@
+"""What a hospital looks at before round 0 of a run, beside its place in it: the whole budget, memory and disk.
+
+Policy, software, data, its registration and the model's weights were looked at when the seat was made. Nothing is read
+of any record here, nothing charged and nothing released; what is said of a shortage follows from the manifest alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fl_core.errors import RefusedError
+from fl_core.training.devices import free_memory
+from privacy import profiles as plan
+from privacy.accounting.record_config import Terms
+from silo.training.trainer import Seat
+
+COPIES = 4
+"""Of a model while it is trained: itself, what was received, its gradient, the optimizer's memory or the update."""
+OBJECTS = 4
+"""Of a model's size on the disk at once: two bases, the update, the staged state."""
+_MIB = 1 << 20
+
+
+def require(seat: Seat, folder: Path, device: torch.device) -> None:
+    """Raise RefusedError unless the whole run fits here: E-RUN-40, E-BUDGET-02, E-RUN-39 or E-RUN-38.
+
+    folder: where objects lie; device: where models are trained.
+    """
+    _budget(seat)
+    _disk(seat.bench.model, folder)
+    _memory(seat, device)
+
+
+def _budget(seat: Seat) -> None:
+    book = seat.access.book
+    if book is not None:
+        from privacy.reports.projection import whole_run
+
+        book.require(whole_run(seat.manifest, seat.index, seat.submits, "class counts" not in book.counts()))
+
+
+def _disk(model: nn.Module, folder: Path) -> None:
+    need = OBJECTS * state_bytes(model)
+    if shutil.disk_usage(folder).free < need:
+        raise RefusedError(
+            "E-RUN-39",
+            f"expected {_mib(need)} of free disk for the run's bases, update and state, found less: free some where "
+            "the silo's home lies, or choose a smaller model",
+        )
+
+
+def _memory(seat: Seat, device: torch.device) -> None:
+    free, model = free_memory(device), seat.bench.model
+    rows = _rows(seat)
+    need = training_bytes(model, rows)
+    if free is None or need <= free:
+        return
+    remedy = "choose a smaller model"
+    if rows > 1:
+        remedy = f"set privacy.physical_batch=1, which needs {_mib(training_bytes(model, 1))}, or a few, or {remedy}"
+    raise RefusedError("E-RUN-38", f"expected about {_mib(need)} of free memory on {device}, found less: {remedy}")
+
+
+def _rows(seat: Seat) -> int:
+    """Return how many examples' gradients are computed at once, a public constant; 0 without record-level privacy."""
+    if not isinstance(plan.terms_of(seat.manifest.privacy), Terms):
+        return 0
+    from privacy.dp_sgd.data_opener import course_of
+
+    return course_of(seat.manifest, seat.index).rows
+
+
+def state_bytes(model: nn.Module) -> int:
+    """Count the bytes of a model's parameters and buffers."""
+    return sum(t.numel() * t.element_size() for t in chain(model.parameters(), model.buffers()))
+
+
+def training_bytes(model: nn.Module, at_once: int) -> int:
+    """Estimate the bytes that training takes: copies of the model, and gradients of single examples.
+
+    at_once: how many examples' gradients are held; 0 without record-level privacy. Activations come on top; layers
+    whose gradients need not be held stay below it.
+    """
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return COPIES * state_bytes(model) + at_once * gradients
+
+
+def _mib(count: int) -> str:
+    return f"{-(-count // _MIB)} MiB"

@@ -1,0 +1,276 @@
+"""A task's arithmetic at the hospital: check the manifest, build what it names, do `fl_core.rounds.silo_round.work`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from fl_core import datasets
+from fl_core.aggregation import adaptive_guards as steering
+from fl_core.datasets import SiloDataset
+from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, StateError
+from fl_core.models import build_model
+from fl_core.rounds import sampling as cohort
+from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.silo_round import METRICS, Bench, work
+from fl_core.simulation.in_process import bench_of, initial_state
+from fl_core.training.devices import choose_device as choose_device
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import Bundle, Federation, Outcome, Progress, State, TaskKind, Turn, Visit
+from privacy import profiles as plan
+from privacy.accounting.record_config import nominal
+from privacy.dp_sgd.class_sums import Units
+from privacy.reports.uncertainty import own_noise
+from silo.connection.retry import StoppedError
+from silo.storage.outbox import Finished
+from silo.storage.tasks import Evaluation, TaskKey
+from silo.training.hospital_controls import Access, Custody
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[Bench, State, State | None, SiloData, Turn, TaskKind], Outcome]
+"""A silo's whole round: `fl_core.rounds.silo_round.work`, or what a benchmark does in its place."""
+
+
+def software() -> str:
+    """Return the name and version of this software, as manifests carry it."""
+    return f"consilium-fl {metadata.version('consilium-fl')}"
+
+
+class DataSource:
+    """The hospital's data, as each run wants it: its label space and its image size."""
+
+    def __init__(self, reference: str, data_root: Path | None = None, nominal_size: float | None = None) -> None:
+        self.reference = datasets.parse(reference)
+        self._data_root = data_root
+        self._nominal_size = nominal_size
+        self._last: tuple[tuple[tuple[str, ...] | None, int | None], SiloDataset] | None = None
+
+    def load(self, classes: tuple[str, ...] | None = None, image_size: int | None = None) -> SiloDataset:
+        """Load, or give again what was loaded last; raises ConfigError or DataError as `fl_core.datasets.load`."""
+        wanted = (classes, image_size)
+        if self._last is None or self._last[0] != wanted:
+            loaded = datasets.load(
+                str(self.reference), data_root=self._data_root, classes=classes, image_size=image_size
+            )
+            self._last = (wanted, loaded)
+        return self._last[1]
+
+    @property
+    def nominal_size(self) -> float:
+        """Return the declared number of training units: as typed, else the true one rounded up."""
+        if self._nominal_size is None:
+            self._nominal_size = float(nominal(len(Units.of(self.load().train))))
+        return self._nominal_size
+
+
+class _Notebook:
+    """A guard that changes nothing and writes down what was measured, before anything is noised or masked."""
+
+    def __init__(self) -> None:
+        self.metrics: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+
+    def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002
+        part = bundle[METRICS]
+        self.metrics = (
+            tuple(float(v) for v in part.total["correct"]),
+            tuple(float(v) for v in part.weight),
+        )
+        return bundle
+
+    def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
+        return total
+
+    def sensitivity(self) -> Mapping[str, float]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A silo's place in a run whose manifest fits: everything that is built once.
+
+    submits: prototypes leave   broadcast: names, shapes and types of what the run's server sends.
+    """
+
+    manifest: RunManifest
+    index: int
+    dataset: SiloDataset
+    bench: Bench
+    notebook: _Notebook
+    access: Access
+    submits: bool
+    broadcast: Mapping[str, object]
+
+
+class Trainer:
+    """Runs tasks on one hospital's data.
+
+    custody: gives each run its way to the examples   device: where models are trained   prototypes: False is the
+    hospital's own opt-out, for every run   do: the round.
+    """
+
+    def __init__(
+        self,
+        silo: str,
+        data: DataSource,
+        custody: Custody,
+        device: torch.device,
+        prototypes: bool = True,
+        do: Work = work,
+    ) -> None:
+        self._silo = silo
+        self._custody = custody
+        self._data = data
+        self.device = device
+        self._prototypes = prototypes
+        self._do = do
+        self._seat: tuple[str, Seat] | None = None
+
+    def prepare(self, manifest: RunManifest) -> Seat:
+        """Check that this silo can do its part of a run, and build what it needs.
+
+        Raises RefusedError: E-PRIV-01 (before any data is touched) on a privacy profile unknown here, E-RUN-34 on
+        another version of the software, as `Custody.access` for what the hospital does not allow; ConfigError
+        (E-RUN-05) when this silo is no member; DataError when the data cannot be loaded or is not what the run is about
+        (E-DATA-30); ProtocolError (E-WIRE-02) on another layout.
+        """
+        policy = self._custody.policy_digest()
+        if self._seat is not None and (self._seat[0], self._seat[1].manifest) == (policy, manifest):
+            return self._seat[1]
+        guards = plan.build(manifest).silo
+        if not _compatible(manifest.software, software()):
+            raise RefusedError(
+                "E-RUN-34", f"expected a run of {software()}, found one of {manifest.software}: upgrade the older side"
+            )
+        index = manifest.index(self._silo)
+        private = plan.is_private(manifest.privacy)
+        with _discreet(private, ConfigError):
+            dataset = self._data.load(manifest.schema.classes, manifest.image_size)
+        if dataset.schema != manifest.schema:
+            raise DataError(
+                "E-DATA-30",
+                f"expected examples of {manifest.schema} for run {manifest.name!r}, found {dataset.schema} in "
+                f"{dataset.origin}: serve the data that the run is about",
+            )
+        bench = bench_of(manifest)
+        scratch = build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
+        own = derive_layout(bench.method, scratch, manifest.schema, manifest.personal)
+        if {**own, **plan.parts(manifest.privacy)} != manifest.layout:
+            raise ProtocolError(
+                "E-WIRE-02",
+                f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "
+                "both sides must run the same version",
+            )
+        bench.model.to(self.device)
+        notebook = _Notebook()
+        with _discreet(private, ConfigError, RefusedError):
+            access = self._custody.access(manifest, index, dataset, self._data.nominal_size)
+        bench = dataclasses.replace(bench, guards=(notebook, *guards))
+        submits = self._prototypes and access.submits and manifest.members[index].prototypes
+        broadcast = _form(bench.method.broadcast(initial_state(manifest)))
+        seat = Seat(manifest, index, dataset, bench, notebook, access, submits, broadcast)
+        self._seat = (policy, seat)
+        return seat
+
+    def train(
+        self, seat: Seat, key: TaskKey, size: int, msg: State, state: State | None, progress: Progress
+    ) -> Finished:
+        """Do one task. size: the cohort that the offer names; progress: told (steps done, steps in all).
+
+        Raises ProtocolError (E-RUN-33) on a round or cohort that the manifest's seed does not give, (E-WIRE-02) on a
+        message of another form; RefusedError, before any example is read, on a round that the ledger does not admit
+        (E-BUDGET-..) or another clip (E-PRIV-19); StateError (E-RUN-31) for whatever goes wrong in a private run once
+        examples are read.
+        Guarantees: equals `fl_core.simulation.in_process.LocalPort` for the same manifest and index, bit for bit on
+        the CPU.
+        """
+        manifest = seat.manifest
+        try:
+            fed = self._federation(seat, key, size)
+        except ProtocolError as error:
+            if seat.access.book is not None:  # a round that the plan does not have would be one more release
+                self._custody.note(key.run_id, error)
+            raise
+        self._check_broadcast(seat, msg)
+        turn = Turn(fed, seat.index, manifest.seed, seat.submits)
+        steering.told(seat.bench.guards, msg)  # a clip of the coordinator's own is refused before anything is charged
+        with _threads(manifest.threads), seat.access.turn(key.run_id):
+            visit = Visit(seat.dataset.train, seat.dataset.test, manifest.train, turn, self.device, progress)
+            doors = seat.access.doors(visit)
+            with _discreet(seat.access.book is not None):
+                outcome = self._do(seat.bench, msg, state, doors, turn, key.kind)
+        evaluation = Evaluation(manifest.schema.classes, *seat.notebook.metrics, own_noise(manifest))
+        return Finished(outcome.bundle, outcome.state, evaluation, seat.bench.method.mirrored)
+
+    @staticmethod
+    def _check_broadcast(seat: Seat, msg: State) -> None:
+        """Refuse a message of another form before any example is read.
+
+        With prototypes of one class less, for instance, a round would fail where a record of that class is there.
+        """
+        found = _form(steering.without(msg, steering.groups(seat.bench.guards)))
+        if found != seat.broadcast:
+            apart = sorted(g for g in {*found, *seat.broadcast} if found.get(g) != seat.broadcast.get(g))
+            raise ProtocolError(
+                "E-WIRE-02",
+                f"expected of the coordinator what the server of {seat.manifest.method.name} sends, found other names, "
+                f"shapes or types under {apart[0]!r}: both sides must run the same version",
+            )
+
+    @staticmethod
+    def _federation(seat: Seat, key: TaskKey, size: int) -> Federation:
+        """Check an offer against the public facts, which everybody can compute."""
+        manifest, train = seat.manifest, key.kind is TaskKind.TRAIN
+        drawn = cohort.sample(manifest.seed, key.round, len(manifest.members), manifest.cohort if train else 0)
+        late = key.round >= manifest.rounds if train else key.round > manifest.rounds
+        if late or size != len(drawn) or seat.index not in drawn:
+            raise ProtocolError(
+                "E-RUN-33",
+                f"expected a {key.kind.value} task for silos {drawn} in round {key.round} of {manifest.rounds}, found "
+                f"one for silo {seat.index} in a cohort of {size}: the offer does not follow from the manifest",
+            )
+        return Federation(len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, len(drawn))
+
+
+def _form(msg: State) -> dict[str, object]:
+    return {group: {n: (tuple(v.shape), v.dtype) for n, v in values.items()} for group, values in msg.items()}
+
+
+def _compatible(theirs: str, ours: str) -> bool:
+    """Tell whether two versions compute the same: equal up to the patch level. A manifest without one fits any."""
+    return not theirs or theirs.rpartition(".")[0] == ours.rpartition(".")[0]
+
+
+@contextmanager
+def _discreet(private: bool, *told: type[FederationError]) -> Iterator[None]:
+    """Of what goes wrong with records at hand in a private run tell nothing but that it did, always in the same words.
+
+    told: errors that are about the run, the policy or the ledger, and keep their codes. The cause is in the log.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not private or isinstance(error, (StoppedError, *told)):
+            raise
+        log.exception("a task of a private run failed")
+        raise StateError("E-RUN-31", f"the task failed at this silo: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Run with the manifest's number of CPU threads, which decides the last bit of sums; 0 leaves the machine's."""
+    before = torch.get_num_threads()
+    try:
+        if number:
+            torch.set_num_threads(number)
+        yield
+    finally:
+        torch.set_num_threads(before)
