@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import numpy as np
@@ -56,11 +57,12 @@ class Keys(Protocol):
         ...
 
 
-class _Bytes:
+class _Bytes(ABC):
     """Numbers from a stream of random bytes."""
 
+    @abstractmethod
     def _bytes(self, n: int) -> bytes:
-        raise NotImplementedError
+        """Give the next n bytes."""
 
     def uniform(self, n: int) -> Tensor:
         """Draw float64 uniforms of [0, 1) with 53 random bits each (n,)."""
