@@ -43,9 +43,9 @@ def write_sealed(path: Path, pieces: Iterable[memoryview], sync: bool = True) ->
 
     sync: False leaves the last step, and the wait for it, to the caller; nothing is on its way to the disk then.
 
-    Blocks are hashed by the thread that writes them, while they are in its cache (benchmarks/round_trip/README.md says
-    what a second one gains). A file that is there already is written over in place, which takes no new room, and is as
-    long as what was written. Raises OSError as write and fsync do.
+    Blocks are hashed by the thread that writes them, while they are in its cache. A file that is there already is
+    written over in place, which takes no new room, and is as long as what was written. Raises OSError as write and
+    fsync do.
     """
     found, size, behind = Hasher(), 0, 0
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
