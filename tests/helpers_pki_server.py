@@ -1,6 +1,6 @@
-"""A coordinator in a process of its own: real TLS, a handler that authorises, refusals as JSON lines on stdout.
+"""A coordinator in a process of its own: real TLS, a handler that authorises, calls and denials as JSON on stdout.
 
-Run as a script: helpers_pki_server.py HOME. A line on stdin is written to file descriptor 2; end of input stops it.
+Run as a script: helpers_pki_server.py HOME; end of input stops it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 class Server:
     """The process, and what it has said."""
 
-    def __init__(self, home: Path, trace: bool = True) -> None:
+    def __init__(self, home: Path) -> None:
         drop = {"GRPC_TRACE", "GRPC_VERBOSITY", "GRPC_SSL_CIPHER_SUITES"}
         env = {k: v for k, v in os.environ.items() if k not in drop and "proxy" not in k.lower()}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(home), "trace" if trace else "plain"],
+            [sys.executable, __file__, str(home)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -62,10 +62,6 @@ class Server:
         while not self._events.empty():
             self._events.get_nowait()
 
-    def say(self, line: str) -> None:
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
     def stop(self) -> str:
         if self._process.poll() is None:
             self._process.stdin.close()
@@ -74,13 +70,10 @@ class Server:
 
 
 def main() -> None:
-    home, trace = Path(sys.argv[1]), sys.argv[2] == "trace"
-    from coordinator.tls.handshake_log import trace_handshakes, watch_refusals
+    home = Path(sys.argv[1])
     from protos.tls.connect import require_tls13
 
     require_tls13()
-    if trace:
-        trace_handshakes()
 
     import logging
     from concurrent import futures
@@ -128,14 +121,12 @@ def main() -> None:
             return grpc.unary_unary_rpc_method_handler(call)
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    with watch_refusals(lambda r: emit(kind="refused", code=r.code, reason=r.reason, peer=r.peer)):
-        server = grpc.server(futures.ThreadPoolExecutor(4), handlers=[Handler()])
-        port = server.add_secure_port("127.0.0.1:0", server_credentials(home))
-        server.start()
-        emit(kind="port", port=port)
-        for line in sys.stdin:
-            os.write(2, line.encode())
-        server.stop(0).wait()
+    server = grpc.server(futures.ThreadPoolExecutor(4), handlers=[Handler()])
+    port = server.add_secure_port("127.0.0.1:0", server_credentials(home))
+    server.start()
+    emit(kind="port", port=port)
+    sys.stdin.read()
+    server.stop(0).wait()
 
 
 if __name__ == "__main__":

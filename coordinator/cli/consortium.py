@@ -103,7 +103,6 @@ def serve(
     from coordinator.api.server import CoordinatorServer, Settings
     from coordinator.config.manifest_builder import compose, software
     from coordinator.runs.malloc_tuning import give_back_large_blocks, use_huge_pages
-    from coordinator.tls.handshake_log import watch_refusals
 
     give_back_large_blocks()
     use_huge_pages()
@@ -113,12 +112,11 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
 
-    with watch_refusals():
-        server = CoordinatorServer(place, bind, compose, Settings(software=software()))
-        gc.freeze()  # what was imported stays: the collector need not look at it again and again
-        port = server.start()
-        display.ERR.print(f"serving on {bind.rsplit(':', 1)[0]}:{port}; stop with Ctrl-C")
-        while not stop.wait(3600):
-            pass
-        display.ERR.print("stopping: runs continue when the service is started again")
-        server.stop()
+    server = CoordinatorServer(place, bind, compose, Settings(software=software()))
+    gc.freeze()  # what was imported stays: the collector need not look at it again and again
+    port = server.start()
+    display.ERR.print(f"serving on {bind.rsplit(':', 1)[0]}:{port}; stop with Ctrl-C")
+    while not stop.wait(3600):
+        pass
+    display.ERR.print("stopping: runs continue when the service is started again")
+    server.stop()

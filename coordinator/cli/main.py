@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from coordinator.tls.handshake_log import trace_handshakes
 from protos.tls.connect import hush_core, require_tls13
 
 require_tls13()  # before anything imports gRPC
-if "serve" in sys.argv[1:2]:
-    trace_handshakes()  # the service explains whom it turned away
-else:
-    hush_core()
+if "serve" not in sys.argv[1:2]:
+    hush_core()  # the service's log keeps the core's lines: they say why a handshake was refused
 
 import gc  # noqa: E402
 import importlib  # noqa: E402

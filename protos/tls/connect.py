@@ -46,8 +46,8 @@ def require_tls13() -> None:
 def hush_core() -> None:
     """Keep gRPC's C core from writing handshake failures to stderr beside our own explanations.
 
-    For programs that dial; the service listens to those lines instead (`coordinator.tls.handshake_log`). A level
-    that the user chose stays. Call it before anything imports grpc.
+    For programs that dial; the service's log keeps those lines. A level that the user chose stays. Call it before
+    anything imports grpc.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 

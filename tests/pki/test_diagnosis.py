@@ -275,18 +275,6 @@ def test_require_tls13_must_come_before_grpc():
     assert run(late) == "E-TLS-17"
 
 
-def test_tracing_must_come_before_grpc():
-    early = "from coordinator.tls.handshake_log import trace_handshakes as t\nt(); t()\nimport grpc, os\n"
-    early += "print(os.environ['GRPC_TRACE'])"
-    assert run(early) == "handshaker"
-    late = (
-        "import grpc\nfrom coordinator.tls.handshake_log import trace_handshakes as t\n"
-        "from fl_core.errors import StateError\n"
-        "try:\n t()\nexcept StateError as e:\n print(e.code)"
-    )
-    assert run(late) == "E-TLS-17"
-
-
 def test_protos_does_not_import_grpc():
     pki = ["identity", "certificates", "invitation", "roster", "offline_signing"]
     modules = [f"pki.{m}" for m in pki] + [f"tls.{m}" for m in ("connect", "causes", "proxy", "diagnosis")]
