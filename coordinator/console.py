@@ -169,7 +169,18 @@ def doing(silo: pb.SiloInfo) -> str:
     if word in ("idle", "activity_unspecified"):
         return "present"
     share = f" {100 * min(silo.done, silo.total) // silo.total} %" if silo.total else ""
-    return f"{word} (round {silo.round}){share}"
+    return f"{word} (round {silo.round + 1}){share}"
+
+
+def round_text(number: int, kind: pb.TaskKind.ValueType) -> str:
+    """Name a round as people count, from 1; the evaluation after the last round has a name and no number."""
+    return "evaluation" if kind == pb.EVALUATE else str(number + 1)
+
+
+def _place(event: pb.Event, rounds: int) -> str:
+    if event.kind not in ("opened", "accepted", "refused", "arrived", "closed"):
+        return ""  # of the whole run
+    return f"round {event.round + 1}/{rounds}" if event.round < rounds else "evaluation"
 
 
 class Watcher:
@@ -215,7 +226,7 @@ class Watcher:
 
     def _line(self, event: pb.Event) -> str:
         info = self._info
-        text = f"{clock(event.at_unix)}  {event.kind:<9} round {event.round}/{info.rounds}"
+        text = f"{clock(event.at_unix)}  {event.kind:<9} {_place(event, info.rounds)}".rstrip()
         if event.silo:
             text += f"  {event.silo}"
         if event.kind == "closed":

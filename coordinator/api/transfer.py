@@ -209,7 +209,7 @@ class TransferService:
 
 def _forgotten(c: Contribution) -> StateError:
     return StateError(
-        "E-RUN-06", f"expected an open round, found that round {c.round} of {c.run_id} is over: discard this"
+        "E-RUN-06", f"expected an open round, found that round {c.round + 1} of {c.run_id} is over: discard this"
     )
 
 

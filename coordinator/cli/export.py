@@ -94,7 +94,7 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
         "|---|---|---|---|",
         *(
             f"| {m.name} | {took_part[m.name]} | {'yes' if m.prototypes else 'no'} | "
-            f"{', '.join(f'{r.round} ({r.missing[m.name]})' for r in trained if m.name in r.missing) or '-'} |"
+            f"{', '.join(f'{r.round + 1} ({r.missing[m.name]})' for r in trained if m.name in r.missing) or '-'} |"
             for m in manifest.members
         ),
         "",

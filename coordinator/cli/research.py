@@ -47,7 +47,9 @@ class _Lines:
         hidden = self._noise.scores
         scores = display.personal_text(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))
         found = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))
-        display.ERR.print(f"round {record.round:>3}  accuracy {found.text()}{scores}")
+        trained = record.kind is TaskKind.TRAIN
+        when = f"before round {record.round + 1:>3}" if trained else f"after round  {record.round:>3}"
+        display.ERR.print(f"{when}  accuracy {found.text()}{scores}")
 
 
 def simulate(

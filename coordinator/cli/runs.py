@@ -147,7 +147,7 @@ def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
     rows = []
     for r in detail.rounds:
         rows.append((
-            str(r.round), pb.TaskKind.Name(r.kind).lower(), measured.of_round(r).text(),
+            display.round_text(r.round, r.kind), pb.TaskKind.Name(r.kind).lower(), measured.of_round(r).text(),
             ", ".join(r.included), "; ".join(f"{k}: {v}" for k, v in r.missing.items()) or "-", str(r.clipped),
         ))  # fmt: skip
     head = ("round", "kind", "accuracy before it", "took part", "missing", "clipped")

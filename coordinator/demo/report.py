@@ -140,7 +140,8 @@ def _picture(path: Path, details: Mapping[str, pb.RunDetail]) -> None:
         axes.plot(range(len(found)), middle, color=COLOURS[method], linewidth=2, label=label)
         if any(not e.exact for e in found):  # what is withheld is a gap
             axes.fill_between(range(len(found)), low, high, color=COLOURS[method], alpha=0.15, linewidth=0)
-    axes.set(xlabel="round", ylabel="global accuracy (%)", ylim=(0, 100), title="Six hospitals, class-disjoint digits")
+    axes.set(xlabel="rounds done", ylabel="global accuracy (%)", ylim=(0, 100))
+    axes.set_title("Six hospitals, class-disjoint digits")
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0)

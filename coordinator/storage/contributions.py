@@ -192,11 +192,11 @@ def _expect_open(row: Any, c: Contribution) -> None:  # noqa: ANN401  # of `_ROU
         what = "one that did not ask this silo"
     if row is None or what is not None:
         raise StateError(
-            "E-RUN-06", f"expected an open round, found {what} ({c.run_id}, round {c.round}): discard this update"
+            "E-RUN-06", f"expected an open round, found {what} ({c.run_id}, round {c.round + 1}): discard this update"
         )
     if (row.kind, row.base_digest, row.manifest_digest) != (c.kind.value, c.base_digest, c.manifest_digest):
         raise ProtocolError(
             "E-WIRE-12",
-            f"expected an update of round {c.round} for the manifest {row.manifest_digest[:16]} and the base "
+            f"expected an update of round {c.round + 1} for the manifest {row.manifest_digest[:16]} and the base "
             f"{row.base_digest[:16]}, found {c.manifest_digest[:16]} and {c.base_digest[:16]} ({c.kind.value})",
         )

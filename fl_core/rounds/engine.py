@@ -106,7 +106,7 @@ class Engine:
         if len(included) < needed:
             raise UnavailableError(
                 "E-RUN-03",
-                f"round {t}: expected updates of at least {needed} of {len(ids)} silos, found {len(included)}; "
+                f"round {t + 1}: expected updates of at least {needed} of {len(ids)} silos, found {len(included)}; "
                 + "; ".join(f"{name}: {why}" for name, why in missing.items()),
             )
         metrics = total[METRICS]

@@ -42,21 +42,21 @@ def refused(
         )
     spent = account.history(collection)
     if not (budget.admits(spent, asked) and (cap is None or cap.admits(spent, asked))):
-        said = f"the privacy budget of {collection!r} does not cover round {task.round} of this run"
+        said = f"the privacy budget of {collection!r} does not cover round {task.round + 1} of this run"
         return RefusedError("E-BUDGET-01", said)
     before = [e for e in account.of_run(task.run, task.manifest, collection) if e.charged]
     tried = sum((e.round, e.kind) == (task.round, task.kind) for e in before)
     if tried >= ATTEMPTS:
         return RefusedError(
             "E-BUDGET-13",
-            f"expected round {task.round} of run {task.run} at most {ATTEMPTS} times, found that {collection!r} was "
-            f"charged for it {tried} times",
+            f"expected round {task.round + 1} of run {task.run} at most {ATTEMPTS} times, found that {collection!r} "
+            f"was charged for it {tried} times",
         )
     of_run = [p.mechanism for e in before for p in e.planned]
     if not all(bound.admits(of_run, asked) for bound in run):
         return RefusedError(
             "E-BUDGET-12",
             f"what run {task.run}, and any of the same manifest, may spend of {collection!r} in all does not cover "
-            f"round {task.round}: it asks for more than it announced, or than the policy allows one run",
+            f"round {task.round + 1}: it asks for more than it announced, or than the policy allows one run",
         )
     return None

@@ -234,8 +234,8 @@ class Trainer:
         if late or size != len(drawn) or seat.index not in drawn:
             raise ProtocolError(
                 "E-RUN-33",
-                f"expected a {key.kind.value} task for silos {drawn} in round {key.round} of {manifest.rounds}, found "
-                f"one for silo {seat.index} in a cohort of {size}: the offer does not follow from the manifest",
+                f"expected a {key.kind.value} task for silos {drawn} in round {key.round + 1} of {manifest.rounds}, "
+                f"found one for silo {seat.index} in a cohort of {size}: the offer does not follow from the manifest",
             )
         return Federation(len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, len(drawn))
 

@@ -6,6 +6,7 @@ import pytest
 
 from coordinator import console as display
 from coordinator.console import percent
+from protos.consilium.v1 import federation_pb2 as pb
 
 
 @pytest.mark.parametrize(
@@ -29,3 +30,22 @@ def test_text_is_shown_as_it_is(console: str, capsys: pytest.CaptureFixture[str]
     assert shown.count(AS_IT_IS) == 2
     assert "[/title]" in shown
     assert "[/head]" in shown
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "said"),
+    [("opened", 0, "round 1/3"), ("closed", 2, "round 3/3"), ("closed", 3, "evaluation"), ("ended", 3, "")],
+)
+def test_rounds_are_counted_from_one_for_people(
+    kind: str, number: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with display.Watcher() as watcher:
+        watcher.show(pb.Event(kind=kind, round=number, info=pb.RunInfo(rounds=3, accuracy=-1, best_accuracy=-1)))
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert ("round" in shown) == said.startswith("round")
+
+
+def test_a_round_is_named_by_its_place_and_the_evaluation_after_the_last_by_what_it_is() -> None:
+    assert display.round_text(0, pb.TRAIN) == "1"
+    assert display.round_text(3, pb.EVALUATE) == "evaluation"

@@ -93,7 +93,7 @@ def test_a_personal_score_that_is_no_share_is_shown_nowhere(value: float) -> Non
 
 def test_a_silo_is_never_further_than_done() -> None:
     told = pb.SiloInfo(state="online", activity=pb.TRAINING, done=70, total=39)
-    assert display.doing(told) == "training (round 0) 100 %"
+    assert display.doing(told) == "training (round 1) 100 %"
 
 
 @pytest.mark.parametrize("size", [math.nan, math.inf, -1.0])
