@@ -50,11 +50,9 @@ check: setup  ## Style, types, layers, generated code, configuration
 
 bench: setup  ## The benchmarks, with their numbers
 	@$(BIN)/python -m benchmarks.round_trip --silos 3 --params 11183582 --json
-	@$(BIN)/python -m benchmarks.step_cost --json
-	@$(BIN)/python -m benchmarks.throughput --json
+	@$(BIN)/python -m benchmarks.steps --json
 	@$(BIN)/python -m benchmarks.simulate --json
 	@$(BIN)/python -m benchmarks.simulate --epochs 1 --json
-	@$(BIN)/python -m benchmarks.dp_step --json
 	@$(BIN)/python -m benchmarks.fedmr_digits
 
 protos: setup  ## Regenerate the protocol code and the error pages

@@ -11,21 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import dp_step, simulate, step_cost, throughput, timing
-from benchmarks.dp_step import __main__ as dp_step_program
-from benchmarks.dp_step.arms import OpacusSteps, PlainSteps, PrivateSteps, arms, course_of
-from benchmarks.local_step import BareSteps, Setting, Steps, method_of
+from benchmarks import timing
 from benchmarks.simulate import __main__ as simulate_program
-from benchmarks.step_cost import __main__ as step_cost_program
-from benchmarks.step_cost.naive import LoopFedMR, intra_loop
-from benchmarks.throughput import __main__ as throughput_program
+from benchmarks.steps import __main__ as program
+from benchmarks.steps.ways import OpacusSteps, PlainSteps, PrivateSteps, Setting, course_of, ways
 from fl_core.methods.disjoint.fedmr import FedMR
-from fl_core.methods.losses.fedmr import IntraVariant, intra_loss
+from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import TrainConfig
 from privacy.dp_sgd.per_sample_gradients import MODES
 
-SMALL = Setting("digits_cnn", shape=(1, 8, 8), batch=20, schedule=TrainConfig(lr=1.0))
+SMALL = Setting("digits_cnn", {}, shape=(1, 8, 8), batch=20, schedule=TrainConfig(lr=1.0))
 MACHINE = {"processor", "device", "threads", "python", "torch"}
 
 
@@ -37,49 +33,19 @@ def moved(model: nn.Module, setting: Setting = SMALL) -> float:
     return apart(model, setting.build())
 
 
-@pytest.mark.parametrize("found", [step_cost, throughput, simulate, dp_step])
-def test_every_benchmark_says_what_it_is_for(found: object) -> None:
-    assert found.__doc__
-
-
-def test_the_loop_over_classes_is_the_same_loss() -> None:
-    g = torch.Generator().manual_seed(0)
-    for labels in (torch.arange(20) % 10, torch.tensor([0, 0, 0, 1, 2, 2, 5]), torch.arange(4)):
-        z = torch.randn(len(labels), 512, generator=g).double()
-        ours = intra_loss(z, labels, 10, IntraVariant())
-        assert torch.allclose(intra_loop(z, labels, 10, 1e-8), ours, rtol=1e-9)
-
-
-def test_fedmr_with_the_loop_takes_the_same_steps() -> None:
+def test_fedmr_takes_its_losses_and_fedavg_none() -> None:
     examples = SMALL.examples()
-    runs = [
-        Steps(SMALL, examples, m)
-        for m in (FedMR(mu1=1e-3, eps=1e-3), LoopFedMR(mu1=1e-3, eps=1e-3), method_of("fedavg"))
-    ]
-    for run in runs:
+    fedmr, fedavg = (PlainSteps(SMALL, examples, m) for m in (FedMR(mu1=1e-3, eps=1e-3), FedAvg()))
+    for run in (fedmr, fedavg):
         run.take(1)
-    ours, loop, fedavg = (run.model for run in runs)
-    assert apart(ours, loop) < 1e-4 * moved(ours)
-    assert apart(ours, fedavg) > 0.1 * moved(ours)  # the losses are there
-
-
-@pytest.mark.parametrize("name", ["fedavg", "fedmr"])
-def test_the_bare_loop_takes_the_same_steps_bit_for_bit(name: str) -> None:
-    setting = Setting("digits_cnn", shape=(1, 8, 8), batch=20, batches=3, schedule=TrainConfig(channels_last=True))
-    examples, method = setting.examples(), method_of(name)
-    runs = Steps(setting, examples, method), BareSteps(setting, examples, method)
-    for run in runs:
-        run.take(4)
-        run.take(2)
-    assert trees.digest(trees.read(runs[0].model)) == trees.digest(trees.read(runs[1].model))
-    assert moved(runs[0].model) > 0
+    assert apart(fedmr.model, fedavg.model) > 0.1 * moved(fedmr.model)
 
 
 def test_private_steps_are_those_of_opacus() -> None:
     """Without noise: the same model, batch and clip, which cuts (the steps are not the plain ones)."""
     examples, course = SMALL.examples(), course_of(SMALL)
     course.__dict__["noise"] = 0.0
-    opacus, plain = OpacusSteps(SMALL, examples, course), PlainSteps(SMALL, examples)
+    opacus, plain = OpacusSteps(SMALL, examples, course), PlainSteps(SMALL, examples, FedAvg())
     private = [PrivateSteps(SMALL, examples, course, mode) for mode in MODES]
     for run in (opacus, plain, *private):
         run.take(1)
@@ -91,19 +57,20 @@ def test_private_steps_are_those_of_opacus() -> None:
 def test_private_steps_have_the_noise_of_opacus() -> None:
     examples, course = SMALL.examples(), course_of(SMALL)
     course.__dict__["noise"] = 50.0  # much more than the gradients
-    ways = (
-        OpacusSteps(SMALL, examples, course), PrivateSteps(SMALL, examples, course),
+    runs = (
+        OpacusSteps(SMALL, examples, course),
+        PrivateSteps(SMALL, examples, course),
         PrivateSteps(SMALL, examples, course, secure=True),
-    )  # fmt: skip
+    )
     expected = SMALL.train.lr * 50.0 / SMALL.batch
-    for way in ways:
-        way.take(1)
-        steps = torch.cat([(v - trees.read(SMALL.build())[n]).flatten() for n, v in trees.read(way.model).items()])
+    for run in runs:
+        run.take(1)
+        steps = torch.cat([(v - trees.read(SMALL.build())[n]).flatten() for n, v in trees.read(run.model).items()])
         assert float(steps.std()) == pytest.approx(expected, rel=0.02)
 
 
 def test_each_mode_of_a_model_is_measured() -> None:
-    assert set(arms(SMALL)) == {"plain", "opacus", *MODES, "secure"}
+    assert set(ways(SMALL)) == {"plain", "fedmr", "opacus", *MODES, "secure"}
 
 
 def test_turns_are_taken_one_after_the_other_and_warm_up_is_not_counted() -> None:
@@ -118,36 +85,13 @@ def test_a_ratio_is_the_median_over_turns() -> None:
     assert timing.ratio(ours, bare) == {"ratio": 1.5, "cpu_ratio": 0.5}
 
 
-def test_step_cost_and_throughput_report_what_they_measured() -> None:
-    found = step_cost_program.measure(SMALL, turns=1, steps=1)
-    ways = [
-        f"{name}_{kind}"
-        for name in ("fedavg", "fedmr", "fedmr_loop", "intra", "intra_loop")
-        for kind in ("ms", "cpu_ms")
-    ]
-    assert set(found) == MACHINE | {
-        "model", "features", "batch", "classes_in_batch", "turns", "steps_per_turn", *ways, "ratio", "cpu_ratio",
-        "loop_ratio", "loop_cpu_ratio",
-    }  # fmt: skip
-    assert (found["features"], found["batch"], found["classes_in_batch"]) == (64, 20, 10)
-    rates = throughput_program.measure(SMALL, ["fedavg"], turns=1, steps=2)
-    assert set(rates) == MACHINE | {"model", "batch", "amp", "channels_last", "turns", "steps_per_turn", "methods"}
-    assert {"ratio", "cpu_ratio", "images_per_second", "bare_images_per_second"} <= set(rates["methods"]["fedavg"])  # type: ignore[arg-type,index]
-
-
-def test_step_cost_is_measured_on_ten_classes_and_512_features() -> None:
-    setting = Setting()
-    assert setting.build().feature_dim == 512
-    assert sorted(setting.examples().labels[: setting.batch].unique().tolist()) == list(range(10))
-    assert len(setting.examples()) == setting.batch  # so every step sees them all
-
-
-def test_dp_step_reports_every_way_and_its_ratios() -> None:
-    found = dp_step_program.measure(SMALL, turns=1, steps=1)
-    ways = ("plain", "opacus", "bookkeeping", "hooks", "secure")
-    keys = {f"{way}_{kind}" for way in ways for kind in ("ms", "cpu_ms")}
+def test_every_way_is_reported_with_its_ratios() -> None:
+    found = program.measure(SMALL, turns=1, steps=1)
+    names = ("plain", "fedmr", "opacus", "bookkeeping", "hooks", "secure")
+    keys = {f"{way}_{kind}" for way in names for kind in ("ms", "cpu_ms")}
     assert set(found) == {"batch", "mode", "to_opacus", "to_plain", *keys}
     assert set(found["to_opacus"]) == {"bookkeeping", "hooks", "secure"}  # type: ignore[call-overload]
+    assert set(found["to_plain"]) == {*names} - {"plain"}  # type: ignore[call-overload]
 
 
 def test_the_plain_loop_does_what_the_federation_does(
@@ -168,5 +112,11 @@ def test_the_plain_loop_does_what_the_federation_does(
     names = ("federation", "plain", "plain_evaluation")
     seconds = {f"{name}{cpu}_seconds" for name in names for cpu in ("", "_cpu")}
     assert set(found) == MACHINE | ratios | seconds | {
-        "silos", "rounds", "epochs", "steps", "accuracy", "plain_accuracy", "weights_apart",
-    }  # fmt: skip
+        "silos",
+        "rounds",
+        "epochs",
+        "steps",
+        "accuracy",
+        "plain_accuracy",
+        "weights_apart",
+    }

@@ -1,6 +1,6 @@
-"""Measure a private step against a plain one and against bare Opacus, per model and gradient mode.
+"""Measure local steps: FedMR against FedAvg, private against plain, and private against bare Opacus.
 
-python -m benchmarks.dp_step --json
+python -m benchmarks.steps --json
 """
 
 from __future__ import annotations
@@ -8,18 +8,16 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 
 from benchmarks import timing
-from benchmarks.dp_step.arms import arms
-from benchmarks.local_step import Setting
+from benchmarks.steps.ways import Setting, ways
 from fl_core.training.devices import choose_device
 from privacy.dp_sgd import per_sample_gradients as gradients
 
-SETTINGS: Mapping[str, Setting] = {
+SETTINGS = {
     "digits_cnn": Setting("digits_cnn", {}, (1, 8, 8), batch=96),
     "simple_cnn": Setting("simple_cnn", {}, (3, 32, 32), batch=64),
     "resnet18": Setting("resnet18", {"norm": "group"}, (3, 32, 32), batch=32),
@@ -28,16 +26,17 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 def measure(setting: Setting, turns: int, steps: int) -> timing.Found:
-    """Measure one model: ms per step of each way; to_plain and to_opacus: ratios of each private way."""
-    ways = {name: partial(take, steps) for name, take in arms(setting).items()}
-    timed = timing.interleaved(ways, turns, device=setting.device)
-    private = [name for name in timed if name not in ("plain", "opacus")]
+    """Measure one model: ms per step of each way; to_plain and to_opacus: ratios of each other way."""
+    timed = timing.interleaved(
+        {name: partial(take, steps) for name, take in ways(setting).items()}, turns, device=setting.device
+    )
+    private = [name for name in timed if name not in ("plain", "fedmr", "opacus")]
     return {
         "batch": setting.batch,
         "mode": gradients.mode_of(setting.build()),
         **timing.milliseconds(timed, steps),
         "to_opacus": {name: timing.ratio(timed[name], timed["opacus"]) for name in private},
-        "to_plain": {name: timing.ratio(timed[name], timed["plain"]) for name in (*private, "opacus")},
+        "to_plain": {name: timing.ratio(timed[name], timed["plain"]) for name in ("fedmr", *private, "opacus")},
     }
 
 
@@ -47,23 +46,19 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto")
     parser.add_argument("--turns", type=int, default=7, help="measured turns, after one to warm up")
-    parser.add_argument("--steps", type=int, default=2, help="steps per turn, one call of `sgd`")
+    parser.add_argument("--steps", type=int, default=2, help="steps per turn, one call of `sgd`; on a GPU take 20")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     words = parser.parse_args()
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     torch.set_num_threads(words.threads)
     device = choose_device(words.device)
-    found = {**timing.machine(words.device), "turns": words.turns, "steps_per_turn": words.steps}
-    timing.show({**found, "models": _all(words.models, device, words.turns, words.steps)}, words.json)
-
-
-def _all(models: Sequence[str], device: torch.device, turns: int, steps: int) -> dict[str, timing.Found]:
-    found: dict[str, timing.Found] = {}
-    for name in models:
-        found[name] = measure(SETTINGS[name].on(device), turns, steps)
-        sys.stderr.write(f"{name}: {found[name]}\n")
-    return found
+    models: dict[str, timing.Found] = {}
+    for name in words.models:
+        models[name] = measure(SETTINGS[name].on(device), words.turns, words.steps)
+        sys.stderr.write(f"{name}: {models[name]}\n")
+    head = {**timing.machine(words.device), "turns": words.turns, "steps_per_turn": words.steps}
+    timing.show({**head, "models": models}, words.json)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""The ways to take the same steps: plain, private through the doors, and with Opacus alone.
+"""The ways to take steps on the same batches: FedAvg's, FedMR's, private ones, and those of Opacus alone.
 
 All see every example at every step (rate 1), so that batches are equal to the last example.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,10 +17,13 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.local_step import TURN, Setting
+from fl_core.datasets.examples import TensorExamples
+from fl_core.methods.disjoint.fedmr import FedMR
 from fl_core.methods.fedavg import FedAvg
+from fl_core.models import build_model
+from fl_core.training import devices
 from fl_core.training.local_data import PlainData
-from fl_core.types.values import Examples
+from fl_core.types.values import Examples, Federation, Schema, State, TrainConfig, Turn
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Spend
 from privacy.dp_sgd import per_sample_gradients as gradients
@@ -28,6 +32,55 @@ from privacy.dp_sgd.layer_gradients import conv_grad_sample
 from privacy.noise.sources import Noise, SecureNoise, SeededNoise
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TURN = Turn(Federation(n_silos=10, n_classes=10, rounds=100, round=1, cohort=10), silo=0, seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a step is taken with: one batch of random images of ten classes in equal shares, on the device."""
+
+    model: str
+    options: Mapping[str, object]
+    shape: tuple[int, ...]
+    batch: int
+    schedule: TrainConfig = TrainConfig()  # noqa: RUF009
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+
+    @property
+    def train(self) -> TrainConfig:
+        """Return the schedule with the batch of this setting."""
+        return replace(self.schedule, batch_size=self.batch)
+
+    @property
+    def schema(self) -> Schema:
+        """Return the schema of the examples."""
+        return Schema(self.shape, tuple(f"class{k}" for k in range(TURN.fed.n_classes)))
+
+    def on(self, device: torch.device) -> Setting:
+        """Return the same setting on another device."""
+        return replace(self, device=device)
+
+    def build(self) -> nn.Module:
+        """Make the model on the device, the same at every call."""
+        return build_model(self.model, self.options, self.schema, 0).to(self.device)
+
+    def examples(self) -> Examples:
+        """Draw the examples; they lie on a GPU where one trains."""
+        images = torch.rand(self.batch, *self.shape, generator=torch.Generator().manual_seed(0))
+        made = TensorExamples(images, torch.arange(self.batch) % TURN.fed.n_classes)
+        return devices.placed(made, self.device, devices.room_on(self.device))[0]
+
+
+def message(method: FedAvg, model: nn.Module) -> State:
+    """Make what a silo receives in the second round: FedMR's prototypes are known, so both its losses are computed."""
+    sent = {group: dict(values) for group, values in method.broadcast(method.init_server(model, TURN.fed)).items()}
+    if "prototypes" in sent:
+        g = sent["prototypes"]["g"]
+        sent["prototypes"] = {
+            "g": torch.randn(g.shape, generator=torch.Generator().manual_seed(1)),
+            "known": torch.ones_like(sent["prototypes"]["known"]),
+        }
+    return sent
 
 
 def course_of(setting: Setting) -> Course:
@@ -37,14 +90,16 @@ def course_of(setting: Setting) -> Course:
 
 
 class PlainSteps:
-    """Steps without privacy, through the same kind of doors."""
+    """Steps without privacy, with the method's own objective, as `Method.local` takes them."""
 
-    def __init__(self, setting: Setting, examples: Examples) -> None:
-        self.model, self._data = setting.build(), PlainData(examples, examples, setting.train, TURN, setting.device)
+    def __init__(self, setting: Setting, examples: Examples, method: FedAvg) -> None:
+        self.model = setting.build()
+        self._data = PlainData(examples, examples, setting.train, TURN, setting.device)
+        self._loss = method.objective(self.model, message(method, self.model), self._data, TURN)
 
     def take(self, steps: int) -> None:
         """Take so many steps."""
-        self._data.sgd(self.model, FedAvg.loss, steps=steps)
+        self._data.sgd(self.model, self._loss, steps=steps)
 
 
 class PrivateSteps:
@@ -60,9 +115,15 @@ class PrivateSteps:
         """Take so many steps in one turn, whose releases are planned for it."""
         noise: Noise = SecureNoise() if self._secure else SeededNoise(0, "benchmark")
         doors = example.PrivateData(
-            self._examples, self._examples, self._setting.train, TURN, self._course,
-            Spend(self._course.training(steps)), noise, self._setting.device,
-        )  # fmt: skip
+            self._examples,
+            self._examples,
+            self._setting.train,
+            TURN,
+            self._course,
+            Spend(self._course.training(steps)),
+            noise,
+            self._setting.device,
+        )
         usual = example.per_unit
         example.per_unit = partial(gradients.per_unit, mode=self._mode)
         try:
@@ -83,9 +144,11 @@ class OpacusSteps:
             torch.optim.SGD(
                 self._wrapped.parameters(), config.lr, momentum=config.momentum, weight_decay=config.weight_decay
             ),
-            noise_multiplier=course.noise, max_grad_norm=course.terms.clip, expected_batch_size=setting.batch,
+            noise_multiplier=course.noise,
+            max_grad_norm=course.terms.clip,
+            expected_batch_size=setting.batch,
             loss_reduction="mean",
-        )  # fmt: skip
+        )
 
     def take(self, steps: int) -> None:
         """Take so many steps."""
@@ -102,14 +165,15 @@ class OpacusSteps:
             register_grad_sampler(CONVOLUTIONS)(conv_grad_sample)
 
 
-def arms(setting: Setting) -> dict[str, Callable[[int], None]]:
-    """Make every way: plain, Opacus, the doors in each mode that the model allows, and with noise of the system."""
+def ways(setting: Setting) -> dict[str, Callable[[int], None]]:
+    """Make every way: FedAvg (plain), FedMR, Opacus, each gradient mode that the model allows, secure noise."""
     examples, course = setting.examples(), course_of(setting)
     chosen = gradients.mode_of(setting.build())
     modes = gradients.MODES[gradients.MODES.index(chosen) :]
-    ways: dict[str, Callable[[int], None]] = {
-        "plain": PlainSteps(setting, examples).take,
+    return {
+        "plain": PlainSteps(setting, examples, FedAvg()).take,
+        "fedmr": PlainSteps(setting, examples, FedMR()).take,
         "opacus": OpacusSteps(setting, examples, course).take,
         **{mode: PrivateSteps(setting, examples, course, mode).take for mode in modes},
+        "secure": PrivateSteps(setting, examples, course, secure=True).take,
     }
-    return ways | {"secure": PrivateSteps(setting, examples, course, secure=True).take}

@@ -1,1 +1,0 @@
-"""What a private step costs beside a plain one, and beside bare Opacus."""

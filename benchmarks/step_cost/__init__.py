@@ -1,1 +1,0 @@
-"""What one local step of FedMR costs beside one of FedAvg."""

@@ -1,1 +1,0 @@
-"""Local training through the doors beside a bare PyTorch loop."""
