@@ -1,4 +1,4 @@
-"""Shared fixtures: where the real images lie, and a thread count that makes numbers repeat."""
+"""Shared fixtures: real images, a clock, no proxy; and a thread count that makes numbers repeat."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from helpers_data import real_data  # noqa: E402
+from helpers_pki import today  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 settings.register_profile("ci", derandomize=True, max_examples=25, deadline=None)
@@ -28,3 +29,14 @@ def isic_root() -> Path:
     if root is None:
         pytest.skip("no real Fed-ISIC2019 images: set CONSILIUM_TEST_DATA")
     return root
+
+
+@pytest.fixture
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def clock():
+    return today()

@@ -5,15 +5,24 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 
 import grpc
 from helpers_grpc import World, channel
 
+from coordinator.runs.session import Session
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.pki.identity import Identity, Kind, PeerCertificate
 from protos.version import PROTOCOL
 
 DENIED = grpc.StatusCode.PERMISSION_DENIED
+
+
+def session(name: str = "north") -> Session:
+    """A silo's session without a connection."""
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+    return Session(PeerCertificate(Identity(Kind.SILO, "test", name), "1", "f", start, start + timedelta(days=90)))
 
 
 class Line:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from e2e.world import BIN, ENV, until
+from helpers_world import BIN, ENV, until
 
 
 class Demo:

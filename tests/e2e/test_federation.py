@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e.world import World, here, until, world
+from helpers_world import World, here, until, world
 
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation import runner as simulation

@@ -11,7 +11,7 @@ from typing import Any
 import dp_accounting
 import pytest
 from dp_accounting import rdp
-from e2e.world import World, until, world
+from helpers_world import World, until, world
 
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation import runner as simulation

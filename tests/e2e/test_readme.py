@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from e2e.world import BIN, ENV, ROOT, free_port, until
+from helpers_world import BIN, ENV, ROOT, free_port, until
 from PIL import Image
 
 README = (ROOT / "README.md").read_text()
@@ -101,5 +101,5 @@ def test_every_command_for_researchers_works(rounds: str, tmp_path: Path) -> Non
 def test_no_command_of_the_readme_is_without_a_test() -> None:
     kinds = [" ".join(words) for words, _ in _blocks(README)]
     two, quickstart = ["", ""], [" ".join(words) for words, _ in _blocks(QUICKSTART)]
-    budget = ["budget", "budget"]  # tests/silo/test_silo_ledger_commands.py
+    budget = ["budget", "budget"]  # tests/silo/cli/test_ledger.py
     assert kinds == [*two, *quickstart, "simulate", *budget]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.world import world
+from helpers_world import world
 
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation import runner as simulation

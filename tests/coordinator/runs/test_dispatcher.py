@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from helpers_line import session
 
 from coordinator.runs.dispatcher import Hub
 from coordinator.runs.session import Session
@@ -15,7 +15,6 @@ from coordinator.runs.tasks import Interrupted, Task, TaskKey
 from coordinator.storage.store import Store
 from fl_core.types.values import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.pki.identity import Identity, Kind, PeerCertificate
 
 TASK = Task(TaskKey("run", 3, TaskKind.TRAIN, "north"), "m" * 64, "b" * 64, 100, 1, time.monotonic() + 1000)
 
@@ -25,11 +24,6 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     found = Hub(Store(tmp_path), 1.0)
     yield found
     found.store.close()
-
-
-def session(name: str = "north") -> Session:
-    start = datetime(2026, 1, 1, tzinfo=UTC)
-    return Session(PeerCertificate(Identity(Kind.SILO, "test", name), "1", "f", start, start + timedelta(days=90)))
 
 
 def offered(here: Session) -> list[int]:

@@ -47,7 +47,7 @@ def test_effective_steps_are_the_way_of_the_optimizer_itself(nesterov: bool) -> 
     assert effective_steps(config, 6) == pytest.approx(-float(w.detach()) / 0.05, rel=1e-12)
 
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = [
     TrainConfig(optimizer="sgd", momentum=0.0, weight_decay=0.0),
     TrainConfig(optimizer="sgd", momentum=0.9, weight_decay=0.01),

@@ -12,7 +12,7 @@ from fl_core.datasets import DATA_ROOT, Source, federation, federation_text, loa
 from fl_core.errors import ConfigError, DataError
 from fl_core.models import describe
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers_core import NAMES, manifest
 from helpers_grpc import until
-from test_hub import session
+from helpers_line import session
 
 from coordinator.runs import preflight
 from coordinator.runs.dispatcher import Hub
