@@ -55,7 +55,7 @@ bench: setup  ## The benchmarks, with their numbers
 	@$(BIN)/python -m benchmarks.simulate --epochs 1 --json
 	@$(BIN)/python -m benchmarks.fedmr_digits
 
-protos: setup  ## Regenerate the protocol code and the error pages
+protos: setup  ## Regenerate the protocol code and the page of errors
 	@$(BIN)/python -m tests.regenerate
 
 lock: setup  ## Resolve the dependencies anew

@@ -1,4 +1,4 @@
-"""Regenerate what is generated and committed: the protocol code and the pages of docs/errors.
+"""Regenerate what is generated and committed: the protocol code and docs/errors.md.
 
 python -m tests.regenerate          writes
 python -m tests.regenerate --check  fails, and says what differs, when something committed is not what would be written
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fl_core.errors.catalogue import EXPLANATIONS, page
+from fl_core.errors.catalogue import page
 
 ROOT = Path(__file__).resolve().parents[1]
 PROTO = "protos/consilium/v1/federation.proto"
@@ -21,7 +21,7 @@ PROTO = "protos/consilium/v1/federation.proto"
 
 def generate(out: Path) -> list[Path]:
     """Write all generated files below `out`; return their paths relative to it."""
-    (out / "docs/errors").mkdir(parents=True, exist_ok=True)
+    (out / "docs").mkdir()
     flags = ["--python_out", "--mypy_out", "--grpc_python_out", "--mypy_grpc_out"]
     plugins = Path(sys.executable).parent
     command = [
@@ -30,8 +30,7 @@ def generate(out: Path) -> list[Path]:
         f"--plugin=protoc-gen-mypy_grpc={plugins / 'protoc-gen-mypy_grpc'}", str(ROOT / PROTO),
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True)
-    for code in EXPLANATIONS:
-        (out / f"docs/errors/{code}.md").write_text(page(code), encoding="utf-8")
+    (out / "docs/errors.md").write_text(page(), encoding="utf-8")
     return sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file())
 
 
@@ -46,14 +45,11 @@ def main() -> int:
     check = parser.parse_args().check
     with tempfile.TemporaryDirectory() as scratch:
         files = generate(Path(scratch))
-        stale = [p for p in (ROOT / "docs/errors").glob("E-*.md") if p.relative_to(ROOT) not in files]
         differ = [f for f in files if not _same(ROOT / f, Path(scratch) / f)]
         if check:
-            for path in [*differ, *stale]:
+            for path in differ:
                 print(f"differs from what would be generated: {path}; run `make protos`")
-            return int(bool(differ or stale))
-        for path in stale:
-            path.unlink()
+            return int(bool(differ))
         for path in differ:
             shutil.copyfile(Path(scratch) / path, ROOT / path)
             print(f"wrote {path}")

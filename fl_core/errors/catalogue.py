@@ -1,4 +1,4 @@
-"""Every error code, explained offline: `coordinator explain CODE` and docs/errors/ show the same text."""
+"""Every error code, explained offline: `coordinator explain CODE` and docs/errors.md show the same text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def explain_text(code: str) -> str:
     return f"{wanted}  {title}\n\nWhy: {cause}\n\nWhat to do: {remedy}"
 
 
-def page(code: str) -> str:
-    """Write the documentation page of a code, in Markdown."""
-    title, cause, remedy = EXPLANATIONS[code]
-    return f"# {code}: {title}\n\n**Why.** {cause}\n\n**What to do.** {remedy}\n"
+def page() -> str:
+    """Write docs/errors.md: every code under a heading of its own, so that `docs/errors.md#e-tls-05` is a link."""
+    text = "# Error codes\n\nWhat `coordinator explain CODE` says; `make protos` writes this page.\n"
+    for code, (title, cause, remedy) in sorted(EXPLANATIONS.items()):
+        text += f"\n## {code}\n\n**{title}.** {cause}\n\nWhat to do: {remedy}\n"
+    return text
