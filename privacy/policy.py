@@ -21,7 +21,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.suggest import nearest
 from privacy import policy_file
 from privacy import profiles as plan
-from privacy.accounting.record_config import COUPLED, RNG, Terms
+from privacy.accounting.record_config import COUPLED, RNG, WITHDRAWN, Terms
 from privacy.policy_file import closed
 from privacy.silo_dp.config import SiloTerms
 
@@ -150,7 +150,7 @@ class Policy:
             ("privacy.require", (floors.require,), ("", "dp_record", plan.SILO_LEVEL)),
             ("privacy.unit", (floors.unit,), ("record", "group")),
             ("privacy.rng", (floors.rng,), RNG),
-            ("privacy.coupled", floors.coupled, COUPLED),
+            ("privacy.coupled", floors.coupled, (*COUPLED, WITHDRAWN)),
         ]
         for name, found, valid in choices:
             for word in found:

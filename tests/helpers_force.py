@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fl_core.methods import build_method
 from fl_core.models.split_model import SplitModel, assemble
 from fl_core.rounds.manifest import Choice
-from fl_core.training.frozen_statistics import Freezable
 from fl_core.training.local_data import PlainData
 from fl_core.types.values import Coupling, Federation, LossFn, Part, TrainConfig, Turn
 from privacy import profiles as plan
@@ -26,7 +25,7 @@ from privacy.noise.sources import SeededNoise
 N, CLASSES = 10, 4
 CLIP = 0.1
 CONDITIONS = ("as it is", "augmented", "dropout", "groups")
-TREATMENTS = ("split", "micro", "frozen", "off")
+TREATMENTS = ("split", "micro", "off")
 
 
 class Silent(SeededNoise):
@@ -154,19 +153,6 @@ class Force:
         """How far the accountant believes that one unit moves the sum: the noise's std over its multiplier."""
         return self.course.std / self.course.noise
 
-    def loss(self) -> LossFn:
-        """The loss as the doors see it; a frozen one with statistics that were released before, of all records."""
-        whole = self.call.loss
-        if self.treatment != "frozen":
-            return whole
-        assert isinstance(whole, Freezable)
-        query = whole.form.query(copy.deepcopy(self.call.model).eval(), 1.0)
-        x, y = records()
-        rows = query.vectors(x, y)
-        one = torch.nn.functional.one_hot(y, query.n_classes).float()
-        sums = {"sum": one.T @ rows, "count": one.sum(0)}
-        return whole.form.loss(whole.whole, sums, 1.0, 0.0)
-
     def sum(self, x: Tensor, y: Tensor, groups: list[str]) -> Tensor:
         """Return the clipped sum of one step, flat, in float64."""
         data, model = Given(x, y), copy.deepcopy(self.call.model)
@@ -181,7 +167,7 @@ class Force:
         turn = Turn(Federation(1, CLASSES, 4, 1, 1), 0, 0)
         spend, source = Spend(self.course.training(1)), self.noise(11, "force")
         doors = PrivateData(data, data, self.course.rates.train, turn, self.course, spend, source, progress=watch)
-        doors.sgd(model, self.loss(), steps=1, only=self.call.only, plain=self.call.plain)
+        doors.sgd(model, self.call.loss, steps=1, only=self.call.only, plain=self.call.plain)
         micro = self.course.coupled and self.treatment == "micro"
         return read[0] * (self.course.groups if micro else self.course.batch)
 
@@ -199,8 +185,6 @@ class Force:
         return float((found - self._without).norm())
 
 
-def splits_of(call: Call, coupling: Coupling) -> tuple[str, ...]:
+def splits_of(coupling: Coupling) -> tuple[str, ...]:
     """The treatments of coupled terms that a call can be under."""
-    if coupling is Coupling.EXAMPLE:
-        return ("off",)
-    return tuple(t for t in TREATMENTS if t != "frozen" or isinstance(call.loss, Freezable))
+    return ("off",) if coupling is Coupling.EXAMPLE else TREATMENTS

@@ -5,14 +5,12 @@ The rehearsal runs a silo's half with doors that only write down what they are a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from fl_core.training.frozen_statistics import Freezable
 from fl_core.training.optimizers import effective_steps
 from fl_core.types.interfaces import Method
 from fl_core.types.values import (
@@ -42,14 +40,12 @@ _PROBED: set[Hashable] = set()
 class Needs:
     """The calls of one round: steps of each training, sums over training examples, and whether counts are asked for.
 
-    freezable: trainings whose coupled term has a frozen form   weights: of the parts that one number weighs, for a silo
-    of `SIZE` examples.
+    weights: of the parts that one number weighs, for a silo of `SIZE` examples.
     """
 
     steps: list[int] = field(default_factory=list)
     class_sums: int = 0
     example_sums: int = 0
-    freezable: int = 0
     counts: bool = False
     weights: dict[str, float] = field(default_factory=dict)
 
@@ -73,12 +69,8 @@ class _Doors:
         only: Callable[[str], bool] | None = None, plain: Callable[[str], bool] | None = None,
     ) -> int:  # fmt: skip
         del lr_scale, penalty, shift, only, plain
-        if isinstance(loss, Freezable):
-            self._needs.freezable += 1
         if self._probe:
             check_independence(model, loss, self._schema, self.batch_size)
-            if isinstance(loss, Freezable):
-                check_independence(model, _held(model, loss, self._schema), self._schema, self.batch_size)
         self._needs.steps.append(self.planned_steps(epochs) if steps is None else steps)
         return self._needs.steps[-1]
 
@@ -144,14 +136,6 @@ def _alone(part: Part) -> Part:
     return Part({key: v.unsqueeze(0) for key, v in part.total.items()}, part.weight.unsqueeze(0))
 
 
-def _held(model: nn.Module, loss: Freezable, schema: Schema) -> LossFn:
-    """Make a frozen loss of made-up examples."""
-    query = loss.form.query(copy.deepcopy(model).eval(), 1.0)
-    x, y = blanks(schema, 64, 7)
-    rows, one = query.vectors(x, y), torch.nn.functional.one_hot(y, query.n_classes).float()
-    return loss.form.loss(loss.whole, {"sum": one.T @ rows, "count": one.sum(0)}, 1.0, 0.0)
-
-
 def treatment(coupling: Coupling, coupled: str) -> bool:
     """Tell whether training steps have a coupled term under this treatment."""
-    return coupling is Coupling.BATCH and coupled not in ("off", "frozen")
+    return coupling is Coupling.BATCH and coupled != "off"

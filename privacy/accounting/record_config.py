@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from fl_core.errors import ConfigError
 from fl_core.options import from_mapping
 
-COUPLED = ("split", "micro", "frozen", "off")
+COUPLED = ("split", "micro", "off")
+WITHDRAWN = "frozen"
+"""A treatment of earlier versions: their manifests and policies are still read, but no such run is planned."""
 RNG = ("secure", "test")
 TEST_DATA = ("private", "public")
 WEIGHTS = ("size", "uniform")
@@ -24,10 +26,8 @@ class Terms:
     beside the run, so that a crash does not end the run; an undisturbed run spends less by that
     clip: C1, bound of one unit's gradient   physical_batch: examples whose gradients are held at once
     coupled: treatment of losses that mix examples: "split" (clip C1 per unit, C2 = coupled_clip_ratio * C1 per
-    microbatch; sensitivity C1 + 2 C2), "micro" (everything per microbatch; 2 C1), "frozen" (the statistics that couple
-    a batch are released once per call of `sgd`, and held: then clip C1 per unit; experimental, for methods that have
-    such a form) or "off" (such terms are left out)
-    statistics_bound, statistics_noise: radius of features in that release, and its noise / sensitivity
+    microbatch; sensitivity C1 + 2 C2), "micro" (everything per microbatch; 2 C1) or "off" (such terms are left out)
+    statistics_bound, statistics_noise: without effect; manifests carry them
     microbatch: expected examples of a microbatch   coupled_every: steps from one coupled term to the next
     prototype_bound: R, bound of one unit's feature offset   count_weight: lambda / R, the weight of counts in the joint
     query   prototype_noise: noise / sensitivity of a prototype release   prototype_every: rounds between releases
@@ -74,7 +74,7 @@ class Terms:
                 raise ConfigError("E-PRIV-11", f"privacy.{name}: expected at least 1, found {found}")
         if not 0 < self.delta < 1e-3:
             raise ConfigError("E-PRIV-11", f"privacy.delta: expected 0 < delta < 0.001, found {self.delta}")
-        choices = (("coupled", COUPLED), ("rng", RNG), ("test_data", TEST_DATA), ("weights", WEIGHTS))
+        choices = (("coupled", (*COUPLED, WITHDRAWN)), ("rng", RNG), ("test_data", TEST_DATA), ("weights", WEIGHTS))
         for name, valid in choices:
             if (found := getattr(self, name)) not in valid:
                 raise ConfigError("E-PRIV-11", f"privacy.{name}: expected one of {valid}, found {found!r}")

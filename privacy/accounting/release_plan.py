@@ -18,7 +18,7 @@ from fl_core.types.interfaces import Method
 from fl_core.types.values import Coupling, Schema, TrainConfig
 from privacy.accounting.accountant import History, Mechanism, solve_noise
 from privacy.accounting.dry_run import rehearse, treatment
-from privacy.accounting.record_config import Terms
+from privacy.accounting.record_config import COUPLED, WITHDRAWN, Terms
 from privacy.noise import grid
 
 TRAIN, TEST = "train", "test"
@@ -78,8 +78,7 @@ class Course:
     """One hospital's part in a private run; passes: the steps of each call of `sgd` in a round.
 
     measured: the model received is evaluated, which the federation has one of   personal: so are personal models, on
-    the test records, and on a public test set with class counts   frozen: trainings of a round whose coupled term has
-    its statistics released and held.
+    the test records, and on a public test set with class counts.
     """
 
     terms: Terms
@@ -91,7 +90,6 @@ class Course:
     counts: bool
     measured: bool = True
     personal: bool = False
-    frozen: int = 0
 
     @classmethod
     def of(
@@ -108,7 +106,7 @@ class Course:
         """Plan a run from a rehearsal of its method. units: the hospital's declared number of records or groups.
 
         Raises RefusedError: E-PRIV-13 when a loss mixes examples that it declares to be apart, E-PRIV-16 when the
-        method asks for a sum that has no bound, or its loss has no frozen form and the plan wants one.
+        method asks for a sum that has no bound, or mixes examples in a way that is no longer offered.
         """
         rates = Rates(train, max(units, 1))
         needs = rehearse(method, model, schema, train, rates.steps, personal=personal)
@@ -118,16 +116,15 @@ class Course:
                 f"method {method.name} sums over examples what no bound is known for: choose a method whose releases "
                 "are deltas, class counts and prototypes",
             )
-        frozen = needs.freezable if method.coupling is Coupling.BATCH and terms.coupled == "frozen" else 0
-        if method.coupling is Coupling.BATCH and terms.coupled == "frozen" and frozen < len(needs.steps):
+        if method.coupling is Coupling.BATCH and terms.coupled == WITHDRAWN:
             raise RefusedError(
                 "E-PRIV-16",
-                f"method {method.name} has a loss that mixes examples and no frozen form of it with these options: set "
-                "privacy.coupled=split or micro",
+                f"expected privacy.coupled of {COUPLED}, found {terms.coupled!r}, which this version no longer has: "
+                f"method {method.name} has a loss that mixes examples, set privacy.coupled=split or micro",
             )
         return cls(
             terms, rates, rounds, method.coupling, tuple(needs.steps), needs.class_sums, needs.counts,
-            method.has_global_model, personal, frozen,
+            method.has_global_model, personal,
         )  # fmt: skip
 
     @property
@@ -195,11 +192,6 @@ class Course:
         return Release("prototypes", TRAIN, Mechanism(self.terms.prototype_noise))
 
     @property
-    def statistics(self) -> Release:
-        """Plan one release of the statistics that a frozen term holds."""
-        return Release("statistics", TRAIN, Mechanism(self.terms.statistics_noise))
-
-    @property
     def class_counts(self) -> Release:
         """Plan the release of class counts: once per version of the data."""
         return Release("class counts", TRAIN, Mechanism(self.terms.count_noise))
@@ -230,7 +222,6 @@ class Course:
             return planned
         for steps in self.passes:
             planned += self.training(steps, noise)
-        planned += [self.statistics] * self.frozen
         if prototypes and self.sends_prototypes(round):
             planned += [self.prototypes] * self.class_sums
         if counts:

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from fl_core.errors import RefusedError
 from fl_core.training import optimizers
-from fl_core.training.frozen_statistics import Freezable
 from fl_core.training.local_data import PlainData
 from fl_core.types.values import (
     ClassSums,
@@ -40,7 +39,7 @@ from fl_core.types.values import (
     Turn,
 )
 from privacy.accounting.release_plan import Course, Spend
-from privacy.dp_sgd.class_sums import KeyedUnits, Units, class_counts, class_sums, filled, sensitivity
+from privacy.dp_sgd.class_sums import KeyedUnits, Units, class_counts, class_sums, filled
 from privacy.dp_sgd.draws import Draws, Place, is_stochastic
 from privacy.dp_sgd.model_check import validate
 from privacy.dp_sgd.per_sample_gradients import PADDING, Gradients, PerUnit, clipped, per_unit, trainable
@@ -109,7 +108,6 @@ class PrivateData:
         planned = self.planned_steps(epochs) if steps is None else steps
         for release in self._course.training(planned):
             self._spend.take(release)
-        loss = self._frozen(model, loss)
         draws, grouped = self._draws(model, loss), self._split[Split.TRAIN].groups is not None
         with _moving(model, only) as named:
             steppers = optimizers.make_steppers(named, lr_scale * self.lr, self._config, plain)
@@ -133,20 +131,6 @@ class PrivateData:
             blank = x.new_zeros(2, *x.shape[1:]).to(self._device), y.new_zeros(2).to(self._device)
             stochastic = is_stochastic(model, loss, *blank)
         return Draws(self._noise, train, self._config.augment, place, stochastic)
-
-    def _frozen(self, model: nn.Module, loss: LossFn) -> LossFn:
-        """Release the statistics that couple a loss, and hold them; the loss as it is where the plan has none."""
-        if not (self._course.frozen and isinstance(loss, Freezable)):
-            return loss
-        self._spend.take(self._course.statistics)
-        form, terms = loss.form, self._course.terms
-        model.eval()
-        sums = class_sums(
-            form.query(model, terms.statistics_bound), self._split[Split.TRAIN], self._units[Split.TRAIN], form.norm,
-            form.weight, terms.statistics_noise, self._noise, few=2.0, device=self._device,
-        )  # fmt: skip
-        std = terms.statistics_noise * sensitivity(form.norm, form.weight)
-        return form.loss(loss.whole, sums, terms.statistics_bound, std)
 
     def _gradient(self, engine: PerUnit, model: nn.Module, loss: LossFn, step: int, draws: Draws) -> None:
         """Draw a sample, sum clipped gradients, add noise, divide by B, and put the result where an optimizer looks."""

@@ -23,7 +23,6 @@ from fl_core import rng
 from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.disjoint.fedmr_options import FedMROptions
 from fl_core.methods.losses import fedmr as manifold
-from fl_core.methods.losses import fedmr_frozen as frozen
 from fl_core.methods.losses.fedmr import IntraVariant, References
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
@@ -84,7 +83,7 @@ class FedMR(FedMROptions):
                 per_example = per_example + mu2 * manifold.spread(terms, few, len(y))
             return Losses(per_example, coupled if self.coupling is Coupling.BATCH else None)
 
-        return frozen.freezable(self, loss, turn)
+        return loss
 
     def merge(self, server: State, total: Bundle, fed: Federation) -> State:
         """Average models as FedAvg does, and prototypes by class counts; classes nobody reported keep theirs."""

@@ -76,7 +76,7 @@ def cells(name: str, k: int) -> Iterator[tuple[str, Force]]:
     coupling = build_method(name, options).coupling
     for condition in CONDITIONS:
         for number, call in enumerate(captured(name, options, condition == "dropout")):
-            for treatment in splits_of(call, coupling):
+            for treatment in splits_of(coupling):
                 where = f"{name} {options}, training {number}, {treatment}, {condition}"
                 yield where, Force(call, coupling, treatment, condition)
 

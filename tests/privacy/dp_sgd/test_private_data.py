@@ -230,3 +230,9 @@ def test_evaluation_on_the_test_split_is_charged_to_its_own_collection() -> None
 def test_impossible_terms_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="E-PRIV-11"):
         Terms.of(wrong)
+
+
+def test_a_withdrawn_treatment_is_read_and_not_planned_for_a_loss_that_mixes() -> None:
+    assert course_of(Terms(coupled="frozen")).passes  # fedavg's loss does not mix
+    with pytest.raises(RefusedError, match=r"E-PRIV-16.*no longer"):
+        course_of(Terms(coupled="frozen"), method="fedmr", mu1=1e-4, mu2=0.0)
