@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Collection, Iterable, Mapping
 
 from rich.console import Console
 from rich.live import Live
@@ -16,29 +15,10 @@ from coordinator.api import measured
 from fl_core.types.records import fairness
 from privacy.reports.uncertainty import UNBOUNDED, Estimate
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.console import local_time, make_table, plain_console
 
-# Text is shown as it is: ":AB:" in a fingerprint is no emoji, and "[...]" in a path or a reason no markup.
-OUT = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
-ERR = Console(stderr=True, highlight=False, markup=False, emoji=False)
-
-
-def print_json(value: object) -> None:
-    """Print one JSON value on one line, for machines."""
-    sys.stdout.write(json.dumps(value, sort_keys=True) + "\n")
-    sys.stdout.flush()
-
-
-def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Make a table with left-aligned text."""
-    made = Table(*head, title=title, title_justify="left")
-    for row in rows:
-        made.add_row(*row)
-    return made
-
-
-def clock(unix: float) -> str:
-    """Write a moment in local time, or a dash for none."""
-    return datetime.fromtimestamp(unix).astimezone().strftime("%Y-%m-%d %H:%M:%S") if unix else "-"
+OUT = plain_console(width=None if sys.stdout.isatty() else 160)
+ERR = plain_console(stderr=True)
 
 
 def size(count: float) -> str:
@@ -136,12 +116,12 @@ def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
 
 def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
     """List runs, one a row."""
-    return table(
+    return make_table(
         "Runs",
         ("run", "state", "method", "data", "round", "accuracy", "best", "up / down", "started"),
         (
             (r.run_id, r.state, r.method, r.data, f"{r.closed}/{r.rounds}", measured.of_run(r).text(),
-             measured.best_of_run(r).text(), f"{size(r.bytes_up)} / {size(r.bytes_down)}", clock(r.created_unix))
+             measured.best_of_run(r).text(), f"{size(r.bytes_up)} / {size(r.bytes_down)}", local_time(r.created_unix))
             for r in runs
         ),
     )  # fmt: skip
@@ -149,12 +129,12 @@ def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
 
 def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
     """List silos, one a row."""
-    return table(
+    return make_table(
         "Silos",
         ("silo", "state", "data", "size", "doing", "policy", "last seen", "certificate until", "fingerprint"),
         (
             (s.name, s.state, s.data.name or "-", f"{s.data.nominal_size:.0f}" if s.data.nominal_size else "-",
-             doing(s), s.policy_digest[:12] or "-", clock(s.last_seen_unix), clock(s.certificate_until_unix),
+             doing(s), s.policy_digest[:12] or "-", local_time(s.last_seen_unix), local_time(s.certificate_until_unix),
              s.fingerprint[:23])
             for s in silos
         ),
@@ -226,7 +206,7 @@ class Watcher:
 
     def _line(self, event: pb.Event) -> str:
         info = self._info
-        text = f"{clock(event.at_unix)}  {event.kind:<9} {_place(event, info.rounds)}".rstrip()
+        text = f"{local_time(event.at_unix)}  {event.kind:<9} {_place(event, info.rounds)}".rstrip()
         if event.silo:
             text += f"  {event.silo}"
         if event.kind == "closed":
@@ -242,4 +222,4 @@ class Watcher:
             f"accuracy {measured.of_run(info).text()}  best {measured.best_of_run(info).text()}{self._personal}  "
             f"up {size(info.bytes_up)}  down {size(info.bytes_down)}  left {self._left()}"
         )
-        return table(title, ("silo", "doing"), sorted(self._silos.items()))
+        return make_table(title, ("silo", "doing"), sorted(self._silos.items()))

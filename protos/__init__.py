@@ -1,1 +1,1 @@
-"""What both sides share on the wire: messages, codec, identities."""
+"""What both services share: messages and their codec, identities, TLS, files, and what command lines print with."""

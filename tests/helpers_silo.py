@@ -27,14 +27,14 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.invitation import InvitationToken
 from protos.tls.diagnosis import Diagnosis
-from protos.version import PROTOCOL
+from protos.version import PROTOCOL, software
 from protos.wire.codec import pack_state
 from silo.connection.transfer import Patience
 from silo.events import Notice
 from silo.identity.identity import SiloIdentity
 from silo.service.service import Service, Settings
 from silo.storage.home import Home
-from silo.training.trainer import Work, software
+from silo.training.trainer import Work
 
 PATIENCE = Patience(idle_s=5.0, backoff_s=0.001, backoff_cap_s=0.01, tries=3)
 

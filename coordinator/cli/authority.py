@@ -16,6 +16,7 @@ from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError
+from protos.console import print_json
 from protos.pki.identity import certificate_fingerprint, colons
 from protos.pki.offline_signing import Admission, SigningRequest
 from protos.pki.roster import Roster
@@ -55,7 +56,7 @@ def service(
         authority.write_service(out)
         fingerprint = authority.fingerprint()
     if as_json:
-        display.print_json({"folder": str(out), "authority_fingerprint": fingerprint})
+        print_json({"folder": str(out), "authority_fingerprint": fingerprint})
         return
     display.OUT.print(f"wrote {out}: copy it to the service's machine as HOME/pki, and delete it here", soft_wrap=True)
 
@@ -86,7 +87,7 @@ def _write(answer: Admission, out: Path, as_json: bool) -> None:
     keyfiles.write_public(out, answer.pack().encode())
     fingerprint = certificate_fingerprint(answer.ca_pem)
     if as_json:
-        display.print_json({"file": str(out), "authority_fingerprint": fingerprint})
+        print_json({"file": str(out), "authority_fingerprint": fingerprint})
         return
     display.OUT.print(f"wrote {out}; on the service's machine: coordinator ca admit {out.name}", soft_wrap=True)
     display.ERR.print(f"read the authority's fingerprint to a new hospital: {colons(fingerprint)}", soft_wrap=True)
@@ -103,6 +104,6 @@ def admit(
         found: Roster = offline.admit(home_of(home), store, Admission.unpack(_read(file)))
     names = [member.name for member in found.members]
     if as_json:
-        display.print_json({"version": found.version, "members": names})
+        print_json({"version": found.version, "members": names})
         return
     display.OUT.print(f"members by roster {found.version}: {', '.join(names) or 'none'}", soft_wrap=True)

@@ -19,7 +19,9 @@ from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError
+from protos.console import local_time, print_json
 from protos.pki.identity import check_name, colons
+from protos.version import software
 
 LEAD = "lead"
 
@@ -37,7 +39,7 @@ def init(
     authority = Authority.create(place, consortium, address)
     authority.issue_lead(LEAD)
     if as_json:
-        display.print_json({"consortium": consortium, "home": str(place), "fingerprint": authority.fingerprint()})
+        print_json({"consortium": consortium, "home": str(place), "fingerprint": authority.fingerprint()})
         return
     display.OUT.print(f"created the consortium {consortium} in {place}", soft_wrap=True)
     display.OUT.print(f"authority  {colons(authority.fingerprint())}", soft_wrap=True)
@@ -68,13 +70,13 @@ def invite(
             )
         made = Membership(place, store).invite(name, timedelta(hours=hours))
     if as_json:
-        display.print_json({
+        print_json({
             "name": name, "token": made.token, "expires": made.expires.timestamp(),
             "authority_fingerprint": authority.fingerprint(),
         })  # fmt: skip
         return
     typer.echo(made.token)
-    display.ERR.print(f"for {name}, once, until {display.clock(made.expires.timestamp())}: silo join TOKEN")
+    display.ERR.print(f"for {name}, once, until {local_time(made.expires.timestamp())}: silo join TOKEN")
     display.ERR.print(f"tell them the authority's fingerprint by another way: {colons(authority.fingerprint())}")
 
 
@@ -90,7 +92,7 @@ def revoke(
     with closing(Store(place)) as store:
         Membership(place, store).revoke(name, reason)
     if as_json:
-        display.print_json({"name": name, "revoked": True, "reason": reason})
+        print_json({"name": name, "revoked": True, "reason": reason})
     else:
         display.OUT.print(f"{name} is revoked: {reason}")
 
@@ -101,7 +103,7 @@ def serve(
 ) -> None:
     """Run the service until it is told to stop (SIGTERM, Ctrl-C). Runs that were under way continue."""
     from coordinator.api.server import CoordinatorServer, Settings
-    from coordinator.config.manifest_builder import compose, software
+    from coordinator.config.manifest_builder import compose
     from coordinator.runs.malloc_tuning import give_back_large_blocks, use_huge_pages
 
     give_back_large_blocks()

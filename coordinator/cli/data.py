@@ -11,6 +11,7 @@ from coordinator import console as display
 from coordinator.cli.options import Json
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation import partition_plot as splits
+from protos.console import make_table, print_json
 
 data = typer.Typer(no_args_is_help=True, help="Look at data before a run.")
 data.callback()(lambda: None)
@@ -32,7 +33,7 @@ def split(
     if plot is not None:
         splits.draw(found, plot)
     if as_json:
-        display.print_json(found.as_json() | ({"plot": str(plot)} if plot else {}))
+        print_json(found.as_json() | ({"plot": str(plot)} if plot else {}))
         return
     wide = len(found.classes) > splits.SHOWN
     head = ("silo", "train", "test", "classes", *(() if wide else found.classes))
@@ -40,7 +41,7 @@ def split(
         (name, f"{sum(train)}", f"{sum(test)}", str(sum(n > 0 for n in train)), *([] if wide else map(_cell, train)))
         for name, train, test in zip(found.silos, found.train, found.test, strict=True)
     ]
-    display.OUT.print(display.table(found.title, head, rows))
+    display.OUT.print(make_table(found.title, head, rows))
     if plot is not None:
         display.OUT.print(f"drawn: {plot}")
 

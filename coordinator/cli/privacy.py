@@ -14,6 +14,7 @@ from coordinator.config.hydra_config import compose_spec
 from coordinator.config.run_spec import RunSpec
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
+from protos.console import make_table, print_json
 
 privacy = typer.Typer(no_args_is_help=True, help="Look at privacy before a run.")
 privacy.callback()(lambda: None)
@@ -44,7 +45,7 @@ def preview(
     manifest = _online(spec, home) if online else _given(spec, sizes) if sizes else _simulated(spec, data_root)
     found, form = preview(manifest), display.private_form(manifest.to_json())
     if as_json:
-        display.print_json({**found, "private_form": dict(manifest.private_form)})
+        print_json({**found, "private_form": dict(manifest.private_form)})
         return
     if form:
         display.OUT.print(form)
@@ -62,7 +63,7 @@ def preview(
     head = ("hospital", "size", "q", "steps", "rounds", "noise z", "epsilon", "with reserve", "tighter bound",
             "of a record", "of a test record")  # fmt: skip
     title = f"{found['method']}, {found['rounds']} rounds, delta {found['delta']:g}"
-    display.OUT.print(display.table(title, head, rows))
+    display.OUT.print(make_table(title, head, rows))
     display.OUT.print(f"drawing the noise with finite precision adds at most {found['delta_of_sampling']:.1e} to delta")
 
 

@@ -28,6 +28,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.ray import Cluster
 from fl_core.types.values import Federation, State, TaskKind
 from privacy.reports import uncertainty
+from protos.console import make_table, print_json
 
 
 class _Lines:
@@ -82,12 +83,12 @@ def simulate(
     result = simulation.run(compose_spec(words), data_root, None if as_json else _Lines, how, fine_tune)
     summary = result.summary()
     if as_json:
-        display.print_json(summary)
+        print_json(summary)
         return
     if form := display.private_form(result.manifest.to_json()):
         display.OUT.print(form)
     rows = [(name, found.text()) for name, found in result.by_class().items()]
-    display.OUT.print(display.table("Accuracy by class", ("class", "accuracy"), rows))
+    display.OUT.print(make_table("Accuracy by class", ("class", "accuracy"), rows))
     display.OUT.print(
         f"global accuracy {result.estimates[-1].text()}, best {result.best.text()}, model {result.model_digest[:16]}"
     )
@@ -106,7 +107,7 @@ def _sweep(words: Sequence[str], job: Job, jobs: int) -> None:
     """Print one JSON line per simulation as it ends, and how far the sweep is on stderr."""
     number, started = len(combinations(words)), time.monotonic()
     for done, result in enumerate(sweep(words, job, jobs), start=1):
-        display.print_json(result)
+        print_json(result)
         spent = time.monotonic() - started
         display.ERR.print(f"{done} of {number} done, left {display.span(spent / done * (number - done))}")
 
@@ -122,7 +123,7 @@ def methods(as_json: Json = False) -> None:
             "summary": (kind.__doc__ or "").split("\n")[0],
         })  # fmt: skip
     if as_json:
-        display.print_json(rows)
+        print_json(rows)
         return
     head = ("method", "server sees", "loss per", "silo sends", "personal model", "")
     lines = [
@@ -130,7 +131,7 @@ def methods(as_json: Json = False) -> None:
          "yes" if r["personal_model"] else "no", str(r["summary"]))
         for r in rows
     ]  # fmt: skip
-    display.OUT.print(display.table("Methods", head, lines))
+    display.OUT.print(make_table("Methods", head, lines))
 
 
 def models(
@@ -140,7 +141,7 @@ def models(
     """List the models with their parameter counts: as the papers use them, or those that take the chosen data."""
     rows = _chosen_rows(compose_spec(overrides)) if overrides else _published_rows()
     if as_json:
-        display.print_json(rows)
+        print_json(rows)
         return
     head = ("model", "data", "example", "classes", "feature dimension", "parameters", "with buffers", "paper, options")
     lines = [
@@ -151,7 +152,7 @@ def models(
         )
         for r in rows
     ]  # fmt: skip
-    display.OUT.print(display.table("Models", head, lines))
+    display.OUT.print(make_table("Models", head, lines))
 
 
 class _ModelRow(TypedDict):
@@ -212,6 +213,6 @@ def explain(
     """Explain an error code: what it means, why it happens, what to do. Works offline."""
     if code is None:
         rows = [(c, e.title) for c, e in sorted(EXPLANATIONS.items())]
-        display.OUT.print(display.table("Error codes", ("code", "meaning"), rows))
+        display.OUT.print(make_table("Error codes", ("code", "meaning"), rows))
         return
     display.OUT.print(explain_text(code), soft_wrap=True)

@@ -20,6 +20,7 @@ from coordinator.cli.options import Home, Json, home_of
 from coordinator.lead_client import LeadClient
 from fl_core.errors import ConfigError
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.console import local_time, make_table, print_json
 
 Run = Annotated[str, typer.Argument(help="A run's id or name, or `latest`.")]
 
@@ -72,7 +73,7 @@ def _follow(client: LeadClient, run: str, as_json: bool) -> None:
         if as_json:
             for event in client.watch(run):
                 if event.kind != "silo":
-                    display.print_json(_event_json(event))
+                    print_json(_event_json(event))
         else:
             with display.Watcher() as watcher:
                 for event in client.watch(run):
@@ -101,7 +102,7 @@ def _event_json(event: pb.Event) -> dict[str, object]:
 
 def _show_info(info: pb.RunInfo, as_json: bool) -> None:
     if as_json:
-        display.print_json(display.run_json(info))
+        print_json(display.run_json(info))
     else:
         display.OUT.print(display.runs_table([info]))
         if info.reason:
@@ -113,7 +114,7 @@ def status(home: Home = None, as_json: Json = False) -> None:
     with _client(home) as client:
         silos, runs = client.silos(), [r for r in client.runs() if r.state in ("waiting", "running")]
     if as_json:
-        display.print_json({
+        print_json({
             "silos": [display.silo_json(s) for s in silos.silos],
             "invitations": [{"name": i.name, "expires": i.expires_unix} for i in silos.invitations],
             "runs": [display.run_json(r) for r in runs],
@@ -128,7 +129,7 @@ def runs(home: Home = None, as_json: Json = False) -> None:
     with _client(home) as client:
         found = client.runs()
     if as_json:
-        display.print_json([display.run_json(r) for r in found])
+        print_json([display.run_json(r) for r in found])
     else:
         display.OUT.print(display.runs_table(found) if found else "no run yet: coordinator run method=fedmr ...")
 
@@ -139,7 +140,7 @@ def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
         detail = client.show(run)
     if as_json:
         rounds = [display.round_json(r) for r in detail.rounds]
-        display.print_json({**display.run_json(detail.info), "round": rounds, "manifest": detail.manifest_json})
+        print_json({**display.run_json(detail.info), "round": rounds, "manifest": detail.manifest_json})
         return
     display.OUT.print(display.runs_table([detail.info]))
     if form := display.private_form(detail.manifest_json):
@@ -151,7 +152,7 @@ def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
             ", ".join(r.included), "; ".join(f"{k}: {v}" for k, v in r.missing.items()) or "-", str(r.clipped),
         ))  # fmt: skip
     head = ("round", "kind", "accuracy before it", "took part", "missing", "clipped")
-    display.OUT.print(display.table("Rounds", head, rows))
+    display.OUT.print(make_table("Rounds", head, rows))
 
 
 def abort(run: Run, home: Home = None, as_json: Json = False) -> None:
@@ -199,7 +200,7 @@ def export(
         client.fetch(detail.info.model_object, state)
         tensors, card = export_model(detail, state, out)
     if as_json:
-        display.print_json({"model": str(tensors), "card": str(card), "model_digest": detail.info.model_digest})
+        print_json({"model": str(tensors), "card": str(card), "model_digest": detail.info.model_digest})
     else:
         display.OUT.print(f"wrote {tensors} and {card}", soft_wrap=True)
 
@@ -209,11 +210,11 @@ def silos(home: Home = None, as_json: Json = False) -> None:
     with _client(home) as client:
         found = client.silos()
     if as_json:
-        display.print_json({
+        print_json({
             "silos": [display.silo_json(s) for s in found.silos],
             "invitations": [{"name": i.name, "expires": i.expires_unix} for i in found.invitations],
         })  # fmt: skip
         return
     display.OUT.print(display.silos_table(found.silos))
     for invitation in found.invitations:
-        display.OUT.print(f"{invitation.name} is invited until {display.clock(invitation.expires_unix)}")
+        display.OUT.print(f"{invitation.name} is invited until {local_time(invitation.expires_unix)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 
 import privacy.profiles
 from coordinator.config.run_spec import RunSpec
@@ -19,15 +18,11 @@ from fl_core.rounds.manifest import Choice, Member, Option, RunManifest, members
 from fl_core.training import optimizers
 from fl_core.types.values import Schema
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.version import software
 
 IMAGES = {"folder", "manifest"}
 _LARGEST = 2**53
 """Two ways to lay out a hospital's own images: silos of both kinds fit one run."""
-
-
-def software() -> str:
-    """Return the name and version of this software, as manifests carry it."""
-    return f"consilium-fl {metadata.version('consilium-fl')}"
 
 
 def schema_of(spec: RunSpec) -> Schema:

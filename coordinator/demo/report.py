@@ -12,6 +12,7 @@ from coordinator.api import measured
 from coordinator.demo.budgets import COLLECTION, EPSILON, Spending
 from privacy.reports.uncertainty import Estimate
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.console import make_table, print_json
 
 PRIVATE = "fedmr-private"
 """The name of the run under record-level differential privacy."""
@@ -79,7 +80,7 @@ def report(
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _picture(out / "accuracy.png", details)
     if quiet:
-        display.print_json(summary)
+        print_json(summary)
         return
     _tables(details, scores, silos)
     _spending(spent)
@@ -98,18 +99,18 @@ def _tables(
         for m, d in details.items()
     ]  # fmt: skip
     head = ("method", "model", "global accuracy", "best", "rounds", "bytes up", "bytes down", "time")
-    display.OUT.print(display.table("One model for six hospitals, no image moved", head, rows))
+    display.OUT.print(make_table("One model for six hospitals, no image moved", head, rows))
     last = {m: measured.classes_of_round(d.rounds[-1]) for m, d in details.items()}
     names = json.loads(details["fedmr"].manifest_json)["schema"]["classes"]
     by_class = [(name, *(found[c].text() for found in last.values())) for c, name in enumerate(names)]
-    display.OUT.print(display.table("Accuracy by class", ("class", *(LABELS[m] for m in last)), by_class))
+    display.OUT.print(make_table("Accuracy by class", ("class", *(LABELS[m] for m in last)), by_class))
     by_silo = [
         (s.name, f"silo://demo/{s.name}", s.fingerprint[:23],
          *(display.percent(-1 if scores[m][s.name] is None else float(scores[m][s.name] or 0)) for m in details))
         for s in silos
     ]  # fmt: skip
     columns = ("hospital", "certificate identity", "key fingerprint", *(LABELS[m] for m in details))
-    display.OUT.print(display.table("Accuracy by hospital, on its own test images", columns, by_silo))
+    display.OUT.print(make_table("Accuracy by hospital, on its own test images", columns, by_silo))
 
 
 def _spending(spent: Mapping[str, Spending]) -> None:
@@ -121,7 +122,7 @@ def _spending(spent: Mapping[str, Spending]) -> None:
     ]  # fmt: skip
     head = ("hospital", "sends prototypes", "noise z", "epsilon by its ledger", "projected", "tighter bound", "delta")
     title = f"What the private run cost the training images ({COLLECTION}/train), budget epsilon {EPSILON:g}"
-    display.OUT.print(display.table(title, head, rows))
+    display.OUT.print(make_table(title, head, rows))
 
 
 def _picture(path: Path, details: Mapping[str, pb.RunDetail]) -> None:

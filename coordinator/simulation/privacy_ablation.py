@@ -27,7 +27,6 @@ from omegaconf import OmegaConf
 
 from coordinator import console as display
 from coordinator.config.hydra_config import compose_spec
-from coordinator.config.manifest_builder import software
 from coordinator.simulation import runner as simulation
 from fl_core.errors import ConfigError, FederationError
 from privacy.ablation import checks, plots, table
@@ -35,6 +34,7 @@ from privacy.ablation.checks import Check
 from privacy.ablation.grid import Control, Grid, Run, Words, canonical, controls
 from privacy.accounting.record_config import Terms
 from privacy.reports.projection import Projection, project
+from protos.version import software
 
 Row = Mapping[str, object]
 T = TypeVar("T")

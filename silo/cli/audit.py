@@ -18,6 +18,7 @@ import typer
 
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.suggest import nearest
+from protos.console import print_json
 from silo.cli import console as show
 from silo.cli.options import AsJson, Root
 
@@ -74,7 +75,7 @@ def audit(
     setting = Setting((epsilon,), delta, seeds, demanding=False, seeded=False)
     verdicts = _audited(subject, setting, chosen, out, quiet=as_json)
     if as_json:
-        show.print_json(json.loads((out / SUMMARY).read_text(encoding="utf-8")))
+        print_json(json.loads((out / SUMMARY).read_text(encoding="utf-8")))
     elif all(v.holds is not False for v in verdicts):
         show.show_facts([("written to", str(out)), ("keep it here", "it is about single records of this hospital")])
     if refuted := [v.audit for v in verdicts if v.holds is False]:

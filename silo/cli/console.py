@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.table import Table
 
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
+from protos.console import local_time, make_table, plain_console
 from protos.pki.identity import PeerCertificate, colons
 from silo.storage.store import RunRecord, Store, TaskRecord
 from silo.training import measured
@@ -20,15 +15,8 @@ from silo.training import measured
 if TYPE_CHECKING:
     from fl_core.datasets import Report
 
-# Text is shown as it is: ":AB:" in a fingerprint is no emoji, and "[...]" in a path or a reason no markup.
-OUT = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+OUT = plain_console(soft_wrap=True)
 Json = Mapping[str, object]
-
-
-def print_json(value: Json) -> None:
-    """Print one JSON object on one line."""
-    sys.stdout.write(json.dumps(value, sort_keys=True) + "\n")
-    sys.stdout.flush()
 
 
 def show_rows(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -37,21 +25,13 @@ def show_rows(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) ->
         for row in rows:
             OUT.print("\t".join(row))
         return
-    table = Table(*head, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    OUT.print(table)
+    OUT.print(make_table(title, head, rows))
 
 
 def show_facts(facts: Iterable[tuple[str, str]]) -> None:
     """Print names and values, one per line."""
     for name, value in facts:
         OUT.print(f"{name + ':':<14} {value}" if OUT.is_terminal else f"{name}\t{value}")
-
-
-def moment(unix: float | None) -> str:
-    """Write a moment in local time, or a dash."""
-    return datetime.fromtimestamp(unix).astimezone().strftime("%Y-%m-%d %H:%M:%S") if unix else "-"
 
 
 # ---- status --------------------------------------------------------------------------------------------------------
@@ -120,8 +100,8 @@ def show_status(own: PeerCertificate, addresses: Sequence[str], due: bool, store
     contact = store.contact()
     session = "never"
     if contact is not None:
-        state = "open since" if contact.until is None else f"until {moment(contact.until)} ({contact.why}), since"
-        session = f"{state} {moment(contact.since)} with {contact.address or '-'}"
+        state = "open since" if contact.until is None else f"until {local_time(contact.until)} ({contact.why}), since"
+        session = f"{state} {local_time(contact.since)} with {contact.address or '-'}"
     show_facts(
         [
             ("silo", str(own.identity)),

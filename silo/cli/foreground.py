@@ -14,7 +14,8 @@ from rich.status import Status
 
 from fl_core.rounds.silo_round import work
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.cli.console import OUT, moment, print_json
+from protos.console import local_time, print_json
+from silo.cli.console import OUT
 from silo.events import Notice
 from silo.identity.identity import SiloIdentity
 from silo.service.service import Service, Settings
@@ -47,7 +48,7 @@ class Printer:
             if self._json:
                 print_json({"event": notice.event, "at": time.time(), "text": notice.text} | dict(notice.facts))
             else:
-                self._console.print(f"{moment(time.time())}  {notice.text}")
+                self._console.print(f"{local_time(time.time())}  {notice.text}")
                 sys.stdout.flush()
 
     def progress(self, pulse: pb.Pulse) -> None:

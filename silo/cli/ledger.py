@@ -13,6 +13,7 @@ import typer
 
 from fl_core.errors import ConfigError, StateError
 from privacy.ledger.hash_chain import Head
+from protos.console import print_json
 from silo.cli import console as show
 from silo.cli.options import AsJson, AtHome, Root
 from silo.storage.home import Home, default_home
@@ -55,7 +56,7 @@ def show_ledger(
     found = [collection_json(ledger, name) for name in ledger.collections()]
     if as_json:
         head = ledger.head()
-        show.print_json({"collections": found, "events": head.seq, "head": head.hash})
+        print_json({"collections": found, "events": head.seq, "head": head.hash})
         return
     show_collections(found)
     if entries:
@@ -72,7 +73,7 @@ def verify(home: AtHome = None, as_json: AsJson = False) -> None:
     ledger, seen = _ledger(home), _seen(place)
     count, head = ledger.verify(seen), ledger.head()
     if as_json:
-        show.print_json({"events": count, "head": head.hash, "seen": seen.seq})
+        print_json({"events": count, "head": head.hash, "seen": seen.seq})
         return
     events = f"{count}, unbroken" if count else "none: nothing was ever registered here, or the file was emptied"
     show.show_facts([("events", events), ("head", head.hash), ("others saw", f"event {seen.seq}")])
@@ -106,7 +107,7 @@ def register(
     loaded = datasets.load(data, data_root=data_root)
     found = records.register(ledger, loaded, name or loaded.origin)
     if as_json:
-        show.print_json({"collections": found})
+        print_json({"collections": found})
         return
     show.show_facts(
         [(c, "a new version is registered" if new else "was registered before") for c, new in found.items()]
@@ -132,7 +133,7 @@ def set_budget(
     for name in chosen:
         ledger.set_budget(name, epsilon, delta, operator or getpass.getuser(), reason)
     if as_json:
-        show.print_json({"collections": chosen, "epsilon": epsilon, "delta": delta})
+        print_json({"collections": chosen, "epsilon": epsilon, "delta": delta})
         return
     show.show_facts([(name, f"epsilon {epsilon:g} at delta {delta:g}") for name in chosen])
 
@@ -148,7 +149,7 @@ def release(
     with Home(home or default_home()).locked():
         ledger.release_unused(entry)
     if as_json:
-        show.print_json({"released": entry})
+        print_json({"released": entry})
         return
     show.show_facts([("released", entry)])
 
@@ -188,7 +189,7 @@ def restore(
             store.close_database()
         found = charge(Ledger(place.ledger, place.ledger_key, older=True), seen, operator or getpass.getuser())
     if as_json:
-        show.print_json({"charged": found})
+        print_json({"charged": found})
         return
     show.show_facts([(name, f"charged {what}") for name, what in found.items()])
 
@@ -224,7 +225,7 @@ def place_ledger(
             place.place_ledger(after, key)
     facts = {"ledger": str(place.ledger), "key": str(place.ledger_key)}
     if as_json:
-        show.print_json(facts)
+        print_json(facts)
         return
     show.show_facts(list(facts.items()))
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fl_core.errors import ConfigError
+from protos.console import print_json
 from protos.pki.identity import colons, identity_of
 from silo.cli import console as show
 from silo.cli.options import AsJson, AtHome
@@ -23,7 +24,7 @@ def show_peers(home: AtHome = None, as_json: AsJson = False) -> None:
     accepted = {name: identity_of(pem).fingerprint for name, pem in sorted(pins.accepted().items())}
     held = {name: member.fingerprint for name, member in sorted(pins.held().items())}
     if as_json:
-        show.print_json({"accepted": accepted, "held": held})
+        print_json({"accepted": accepted, "held": held})
         return
     rows = [(name, "accepted", colons(key)) for name, key in accepted.items()]
     rows += [(name, "held back", colons(key)) for name, key in held.items()]
@@ -51,6 +52,6 @@ def accept(
         )
     SiloIdentity(Home(home or default_home()).path).pins().accept(name, digest)
     if as_json:
-        show.print_json({"silo": name, "fingerprint": digest, "accepted": True})
+        print_json({"silo": name, "fingerprint": digest, "accepted": True})
         return
     show.show_facts([("accepted", name), ("key", colons(digest))])

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from protos.console import local_time, print_json
 from silo.cli import console as show
 from silo.cli.options import AsJson, AtHome
 from silo.storage.home import Home, default_home
@@ -24,7 +25,7 @@ def show_policy(home: AtHome = None, as_json: AsJson = False) -> None:
     place = Home(home or default_home())
     policy = in_force(place)
     if as_json:
-        show.print_json({"file": str(place.policy), "there": place.policy.exists(), **asdict(policy)})
+        print_json({"file": str(place.policy), "there": place.policy.exists(), **asdict(policy)})
         return
     facts = [("file", str(place.policy) if policy.digest else f"{place.policy}: none, the defaults hold")]
     facts += [("digest", policy.digest or "-")]
@@ -61,7 +62,7 @@ def check(
 
         policy.require_collections(Ledger(at.ledger).collections())
     if as_json:
-        show.print_json({"file": str(place), "digest": policy.digest, "sound": True})
+        print_json({"file": str(place), "digest": policy.digest, "sound": True})
         return
     facts = [("file", str(place)), ("sound", "yes" if policy.digest else "there is none, the defaults hold")]
     if policy.budgets and not at.ledger.exists():
@@ -91,7 +92,7 @@ def approve(
              "decided": word[a.decided]}
             for a in found
         ]  # fmt: skip
-        show.print_json({"runs": runs})
+        print_json({"runs": runs})
         return
-    rows = [(a.run_id, a.name, word[a.decided], show.moment(a.asked), a.about) for a in found]
+    rows = [(a.run_id, a.name, word[a.decided], local_time(a.asked), a.about) for a in found]
     show.show_rows("Runs", ("run", "name", "decision", "asked", "what it asks for"), rows)

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from fl_core.errors import ConfigError, DataError, FederationError, StateError
+from protos.console import print_json
 from protos.pki.identity import colons, identity_of
 from silo.cli import audit as audit_commands
 from silo.cli import console as show
@@ -82,7 +83,7 @@ def join(
         peer = enrol(token if token is not None else _read_file(token_file), place, again)
     authority = SiloIdentity(place.path).ca_fingerprint()
     if as_json:
-        show.print_json(
+        print_json(
             {
                 "silo": peer.identity.name,
                 "identity": peer.identity.uri,
@@ -130,7 +131,7 @@ def request(
 
     digest = write_request(Home(home or default_home()), out)
     if as_json:
-        show.print_json({"file": str(out), "fingerprint": digest})
+        print_json({"file": str(out), "fingerprint": digest})
         return
     show.show_facts([("request", str(out)), ("fingerprint", colons(digest)), ("next", "give the file to the lead")])
 
@@ -191,7 +192,7 @@ def check(
 
     report = datasets.check(reference, data_root=data_root, classes=_label_space(classes), deep=deep)
     if as_json:
-        show.print_json(show.report_json(report))
+        print_json(show.report_json(report))
     else:
         show.show_report(report)
     report.require_sound()
@@ -205,7 +206,7 @@ def describe(reference: Reference, data_root: Root = None, classes: Classes = No
     loaded = datasets.load(reference, data_root=data_root, classes=_label_space(classes))
     report = datasets.check(reference, data_root=data_root, classes=_label_space(classes))
     if as_json:
-        show.print_json(show.report_json(report, loaded.schema))
+        print_json(show.report_json(report, loaded.schema))
     else:
         show.show_report(report, loaded.schema)
 
@@ -227,7 +228,7 @@ def status(home: AtHome = None, as_json: AsJson = False) -> None:
     store = Store(place.database)
     try:
         if as_json:
-            show.print_json(show.status_json(own, addresses, identity.renewal_due(), store))
+            print_json(show.status_json(own, addresses, identity.renewal_due(), store))
         else:
             show.show_status(own, addresses, identity.renewal_due(), store)
     finally:
@@ -241,9 +242,7 @@ def fingerprint(home: AtHome = None, as_json: AsJson = False) -> None:
     own, authority = identity.load(), identity.ca_fingerprint()
     peers = {name: identity_of(pem).fingerprint for name, pem in sorted(identity.peers().items())}
     if as_json:
-        show.print_json(
-            {"silo": own.identity.name, "fingerprint": own.fingerprint, "authority": authority, "roster": peers}
-        )
+        print_json({"silo": own.identity.name, "fingerprint": own.fingerprint, "authority": authority, "roster": peers})
         return
     show.show_facts([(own.identity.name, colons(own.fingerprint)), ("authority", colons(authority))])
     show.show_rows("Accepted peers", ("silo", "key"), [(name, colons(key)) for name, key in peers.items()])

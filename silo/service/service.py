@@ -14,7 +14,7 @@ from privacy.profiles import PROFILES
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki.identity import Address
 from protos.tls.diagnosis import Diagnosis
-from protos.version import PROTOCOL
+from protos.version import PROTOCOL, software
 from silo.connection.channel import Dial, Lines, dial_with, explainer
 from silo.connection.control_client import Client
 from silo.connection.retry import Stop
@@ -31,7 +31,7 @@ from silo.storage.outbox import Outbox
 from silo.storage.store import Store
 from silo.storage.tasks import Attested
 from silo.training.hospital_controls import Custody
-from silo.training.trainer import DataSource, Trainer, Work, choose_device, software
+from silo.training.trainer import DataSource, Trainer, Work, choose_device
 
 LOOK_S = 60.0
 

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -29,6 +28,7 @@ from privacy import profiles as plan
 from privacy.accounting.record_config import nominal
 from privacy.dp_sgd.class_sums import Units
 from privacy.reports.uncertainty import own_noise
+from protos.version import software
 from silo.connection.retry import StoppedError
 from silo.storage.outbox import Finished
 from silo.storage.tasks import Evaluation, TaskKey
@@ -38,11 +38,6 @@ log = logging.getLogger(__name__)
 
 Work = Callable[[Bench, State, State | None, SiloData, Turn, TaskKind], Outcome]
 """A silo's whole round: `fl_core.rounds.silo_round.work`, or what a benchmark does in its place."""
-
-
-def software() -> str:
-    """Return the name and version of this software, as manifests carry it."""
-    return f"consilium-fl {metadata.version('consilium-fl')}"
 
 
 class DataSource:

@@ -7,6 +7,7 @@ import pytest
 from coordinator import console as display
 from coordinator.console import percent
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.console import make_table
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ AS_IT_IS = "29:AB:FB:0A /data/[b]/x [/dim] :smile:"
 def test_text_is_shown_as_it_is(console: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Fingerprints are read out to others: no part of one may turn into a picture."""
     getattr(display, console).print(AS_IT_IS)
-    getattr(display, console).print(display.table("[/title]", ("[/head]",), [(AS_IT_IS,)]))
+    getattr(display, console).print(make_table("[/title]", ("[/head]",), [(AS_IT_IS,)]))
     shown = "".join(capsys.readouterr())
     assert shown.count(AS_IT_IS) == 2
     assert "[/title]" in shown
