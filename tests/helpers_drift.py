@@ -11,7 +11,8 @@ from helpers_core import QData, Scalar, manifest, shares
 from fl_core.errors import UnavailableError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.manifest import Option
-from fl_core.simulation.in_process import History, LocalPort, engine_of, initial_state, local_ports
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, LocalPort, local_ports
 from fl_core.types.values import Bundle, Federation, State, TaskKind, TrainConfig, Turn
 
 
@@ -120,9 +121,12 @@ def run_and_lose(
     """Run the three silos with images; `lost` names by round the silo that fails. Return server and silo states."""
     train = TrainConfig(lr=0.05, batch_size=4, epochs=1)
     run = manifest(method, options, train=train, rounds=rounds, quorum=2)
-    ports = [Lossy(port, [t for t, name in lost.items() if name == port.name]) for port in local_ports(run, shares())]
+    ports = [
+        Lossy(port, [t for t, name in lost.items() if name == port.name])
+        for port in local_ports(RunSetup.of(run), shares())
+    ]
     history = History()
-    server = engine_of(run, ports, 1).run(initial_state(run), history)
+    server = RunSetup.of(run).round_loop(ports, 1).run(RunSetup.of(run).initial_state(), history)
     for record in history.records[:rounds]:
         assert list(record.missing) == ([lost[record.round]] if record.round in lost else [])
     states = {port.name: port.inner.state for port in ports}

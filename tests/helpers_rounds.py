@@ -9,7 +9,8 @@ from helpers_core import shares
 from fl_core.errors import UnavailableError
 from fl_core.rounds.engine import RoundRecord
 from fl_core.rounds.manifest import RunManifest
-from fl_core.simulation.in_process import History, engine_of, initial_state, local_ports
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, local_ports
 from fl_core.types.interfaces import SiloPort
 from fl_core.types.values import Bundle, Federation, Part, State, TaskKind
 
@@ -62,6 +63,10 @@ def go(
     parallel: int = 1,
 ) -> tuple[State, Kept]:
     kept = Kept()
-    ports = local_ports(run, shares()) if ports is None else ports
-    final = engine_of(run, ports, parallel).run(initial_state(run) if state is None else state, kept, start)
+    ports = local_ports(RunSetup.of(run), shares()) if ports is None else ports
+    final = (
+        RunSetup.of(run)
+        .round_loop(ports, parallel)
+        .run(RunSetup.of(run).initial_state() if state is None else state, kept, start)
+    )
     return final, kept

@@ -14,8 +14,9 @@ from helpers_grpc import World, channel
 from helpers_wire import KINDS, fetch, send
 
 from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import work
-from fl_core.simulation.in_process import SiloShare, bench_of
+from fl_core.simulation.in_process import SiloShare
 from fl_core.training.local_data import PlainData
 from fl_core.types.values import Bundle, Federation, State, TaskKind, Turn
 from protos.consilium.v1 import federation_pb2 as pb
@@ -197,7 +198,9 @@ class ScriptedSilo:
         turn = Turn(fed, me, manifest.seed, manifest.members[me].prototypes)
         data = PlainData(self.share.train, self.share.test, manifest.train, turn)
         with _ONE_MODEL_AT_A_TIME:
-            outcome = work(bench_of(manifest), msg, self.memory.states.get(key.run_id), data, turn, key.kind)
+            outcome = work(
+                RunSetup.of(manifest).silo_runtime(), msg, self.memory.states.get(key.run_id), data, turn, key.kind
+            )
         self.memory.trained.append(key)
         bundle = outcome.bundle if self._alter is None else self._alter(key, outcome.bundle)
         return Entry(offer, codec.pack_bundle(bundle), outcome.state)

@@ -20,8 +20,8 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Choice, RunManifest, members
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import work
-from fl_core.simulation.in_process import initial_state
 from fl_core.types.values import State, TrainConfig
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
@@ -206,7 +206,7 @@ class Hospital:
         self.run_id = "run-1"
         self.manifest = run or manifest()
         self.digest = self.transfer.offer(self.manifest.to_json().encode())
-        self.server = initial_state(self.manifest)
+        self.server = RunSetup.of(self.manifest).initial_state()
         self.notices: list[Notice] = []
         self.service: Service | None = None
 

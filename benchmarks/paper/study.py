@@ -31,8 +31,8 @@ from fl_core import datasets, rng
 from fl_core.methods import build_method
 from fl_core.models import describe
 from fl_core.rounds.engine import RoundRecord
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import Bench
-from fl_core.simulation.in_process import bench_of
 from fl_core.training import paper_metrics as metrics
 from fl_core.training.evaluation import Joined
 from fl_core.types.values import Federation, State, TaskKind
@@ -168,7 +168,8 @@ def bench_and_tests(spec: RunSpec, data_root: Path | None) -> tuple[Bench, Joine
     pixels = size if isinstance(size, int) else None
     sets = [datasets.load(r, data_root=data_root, classes=labels, image_size=pixels) for r in dealt]
     tests = [sets[0].public] if sets[0].public is not None else [s.test for s in sets]
-    return bench_of(manifest_from(spec, [f"hospital{k}" for k in range(len(dealt))])), Joined(tests)
+    manifest = manifest_from(spec, [f"hospital{k}" for k in range(len(dealt))])
+    return RunSetup.of(manifest).silo_runtime(), Joined(tests)
 
 
 def whole(examples: Joined) -> torch.Tensor:

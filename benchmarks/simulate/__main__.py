@@ -18,7 +18,8 @@ from benchmarks.timing import Timed
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation.runner import frozen
 from fl_core.rounds.manifest import RunManifest
-from fl_core.simulation.in_process import History, SiloShare, engine_of, initial_state, local_ports
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, SiloShare, local_ports
 from fl_core.types.values import State, TaskKind
 
 
@@ -27,8 +28,9 @@ class Federated:
 
     def __init__(self, manifest: RunManifest, shares: Sequence[SiloShare]) -> None:
         self.history = History()
-        self._engine = engine_of(manifest, local_ports(manifest, shares), parallel=1)
-        self.server: State = initial_state(manifest)
+        run = RunSetup.of(manifest)
+        self._engine = run.round_loop(local_ports(run, shares), parallel=1)
+        self.server: State = run.initial_state()
 
     def round(self, t: int) -> None:
         """Run a training round: every silo evaluates, trains and sends; the bundles are summed and merged."""

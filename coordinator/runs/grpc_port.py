@@ -10,13 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-import privacy.profiles
 from coordinator.storage.object_store import Blobs
 from coordinator.runs.dispatcher import Hub
 from coordinator.storage.store import Store
 from coordinator.runs.tasks import Task, TaskKey
 from fl_core.errors import ProtocolError
-from fl_core.rounds.manifest import RunManifest
 from fl_core.types.values import Bundle, Federation, State, TaskKind
 from protos.wire.bundle_file import FileBundle
 
@@ -38,13 +36,6 @@ def checked(bundle: FileBundle, allowed: frozenset[torch.dtype]) -> FileBundle:
             kinds, found = (sorted(map(str, dtypes)) for dtypes in (allowed, bundle.dtypes(name)))
             raise ProtocolError("E-WIRE-16", f"part {name!r}: expected some of {kinds}, found {found}")
     return bundle
-
-
-def allowed_dtypes(manifest: RunManifest) -> frozenset[torch.dtype]:
-    """Say which numbers the bundles of a run hold: floats in plain runs; integers too where silos use the grid."""
-    plain = frozenset({torch.float32})
-    on_grid = manifest.grid.ring == "ring32" or privacy.profiles.build(manifest).silo
-    return plain | {torch.int32, torch.int64} if on_grid else plain
 
 
 class Broadcasts:

@@ -10,26 +10,26 @@ from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 
-import privacy.profiles
 from coordinator.runs.dispatcher import Hub
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
 from coordinator.runs.tasks import Pending, Preflight, PreflightKey
 from fl_core.errors import FederationError, RefusedError, UnavailableError
 from fl_core.rounds.manifest import RunManifest
+from privacy.compiled_run import CompiledRun
 
 GRACE_S = 30.0
 """After the first refusal the others have so long to answer, so that the lead hears of all that is wrong at once."""
 _REASON_CHARS = 200
 
 
-def is_due(run: Run, manifest: RunManifest, store: Store) -> bool:
+def is_due(run: Run, compiled: CompiledRun, store: Store) -> bool:
     """Tell whether the silos are asked: the run is private, and no round of it was ever opened.
 
     A run without privacy is charged nowhere, and its quorum says how many silos it may go on without.
     """
     opened = run.closed > 0 or store.runs.round(run.id, 0) is not None
-    return not opened and privacy.profiles.build(manifest).private
+    return not opened and compiled.private
 
 
 def ask(run: Run, manifest: RunManifest, hub: Hub) -> None:

@@ -10,22 +10,20 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
-import privacy.profiles
 from coordinator.runs import preflight
 from coordinator.storage.object_store import Blobs
 from coordinator.runs.dispatcher import Hub
 from coordinator.runs.checkpointer import Keeper
 from coordinator.runs.malloc_tuning import give_back_what_is_free
-from coordinator.runs.grpc_port import Base, Broadcasts, GrpcPort, allowed_dtypes
+from coordinator.runs.grpc_port import Base, Broadcasts, GrpcPort
 from coordinator.storage.records import Run, RunState
 from coordinator.storage.store import Store
 from coordinator.runs.tasks import Interrupted
 from fl_core.types import tensor_maps as trees
 from fl_core.errors import ConfigError, FederationError, StateError
 from fl_core.rounds.manifest import RunManifest
-from fl_core.rounds.engine import Engine
-from fl_core.simulation.in_process import engine_of, initial_state
 from fl_core.types.values import State
+from privacy.compiled_run import CompiledRun
 from protos.wire.codec import read_state
 
 log = logging.getLogger(__name__)
@@ -61,7 +59,7 @@ class RunService:
         Raises ConfigError: E-RUN-05 when a silo of the roster is no member, E-RUN-15 when the request id came with
         another configuration; RefusedError (E-PRIV-01) for a privacy profile that cannot be undone here.
         """
-        privacy.profiles.build(manifest)
+        CompiledRun.of(manifest)
         for member in manifest.members:
             if not self._store.members.is_member(member.name):
                 raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
@@ -170,16 +168,18 @@ class RunService:
         if run.state.ended:
             return
         manifest = RunManifest.from_json(run.manifest)
-        if preflight.is_due(run, manifest, self._store):
+        with self.seeding:
+            compiled = CompiledRun.of(manifest)
+        if preflight.is_due(run, compiled, self._store):
             preflight.ask(run, manifest, self._hub)
         broadcasts = Broadcasts(run_id, manifest.deadline_s, self._store, self._blobs, self._collect)
-        server = self._begin(run, manifest, broadcasts)
+        server = self._begin(run, compiled, broadcasts)
         ports = [
             GrpcPort(
                 m.name,
                 run_id,
                 run.manifest_digest,
-                allowed_dtypes(manifest),
+                compiled.dtypes,
                 broadcasts,
                 self._store,
                 self._blobs,
@@ -187,17 +187,14 @@ class RunService:
             )
             for m in manifest.members
         ]
-        engine: Engine = replace(
-            engine_of(manifest, ports, parallel=len(ports)), incoming=privacy.profiles.build(manifest).incoming
-        )
         keeper = Keeper(run_id, broadcasts, self._store, self._blobs, self._hub)
-        engine.run(server, keeper, start=run.closed)
+        compiled.round_loop(ports, parallel=len(ports)).run(server, keeper, start=run.closed)
 
-    def _begin(self, run: Run, manifest: RunManifest, broadcasts: Broadcasts) -> State:
+    def _begin(self, run: Run, compiled: CompiledRun, broadcasts: Broadcasts) -> State:
         """Return the server state to go on from: the stored one, or that of round 0, which is stored first."""
         if run.state_object is None:
             with self.seeding:
-                state = initial_state(manifest)
+                state = compiled.initial_state()
             with self._blobs.guard:
                 base = Base(*self._blobs.put_state(state))
                 self._store.runs.begin(run.id, base.digest, base.size)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from fl_core.errors import ConfigError
 from fl_core.rounds.engine import Observer
-from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import SiloShare, simulate
 from fl_core.simulation.ray import Cluster, simulate_ray
 from fl_core.simulation.silo_states import InFiles, InMemory
 from fl_core.training.devices import choose_device, deterministic
-from fl_core.types.interfaces import Doors, Guard
+from fl_core.types.interfaces import Doors
 from fl_core.types.values import State
 
 ENGINES = ("local", "ray")
@@ -34,10 +34,9 @@ class How:
     cluster: Cluster = Cluster()  # noqa: RUF009
 
     def simulate(
-        self, manifest: RunManifest, shares: Sequence[SiloShare], observer: Observer, doors: Sequence[Doors] | None,
-        guards: Sequence[Guard] = (), incoming: Sequence[Guard] | None = None,
-    ) -> State:  # fmt: skip
-        """Run a manifest; raises ConfigError (E-CFG-60, E-CFG-63, E-CFG-64) where it cannot.
+        self, run: RunSetup, shares: Sequence[SiloShare], observer: Observer, doors: Sequence[Doors] | None
+    ) -> State:
+        """Do a run; raises ConfigError (E-CFG-60, E-CFG-63, E-CFG-64) where it cannot.
 
         Guarantees: on the CPU every way gives the same bits for one number of threads.
         """
@@ -45,12 +44,12 @@ class How:
             raise ConfigError("E-CFG-64", f"expected --engine of {ENGINES}, found {self.engine!r}")
         states = InFiles(self.spill) if self.spill else InMemory()
         if self.engine == "ray":
-            if doors or guards:
+            if doors or run.silo_guards:
                 raise ConfigError("E-CFG-64", "expected engine=local for a private run, found engine=ray: change one")
             if self.device != "cpu" or self.exact:
                 raise ConfigError(
                     "E-CFG-64", "expected --ray-gpus, not --device or --deterministic, with engine=ray: remove them"
                 )
-            return simulate_ray(manifest, shares, observer, self.cluster, states)
+            return simulate_ray(run, shares, observer, self.cluster, states)
         with deterministic(self.exact):
-            return simulate(manifest, shares, observer, doors, states, choose_device(self.device), guards, incoming)
+            return simulate(run, shares, observer, doors, states, choose_device(self.device))

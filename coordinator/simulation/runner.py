@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import privacy.profiles
 from coordinator.config.manifest_builder import IMAGES, manifest_from
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation.engine import How
@@ -22,6 +21,7 @@ from fl_core.types import tensor_maps as trees
 from fl_core.types.records import fairness
 from fl_core.types.values import Federation, State, TaskKind
 from privacy.accounting.record_config import nominal
+from privacy.compiled_run import CompiledRun
 from privacy.data_access import doors_of
 from privacy.dp_sgd.class_sums import Units
 from privacy.dp_sgd.data_opener import SimulatedBook
@@ -197,15 +197,15 @@ def run(
     processes with these names.
     """
     manifest, sets = frozen(spec, data_root)
-    plan = privacy.profiles.build(manifest)
-    books = [SimulatedBook() for _ in manifest.members] if plan.private else []
+    compiled = CompiledRun.of(manifest)
+    books = [SimulatedBook() for _ in manifest.members] if compiled.private else []
     doors = [doors_of(manifest, k, book) for k, book in enumerate(books)]
     shares, how = [SiloShare(s.train, s.test, s.public) for s in sets], how or How()
-    apart = 0 < manifest.cohort < len(shares) and not plan.private
+    apart = 0 < manifest.cohort < len(shares) and not compiled.private
     told = tell(manifest) if callable(tell) else tell
-    history = _Reporting(told, AllSilos(manifest, shares, choose_device(how.device)) if apart else None)
-    final = how.simulate(manifest, shares, history, doors or None, plan.silo, plan.incoming)
-    tuned = fine_tuned(manifest, shares, history.best, history.best_round, fine_tune) if fine_tune else None
+    history = _Reporting(told, AllSilos(compiled, shares, choose_device(how.device)) if apart else None)
+    final = how.simulate(compiled, shares, history, doors or None)
+    tuned = fine_tuned(compiled, shares, history.best, history.best_round, fine_tune) if fine_tune else None
     spent = report(manifest, [book.releases for book in books])
     return Result(manifest, history.records, trees.digest(final["w"]), tuned, spent, history.measured if apart else ())
 

@@ -14,8 +14,8 @@ from torch.nn import Module
 
 from fl_core import rng
 from fl_core.methods.fedavg import FedAvg
-from fl_core.rounds.manifest import RunManifest
-from fl_core.simulation.in_process import History, SiloShare, bench_of
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, SiloShare
 from fl_core.training.evaluation import evaluate, weighted_accuracy
 from fl_core.training.local_data import PlainData
 from fl_core.types.records import RoundRecord
@@ -71,7 +71,7 @@ class FineTuned:
 
 
 def fine_tuned(
-    manifest: RunManifest, shares: Sequence[SiloShare], server: State | None, round: int, epochs: float = EPOCHS
+    run: RunSetup, shares: Sequence[SiloShare], server: State | None, round: int, epochs: float = EPOCHS
 ) -> FineTuned:
     """Fine-tune the global model of a server state at every silo with plain cross entropy, and evaluate it there.
 
@@ -81,7 +81,8 @@ def fine_tuned(
     """
     if server is None:
         return FineTuned(())
-    bench, n_classes = bench_of(manifest), len(manifest.schema.classes)
+    manifest, bench = run.manifest, run.silo_runtime()
+    n_classes = len(manifest.schema.classes)
     msg = bench.method.broadcast(server)
     fed = Federation(len(shares), n_classes, manifest.rounds, round, len(shares))
     found: list[float] = []

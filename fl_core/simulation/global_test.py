@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import torch
 
-from fl_core.rounds.manifest import RunManifest
-from fl_core.simulation.in_process import SiloShare, bench_of, initial_state
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import SiloShare
 from fl_core.training.evaluation import Joined, evaluate
 from fl_core.training.local_data import PlainData
 from fl_core.types.records import RoundRecord
@@ -28,11 +28,11 @@ class AllSilos:
     Guarantees: equals a record's counts where the record covers everybody; the run's bits do not change.
     """
 
-    def __init__(self, manifest: RunManifest, shares: Sequence[SiloShare], device: torch.device | None = None) -> None:
-        self._bench, self._device = bench_of(manifest), device or torch.device("cpu")
+    def __init__(self, run: RunSetup, shares: Sequence[SiloShare], device: torch.device | None = None) -> None:
+        manifest, self._bench, self._device = run.manifest, run.silo_runtime(), device or torch.device("cpu")
         self._bench.model.to(self._device)
         self._n_classes, self._silos = len(manifest.schema.classes), len(shares)
-        self._initial = initial_state(manifest)
+        self._initial = run.initial_state()
         tests = Joined([share.test for share in shares])
         turn = Turn(Federation(self._silos, self._n_classes, manifest.rounds), 0, manifest.seed)
         self._data = PlainData(tests, tests, manifest.train, turn, self._device)

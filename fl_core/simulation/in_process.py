@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from fl_core.aggregation.fixed_point import FixedPoint
-from fl_core.methods import build_method
-from fl_core.models import build_model
-from fl_core.rounds.engine import Engine, Observer, RoundRecord, Schedule
-from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.engine import Observer, RoundRecord
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import Bench, work
 from fl_core.simulation.silo_states import InMemory, States
 from fl_core.training import devices
 from fl_core.training.evaluation import Joined
 from fl_core.training.local_data import PlainData
-from fl_core.types.interfaces import Doors, Guard, SiloPort
+from fl_core.types.interfaces import Doors
 from fl_core.types.values import Bundle, Examples, Federation, State, TaskKind, TrainConfig, Turn, Visit
 
 
@@ -80,28 +77,6 @@ class LocalPort:
         self._states.settle(self._index, included or not self._bench.method.mirrored)
 
 
-def bench_of(manifest: RunManifest) -> Bench:
-    """Build what a silo works with from the manifest alone."""
-    method = build_method(manifest.method.name, manifest.method.options)
-    model = build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
-    return Bench(method, model, manifest.layout)
-
-
-def engine_of(manifest: RunManifest, ports: Sequence[SiloPort], parallel: int) -> Engine:
-    """Build the round loop of a manifest over given ports."""
-    schedule = Schedule(manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum)
-    method = build_method(manifest.method.name, manifest.method.options)
-    grid = FixedPoint(manifest.grid)
-    return Engine(method, schedule, manifest.layout, manifest.grid, (grid,), ports, parallel)
-
-
-def initial_state(manifest: RunManifest) -> State:
-    """Make the server state of round 0; equal manifests give equal bytes."""
-    model = build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
-    method = build_method(manifest.method.name, manifest.method.options)
-    return method.init_server(model, Federation(len(manifest.members), len(manifest.schema.classes), manifest.rounds))
-
-
 def on_device(shares: Sequence[SiloShare], device: torch.device) -> list[SiloShare]:
     """Put training sets on a device while they fit, then test sets."""
     room, placed_train, placed_test = devices.room_on(device), list[Examples](), list[Examples]()
@@ -114,20 +89,20 @@ def on_device(shares: Sequence[SiloShare], device: torch.device) -> list[SiloSha
 
 
 def local_ports(
-    manifest: RunManifest,
+    run: RunSetup,
     shares: Sequence[SiloShare],
     doors: Sequence[Doors] | None = None,
     states: States | None = None,
     device: torch.device | None = None,
-    guards: Sequence[Guard] = (),
 ) -> list[LocalPort]:
     """Make one port per member, all sharing one scratch model; the official test set is public here.
 
     doors: of each member; plain ones where there are none   states: where silos' states lie between rounds
-    device: where models are trained; examples lie there as well, as far as they fit   guards: of every silo
+    device: where models are trained; examples lie there as well, as far as they fit.
     """
-    bench, device, states = (
-        replace(bench_of(manifest), guards=guards),
+    manifest, bench, device, states = (
+        run.manifest,
+        run.silo_runtime(),
         device or torch.device("cpu"),
         states or InMemory(),
     )
@@ -159,28 +134,24 @@ def public_test(shares: Sequence[SiloShare]) -> Examples:
 
 
 def simulate(
-    manifest: RunManifest,
+    run: RunSetup,
     shares: Sequence[SiloShare],
     observer: Observer,
     doors: Sequence[Doors] | None = None,
     states: States | None = None,
     device: torch.device | None = None,
-    guards: Sequence[Guard] = (),
-    incoming: Sequence[Guard] | None = None,
 ) -> State:
-    """Run a manifest in this process and return the final server state; doors: of each member, plain ones by default.
+    """Do a run in this process and return the final server state; doors: of each member, plain ones by default.
 
-    states: where silos' states lie between rounds   device: where models are trained   guards: of every silo;
-    incoming: those undone on the sum, the run's grid where there are none
+    states: where silos' states lie between rounds   device: where models are trained
     Guarantees: equals the same manifest over real silo processes bit for bit, on one kind of machine.
     """
     before = torch.get_num_threads()
-    if manifest.threads:
-        torch.set_num_threads(manifest.threads)
+    if run.manifest.threads:
+        torch.set_num_threads(run.manifest.threads)
     try:
-        engine = engine_of(manifest, local_ports(manifest, shares, doors, states, device, guards), parallel=1)
-        engine = engine if incoming is None else replace(engine, incoming=incoming)
-        return engine.run(initial_state(manifest), observer)
+        ports = local_ports(run, shares, doors, states, device)
+        return run.round_loop(ports, parallel=1).run(run.initial_state(), observer)
     finally:
         torch.set_num_threads(before)
 

@@ -17,15 +17,12 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from fl_core.errors import ConfigError
-from fl_core.methods import build_method
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import (
     LocalPort,
     SiloShare,
-    bench_of,
-    engine_of,
-    initial_state,
     on_device,
     public_test,
 )
@@ -59,7 +56,7 @@ class Seats:
         torch.set_num_threads(threads)
         manifest = RunManifest.from_json(manifest_json)
         self._states = _Handed()
-        device, bench = torch.device("cuda" if cuda else "cpu"), bench_of(manifest)
+        device, bench = torch.device("cuda" if cuda else "cpu"), RunSetup.of(manifest).silo_runtime()
         bench.model.to(device)
         self._ports: dict[int, LocalPort] = {}
         for k, share in zip(shares, on_device(list(shares.values()), device), strict=True):
@@ -144,20 +141,19 @@ def library() -> ModuleType:
 
 
 def simulate_ray(
-    manifest: RunManifest,
+    run: RunSetup,
     shares: Sequence[SiloShare],
     observer: Observer,
     cluster: Cluster | None = None,
     states: States | None = None,
 ) -> State:
-    """Run a manifest on a Ray cluster and return the final server state.
+    """Do a run on a Ray cluster and return the final server state.
 
     Guarantees: equals `simulate` with the same number of threads bit for bit, on one kind of machine; Ray is shut down
     afterwards when it was started here. Raises ConfigError (E-CFG-63) without Ray.
     """
-    ray, where, states = library(), cluster or Cluster(), states or InMemory()
+    ray, where, states, manifest = library(), cluster or Cluster(), states or InMemory(), run.manifest
     threads = manifest.threads or torch.get_num_threads()
-    mirrored = build_method(manifest.method.name, manifest.method.options).mirrored
     started = not ray.is_initialized()
     if started:
         ray.init(address=where.address, log_to_driver=False)
@@ -172,8 +168,11 @@ def simulate_ray(
             own = {k: shares[k] for k in range(j, len(shares), number)}
             actors.append(kind.remote(manifest.to_json(), own, public, threads, where.gpus > 0))
         post = _Post(ray)
-        ports = [RayPort(m.name, k, actors[k % number], post, states, mirrored) for k, m in enumerate(manifest.members)]
-        return engine_of(manifest, ports, parallel=number).run(initial_state(manifest), observer)
+        ports = [
+            RayPort(m.name, k, actors[k % number], post, states, run.method.mirrored)
+            for k, m in enumerate(manifest.members)
+        ]
+        return run.round_loop(ports, parallel=number).run(run.initial_state(), observer)
     finally:
         torch.set_num_threads(before)
         for actor in actors:

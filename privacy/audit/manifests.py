@@ -13,7 +13,7 @@ from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Choice, Member, Option, RunManifest
 from fl_core.types.values import Schema, TrainConfig
-from privacy import profiles as plan
+from privacy.compiled_run import CompiledRun
 
 _SCHEMA = Schema((1, 8, 8), ("a", "b"))
 BAD = (math.nan, math.inf, -1.0, 1e38, 1e-40)
@@ -60,7 +60,7 @@ def accepted() -> list[str]:
     found = []
     for name, manifest in lies():
         try:
-            plan.build(manifest)
+            CompiledRun.of(manifest)
         except FederationError:
             continue
         found.append(name)

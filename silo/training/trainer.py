@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,17 +14,16 @@ from fl_core import datasets
 from fl_core.aggregation import adaptive_guards as steering
 from fl_core.datasets import SiloDataset
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, StateError
-from fl_core.models import build_model
 from fl_core.rounds import sampling as cohort
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import METRICS, Bench, work
-from fl_core.simulation.in_process import bench_of, initial_state
 from fl_core.training.devices import choose_device as choose_device
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Bundle, Federation, Outcome, Progress, State, TaskKind, Turn, Visit
 from privacy import profiles as plan
 from privacy.accounting.record_config import nominal
+from privacy.compiled_run import CompiledRun
 from privacy.dp_sgd.class_sums import Units
 from privacy.reports.uncertainty import own_noise
 from protos.version import software
@@ -140,14 +138,13 @@ class Trainer:
         policy = self._custody.policy_digest()
         if self._seat is not None and (self._seat[0], self._seat[1].manifest) == (policy, manifest):
             return self._seat[1]
-        guards = plan.build(manifest).silo
+        run = CompiledRun.of(manifest)
         if not _compatible(manifest.software, software()):
             raise RefusedError(
                 "E-RUN-34", f"expected a run of {software()}, found one of {manifest.software}: upgrade the older side"
             )
         index = manifest.index(self._silo)
-        private = plan.is_private(manifest.privacy)
-        with _discreet(private, ConfigError):
+        with _discreet(run.private, ConfigError):
             dataset = self._data.load(manifest.schema.classes, manifest.image_size)
         if dataset.schema != manifest.schema:
             raise DataError(
@@ -155,22 +152,20 @@ class Trainer:
                 f"expected examples of {manifest.schema} for run {manifest.name!r}, found {dataset.schema} in "
                 f"{dataset.origin}: serve the data that the run is about",
             )
-        bench = bench_of(manifest)
-        scratch = build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
-        own = derive_layout(bench.method, scratch, manifest.schema, manifest.personal)
+        own = derive_layout(run.method, run.new_model(), manifest.schema, manifest.personal)
         if {**own, **plan.parts(manifest.privacy)} != manifest.layout:
             raise ProtocolError(
                 "E-WIRE-02",
                 f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "
                 "both sides must run the same version",
             )
-        bench.model.to(self.device)
         notebook = _Notebook()
-        with _discreet(private, ConfigError, RefusedError):
+        bench = run.silo_runtime(notebook)
+        bench.model.to(self.device)
+        with _discreet(run.private, ConfigError, RefusedError):
             access = self._custody.access(manifest, index, dataset, self._data.nominal_size)
-        bench = dataclasses.replace(bench, guards=(notebook, *guards))
         submits = self._prototypes and access.submits and manifest.members[index].prototypes
-        broadcast = _form(bench.method.broadcast(initial_state(manifest)))
+        broadcast = _form(run.method.broadcast(run.initial_state()))
         seat = Seat(manifest, index, dataset, bench, notebook, access, submits, broadcast)
         self._seat = (policy, seat)
         return seat

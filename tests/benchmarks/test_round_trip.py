@@ -15,7 +15,7 @@ from benchmarks.round_trip.__main__ import compared
 from benchmarks.round_trip.models import RESNET18, workload
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
-from fl_core.simulation.in_process import initial_state
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.values import Part
 from protos.wire.codec import pack_bundle, pack_state
 
@@ -48,7 +48,7 @@ def test_a_small_round_trip_counts_the_bytes_of_its_messages() -> None:
     manifest = manifest_from(
         compose_spec([*workload(50_000).overrides, "rounds=15", "method=fedavg"]), ["hospital0", "hospital1"]
     )
-    state = initial_state(manifest)
+    state = RunSetup.of(manifest).initial_state()
     parts = {
         name: Part({key: torch.zeros(s) for key, s in spec.shapes.items()}, torch.zeros(spec.weight_shape))
         for name, spec in manifest.layout.items()

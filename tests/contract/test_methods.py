@@ -29,8 +29,9 @@ from fl_core.aggregation.aggregator import Accumulator
 from fl_core.aggregation.fixed_point import FixedPoint, Grid
 from fl_core.methods import METHODS
 from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import Bench, work
-from fl_core.simulation.in_process import LocalPort, bench_of
+from fl_core.simulation.in_process import LocalPort
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import Bundle, Part, PartSpec, TaskKind, Turn
@@ -51,7 +52,7 @@ every_method = pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_derived_layout_is_the_layout_of_real_bundles(name: str, norm: str) -> None:
     run = manifest(name, METHOD_OPTIONS.get(name, {}), train=TRAIN, model_options={"norm": norm})
-    bench = bench_of(run)
+    bench = RunSetup.of(run).silo_runtime()
     server = made(name).init_server(bench.model, FED)
     msg = made(name).broadcast(server)
     for k, share in enumerate(shares()):
@@ -237,10 +238,10 @@ def _wrap(part: Part, ring: str) -> Part:
 @every_method
 def test_rounds_through_a_port_repeat(name: str) -> None:
     run, share = manifest(name, METHOD_OPTIONS.get(name, {}), train=TRAIN), shares()[0]
-    msg = made(name).broadcast(made(name).init_server(bench_of(run).model, FED))
+    msg = made(name).broadcast(made(name).init_server(RunSetup.of(run).silo_runtime().model, FED))
 
     def port() -> LocalPort:
-        return LocalPort("north", 0, share, bench_of(run), TRAIN, 0, True)
+        return LocalPort("north", 0, share, RunSetup.of(run).silo_runtime(), TRAIN, 0, True)
 
     used = port()
     used.round(msg, FED, TaskKind.EVALUATE)  # an evaluation leaves no trace

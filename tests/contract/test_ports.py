@@ -10,6 +10,7 @@ from helpers_grpc import World, running, until
 from helpers_scripted import ScriptedSilo
 
 from fl_core.methods import METHODS
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.types import tensor_maps as trees
 
@@ -31,7 +32,7 @@ def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(
     world, silos = federation
     agreed = manifest(method, rounds=2, personal=method == "fedmr")
     history = History()
-    expected = simulate(agreed, shares(), history)
+    expected = simulate(RunSetup.of(agreed), shares(), history)
     run = world.finished(world.submit(agreed, request_id=method).id)
     found = world.model(run.id)
     rounds = world.server.store.runs.rounds(run.id)

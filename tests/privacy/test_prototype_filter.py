@@ -14,11 +14,12 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds import sampling as cohort
 from fl_core.rounds.manifest import Choice, RunManifest
-from fl_core.simulation.in_process import History, LocalPort, bench_of, initial_state, simulate
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, LocalPort, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types.values import Bundle, State, TaskKind, Turn
+from privacy.compiled_run import CompiledRun
 from privacy.dp_sgd.data_opener import PrivateDoors, SimulatedBook
-from privacy.profiles import build
 
 TRAINED = {"fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"}, "fedproc": {}, "fednh": {}}
 WITHHELD = frozenset({1, 3})
@@ -35,8 +36,10 @@ def sent(method: str, private: bool, withheld: frozenset[int], **options: object
     """Run one round of silo 0, which holds classes 0 and 1 of four."""
     run, book = run_of(method, private, **options), SimulatedBook()
     doors = PrivateDoors(run, 0, book) if private else PlainData.open
-    port = LocalPort("north", 0, shares()[0], bench_of(run), run.train, 0, True, doors=doors, withheld=withheld)
-    msg: State = bench_of(run).method.broadcast(initial_state(run))
+    port = LocalPort(
+        "north", 0, shares()[0], RunSetup.of(run).silo_runtime(), run.train, 0, True, doors=doors, withheld=withheld
+    )
+    msg: State = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
     return port.round(msg, replace(FED, round=0), TaskKind.TRAIN), book
 
 
@@ -72,8 +75,12 @@ def test_fine_grained_prototypes_are_withheld_class_by_class() -> None:
 def test_withholding_every_class_is_withholding_all() -> None:
     every, _ = sent("fedmr", False, frozenset(range(4)))
     run = run_of("fedmr", False)
-    port = LocalPort("north", 0, shares()[0], bench_of(run), run.train, 0, False)
-    none = port.round(bench_of(run).method.broadcast(initial_state(run)), replace(FED, round=0), TaskKind.TRAIN)
+    port = LocalPort("north", 0, shares()[0], RunSetup.of(run).silo_runtime(), run.train, 0, False)
+    none = port.round(
+        RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state()),
+        replace(FED, round=0),
+        TaskKind.TRAIN,
+    )
     assert same_bundle(every, none)
 
 
@@ -90,9 +97,9 @@ def test_t_29_share_of_silos_is_drawn_before_round_1() -> None:
 
 def final(run: RunManifest) -> State:
     if run.privacy.name == "none":
-        return simulate(run, shares(), History())
+        return simulate(RunSetup.of(run), shares(), History())
     doors = [PrivateDoors(run, k, SimulatedBook()) for k in range(3)]
-    return simulate(run, shares(), History(), doors)
+    return simulate(RunSetup.of(run), shares(), History(), doors)
 
 
 @pytest.mark.parametrize("pair", [("fedmr", "fedmr"), ("fedproc", "fedavg")])
@@ -112,21 +119,21 @@ def test_t_42_epsilon_infinity_is_the_plain_run_and_share_zero_holds_under_priva
     plain = run_of("fedmr", False)
     members = tuple(replace(m, units=0) for m in plain.members)
     infinite = replace(plain, privacy=Choice("dp_record", {"epsilon": float("inf")}), members=members)
-    assert not build(infinite).private
-    assert same(simulate(infinite, shares(), History())["w"], final(plain)["w"])
+    assert not CompiledRun.of(infinite).private
+    assert same(simulate(RunSetup.of(infinite), shares(), History())["w"], final(plain)["w"])
     private = run_of("fedmr", True)
     nobody = replace(private, members=tuple(replace(m, prototypes=False) for m in private.members))
     books = [SimulatedBook() for _ in range(3)]
-    simulate(nobody, shares(), History(), [PrivateDoors(nobody, k, b) for k, b in enumerate(books)])
+    simulate(RunSetup.of(nobody), shares(), History(), [PrivateDoors(nobody, k, b) for k, b in enumerate(books)])
     assert all(r.purpose != "prototypes" for b in books for r in b.releases)
 
 
 def test_a_silo_that_submits_none_still_uses_prototypes() -> None:
     """A loss with prototypes is trained on by a silo that withholds its own (MR-10)."""
     run = manifest("fedmr", TRAINED["fedmr"])  # type: ignore[arg-type]
-    method = bench_of(run).method
+    method = RunSetup.of(run).method
     known = {"g": torch.ones(4, 64), "known": torch.ones(4)}
-    start = {**initial_state(run)}
+    start = {**RunSetup.of(run).initial_state()}
     width = start["prototypes"]["g"].shape[1]
     start["prototypes"] = {**known, "g": torch.randn(4, width, generator=torch.Generator().manual_seed(0))}
 
@@ -139,4 +146,4 @@ def test_a_silo_that_submits_none_still_uses_prototypes() -> None:
 
     with_own, without = trained(start, True).state_dict(), trained(start, False).state_dict()
     assert same(with_own, without)
-    assert not same(without, trained(dict(initial_state(run)), False).state_dict())
+    assert not same(without, trained(dict(RunSetup.of(run).initial_state()), False).state_dict())

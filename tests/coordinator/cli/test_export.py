@@ -15,6 +15,7 @@ from coordinator.cli.export import export
 from fl_core.errors import StateError
 from fl_core.methods import build_method
 from fl_core.models import build_model
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import State
@@ -33,7 +34,7 @@ METHODS = {
 
 def exported(tmp_path: Path, name: str, options: dict[str, object]) -> tuple[State, Path]:
     run = manifest(name, options, rounds=1)
-    final = simulate(run, shares(), History())
+    final = simulate(RunSetup.of(run), shares(), History())
     stored = tmp_path / "state"
     write_state(final, stored)
     info = pb.RunInfo(run_id="r1", method=name, model_digest=trees.digest(final["w"]), manifest_digest=run.digest())
@@ -68,7 +69,7 @@ def test_a_file_names_the_options_of_its_method(tmp_path: Path) -> None:
 def test_another_state_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
     run = manifest("fedavg", rounds=1)
     stored = tmp_path / "state"
-    write_state(simulate(run, shares(), History()), stored)
+    write_state(simulate(RunSetup.of(run), shares(), History()), stored)
     detail = pb.RunDetail(info=pb.RunInfo(run_id="r1", model_digest="0" * 64), manifest_json=run.to_json())
     with pytest.raises(StateError) as caught:
         export(detail, stored, tmp_path)

@@ -20,10 +20,12 @@ from fl_core.aggregation.aggregator import Accumulator
 from fl_core.aggregation.fixed_point import FixedPoint, Grid
 from fl_core.methods import METHODS
 from fl_core.rounds.manifest import Choice, RunManifest
-from fl_core.simulation.in_process import History, LocalPort, SiloShare, bench_of, initial_state, local_ports, simulate
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, LocalPort, SiloShare, local_ports, simulate
 from fl_core.types.interfaces import Guard
 from fl_core.types.values import Bundle, Federation, Part, TaskKind
 from privacy import profiles as plan
+from privacy.compiled_run import CompiledRun
 from protos.wire import codec
 
 OPTIONS = {
@@ -75,10 +77,10 @@ def grid_for(ring: str, run: RunManifest, bundles: Sequence[Bundle], room: float
 @pytest.mark.parametrize("ring", ["ring64", "ring32"])
 def test_the_masked_sum_on_the_grid_is_the_plain_sum(method: str, ring: str) -> None:
     run = manifest(method, OPTIONS.get(method, {}))  # type: ignore[arg-type]
-    msg = bench_of(run).method.broadcast(initial_state(run))
+    msg = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
 
     def bundles(*guards: Guard) -> list[Bundle]:
-        bench = replace(bench_of(run), guards=guards)
+        bench = replace(RunSetup.of(run).silo_runtime(), guards=guards)
         ports = [LocalPort(n, k, shares()[k], bench, run.train, 0, True) for k, n in enumerate(NAMES)]
         return [port.round(msg, replace(FED, round=0), TaskKind.TRAIN) for port in ports]
 
@@ -103,8 +105,8 @@ def masked_run(method: str, ring: str, monkeypatch: pytest.MonkeyPatch) -> RunMa
     """Freeze a run whose profile masks: the profile is registered like any other, the run knows only its name."""
     monkeypatch.setitem(plan.PROFILES, "masked", _masked)  # type: ignore[arg-type]
     run = manifest(method, OPTIONS.get(method, {}), rounds=2)  # type: ignore[arg-type]
-    msg = bench_of(run).method.broadcast(initial_state(run))
-    ports = local_ports(run, shares())
+    msg = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
+    ports = local_ports(RunSetup.of(run), shares())
     sent = [port.round(msg, replace(FED, round=0, rounds=2), TaskKind.TRAIN) for port in ports]
     return replace(run, privacy=Choice("masked"), grid=grid_for(ring, run, sent, 8.0))
 
@@ -125,7 +127,7 @@ def test_a_masked_run_over_the_wire_is_the_plain_run_bit_for_bit(
 
     def guarded(k: int) -> Alter:
         def alter(key: Key, bundle: Bundle) -> Bundle:
-            for guard in plan.build(run).silo:
+            for guard in CompiledRun.of(run).silo_guards:
                 bundle = guard.outgoing(bundle, k, key.round)
             seen.append(bundle)
             return bundle
@@ -140,12 +142,11 @@ def test_a_masked_run_over_the_wire_is_the_plain_run_bit_for_bit(
         for silo in silos:
             silo.stop()
     history = History()
-    plain = simulate(replace(run, privacy=Choice("none")), shares(), history)
+    plain = simulate(RunSetup.of(replace(run, privacy=Choice("none"))), shares(), history)
     assert all(same(model[group], plain[group]) for group in plain)
     assert [r.correct for r in rounds] == [r.correct for r in history.records]
     assert all(not v.is_floating_point() for b in seen for p in b.values() for v in (*p.total.values(), p.weight))
-    local, built = History(), plan.build(run)
-    again = simulate(run, shares(), local, guards=built.silo, incoming=built.incoming)
+    again = simulate(CompiledRun.of(run), shares(), History())
     assert all(same(again[group], plain[group]) for group in plain)
 
 
@@ -166,19 +167,19 @@ def test_a_hospital_sends_what_its_profiles_guards_made_of_its_update(
         hospital.stop()
         hospital.host.stop()
     data = [SiloShare(d.train, d.test) for d in (datasets.load(f"digits/p3c4/{k}") for k in range(3))]
-    port = local_ports(run, data, guards=plan.build(run).silo)[1]
-    msg = bench_of(run).method.broadcast(initial_state(run))
+    port = local_ports(CompiledRun.of(run), data)[1]
+    msg = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
     assert bytes(raw) == codec.pack_bundle(port.round(msg, Federation(3, 10, 2, 0, 3), TaskKind.TRAIN))
 
 
 def test_a_mask_goes_over_silo_level_noise() -> None:
     """Clip and noise on the grid, fixed point, mask: the chain that secure aggregation takes; the sum is as without."""
     run = replace(manifest("fedproto"), privacy=Choice("dp_silo_small", {"rng": "test", "weights": "uniform"}))
-    (guard,) = plan.build(run).silo
-    msg = bench_of(run).method.broadcast(initial_state(run))
+    compiled = CompiledRun.of(run)
+    msg = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
     sums = []
     for more in ((), (FixedPoint(run.grid), Mask("ring64", 3))):
-        ports = local_ports(run, shares(), guards=(guard, *more))
+        ports = local_ports(replace(compiled, silo_guards=(*compiled.silo_guards, *more)), shares())
         total = Accumulator(run.layout, run.grid)
         for k, port in enumerate(ports):
             total.fold(port.round(msg, replace(FED, round=0), TaskKind.TRAIN), k)

@@ -17,8 +17,9 @@ from fl_core.rounds import sampling as cohort
 from fl_core.rounds.engine import RoundRecord, Silent
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import Bench
-from fl_core.simulation.in_process import LocalPort, bench_of, engine_of, initial_state, local_ports
+from fl_core.simulation.in_process import LocalPort, local_ports
 from fl_core.types.interfaces import SiloData, SiloPort
 from fl_core.types.values import Bundle, Federation, Outcome, Part, State, TaskKind, Turn
 
@@ -55,7 +56,7 @@ def test_a_resumed_run_equals_the_straight_run_bit_for_bit(method: str, start: i
 def test_parallel_ports_give_the_same_bits() -> None:
     run = manifest("fedmr")
     # Ports of one bench share a scratch model, so each gets a bench of its own.
-    ports = [local_ports(run, shares())[k] for k in range(3)]
+    ports = [local_ports(RunSetup.of(run), shares())[k] for k in range(3)]
     assert same(go(run, ports, parallel=3)[0]["w"], go(run)[0]["w"])
 
 
@@ -81,7 +82,7 @@ def test_only_the_cohort_trains_and_all_silos_are_evaluated_at_the_end() -> None
 
 def test_values_that_the_grid_cuts_off_are_reported() -> None:
     run = manifest(rounds=1)
-    ports: list[SiloPort] = list(local_ports(run, shares()))
+    ports: list[SiloPort] = list(local_ports(RunSetup.of(run), shares()))
 
     class Huge(Failing):
         def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
@@ -125,14 +126,14 @@ class Counting(FedAvg):
 def test_a_mirrored_silo_state_is_committed_only_when_the_round_names_the_silo(mirrored: bool) -> None:
     method = type("Sub", (Counting,), {"mirrored": mirrored})()
     run = manifest("fedavg", rounds=4)
-    bench = bench_of(run)
+    bench = RunSetup.of(run).silo_runtime()
     layout = derive_layout(method, bench.model, SCHEMA)
     ports = [
         LocalPort(m.name, k, shares()[k], Bench(method, bench.model, layout), run.train, run.seed, True)
         for k, m in enumerate(run.members)
     ]
     spoilt = [ports[0], Failing(ports[1], [1], spoil=True), ports[2]]  # an update that was made, and was not included
-    engine = replace(engine_of(replace(run, layout=layout, quorum=2), spoilt, 1), method=method)
+    engine = replace(RunSetup.of(replace(run, layout=layout, quorum=2)).round_loop(spoilt, 1), method=method)
     final = engine.run(method.init_server(bench.model, engine_fed(run)), Silent())
     rounds = final["seen"]["rounds"].flatten() / final["seen"]["weight"]
     assert rounds.tolist() == ([4, 3, 4] if mirrored else [4, 4, 4])
@@ -152,8 +153,8 @@ class Keeping(FedAvg):
 
 def test_a_server_state_holds_tensors_and_nothing_deferred() -> None:
     run, kept = manifest(rounds=1), Kept()
-    engine = replace(engine_of(run, local_ports(run, shares()), 1), method=Keeping())
-    before = initial_state(run)
+    engine = replace(RunSetup.of(run).round_loop(local_ports(RunSetup.of(run), shares()), 1), method=Keeping())
+    before = RunSetup.of(run).initial_state()
     engine.run(before, kept)
     mean = kept.states[0]["mean"]
     assert isinstance(mean, dict)

@@ -16,7 +16,8 @@ from fl_core.aggregation import aggregator as accumulator
 from fl_core.aggregation import partial_sums as sums
 from fl_core.errors import ProtocolError, UnavailableError
 from fl_core.rounds.manifest import RunManifest
-from fl_core.simulation.in_process import engine_of, initial_state, local_ports
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import local_ports
 from fl_core.types.interfaces import SiloPort
 from fl_core.types.values import Bundle, Federation, Part, State, TaskKind
 from protos.wire import codec
@@ -24,7 +25,7 @@ from protos.wire.bundle_file import FileBundle
 
 
 def failing(run: RunManifest, which: int, rounds: Sequence[int], *, spoil: bool = False) -> list[SiloPort]:
-    ports: list[SiloPort] = list(local_ports(run, shares()))
+    ports: list[SiloPort] = list(local_ports(RunSetup.of(run), shares()))
     ports[which] = Failing(ports[which], rounds, spoil)
     return ports
 
@@ -54,7 +55,7 @@ def test_a_refusal_repeats_only_so_much_of_what_was_sent() -> None:
             return {**self._inner.round(msg, fed, kind), "long" * 100_000: Part.of({}, 1.0)}
 
     run = manifest(quorum=2, rounds=1)
-    north, east, south = local_ports(run, shares())
+    north, east, south = local_ports(RunSetup.of(run), shares())
     _, kept = go(run, [north, Long(east), south])
     assert kept.records[0].missing["east"].startswith("E-WIRE-02: expected the parts ['delta', 'metrics'], found [")
     assert len(kept.records[0].missing["east"]) == 500
@@ -64,11 +65,14 @@ def test_a_round_below_its_quorum_stops_the_run_after_the_last_closed_round() ->
     run = manifest(quorum=3)
     kept = Kept()
     with pytest.raises(UnavailableError) as caught:
-        engine_of(run, failing(run, 1, [1]), 1).run(initial_state(run), kept)
+        RunSetup.of(run).round_loop(failing(run, 1, [1]), 1).run(RunSetup.of(run).initial_state(), kept)
     assert caught.value.code == "E-RUN-03"
     assert "east" in str(caught.value)
     assert len(kept.states) == 1
-    assert same(engine_of(run, local_ports(run, shares()), 1).run(kept.states[0], Kept(), 1)["w"], go(run)[0]["w"])
+    assert same(
+        RunSetup.of(run).round_loop(local_ports(RunSetup.of(run), shares()), 1).run(kept.states[0], Kept(), 1)["w"],
+        go(run)[0]["w"],
+    )
 
 
 def test_without_a_quorum_the_whole_cohort_must_deliver() -> None:
@@ -79,7 +83,7 @@ def test_without_a_quorum_the_whole_cohort_must_deliver() -> None:
 
 def test_a_defect_of_the_program_is_not_taken_for_a_missing_silo() -> None:
     run = manifest(quorum=1)
-    ports: list[SiloPort] = list(local_ports(run, shares()))
+    ports: list[SiloPort] = list(local_ports(RunSetup.of(run), shares()))
 
     class Broken:
         name = "north"
@@ -128,12 +132,17 @@ def test_an_update_that_was_counted_and_cannot_be_read_ends_the_round_and_no_oth
     monkeypatch.setattr(accumulator, "SMALL", 0)
     monkeypatch.setattr(os, "preadv", failing_once)
     run = manifest(quorum=1, rounds=1)
-    inner, numbers = local_ports(run, shares()), [s for spec in run.layout.values() for s in spec.shapes.values()]
+    inner, numbers = (
+        local_ports(RunSetup.of(run), shares()),
+        [s for spec in run.layout.values() for s in spec.shapes.values()],
+    )
     monkeypatch.setattr(sums, "WAITING", waiting * sum(4 * math.prod(shape) for shape in numbers))
     assert same(go(run, [OnDisk(port, tmp_path, unreadable.discard) for port in inner])[0]["w"], go(run)[0]["w"])
 
     kept = Kept()
     with pytest.raises(ProtocolError, match=r"E-WIRE-06.* of north cannot be read.*Input/output"):
-        engine_of(run, [OnDisk(port, tmp_path, last_came) for port in inner], 1).run(initial_state(run), kept)
+        RunSetup.of(run).round_loop([OnDisk(port, tmp_path, last_came) for port in inner], 1).run(
+            RunSetup.of(run).initial_state(), kept
+        )
     assert not kept.records
     assert not unreadable

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers_core import Given, manifest, same, shares
 
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.fine_tuning import BestHistory, fine_tuned
 from fl_core.simulation.in_process import SiloShare, simulate
 from fl_core.types import tensor_maps as trees
@@ -31,25 +32,25 @@ def test_the_best_state_is_the_one_that_was_measured() -> None:
 def test_without_epochs_it_is_the_global_model_at_each_silo() -> None:
     """The silos' accuracies, weighed by their test sizes, then give the global accuracy of that state again."""
     history = BestHistory()
-    simulate(RUN, shares(), history)
+    simulate(RunSetup.of(RUN), shares(), history)
     assert history.best is not None
     record = history.records[history.best_round]
     assert record.accuracy == max(history.accuracies[1:])
-    found = fine_tuned(RUN, shares(), history.best, history.best_round, epochs=0)
+    found = fine_tuned(RunSetup.of(RUN), shares(), history.best, history.best_round, epochs=0)
     assert statistics.fmean(found.accuracies) == pytest.approx(record.accuracy)  # equal test sets
     assert found.fairness == pytest.approx(statistics.pstdev(found.accuracies))
 
 
 def test_fine_tuning_helps_each_silo_repeats_and_touches_nothing() -> None:
     history = BestHistory()
-    final = simulate(RUN, shares(), history)
+    final = simulate(RunSetup.of(RUN), shares(), history)
     before = {name: v.clone() for name, v in final["w"].items()}
     given = [*shares()[:2], SiloShare(shares()[2].train, Given(torch.zeros(0, 1, 8, 8), torch.zeros(0).long()))]
-    a, b = (fine_tuned(RUN, given, final, 3) for _ in range(2))
+    a, b = (fine_tuned(RunSetup.of(RUN), given, final, 3) for _ in range(2))
     assert same(final["w"], before)
     assert str(a) == str(b)
     assert math.isnan(a.accuracies[2])
     assert a.pa == pytest.approx(statistics.fmean(a.accuracies[:2]))
-    assert a.pa >= fine_tuned(RUN, given, final, 3, epochs=0).pa
+    assert a.pa >= fine_tuned(RunSetup.of(RUN), given, final, 3, epochs=0).pa
     assert a.pa == 1.0
     assert trees.digest(final["w"]) == trees.digest(before)

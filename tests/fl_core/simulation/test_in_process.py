@@ -12,14 +12,15 @@ from fl_core.errors import ProtocolError
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout, layout_from_json, layout_to_json
-from fl_core.simulation.in_process import History, bench_of, initial_state, local_ports, public_test, simulate
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, local_ports, public_test, simulate
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import Part, PartSpec, Schema, TrainConfig
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmr"])
 def test_equal_manifests_give_equal_bits_and_other_seeds_do_not(method: str) -> None:
-    a, b, c = (simulate(manifest(method, seed=s), shares(), History()) for s in (0, 0, 1))
+    a, b, c = (simulate(RunSetup.of(manifest(method, seed=s)), shares(), History()) for s in (0, 0, 1))
     assert all(same(a[group], b[group]) for group in a)
     assert not same(a["w"], c["w"])
 
@@ -41,13 +42,13 @@ def test_fedavg_equals_a_loop_written_out_here() -> None:
             PlainData(share.train, share.test, run.train, turn).sgd(model, FedAvg.loss)
             sums, n = trees.add(sums, trees.read(model), len(share.train)), n + len(share.train)
         w = trees.scale(sums, 1 / n)
-    found = simulate(run, shares(), History())["w"]
+    found = simulate(RunSetup.of(run), shares(), History())["w"]
     assert all(torch.allclose(found[name], v, atol=1e-6) for name, v in w.items())
 
 
 def test_training_learns() -> None:
     history = History()
-    simulate(manifest(rounds=6, train=TrainConfig(lr=0.05, batch_size=4, epochs=3)), shares(), history)
+    simulate(RunSetup.of(manifest(rounds=6, train=TrainConfig(lr=0.05, batch_size=4, epochs=3))), shares(), history)
     assert history.accuracies[0] < 0.5 < max(history.accuracies)
 
 
@@ -59,26 +60,28 @@ def test_thread_count_is_the_manifests_inside_and_as_before_outside() -> None:
         def arrived(self, name: str) -> None:
             seen.append(torch.get_num_threads())
 
-    simulate(replace(manifest(rounds=1), threads=2), shares(), Watch())
+    simulate(RunSetup.of(replace(manifest(rounds=1), threads=2)), shares(), Watch())
     assert set(seen) == {2}
     assert torch.get_num_threads() == before
 
 
 def test_initial_state_depends_on_the_seed_alone() -> None:
-    a = initial_state(manifest())
+    a = RunSetup.of(manifest()).initial_state()
     torch.rand(7)
-    assert same(a["w"], initial_state(manifest("fedprox"))["w"])
-    assert not same(a["w"], initial_state(manifest(seed=1))["w"])
+    assert same(a["w"], RunSetup.of(manifest("fedprox")).initial_state()["w"])
+    assert not same(a["w"], RunSetup.of(manifest(seed=1)).initial_state()["w"])
 
 
 def test_a_bundle_that_is_not_the_agreed_one_is_refused_before_it_leaves() -> None:
     run = manifest()
     odd = replace(run, layout={**run.layout, "delta": PartSpec({"x": (1,)}, ())})
-    (port, *_) = local_ports(odd, shares())
+    (port, *_) = local_ports(RunSetup.of(odd), shares())
     from fl_core.types.values import Federation, TaskKind
 
     with pytest.raises(ProtocolError) as caught:
-        port.round(build_method("fedavg", {}).broadcast(initial_state(run)), Federation(3, 4), TaskKind.TRAIN)
+        port.round(
+            build_method("fedavg", {}).broadcast(RunSetup.of(run).initial_state()), Federation(3, 4), TaskKind.TRAIN
+        )
     assert caught.value.code == "E-WIRE-02"
 
 
@@ -92,9 +95,9 @@ def test_layouts_survive_json_and_ignore_data() -> None:
 
 
 def test_silos_share_one_scratch_model() -> None:
-    ports = local_ports(manifest(), shares())
+    ports = local_ports(RunSetup.of(manifest()), shares())
     assert len({id(port._bench.model) for port in ports}) == 1
-    assert bench_of(manifest()).model is not ports[0]._bench.model
+    assert RunSetup.of(manifest()).silo_runtime().model is not ports[0]._bench.model
 
 
 def test_two_blank_examples_are_enough_for_two_classes() -> None:

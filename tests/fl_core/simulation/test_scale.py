@@ -14,6 +14,7 @@ from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.rounds.manifest import members
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.simulation.silo_states import InFiles, InMemory
 from fl_core.training import devices
@@ -35,9 +36,9 @@ def trained(config: TrainConfig, ahead: int = 0) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("method", ["moon", "scaffold", "fedavg"])
 def test_states_in_files_give_the_bits_of_states_in_memory(method: str, tmp_path: Path) -> None:
     run = manifest(method, train=TRAIN, cohort=2, rounds=4)
-    expected = simulate(run, shares(), History())
+    expected = simulate(RunSetup.of(run), shares(), History())
     (tmp_path / "silo0.safetensors").write_bytes(b"of an earlier run")
-    found = simulate(run, shares(), History(), states=InFiles(tmp_path))
+    found = simulate(RunSetup.of(run), shares(), History(), states=InFiles(tmp_path))
     assert set(found) == set(expected)
     assert all(same(found[group], expected[group]) for group in expected)
 
@@ -80,8 +81,8 @@ def test_a_hundred_silos_do_not_hold_a_hundred_models(tmp_path: Path) -> None:
     KINDS = (torch.Tensor, torch.nn.Parameter)
     in_files, in_memory = Counting(), Counting()
     gc.collect()
-    simulate(run, given, in_files, states=InFiles(tmp_path))
-    simulate(run, given, in_memory)
+    simulate(RunSetup.of(run), given, in_files, states=InFiles(tmp_path))
+    simulate(RunSetup.of(run), given, in_memory)
     assert len({name for record in in_memory.records for name in record.included}) == 100
     assert in_files.peak < 15
     assert in_memory.peak > 60  # without files a state per silo that took part stays

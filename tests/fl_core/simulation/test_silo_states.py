@@ -11,7 +11,8 @@ from helpers_core import FED, NAMES, manifest, same, shares
 
 from fl_core.errors import FederationError
 from fl_core.methods import METHODS
-from fl_core.simulation.in_process import History, LocalPort, bench_of, engine_of, initial_state, local_ports, simulate
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, LocalPort, local_ports, simulate
 from fl_core.simulation.silo_states import InMemory
 from fl_core.types.interfaces import Method
 from fl_core.types.values import Bundle, Federation, Part, State, TaskKind, TrainConfig
@@ -48,13 +49,13 @@ class Watched(InMemory):
 @pytest.mark.parametrize("name", KEEPERS)
 def test_private_state_of_a_lost_update_is_kept(name: str) -> None:
     run = manifest(name, OPTIONS.get(name, {}), rounds=2, quorum=2)
-    ports = local_ports(run, shares())
-    bench = bench_of(run)
+    ports = local_ports(RunSetup.of(run), shares())
+    bench = RunSetup.of(run).silo_runtime()
     ports[2] = Deaf("south", 2, shares()[2], bench, run.train, run.seed, True)
-    server, seen = initial_state(run), []
+    server, seen = RunSetup.of(run).initial_state(), []
     for t in range(2):
         history = History()
-        server = engine_of(run, ports, 1).round(server, t, TaskKind.TRAIN, history)
+        server = RunSetup.of(run).round_loop(ports, 1).round(server, t, TaskKind.TRAIN, history)
         seen.append(state_of(ports[2]))
     assert list(history.records[0].missing) == ["south"]
     group = next(iter(seen[0]))
@@ -65,8 +66,8 @@ def test_private_state_of_a_lost_update_is_kept(name: str) -> None:
 def test_state_of_a_diverged_round_is_rolled_back(name: str) -> None:
     """The update is refused, and the silo goes on from what it had."""
     run = manifest(name, OPTIONS.get(name, {}), train=TrainConfig(batch_size=4, epochs=1, lr=0.01))
-    port = local_ports(run, shares())[0]
-    msg = bench_of(run).method.broadcast(initial_state(run))
+    port = local_ports(RunSetup.of(run), shares())[0]
+    msg = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
     port.round(msg, FED, TaskKind.TRAIN)
     port.settle(FED, TaskKind.TRAIN, True)
     before = state_of(port)
@@ -82,12 +83,12 @@ def test_the_real_silo_keeps_what_the_simulated_one_keeps(
     tmp_path: Path, included: bool, mirrored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = manifest("ditto")
-    port, states = local_ports(run, shares())[0], Watched()
+    port, states = local_ports(RunSetup.of(run), shares())[0], Watched()
     port._states = states
-    method: Method = bench_of(run).method
+    method: Method = RunSetup.of(run).method
     monkeypatch.setattr(type(method), "mirrored", mirrored)
     outbox = Outbox(Store(tmp_path / "silo.db"), Objects(tmp_path / "objects"), NAMES[0])
-    bundle = port.round(method.broadcast(initial_state(run)), FED, TaskKind.TRAIN)
+    bundle = port.round(method.broadcast(RunSetup.of(run).initial_state()), FED, TaskKind.TRAIN)
     staged, key = states.staged(0), TaskKey("run-1", FED.round, TaskKind.TRAIN)
     outbox.stage(key, "a" * 64, "b" * 64, Finished(bundle, staged, Evaluation((), (), ()), method.mirrored))
     outbox.store.close(key, included)
@@ -100,7 +101,7 @@ def test_the_real_silo_keeps_what_the_simulated_one_keeps(
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_without_a_global_model_says_so_in_every_round(name: str) -> None:
     run, history = manifest(name, OPTIONS.get(name, {}), rounds=1), History()
-    simulate(run, shares(), history)
+    simulate(RunSetup.of(run), shares(), history)
     measured = METHODS[name].has_global_model
     assert measured is (name not in ("local", "fedproto"))
     assert [a >= 0 for a in history.accuracies] == [measured] * 2
@@ -109,4 +110,4 @@ def test_a_method_without_a_global_model_says_so_in_every_round(name: str) -> No
 def test_a_refusal_of_a_diverged_update_names_it() -> None:
     run = manifest("fedper", train=TrainConfig(batch_size=4, epochs=2, lr=1e30, momentum=0.0), rounds=1)
     with pytest.raises(FederationError, match="E-WIRE-05"):
-        simulate(run, shares(), History())
+        simulate(RunSetup.of(run), shares(), History())

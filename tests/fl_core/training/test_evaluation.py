@@ -12,6 +12,7 @@ from helpers_core import FED, Given, manifest, same, shares
 from torch import nn
 
 from fl_core.aggregation.fixed_point import FixedPoint, Grid
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, SiloShare, simulate
 from fl_core.training.evaluation import (
     PERSONAL,
@@ -132,8 +133,8 @@ def test_joined_examples_are_read_in_any_order(order: list[int]) -> None:
 def test_measuring_personal_models_changes_no_bit_of_the_run(method: str) -> None:
     train = TrainConfig(lr=0.05, batch_size=4, epochs=2)
     with_it, without = History(), History()
-    a = simulate(manifest(method, train=train, personal=True), shares(), with_it)
-    b = simulate(manifest(method, train=train), shares(), without)
+    a = simulate(RunSetup.of(manifest(method, train=train, personal=True)), shares(), with_it)
+    b = simulate(RunSetup.of(manifest(method, train=train)), shares(), without)
     assert all(same(a[group], b[group]) for group in a)
     assert with_it.accuracies == without.accuracies
     assert all(set(r.personal) == {f"{s}{d}" for s in ("pa", "pm_l", "pm_v", "ga") for d in ("", "_std")}
@@ -152,7 +153,7 @@ def test_personal_models_are_those_after_local_training() -> None:
     run = manifest(rounds=1, train=TrainConfig(lr=0.05, batch_size=4, epochs=3), personal=True)
     history, given = History(), shares()
     given[2] = SiloShare(given[2].train, Given(given[2].test.batch(torch.arange(0))[0], torch.zeros(0).long()))
-    simulate(replace(run), given, history)
+    simulate(RunSetup.of(replace(run)), given, history)
     model, found = build_model("digits_cnn", {}, run.schema, 0), []
     start = trees.read(model)
     for k, share in enumerate(given[:2]):

@@ -18,12 +18,14 @@ from fl_core.errors import ConfigError
 from fl_core.methods import METHODS, build_method
 from fl_core.rounds import capabilities
 from fl_core.rounds.manifest import Choice, RunManifest
-from fl_core.simulation.in_process import History, LocalPort, SiloShare, bench_of, initial_state, simulate
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, LocalPort, SiloShare, simulate
 from fl_core.simulation.silo_states import InMemory
 from fl_core.types.enums import Capability
 from fl_core.types.values import Bundle, ClassSums, TaskKind
 from privacy import profiles as plan
 from privacy.accounting.release_plan import Spend
+from privacy.compiled_run import CompiledRun
 from privacy.data_access import doors_of
 from privacy.dp_sgd import data_opener as doors
 from privacy.dp_sgd import private_data as example
@@ -63,10 +65,10 @@ PUBLIC = Given(torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(5)
 
 def sent(run: RunManifest, share: SiloShare, public: bool = False) -> tuple[list[Bundle], SimulatedBook]:
     """Let a hospital train and evaluate, and return all that leaves it."""
-    book, bench = SimulatedBook(), replace(bench_of(run), guards=plan.build(run).silo)
+    book, bench = SimulatedBook(), CompiledRun.of(run).silo_runtime()
     opened, open_test = doors_of(run, 0, book), PUBLIC if public else None
     port = LocalPort(NAMES[0], 0, share, bench, run.train, 0, True, open_test, opened)
-    msg = bench.method.broadcast(initial_state(run))
+    msg = bench.method.broadcast(RunSetup.of(run).initial_state())
     rounds = [(0, TaskKind.TRAIN), (3, TaskKind.EVALUATE)]
     return [port.round(msg, replace(FED, round=t), kind) for t, kind in rounds], book
 
@@ -147,7 +149,7 @@ def test_t_43_what_leaves_under_silo_level_privacy_depends_on_data_through_the_g
     run = run_of(method, "dp_silo_small", False, allow_large=True, **terms)
     if method == "local" and terms:  # it sends nothing whose norm a clip could follow
         with pytest.raises(ConfigError, match=r"clipping=fixed"):
-            plan.build(run)
+            CompiledRun.of(run)
         return
     plain = SiloLevel._rounded
 
@@ -160,7 +162,7 @@ def test_t_43_what_leaves_under_silo_level_privacy_depends_on_data_through_the_g
 
     monkeypatch.setattr(SiloLevel, "_rounded", blinded)
     if terms:
-        start = plan.build(run).silo[0].start()  # type: ignore[attr-defined]
+        start = CompiledRun.of(run).silo_guards[0].start()  # type: ignore[attr-defined]
         monkeypatch.setattr(SiloLevel, "at", lambda self, _: replace(self, told=float(start["clip"])))
     (mine, charged), (theirs, also) = sent(run, shares()[0]), sent(run, other())
     assert charged.releases == also.releases
@@ -200,13 +202,11 @@ def test_t_23_two_production_runs_differ_and_no_state_holds_a_generators(profile
     run = run_of("fedavg", profile, False, rng="secure", **more)
     (mine, _), (again, _) = sent(run, shares()[0]), sent(run, shares()[0])
     assert not same_bundle(mine[0], again[0])
-    built, states = plan.build(run), [InMemory(), InMemory()]
+    states = [InMemory(), InMemory()]
     finals = []
     for made, kept in ((run, states[0]), (replace(run, privacy=Choice("none")), states[1])):
-        private_run = made is run
-        opened = [doors_of(run, k, SimulatedBook()) for k in range(3)] if private_run else None
-        guards, incoming = (built.silo, built.incoming) if private_run else ((), None)
-        finals.append(simulate(made, shares(), History(), opened, kept, guards=guards, incoming=incoming))
+        opened = [doors_of(run, k, SimulatedBook()) for k in range(3)] if made is run else None
+        finals.append(simulate(CompiledRun.of(made), shares(), History(), opened, kept))
     assert {g: sorted(t) for g, t in finals[0].items()} == {g: sorted(t) for g, t in finals[1].items()}
     for k in range(3):
         one, other_ = ({g: sorted(t) for g, t in (s.get(k) or {}).items()} for s in states)

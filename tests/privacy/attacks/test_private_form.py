@@ -20,6 +20,7 @@ from fl_core.rounds import capabilities
 from fl_core.rounds.manifest import Choice, RunManifest
 from fl_core.types.enums import Capability
 from privacy import profiles as plan
+from privacy.compiled_run import CompiledRun
 
 NAMES = ["a", "b", "c"]
 TYPED = ["method=fedmr", "data=digits", "federation=hospitals6", "privacy=dp_record"]
@@ -130,7 +131,7 @@ def test_a_silo_refuses_a_manifest_that_only_says_that_the_form_was_taken(
 ) -> None:
     lying = replace(private(), method=Choice(method, options), private_form=dict.fromkeys(options, "batch"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="E-CFG-08"):
-        plan.build(lying)
+        CompiledRun.of(lying)
     with pytest.raises(ConfigError, match="E-CFG-08"):
         capabilities.refuse(build_method(method, options), {Capability.DIFFERENTIAL_PRIVACY})
 

@@ -22,6 +22,7 @@ from fl_core.types.records import TrainConfig
 from privacy import profiles as plan
 from privacy.accounting import ranges
 from privacy.accounting.record_config import Terms
+from privacy.compiled_run import CompiledRun
 from privacy.policy import Policy
 from privacy.silo_dp import adaptive_clipping as adaptive
 from privacy.silo_dp.config import SiloTerms
@@ -34,7 +35,7 @@ REFUSALS = {"E-PRIV-20", "E-PRIV-11", "E-CFG-22", "E-CFG-02", "E-CFG-41"}
 def refused(lying: RunManifest) -> None:
     """The silo's check fails as a refusal with words, both on the object and on what comes over the wire."""
     with pytest.raises(FederationError) as caught:
-        plan.build(lying)
+        CompiledRun.of(lying)
     assert caught.value.code in REFUSALS
     try:
         received = RunManifest.from_json(lying.to_json())
@@ -43,7 +44,7 @@ def refused(lying: RunManifest) -> None:
     except ValueError:  # a number that Python does not write: it never comes over the wire
         return
     with pytest.raises(FederationError):
-        plan.build(received)
+        CompiledRun.of(received)
 
 
 def with_terms(made: RunManifest, **terms: object) -> RunManifest:
@@ -124,7 +125,7 @@ def test_bounds_that_are_products_have_the_range_of_a_clip(terms: dict[str, floa
 
 def test_a_clip_that_decays_to_nothing_is_refused() -> None:
     refused(replace(with_terms(hospital_level(), clip=1.0, clip_decay=0.01), rounds=4))
-    plan.build(replace(with_terms(hospital_level(), clip=1.0, clip_decay=0.99), rounds=4))
+    CompiledRun.of(replace(with_terms(hospital_level(), clip=1.0, clip_decay=0.99), rounds=4))
 
 
 def test_steps_that_nobody_could_list_are_refused() -> None:
@@ -177,15 +178,15 @@ def test_a_silo_refuses_before_its_data_are_opened() -> None:
 
 
 def test_plain_runs_may_have_any_number() -> None:
-    plan.build(replace(manifest(), train=TrainConfig(lr=1e9, batch_size=64)))
-    plan.build(replace(manifest(), method=Choice("fedprox", {"mu": 1e30})))
+    CompiledRun.of(replace(manifest(), train=TrainConfig(lr=1e9, batch_size=64)))
+    CompiledRun.of(replace(manifest(), method=Choice("fedprox", {"mu": 1e30})))
     infinite = with_terms(private(), epsilon=math.inf, clip=1e-9)
-    plan.build(infinite)
+    CompiledRun.of(infinite)
 
 
 def test_the_defaults_are_in_range() -> None:
-    plan.build(private())
-    plan.build(hospital_level())
+    CompiledRun.of(private())
+    CompiledRun.of(hospital_level())
     for name in METHODS:
         options = {f.name: f.default for f in fields(METHODS[name])}
         choice, _ = plan.formed(Choice(name, options), Choice("dp_record", {}))

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.simulation.in_process import initial_state
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.values import Coupling, Federation, Losses, TrainConfig, Turn
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Rates, Spend
@@ -93,7 +93,10 @@ def test_a_message_of_another_form_is_refused_before_a_record_is_read(tmp_path: 
     ledger.set_budget(HOSPITAL, 1000.0, 1e-5, "dpo", "test")
     worked: list[object] = []
     hospital = Hospital(tmp_path, run("fedproto"), lambda *given: worked.append(given))
-    msg = {g: dict(v) for g, v in build_method("fedproto", {}).broadcast(initial_state(hospital.manifest)).items()}
+    msg = {
+        g: dict(v)
+        for g, v in build_method("fedproto", {}).broadcast(RunSetup.of(hospital.manifest).initial_state()).items()
+    }
     part = msg["prototypes"]
     if lie == "a class less":
         part |= {name: v[:-1].clone() for name, v in part.items()}

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from fl_core.methods import METHODS
 from fl_core.rounds.manifest import Choice
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.evaluation import evaluate
 from fl_core.training.local_data import PlainData
@@ -24,11 +25,11 @@ from fl_core.types import tensor_maps as trees
 from fl_core.types.values import ClassSums, Coupling, Federation, Losses, Split, TrainConfig, Turn, Visit
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Rates, Release, Spend
+from privacy.compiled_run import CompiledRun
 from privacy.dp_sgd.data_opener import PrivateDoors, SimulatedBook
 from privacy.dp_sgd.private_data import PrivateData
 from privacy.noise import grid
 from privacy.noise.sources import SecureNoise, SeededNoise
-from privacy.profiles import build
 
 TURN = Turn(Federation(1, 4, 1, 0, 1), 0, 0)
 TRAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=24, epochs=2)
@@ -227,8 +228,8 @@ def test_without_noise_and_with_room_every_sum_equals_the_plain_one(name: str, m
 def test_t_42_epsilon_infinity_is_the_plain_run_bit_for_bit(method: str) -> None:
     plain = manifest(method, {}, rounds=2)
     infinite = replace(plain, privacy=Choice("dp_record", {"epsilon": float("inf")}))
-    assert not build(infinite).private
-    a, b = (simulate(run, shares(), History()) for run in (plain, infinite))
+    assert not CompiledRun.of(infinite).private
+    a, b = (simulate(RunSetup.of(run), shares(), History()) for run in (plain, infinite))
     assert a.keys() == b.keys()
     for group in a:
         assert all(torch.equal(v, b[group][n]) for n, v in a[group].items())

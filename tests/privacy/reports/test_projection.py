@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from coordinator.cli.main import build
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from privacy.accounting.accountant import epsilon_rdp
 from privacy.accounting.release_plan import TRAIN
@@ -31,7 +32,7 @@ def run_of(profile: str = "dp_record", **terms: object) -> RunManifest:
 def test_what_is_projected_is_what_the_books_then_hold() -> None:
     run = run_of()
     books = [SimulatedBook() for _ in NAMES]
-    simulate(run, shares(), History(), [PrivateDoors(run, k, book) for k, book in enumerate(books)])
+    simulate(RunSetup.of(run), shares(), History(), [PrivateDoors(run, k, book) for k, book in enumerate(books)])
     spent = privacy_report(run, [b.releases for b in books])
     found = project(run)
     for k, silo in enumerate(found):

@@ -19,9 +19,11 @@ from fl_core.aggregation.fixed_point import FixedPoint, Grid
 from fl_core.errors import RefusedError, StateError
 from fl_core.rounds.engine import Engine, RoundRecord, Schedule
 from fl_core.rounds.manifest import Choice, RunManifest
-from fl_core.simulation.in_process import History, initial_state, simulate
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, simulate
 from fl_core.types.values import Bundle, Federation, Part, PartSpec, State, TaskKind
 from privacy import profiles as plan
+from privacy.compiled_run import CompiledRun
 from privacy.data_access import silo_releases
 from privacy.silo_dp import adaptive_clipping as adaptive
 from privacy.silo_dp.config import SiloTerms
@@ -195,8 +197,7 @@ def run_of(**terms: object) -> RunManifest:
 @cache
 def simulated(**terms: object) -> Clips:
     run, seen = run_of(**terms), Clips()
-    built = plan.build(run)
-    simulate(run, shares(), seen, guards=built.silo, incoming=built.incoming)
+    simulate(CompiledRun.of(run), shares(), seen)
     return seen
 
 
@@ -206,16 +207,15 @@ def test_a_run_carries_its_clip_in_its_state_and_resumes_with_it(placement: str)
     assert len(set(seen.clips[:3])) == 3
     assert all("w" in s for s in seen.states)
     run, again = run_of(placement=placement), Clips()
-    built = plan.build(run)
-    from fl_core.simulation.in_process import engine_of, local_ports
+    built = CompiledRun.of(run)
+    from fl_core.simulation.in_process import local_ports
 
-    engine = replace(engine_of(run, local_ports(run, shares(), guards=built.silo), 1), incoming=built.incoming)
-    end = engine.run(seen.states[0], again, start=1)
+    end = built.round_loop(local_ports(built, shares()), 1).run(seen.states[0], again, start=1)
     assert again.clips == seen.clips[1:]
     assert same(end["w"], seen.states[-1]["w"])
     with pytest.raises(StateError, match="E-STATE-46"):
         settings(built.incoming, {"w": end["w"]}, 1)
-    assert float(settings(built.incoming, initial_state(run), 0)[adaptive.PART]["clip"]) == 1.0
+    assert float(settings(built.incoming, RunSetup.of(run).initial_state(), 0)[adaptive.PART]["clip"]) == 1.0
 
 
 def test_every_round_charges_the_bit_beside_the_update() -> None:
@@ -251,8 +251,8 @@ def test_a_round_with_a_clip_of_the_coordinators_own_is_refused_before_an_exampl
     run = replace(run, privacy=Choice("dp_silo_small", {"allow_large": True, "rng": "test", "weights": "uniform"}))
     from fl_core.simulation.in_process import local_ports
 
-    port = local_ports(run, shares(), guards=plan.build(run).silo)[0]
-    msg = {**initial_state(run), adaptive.PART: {"clip": torch.tensor(9.0)}}
+    port = local_ports(CompiledRun.of(run), shares())[0]
+    msg = {**RunSetup.of(run).initial_state(), adaptive.PART: {"clip": torch.tensor(9.0)}}
     port._share.train.batch = None  # type: ignore[method-assign, assignment]
     with pytest.raises(RefusedError, match="E-PRIV-19"):
         port.round(msg, Federation(3, 4, 1, 0, 3), TaskKind.TRAIN)
@@ -261,8 +261,9 @@ def test_a_round_with_a_clip_of_the_coordinators_own_is_refused_before_an_exampl
 def test_an_infinite_epsilon_is_the_plain_run_without_a_bit() -> None:
     run = run_of(epsilon=math.inf)
     assert plan.parts(run.privacy) == {}
-    assert plan.build(run).silo == ()
+    assert CompiledRun.of(run).silo_guards == ()
     plain, other = History(), History()
     assert same(
-        simulate(replace(run, privacy=Choice("none")), shares(), plain)["w"], simulate(run, shares(), other)["w"]
+        simulate(RunSetup.of(replace(run, privacy=Choice("none"))), shares(), plain)["w"],
+        simulate(RunSetup.of(run), shares(), other)["w"],
     )

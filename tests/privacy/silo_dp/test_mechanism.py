@@ -22,8 +22,8 @@ from fl_core.simulation.in_process import History, simulate
 from fl_core.types.values import Bundle, Part, PartSpec
 from privacy.accounting.accountant import Mechanism, epsilon_rdp
 from privacy.accounting.release_plan import Release
+from privacy.compiled_run import CompiledRun
 from privacy.data_access import silo_releases
-from privacy.profiles import build
 from privacy.reports.spending import report
 from privacy.silo_dp.config import SiloTerms, analytic_delta, analytic_epsilon, analytic_noise, participations
 from privacy.silo_dp.mechanism import SiloLevel, coordinates, silo_level
@@ -205,13 +205,13 @@ def test_each_participated_round_is_charged_at_rate_one() -> None:
 
 def test_what_silo_level_privacy_cannot_cover_is_refused() -> None:
     with pytest.raises(ConfigError) as found:
-        build(run_of(allow_large=False, rounds=3) if coordinates(run_of().layout) > 20_000 else large())
+        CompiledRun.of(run_of(allow_large=False, rounds=3) if coordinates(run_of().layout) > 20_000 else large())
     assert found.value.code == "E-PRIV-18"
     with pytest.raises(ConfigError) as found:
-        build(replace(run_of(), members=tuple(Member(n) for n in NAMES)))
+        CompiledRun.of(replace(run_of(), members=tuple(Member(n) for n in NAMES)))
     assert found.value.code == "E-PRIV-17"
     with pytest.raises(ConfigError, match="personal=false") as found:
-        build(replace(run_of(), personal=True))
+        CompiledRun.of(replace(run_of(), personal=True))
     assert found.value.code == "E-PRIV-16"
     for bad in ({"clip": 0.0}, {"clip_decay": 1.5}, {"delta": 0.5}, {"placement": "nowhere"}, {"epsilon": 0.0}):
         with pytest.raises(ConfigError) as found:
@@ -225,17 +225,16 @@ def large() -> RunManifest:
 
 
 def simulated(run: RunManifest) -> tuple[dict[str, Tensor], list[RoundRecord]]:
-    plan, history = build(run), History()
-    final = simulate(run, shares(), history, guards=plan.silo, incoming=plan.incoming)
+    history = History()
+    final = simulate(CompiledRun.of(run), shares(), history)
     return dict(final["w"]), history.records
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_method_runs_under_silo_level_noise_or_is_refused(method: str) -> None:
     run = run_of(method, rounds=1)
-    plan = build(run)
     history = History()
-    simulate(run, shares(), history, guards=plan.silo, incoming=plan.incoming)
+    simulate(CompiledRun.of(run), shares(), history)
     assert history.records[-1].included == tuple(sorted(NAMES))
 
 

@@ -15,6 +15,7 @@ from helpers_silo import MEMBERS, FakeSession, manifest, until
 from fl_core import datasets
 from fl_core.methods import build_method
 from fl_core.rounds.manifest import Choice, Member, RunManifest
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.values import Federation, TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
@@ -62,7 +63,6 @@ def test_a_manifest_is_read_once_for_all_rounds_of_a_run(make, monkeypatch):
 )
 def test_equals_local_port_bit_for_bit(make, method, options, opt_out):
     from fl_core.methods import METHODS
-    from fl_core.simulation.in_process import initial_state
 
     assert method in METHODS
     run = manifest(method=Choice(method, options))
@@ -71,8 +71,8 @@ def test_equals_local_port_bit_for_bit(make, method, options, opt_out):
     shares = [datasets.load(f"digits/p3c4/{k}") for k in range(3)]
     if opt_out:
         run = replace(run, members=tuple(Member(n, n != "center1") for n in MEMBERS))
-    port = local_ports(run, [SiloShare(s.train, s.test) for s in shares])[1]
-    msg = build_method(method, options).broadcast(initial_state(run))
+    port = local_ports(RunSetup.of(run), [SiloShare(s.train, s.test) for s in shares])[1]
+    msg = build_method(method, options).broadcast(RunSetup.of(run).initial_state())
     for round, kind in ((0, TaskKind.TRAIN), (1, TaskKind.TRAIN), (2, TaskKind.EVALUATE)):
         hospital.transfer.uploads.clear()
         wire = pb.TRAIN if kind is TaskKind.TRAIN else pb.EVALUATE

@@ -9,8 +9,9 @@ from helpers_private import SEEDED_POLICY, TEST, TRAIN, budgeted, private
 from fl_core import datasets
 from fl_core.errors import StateError
 from fl_core.methods import build_method
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import work
-from fl_core.simulation.in_process import SiloShare, initial_state, local_ports
+from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.values import Federation, TaskKind
 from privacy.accounting.accountant import aggregated, epsilon_rdp
 from privacy.dp_sgd.data_opener import PrivateDoors, SimulatedBook, course_of
@@ -27,8 +28,8 @@ def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make
     shares = [SiloShare(d.train, d.test) for d in (datasets.load(f"digits/p3c4/{k}") for k in range(3))]
     book = SimulatedBook()
     doors = [PrivateDoors(run, k, book if k == 1 else SimulatedBook()) for k in range(3)]
-    port = local_ports(run, shares, doors)[1]
-    msg = build_method(method, {}).broadcast(initial_state(run))
+    port = local_ports(RunSetup.of(run), shares, doors)[1]
+    msg = build_method(method, {}).broadcast(RunSetup.of(run).initial_state())
     for round, kind in ((0, TaskKind.TRAIN), (1, TaskKind.TRAIN), (2, TaskKind.EVALUATE)):
         hospital.transfer.uploads.clear()
         wire = pb.TRAIN if kind is TaskKind.TRAIN else pb.EVALUATE

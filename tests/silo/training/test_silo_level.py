@@ -13,11 +13,12 @@ from helpers_silo import until
 from fl_core import datasets
 from fl_core.errors import RefusedError
 from fl_core.methods import build_method
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import work
-from fl_core.simulation.in_process import SiloShare, initial_state, local_ports
+from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.values import Federation, TaskKind
-from privacy import profiles as plan
 from privacy.accounting.accountant import aggregated, epsilon_rdp
+from privacy.compiled_run import CompiledRun
 from privacy.data_access import SiloLevelDoors, silo_releases
 from privacy.dp_sgd.data_opener import SimulatedBook
 from privacy.ledger.ledger import Ledger
@@ -51,7 +52,7 @@ def ledger_of(tmp_path, hospital=8.0, train=ROOM, test=ROOM, policy=SEEDED_POLIC
 
 def message(run, clip=None):
     """Make what the coordinator broadcasts in round 0."""
-    msg = build_method(run.method.name, run.method.options).broadcast(initial_state(run))
+    msg = build_method(run.method.name, run.method.options).broadcast(RunSetup.of(run).initial_state())
     return msg if clip is None else {**msg, adaptive.PART: {"clip": torch.tensor(clip)}}
 
 
@@ -67,7 +68,7 @@ def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make
     shares = [SiloShare(d.train, d.test) for d in (datasets.load(f"digits/p3c4/{k}") for k in range(3))]
     book = SimulatedBook()
     doors = [SiloLevelDoors(run, book if k == 1 else SimulatedBook()) for k in range(3)]
-    port = local_ports(run, shares, doors, guards=plan.build(run).silo)[1]
+    port = local_ports(CompiledRun.of(run), shares, doors)[1]
     for round, kind, clip in ((0, TaskKind.TRAIN, 1.0), (1, TaskKind.TRAIN, 0.7), (2, TaskKind.EVALUATE, 0.5)):
         msg = message(run, clip if terms is ADAPTIVE else None)
         hospital.transfer.uploads.clear()

@@ -21,6 +21,7 @@ from fl_core.methods.building_blocks.gradient_matching import (
 )
 from fl_core.methods.disjoint.creff import CReFF
 from fl_core.models import build_model
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
@@ -115,8 +116,8 @@ def test_silos_measure_before_training_each_class_by_all_its_examples() -> None:
 
 def test_models_are_fedavgs_and_the_global_model_has_the_new_head() -> None:
     ours, plain = History(), History()
-    final = simulate(manifest("creff", SMALL, train=TRAIN), shares(), ours)
-    fedavg = simulate(manifest(train=TRAIN), shares(), plain)
+    final = simulate(RunSetup.of(manifest("creff", SMALL, train=TRAIN)), shares(), ours)
+    fedavg = simulate(RunSetup.of(manifest(train=TRAIN)), shares(), plain)
     assert same(final["w"], fedavg["w"])
     assert ours.accuracies[0] == plain.accuracies[0]  # the first head is the model's own
     method, model = CReFF(**SMALL), build_model("digits_cnn", {}, SCHEMA, 0)
@@ -131,7 +132,7 @@ def test_models_are_fedavgs_and_the_global_model_has_the_new_head() -> None:
 def test_the_new_head_learns() -> None:
     history = History()
     options = {"features": 30, "feature_steps": 100, "epochs": 100, "lr": 0.1, "batch": 32}
-    simulate(manifest("creff", options, train=TRAIN, rounds=5), shares(), history)
+    simulate(RunSetup.of(manifest("creff", options, train=TRAIN, rounds=5)), shares(), history)
     assert max(history.accuracies[1:]) > history.accuracies[0] + 0.2
 
 

@@ -19,6 +19,7 @@ from fl_core.methods.building_blocks.kmeans import clusters
 from fl_core.methods.building_blocks.prototypes import PART
 from fl_core.methods.disjoint.fedcd import FedCD
 from fl_core.rounds import capabilities
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
@@ -107,7 +108,7 @@ def test_only_the_published_rule_shows_single_heads_to_the_server() -> None:
 @pytest.mark.parametrize("mode", ["server", "stale", "counts", "fedavg"])
 def test_every_rule_runs_with_partial_participation_and_moves_the_head(mode: str) -> None:
     run = manifest("fedcd", {"acla": mode, "restarts": 2, "steps": 3}, train=TRAIN, cohort=2)
-    final = simulate(run, shares(), History())
+    final = simulate(RunSetup.of(run), shares(), History())
     start = FedCD().init_server(model_of(), FED)
     assert trees.all_finite(final["w"])
     assert not torch.equal(final["w"][acla.HEAD], start["w"][acla.HEAD])

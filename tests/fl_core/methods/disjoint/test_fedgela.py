@@ -15,6 +15,7 @@ from fl_core.methods.building_blocks import class_vectors as geometry
 from fl_core.methods.disjoint.fedgela import FRAME, FedGELA, adaptation, frame_of
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, SiloShare, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
@@ -116,7 +117,7 @@ def test_ge_6_frame_is_made_again_from_its_seed_bit_for_bit() -> None:
 
 def test_frame_does_not_move_and_no_classifier_is_sent() -> None:
     run = manifest("fedgela", train=TRAIN)
-    final = simulate(run, shares(), History())
+    final = simulate(RunSetup.of(run), shares(), History())
     start = FedGELA().init_server(build_model("digits_cnn", {}, SCHEMA, 0), FED)
     assert same(final[FRAME], start[FRAME])
     assert not same(final["w"], start["w"])
@@ -139,7 +140,7 @@ def test_local_loss_uses_the_adapted_frame() -> None:
 
 def test_without_frame_and_adaptation_it_is_fedavg_bit_for_bit() -> None:
     finals = [
-        simulate(manifest(name, options), shares(), History())["w"]
+        simulate(RunSetup.of(manifest(name, options)), shares(), History())["w"]
         for name, options in (("fedavg", {}), ("fedgela", {"etf": False, "adapt": False}), ("fedgela", {"etf": False}))
     ]
     assert same(finals[0], finals[1])

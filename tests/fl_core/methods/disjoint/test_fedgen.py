@@ -18,7 +18,8 @@ from fl_core.methods.disjoint.fedgen import FedGen, classifier
 from fl_core.methods.disjoint.fedgen_options import coefficient
 from fl_core.models import build_model
 from fl_core.rounds import capabilities
-from fl_core.simulation.in_process import History, initial_state, simulate
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import Capability, Exposure, Part, TrainConfig, Turn
@@ -134,13 +135,15 @@ def test_training_lowers_the_loss_goes_on_with_its_moments_and_needs_no_global_r
 @pytest.mark.parametrize("mode", ["plain", "secagg"])
 def test_round_0_is_fedavg_and_so_is_a_run_without_its_terms(mode: str) -> None:
     start, fedgen = History(), {"mode": mode, **SMALL}
-    ours = simulate(manifest("fedgen", fedgen, train=TRAIN, rounds=1), shares(), start)
-    assert same(ours["w"], simulate(manifest(train=TRAIN, rounds=1), shares(), History())["w"])
-    off = simulate(manifest("fedgen", {**fedgen, "alpha": 0.0, "beta": 0.0}, train=TRAIN), shares(), History())
-    plain = simulate(manifest(train=TRAIN), shares(), History())
+    ours = simulate(RunSetup.of(manifest("fedgen", fedgen, train=TRAIN, rounds=1)), shares(), start)
+    assert same(ours["w"], simulate(RunSetup.of(manifest(train=TRAIN, rounds=1)), shares(), History())["w"])
+    off = simulate(
+        RunSetup.of(manifest("fedgen", {**fedgen, "alpha": 0.0, "beta": 0.0}, train=TRAIN)), shares(), History()
+    )
+    plain = simulate(RunSetup.of(manifest(train=TRAIN)), shares(), History())
     assert same(off["w"], plain["w"])
     for term in ({"alpha": 0.0}, {"beta": 0.0}):
-        on = simulate(manifest("fedgen", {**fedgen, **term}, train=TRAIN), shares(), History())
+        on = simulate(RunSetup.of(manifest("fedgen", {**fedgen, **term}, train=TRAIN)), shares(), History())
         assert not same(on["w"], plain["w"])
 
 
@@ -148,7 +151,7 @@ def test_round_0_is_fedavg_and_so_is_a_run_without_its_terms(mode: str) -> None:
 def test_the_generator_learns_what_the_classifiers_know(mode: str) -> None:
     """After some rounds the aggregated head recognises made-up features of every class that somebody has."""
     options = {"mode": mode, "alpha": 1.0, "beta": 1.0, "made": 8, "noise": 4, "hidden": 32, "steps": 60, "lr": 1e-2}
-    final = simulate(manifest("fedgen", options, train=TRAIN, rounds=4), shares(), History())
+    final = simulate(RunSetup.of(manifest("fedgen", options, train=TRAIN, rounds=4)), shares(), History())
     made = generator.seeded(0, 4, 4, 32, 64)
     trees.write(made, final["generator"])
     y = torch.arange(4).repeat(25)
@@ -171,8 +174,8 @@ def test_only_the_plain_mode_shows_single_classifiers() -> None:
 def test_one_silo_gives_both_modes_the_same_first_generator() -> None:
     """With one silo its share is 1, and the average of one difference is that difference; only the noise is apart."""
     run = manifest("fedgen", {**SMALL, "mode": "secagg"}, train=TRAIN, rounds=1, names=("north",))
-    ours = simulate(run, shares()[:1], History())
-    method, start = FedGen(mode="secagg", **SMALL), initial_state(run)
+    ours = simulate(RunSetup.of(run), shares()[:1], History())
+    method, start = FedGen(mode="secagg", **SMALL), RunSetup.of(run).initial_state()
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     trees.write(model, ours["w"])
     head = classifier(model)

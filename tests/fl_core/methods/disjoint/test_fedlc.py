@@ -15,6 +15,7 @@ from fl_core.methods.disjoint.fedlc import FedLC
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses.logit_adjustment import balanced_softmax, calibrated_ce, margin_shift, published_ce
 from fl_core.models import build_model
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
@@ -105,7 +106,7 @@ def test_balanced_softmax_t_rod_1_2_3_5() -> None:
 
 def test_tau_zero_is_fedavg_bit_for_bit() -> None:
     finals = [
-        simulate(manifest(name, options), shares(), History())["w"]
+        simulate(RunSetup.of(manifest(name, options)), shares(), History())["w"]
         for name, options in (("fedavg", {}), ("fedlc", {"tau": 0.0}), ("fedlc", {"tau": 1.0}))
     ]
     assert same(finals[0], finals[1])

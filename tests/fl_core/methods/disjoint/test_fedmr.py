@@ -15,6 +15,7 @@ from fl_core.methods import build_method
 from fl_core.methods.building_blocks import prototypes as proto
 from fl_core.methods.disjoint.fedmr import FedMR
 from fl_core.models import build_model
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
@@ -24,7 +25,7 @@ from fl_core.types.values import Coupling, Losses, Part, State, TrainConfig, Tur
 def run(method: str, options: Mapping[str, str | int | float | bool], share: float = 1.0) -> tuple[State, History]:
     history = History()
     made = manifest(method, options, train=TrainConfig(lr=0.05, batch_size=4, epochs=2), share=share)
-    return simulate(made, shares(), history), history
+    return simulate(RunSetup.of(made), shares(), history), history
 
 
 def test_both_weights_at_zero_is_fedavg_bit_for_bit() -> None:

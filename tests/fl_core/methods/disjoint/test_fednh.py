@@ -18,6 +18,7 @@ from fl_core.methods.building_blocks.prototypes import PART
 from fl_core.methods.disjoint.fednh import FedNH, turned
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.evaluation import weighted_accuracy
 from fl_core.training.local_data import PlainData
@@ -146,7 +147,7 @@ def test_models_are_averaged_uniformly_by_default() -> None:
 
 def test_scale_is_trained_and_averaged_unless_it_is_fixed() -> None:
     run = manifest("fednh", {"scale": 5.0}, train=TRAIN)
-    final = simulate(run, shares(), History())
+    final = simulate(RunSetup.of(run), shares(), History())
     assert float(final["w"]["scale.factor"]) != 5.0
     fixed = manifest("fednh", {"fix_scaling": 30.0}, train=TRAIN)
     assert "scale.factor" not in fixed.layout["delta"].shapes
@@ -158,7 +159,7 @@ def test_scale_is_trained_and_averaged_unless_it_is_fixed() -> None:
 
 def test_prototypes_have_length_1_after_a_run_and_turn_towards_the_features() -> None:
     run = manifest("fednh", train=TRAIN)
-    final, start = simulate(run, shares(), History()), FedNH().init_server(model_of(), FED)
+    final, start = simulate(RunSetup.of(run), shares(), History()), FedNH().init_server(model_of(), FED)
     w = final[PART]["w"]
     assert torch.allclose(w.norm(dim=1), torch.ones(4), atol=1e-6)
     assert not torch.equal(w, start[PART]["w"])

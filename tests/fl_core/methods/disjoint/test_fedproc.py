@@ -16,6 +16,7 @@ from fl_core.methods.drift.moon import Moon
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.prototype_aided import PrototypeAided, contrast
 from fl_core.models import build_model
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
@@ -59,7 +60,7 @@ def broadcast(known: list[float] | None = None) -> State:
 
 
 def final(name: str, rounds: int = 3, **options: float | str) -> dict[str, Tensor]:
-    return dict(simulate(manifest(name, options, rounds=rounds), shares(), History())["w"])
+    return dict(simulate(RunSetup.of(manifest(name, options, rounds=rounds)), shares(), History())["w"])
 
 
 def test_t_prc_1_contrast() -> None:

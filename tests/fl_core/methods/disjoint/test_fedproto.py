@@ -12,7 +12,8 @@ from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.disjoint.fedproto import FedProto, Nearest, pull
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
-from fl_core.simulation.in_process import History, LocalPort, bench_of, local_ports, simulate
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, LocalPort, local_ports, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import Federation, Part, State, TaskKind, TrainConfig, Turn
@@ -70,7 +71,7 @@ def test_only_prototypes_travel_and_no_accuracy_is_made_up() -> None:
     assert {part: set(spec.shapes) for part, spec in run.layout.items()} == {
         "metrics": {"correct"}, "prototypes": {"offset"},
     }  # fmt: skip
-    final = simulate(run, shares(), history)
+    final = simulate(RunSetup.of(run), shares(), history)
     assert set(FedProto().broadcast(final)) == {"w", "prototypes"}
     assert final["w"] == {}
     assert final["prototypes"]["known"].tolist() == [1, 1, 1, 1]
@@ -82,10 +83,13 @@ def test_only_prototypes_travel_and_no_accuracy_is_made_up() -> None:
 
 def networks(name: str, options: dict[str, float], rounds: int) -> list[dict[str, Tensor]]:
     run = manifest(name, options, rounds=rounds, model_options={"norm": "batch"})
-    ports, server = local_ports(run, shares()), bench_of(run).method.init_server(bench_of(run).model, FED)
+    ports, server = (
+        local_ports(RunSetup.of(run), shares()),
+        RunSetup.of(run).method.init_server(RunSetup.of(run).silo_runtime().model, FED),
+    )
     for t in range(rounds):
         fed = Federation(3, 4, rounds, t, 3)
-        method = bench_of(run).method
+        method = RunSetup.of(run).method
         bundles = [port.round(method.broadcast(server), fed, TaskKind.TRAIN) for port in ports]
         total = bundles[0]
         for more in bundles[1:]:

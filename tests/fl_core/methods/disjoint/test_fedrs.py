@@ -13,6 +13,7 @@ from fl_core.methods.disjoint.fedrs import FedRS
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses.restricted_softmax import restricted_ce, scaling
 from fl_core.models import build_model
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
@@ -79,7 +80,7 @@ def test_rs_4_a_silo_with_all_classes_has_the_plain_softmax(alpha: float) -> Non
 
 def test_alpha_one_is_fedavg_with_uniform_weights_bit_for_bit() -> None:
     finals = [
-        simulate(manifest(name, options), shares(), History())["w"]
+        simulate(RunSetup.of(manifest(name, options)), shares(), History())["w"]
         for name, options in (("fedavg", {"weights": "uniform"}), ("fedrs", {"alpha": 1.0}), ("fedrs", {}))
     ]
     assert same(finals[0], finals[1])

@@ -13,6 +13,7 @@ from fl_core.errors import ConfigError, DataError
 from fl_core.methods.drift.feddc import FedDC
 from fl_core.methods.drift.feddyn import FedDyn
 from fl_core.rounds.capabilities import refuse
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.types.values import Capability, TrainConfig
 
@@ -50,7 +51,7 @@ def test_t_dc_2_without_control_it_is_feddyn() -> None:
     assert path[-1] == pytest.approx(0.8, abs=1e-6)
     assert path == play(FedDyn(alpha=1, report="cloud"), Q, 100).path
     drift, dyn = (
-        simulate(manifest(name, {"alpha": 0.1, **options}, train=TRAIN), shares(), History())
+        simulate(RunSetup.of(manifest(name, {"alpha": 0.1, **options}, train=TRAIN)), shares(), History())
         for name, options in (("feddc", {"control": "none"}), ("feddyn", {}))
     )
     assert set(drift) == set(dyn)
@@ -131,7 +132,7 @@ def test_readings_part_from_the_third_round_on() -> None:
 def test_prototypes_change_training_once_known(form: str) -> None:
     for rounds, differs in ((1, False), (3, True)):
         plain, aided = (
-            simulate(manifest("feddc", {"prototypes": p}, train=TRAIN, rounds=rounds), shares(), History())
+            simulate(RunSetup.of(manifest("feddc", {"prototypes": p}, train=TRAIN, rounds=rounds)), shares(), History())
             for p in ("off", form)
         )
         assert same(plain["w"], aided["w"]) is not differs

@@ -12,7 +12,8 @@ from helpers_drift import Exact, alternating, play, run_and_lose
 from fl_core.errors import ConfigError
 from fl_core.methods.drift.feddyn import FedDyn, pull
 from fl_core.models import build_model
-from fl_core.simulation.in_process import History, bench_of, initial_state, simulate
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, simulate
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import Federation, Part, TrainConfig
 
@@ -107,11 +108,12 @@ def test_t_dyn_5_gradient() -> None:
 def test_both_reports_train_alike_and_differ_by_m(cohort: int) -> None:
     average, other = (
         simulate(
-            manifest("feddyn", {"report": report, "alpha": 0.1}, train=TRAIN, cohort=cohort, rounds=3), shares(),
+            RunSetup.of(manifest("feddyn", {"report": report, "alpha": 0.1}, train=TRAIN, cohort=cohort, rounds=3)),
+            shares(),
             History(),
         )
         for report in ("average", "cloud")
-    )  # fmt: skip
+    )
     assert not same(average["w"], other["w"])
     start = trees.add(average["w"], average["m"])
     assert all(torch.allclose(start[name], v, atol=1e-5) for name, v in other["w"].items())
@@ -123,15 +125,20 @@ def test_average_is_the_mean_of_the_silos_models_with_their_buffers() -> None:
     sized = [*shares()[:2], shares(n=28)[2]]
     runs = {"fedavg": {"weights": "uniform"}, "feddyn": {"alpha": 1e-9}}
     uniform, average = (
-        simulate(manifest(name, o, train=TRAIN, rounds=1, model_options=options), sized, History())
+        simulate(RunSetup.of(manifest(name, o, train=TRAIN, rounds=1, model_options=options)), sized, History())
         for name, o in runs.items()
     )
     far = simulate(
-        manifest("feddyn", {"alpha": 1e-9, "report": "cloud"}, train=TRAIN, rounds=1, model_options=options), sized,
+        RunSetup.of(
+            manifest("feddyn", {"alpha": 1e-9, "report": "cloud"}, train=TRAIN, rounds=1, model_options=options)
+        ),
+        sized,
         History(),
-    )  # fmt: skip
-    weighed = simulate(manifest("fedavg", train=TRAIN, rounds=1, model_options=options), sized, History())["w"]
-    start = initial_state(manifest("feddyn", model_options=options))["w"]
+    )
+    weighed = simulate(RunSetup.of(manifest("fedavg", train=TRAIN, rounds=1, model_options=options)), sized, History())[
+        "w"
+    ]
+    start = RunSetup.of(manifest("feddyn", model_options=options)).initial_state()["w"]
     for name, w in average["w"].items():
         if name in average["m"]:
             assert torch.allclose(w, uniform["w"][name], atol=1e-6)
@@ -149,8 +156,10 @@ def test_what_goes_down_fits_the_report() -> None:
         msg = method.broadcast(method.init_server(model, Federation(3, 4)))
         assert set(msg) == groups
     run = manifest("feddyn", {"alpha": 0.1}, train=TRAIN, rounds=2)
-    final = simulate(run, shares(), History())
-    evaluated = FedDyn(alpha=0.1).global_model(bench_of(run).fresh(), FedDyn(alpha=0.1).broadcast(final))
+    final = simulate(RunSetup.of(run), shares(), History())
+    evaluated = FedDyn(alpha=0.1).global_model(
+        RunSetup.of(run).silo_runtime().fresh(), FedDyn(alpha=0.1).broadcast(final)
+    )
     assert same(trees.read(evaluated), final["w"])
     assert same(dict(FedDyn().exported(final)), final["w"])
 
@@ -177,7 +186,9 @@ def test_momentum_is_an_ordinary_matter() -> None:
 def test_prototypes_change_training_once_known(form: str) -> None:
     for rounds, differs in ((1, False), (3, True)):
         plain, aided = (
-            simulate(manifest("feddyn", {"prototypes": p}, train=TRAIN, rounds=rounds), shares(), History())
+            simulate(
+                RunSetup.of(manifest("feddyn", {"prototypes": p}, train=TRAIN, rounds=rounds)), shares(), History()
+            )
             for p in ("off", form)
         )
         assert same(plain["w"], aided["w"]) is not differs

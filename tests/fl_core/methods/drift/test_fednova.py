@@ -16,6 +16,7 @@ from fl_core.methods.drift.fedprox import FedProx
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.rounds.capabilities import refuse
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
@@ -100,7 +101,9 @@ def test_equal_steps_are_fedavg_or_fedprox(momentum: float, mu: float) -> None:
     train = TrainConfig(lr=0.05, batch_size=4, epochs=1, momentum=momentum)
     other = ("fedprox", {"mu": mu}) if mu else ("fedavg", {})
     plain, nova = (
-        simulate(manifest(name, options, train=train, model_options={"norm": "batch"}), shares(), History())["w"]
+        simulate(
+            RunSetup.of(manifest(name, options, train=train, model_options={"norm": "batch"})), shares(), History()
+        )["w"]
         for name, options in (other, ("fednova", {"mu": mu}))
     )
     assert all(torch.allclose(nova[name], v, rtol=1e-5, atol=2e-6) for name, v in plain.items())
@@ -111,7 +114,9 @@ def test_unequal_steps_are_not_fedavg_and_buffers_are_averaged_plainly() -> None
     given = [*shares()[:2], shares(n=28)[2]]
     train = TrainConfig(lr=0.05, batch_size=4, epochs=1)
     avg, nova = (
-        simulate(manifest(name, train=train, rounds=1, model_options={"norm": "batch"}), given, History())["w"]
+        simulate(RunSetup.of(manifest(name, train=train, rounds=1, model_options={"norm": "batch"})), given, History())[
+            "w"
+        ]
         for name in ("fedavg", "fednova")
     )
     buffers = {name: v for name, v in avg.items() if "running" in name}
@@ -137,7 +142,9 @@ def test_prototypes_change_training_once_known(form: str) -> None:
     train = TrainConfig(lr=0.05, batch_size=4, epochs=1)
     for rounds, differs in ((1, False), (3, True)):
         plain, aided = (
-            simulate(manifest("fednova", {"prototypes": p}, train=train, rounds=rounds), shares(), History())
+            simulate(
+                RunSetup.of(manifest("fednova", {"prototypes": p}, train=train, rounds=rounds)), shares(), History()
+            )
             for p in ("off", form)
         )
         assert same(plain["w"], aided["w"]) is not differs

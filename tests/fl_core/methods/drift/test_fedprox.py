@@ -12,6 +12,7 @@ from fl_core.errors import ConfigError
 from fl_core.methods.drift.fedprox import FedProx
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
@@ -74,7 +75,7 @@ def test_t_prx_3_large_mu_diverges_with_explicit_steps() -> None:
 
 def test_mu_zero_is_fedavg_bit_for_bit() -> None:
     finals = [
-        simulate(manifest(name, options), shares(), History())["w"]
+        simulate(RunSetup.of(manifest(name, options)), shares(), History())["w"]
         for name, options in (("fedavg", {}), ("fedprox", {"mu": 0.0}), ("fedprox", {"mu": 0.1}))
     ]
     assert same(finals[0], finals[1])

@@ -16,6 +16,7 @@ from fl_core.methods.disjoint.fedproc import FedProc
 from fl_core.methods.drift.moon import Moon, model_contrast
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
@@ -99,7 +100,7 @@ def test_several_last_models_share_the_denominator() -> None:
 
 def test_mu_zero_is_fedavg_and_mixes_as_fedproc_bit_for_bit() -> None:
     def final(name: str, **options: float | str) -> dict[str, Tensor]:
-        return dict(simulate(manifest(name, options), shares(), History())["w"])
+        return dict(simulate(RunSetup.of(manifest(name, options)), shares(), History())["w"])
 
     plain, off, on = final("fedavg"), final("moon", mu=0.0), final("moon", mu=5.0)
     assert same(plain, off)

@@ -13,6 +13,7 @@ from fl_core.errors import ConfigError, DataError
 from fl_core.methods.drift.scaffold import Scaffold
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.capabilities import refuse
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.types.values import Capability, TrainConfig
 
@@ -154,7 +155,7 @@ def test_through_ports_a_lost_update_leaves_the_mean_intact() -> None:
 def test_first_round_is_fedavg_bit_for_bit_and_the_second_is_not() -> None:
     train = TrainConfig(lr=0.05, batch_size=4, epochs=1, momentum=0.9)
     finals = {
-        (name, rounds): simulate(manifest(name, train=train, rounds=rounds), shares(), History())["w"]
+        (name, rounds): simulate(RunSetup.of(manifest(name, train=train, rounds=rounds)), shares(), History())["w"]
         for name in ("fedavg", "scaffold")
         for rounds in (1, 2)
     }
@@ -165,7 +166,9 @@ def test_first_round_is_fedavg_bit_for_bit_and_the_second_is_not() -> None:
 def test_buffers_have_no_variate_and_are_not_stretched() -> None:
     options = {"norm": "batch"}
     once, twice = (
-        simulate(manifest("scaffold", {"server_lr": rate}, rounds=1, model_options=options), shares(), History())
+        simulate(
+            RunSetup.of(manifest("scaffold", {"server_lr": rate}, rounds=1, model_options=options)), shares(), History()
+        )
         for rate in (1.0, 2.0)
     )
     buffers = {name for name in once["w"] if "running" in name}

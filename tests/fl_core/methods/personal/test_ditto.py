@@ -10,6 +10,7 @@ from helpers_drift import Exact
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.ditto import Ditto
 from fl_core.models import build_model
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
@@ -49,7 +50,10 @@ def test_a_pull_beyond_the_step_size_diverges() -> None:
 
 
 def test_the_global_model_is_fedavgs_bit_for_bit() -> None:
-    finals = [simulate(manifest(n, model_options={"norm": "batch"}), shares(), History()) for n in ("fedavg", "ditto")]
+    finals = [
+        simulate(RunSetup.of(manifest(n, model_options={"norm": "batch"})), shares(), History())
+        for n in ("fedavg", "ditto")
+    ]
     assert same(finals[0]["w"], finals[1]["w"])
 
 

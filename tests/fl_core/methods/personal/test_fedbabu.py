@@ -9,7 +9,8 @@ from helpers_pair import Pair, PairData
 
 from fl_core.methods.personal.fedbabu import FedBABU
 from fl_core.models import build_model
-from fl_core.simulation.in_process import History, bench_of, simulate
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import Federation, TrainConfig, Turn
@@ -34,8 +35,8 @@ def test_t_bab_1_one_step_and_one_step_of_fine_tuning() -> None:
 def test_t_bab_2_the_head_is_bit_identical_after_all_rounds() -> None:
     """With weight decay and momentum, at every silo and in the global model."""
     run = manifest("fedbabu", train=TrainConfig(lr=0.05, weight_decay=0.1, batch_size=4, epochs=1))
-    final, initial = simulate(run, shares(), History()), build_model("digits_cnn", {}, SCHEMA, 0)
-    method, bench = FedBABU(), bench_of(run)
+    final, initial = simulate(RunSetup.of(run), shares(), History()), build_model("digits_cnn", {}, SCHEMA, 0)
+    method, bench = FedBABU(), RunSetup.of(run).silo_runtime()
     msg, head = method.broadcast(final), {n: v for n, v in trees.read(initial).items() if n.startswith("head")}
     assert not set(head) & set(msg["w"])
     assert not set(head) & set(run.layout["delta"].shapes)

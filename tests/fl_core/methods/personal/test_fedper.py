@@ -10,7 +10,8 @@ from helpers_pair import Pair, PairData
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.fedper import FedPer
 from fl_core.models import build_model
-from fl_core.simulation.in_process import History, engine_of, initial_state, local_ports, simulate
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, local_ports, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import Federation, State, TrainConfig, Turn
@@ -51,7 +52,7 @@ def test_no_tensor_of_the_head_travels_and_the_first_body_is_fedavgs() -> None:
     finals = {}
     for name in ("fedavg", "fedper"):
         run = manifest(name, rounds=1, model_options={"norm": "batch"})
-        finals[name] = simulate(run, shares(), History())
+        finals[name] = simulate(RunSetup.of(run), shares(), History())
     assert [n for n in run.layout["delta"].shapes if n.startswith("head")] == []
     assert any("running_mean" in n for n in run.layout["delta"].shapes)
     body = {n: v for n, v in finals["fedavg"]["w"].items() if not n.startswith("head")}
@@ -60,7 +61,7 @@ def test_no_tensor_of_the_head_travels_and_the_first_body_is_fedavgs() -> None:
 
 def test_the_global_model_has_the_initial_head() -> None:
     run = manifest("fedper")
-    final, initial = simulate(run, shares(), History()), build_model("digits_cnn", {}, SCHEMA, 0)
+    final, initial = simulate(RunSetup.of(run), shares(), History()), build_model("digits_cnn", {}, SCHEMA, 0)
     model = FedPer().global_model(build_model("digits_cnn", {}, SCHEMA, 0), FedPer().broadcast(final))
     assert torch.equal(model.head.weight, initial.head.weight)  # type: ignore[union-attr]
     assert same(FedPer().exported(final), trees.read(model))
@@ -69,8 +70,8 @@ def test_the_global_model_has_the_initial_head() -> None:
 
 def test_heads_differ_by_silo_and_grow_old_with_silos_that_are_not_asked() -> None:
     run = manifest("fedper", rounds=1, cohort=2)
-    ports = local_ports(run, shares())
-    engine_of(run, ports, 1).run(initial_state(run), History())
+    ports = local_ports(RunSetup.of(run), shares())
+    RunSetup.of(run).round_loop(ports, 1).run(RunSetup.of(run).initial_state(), History())
     heads = [None if p.state is None else p.state["head"] for p in ports]
     asked = [h for h in heads if h is not None]
     assert len(asked) == 2

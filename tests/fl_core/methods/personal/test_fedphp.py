@@ -17,6 +17,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses.distillation import asymmetric_terms, kd_terms, mmd
 from fl_core.methods.personal.fedphp import FedPHP
 from fl_core.models import build_model
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
@@ -125,7 +126,7 @@ def test_first_round_is_fedavg_and_lam_zero_always_is() -> None:
     plain, ours = step(FedAvg(weights="uniform"), {}, model_of()), step(FedPHP(lam=0.5), {}, model_of())
     assert same_bundle(plain.bundle, ours.bundle)
     finals = [
-        simulate(manifest(name, options), shares(), History())["w"]
+        simulate(RunSetup.of(manifest(name, options)), shares(), History())["w"]
         for name, options in (("fedavg", {"weights": "uniform"}), ("fedphp", {"lam": 0.0}), ("fedphp", {"lam": 0.5}))
     ]
     assert same(finals[0], finals[1])

@@ -14,7 +14,8 @@ from fl_core.methods.personal.fedrod import FedROD
 from fl_core.methods.personal.two_heads import Generated, TwoHeads, both_losses, linear, private_loss, shares_of
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
-from fl_core.simulation.in_process import History, initial_state, simulate
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import Capability, Outcome, State, TrainConfig, Turn
@@ -101,8 +102,8 @@ def played(
 @pytest.mark.parametrize("variant", ["linear", "hyper"])
 def test_gamma_zero_averages_fedavgs_models_bit_for_bit(variant: str, phase: str, norm: str) -> None:
     finals = [
-        simulate(manifest(name, options, train=TrainConfig(batch_size=4, epochs=1, clip_norm=0.5), rounds=2,
-                          model_options={"norm": norm}), shares(), History())
+        simulate(RunSetup.of(manifest(name, options, train=TrainConfig(batch_size=4, epochs=1, clip_norm=0.5), rounds=2,
+                          model_options={"norm": norm})), shares(), History())
         for name, options in (("fedavg", {}), ("fedrod", {"gamma": 0.0, "variant": variant, "phase": phase}),
                               ("fedrod", {"variant": variant, "phase": phase}))
     ]  # fmt: skip
@@ -168,10 +169,10 @@ def test_the_hypernetwork_has_the_published_size(classes: int, d: int, numbers: 
 
 def test_the_hypernetwork_is_averaged_and_drawn_from_the_runs_seed() -> None:
     run = manifest("fedrod", {"variant": "hyper", "hidden": 8}, rounds=1)
-    start, final = initial_state(run), simulate(run, shares(), History())
-    assert same(start["hyper"], initial_state(run)["hyper"])
+    start, final = RunSetup.of(run).initial_state(), simulate(RunSetup.of(run), shares(), History())
+    assert same(start["hyper"], RunSetup.of(run).initial_state()["hyper"])
     other = manifest("fedrod", {"variant": "hyper", "hidden": 8}, seed=1)
-    assert not same(start["hyper"], initial_state(other)["hyper"])
+    assert not same(start["hyper"], RunSetup.of(other).initial_state()["hyper"])
     assert run.layout["hyper"].shapes["0.weight"] == (8, 4)
     assert not same(final["hyper"], start["hyper"])
     assert set(manifest("fedrod").layout) == {"delta", "metrics"}

@@ -11,7 +11,8 @@ from coordinator.simulation.runner import Result
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.local_only import LocalOnly
-from fl_core.simulation.in_process import History, bench_of, initial_state, local_ports, simulate
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import History, local_ports, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import TaskKind, TrainConfig, Turn
@@ -30,7 +31,11 @@ def test_t_loc_1_after_m_rounds(rounds: int) -> None:
 
 
 def test_the_first_round_trains_as_fedavg() -> None:
-    bench, share, turn = bench_of(manifest(model_options={"norm": "batch"})), shares()[0], Turn(FED, 0, 0)
+    bench, share, turn = (
+        RunSetup.of(manifest(model_options={"norm": "batch"})).silo_runtime(),
+        shares()[0],
+        Turn(FED, 0, 0),
+    )
     config = TrainConfig(batch_size=4, epochs=2)
     msg = {"w": dict(bench.initial)}
     FedAvg().local(bench.fresh(), msg, {}, PlainData(share.train, share.test, config, turn), turn)
@@ -45,8 +50,8 @@ def test_the_first_round_trains_as_fedavg() -> None:
 def test_only_counts_of_nothing_leave_the_silo_and_no_accuracy_is_made_up() -> None:
     run, history = manifest("local"), History()
     assert list(run.layout) == ["metrics"]
-    final = simulate(run, shares(), history)
-    assert final == {"w": {}} == initial_state(run)
+    final = simulate(RunSetup.of(run), shares(), history)
+    assert final == {"w": {}} == RunSetup.of(run).initial_state()
     assert all(not any(r.examples) and not any(r.correct) for r in history.records)
     assert history.accuracies == [-1.0] * 4
     assert history.records[-1].class_accuracy() == [None] * 4
@@ -58,13 +63,13 @@ def test_only_counts_of_nothing_leave_the_silo_and_no_accuracy_is_made_up() -> N
 
 def test_silos_that_are_not_asked_keep_their_network() -> None:
     run = manifest("local", rounds=1, cohort=1)
-    ports = local_ports(run, shares())
+    ports = local_ports(RunSetup.of(run), shares())
     ports[1].round({"w": {}}, FED, TaskKind.TRAIN)
     ports[1].settle(FED, TaskKind.TRAIN, False)
     kept = [p.state for p in ports]
     assert kept[0] is kept[2] is None
     assert kept[1] is not None
-    assert not same(kept[1]["net"], bench_of(run).initial)
+    assert not same(kept[1]["net"], RunSetup.of(run).silo_runtime().initial)
 
 
 def test_there_is_no_model_to_evaluate_or_export() -> None:

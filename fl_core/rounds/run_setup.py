@@ -1,0 +1,76 @@
+"""What follows from a run's manifest, built once: its method, its model, its guards, its round loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from fl_core.aggregation.fixed_point import FixedPoint
+from fl_core.methods import build_method
+from fl_core.models import build_model
+from fl_core.rounds.engine import Engine, Schedule
+from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.silo_round import Bench
+from fl_core.types import tensor_maps as trees
+from fl_core.types.interfaces import Guard, Method, SiloPort
+from fl_core.types.values import Federation, State
+
+
+@dataclass(frozen=True, eq=False)
+class RunSetup:
+    """A manifest and what it names, built. It knows no privacy: services use `privacy.compiled_run.CompiledRun`.
+
+    incoming: guards undone on the sum, in the order of their application   silo_guards: of every silo's bundle.
+    """
+
+    manifest: RunManifest
+    method: Method
+    incoming: Sequence[Guard]
+    silo_guards: Sequence[Guard] = ()
+
+    @classmethod
+    def of(cls, manifest: RunManifest) -> RunSetup:
+        """Build what a manifest names; raises ConfigError (E-CFG-20 to E-CFG-24) on a method or options unknown."""
+        method = build_method(manifest.method.name, manifest.method.options)
+        return RunSetup(manifest, method, (FixedPoint(manifest.grid),))
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The run's model with its initial weights, to read: whoever trains takes a `new_model`."""
+        manifest = self.manifest
+        return build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
+
+    def new_model(self) -> nn.Module:
+        """Copy the model with its initial weights; training and dry runs change what they are given."""
+        return copy.deepcopy(self.model)
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The kinds of numbers in silos' bundles: floats; integers too where silos use the fixed-point grid."""
+        plain = frozenset({torch.float32})
+        on_grid = self.manifest.grid.ring == "ring32" or self.silo_guards
+        return plain | {torch.int32, torch.int64} if on_grid else plain
+
+    def silo_runtime(self, *more: Guard) -> Bench:
+        """Make what one silo works with; more: guards that come before those of the run."""
+        initial = {name: v.detach() for name, v in trees.named(self.model).items() if v.is_floating_point()}
+        return Bench(self.method, self.new_model(), self.manifest.layout, (*more, *self.silo_guards), initial)
+
+    def round_loop(self, ports: Sequence[SiloPort], parallel: int) -> Engine:
+        """Make the round loop over given ports."""
+        manifest = self.manifest
+        schedule = Schedule(
+            manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum
+        )
+        return Engine(self.method, schedule, manifest.layout, manifest.grid, self.incoming, ports, parallel)
+
+    def initial_state(self) -> State:
+        """Make the server state of round 0; equal manifests give equal bytes."""
+        manifest = self.manifest
+        federation = Federation(len(manifest.members), len(manifest.schema.classes), manifest.rounds)
+        return self.method.init_server(self.new_model(), federation)
