@@ -21,6 +21,7 @@ from coordinator.storage.store import Store
 from fl_core.errors import RefusedError, UnavailableError
 from fl_core.rounds.manifest import Choice, RunManifest
 from fl_core.types.values import TaskKind
+from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 
 PRIVATE = replace(manifest(), privacy=Choice("dp_record", {"epsilon": 8.0}))
@@ -72,16 +73,16 @@ class Asking:
 
 
 def test_a_private_run_is_asked_about_until_its_round_0_was_opened_and_never_after(hub: Hub) -> None:
-    run = stored(hub)
-    assert preflight.is_due(run, PRIVATE, hub.store)
-    assert preflight.is_due(run, replace(PRIVATE, quorum=1), hub.store)  # a quorum is no reason to charge in vain
-    assert not preflight.is_due(run, manifest(), hub.store)
-    assert not preflight.is_due(
-        run, replace(PRIVATE, privacy=Choice("dp_record", {"epsilon": float("inf")})), hub.store
-    )
-    assert not preflight.is_due(replace(run, closed=1), PRIVATE, hub.store)
+    run, private = stored(hub), CompiledRun.of(PRIVATE)
+    infinite = replace(PRIVATE, privacy=Choice("dp_record", {"epsilon": float("inf")}))
+    assert preflight.is_due(run, private, hub.store)
+    quorum = CompiledRun.of(replace(PRIVATE, quorum=1))  # no reason to charge in vain
+    assert preflight.is_due(run, quorum, hub.store)
+    assert not preflight.is_due(run, CompiledRun.of(manifest()), hub.store)
+    assert not preflight.is_due(run, CompiledRun.of(infinite), hub.store)
+    assert not preflight.is_due(replace(run, closed=1), private, hub.store)
     hub.store.runs.open_round(run.id, 0, TaskKind.TRAIN, NAMES)
-    assert not preflight.is_due(run, PRIVATE, hub.store)
+    assert not preflight.is_due(run, private, hub.store)
 
 
 def test_only_the_answer_of_the_silo_itself_about_this_manifest_counts_and_only_once(hub: Hub) -> None:
