@@ -1,4 +1,6 @@
-"""`python -m privacy.ablation`: every distinct run of the grid, as many at a time as there are cores, and the report.
+"""Every distinct run of the ablation's grid, as many at a time as there are cores, and the report.
+
+python -m coordinator.simulation.privacy_ablation scale=small
 
 A finished run is a line of `runs.csv` under the hash of all that decides it, so an interrupted grid goes on where it
 was. Noise is seeded, and seeds are the same in all cells: differences between cells are paired.
@@ -231,3 +233,7 @@ def _commit() -> str:
         check=False,
     )
     return found.stdout.strip() or "none"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,6 @@ import pytest
 
 from coordinator.simulation import privacy_ablation as ablation
 from fl_core.errors import ConfigError
-from privacy.ablation import __main__ as program
 from privacy.ablation import checks, plots, table
 from privacy.ablation.checks import Estimate
 from privacy.ablation.grid import VARIANTS, Grid, Run, Words, canonical, controls
@@ -132,8 +131,8 @@ def test_every_scale_composes_and_wrong_words_are_refused(capsys: pytest.Capture
     assert "train.lr=5" in small.schedule(8.0)
     assert "train.lr=0.1" in small.schedule(INF)
     assert not any(word.startswith("train.lr") for word in ablation.composed(["scale=smoke"]).schedule(2.0))
-    assert program.main(["scale=nothing"]) == 2
-    assert program.main(["methods=[nothing]"]) == 2
+    assert ablation.main(["scale=nothing"]) == 2
+    assert ablation.main(["methods=[nothing]"]) == 2
     assert "E-CFG" in capsys.readouterr().err
 
 
@@ -184,5 +183,5 @@ def test_a_small_grid_resumes_where_it_was(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_the_smoke_scale_runs_in_processes(tmp_path: Path) -> None:
-    program.main(["scale=smoke", f"out={tmp_path}"])
+    ablation.main(["scale=smoke", f"out={tmp_path}"])
     assert len(list(csv.DictReader((tmp_path / "runs.csv").open()))) == 12
