@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fl_core.errors import FederationError
-from silo.storage.tasks import TaskKey
+from protos.wire.tasks import TaskKey
 
 Fact = str | int | float | bool | None
 

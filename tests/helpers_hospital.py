@@ -10,7 +10,7 @@ from fl_core import datasets
 from fl_core.methods import build_method
 from fl_core.rounds.silo_round import work
 from fl_core.types.values import TaskKind
-from silo.storage.tasks import TaskKey
+from protos.wire.tasks import TaskKey
 
 TRAINED = TaskKey("run-1", 0, TaskKind.TRAIN)
 

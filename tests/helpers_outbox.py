@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from fl_core.types.values import Part, TaskKind
+from protos.wire.tasks import TaskKey
 from silo.storage.object_store import Objects
 from silo.storage.outbox import Finished, Outbox
 from silo.storage.store import Store
-from silo.storage.tasks import Evaluation, TaskKey
+from silo.storage.tasks import Evaluation
 
 FACTS = Evaluation(("a", "b"), (1.0, 0.0), (2.0, 0.0))
 M, B = "a" * 64, "b" * 64

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import grpc
 from helpers_grpc import World, channel
-from helpers_wire import KINDS, fetch, send
+from helpers_wire import fetch, send
 
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
@@ -23,16 +23,10 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.version import PROTOCOL
 from protos.wire import codec
+from protos.wire.tasks import TaskKey
 
-WIRE = {kind: number for number, kind in KINDS.items()}
 Stub = TypeVar("Stub", rpc.ControlStub, rpc.TransferStub)
 _ONE_MODEL_AT_A_TIME = threading.Lock()  # training seeds torch's global generator
-
-
-class Key(NamedTuple):
-    run_id: str
-    round: int
-    kind: TaskKind
 
 
 @dataclass
@@ -51,13 +45,13 @@ class Memory:
     """What a hospital's disk would hold; outlives the silo object."""
 
     states: dict[str, State] = field(default_factory=dict)
-    outbox: dict[Key, Entry] = field(default_factory=dict)
-    trained: list[Key] = field(default_factory=list)
-    closed: dict[Key, bool] = field(default_factory=dict)
+    outbox: dict[TaskKey, Entry] = field(default_factory=dict)
+    trained: list[TaskKey] = field(default_factory=list)
+    closed: dict[TaskKey, bool] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
 
 
-Alter = Callable[[Key, Bundle], Bundle]
+Alter = Callable[[TaskKey, Bundle], Bundle]
 
 
 class ScriptedSilo:
@@ -127,7 +121,7 @@ class ScriptedSilo:
 
     def _session(self, stub: rpc.ControlStub) -> None:
         out: queue.Queue[pb.SiloMessage | None] = queue.Queue()
-        staged = [pb.RoundRef(run_id=k.run_id, round=k.round, kind=WIRE[k.kind]) for k in self.memory.outbox]
+        staged = [k.ref for k in self.memory.outbox]
         out.put(
             pb.SiloMessage(
                 hello=pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, software="scripted", staged=staged)
@@ -159,7 +153,7 @@ class ScriptedSilo:
                 self._offers.put(offer)
         elif kind == "round_closed":
             closed = message.round_closed
-            key = Key(closed.run_id, closed.round, KINDS[closed.kind])
+            key = TaskKey.of(closed)
             entry = self.memory.outbox.pop(key, None)
             self.memory.closed[key] = closed.included
             if entry is not None and closed.included and key.kind is TaskKind.TRAIN:
@@ -177,7 +171,7 @@ class ScriptedSilo:
                 self.errors.append(error)
 
     def _task(self, offer: pb.Offer) -> None:
-        key = Key(offer.run_id, offer.round, KINDS[offer.kind])
+        key = TaskKey.of(offer)
         if key in self.memory.closed:
             return
         with self._connected(rpc.TransferStub) as stub:
@@ -187,7 +181,7 @@ class ScriptedSilo:
             if entry is not None:
                 entry.receipt = send(stub, self.name, entry.offer, entry.data)
 
-    def _train(self, stub: rpc.TransferStub, key: Key, offer: pb.Offer) -> Entry:
+    def _train(self, stub: rpc.TransferStub, key: TaskKey, offer: pb.Offer) -> Entry:
         folder = self.world.home.parent / "silos" / self.name
         folder.mkdir(parents=True, exist_ok=True)
         manifest = RunManifest.from_json(fetch(stub, offer.manifest_digest, folder).read_text())

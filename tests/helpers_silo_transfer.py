@@ -10,13 +10,13 @@ from helpers_transfer import BYTES, CONSORTIUM, FakeTransfer, authority
 
 from fl_core.errors import FederationError
 from fl_core.types.values import TaskKind
-from protos.wire import codec
 from protos.wire.chunks import CHUNK_BYTES
+from protos.wire.tasks import TaskKey, contribution_id
 from silo.connection.channel import TransferStub
 from silo.connection.retry import Stop, StoppedError
 from silo.connection.transfer import Transfer, Witness
 from silo.storage.object_store import Objects
-from silo.storage.tasks import Entry, TaskKey
+from silo.storage.tasks import Entry
 
 KEY = TaskKey("run-1", 2, TaskKind.TRAIN)
 CUTS = [0, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES, 17, CHUNK_BYTES + 5, len(BYTES) - 1]
@@ -39,7 +39,7 @@ class Rig:
         self.transfer = Transfer(lambda: TransferStub(self.channel), self.objects, patience, self.told.append)
 
     def entry(self, data=BYTES):
-        name = codec.contribution_id(*KEY[:2], "train", "center1", "b" * 64)
+        name = contribution_id(*KEY, "center1", "b" * 64)
         return Entry(KEY, "a" * 64, "b" * 64, name, self.objects.put(data), len(data))
 
     def upload(self, entry=None, moved=still):

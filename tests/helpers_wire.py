@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from fl_core.types.values import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire import codec
 from protos.wire.chunks import append_chunk, read_chunks
-
-KINDS = {pb.TRAIN: TaskKind.TRAIN, pb.EVALUATE: TaskKind.EVALUATE}
+from protos.wire.tasks import FROM_WIRE, contribution_id
 
 
 def fetch(stub: rpc.TransferStub, digest: str, folder: Path, offset: int = 0) -> Path:
@@ -26,9 +24,8 @@ def fetch(stub: rpc.TransferStub, digest: str, folder: Path, offset: int = 0) ->
 
 def open_request(silo: str, offer: pb.Offer, data: bytes) -> pb.OpenRequest:
     """Announce some bytes as the update that an offer asked for."""
-    kind = KINDS[offer.kind].value
     return pb.OpenRequest(
-        contribution_id=codec.contribution_id(offer.run_id, offer.round, kind, silo, offer.base_digest),
+        contribution_id=contribution_id(offer.run_id, offer.round, FROM_WIRE[offer.kind], silo, offer.base_digest),
         run_id=offer.run_id, round=offer.round, kind=offer.kind, manifest_digest=offer.manifest_digest,
         base_digest=offer.base_digest, object_digest=codec.digest(data), size=len(data),
     )  # fmt: skip

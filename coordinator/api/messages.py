@@ -6,7 +6,6 @@ from functools import lru_cache
 
 from coordinator.api import measured
 from coordinator.runs.dispatcher import Hub
-from coordinator.runs.tasks import WIRE
 from coordinator.storage.records import EventRow, RoundRow, Run, Silo
 from coordinator.storage.store import Store
 from fl_core.errors import FederationError
@@ -14,6 +13,7 @@ from fl_core.rounds.manifest import RunManifest
 from privacy.reports import uncertainty
 from privacy.reports.uncertainty import SILENT, UNKNOWN, RunNoise
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.tasks import TO_WIRE
 
 
 @lru_cache(maxsize=64)
@@ -43,7 +43,7 @@ def run_info(run: Run, store: Store) -> pb.RunInfo:
 def round_info(row: RoundRow, noise: RunNoise = SILENT) -> pb.RoundInfo:
     """Write a closed round, with the noise of its numbers."""
     message = pb.RoundInfo(
-        round=row.round, kind=WIRE[row.kind], correct=row.correct, examples=row.examples, included=row.included,
+        round=row.round, kind=TO_WIRE[row.kind], correct=row.correct, examples=row.examples, included=row.included,
         missing=row.missing, clipped=row.clipped, opened_unix=row.opened, closed_unix=row.closed,
         personal=uncertainty.shown_scores(row.personal, noise.scores),
         withheld=sorted(noise.scores & set(row.personal)),

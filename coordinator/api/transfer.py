@@ -15,7 +15,7 @@ from coordinator.api.stream_limiter import Turns
 from coordinator.api.upload_limits import object_limit
 from coordinator.pki.server_certificate import ServerCertificate
 from coordinator.runs.dispatcher import Hub
-from coordinator.runs.tasks import KINDS, WIRE, TaskKey
+from coordinator.runs.tasks import SiloTaskKey
 from coordinator.storage.object_store import Blobs
 from coordinator.storage.records import Contribution
 from coordinator.storage.store import Store
@@ -26,6 +26,7 @@ from protos.pki.identity import Kind
 from protos.storage.file_recycling import Growth
 from protos.wire import codec, receipts
 from protos.wire.chunks import Chunk, PackedChunk, append_chunk
+from protos.wire.tasks import FROM_WIRE, TO_WIRE, contribution_id
 
 SEALED = 1 << 17
 """Bytes of sealed figures that are taken with an announcement; hospitals send at most half of that."""
@@ -128,7 +129,7 @@ class TransferService:
             except FileNotFoundError as error:  # its round ended while we read it, and its bytes are forgotten
                 raise _forgotten(c) from error
         self._uploads.forget(c.id)
-        self._hub.delivered(TaskKey(c.run_id, c.round, c.kind, c.silo), c.object_digest)
+        self._hub.delivered(SiloTaskKey(c.run_id, c.round, c.kind, c.silo), c.object_digest)
         return receipt
 
     def _take(self, c: Contribution, upload: Upload) -> pb.Receipt:
@@ -153,7 +154,7 @@ class TransferService:
     def _sign(self, c: Contribution) -> pb.Receipt:
         own = self._certificate.current()
         plain = pb.Receipt(
-            contribution_id=c.id, run_id=c.run_id, round=c.round, kind=WIRE[c.kind], silo=c.silo,
+            contribution_id=c.id, run_id=c.run_id, round=c.round, kind=TO_WIRE[c.kind], silo=c.silo,
             manifest_digest=c.manifest_digest, object_digest=c.object_digest, size=c.size, at_unix=time.time(),
             attestation=self._store.attested.of(c.id),
         )  # fmt: skip
@@ -224,10 +225,10 @@ def _require_digests(request: pb.OpenRequest) -> None:
 
 def _announced(request: pb.OpenRequest, silo: str) -> Contribution:
     """Read an announcement; raises ProtocolError (E-WIRE-12) when its id is not that of its task."""
-    if request.kind not in KINDS:
+    if request.kind not in FROM_WIRE:
         raise ProtocolError("E-WIRE-12", f"expected an update of a training or an evaluation, found {request.kind}")
-    kind = KINDS[request.kind]
-    name = codec.contribution_id(request.run_id, request.round, kind.value, silo, request.base_digest)
+    kind = FROM_WIRE[request.kind]
+    name = contribution_id(request.run_id, request.round, kind, silo, request.base_digest)
     if name != request.contribution_id:
         raise ProtocolError(
             "E-WIRE-12",

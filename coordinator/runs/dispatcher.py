@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from coordinator.runs.bell import Bell
-from coordinator.storage.records import RoundRow, Run, RunState
 from coordinator.runs.session import Live, Session
+from coordinator.runs.tasks import Interrupted, Pending, Preflight, PreflightKey, SiloTaskKey, Task
+from coordinator.storage.records import RoundRow, Run, RunState
 from coordinator.storage.store import Store
-from coordinator.runs.tasks import KINDS, WIRE, Interrupted, Pending, Preflight, PreflightKey, Task, TaskKey
 from fl_core.errors import REASON_CHARS, FederationError, RefusedError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki.identity import PeerCertificate
+from protos.wire.tasks import FROM_WIRE, TO_WIRE
 
 log = logging.getLogger(__name__)
 _CODE = re.compile(r"E-[A-Z]+-\d\d")
@@ -44,7 +45,7 @@ class Hub:
         self.bell = Bell()
         self._lock = threading.RLock()
         self._sessions: dict[str, Session] = {}
-        self._pending: dict[TaskKey | PreflightKey, Pending] = {}
+        self._pending: dict[SiloTaskKey | PreflightKey, Pending] = {}
         self._stopped: set[str] = set()
         self._told: dict[tuple[str, str], str] = {}
 
@@ -94,8 +95,9 @@ class Hub:
 
     def _answer(self, name: str, ref: pb.RoundRef) -> pb.CoordinatorMessage | None:
         row = self.store.runs.round(ref.run_id, ref.round)
-        if row is not None and not row.is_open and ref.kind in KINDS:
-            return round_closed(row.run_id, row.round, ref.kind, row.kind is KINDS[ref.kind] and name in row.included)
+        if row is not None and not row.is_open and ref.kind in FROM_WIRE:
+            included = row.kind is FROM_WIRE[ref.kind] and name in row.included
+            return round_closed(row.run_id, row.round, ref.kind, included)
         return None
 
     def detach(self, session: Session) -> None:
@@ -124,10 +126,12 @@ class Hub:
 
     def answer(self, session: Session, answer: pb.Answer) -> None:
         """Take a silo's yes or no to an offer; a no settles the task."""
-        key = TaskKey(answer.run_id, answer.round, KINDS[answer.kind], session.name) if answer.kind in KINDS else None
+        if answer.kind not in FROM_WIRE:
+            return
+        key = SiloTaskKey(answer.run_id, answer.round, FROM_WIRE[answer.kind], session.name)
         with self._lock:
-            pending = self._pending.get(key) if key is not None else None
-        if pending is None or key is None:
+            pending = self._pending.get(key)
+        if pending is None:
             return  # an answer to a task that is settled: nothing to do
         if answer.accepted:
             if not pending.accepted:
@@ -182,7 +186,7 @@ class Hub:
             if session is not None and task.key.run_id not in self._stopped:
                 session.send(task.offer())
 
-    def delivered(self, key: TaskKey, digest: str) -> None:
+    def delivered(self, key: SiloTaskKey, digest: str) -> None:
         """Say that a task's update is on the disk, with its record."""
         with self._lock:
             pending = self._pending.get(key)
@@ -223,7 +227,7 @@ class Hub:
     def announce_close(self, row: RoundRow) -> None:
         """Tell a closed round to its cohort; whoever is away hears it when it is back."""
         for name in row.cohort:
-            self._send(name, round_closed(row.run_id, row.round, WIRE[row.kind], name in row.included))
+            self._send(name, round_closed(row.run_id, row.round, TO_WIRE[row.kind], name in row.included))
         self.bell.ring()
 
     def announce_end(self, run: Run) -> None:
@@ -258,7 +262,7 @@ class Hub:
         for key in fresh:
             self._event(key, kind, text)
 
-    def _event(self, key: TaskKey | PreflightKey, kind: str, text: str = "") -> None:
+    def _event(self, key: SiloTaskKey | PreflightKey, kind: str, text: str = "") -> None:
         self.store.runs.event(key.run_id, kind, key.round, key.silo, text)
         self.bell.ring()
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from coordinator.storage.object_store import Blobs
 from coordinator.runs.dispatcher import Hub
+from coordinator.runs.tasks import SiloTaskKey, Task
+from coordinator.storage.object_store import Blobs
 from coordinator.storage.store import Store
-from coordinator.runs.tasks import Task, TaskKey
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Bundle, Federation, State, TaskKind
 from protos.wire.bundle_file import FileBundle
@@ -115,7 +115,7 @@ class GrpcPort:
         Raises Interrupted when the run was aborted or the service stops: the round ends unclosed.
         """
         base, due = self.broadcasts.base(msg, fed.round, fed.cohort)
-        key = TaskKey(self.run_id, fed.round, kind, self.name)
+        key = SiloTaskKey(self.run_id, fed.round, kind, self.name)
         task = Task(key, self.manifest_digest, base.digest, base.size, fed.cohort, due)
         with self.hub.awaited(task) as pending:  # before the look: what comes after it is told to us
             digest = self._taken(task)

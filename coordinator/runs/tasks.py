@@ -9,18 +9,15 @@ from typing import NamedTuple
 
 from fl_core.errors import FederationError, UnavailableError
 from fl_core.types.enums import TaskKind
-from protos.wire import codec
 from protos.consilium.v1 import federation_pb2 as pb
-
-WIRE = {TaskKind.TRAIN: pb.TRAIN, TaskKind.EVALUATE: pb.EVALUATE}
-KINDS = {number: kind for kind, number in WIRE.items()}
+from protos.wire.tasks import TO_WIRE, contribution_id
 
 
 class Interrupted(Exception):  # noqa: N818 - no error: the run was aborted, or the service stops
     """Ends a run's loop where it is; unlike an error it is no silo's fault and closes no round."""
 
 
-class TaskKey(NamedTuple):
+class SiloTaskKey(NamedTuple):
     """Which update, of whom."""
 
     run_id: str
@@ -33,7 +30,7 @@ class TaskKey(NamedTuple):
 class Task:
     """What one silo is asked for. due: time.monotonic() of the round's deadline."""
 
-    key: TaskKey
+    key: SiloTaskKey
     manifest_digest: str
     base_digest: str
     base_size: int
@@ -44,7 +41,7 @@ class Task:
     def contribution_id(self) -> str:
         """Name the one update that may be sent for this task."""
         k = self.key
-        return codec.contribution_id(k.run_id, k.round, k.kind.value, k.silo, self.base_digest)
+        return contribution_id(k.run_id, k.round, k.kind, k.silo, self.base_digest)
 
     def offer(self) -> pb.CoordinatorMessage:
         """Write the offer."""
@@ -52,7 +49,7 @@ class Task:
             offer=pb.Offer(
                 run_id=self.key.run_id,
                 round=self.key.round,
-                kind=WIRE[self.key.kind],
+                kind=TO_WIRE[self.key.kind],
                 manifest_digest=self.manifest_digest,
                 base_digest=self.base_digest,
                 base_size=self.base_size,

@@ -1,9 +1,7 @@
-"""Names of objects (BLAKE3) and of contributions (SHA-256), in hex. Without torch, for whoever only moves bytes."""
+"""Names of objects: BLAKE3, in hex. Without torch, for whoever only moves bytes."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterable
 from io import FileIO
@@ -79,9 +77,3 @@ def write_behind(file: FileIO, start: int, length: int) -> None:
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
-
-
-def contribution_id(run_id: str, round: int, kind: str, silo: str, base_digest: str) -> str:
-    """Return H(run, round, kind, silo, base model): the name of the one update that a silo may send for a task."""
-    raw = json.dumps([run_id, round, kind, silo, base_digest], separators=(",", ":"))
-    return hashlib.sha256(b"contribution|" + raw.encode()).hexdigest()

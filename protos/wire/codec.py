@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Bundle, State
-from protos.storage.digests import contribution_id as contribution_id
 from protos.storage.digests import digest as digest
 from protos.storage.digests import file_digest as file_digest
 from protos.storage.digests import write_sealed

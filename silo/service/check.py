@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.tasks import TaskKey
 from silo.connection.retry import Stop
-from silo.storage.tasks import TaskKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from fl_core.errors.catalogue import EXPLANATIONS
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.tasks import TaskKey
 from silo.connection.retry import Stop
 from silo.events import Say, notice
 from silo.service.check import Check
 from silo.storage.store import Store
-from silo.storage.tasks import TaskKey
 
 Send = Callable[[pb.SiloMessage], None]
 _Name = tuple[TaskKey, str]

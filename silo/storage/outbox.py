@@ -9,9 +9,10 @@ from pathlib import Path
 
 from fl_core.types.values import Bundle, State, TaskKind
 from protos.wire import codec
+from protos.wire.tasks import TaskKey, contribution_id
 from silo.storage.object_store import Objects
 from silo.storage.store import Store
-from silo.storage.tasks import Attested, Entry, Evaluation, TaskKey
+from silo.storage.tasks import Attested, Entry, Evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Outbox:
             key,
             manifest_digest,
             base_digest,
-            codec.contribution_id(key.run_id, key.round, key.kind.value, self.silo, base_digest),
+            contribution_id(key.run_id, key.round, key.kind, self.silo, base_digest),
             bundle,
             size,
             staged,

@@ -24,10 +24,11 @@ from sqlalchemy.orm import sessionmaker
 from fl_core.types.enums import TaskKind
 from privacy.reports.uncertainty import EvaluationNoise
 from protos.storage.prepared_select import Lookups
+from protos.wire.tasks import TaskKey
 from silo.storage import queries as statements
 from silo.storage.approvals import Approvals
 from silo.storage.schema import begin, contact, for_notes, lock, open_database, reading, runs, tasks
-from silo.storage.tasks import Attested, Entry, Evaluation, TaskKey, further
+from silo.storage.tasks import Attested, Entry, Evaluation, further
 
 ENDED_RUNS = 3
 

@@ -1,50 +1,13 @@
-"""What a silo is asked to do: one task per run, round and kind; and what it keeps of a finished one."""
+"""What a silo keeps of a finished task, and what it states with it."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fl_core.errors import ProtocolError
-from fl_core.types.enums import TaskKind
 from privacy.reports.uncertainty import EvaluationNoise
 from protos.consilium.v1 import federation_pb2 as pb
-
-_KINDS = {pb.TRAIN: TaskKind.TRAIN, pb.EVALUATE: TaskKind.EVALUATE}
-_WIRE = {kind: number for number, kind in _KINDS.items()}
-_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-
-class TaskKey(NamedTuple):
-    """The name of a task: at most one update is ever made for it."""
-
-    run_id: str
-    round: int
-    kind: TaskKind
-
-    @classmethod
-    def of(cls, message: pb.Offer | pb.RoundClosed | pb.RoundRef | pb.Receipt) -> TaskKey:
-        """Read a message's run, round and kind; raises ProtocolError (E-WIRE-06) when they are none."""
-        if message.kind not in _KINDS or not _RUN.fullmatch(message.run_id):
-            raise ProtocolError(
-                "E-WIRE-06", f"expected a run, a round and a kind, found {message.run_id[:80]!r} and {message.kind}"
-            )
-        return cls(message.run_id, message.round, _KINDS[message.kind])
-
-    @property
-    def wire_kind(self) -> pb.TaskKind.ValueType:
-        """Give the kind as messages carry it."""
-        return _WIRE[self.kind]
-
-    @property
-    def ref(self) -> pb.RoundRef:
-        """Write the key as a message."""
-        return pb.RoundRef(run_id=self.run_id, round=self.round, kind=self.wire_kind)
-
-    def __str__(self) -> str:
-        """Write what a person reads: run, round (counted from 1) and, for an evaluation, that it is one."""
-        return f"{self.run_id} {'evaluation' if self.kind is TaskKind.EVALUATE else f'round {self.round + 1}'}"
+from protos.wire.tasks import TaskKey
 
 
 @dataclass(frozen=True, slots=True)

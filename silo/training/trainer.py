@@ -27,9 +27,10 @@ from privacy.compiled_run import CompiledRun
 from privacy.dp_sgd.class_sums import Units
 from privacy.reports.uncertainty import own_noise
 from protos.version import software
+from protos.wire.tasks import TaskKey
 from silo.connection.retry import StoppedError
 from silo.storage.outbox import Finished
-from silo.storage.tasks import Evaluation, TaskKey
+from silo.storage.tasks import Evaluation
 from silo.training.hospital_controls import Access, Custody
 
 log = logging.getLogger(__name__)

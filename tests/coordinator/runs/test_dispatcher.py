@@ -11,12 +11,12 @@ from helpers_line import session
 
 from coordinator.runs.dispatcher import Hub
 from coordinator.runs.session import Session
-from coordinator.runs.tasks import Interrupted, Task, TaskKey
+from coordinator.runs.tasks import Interrupted, SiloTaskKey, Task
 from coordinator.storage.store import Store
 from fl_core.types.values import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 
-TASK = Task(TaskKey("run", 3, TaskKind.TRAIN, "north"), "m" * 64, "b" * 64, 100, 1, time.monotonic() + 1000)
+TASK = Task(SiloTaskKey("run", 3, TaskKind.TRAIN, "north"), "m" * 64, "b" * 64, 100, 1, time.monotonic() + 1000)
 
 
 @pytest.fixture

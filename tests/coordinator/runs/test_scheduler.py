@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers_core import NAMES, manifest, same, shares
 from helpers_grpc import FAST, World, running, until
-from helpers_scripted import Key, Memory, ScriptedSilo
+from helpers_scripted import Memory, ScriptedSilo
 
 from coordinator.api.server import Settings
 from coordinator.cli import runs as lead
@@ -32,6 +32,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.bundle_file import FileBundle
 from protos.wire.chunks import PackedChunk, read_chunks
+from protos.wire.tasks import TaskKey, contribution_id
 
 
 def silos(world: World, memories: dict[str, Memory] | None = None, **script: object) -> list[ScriptedSilo]:
@@ -50,7 +51,7 @@ def stop(people: list[ScriptedSilo]) -> None:
 def spoil(kind: str) -> object:
     """Make a script that breaks the first round's bundle in one way."""
 
-    def alter(key: Key, bundle: Bundle) -> Bundle:
+    def alter(key: TaskKey, bundle: Bundle) -> Bundle:
         if key.round:
             return bundle
         delta = bundle["delta"]
@@ -85,7 +86,7 @@ def test_a_bad_update_is_refused_and_the_round_goes_on_with_the_quorum(tmp_path:
         first, second, last = world.server.store.runs.rounds(run.id)
         assert first.missing["north"].startswith(code)
         assert (first.included, second.included) == (("east", "south"), tuple(sorted(NAMES)))
-        key = Key(run.id, 0, TaskKind.TRAIN)
+        key = TaskKey(run.id, 0, TaskKind.TRAIN)
         until(lambda: key in people[0].memory.closed and key in people[1].memory.closed, "the close")
         assert (people[0].memory.closed[key], people[1].memory.closed[key]) == (False, True)
         assert last.missing == {}
@@ -191,10 +192,9 @@ def test_a_finished_run_leaves_its_final_state_its_manifest_and_its_receipts(tmp
         objects, kept = world.home / "blobs" / "objects", {run.state_object, run.manifest_digest}
         until(lambda: {f.name for f in objects.glob("*/*")} == kept, "nothing else to be there")
         assert list(world.server.blobs.uploads()) == []
-        entry = codec.contribution_id
         bases = [world.server.store.runs.round(run.id, t).base_digest for t in range(4)]
-        kinds = ["train"] * 3 + ["evaluate"]
-        names = [entry(run.id, t, kinds[t], "north", bases[t]) for t in range(4)]
+        kinds = [TaskKind.TRAIN] * 3 + [TaskKind.EVALUATE]
+        names = [contribution_id(run.id, t, kinds[t], "north", bases[t]) for t in range(4)]
         assert all(world.server.store.objects.contribution(name).receipt for name in names)
         assert run.bytes_up == sum(world.server.store.objects.contribution(n).size for n in names) * 3
         stop(people)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers_core import FED, NAMES, manifest, same, same_bundle, shares
 from helpers_grpc import running
-from helpers_scripted import Alter, Key, ScriptedSilo
+from helpers_scripted import Alter, ScriptedSilo
 from helpers_silo import Hospital
 from helpers_silo import manifest as hospital_manifest
 from torch import Tensor
@@ -27,6 +27,7 @@ from fl_core.types.values import Bundle, Federation, Part, TaskKind
 from privacy import profiles as plan
 from privacy.compiled_run import CompiledRun
 from protos.wire import codec
+from protos.wire.tasks import TaskKey
 
 OPTIONS = {
     "fedmr": {"mu1": 1e-4, "mu2": 0.5},
@@ -126,7 +127,7 @@ def test_a_masked_run_over_the_wire_is_the_plain_run_bit_for_bit(
     seen: list[Bundle] = []
 
     def guarded(k: int) -> Alter:
-        def alter(key: Key, bundle: Bundle) -> Bundle:
+        def alter(key: TaskKey, bundle: Bundle) -> Bundle:
             for guard in CompiledRun.of(run).silo_guards:
                 bundle = guard.outgoing(bundle, k, key.round)
             seen.append(bundle)

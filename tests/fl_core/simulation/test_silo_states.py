@@ -16,10 +16,11 @@ from fl_core.simulation.in_process import History, LocalPort, local_ports, simul
 from fl_core.simulation.silo_states import InMemory
 from fl_core.types.interfaces import Method
 from fl_core.types.values import Bundle, Federation, Part, State, TaskKind, TrainConfig
+from protos.wire.tasks import TaskKey
 from silo.storage.object_store import Objects
 from silo.storage.outbox import Finished, Outbox
 from silo.storage.store import Store
-from silo.storage.tasks import Evaluation, TaskKey
+from silo.storage.tasks import Evaluation
 
 KEEPERS = ("local", "fedper", "fedrep", "ditto", "fedrod", "fedproto")
 OPTIONS: Mapping[str, Mapping[str, int]] = {"fedrep": {"head_epochs": 1}}

@@ -8,8 +8,8 @@ import pytest
 from helpers_silo import Hospital, until
 
 from fl_core.types.values import TaskKind
+from protos.wire.tasks import TaskKey
 from silo.storage.object_store import Objects
-from silo.storage.tasks import TaskKey
 
 TRAINED = TaskKey("run-1", 0, TaskKind.TRAIN)
 

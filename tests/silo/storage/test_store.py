@@ -15,10 +15,11 @@ from helpers_outbox import FACTS, B, M, finished, key, opened, stage, value
 from fl_core.errors import ProtocolError, StateError
 from fl_core.types.values import TaskKind
 from protos.wire import codec
+from protos.wire.tasks import TaskKey
 from silo.storage.object_store import Objects
 from silo.storage.outbox import Outbox
 from silo.storage.store import Store
-from silo.storage.tasks import Attested, TaskKey
+from silo.storage.tasks import Attested
 
 
 @pytest.mark.parametrize(("included", "mirrored", "left"), [
