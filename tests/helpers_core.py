@@ -13,7 +13,7 @@ from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Choice, Option, RunManifest, members
 from fl_core.simulation.in_process import SiloShare
-from fl_core.training.optimizers import SGD, effective_steps
+from fl_core.training.optimizers import effective_steps
 from fl_core.types.values import (
     Bundle,
     Examples,
@@ -86,7 +86,7 @@ class QData:
     ) -> int:  # fmt: skip
         assert isinstance(model, Scalar)
         planned = self.steps if steps is None else steps
-        optimiser = SGD(model.parameters(), lr_scale * self.lr, momentum=self.momentum)
+        optimiser = torch.optim.SGD(model.parameters(), lr_scale * self.lr, momentum=self.momentum)
         for _ in range(planned):
             model.w.grad = self.a * (model.w.detach() - self.b)  # of a/2 (w - b)^2
             if penalty is not None:

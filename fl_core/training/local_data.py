@@ -112,7 +112,7 @@ class PlainData:
         model.train()
         if self._config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        descent = optimizers.Descent(named, lr_scale * self.lr, self._config, plain, self._device.type)
+        descent = optimizers.GradientDescent(named, lr_scale * self.lr, self._config, plain, self._device.type)
         taken = 0
         with rng.torch_scope(self._turn.seed, *path, "dropout"):
             batches = self._batches(order, self.planned_steps(epochs) if steps is None else steps)
@@ -181,7 +181,7 @@ class PlainData:
     ) -> None:
         """Clip the gradient where the schedule says so, then add the data-free shift."""
         if self._config.clip_norm:
-            clipped, _ = optimizers.split(named, plain)
+            clipped, _ = optimizers.split_by_momentum(named, plain)
             torch.nn.utils.clip_grad_norm_(clipped, self._config.clip_norm)
         for name, value in (shift or {}).items():
             if name in named and (grad := named[name].grad) is not None:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from fl_core import rng
 from fl_core.errors import ConfigError
 from fl_core.methods.building_blocks.prototypes import features_of
-from fl_core.training.optimizers import Adam
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import ClassSums
 from privacy.audit.epsilon_bounds import Floats, auc
@@ -185,9 +184,9 @@ def _scores(model: nn.Module, x: Tensor, centre: Tensor, g: Tensor) -> list[floa
 def _inverted(model: nn.Module, g: Tensor, start: Tensor, steps: int) -> Tensor:
     """Make an image whose features are g, from the class's public mean, with a penalty on total variation."""
     image = start.clone().unsqueeze(0).requires_grad_(True)
-    optimizer = Adam([image], lr=0.05)
+    optimizer = torch.optim.Adam([image], lr=0.05)
     for _ in range(steps):
-        image.grad = None
+        optimizer.zero_grad()
         rough = (image.diff(dim=-1).abs().mean() + image.diff(dim=-2).abs().mean()) * 0.01
         ((_unit_features(model, image) - g).square().sum() + rough).backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.errors import RefusedError
-from fl_core.training import optimizers
 from fl_core.training.local_data import PlainData
+from fl_core.training.optimizers import effective_steps, make_optimizers
 from fl_core.types.values import (
     ClassSums,
     Examples,
@@ -80,7 +80,7 @@ class PrivateData:
 
     def effective_steps(self, steps: int, mu: float = 0.0) -> float:
         """Return how far so many steps reach, in units of -lr under the constant gradient 1; mu: a proximal term's."""
-        return optimizers.effective_steps(self._config, steps, self.lr * mu)
+        return effective_steps(self._config, steps, self.lr * mu)
 
     def size(self) -> float:
         """Return the declared number of units, 1 with uniform weights: the true one never leaves."""
@@ -110,14 +110,14 @@ class PrivateData:
             self._spend.take(release)
         draws, grouped = self._draws(model, loss), self._split[Split.TRAIN].groups is not None
         with _moving(model, only) as named:
-            steppers = optimizers.make_steppers(named, lr_scale * self.lr, self._config, plain)
+            optimizers = make_optimizers(named, lr_scale * self.lr, self._config, plain)
             model.train()
             with draws.scope(), per_unit(model, grouped=grouped) as engine:
                 for step in range(planned):
                     self._gradient(engine, model, loss, step, draws)
                     self._correct(model, named, penalty, shift)
-                    for stepper in steppers:
-                        stepper.step()
+                    for optimizer in optimizers:
+                        optimizer.step()
                     self._progress(step + 1, planned)
         return planned
 

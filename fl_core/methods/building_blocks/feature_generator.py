@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, one_hot
+from torch.optim import Adam
 
 from fl_core import rng
-from fl_core.training.optimizers import Adam
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import Tensors
 
@@ -111,21 +111,20 @@ def train(
     """
     named = dict(model.named_parameters())
     before = fresh_moments(model) if moments is None else moments
-    first, second = ([before[key][name].clone() for name in named] for key in ADAM)
-    seen = float(before["step"]["t"])
-    adam = Adam(named.values(), course.lr, weight_decay=course.weight_decay, first=first, second=second, steps=seen)
+    adam = Adam(named.values(), course.lr, weight_decay=course.weight_decay)
+    for name, p in named.items():
+        adam.state[p] = {**{key: before[key][name].clone() for key in ADAM}, "step": before["step"]["t"].clone()}
     model.train()
     with one_thread():
         for _ in range(course.steps):
             y, e = draw_labels(course.batch, known, random), draw_noise(course.batch, course.noise, course.kind, random)
             z = model(y, e)
             loss = teachers.loss(z, y) + course.diversity * diversity(e, z)
-            for p in adam.parameters:
-                p.grad = None
+            adam.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             adam.step()
-    after = {key: dict(zip(named, kept, strict=True)) for key, kept in zip(ADAM, (first, second), strict=True)}
-    return {**after, "step": {"t": adam.steps[0]}}
+    after = {key: {name: adam.state[p][key] for name, p in named.items()} for key in ADAM}
+    return {**after, "step": {"t": adam.state[next(model.parameters())]["step"]}}
 
 
 def fresh_moments(model: Generator) -> dict[str, dict[str, Tensor]]:
