@@ -1,1 +1,13 @@
-"""The federation without network, configuration files or privacy mechanisms: types, methods, models, the round loop."""
+"""The federation without network, configuration files or privacy mechanisms. Nothing here imports another package.
+
+types/        what all else is made of: values, enums, records, interfaces, arithmetic on named tensors
+rounds/       one round end to end: the round loop, a silo's half, sampling, the run manifest, the layout of updates
+aggregation/  from updates to one exact sum: the fixed-point format, the aggregator, guards whose settings follow
+blockwise/    lazy tensors, a thread helper, a buffer pool
+training/     a silo's local work: access to examples, optimizers, evaluation, devices
+simulation/   whole federations in one process or on Ray
+methods/      the algorithms, one file each, by family
+models/       the networks, one file per family
+datasets/     data by reference, readers of sources, how examples are divided among silos
+errors/       the error classes, and what each code means
+"""

@@ -1,1 +1,11 @@
-"""The privacy layer: what a run's profile means for the doors, the guards and the accounting."""
+"""What a privacy profile means, and what a hospital has spent; `profiles` is the way in.
+
+dp_sgd/      record-level privacy: clipped gradients, noisy class sums, the private access to examples
+silo_dp/     silo-level privacy: one clipped and noised update per hospital
+noise/       where randomness comes from; discrete Gaussian noise; rounding to integers
+accounting/  a configuration's planned releases, and the epsilon that they cost
+ledger/      the hospital's append-only account of releases
+reports/     what a run will cost, what it cost, and what noise leaves of an accuracy
+audit/       attacks on the real code, and lower bounds on epsilon
+ablation/    accuracy over epsilon: the grid of runs, checks, table and picture
+"""

@@ -1,1 +1,8 @@
-"""What both services share: messages and their codec, identities, TLS, files, and what command lines print with."""
+"""What both services share.
+
+consilium/  generated from `consilium/v1/federation.proto` by `make protos`
+wire/       bytes on the wire: chunks, update files, receipts, status codes
+pki/        keys, certificates, names, the signed roster, invitations, signing by hand
+tls/        TLS 1.3, proxies, and why a connection fails
+storage/    bytes on disk: digests, private files, objects, SQLite
+"""

@@ -1,1 +1,9 @@
-"""One hospital's service: it dials the coordinator, trains on data that never leaves, and owns its budget."""
+"""One hospital's service: it dials the coordinator, trains on data that never leaves, and owns its budget.
+
+cli/         commands and their output; nothing imports it
+service/     the threads of `silo serve`: task queue, task runner, membership, when to speak
+training/    a task at the hospital: policy and budget, then training
+connection/  everything that talks gRPC: connection, session, transfer, when to try again
+identity/    the hospital's key, its certificate, and the keys of others that it accepts
+storage/     the home folder, the database, the outbox
+"""

@@ -42,6 +42,15 @@ def test_no_folder_has_more_entries_than_one_takes_in(package: str) -> None:
         assert len(found) <= 13, f"{folder.relative_to(ROOT)}: {sorted(found)}"
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_folder_says_what_is_in_it_and_every_package_names_its_folders(package: str) -> None:
+    folders = {p.parent for p in SOURCES if p.is_relative_to(ROOT / package)}
+    docstrings = {folder: ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) for folder in folders}
+    assert all(docstrings.values())
+    inside = [p.name for p in (ROOT / package).iterdir() if p in folders]
+    assert [name for name in inside if f"{name}/" not in str(docstrings[ROOT / package])] == []
+
+
 def test_what_set_up_compiles_is_what_is_installed() -> None:
     installed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"][
         "include"

@@ -1,1 +1,1 @@
-"""The certificate authority and the membership."""
+"""The certificate authority, the service's own certificate, and who is a member."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from coordinator.storage.object_store import Blobs
 from coordinator.runs.dispatcher import Hub
 from coordinator.runs.grpc_port import Base, Broadcasts
-from coordinator.storage.store import Store
 from coordinator.runs.tasks import Interrupted
-from fl_core.types import tensor_maps as trees
+from coordinator.storage.object_store import Blobs
+from coordinator.storage.store import Store
 from fl_core.errors import StateError
 from fl_core.rounds.engine import RoundRecord
+from fl_core.types import tensor_maps as trees
 from fl_core.types.values import Federation, State, TaskKind
 
 

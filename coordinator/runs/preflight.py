@@ -11,9 +11,9 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 
 from coordinator.runs.dispatcher import Hub
+from coordinator.runs.tasks import Pending, Preflight, PreflightKey
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
-from coordinator.runs.tasks import Pending, Preflight, PreflightKey
 from fl_core.errors import FederationError, RefusedError, UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from privacy.compiled_run import CompiledRun

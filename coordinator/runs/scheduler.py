@@ -1,4 +1,4 @@
-"""Runs: submitted, run round after round, ended, resumed. The arithmetic is `fl_core.rounds.engine`; this is its frame."""
+"""Runs: submitted, run round after round, ended, resumed. The arithmetic is that of `fl_core.rounds.engine`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from coordinator.runs import preflight
-from coordinator.storage.object_store import Blobs
-from coordinator.runs.dispatcher import Hub
 from coordinator.runs.checkpointer import Keeper
-from coordinator.runs.malloc_tuning import give_back_what_is_free
+from coordinator.runs.dispatcher import Hub
 from coordinator.runs.grpc_port import Base, Broadcasts, GrpcPort
+from coordinator.runs.malloc_tuning import give_back_what_is_free
+from coordinator.runs.tasks import Interrupted
+from coordinator.storage.object_store import Blobs
 from coordinator.storage.records import Run, RunState
 from coordinator.storage.store import Store
-from coordinator.runs.tasks import Interrupted
-from fl_core.types import tensor_maps as trees
 from fl_core.errors import ConfigError, FederationError, StateError
 from fl_core.rounds.manifest import RunManifest
+from fl_core.types import tensor_maps as trees
 from fl_core.types.values import State
 from privacy.compiled_run import CompiledRun
 from protos.wire.codec import read_state

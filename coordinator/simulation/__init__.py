@@ -1,1 +1,1 @@
-"""`coordinator simulate`, sweeps, the privacy ablation."""
+"""`coordinator simulate`: federations without a service, their sweeps, pictures of partitions, the privacy ablation."""

@@ -1,1 +1,1 @@
-"""What is kept: SQLite tables and transactions, the object store, uploads under way."""
+"""What the coordinator keeps. Each method of a store is one transaction, on disk when it returns."""

@@ -1,1 +1,4 @@
-"""What everything is made of: values (Part, Bundle, State), enums, plain records, the interfaces Method /."""
+"""What everything is made of.
+
+Nothing is re-exported here: commands that need enums or records must not load torch.
+"""

@@ -1,1 +1,1 @@
-"""Record-level DP-SGD: clipped per-sample gradients, noisy class sums, the data factory."""
+"""Record-level differential privacy: what a method may reach of a hospital's examples, clipped, noised and charged."""

@@ -1,1 +1,1 @@
-"""Noise sources (OS entropy or seed) and the discrete Gaussian."""
+"""Noise that leaves with a sum: its source, the discrete Gaussian, and the integer grid that both share."""

@@ -1,1 +1,1 @@
-"""Silo-level DP: one clipped and noised update per hospital."""
+"""Silo-level differential privacy: the whole hospital is the unit, so its whole update is clipped and noised."""

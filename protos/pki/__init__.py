@@ -1,1 +1,1 @@
-"""Keys, certificates, names, the signed roster, invitations, offline signing."""
+"""Who is who: keys, certificates, names, the signed roster, invitations, signing by hand."""

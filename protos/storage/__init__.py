@@ -1,1 +1,1 @@
-"""Bytes on disk: digests, private files, SQLite, partial files."""
+"""Bytes on disk: digests, private files, objects, partial files, SQLite."""

@@ -1,1 +1,1 @@
-"""TLS 1.3 settings and why a connection fails."""
+"""TLS 1.3 on both sides, and why a connection fails, in words that say what to do."""

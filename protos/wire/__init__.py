@@ -1,1 +1,1 @@
-"""Bytes on the wire: chunks, tensor files, receipts, status codes."""
+"""Bytes on the wire: chunks, update files, receipts, task keys, status codes."""

@@ -1,1 +1,1 @@
-"""Commands and their output; nothing imports it."""
+"""The commands of `silo`, and what they print."""

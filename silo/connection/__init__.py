@@ -1,1 +1,1 @@
-"""Everything that talks gRPC: connection, control session, transfer, retry."""
+"""Everything that talks gRPC: the connection, the session over it, transfers that resume, when to try again."""

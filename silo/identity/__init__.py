@@ -1,1 +1,1 @@
-"""The hospital's key, certificate and pinned peers."""
+"""The hospital's key and certificate, and the keys of other members that it accepts."""

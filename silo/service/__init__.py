@@ -1,1 +1,1 @@
-"""The threads: task queue, task runner, membership maintenance."""
+"""The threads of `silo serve`: the task queue, the task runner, the membership, and when a hospital speaks."""

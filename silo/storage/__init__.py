@@ -1,1 +1,1 @@
-"""The hospital's disk: home folder, database, objects, outbox."""
+"""What a hospital keeps: the home folder, the database, the outbox."""

@@ -1,1 +1,1 @@
-"""Prototypes, classifier geometry, generators: pieces with state, no algorithm."""
+"""Pieces that methods share: prototypes, class vectors, generators, frozen copies. None of them is an algorithm."""

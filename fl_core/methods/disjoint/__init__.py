@@ -1,1 +1,1 @@
-"""Methods for class-disjoint or label-skewed data."""
+"""Methods for class-disjoint and label-skewed data."""

@@ -1,1 +1,1 @@
-"""Methods against client drift."""
+"""Methods against client drift: local training that is corrected, or steps that are normalised."""

@@ -1,1 +1,1 @@
-"""Loss functions that several methods or one large method use; pure functions of logits/features."""
+"""Loss functions that several methods, or one large method, use: pure functions of logits and features."""

@@ -1,1 +1,1 @@
-"""Methods with private parts or personal models."""
+"""Methods that end in a model per silo: private parts, private models, or both."""

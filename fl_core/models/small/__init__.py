@@ -1,1 +1,1 @@
-"""Small networks of the papers."""
+"""The papers' small networks."""
