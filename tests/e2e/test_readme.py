@@ -1,4 +1,4 @@
-"""Every command of the README is run, verbatim but for an address and, in a simulation, the number of rounds."""
+"""The commands of README and pages are run, verbatim but for an address and, in a simulation, the number of rounds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from helpers_world import BIN, ENV, ROOT, free_port, until
 from PIL import Image
 
-README = (ROOT / "README.md").read_text()
-QUICKSTART, RESEARCH = (
-    README[README.index(begin) : README.index(end)]
-    for begin, end in (("## Quickstart", "## For researchers"), ("## For researchers", "## What it does"))
+README, OPERATIONS, RESEARCH = (
+    (ROOT / name).read_text() for name in ("README.md", "docs/operations.md", "docs/research.md")
 )
+QUICKSTART = README[README.index("## Quickstart") :] + OPERATIONS
+"""What a first run needs, and what the same two machines do after it."""
 BLOCK = re.compile(r"```sh(?: ([a-z ]+))?\n(.*?)```", re.DOTALL)
 
 
@@ -100,6 +100,6 @@ def test_every_command_for_researchers_works(rounds: str, tmp_path: Path) -> Non
 
 def test_no_command_of_the_readme_is_without_a_test() -> None:
     kinds = [" ".join(words) for words, _ in _blocks(README)]
-    two, quickstart = ["", ""], [" ".join(words) for words, _ in _blocks(QUICKSTART)]
-    budget = ["budget", "budget"]  # tests/silo/cli/test_ledger.py
-    assert kinds == [*two, *quickstart, "simulate", *budget]
+    quickstart = [" ".join(words) for words, _ in _blocks(QUICKSTART)]
+    assert [*kinds, "north", "south"] == ["", "", *quickstart]
+    assert [script.strip() for _, script in _blocks(README)][:2] == ["make demo", "make test"]

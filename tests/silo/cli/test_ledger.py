@@ -212,8 +212,8 @@ def test_a_hospital_approves_and_denies_by_id_or_name(capsys, tmp_path):
     store.close_database()
 
 
-def test_the_commands_and_the_policy_of_the_readme_work_as_written(capsys, tmp_path):
-    text = (Path(__file__).resolve().parents[3] / "README.md").read_text()
+def test_the_commands_and_the_policy_of_the_budget_page_work_as_written(capsys, tmp_path):
+    text = (Path(__file__).resolve().parents[3] / "docs/privacy/budget.md").read_text()
     place = enrolled(tmp_path / "home")
     (policy,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     place.policy.write_text(policy)

@@ -1,0 +1,93 @@
+"""What the pages name exists: paths, links, commands, error codes. Decision records and old changes are history."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from coordinator.cli.main import build
+from fl_core.errors.catalogue import EXPLANATIONS
+from silo.cli.service import app as silo
+
+ROOT = Path(__file__).resolve().parents[2]
+TOPS = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")} - {"runs"}
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(p for p in (ROOT / "docs").rglob("*.md") if not {"adr", "errors"} & set(p.relative_to(ROOT).parts)),
+    *sorted((ROOT / "benchmarks").glob("*/README.md")),
+]
+NOT_HISTORY = [page for page in PAGES if page.name != "CHANGELOG.md"]
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def prose(page: Path) -> str:
+    """Return a page without its blocks of commands and listings."""
+    return FENCED.sub("", page.read_text())
+
+
+def codes() -> Iterator[tuple[str, str]]:
+    """Yield (page, what it writes as code within a line)."""
+    for page in PAGES:
+        for code in re.findall(r"`([^`\n]+)`", prose(page)):
+            yield str(page.relative_to(ROOT)), code
+
+
+NAMED = sorted({*codes()})
+
+
+@pytest.mark.parametrize("page", NOT_HISTORY, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_path_in_the_repository_that_is_named_exists(page: Path) -> None:
+    here = [code for name, code in NAMED if name == str(page.relative_to(ROOT)) and not code.startswith("git ")]
+    words = {word for code in here for word in re.split(r"[\s,:()]+", code)}
+    paths = {w.rstrip("/") for w in words if "/" in w and w.split("/")[0] in TOPS and not re.search(r"[<>{}=]|NAME", w)}
+    assert sorted(p for p in paths if not list(ROOT.glob(p))) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose(page))
+    near = [link for link in links if not link.startswith("http")]
+    assert [link for link in near if not (page.parent / link).resolve().exists()] == []
+
+
+def _command(words: list[str]) -> object:
+    """Follow words to a command; return what is wrong, or None. Words after the command are its arguments."""
+    program, *rest = words
+    found = typer.main.get_command(silo if program == "silo" else build(rest))
+    while hasattr(found, "commands"):
+        if not rest:
+            return None  # a group, named as such
+        if rest[0] not in found.commands:
+            return f"no command {rest[0]!r}"
+        found, rest = found.commands[rest[0]], rest[1:]
+    options = {"--help", *(o for parameter in found.params for o in parameter.opts)}
+    unknown = [word for word in rest if word.startswith("--") and word not in options]
+    return f"no option {unknown}" if unknown else None
+
+
+def test_every_command_that_is_named_exists_with_its_options() -> None:
+    called = {(page, code) for page, code in NAMED if re.match(r"(silo|coordinator) [a-z]", code)}
+    wrong = {f"{page}: {code}": _command(code.split()) for page, code in called}
+    assert {where: why for where, why in wrong.items() if why} == {}
+    assert len(called) > 30
+
+
+def test_every_error_code_that_is_named_is_explained() -> None:
+    named = {(page.name, code) for page in PAGES for code in re.findall(r"E-[A-Z]+-\d\d", page.read_text())}
+    assert {(page, code) for page, code in named if code not in EXPLANATIONS} == set()
+
+
+def test_the_readme_takes_two_screens_and_leads_to_every_page() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 110
+    reached = text + "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    assert [p.name for p in (ROOT / "docs").glob("*.md") if not re.search(rf"[(/]{p.name}\)", reached)] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "benchmarks").glob("*/README.md")), ids=lambda p: p.parent.name)
+def test_a_benchmarks_readme_is_one_screen(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= 60
