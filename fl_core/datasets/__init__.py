@@ -1,4 +1,8 @@
-"""Data by reference: parse it, check it, load it, or know its schema without having it."""
+"""Data by reference: parse it, check it, load it, or know its schema without having it.
+
+sources/    one reader per source
+partition/  how examples are divided among silos
+"""
 
 from __future__ import annotations
 

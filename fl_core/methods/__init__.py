@@ -1,4 +1,11 @@
-"""The registry of methods: a literal dictionary, one file per method."""
+"""The registry of methods, and a method is one file: in the family of its paper, below `fedavg.py`.
+
+disjoint/         for class-disjoint and label-skewed data; most are made for what this software is for
+drift/            against client drift
+personal/         with private parts or personal models
+building_blocks/  prototypes, class vectors, generators: pieces, no algorithm
+losses/           loss functions that several methods, or a large one, use
+"""
 
 from __future__ import annotations
 

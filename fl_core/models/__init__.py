@@ -1,4 +1,7 @@
-"""The models by name: frozen dataclasses of options, built from the schema of the run's examples."""
+"""The registry of models: frozen dataclasses of options, built from the schema of the run's examples.
+
+Every model is features and a head (`split_model.py`). One file per family; `small/` has the papers' small networks.
+"""
 
 from __future__ import annotations
 
