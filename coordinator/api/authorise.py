@@ -56,7 +56,7 @@ def authorise(
         return RefusedError(
             "E-TLS-08",
             f"expected a certificate in force, found one of {who} valid from {peer.not_before:%Y-%m-%d %H:%M} to "
-            f"{peer.not_after:%Y-%m-%d %H:%M} UTC; renew it, or enrol anew with a new invitation",
+            f"{peer.not_after:%Y-%m-%d %H:%M} UTC; renew it, or enrol again with a new invitation",
         )
     found = standing(peer)
     if found.revoked is not None:

@@ -75,7 +75,7 @@ class Interceptor(grpc.ServerInterceptor):
         except grpc.RpcError:
             raise  # the other side has gone: there is nobody to answer
         except Exception:
-            log.exception("unforeseen error in %s", method)
+            log.exception("unexpected error in %s", method)
             context.abort(
-                grpc.StatusCode.INTERNAL, "E-RUN-99: the coordinator met an unforeseen error; its log has the details"
+                grpc.StatusCode.INTERNAL, "E-RUN-99: the coordinator met an unexpected error; its log has the details"
             )

@@ -136,7 +136,9 @@ class _Share:
             sum(count[c] for count in by_name for c in strange),
         )
         empty = [split.value for split, count in zip(SPLITS, counts, strict=True) if not count.sum()]
-        problems += problem("E-DATA-08", "splits without any example", empty, "Deal to fewer silos, or by another rule")
+        problems += problem(
+            "E-DATA-08", "splits without any example", empty, "Divide among fewer silos, or by another rule"
+        )
         rows = [half.x[torch.from_numpy(index)].numpy().tobytes() for half, index in self.halves()]
         names = [[self.whole.classes[c] for c in half.y[index]] for half, index in self.halves()]
         return Report(
