@@ -6,8 +6,13 @@ import difflib
 from collections.abc import Collection
 
 
+def did_you_mean(word: str, valid: Collection[str]) -> str:
+    """Ask for the nearest valid word; empty where none is near."""
+    near = difflib.get_close_matches(word, list(valid), n=1)
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
 def nearest(word: str, valid: Collection[str]) -> str:
     """Name the valid words, after the nearest one when it is near enough: "did you mean 'a'? valid: a, b"."""
-    near = difflib.get_close_matches(word, list(valid), n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}valid: {', '.join(sorted(valid)) or 'none'}"
+    hint = did_you_mean(word, valid)
+    return f"{hint}{hint and ' '}valid: {', '.join(sorted(valid)) or 'none'}"

@@ -9,19 +9,19 @@ most epsilon 8 at delta 1e-5, with secret noise, none of it the coordinator's, a
 from __future__ import annotations
 
 import hashlib
-import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+from fl_core import validate
+from fl_core.converter import structure
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.suggest import nearest
-from privacy import policy_file
-from privacy import profiles as plan
-from privacy.accounting.record_config import COUPLED, RNG, WITHDRAWN, Terms
+from privacy import policy_file, profiles
+from privacy.accounting.record_config import COUPLED, MOST_DELTA, RNG, WITHDRAWN, Terms
 from privacy.policy_file import closed
 from privacy.silo_dp.config import SiloTerms
 
@@ -46,6 +46,9 @@ class Runs:
     leads: tuple[str, ...] = ()
     approve: str = AUTOMATIC
     hide_size: bool = False
+
+    def __post_init__(self) -> None:
+        validate.one_of("E-POLICY-11", "runs", approve=(self.approve, (AUTOMATIC, BY_HAND)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +75,19 @@ class Floors:
     central: bool = False
 
     def __post_init__(self) -> None:
-        _require_budget("privacy", self.epsilon, self.delta)
-        _require("privacy.min_noise", self.min_noise, 0 <= self.min_noise < math.inf, ">= 0 and finite")
-        _require("privacy.max_rate", self.max_rate, 0 < self.max_rate <= 1, "> 0 and at most 1")
+        _check_budget("privacy", self.epsilon, self.delta)
+        validate.at_least("E-POLICY-11", "privacy", 0, min_noise=self.min_noise)
+        validate.positive("E-POLICY-11", "privacy", max_rate=self.max_rate)
+        validate.at_most("E-POLICY-11", "privacy", 1, max_rate=self.max_rate)
+        validate.one_of(
+            "E-POLICY-11",
+            "privacy",
+            require=(self.require, ("", "dp_record", profiles.SILO_LEVEL)),
+            unit=(self.unit, ("record", "group")),
+            rng=(self.rng, RNG),
+        )
+        for treatment in self.coupled:
+            validate.one_of("E-POLICY-11", "privacy", coupled=(treatment, (*COUPLED, WITHDRAWN)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +99,25 @@ class Prototypes:
     min_count: float = 0.0
 
     def __post_init__(self) -> None:
-        _require("prototypes.min_count", self.min_count, 0 <= self.min_count < math.inf, ">= 0 and finite")
+        validate.at_least("E-POLICY-11", "prototypes", 0, min_count=self.min_count)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """[budget.COLLECTION] the most that all runs together may spend of a collection."""
+
+    epsilon: float
+    delta: float
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFile:
+    """The sections of a policy file, with their defaults."""
+
+    runs: Runs = field(default_factory=Runs)
+    privacy: Floors = field(default_factory=Floors)
+    prototypes: Prototypes = field(default_factory=Prototypes)
+    budget: Mapping[str, Budget] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +136,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name, (epsilon, delta) in self.budgets.items():
-            _require_budget(f"budget.{name!r}", epsilon, delta)
+            _check_budget(f"budget.{name!r}", epsilon, delta)
 
     @classmethod
     def read(cls, file: Path) -> Policy:
@@ -119,43 +150,16 @@ class Policy:
             return cls()
         try:
             return cls.parse(raw)
-        except (ConfigError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        except (ConfigError, ValueError, ArithmeticError, RecursionError) as error:
             said = error.message if isinstance(error, ConfigError) else str(error)
             raise closed(f"{file.name}: {said}") from error
 
     @classmethod
     def parse(cls, raw: bytes) -> Policy:
         """Read the text of a policy; raises ConfigError, or an error of Python, on what it must not say."""
-        found = dict(tomllib.loads(raw.decode()))
-        budget = found.pop("budget", {})
-        if not isinstance(budget, dict):
-            raise TypeError(f"expected tables [budget.COLLECTION], found {budget!r}")
-        budgets = {name: _budget(name, table) for name, table in budget.items()}
-        sections = {"runs": Runs, "privacy": Floors, "prototypes": Prototypes}
-        if unknown := sorted(set(found) - set(sections)):
-            raise ValueError(f"there is no section [{unknown[0]}]: {nearest(unknown[0], [*sections, 'budget'])}")
-        runs, floors, prototypes = (_section(kind, name, found.get(name, {})) for name, kind in sections.items())
-        made = cls(
-            cast(Runs, runs), cast(Floors, floors), cast(Prototypes, prototypes), budgets,
-            hashlib.sha256(raw).hexdigest(),
-        )  # fmt: skip
-        made._require_known()
-        return made
-
-    def _require_known(self) -> None:
-        """Raise ValueError on a word that names nothing: what it was meant to forbid would be allowed."""
-        floors = self.privacy
-        choices = [
-            ("runs.approve", (self.runs.approve,), (AUTOMATIC, BY_HAND)),
-            ("privacy.require", (floors.require,), ("", "dp_record", plan.SILO_LEVEL)),
-            ("privacy.unit", (floors.unit,), ("record", "group")),
-            ("privacy.rng", (floors.rng,), RNG),
-            ("privacy.coupled", floors.coupled, (*COUPLED, WITHDRAWN)),
-        ]
-        for name, found, valid in choices:
-            for word in found:
-                if word not in valid:
-                    raise ValueError(f"{name}: expected one of {valid}, found {word!r}")
+        found = structure(PolicyFile, tomllib.loads(raw.decode()), "")
+        budgets = {name: (budget.epsilon, budget.delta) for name, budget in found.budget.items()}
+        return cls(found.runs, found.privacy, found.prototypes, budgets, hashlib.sha256(raw).hexdigest())
 
     def caps(self) -> dict[str, Filter]:
         """Return its budgets as the ledger keeps them."""
@@ -183,7 +187,7 @@ class Policy:
             raise RefusedError("E-POLICY-02", f"expected a method of {runs.methods}, found {manifest.method.name!r}")
         if runs.leads and manifest.lead not in runs.leads:
             raise RefusedError("E-POLICY-03", f"expected a lead of {runs.leads}, found {manifest.lead or 'no name'!r}")
-        private, terms = plan.build(manifest).private, plan.terms_of(manifest.privacy)
+        private, terms = profiles.build(manifest).private, profiles.terms_of(manifest.privacy)
         if runs.hide_size and (terms is None or terms.weights != "uniform"):
             raise RefusedError(
                 "E-POLICY-06",
@@ -245,42 +249,6 @@ class Policy:
             raise RefusedError("E-POLICY-05", "expected data that names groups, found single records")
 
 
-def _section(kind: type[Runs] | type[Floors] | type[Prototypes], name: str, table: object) -> object:
-    """Build a section; nothing unknown, nothing of another type than its default."""
-    if not isinstance(table, dict):
-        raise TypeError(f"expected a table [{name}], found {table!r}")
-    defaults = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
-    chosen: dict[str, object] = {}
-    for key, value in table.items():
-        if key not in defaults:
-            raise ValueError(f"[{name}] has no key {key!r}: {nearest(key, defaults)}")
-        chosen[key] = _value(f"{name}.{key}", value, defaults[key])
-    return kind(**chosen)  # type: ignore[arg-type]
-
-
-def _value(name: str, value: object, default: object) -> object:
-    if isinstance(default, tuple) and isinstance(value, list) and all(isinstance(v, str) for v in value):
-        return tuple(value)
-    if type(default) is float and type(value) is int:
-        return float(value)
-    if type(value) is not type(default):
-        raise TypeError(f"{name}: expected a value like {default!r}, found {value!r}")
-    return value
-
-
-def _budget(name: str, table: object) -> tuple[float, float]:
-    if not isinstance(table, dict) or set(table) != {"epsilon", "delta"}:
-        raise ValueError(f"[budget.{name!r}]: expected epsilon and delta, found {table!r}")
-    epsilon, delta = (float(cast(float, _value(f"budget.{k}", table[k], 1.0))) for k in ("epsilon", "delta"))
-    return epsilon, delta
-
-
-def _require(name: str, found: float, fits: bool, expected: str) -> None:
-    """Raise ConfigError (E-POLICY-11) on a number that does not fit; callers compare so that NaN never does."""
-    if not fits:
-        raise ConfigError("E-POLICY-11", f"{name}: expected a number {expected}, found {found}")
-
-
-def _require_budget(name: str, epsilon: float, delta: float) -> None:
-    _require(f"{name}.epsilon", epsilon, 0 < epsilon < math.inf, "> 0 and finite")
-    _require(f"{name}.delta", delta, 0 < delta < 1e-3, "> 0 and < 0.001")
+def _check_budget(owner: str, epsilon: float, delta: float) -> None:
+    validate.positive("E-POLICY-11", owner, epsilon=epsilon, delta=delta)
+    validate.below("E-POLICY-11", owner, MOST_DELTA, delta=delta)

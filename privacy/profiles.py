@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fl_core.aggregation.fixed_point import FixedPoint
+from fl_core.converter import Option
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.methods import build_method
 from fl_core.rounds import capabilities
-from fl_core.rounds.manifest import Choice, Option, RunManifest
+from fl_core.rounds.manifest import Choice, RunManifest
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import Guard
 from fl_core.types.values import Layout

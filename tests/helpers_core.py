@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.aggregation.fixed_point import Grid
+from fl_core.converter import Option
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import Choice, Option, RunManifest, members
+from fl_core.rounds.manifest import Choice, RunManifest, members
 from fl_core.simulation.in_process import SiloShare
 from fl_core.training.optimizers import effective_steps
 from fl_core.types.values import (

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from helpers_core import QData, Scalar, manifest, shares
 
+from fl_core.converter import Option
 from fl_core.errors import UnavailableError
 from fl_core.methods.fedavg import FedAvg
-from fl_core.rounds.manifest import Option
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, LocalPort, local_ports
 from fl_core.types.values import Bundle, Federation, State, TaskKind, TrainConfig, Turn

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -13,8 +12,9 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from coordinator.config.run_spec import RunSpec, refuse_unknown
+from coordinator.config.run_spec import RunSpec
 from fl_core.errors import ConfigError
+from fl_core.suggest import nearest
 
 GROUPS = ("method", "data", "model", "federation", "privacy", "experiment", "scale")
 
@@ -36,7 +36,10 @@ def compose_spec(overrides: Sequence[str]) -> RunSpec:
         raw = _compose(words)
     except (ConfigCompositionException, HydraException, OmegaConfBaseException) as error:
         raise ConfigError("E-CFG-42", _explain(error, words)) from error
-    return RunSpec.from_mapping({str(k): v for k, v in raw.items() if k not in ("experiment", "scale")})
+    chosen = {key: value for key, value in raw.items() if key not in ("experiment", "scale")}
+    if chosen["name"] is not None:
+        chosen["name"] = str(chosen["name"])  # name=7 is a name
+    return RunSpec.from_mapping(chosen)
 
 
 def _compose(words: Sequence[str]) -> Mapping[str, object]:
@@ -56,7 +59,9 @@ def _checked(word: str) -> list[str]:
     if prefix:
         raise ConfigError("E-CFG-42", f"keys can be changed, not added or removed: write {key}={value}")
     top = re.findall(r"^([a-z_]+):", (resources.files("configs") / "config.yaml").read_text(), re.MULTILINE)
-    refuse_unknown({key.split(".")[0]: value}, [*GROUPS, *(k for k in top if k != "defaults")], "the configuration")
+    first, known = key.split(".")[0], [*GROUPS, *(k for k in top if k != "defaults")]
+    if first not in known:
+        raise ConfigError("E-CFG-45", f"there is no key {first!r}: {nearest(first, known)}")
     if key not in GROUPS or value in choices(key):
         return [word]
     if key == "federation" and (short := _federation(value)):
@@ -75,10 +80,7 @@ def _federation(value: str) -> list[str]:
 
 
 def _no_choice(group: str, value: str) -> ConfigError:
-    valid = choices(group)
-    near = difflib.get_close_matches(value, valid, 1)
-    hint = f"did you mean {group}={near[0]}? " if near else ""
-    return ConfigError("E-CFG-42", f"there is no {group}={value}: {hint}valid: {', '.join(valid)}")
+    return ConfigError("E-CFG-42", f"there is no {group}={value}: {nearest(value, choices(group))}")
 
 
 def _explain(error: Exception, words: Sequence[str]) -> str:
@@ -91,5 +93,4 @@ def _explain(error: Exception, words: Sequence[str]) -> str:
     for step in match[2].split(".")[:-1]:
         beside = beside.get(step) if isinstance(beside, dict) else None
     valid = sorted(beside) if isinstance(beside, dict) else []
-    near = difflib.get_close_matches(match[1], valid, 1)
-    return f"there is no key {match[2]!r}: {f'did you mean {near[0]!r}? ' if near else ''}valid: {', '.join(valid)}"
+    return f"there is no key {match[2]!r}: {nearest(match[1], valid)}"

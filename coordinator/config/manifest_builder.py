@@ -9,12 +9,13 @@ import privacy.profiles
 from coordinator.config.run_spec import RunSpec
 from fl_core import datasets
 from fl_core.aggregation.fixed_point import Grid
+from fl_core.converter import Option
 from fl_core.errors import ConfigError
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds import capabilities
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import Choice, Member, Option, RunManifest, members
+from fl_core.rounds.manifest import Choice, Member, RunManifest, members
 from fl_core.training import optimizers
 from fl_core.types.values import Schema
 from protos.consilium.v1 import federation_pb2 as pb

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fl_core.converter import read_options
 from fl_core.errors import ConfigError
 from fl_core.methods.disjoint.creff import CReFF
 from fl_core.methods.disjoint.fedcd import FedCD
@@ -37,7 +38,6 @@ from fl_core.methods.personal.fedrep import FedRep
 from fl_core.methods.personal.fedrod import FedROD
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.methods.personal.map_ import Map
-from fl_core.options import from_mapping
 from fl_core.suggest import nearest
 
 METHODS: Mapping[str, type[FedAvg]] = {
@@ -77,4 +77,4 @@ def build_method(name: str, options: Mapping[str, object]) -> FedAvg:
     """
     if name not in METHODS:
         raise ConfigError("E-CFG-01", f"there is no method {name!r}: {nearest(name, METHODS)}")
-    return from_mapping(METHODS[name], name, options)
+    return read_options(METHODS[name], name, options)

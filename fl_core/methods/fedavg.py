@@ -20,8 +20,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fl_core import validate
 from fl_core.methods.traits import Traits
-from fl_core.methods.validation import one_of
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Bundle, Federation, Losses, LossFn, Outcome, Part, State, Tensors, Turn
@@ -38,7 +38,7 @@ class FedAvg(Traits):
     weights: str = "samples"
 
     def __post_init__(self) -> None:
-        one_of(self, "weights", ("samples", "uniform"))
+        validate.one_of("E-CFG-02", self.name, weights=(self.weights, ("samples", "uniform")))
 
     def shared(self, name: str) -> bool:  # noqa: ARG002
         """Tell whether a parameter or buffer of the model travels."""

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from fl_core import validate
 from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.validation import above, at_least, one_of
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Bundle, Federation, Losses, LossFn, Part, State, Turn
 
@@ -53,9 +53,9 @@ class PrototypeAided(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of(self, "prototypes", FORMS)
-        at_least(self, 0, "lambda_p")
-        above(self, 0, "tau_p")
+        validate.one_of("E-CFG-02", self.name, prototypes=(self.prototypes, FORMS))
+        validate.at_least("E-CFG-02", self.name, 0, lambda_p=self.lambda_p)
+        validate.positive("E-CFG-02", self.name, tau_p=self.tau_p)
 
     @property
     def aided(self) -> bool:

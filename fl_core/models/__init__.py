@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fl_core import rng
+from fl_core.converter import read_options
 from fl_core.errors import ConfigError
 from fl_core.models.efficientnet import EfficientNetB0
 from fl_core.models.resnet import ResNet18, ResNet20, ResNet50, ResNet56
@@ -26,7 +27,6 @@ from fl_core.models.small.simple_cnn import SimpleCnn
 from fl_core.models.split_model import SplitModel
 from fl_core.models.vgg import Vgg8, Vgg11, Vgg16
 from fl_core.models.wide_resnet import WideResNet2810
-from fl_core.options import from_mapping
 from fl_core.suggest import nearest
 from fl_core.types.values import Schema
 
@@ -83,7 +83,7 @@ def model_options(name: str, options: Mapping[str, object]) -> ModelOptions:
     """Check a model's name and options; raises ConfigError (E-CFG-20, E-CFG-21, E-CFG-22) with the nearest name."""
     if name not in MODELS:
         raise ConfigError("E-CFG-20", f"there is no model {name!r}: {nearest(name, MODELS)}")
-    return from_mapping(MODELS[name], name, options)
+    return read_options(MODELS[name], name, options)
 
 
 def build_model(name: str, options: Mapping[str, object], schema: Schema, seed: int) -> SplitModel:

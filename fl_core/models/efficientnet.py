@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fl_core import validate
 from fl_core.errors import ConfigError
 from fl_core.models.split_model import SplitModel, assemble
-from fl_core.models.validation import image_shape, in_range, one_of
+from fl_core.models.validation import image_shape
 from fl_core.types.values import Schema, Tensors
 
 FEATURES = 1280
@@ -41,10 +42,10 @@ class EfficientNetB0:
 
     def build(self, schema: Schema) -> SplitModel:
         """Make the model for 3 channels and 32 pixels or more; raises ConfigError (E-CFG-22, -23, -24)."""
-        one_of("efficientnet_b0", "norm", self.norm, ("batch", "group", "frozen"))
-        in_range("efficientnet_b0", "groups", self.groups, 1, 320)
-        in_range("efficientnet_b0", "dropout", self.dropout, 0.0, 0.99)
-        in_range("efficientnet_b0", "stochastic_depth", self.stochastic_depth, 0.0, 0.99)
+        validate.one_of("E-CFG-22", "efficientnet_b0", norm=(self.norm, ("batch", "group", "frozen")))
+        validate.between("E-CFG-22", "efficientnet_b0", 1, 320, groups=self.groups)
+        validate.between("E-CFG-22", "efficientnet_b0", 0, 0.99, dropout=self.dropout)
+        validate.between("E-CFG-22", "efficientnet_b0", 0, 0.99, stochastic_depth=self.stochastic_depth)
         image_shape("efficientnet_b0", schema, channels={3}, sizes=range(32, 2049))
         from fl_core.models.mbconv import b0_features  # torchvision takes seconds to import: only for those who use it
 

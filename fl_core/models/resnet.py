@@ -19,9 +19,10 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from fl_core import validate
 from fl_core.errors import ConfigError
 from fl_core.models.split_model import SplitModel, assemble, kaiming
-from fl_core.models.validation import image_shape, one_of
+from fl_core.models.validation import image_shape
 from fl_core.types.values import Schema
 
 Norm = Callable[[int], nn.Module]
@@ -94,7 +95,7 @@ class ResNet18:
         """Make the model for 1 or 3 channels; raises ConfigError (E-CFG-22, E-CFG-23)."""
         plan = self._plan
         before = plan.widths[0]
-        one_of(plan.name, "norm", self.norm, ("batch", "group"))
+        validate.one_of("E-CFG-22", plan.name, norm=(self.norm, ("batch", "group")))
         if self.groups < 1 or before % self.groups:
             raise ConfigError(
                 "E-CFG-22", f"{plan.name}.groups: expected a divisor of {before}, found {self.groups}: change it"

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fl_core import validate
+
 
 class SplitModel(nn.Module):
     """Classify in two steps: `features` makes z (B, d), the input of the head; the head makes logits (B, C).
@@ -53,6 +55,8 @@ def assemble(
     No width: no projection. One: FedMR's Linear(1280, 640), FedGELA's Linear(512, 84). Two: FedCD's
     Linear(84, 84)-ReLU-Linear(84, 256).
     """
+    for width in projection:
+        validate.at_least("E-CFG-22", "model", 1, projection=width)
     layers: list[nn.Module] = []
     dim = body_dim
     for width in projection:

@@ -1,24 +1,11 @@
-"""Checks of a model's options."""
+"""Whether a model can take the images of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from fl_core.errors import ConfigError
-from fl_core.suggest import nearest
 from fl_core.types.values import Schema
-
-
-def one_of(owner: str, name: str, value: str, valid: Collection[str]) -> None:
-    """Check a closed choice; raises ConfigError E-CFG-22 with the nearest valid value."""
-    if value not in valid:
-        raise ConfigError("E-CFG-22", f"{owner}.{name}: found {value!r}: {nearest(value, valid)}")
-
-
-def in_range(owner: str, name: str, value: float, low: float, high: float) -> None:
-    """Check low <= value <= high; raises ConfigError E-CFG-22."""
-    if not low <= value <= high:
-        raise ConfigError("E-CFG-22", f"{owner}.{name}: expected {low} to {high}, found {value}: change it")
 
 
 def image_shape(owner: str, schema: Schema, *, channels: Collection[int], sizes: Collection[int]) -> tuple[int, int]:

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from torch import nn
 
+from fl_core import validate
 from fl_core.models.split_model import SplitModel, assemble, kaiming
-from fl_core.models.validation import image_shape, one_of
+from fl_core.models.validation import image_shape
 from fl_core.types.values import Schema
 
 FEATURES = 512
@@ -35,7 +36,7 @@ class Vgg8:
     def build(self, schema: Schema) -> SplitModel:
         """Make the model for 32x32 images of 1 or 3 channels; raises ConfigError (E-CFG-22, E-CFG-23)."""
         name = self._depth
-        one_of(name, "norm", self.norm, ("none", "batch"))
+        validate.one_of("E-CFG-22", name, norm=(self.norm, ("none", "batch")))
         before, _ = image_shape(name, schema, channels={1, 3}, sizes={32})
         layers: list[nn.Module] = []
         for stage in STAGES[name]:

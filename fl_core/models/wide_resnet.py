@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from fl_core import validate
 from fl_core.models.split_model import SplitModel, assemble, kaiming
-from fl_core.models.validation import image_shape, in_range
+from fl_core.models.validation import image_shape
 from fl_core.types.values import Schema
 
 STEM, WIDTHS, BLOCKS = 16, (160, 320, 640), 4
@@ -45,7 +46,7 @@ class WideResNet2810:
 
     def build(self, schema: Schema) -> SplitModel:
         """Make the model for 1 or 3 channels; raises ConfigError (E-CFG-22, E-CFG-23)."""
-        in_range("wrn28_10", "dropout", self.dropout, 0.0, 0.99)
+        validate.between("E-CFG-22", "wrn28_10", 0, 0.99, dropout=self.dropout)
         channels, _ = image_shape("wrn28_10", schema, channels={1, 3}, sizes=range(8, 1025))
         layers: list[nn.Module] = [nn.Conv2d(channels, STEM, 3, padding=1)]
         before = STEM

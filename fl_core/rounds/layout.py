@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +11,7 @@ from fl_core.training.local_data import PlainData
 from fl_core.types.interfaces import Method
 from fl_core.types.values import Bundle, Examples, Federation, Layout, PartSpec, Schema, TaskKind, TrainConfig, Turn
 
-__all__ = ["derive_layout", "layout_from_json", "layout_to_json"]
+__all__ = ["derive_layout"]
 
 
 class BlankExamples(Examples):
@@ -52,25 +50,3 @@ def derive_layout(method: Method, model: nn.Module, schema: Schema, personal: bo
 
 def _layout(bundle: Bundle) -> dict[str, PartSpec]:
     return {name: PartSpec.of(part) for name, part in bundle.items()}
-
-
-def layout_to_json(layout: Layout) -> dict[str, object]:
-    """Write a layout as plain JSON values, in canonical order."""
-    return {
-        name: {
-            "weight": list(spec.weight_shape),
-            "tensors": {key: list(shape) for key, shape in sorted(spec.shapes.items())},
-        }
-        for name, spec in sorted(layout.items())
-    }
-
-
-def layout_from_json(raw: Mapping[str, Mapping[str, object]]) -> Layout:
-    """Read what `layout_to_json` wrote."""
-    layout: dict[str, PartSpec] = {}
-    for name, spec in raw.items():
-        tensors, weight = spec["tensors"], spec["weight"]
-        if not isinstance(tensors, dict) or not isinstance(weight, list):
-            raise TypeError(f"expected shapes under {name!r}, found {spec}")
-        layout[name] = PartSpec({key: tuple(shape) for key, shape in tensors.items()}, tuple(weight))
-    return layout

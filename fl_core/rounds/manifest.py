@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, cast
+from dataclasses import asdict, dataclass, field
 
 from blake3 import blake3
 
-from fl_core.aggregation.fixed_point import Grid, Ring
+from fl_core.aggregation.fixed_point import Grid
+from fl_core.converter import ConversionError, Option, parse_json, rename, shown, structure
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.rounds import sampling as cohort
-from fl_core.rounds.layout import layout_from_json, layout_to_json
-from fl_core.types.values import Layout, Schema, TrainConfig
+from fl_core.types.values import Layout, PartSpec, Schema, TrainConfig
 
 FORMAT = 1
-Option = str | int | float | bool | list[int] | None
+rename(PartSpec, shapes="tensors", weight_shape="weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,8 @@ class RunManifest:
 
     def to_json(self) -> str:
         """Write canonical JSON: sorted keys, no spaces; equal manifests give equal text."""
-        raw = asdict(self) | {"layout": layout_to_json(self.layout)}
+        layout = {name: {"tensors": spec.shapes, "weight": spec.weight_shape} for name, spec in self.layout.items()}
+        raw = asdict(self) | {"layout": layout}
         for late in ("lead", "private_form"):  # runs without one keep the digest that they had before it existed
             if not raw[late]:
                 del raw[late]
@@ -88,32 +88,21 @@ class RunManifest:
 
     @classmethod
     def from_json(cls, text: str) -> RunManifest:
-        """Read a manifest; raises ProtocolError (E-WIRE-06) on unknown, missing or misshapen fields."""
+        """Read a manifest that anybody may have written.
+
+        Raises ProtocolError: E-WIRE-01 on one of another format, E-WIRE-06 on unknown or missing fields and values of
+        a wrong type. Ranges are the privacy profile's to check.
+        """
         try:
-            raw = _parsed(text)
-            if raw.get("format") != FORMAT:
+            raw = parse_json(text)
+            if isinstance(raw, Mapping) and raw.get("format") != FORMAT:
                 raise ProtocolError(
-                    "E-WIRE-01", f"expected a manifest of format {FORMAT}, found {raw.get('format')}: upgrade this side"
+                    "E-WIRE-01",
+                    f"expected a manifest of format {FORMAT}, found {shown(raw.get('format'))}: upgrade this side",
                 )
-            if unknown := set(raw) - {f.name for f in fields(cls)}:
-                raise ProtocolError(
-                    "E-WIRE-06", f"the manifest has unknown fields {sorted(unknown)}: upgrade this side"
-                )
-            return cls(
-                **raw
-                | {
-                    "method": Choice(**raw["method"]),
-                    "model": Choice(**raw["model"]),
-                    "privacy": Choice(**raw["privacy"]),
-                    "schema": Schema(tuple(raw["schema"]["shape"]), tuple(raw["schema"]["classes"])),
-                    "train": TrainConfig(**raw["train"]),
-                    "members": tuple(Member(**m) for m in raw["members"]),
-                    "layout": layout_from_json(raw["layout"]),
-                    "grid": Grid(cast(Ring, raw["grid"]["ring"]), raw["grid"]["n_max"], raw["grid"]["bounds"]),
-                }
-            )
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ProtocolError("E-WIRE-06", f"expected a run manifest, found something else: {error}") from error
+            return structure(cls, raw, "manifest")
+        except ConversionError as error:
+            raise ProtocolError("E-WIRE-06", f"{error}: one side must be upgraded or repaired") from error
 
     def index(self, silo: str) -> int:
         """Return a member's index in the roster; raises ConfigError (E-RUN-05) for a stranger."""
@@ -121,15 +110,6 @@ class RunManifest:
             if member.name == silo:
                 return k
         raise ConfigError("E-RUN-05", f"expected one of {[m.name for m in self.members]}, found {silo!r}")
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """Read JSON; raises TypeError on what is none, nests too deeply or has a number of thousands of digits."""
-    try:
-        raw: dict[str, Any] = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TypeError(error) from error
-    return raw
 
 
 def members(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fl_core.errors import ConfigError
-from fl_core.options import from_mapping
+from fl_core import validate
+from fl_core.converter import read_options
 
 COUPLED = ("split", "micro", "off")
 WITHDRAWN = "frozen"
@@ -15,6 +15,7 @@ RNG = ("secure", "test")
 TEST_DATA = ("private", "public")
 WEIGHTS = ("size", "uniform")
 MOST_RESERVED = 1000
+MOST_DELTA = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,32 +64,46 @@ class Terms:
     rng: str = "secure"
 
     def __post_init__(self) -> None:
-        above = ("epsilon", "clip", "coupled_clip_ratio", "prototype_bound", "count_weight", "prototype_noise",
-                 "metric_noise", "count_noise", "statistics_bound", "statistics_noise")  # fmt: skip
-        for name in above:
-            most = float("inf")
-            if not 0 < (found := getattr(self, name)) < most and not (name == "epsilon" and found == most):
-                raise ConfigError("E-PRIV-11", f"privacy.{name}: expected a number > 0, found {found}")
-        for name in ("microbatch", "physical_batch", "prototype_every", "coupled_every"):
-            if (found := getattr(self, name)) < 1:
-                raise ConfigError("E-PRIV-11", f"privacy.{name}: expected at least 1, found {found}")
-        if not 0 < self.delta < 1e-3:
-            raise ConfigError("E-PRIV-11", f"privacy.delta: expected 0 < delta < 0.001, found {self.delta}")
-        choices = (("coupled", (*COUPLED, WITHDRAWN)), ("rng", RNG), ("test_data", TEST_DATA), ("weights", WEIGHTS))
-        for name, valid in choices:
-            if (found := getattr(self, name)) not in valid:
-                raise ConfigError("E-PRIV-11", f"privacy.{name}: expected one of {valid}, found {found!r}")
-        if not 0 <= self.reserve_rounds <= MOST_RESERVED:
-            raise ConfigError(
-                "E-PRIV-11", f"privacy.reserve_rounds: expected 0 to {MOST_RESERVED}, found {self.reserve_rounds}"
-            )
-        if not 0 <= self.min_count < float("inf") or self.max_per_unit < 0:
-            raise ConfigError("E-PRIV-11", "privacy.min_count and privacy.max_per_unit: expected at least 0")
+        validate.positive_or_infinite("E-PRIV-11", "privacy", epsilon=self.epsilon)
+        validate.positive(
+            "E-PRIV-11",
+            "privacy",
+            delta=self.delta,
+            clip=self.clip,
+            coupled_clip_ratio=self.coupled_clip_ratio,
+            prototype_bound=self.prototype_bound,
+            count_weight=self.count_weight,
+            prototype_noise=self.prototype_noise,
+            metric_noise=self.metric_noise,
+            count_noise=self.count_noise,
+            statistics_bound=self.statistics_bound,
+            statistics_noise=self.statistics_noise,
+        )
+        validate.below("E-PRIV-11", "privacy", MOST_DELTA, delta=self.delta)
+        validate.at_least(
+            "E-PRIV-11",
+            "privacy",
+            1,
+            microbatch=self.microbatch,
+            physical_batch=self.physical_batch,
+            prototype_every=self.prototype_every,
+            coupled_every=self.coupled_every,
+        )
+        validate.at_least("E-PRIV-11", "privacy", 0, min_count=self.min_count, max_per_unit=self.max_per_unit)
+        validate.between("E-PRIV-11", "privacy", 0, MOST_RESERVED, reserve_rounds=self.reserve_rounds)
+        validate.one_of(
+            "E-PRIV-11",
+            "privacy",
+            coupled=(self.coupled, (*COUPLED, WITHDRAWN)),
+            rng=(self.rng, RNG),
+            test_data=(self.test_data, TEST_DATA),
+            weights=(self.weights, WEIGHTS),
+        )
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> Terms:
         """Read the options of the profile; raises ConfigError (E-CFG-21, E-CFG-22, E-PRIV-11)."""
-        return from_mapping(cls, "privacy profile dp_record", options)
+        return read_options(cls, "privacy profile dp_record", options)
 
     @property
     def coupled_clip(self) -> float:

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fl_core.aggregation.fixed_point import Grid
+from fl_core.converter import Option
 from fl_core.errors import FederationError
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import Choice, Member, Option, RunManifest
+from fl_core.rounds.manifest import Choice, Member, RunManifest
 from fl_core.types.values import Schema, TrainConfig
 from privacy.compiled_run import CompiledRun
 

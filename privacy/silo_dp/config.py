@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 from scipy.special import log_ndtr, ndtr  # the normal distribution; scipy.stats takes a second to import
 
+from fl_core import validate
+from fl_core.converter import read_options
 from fl_core.errors import ConfigError
-from fl_core.options import from_mapping
 from fl_core.rounds import sampling as cohort
 from fl_core.rounds.manifest import RunManifest
 from privacy.accounting.accountant import Mechanism, solve_noise
-from privacy.accounting.record_config import MOST_RESERVED, RNG, TEST_DATA, WEIGHTS
+from privacy.accounting.record_config import MOST_DELTA, MOST_RESERVED, RNG, TEST_DATA, WEIGHTS
 
 PLACES = ("local", "central")
 CLIPPING = ("fixed", "adaptive")
@@ -65,42 +66,46 @@ class SiloTerms:
     rng: str = "secure"
 
     def __post_init__(self) -> None:
-        for name in ("epsilon", "clip", "clip_decay", "clip_rate", "prototype_scale", "metric_clip",
-                     "metric_noise"):  # fmt: skip
-            most = math.inf
-            if not 0 < (found := getattr(self, name)) < most and not (name == "epsilon" and found == most):
-                raise ConfigError("E-PRIV-11", f"privacy.{name}: expected a number > 0, found {found}")
-        if self.clip_decay > 1:
-            raise ConfigError("E-PRIV-11", f"privacy.clip_decay: expected at most 1, found {self.clip_decay}")
-        if not 0 < self.delta < 1e-3:
-            raise ConfigError("E-PRIV-11", f"privacy.delta: expected 0 < delta < 0.001, found {self.delta}")
-        valid: Mapping[str, tuple[str, ...]] = {
-            "placement": PLACES, "clipping": CLIPPING, "weights": WEIGHTS, "rng": RNG, "test_data": TEST_DATA,
-        }  # fmt: skip
-        for name, choices in valid.items():
-            if (found := getattr(self, name)) not in choices:
-                raise ConfigError("E-PRIV-11", f"privacy.{name}: expected one of {choices}, found {found!r}")
-        if not 0 <= self.reserve_rounds <= MOST_RESERVED:
-            raise ConfigError(
-                "E-PRIV-11", f"privacy.reserve_rounds: expected 0 to {MOST_RESERVED}, found {self.reserve_rounds}"
-            )
-        self._check_clipping()
-
-    def _check_clipping(self) -> None:
-        if not 0 < self.target_quantile < 1:
-            raise ConfigError(
-                "E-PRIV-11", f"privacy.target_quantile: expected a number between 0 and 1, found {self.target_quantile}"
-            )
-        if self.adaptive and not 0 < self.bit_noise < math.inf:
+        validate.positive_or_infinite("E-PRIV-11", "privacy", epsilon=self.epsilon)
+        validate.positive(
+            "E-PRIV-11",
+            "privacy",
+            delta=self.delta,
+            clip=self.clip,
+            clip_decay=self.clip_decay,
+            clip_rate=self.clip_rate,
+            target_quantile=self.target_quantile,
+            prototype_scale=self.prototype_scale,
+            metric_clip=self.metric_clip,
+            metric_noise=self.metric_noise,
+        )
+        validate.at_most("E-PRIV-11", "privacy", 1, clip_decay=self.clip_decay)
+        validate.below("E-PRIV-11", "privacy", MOST_DELTA, delta=self.delta)
+        validate.below("E-PRIV-11", "privacy", 1, target_quantile=self.target_quantile)
+        validate.between("E-PRIV-11", "privacy", 0, MOST_RESERVED, reserve_rounds=self.reserve_rounds)
+        validate.one_of(
+            "E-PRIV-11",
+            "privacy",
+            placement=(self.placement, PLACES),
+            clipping=(self.clipping, CLIPPING),
+            weights=(self.weights, WEIGHTS),
+            rng=(self.rng, RNG),
+            test_data=(self.test_data, TEST_DATA),
+        )
+        if not self.adaptive:
+            if self.bit_noise:
+                raise ConfigError(
+                    "E-PRIV-11", "privacy.bit_noise: expected 0 with clipping=fixed, which releases no bit"
+                )
+            return
+        if not 0 < self.bit_noise < math.inf:
             raise ConfigError(
                 "E-PRIV-11",
                 f"privacy.bit_noise: expected a number > 0 with clipping=adaptive, found {self.bit_noise}: the bits "
                 "that the clip follows are a release of their own, whose noise the plan must state",
             )
-        if self.adaptive and self.clip_decay != 1:
+        if self.clip_decay != 1:
             raise ConfigError("E-PRIV-11", "privacy.clip_decay: expected 1 with clipping=adaptive, which sets the clip")
-        if not self.adaptive and self.bit_noise:
-            raise ConfigError("E-PRIV-11", "privacy.bit_noise: expected 0 with clipping=fixed, which releases no bit")
 
     @property
     def adaptive(self) -> bool:
@@ -110,7 +115,7 @@ class SiloTerms:
     @classmethod
     def of(cls, options: Mapping[str, object]) -> SiloTerms:
         """Read the options of the profile; raises ConfigError (E-CFG-21, E-CFG-22, E-PRIV-11)."""
-        return from_mapping(cls, "privacy profile dp_silo_small", options)
+        return read_options(cls, "privacy profile dp_silo_small", options)
 
     def clip_at(self, round: int) -> float:
         """Return C_t of a fixed clip, a public schedule."""

@@ -21,12 +21,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fl_core import rng
+from fl_core import rng, validate
 from fl_core.methods.building_blocks import class_vectors as geometry
 from fl_core.methods.building_blocks.gradient_matching import matched, outer_gradient, retrained
 from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.validation import above, at_least
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Bundle, ClassSums, Federation, Outcome, Part, State, Tensors, Turn
@@ -52,9 +51,9 @@ class CReFF(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 0, "feature_steps", "epochs")
-        at_least(self, 1, "features", "batch")
-        above(self, 0, "feature_lr", "lr")
+        validate.at_least("E-CFG-02", self.name, 0, feature_steps=self.feature_steps, epochs=self.epochs)
+        validate.at_least("E-CFG-02", self.name, 1, features=self.features, batch=self.batch)
+        validate.positive("E-CFG-02", self.name, feature_lr=self.feature_lr, lr=self.lr)
 
     @property
     def sends(self) -> tuple[str, ...]:

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fl_core import validate
 from fl_core.methods.building_blocks import class_vectors as geometry
 from fl_core.methods.building_blocks.fixed_classifier import CLASSIFIER, SCALE, Adapted, FixedHead, adaptation
 from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.validation import above, one_of
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Federation, Losses, LossFn, Outcome, State, Tensors, Turn
@@ -58,8 +58,8 @@ class FedGELA(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        above(self, 0, "logit_scale")
-        one_of(self, "feature_norm", ("l2", "batch"))
+        validate.positive("E-CFG-02", self.name, logit_scale=self.logit_scale)
+        validate.one_of("E-CFG-02", self.name, feature_norm=(self.feature_norm, ("l2", "batch")))
 
     @property
     def private_form(self) -> Mapping[str, str | int]:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fl_core import validate
 from fl_core.methods.building_blocks.feature_generator import Course
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.validation import at_least, one_of
 from fl_core.types.values import Capability
 
 HEADS, GENERATOR, LABELS = "heads", "generator", "labels"
@@ -44,12 +44,26 @@ class FedGenOptions(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of(self, "mode", ("plain", "secagg"))
-        one_of(self, "noise_kind", ("normal", "uniform"))
-        one_of(self, "draws", ("example", "class"))
-        at_least(self, 0, "alpha", "beta", "lr", "weight_decay", "diversity", "steps")
-        at_least(self, 1, "noise", "hidden")
-        at_least(self, 2, "made")  # the generator's BatchNorm needs two
+        validate.one_of(
+            "E-CFG-02",
+            self.name,
+            mode=(self.mode, ("plain", "secagg")),
+            noise_kind=(self.noise_kind, ("normal", "uniform")),
+            draws=(self.draws, ("example", "class")),
+        )
+        validate.at_least(
+            "E-CFG-02",
+            self.name,
+            0,
+            alpha=self.alpha,
+            beta=self.beta,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            diversity=self.diversity,
+            steps=self.steps,
+        )
+        validate.at_least("E-CFG-02", self.name, 1, noise=self.noise, hidden=self.hidden)
+        validate.at_least("E-CFG-02", self.name, 2, made=self.made)  # the generator's BatchNorm needs two
 
     @property
     def apart(self) -> frozenset[str]:

@@ -18,9 +18,9 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from fl_core import validate
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses import logit_adjustment as calibration
-from fl_core.methods.validation import at_least, one_of
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Losses, LossFn, State, Turn
 
@@ -45,9 +45,13 @@ class FedLC(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 0, "tau")
-        one_of(self, "form", ("calibrated", "published"))
-        one_of(self, "missing", ("mask", "floor"))
+        validate.at_least("E-CFG-02", self.name, 0, tau=self.tau)
+        validate.one_of(
+            "E-CFG-02",
+            self.name,
+            form=(self.form, ("calibrated", "published")),
+            missing=(self.missing, ("mask", "floor")),
+        )
 
     def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:  # noqa: ARG002
         """Make the calibrated loss from the silo's class counts."""

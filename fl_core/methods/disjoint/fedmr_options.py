@@ -6,19 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fl_core import validate
 from fl_core.errors import ConfigError
 from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.validation import at_least, one_of
 from fl_core.types.values import Coupling
-
-CHOICES = {
-    "intra": ("paper", "code"),
-    "inter": ("own_sample", "paired_sample"),
-    "inter_weighting": ("batch", "example"),
-    "negatives": ("all", "observed"),
-    "lite_scope": ("inter", "both"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +40,18 @@ class FedMROptions(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 0, "mu1", "mu2", "eps", "warmup", "lite")
-        for option, valid in CHOICES.items():
-            one_of(self, option, valid)
+        validate.at_least(
+            "E-CFG-02", self.name, 0, mu1=self.mu1, mu2=self.mu2, eps=self.eps, warmup=self.warmup, lite=self.lite
+        )
+        validate.one_of(
+            "E-CFG-02",
+            self.name,
+            intra=(self.intra, ("paper", "code")),
+            inter=(self.inter, ("own_sample", "paired_sample")),
+            inter_weighting=(self.inter_weighting, ("batch", "example")),
+            negatives=(self.negatives, ("all", "observed")),
+            lite_scope=(self.lite_scope, ("inter", "both")),
+        )
         if self.no_margin and self.inter == "paired_sample":
             raise ConfigError("E-CFG-02", "no_margin pairs nothing: expected inter=own_sample, found paired_sample")
 

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from fl_core.errors import ConfigError
+from fl_core import validate
 from fl_core.methods.building_blocks import class_vectors as geometry
 from fl_core.methods.building_blocks.fixed_classifier import CLASSIFIER, EPS, SCALE, FixedHead
 from fl_core.methods.building_blocks.prototypes import PART, features_of
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.validation import above, at_least, one_of
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Bundle, ClassSums, Federation, Outcome, Part, State, Tensors, Turn
@@ -54,11 +53,10 @@ class FedNH(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 0, "rho", "fix_scaling")
-        above(self, 0, "scale")
-        one_of(self, "init", ("uniform", "orthogonal"))
-        if self.rho > 1:
-            raise ConfigError("E-CFG-02", f"fednh.rho: expected a share of at most 1, found {self.rho}")
+        validate.at_least("E-CFG-02", self.name, 0, fix_scaling=self.fix_scaling)
+        validate.between("E-CFG-02", self.name, 0, 1, rho=self.rho)
+        validate.positive("E-CFG-02", self.name, scale=self.scale)
+        validate.one_of("E-CFG-02", self.name, init=(self.init, ("uniform", "orthogonal")))
 
     @property
     def sends(self) -> tuple[str, ...]:

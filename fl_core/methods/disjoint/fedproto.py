@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fl_core import validate
 from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.personal.local_only import LocalOnly
-from fl_core.methods.validation import at_least, one_of
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Bundle, Federation, Losses, LossFn, Part, State, Turn
 
@@ -61,8 +61,8 @@ class FedProto(LocalOnly):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 0, "lambda_p")
-        one_of(self, "predict", ("proto", "head"))
+        validate.at_least("E-CFG-02", self.name, 0, lambda_p=self.lambda_p)
+        validate.one_of("E-CFG-02", self.name, predict=(self.predict, ("proto", "head")))
 
     @property
     def sends(self) -> tuple[str, ...]:

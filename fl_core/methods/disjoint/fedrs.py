@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from torch import nn
 
+from fl_core import validate
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses import restricted_softmax as restricted
-from fl_core.methods.validation import one_of, within
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import LossFn, State, Turn
 
@@ -33,8 +33,8 @@ class FedRS(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, 0, 1, "alpha")
-        one_of(self, "rs", restricted.FORMS)
+        validate.between("E-CFG-02", self.name, 0, 1, alpha=self.alpha)
+        validate.one_of("E-CFG-02", self.name, rs=(self.rs, restricted.FORMS))
 
     def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:  # noqa: ARG002
         """Make the loss from the silo's class counts."""

@@ -22,9 +22,9 @@ from typing import ClassVar
 
 from torch import nn
 
+from fl_core import validate
 from fl_core.methods.drift import common as drift
 from fl_core.methods.drift.feddyn import FedDyn
-from fl_core.methods.validation import one_of
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Bundle, Capability, Federation, Outcome, Part, State, Turn
@@ -44,7 +44,7 @@ class FedDC(FedDyn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of(self, "control", CONTROLS)
+        validate.one_of("E-CFG-02", self.name, control=(self.control, CONTROLS))
 
     @property
     def controlled(self) -> bool:

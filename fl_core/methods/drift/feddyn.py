@@ -20,9 +20,9 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from fl_core import validate
 from fl_core.methods.drift import common as drift
 from fl_core.methods.prototype_aided import PrototypeAided
-from fl_core.methods.validation import above, one_of
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Bundle, Federation, Outcome, Part, PenaltyFn, State, Tensors, Turn
@@ -47,8 +47,8 @@ class FedDyn(PrototypeAided):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        above(self, 0, "alpha")
-        one_of(self, "report", REPORTS)
+        validate.positive("E-CFG-02", self.name, alpha=self.alpha)
+        validate.one_of("E-CFG-02", self.name, report=(self.report, REPORTS))
 
     @property
     def sends(self) -> tuple[str, ...]:

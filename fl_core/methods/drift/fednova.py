@@ -20,11 +20,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from fl_core.errors import ConfigError
+from fl_core import validate
 from fl_core.methods.drift import common as drift
 from fl_core.methods.drift.fedprox import proximal
 from fl_core.methods.prototype_aided import PrototypeAided
-from fl_core.methods.validation import at_least, one_of
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Bundle, Capability, Federation, Outcome, Part, State, Turn
@@ -48,12 +47,9 @@ class FedNova(PrototypeAided):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of(self, "tau", TAUS)
-        at_least(self, 0, "mu", "server_momentum")
-        if self.server_momentum >= 1:
-            raise ConfigError(
-                "E-CFG-02", f"fednova.server_momentum: expected server_momentum < 1, found {self.server_momentum}"
-            )
+        validate.one_of("E-CFG-02", self.name, tau=(self.tau, TAUS))
+        validate.at_least("E-CFG-02", self.name, 0, mu=self.mu, server_momentum=self.server_momentum)
+        validate.below("E-CFG-02", self.name, 1, server_momentum=self.server_momentum)
 
     @property
     def lacks(self) -> Mapping[Capability, str]:

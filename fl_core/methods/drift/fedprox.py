@@ -16,8 +16,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from fl_core import validate
 from fl_core.methods.prototype_aided import PrototypeAided
-from fl_core.methods.validation import at_least
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Outcome, PenaltyFn, State, Turn
@@ -36,7 +36,7 @@ class FedProx(PrototypeAided):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 0, "mu")
+        validate.at_least("E-CFG-02", self.name, 0, mu=self.mu)
 
     def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
         """Train with the proximal term and send the weighed difference."""

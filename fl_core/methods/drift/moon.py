@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, softplus
 
+from fl_core import validate
 from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.building_blocks.frozen_copies import Seen, frozen
 from fl_core.methods.prototype_aided import PrototypeAided
-from fl_core.methods.validation import above, at_least
 from fl_core.models.split_model import SplitModel
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
@@ -54,9 +54,9 @@ class Moon(PrototypeAided):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 0, "mu")
-        above(self, 0, "tau")
-        at_least(self, 1, "last")
+        validate.at_least("E-CFG-02", self.name, 0, mu=self.mu)
+        validate.positive("E-CFG-02", self.name, tau=self.tau)
+        validate.at_least("E-CFG-02", self.name, 1, last=self.last)
 
     def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
         """Train with the contrast, send the weighed difference and keep the trained model."""

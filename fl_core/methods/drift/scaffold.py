@@ -23,9 +23,9 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from fl_core import validate
 from fl_core.methods.drift import common as drift
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.validation import above
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Bundle, Capability, Federation, Outcome, Part, State, Turn
@@ -45,7 +45,7 @@ class Scaffold(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        above(self, 0, "server_lr")
+        validate.positive("E-CFG-02", self.name, server_lr=self.server_lr)
 
     @property
     def lacks(self) -> Mapping[Capability, str]:

@@ -17,10 +17,10 @@ from typing import ClassVar
 
 from torch import nn
 
+from fl_core import validate
 from fl_core.methods.drift.fedprox import proximal
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.shared_body import kept
-from fl_core.methods.validation import at_least
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Federation, Outcome, State, Turn
@@ -42,7 +42,7 @@ class Ditto(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 0, "lambda_v", "personal_epochs")
+        validate.at_least("E-CFG-02", self.name, 0, lambda_v=self.lambda_v, personal_epochs=self.personal_epochs)
 
     def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
         """Start from the initial model."""

@@ -17,8 +17,8 @@ from typing import ClassVar
 
 from torch import nn
 
+from fl_core import validate
 from fl_core.methods.personal.shared_body import SharedBody, in_body
-from fl_core.methods.validation import at_least
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Outcome, State, Turn
@@ -38,7 +38,7 @@ class FedBABU(SharedBody):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 0, "finetune_epochs")
+        validate.at_least("E-CFG-02", self.name, 0, finetune_epochs=self.finetune_epochs)
 
     def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
         """Train the body alone and send its difference."""

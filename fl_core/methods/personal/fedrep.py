@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fl_core import validate
 from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.personal.fedper import FedPer
 from fl_core.methods.personal.shared_body import freeze_norms, in_body, in_head
-from fl_core.methods.validation import at_least, one_of
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Losses, State, Turn
@@ -49,9 +49,9 @@ class FedRep(FedPer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 1, "head_epochs")
-        at_least(self, 0, "body_epochs", "tune_epochs")
-        one_of(self, "frozen_norm", ("eval", "train"))
+        validate.at_least("E-CFG-02", self.name, 1, head_epochs=self.head_epochs)
+        validate.at_least("E-CFG-02", self.name, 0, body_epochs=self.body_epochs, tune_epochs=self.tune_epochs)
+        validate.one_of("E-CFG-02", self.name, frozen_norm=(self.frozen_norm, ("eval", "train")))
 
     def fit(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> None:
         """Train the head, then the body."""

@@ -21,6 +21,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from fl_core import validate
 from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.shared_body import kept
@@ -36,18 +37,11 @@ from fl_core.methods.personal.two_heads import (
     new_nu,
     shares_of,
 )
-from fl_core.methods.validation import at_least, one_of
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Bundle, Federation, Outcome, Part, State, Turn
 
 PART = "hyper"
-CHOICES = {
-    "variant": ("linear", "hyper"),
-    "phase": ("together", "separate"),
-    "private_init": ("copy", "zero"),
-    "personal_body": ("local", "received"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +66,15 @@ class FedROD(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 0, "gamma", "hidden")
-        for option, valid in CHOICES.items():
-            one_of(self, option, valid)
+        validate.at_least("E-CFG-02", self.name, 0, gamma=self.gamma, hidden=self.hidden)
+        validate.one_of(
+            "E-CFG-02",
+            self.name,
+            variant=(self.variant, ("linear", "hyper")),
+            phase=(self.phase, ("together", "separate")),
+            private_init=(self.private_init, ("copy", "zero")),
+            personal_body=(self.personal_body, ("local", "received")),
+        )
 
     @property
     def private_form(self) -> Mapping[str, str | int]:

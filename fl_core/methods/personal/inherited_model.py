@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fl_core import validate
 from fl_core.methods.building_blocks import batch_norm, prototypes
 from fl_core.methods.building_blocks.frozen_copies import frozen
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses import distillation as transfer
-from fl_core.methods.validation import above, one_of, within
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import Coupling, Federation, Losses, LossFn, State, Turn
@@ -59,10 +59,10 @@ class Inheriting(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, 0, 1, "lam", "mu_macro", "mu_max")
-        one_of(self, "transfer", ("kd", "mmd"))
-        above(self, 0, "tau")
-        one_of(self, "kd", ("kl", "ce_asym"))
+        validate.between("E-CFG-02", self.name, 0, 1, lam=self.lam, mu_macro=self.mu_macro, mu_max=self.mu_max)
+        validate.one_of("E-CFG-02", self.name, transfer=(self.transfer, ("kd", "mmd")))
+        validate.positive("E-CFG-02", self.name, tau=self.tau)
+        validate.one_of("E-CFG-02", self.name, kd=(self.kd, ("kl", "ce_asym")))
 
     @property
     def coupling(self) -> Coupling:

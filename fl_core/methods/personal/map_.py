@@ -18,9 +18,9 @@ from typing import ClassVar
 
 from torch import nn
 
+from fl_core import validate
 from fl_core.methods.losses import restricted_softmax as restricted
 from fl_core.methods.personal.inherited_model import Inheriting
-from fl_core.methods.validation import one_of, within
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
 from fl_core.types.values import LossFn, Outcome, State, Turn
@@ -41,9 +41,8 @@ class Map(Inheriting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, 0, 1, "alpha")
-        one_of(self, "rs", restricted.FORMS)
-        one_of(self, "stages", ("paper", "code"))
+        validate.between("E-CFG-02", self.name, 0, 1, alpha=self.alpha)
+        validate.one_of("E-CFG-02", self.name, rs=(self.rs, restricted.FORMS), stages=(self.stages, ("paper", "code")))
 
     def plan(self, steps: int) -> tuple[int, int, float]:
         """Split the planned steps: those of stage 1, those of stage 2, and the factor on the rate of stage 2."""

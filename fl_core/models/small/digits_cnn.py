@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fl_core import validate
 from fl_core.models.split_model import SplitModel, assemble
-from fl_core.models.validation import image_shape, one_of
+from fl_core.models.validation import image_shape
 from fl_core.types.values import Schema
 
 FEATURES = 64
@@ -30,7 +31,7 @@ class DigitsCnn:
 
     def build(self, schema: Schema) -> SplitModel:
         """Make the model; raises ConfigError (E-CFG-23) on anything but 1x8x8."""
-        one_of("digits_cnn", "norm", self.norm, ("group", "none", "batch"))
+        validate.one_of("E-CFG-22", "digits_cnn", norm=(self.norm, ("group", "none", "batch")))
         image_shape("digits_cnn", schema, channels={1}, sizes={8})
         body = nn.Sequential(
             *self._block(1, 16),

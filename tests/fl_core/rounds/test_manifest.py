@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from helpers_core import manifest
@@ -25,6 +26,20 @@ def test_round_trip_is_exact() -> None:
     assert back == run
     assert back.to_json() == run.to_json()
     assert back.digest() == run.digest()
+
+
+def test_a_manifest_of_the_first_version_keeps_its_text_and_its_digest() -> None:
+    text = (Path(__file__).parents[2] / "data/manifest_v1.json").read_text()
+    run = RunManifest.from_json(text)
+    assert run.to_json() == text
+    assert run.digest() == "2069d47b2fbe44f2a263893835c213a5331e1049c9f5d8ccb1a67e1ff5fa3747"
+
+
+def test_a_refusal_names_the_place_and_the_nearest_name() -> None:
+    with pytest.raises(ProtocolError, match=r"manifest\.train: there is no 'lrr': did you mean 'lr'"):
+        RunManifest.from_json(edited(train={"lrr": 0.1}))
+    with pytest.raises(ProtocolError, match=r"manifest\.layout\['delta'\]\.weight_shape: expected a list, found 3"):
+        RunManifest.from_json(edited(layout={"delta": {"weight": 3, "tensors": {}}}))
 
 
 def test_digest_does_not_depend_on_the_order_of_options() -> None:
@@ -71,6 +86,23 @@ def edited(**change: object) -> str:
         ("{", "E-WIRE-06"),
         ("[]", "E-WIRE-06"),
         ("null", "E-WIRE-06"),
+        ('{"format":1,"format":1}', "E-WIRE-06"),
+        ("[" * 100_000, "E-WIRE-06"),
+        (edited(name="?").replace('"?"', "[" * 900 + "]" * 900), "E-WIRE-06"),
+        (edited(rounds=0).replace('"rounds": 0', '"rounds": ' + "9" * 5000), "E-WIRE-06"),
+        (edited(rounds=2**64), "E-WIRE-06"),
+        (edited(rounds=1.0), "E-WIRE-06"),
+        (edited(rounds=True), "E-WIRE-06"),
+        (edited(personal=1), "E-WIRE-06"),
+        (edited(deadline_s=float("nan")), "E-WIRE-06"),
+        (edited(image_size="64"), "E-WIRE-06"),
+        (edited(name=None), "E-WIRE-06"),
+        (edited(members="abc"), "E-WIRE-06"),
+        (edited(members=[{"name": "a", "units": None}]), "E-WIRE-06"),
+        (edited(schema={"shape": [1, 8, "8"], "classes": ["a"]}), "E-WIRE-06"),
+        (edited(grid={"ring": "ring9", "n_max": 1, "bounds": {}}), "E-WIRE-06"),
+        (edited(model={"name": "digits_cnn", "options": {"norm": {"a": 1}}}), "E-WIRE-06"),
+        (edited(model={"name": "digits_cnn", "options": {"norm": float("nan")}}), "E-WIRE-06"),
     ],
 )
 def test_what_is_no_manifest_is_refused(text: str, code: str) -> None:

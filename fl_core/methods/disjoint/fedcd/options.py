@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fl_core import validate
 from fl_core.errors import ConfigError
 from fl_core.methods.building_blocks import class_level_aggregation as acla
 from fl_core.methods.building_blocks import fine_grained
 from fl_core.methods.building_blocks.prototypes import PART
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.validation import above, at_least, one_of
 from fl_core.types.values import Capability, Coupling
 
 
@@ -42,20 +42,24 @@ class FedCDOptions(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 1, "fine", "restarts", "steps")
-        at_least(self, 0, "lam", "gamma", "alpha", "xi")
-        above(self, 0, "tau")
-        if self.alpha >= 0.5:
-            raise ConfigError("E-CFG-02", f"fedcd.alpha: expected a weight below 0.5, found {self.alpha}")
+        validate.at_least("E-CFG-02", self.name, 1, fine=self.fine, restarts=self.restarts, steps=self.steps)
+        validate.at_least("E-CFG-02", self.name, 0, lam=self.lam, gamma=self.gamma, alpha=self.alpha, xi=self.xi)
+        validate.positive("E-CFG-02", self.name, tau=self.tau)
+        validate.below("E-CFG-02", self.name, 0.5, alpha=self.alpha)
         if self.acla == "two_phase":
             raise ConfigError(
-                "E-CFG-02", "fedcd.acla: two_phase needs two exchanges in a round, and a round has one: expected "
+                "E-CFG-02",
+                "fedcd.acla: two_phase needs two exchanges in a round, and a round has one: expected "
                 "server (the same rule, made by the server) or stale (under secure aggregation)",
-            )  # fmt: skip
-        one_of(self, "acla", acla.MODES)
-        one_of(self, "aggregation", tuple(fine_grained.AGGREGATIONS))
-        one_of(self, "distill", ("dkd", "kd"))
-        one_of(self, "importance", ("scaled", "unscaled", "shuffle", "none"))
+            )
+        validate.one_of(
+            "E-CFG-02",
+            self.name,
+            acla=(self.acla, acla.MODES),
+            aggregation=(self.aggregation, tuple(fine_grained.AGGREGATIONS)),
+            distill=(self.distill, ("dkd", "kd")),
+            importance=(self.importance, ("scaled", "unscaled", "shuffle", "none")),
+        )
 
     @property
     def apart(self) -> frozenset[str]:
