@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from fl_core.rounds.manifest import RunManifest
 from fl_core.training.local_data import PlainData
 from fl_core.types.interfaces import Doors
-from fl_core.types.values import Visit
+from fl_core.types.values import Examples, Progress, RoundContext, TrainConfig
 from privacy.accounting.accountant import Mechanism
 from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN, Release
 from privacy.dp_sgd.data_opener import Book, PrivateDoors
@@ -36,9 +38,9 @@ def silo_releases(guard: SiloLevel, train: bool) -> list[Release]:
 
 
 class SiloLevelDoors:
-    """Opens `PlainData` for one member of a run with silo-level privacy, turn by turn.
+    """Opens `PlainData` for one member of a run with silo-level privacy, round by round.
 
-    Guarantees: the releases of a turn are in the book before any example is read; of its steps, whose number follows
+    Guarantees: the releases of a round are in the book before any example is read; of its steps, whose number follows
     from the number of records, no progress is told.
     """
 
@@ -47,17 +49,27 @@ class SiloLevelDoors:
         self._rounds = manifest.rounds
         self._book = book
 
-    def __call__(self, visit: Visit, /) -> PlainData:
-        """Reserve what the turn will release and open the doors; raises what the book refuses with."""
-        round = visit.turn.fed.round
-        training, told = round < self._rounds, visit.progress
+    def __call__(
+        self,
+        train: Examples,
+        test: Examples,
+        config: TrainConfig,
+        context: RoundContext,
+        *,
+        device: torch.device | None = None,
+        progress: Progress | None = None,
+        public: Examples | None = None,
+    ) -> PlainData:
+        """Reserve what the round will release and open the examples; raises what the book refuses with."""
+        round = context.round
+        training = round < self._rounds
         self._book.reserve(round, training, silo_releases(self.guard, training))
 
         def silent(done: int, total: int) -> None:  # noqa: ARG001
-            if told is not None:
-                told(0, 0)
+            if progress is not None:
+                progress(0, 0)
 
-        return PlainData.open(replace(visit, progress=silent))
+        return PlainData(train, test, config, context, device, silent, public)
 
 
 def doors_of(manifest: RunManifest, index: int, book: Book) -> Doors:

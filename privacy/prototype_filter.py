@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import ParamSpec
 
 import torch
 from torch import Tensor, nn
 
-from fl_core.types.interfaces import Doors, SiloData
-from fl_core.types.values import ClassSums, LossFn, PenaltyFn, Query, Split, Tensors, Visit
+from fl_core.types.interfaces import SiloData
+from fl_core.types.values import ClassSums, LossFn, PenaltyFn, Query, Split, Tensors
 
 
 class Withheld:
@@ -69,17 +69,17 @@ class Withheld:
         return self._data.class_counts()
 
 
-@dataclass(frozen=True, slots=True)
-class _Doors:
-    doors: Doors
-    hidden: frozenset[int]
-    least: float
-
-    def __call__(self, visit: Visit, /) -> Withheld:
-        """Open the doors behind it."""
-        return Withheld(self.doors(visit), self.hidden, self.least)
+P = ParamSpec("P")
 
 
-def withholding(doors: Doors, hidden: frozenset[int], least: float) -> Doors:
-    """Let doors withhold classes; the doors themselves where nothing is withheld."""
-    return _Doors(doors, hidden, least) if hidden or least > 0 else doors
+def with_prototype_filter(
+    factory: Callable[P, SiloData], hidden: frozenset[int], least: float
+) -> Callable[P, SiloData]:
+    """Let a data factory hide classes; the factory itself where nothing is hidden."""
+    if not hidden and least <= 0:
+        return factory
+
+    def filtered(*args: P.args, **kwargs: P.kwargs) -> SiloData:
+        return Withheld(factory(*args, **kwargs), hidden, least)
+
+    return filtered

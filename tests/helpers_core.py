@@ -18,10 +18,10 @@ from fl_core.training.optimizers import effective_steps
 from fl_core.types.values import (
     Bundle,
     Examples,
-    Federation,
     LossFn,
     PenaltyFn,
     Query,
+    RoundContext,
     Schema,
     Split,
     Tensors,
@@ -110,7 +110,7 @@ class QData:
 
 SCHEMA = Schema((1, 8, 8), ("a", "b", "c", "d"))
 NAMES = ("north", "east", "south")
-FED = Federation(n_silos=3, n_classes=4, rounds=3, round=1, cohort=3)
+FED = RoundContext(n_silos=3, n_classes=4, rounds=3, round=1, cohort=3)
 
 
 def shares(seed: int = 0, n: int = 14) -> list[SiloShare]:

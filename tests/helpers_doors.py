@@ -11,13 +11,13 @@ from torch.nn.functional import cross_entropy
 
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.types.values import Federation, Losses, TrainConfig, Turn
+from fl_core.types.values import Losses, RoundContext, TrainConfig
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Spend
 from privacy.dp_sgd.private_data import PrivateData
 from privacy.noise.sources import SeededNoise
 
-TURN = Turn(Federation(3, 4, rounds=5, round=0, cohort=3), 0, 7)
+TURN = RoundContext(3, 4, rounds=5, round=0, cohort=3).for_silo(0, 7)
 PLAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=1000, epochs=3)
 
 
@@ -47,10 +47,10 @@ def course_of(
 
 
 def doors(course: Course, data: Given, noise: object = None, round: int = 0, **more: object) -> PrivateData:
-    turn = replace(TURN, fed=replace(TURN.fed, round=round))
+    context = replace(TURN, round=round)
     spend = Spend([r for _ in range(3) for r in course.releases(round, True)])
     source = Silent(1, "sampling") if noise is None else noise
-    return PrivateData(data, data, course.rates.train, turn, course, spend, source, **more)  # type: ignore[arg-type]
+    return PrivateData(data, data, course.rates.train, context, course, spend, source, **more)  # type: ignore[arg-type]
 
 
 def ce(model: nn.Module, x: Tensor, y: Tensor) -> Losses:

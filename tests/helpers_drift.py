@@ -13,7 +13,7 @@ from fl_core.errors import UnavailableError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, LocalPort, local_ports
-from fl_core.types.values import Bundle, Federation, State, TaskKind, TrainConfig, Turn
+from fl_core.types.values import Bundle, RoundContext, State, TaskKind, TrainConfig
 
 
 class Exact(QData):
@@ -69,14 +69,14 @@ def play(
 
     commit_anyway: what must not be done, a silo keeps its new state whether or not its update was included.
     """
-    fed, played = Federation(len(silos), 2), Played()
-    server = method.init_server(Scalar(), fed)
-    states = {k: method.init_silo(Scalar(), fed) for k in range(len(silos))}
+    context, played = RoundContext(len(silos), 2), Played()
+    server = method.init_server(Scalar(), context)
+    states = {k: method.init_silo(Scalar(), context) for k in range(len(silos))}
     for t in range(rounds):
         arrived, trained = [], {}
         for k in asked(t) if asked else range(len(silos)):
             model = Scalar()
-            outcome = method.local(model, method.broadcast(server), states[k], silos[k], Turn(fed, k, 0))
+            outcome = method.local(model, method.broadcast(server), states[k], silos[k], context.for_silo(k, 0))
             trained[k] = float(model.w.detach())
             missing = k in (lost or {}).get(t, ())
             if not missing:
@@ -84,7 +84,7 @@ def play(
             if not missing or commit_anyway:
                 states[k] = outcome.state
         if arrived:
-            server = method.merge(server, total_of(arrived), fed)
+            server = method.merge(server, total_of(arrived), context)
         played.path.append(float(server["w"]["w"]))
         played.servers.append(server)
         played.silos.append(dict(states))
@@ -103,16 +103,16 @@ class Lossy:
     def __init__(self, inner: LocalPort, rounds: Collection[int]) -> None:
         self.name, self.inner, self.rounds = inner.name, inner, rounds
 
-    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         """Do the work, and lose it in the rounds given."""
-        bundle = self.inner.round(msg, fed, kind)
-        if fed.round in self.rounds and kind is TaskKind.TRAIN:
+        bundle = self.inner.round(msg, context, kind)
+        if context.round in self.rounds and kind is TaskKind.TRAIN:
             raise UnavailableError("E-RUN-03", f"{self.name} was lost after its upload")
         return bundle
 
-    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:
+    def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
         """Pass the close on."""
-        self.inner.settle(fed, kind, included)
+        self.inner.settle(context, kind, included)
 
 
 def run_and_lose(

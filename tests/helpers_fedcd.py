@@ -10,7 +10,7 @@ from fl_core.methods.disjoint.fedcd import FedCD
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
 from fl_core.training.local_data import PlainData
-from fl_core.types.values import Outcome, State, TrainConfig, Turn
+from fl_core.types.values import Outcome, State, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 
@@ -21,6 +21,6 @@ def model_of(seed: int = 0) -> SplitModel:
 
 def played(method: FedCD, k: int = 0, server: State | None = None, t: int = 0) -> tuple[State, Outcome]:
     """Train one silo for one round."""
-    share, turn = shares()[k], Turn(replace(FED, round=t), k, 0)
+    share, context = shares()[k], replace(FED, round=t).for_silo(k, 0)
     msg = method.broadcast(method.init_server(model_of(), FED) if server is None else server)
-    return msg, method.local(model_of(), msg, {}, PlainData(share.train, share.test, TRAIN, turn), turn)
+    return msg, method.local(model_of(), msg, {}, PlainData(share.train, share.test, TRAIN, context), context)

@@ -15,7 +15,7 @@ from fl_core.methods import build_method
 from fl_core.models.split_model import SplitModel, assemble
 from fl_core.rounds.manifest import Choice
 from fl_core.training.local_data import PlainData
-from fl_core.types.values import Coupling, Federation, LossFn, Part, TrainConfig, Turn
+from fl_core.types.values import Coupling, LossFn, Part, RoundContext, TrainConfig
 from privacy import profiles as plan
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Rates, Spend
@@ -108,16 +108,16 @@ def captured(name: str, options: Mapping[str, object], dropout: bool, formed: bo
     chosen, _ = plan.formed(Choice(name, dict(options)), privacy)  # type: ignore[arg-type]
     method, model = build_method(name, chosen.options), network(dropout)
     x, y = records()
-    data, fed = Given(x, y), Federation(1, CLASSES, 4, 0, 1)
+    data, fed = Given(x, y), RoundContext(1, CLASSES, 4, 0, 1)
     config = TrainConfig(lr=0.1, momentum=0.0, weight_decay=0.0, batch_size=5, epochs=1)
     start = copy.deepcopy(model.state_dict())
     server, silo, calls = method.init_server(model, fed), method.init_silo(model, fed), list[Call]()
     for t in range(2):
         model.load_state_dict(start)
         now = replace(fed, round=t)
-        doors = Capturing(data, data, config, Turn(now, 0, 3))
+        doors = Capturing(data, data, config, now.for_silo(0, 3))
         doors.calls = calls = []
-        msg, turn = method.broadcast(server), Turn(now, 0, 3)
+        msg, turn = method.broadcast(server), now.for_silo(0, 3)
         bundle, silo = method.local(model, msg, silo, doors, turn)
         method.personal(model, msg, silo, doors, turn)
         alone = {n: _alone(p) if n in method.apart else p for n, p in bundle.items()}
@@ -164,9 +164,9 @@ class Force:
             found = [p.grad for p in model.parameters() if p.grad is not None]
             read.append(torch.cat([g.double().flatten() for g in found]))
 
-        turn = Turn(Federation(1, CLASSES, 4, 1, 1), 0, 0)
+        context = RoundContext(1, CLASSES, 4, 1, 1).for_silo(0, 0)
         spend, source = Spend(self.course.training(1)), self.noise(11, "force")
-        doors = PrivateData(data, data, self.course.rates.train, turn, self.course, spend, source, progress=watch)
+        doors = PrivateData(data, data, self.course.rates.train, context, self.course, spend, source, progress=watch)
         doors.sgd(model, self.call.loss, steps=1, only=self.call.only, plain=self.call.plain)
         micro = self.course.coupled and self.treatment == "micro"
         return read[0] * (self.course.groups if micro else self.course.batch)

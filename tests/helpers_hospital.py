@@ -22,14 +22,14 @@ class Slow:
         self.begun, self.held, self.fail = [], True, None
         self.started, self.free = threading.Event(), threading.Event()
 
-    def __call__(self, bench, msg, state, data, turn, kind):
-        self.begun.append(turn.fed.round)
+    def __call__(self, bench, msg, state, data, context, kind):
+        self.begun.append(context.round)
         self.started.set()
         while self.held and not self.free.wait(0.002):
             data._progress(1, 5)
         if self.fail is not None:
             raise self.fail
-        return work(bench, msg, state, data, turn, kind)
+        return work(bench, msg, state, data, context, kind)
 
 
 class Watched:

@@ -13,10 +13,10 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainData
 from fl_core.types.interfaces import Method
-from fl_core.types.values import Bundle, Federation, Outcome, Part, State, TrainConfig, Turn
+from fl_core.types.values import Bundle, Outcome, Part, RoundContext, State, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=5, epochs=1)
-FED = Federation(n_silos=3, n_classes=4, rounds=5, round=2, cohort=3)
+FED = RoundContext(n_silos=3, n_classes=4, rounds=5, round=2, cohort=3)
 
 
 def made(name: str) -> Method:
@@ -65,9 +65,11 @@ def stacked(parts: list[Part]) -> Part:
 
 def local(method: Method, server: State, k: int, model: nn.Module | None = None, silo: State | None = None) -> Outcome:
     model = model_of() if model is None else model
-    share, turn = shares()[k], Turn(FED, k, 0)
+    share, context = shares()[k], FED.for_silo(k, 0)
     silo = method.init_silo(model_of(), FED) if silo is None else silo
-    return method.local(model, method.broadcast(server), silo, PlainData(share.train, share.test, TRAIN, turn), turn)
+    return method.local(
+        model, method.broadcast(server), silo, PlainData(share.train, share.test, TRAIN, context), context
+    )
 
 
 def copied(state: State) -> State:

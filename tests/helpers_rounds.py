@@ -12,7 +12,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, local_ports
 from fl_core.types.interfaces import SiloPort
-from fl_core.types.values import Bundle, Federation, Part, State, TaskKind
+from fl_core.types.values import Bundle, Part, RoundContext, State, TaskKind
 
 
 class Kept(History):
@@ -24,8 +24,8 @@ class Kept(History):
         self.seen: list[tuple[int, TaskKind, tuple[str, ...]]] = []
         self.came: list[str] = []
 
-    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
-        self.seen.append((fed.round, kind, tuple(names)))
+    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
+        self.seen.append((context.round, kind, tuple(names)))
 
     def arrived(self, name: str) -> None:
         self.came.append(name)
@@ -41,15 +41,15 @@ class Failing:
     def __init__(self, inner: SiloPort, rounds: Sequence[int], spoil: bool = False) -> None:
         self.name, self._inner, self._rounds, self._spoil = inner.name, inner, rounds, spoil
 
-    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:
-        self._inner.settle(fed, kind, included)
+    def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
+        self._inner.settle(context, kind, included)
 
-    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
-        if fed.round not in self._rounds:
-            return self._inner.round(msg, fed, kind)
+    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
+        if context.round not in self._rounds:
+            return self._inner.round(msg, context, kind)
         if not self._spoil:
             raise UnavailableError("E-NET-01", f"{self.name} is away")
-        bundle = dict(self._inner.round(msg, fed, kind))
+        bundle = dict(self._inner.round(msg, context, kind))
         delta = bundle["delta"]
         bundle["delta"] = Part({k: v * float("nan") for k, v in delta.total.items()}, delta.weight)
         return bundle

@@ -18,7 +18,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import work
 from fl_core.simulation.in_process import SiloShare
 from fl_core.training.local_data import PlainData
-from fl_core.types.values import Bundle, Federation, State, TaskKind, Turn
+from fl_core.types.values import Bundle, RoundContext, State, TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.version import PROTOCOL
@@ -188,8 +188,10 @@ class ScriptedSilo:
         assert manifest.digest() == offer.manifest_digest
         msg = codec.read_state(fetch(stub, offer.base_digest, folder))
         me = manifest.index(self.name)
-        fed = Federation(len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, offer.cohort)
-        turn = Turn(fed, me, manifest.seed, manifest.members[me].prototypes)
+        fed = RoundContext(
+            len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, offer.cohort
+        )
+        turn = fed.for_silo(me, manifest.seed, manifest.members[me].prototypes)
         data = PlainData(self.share.train, self.share.test, manifest.train, turn)
         with _ONE_MODEL_AT_A_TIME:
             outcome = work(

@@ -35,7 +35,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import Bench
 from fl_core.training import paper_metrics as metrics
 from fl_core.training.evaluation import Joined
-from fl_core.types.values import Federation, State, TaskKind
+from fl_core.types.values import RoundContext, State, TaskKind
 
 HOLD_OUT = ("persilo", "label", "map")
 """Partitions whose silos hold out their own test examples: the global test set is the official one."""
@@ -141,7 +141,7 @@ class Watch:
         self._root = data_root
         self._all: tuple[Bench, Joined] | None = None
 
-    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         """Note nothing."""
 
     def arrived(self, name: str) -> None:

@@ -15,7 +15,7 @@ import torch  # noqa: E402
 
 from fl_core.rounds.silo_round import METRICS, Bench  # noqa: E402
 from fl_core.types.interfaces import SiloData  # noqa: E402
-from fl_core.types.values import Bundle, Outcome, Part, PartSpec, State, TaskKind, Turn  # noqa: E402
+from fl_core.types.values import Bundle, Outcome, Part, PartSpec, RoundContext, State, TaskKind  # noqa: E402
 from silo.cli import foreground as serving  # noqa: E402
 from silo.service.service import Settings  # noqa: E402
 from silo.storage.home import Home  # noqa: E402
@@ -24,7 +24,9 @@ CHANGE = 1e-4
 """What a number of an update is; small, so that twenty rounds of it leave a model that is still one."""
 
 
-def idle(bench: Bench, msg: State, state: State | None, data: SiloData, turn: Turn, kind: TaskKind) -> Outcome:
+def idle(
+    bench: Bench, msg: State, state: State | None, data: SiloData, context: RoundContext, kind: TaskKind
+) -> Outcome:
     """Answer a bundle of the run's layout at once: nearly constant tensors of weight 1, no test examples.
 
     No two updates are equal, as no two that were trained are: equal ones would be one object, in one file.
@@ -33,9 +35,9 @@ def idle(bench: Bench, msg: State, state: State | None, data: SiloData, turn: Tu
     parts = {METRICS} if kind is TaskKind.EVALUATE else set(bench.layout)
     bundle: Bundle = {name: _part(name, _frozen(bench.layout[name])) for name in parts}
     for name in parts - {METRICS}:
-        bundle[name] = _signed(bundle[name], turn.fed.round * turn.fed.n_silos + turn.silo)
+        bundle[name] = _signed(bundle[name], context.round * context.n_silos + context.silo)
     for guard in bench.guards:
-        bundle = guard.outgoing(bundle, turn.silo, turn.fed.round)
+        bundle = guard.outgoing(bundle, context.silo, context.round)
     return Outcome(bundle, {} if state is None else state)
 
 

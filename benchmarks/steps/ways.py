@@ -23,7 +23,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.training import devices
 from fl_core.training.local_data import PlainData
-from fl_core.types.values import Examples, Federation, Schema, State, TrainConfig, Turn
+from fl_core.types.values import Examples, RoundContext, Schema, State, TrainConfig
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Spend
 from privacy.dp_sgd import per_sample_gradients as gradients
@@ -32,7 +32,7 @@ from privacy.dp_sgd.layer_gradients import conv_grad_sample
 from privacy.noise.sources import Noise, SecureNoise, SeededNoise
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TURN = Turn(Federation(n_silos=10, n_classes=10, rounds=100, round=1, cohort=10), silo=0, seed=0)
+TURN = RoundContext(n_silos=10, n_classes=10, rounds=100, round=1, cohort=10).for_silo(silo=0, seed=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Setting:
     @property
     def schema(self) -> Schema:
         """Return the schema of the examples."""
-        return Schema(self.shape, tuple(f"class{k}" for k in range(TURN.fed.n_classes)))
+        return Schema(self.shape, tuple(f"class{k}" for k in range(TURN.n_classes)))
 
     def on(self, device: torch.device) -> Setting:
         """Return the same setting on another device."""
@@ -67,13 +67,13 @@ class Setting:
     def examples(self) -> Examples:
         """Draw the examples; they lie on a GPU where one trains."""
         images = torch.rand(self.batch, *self.shape, generator=torch.Generator().manual_seed(0))
-        made = TensorExamples(images, torch.arange(self.batch) % TURN.fed.n_classes)
+        made = TensorExamples(images, torch.arange(self.batch) % TURN.n_classes)
         return devices.placed(made, self.device, devices.room_on(self.device))[0]
 
 
 def message(method: FedAvg, model: nn.Module) -> State:
     """Make what a silo receives in the second round: FedMR's prototypes are known, so both its losses are computed."""
-    sent = {group: dict(values) for group, values in method.broadcast(method.init_server(model, TURN.fed)).items()}
+    sent = {group: dict(values) for group, values in method.broadcast(method.init_server(model, TURN)).items()}
     if "prototypes" in sent:
         g = sent["prototypes"]["g"]
         sent["prototypes"] = {
@@ -86,7 +86,7 @@ def message(method: FedAvg, model: nn.Module) -> State:
 def course_of(setting: Setting) -> Course:
     """Plan a run of FedAvg over as many units as a batch has, clipped at 1, each physical batch a whole one."""
     terms = Terms(physical_batch=setting.batch)
-    return Course.of(terms, setting.train, TURN.fed.rounds, setting.batch, FedAvg(), setting.build(), setting.schema)
+    return Course.of(terms, setting.train, TURN.rounds, setting.batch, FedAvg(), setting.build(), setting.schema)
 
 
 class PlainSteps:

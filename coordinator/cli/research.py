@@ -26,7 +26,7 @@ from fl_core.models import MODELS, ModelFacts, describe
 from fl_core.rounds.engine import RoundRecord
 from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.ray import Cluster
-from fl_core.types.values import Federation, State, TaskKind
+from fl_core.types.values import RoundContext, State, TaskKind
 from privacy.reports import uncertainty
 from protos.console import make_table, print_json
 
@@ -37,7 +37,7 @@ class _Lines:
     def __init__(self, manifest: RunManifest) -> None:
         self._noise = uncertainty.run_noise(manifest)
 
-    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         """Note nothing."""
 
     def arrived(self, name: str) -> None:

@@ -13,7 +13,7 @@ from coordinator.storage.store import Store
 from fl_core.errors import StateError
 from fl_core.rounds.engine import RoundRecord
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Federation, State, TaskKind
+from fl_core.types.values import RoundContext, State, TaskKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Keeper:
     blobs: Blobs
     hub: Hub
 
-    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         """Note the open round before anything is sent."""
-        self._in_time(lambda: self.store.runs.open_round(self.run_id, fed.round, kind, names))
+        self._in_time(lambda: self.store.runs.open_round(self.run_id, context.round, kind, names))
 
     def arrived(self, name: str) -> None:
         """Do nothing: an arrival was noted with the receipt."""

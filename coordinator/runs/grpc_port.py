@@ -15,7 +15,7 @@ from coordinator.runs.tasks import SiloTaskKey, Task
 from coordinator.storage.object_store import Blobs
 from coordinator.storage.store import Store
 from fl_core.errors import ProtocolError
-from fl_core.types.values import Bundle, Federation, State, TaskKind
+from fl_core.types.values import Bundle, RoundContext, State, TaskKind
 from protos.wire.bundle_file import FileBundle
 
 
@@ -108,15 +108,15 @@ class GrpcPort:
     blobs: Blobs
     hub: Hub
 
-    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         """Ask the silo for its update and return it, to be read when it is folded.
 
         Raises FederationError when it refuses, is revoked or misses the round's deadline: the round goes on without it.
         Raises Interrupted when the run was aborted or the service stops: the round ends unclosed.
         """
-        base, due = self.broadcasts.base(msg, fed.round, fed.cohort)
-        key = SiloTaskKey(self.run_id, fed.round, kind, self.name)
-        task = Task(key, self.manifest_digest, base.digest, base.size, fed.cohort, due)
+        base, due = self.broadcasts.base(msg, context.round, context.cohort)
+        key = SiloTaskKey(self.run_id, context.round, kind, self.name)
+        task = Task(key, self.manifest_digest, base.digest, base.size, context.cohort, due)
         with self.hub.awaited(task) as pending:  # before the look: what comes after it is told to us
             digest = self._taken(task)
             if digest is None:
@@ -124,7 +124,7 @@ class GrpcPort:
                 digest = pending.wait()
         return checked(self.blobs.bundle(digest), self.allowed)
 
-    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:
+    def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
         """Do nothing: the close that was stored is announced to every silo."""
 
     def _taken(self, task: Task) -> str | None:

@@ -19,7 +19,7 @@ from fl_core.simulation.in_process import SiloShare
 from fl_core.training.devices import choose_device
 from fl_core.types import tensor_maps as trees
 from fl_core.types.records import fairness
-from fl_core.types.values import Federation, State, TaskKind
+from fl_core.types.values import RoundContext, State, TaskKind
 from privacy.accounting.record_config import nominal
 from privacy.compiled_run import CompiledRun
 from privacy.data_access import doors_of
@@ -152,9 +152,9 @@ class _Reporting(BestHistory):
         super().__init__(measure)
         self._tell = tell
 
-    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         if self._tell:
-            self._tell.opened(fed, kind, names)
+            self._tell.opened(context, kind, names)
 
     def closed(self, record: RoundRecord, server: State) -> None:
         super().closed(record, server)

@@ -24,7 +24,7 @@ from fl_core import validate
 from fl_core.methods.traits import Traits
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Federation, Losses, LossFn, Outcome, Part, State, Tensors, Turn
+from fl_core.types.values import Bundle, Losses, LossFn, Outcome, Part, RoundContext, State, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +49,19 @@ class FedAvg(Traits):
         """Return the cross entropy of each example."""
         return Losses(cross_entropy(model(x), y, reduction="none"))
 
-    def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:  # noqa: ARG002
+    def objective(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> LossFn:  # noqa: ARG002
         """Make the loss of one silo's round; `model` holds the received weights."""
         return self.loss
 
-    def extras(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> dict[str, Part]:  # noqa: ARG002
+    def extras(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> dict[str, Part]:  # noqa: ARG002
         """Make what goes up beside the delta, from the trained model."""
         return {}
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Start from the initialised model."""
         return {"w": trees.only(trees.read(model), self.shared)}
 
-    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+    def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Keep nothing between rounds."""
         return {}
 
@@ -69,11 +69,11 @@ class FedAvg(Traits):
         """Send the model."""
         return {"w": server["w"]}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train from the received model and send the weighed difference."""
         trees.write(model, msg["w"])
-        data.sgd(model, self.objective(model, msg, data, turn))
-        return Outcome({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, turn)}, silo)
+        data.sgd(model, self.objective(model, msg, data, context))
+        return Outcome({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}, silo)
 
     def weight(self, data: SiloData) -> float:
         """Return what this silo counts in an average of models."""
@@ -89,7 +89,7 @@ class FedAvg(Traits):
         trained = trees.named(model)
         return {name: trained[name].detach().cpu() - received for name, received in msg["w"].items()}
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:  # noqa: ARG002
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:  # noqa: ARG002
         """Add the mean difference; without any update the model stays as it is."""
         return {**server, "w": trees.add(server["w"], total["delta"].mean())}
 
@@ -102,6 +102,6 @@ class FedAvg(Traits):
         trees.write(model, msg["w"])
         return model
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Return the model after local training, the personal model of a method that has none of its own."""
         return model

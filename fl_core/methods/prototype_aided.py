@@ -25,7 +25,7 @@ from fl_core import validate
 from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Federation, Losses, LossFn, Part, State, Turn
+from fl_core.types.values import Bundle, Losses, LossFn, Part, RoundContext, State
 
 FORMS = ("off", "mixture", "additive")
 
@@ -67,24 +67,27 @@ class PrototypeAided(FedAvg):
         """Name what goes up, part by part."""
         return (*super().sends, prototypes.PART) if self.aided else super().sends
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start with no prototype known."""
-        start = super().init_server(model, fed)
+        start = super().init_server(model, context)
         if not self.aided:
             return start
-        return {**start, prototypes.PART: prototypes.unknown(fed.n_classes, prototypes.features_of(model).feature_dim)}
+        return {
+            **start,
+            prototypes.PART: prototypes.unknown(context.n_classes, prototypes.features_of(model).feature_dim),
+        }
 
     def broadcast(self, server: State) -> State:
         """Send the prototypes beside what the method sends."""
         msg = super().broadcast(server)
         return {**msg, prototypes.PART: server[prototypes.PART]} if self.aided else msg
 
-    def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:
+    def objective(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> LossFn:
         """Make the mixture for this round; cross entropy alone while no prototype is known."""
-        plain = super().objective(model, msg, data, turn)
+        plain = super().objective(model, msg, data, context)
         if not self.aided or not bool((msg[prototypes.PART]["known"] > 0).any()):
             return plain
-        share = max(0.0, 1.0 - turn.fed.round / turn.fed.rounds)
+        share = max(0.0, 1.0 - context.round / context.rounds)
         of_ce, of_gpc = (1.0 - share, share) if self.prototypes == "mixture" else (1.0, self.lambda_p)
         if not of_gpc:
             return plain
@@ -98,14 +101,14 @@ class PrototypeAided(FedAvg):
 
         return mixture
 
-    def extras(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> dict[str, Part]:
+    def extras(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> dict[str, Part]:
         """Measure prototypes with the trained model."""
-        extra = super().extras(model, msg, data, turn)
-        return {**extra, prototypes.PART: prototypes.submitted(model, msg, data, turn)} if self.aided else extra
+        extra = super().extras(model, msg, data, context)
+        return {**extra, prototypes.PART: prototypes.submitted(model, msg, data, context)} if self.aided else extra
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Merge prototypes by class counts beside what the method merges."""
-        after = super().merge(server, total, fed)
+        after = super().merge(server, total, context)
         if not self.aided:
             return after
         return {**after, prototypes.PART: prototypes.merged(server[prototypes.PART], total[prototypes.PART])}

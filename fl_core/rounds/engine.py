@@ -18,7 +18,7 @@ from fl_core.rounds import sampling as cohort
 from fl_core.training.evaluation import MEASURED, METRICS, personal_scores
 from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.records import RoundRecord as RoundRecord
-from fl_core.types.values import Bundle, Federation, Layout, State, TaskKind
+from fl_core.types.values import Bundle, Layout, RoundContext, State, TaskKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Schedule:
 class Observer(Protocol):
     """What happens beside the arithmetic of a round: storage, progress. Called from the loop's own thread."""
 
-    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         """Note that a round begins, before anything is sent."""
         ...
 
@@ -51,7 +51,7 @@ class Observer(Protocol):
 class Silent:
     """An observer that does nothing."""
 
-    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         """Do nothing."""
 
     def arrived(self, name: str) -> None:
@@ -93,15 +93,15 @@ class Engine:
         plan = self.schedule
         train = kind is TaskKind.TRAIN
         ids = cohort.sample(plan.seed, t, len(self.ports), plan.cohort if train else 0)
-        fed = Federation(len(self.ports), plan.n_classes, plan.rounds, t, len(ids))
+        context = RoundContext(len(self.ports), plan.n_classes, plan.rounds, t, len(ids))
         names = [self.ports[k].name for k in ids]
-        observer.opened(fed, kind, names)
+        observer.opened(context, kind, names)
         layout = self.layout if train else {METRICS: self.layout[METRICS]}
         own, now = steering.groups(self.incoming), steering.settings(self.incoming, server, t)
         model = steering.without(server, own)
         server = {**model, **now}
         msg = {**self.method.broadcast(model), **now}
-        total, included, missing, clipped = self._gather(msg, fed, kind, ids, layout, observer)
+        total, included, missing, clipped = self._gather(msg, context, kind, ids, layout, observer)
         needed = min(plan.quorum or len(ids), len(ids))
         if len(included) < needed:
             raise UnavailableError(
@@ -122,17 +122,17 @@ class Engine:
         )
         if train:
             rest = {name: part for name, part in total.items() if name not in MEASURED | own}
-            server = {**self.method.merge(model, rest, fed), **steering.followed(self.incoming, now, total)}
+            server = {**self.method.merge(model, rest, context), **steering.followed(self.incoming, now, total)}
             server = {group: dict(v) if isinstance(v, Deferred) else v for group, v in server.items()}
             del rest
         del total, metrics  # nothing reads an update any more: its file may be written over
         observer.closed(record, server)
         for k in ids:
-            self.ports[k].settle(fed, kind, self.ports[k].name in included)
+            self.ports[k].settle(context, kind, self.ports[k].name in included)
         return server
 
     def _gather(
-        self, msg: State, fed: Federation, kind: TaskKind, ids: Sequence[int], layout: Layout, observer: Observer
+        self, msg: State, context: RoundContext, kind: TaskKind, ids: Sequence[int], layout: Layout, observer: Observer
     ) -> tuple[Bundle, list[str], dict[str, str], int]:
         """Fold bundles as they arrive, one at a time; a bundle that does not fit is refused and the round survives.
 
@@ -142,7 +142,7 @@ class Engine:
         sums, included, missing = (
             Accumulator(layout, self.grid, self.method.apart), list[str](), dict[str, str]()
         )  # fmt: skip
-        for name, reply in self._replies([self.ports[k] for k in ids], msg, fed, kind):
+        for name, reply in self._replies([self.ports[k] for k in ids], msg, context, kind):
             try:
                 seen = sums.look(reply.result(), places[name])
             except FederationError as error:
@@ -154,16 +154,16 @@ class Engine:
             observer.arrived(name)
         total = sums.total()
         for guard in reversed(steering.told(self.incoming, msg)):
-            total = guard.incoming(total, len(included), fed.round)
+            total = guard.incoming(total, len(included), context.round)
         return total, included, missing, sums.clipped
 
     def _replies(
-        self, ports: Sequence[SiloPort], msg: State, fed: Federation, kind: TaskKind
+        self, ports: Sequence[SiloPort], msg: State, context: RoundContext, kind: TaskKind
     ) -> Iterator[tuple[str, Future[Bundle]]]:
         """Yield each silo's reply when it is there, at most `parallel` silos at work; one at a time in this thread."""
         if self.parallel == 1:
             for port in ports:
-                yield port.name, _reply(port, msg, fed, kind)
+                yield port.name, _reply(port, msg, context, kind)
             return
         waiting = list(reversed(ports))
         with ThreadPoolExecutor(self.parallel, thread_name_prefix="port") as pool:
@@ -171,16 +171,16 @@ class Engine:
             while waiting or running:
                 while waiting and len(running) < self.parallel:
                     port = waiting.pop()
-                    running[pool.submit(port.round, msg, fed, kind)] = port.name
+                    running[pool.submit(port.round, msg, context, kind)] = port.name
                 ready = sorted(wait(running, return_when=FIRST_COMPLETED).done, key=lambda r: running[r], reverse=True)
                 while ready:  # a reply that was folded is nowhere kept: its bundle may lie in memory
                     yield running.pop(ready[-1]), ready.pop()
 
 
-def _reply(port: SiloPort, msg: State, fed: Federation, kind: TaskKind) -> Future[Bundle]:
+def _reply(port: SiloPort, msg: State, context: RoundContext, kind: TaskKind) -> Future[Bundle]:
     reply: Future[Bundle] = Future()
     try:
-        reply.set_result(port.round(msg, fed, kind))
+        reply.set_result(port.round(msg, context, kind))
     except Exception as error:
         reply.set_exception(error)
     return reply

@@ -9,7 +9,7 @@ from fl_core.rounds.silo_round import Bench, measure_global, work
 from fl_core.training.evaluation import METRICS, evaluate_personal
 from fl_core.training.local_data import PlainData
 from fl_core.types.interfaces import Method
-from fl_core.types.values import Bundle, Examples, Federation, Layout, PartSpec, Schema, TaskKind, TrainConfig, Turn
+from fl_core.types.values import Bundle, Examples, Layout, PartSpec, RoundContext, Schema, TaskKind, TrainConfig
 
 __all__ = ["derive_layout"]
 
@@ -33,18 +33,17 @@ def derive_layout(method: Method, model: nn.Module, schema: Schema, personal: bo
 
     Guarantees: the layout does not depend on any silo's data; `model` is used as scratch.
     """
-    fed = Federation(n_silos=1, n_classes=len(schema.classes), cohort=1)
-    turn = Turn(fed, silo=0, seed=0)
+    context = RoundContext(n_silos=1, n_classes=len(schema.classes), cohort=1).for_silo(silo=0, seed=0)
     blank = BlankExamples(schema)
-    data = PlainData(blank, blank, TrainConfig(batch_size=2, epochs=1), turn)
-    server = method.init_server(model, fed)
+    data = PlainData(blank, blank, TrainConfig(batch_size=2, epochs=1), context)
+    server = method.init_server(model, context)
     msg = method.broadcast(server)
-    layout = _layout(method.local(model, msg, method.init_silo(model, fed), data, turn).bundle)
+    layout = _layout(method.local(model, msg, method.init_silo(model, context), data, context).bundle)
     if personal:
-        layout |= _layout(evaluate_personal(model, data, fed.n_classes))
-    layout |= _layout({METRICS: measure_global(method, model, msg, data, fed.n_classes)})
+        layout |= _layout(evaluate_personal(model, data, context.n_classes))
+    layout |= _layout({METRICS: measure_global(method, model, msg, data, context.n_classes)})
     layout = dict(sorted(layout.items()))
-    work(Bench(method, model, layout), msg, None, data, turn, TaskKind.TRAIN)  # the layout is stable: it fits itself
+    work(Bench(method, model, layout), msg, None, data, context, TaskKind.TRAIN)  # the layout is stable: it fits itself
     return layout
 
 

@@ -18,7 +18,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import Bench
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import Guard, Method, SiloPort
-from fl_core.types.values import Federation, State
+from fl_core.types.values import RoundContext, State
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,5 +72,5 @@ class RunSetup:
     def initial_state(self) -> State:
         """Make the server state of round 0; equal manifests give equal bytes."""
         manifest = self.manifest
-        federation = Federation(len(manifest.members), len(manifest.schema.classes), manifest.rounds)
-        return self.method.init_server(self.new_model(), federation)
+        context = RoundContext(len(manifest.members), len(manifest.schema.classes), manifest.rounds)
+        return self.method.init_server(self.new_model(), context)

@@ -15,7 +15,7 @@ from fl_core.training.evaluation import PERSONAL, evaluate_personal
 from fl_core.training.evaluation import evaluate as evaluate
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import Guard, Method, SiloData
-from fl_core.types.values import Bundle, Layout, Outcome, Part, State, TaskKind, Tensors, Turn
+from fl_core.types.values import Bundle, Layout, Outcome, Part, RoundContext, State, TaskKind, Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,9 @@ class Bench:
         return self.model
 
 
-def work(bench: Bench, msg: State, state: State | None, data: SiloData, turn: Turn, kind: TaskKind) -> Outcome:
+def work(
+    bench: Bench, msg: State, state: State | None, data: SiloData, context: RoundContext, kind: TaskKind
+) -> Outcome:
     """Evaluate what was broadcast, train if asked to, measure the personal model if the layout has it, guard all.
 
     Returns the bundle that may leave and the silo's next state, the old one where training diverged; the caller
@@ -50,24 +52,24 @@ def work(bench: Bench, msg: State, state: State | None, data: SiloData, turn: Tu
     Raises ProtocolError (E-WIRE-02) when the method's bundle does not have the run's layout; RefusedError, before any
     example is read, on a guard's setting that the plan is silent on.
     """
-    method, fed = bench.method, turn.fed
+    method = bench.method
     guards, theirs = steering.told(bench.guards, msg), steering.groups(bench.guards)
     msg = steering.without(msg, theirs)
-    state = method.init_silo(bench.fresh(), fed) if state is None else state
-    bundle: dict[str, Part] = {METRICS: measure_global(method, bench.fresh(), msg, data, fed.n_classes)}
+    state = method.init_silo(bench.fresh(), context) if state is None else state
+    bundle: dict[str, Part] = {METRICS: measure_global(method, bench.fresh(), msg, data, context.n_classes)}
     layout = {METRICS: bench.layout[METRICS]}
     if kind is TaskKind.TRAIN:
-        local, trained = method.local(bench.fresh(), msg, state, data, turn)
+        local, trained = method.local(bench.fresh(), msg, state, data, context)
         bundle |= local
         state = trained if trained is state or _finite(local, trained) else state
         if PERSONAL in bench.layout:
-            own = method.personal(bench.model, msg, trained, data, turn)
-            bundle |= evaluate_personal(own, data, fed.n_classes)
+            own = method.personal(bench.model, msg, trained, data, context)
+            bundle |= evaluate_personal(own, data, context.n_classes)
         layout = {name: spec for name, spec in bench.layout.items() if name not in theirs}
     check_layout(bundle, layout)
     guarded: Bundle = bundle
     for guard in guards:
-        guarded = guard.outgoing(guarded, turn.silo, fed.round)
+        guarded = guard.outgoing(guarded, context.silo, context.round)
     return Outcome(guarded, state)
 
 

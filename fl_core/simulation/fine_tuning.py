@@ -19,7 +19,7 @@ from fl_core.simulation.in_process import History, SiloShare
 from fl_core.training.evaluation import evaluate, weighted_accuracy
 from fl_core.training.local_data import PlainData
 from fl_core.types.records import RoundRecord
-from fl_core.types.values import Federation, State, Turn
+from fl_core.types.values import RoundContext, State
 
 EPOCHS = 10
 
@@ -84,12 +84,12 @@ def fine_tuned(
     manifest, bench = run.manifest, run.silo_runtime()
     n_classes = len(manifest.schema.classes)
     msg = bench.method.broadcast(server)
-    fed = Federation(len(shares), n_classes, manifest.rounds, round, len(shares))
+    context = RoundContext(len(shares), n_classes, manifest.rounds, round, len(shares))
     found: list[float] = []
     for k, share in enumerate(shares):
         model: Module = bench.method.global_model(bench.fresh(), msg)
-        turn = Turn(fed, k, rng.derive(manifest.seed, "fine-tune"))
-        data = PlainData(share.train, share.test, manifest.train, turn)
+        at_silo = context.for_silo(k, rng.derive(manifest.seed, "fine-tune"))
+        data = PlainData(share.train, share.test, manifest.train, at_silo)
         if len(share.train):
             data.sgd(model, FedAvg.loss, epochs=epochs)
         part = evaluate(model, data, n_classes)

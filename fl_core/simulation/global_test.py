@@ -18,7 +18,7 @@ from fl_core.simulation.in_process import SiloShare
 from fl_core.training.evaluation import Joined, evaluate
 from fl_core.training.local_data import PlainData
 from fl_core.types.records import RoundRecord
-from fl_core.types.values import Federation, State, Turn
+from fl_core.types.values import RoundContext, State
 
 
 class AllSilos:
@@ -34,8 +34,8 @@ class AllSilos:
         self._n_classes, self._silos = len(manifest.schema.classes), len(shares)
         self._initial = run.initial_state()
         tests = Joined([share.test for share in shares])
-        turn = Turn(Federation(self._silos, self._n_classes, manifest.rounds), 0, manifest.seed)
-        self._data = PlainData(tests, tests, manifest.train, turn, self._device)
+        context = RoundContext(self._silos, self._n_classes, manifest.rounds).for_silo(0, manifest.seed)
+        self._data = PlainData(tests, tests, manifest.train, context, self._device)
 
     def __call__(self, record: RoundRecord, before: State | None) -> RoundRecord:
         """Return a record with the counts of all silos for the state before its round; before: None for the first.

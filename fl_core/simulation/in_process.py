@@ -15,7 +15,7 @@ from fl_core.training import devices
 from fl_core.training.evaluation import Joined
 from fl_core.training.local_data import PlainData
 from fl_core.types.interfaces import Doors
-from fl_core.types.values import Bundle, Examples, Federation, State, TaskKind, TrainConfig, Turn, Visit
+from fl_core.types.values import Bundle, Examples, RoundContext, State, TaskKind, TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,9 @@ class LocalPort:
         seed: int,
         prototypes: bool,
         public: Examples | None = None,
-        doors: Doors = PlainData.open,
+        doors: Doors = PlainData,
         states: States | None = None,
         device: torch.device | None = None,
-        withheld: frozenset[int] = frozenset(),
     ) -> None:
         self.name = name
         self._index = index
@@ -56,13 +55,14 @@ class LocalPort:
         self._doors = doors
         self._states = states or InMemory()
         self._device = device
-        self._withheld = withheld
 
-    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
-        """Run `worker.work` and stage the silo's next state."""
-        turn = Turn(fed, self._index, self._seed, self._prototypes, self._withheld)
-        visit = Visit(self._share.train, self._share.test, self._train, turn, self._device, public=self._public)
-        outcome = work(self._bench, msg, self.state, self._doors(visit), turn, kind)
+    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
+        """Run `run_silo_round` and stage the silo's next state."""
+        context = context.for_silo(self._index, self._seed, self._prototypes)
+        data = self._doors(
+            self._share.train, self._share.test, self._train, context, device=self._device, public=self._public
+        )
+        outcome = work(self._bench, msg, self.state, data, context, kind)
         if kind is TaskKind.TRAIN:
             self._states.stage(self._index, outcome.state)
         return outcome.bundle
@@ -72,7 +72,7 @@ class LocalPort:
         """Return the silo's committed state; None before the first."""
         return self._states.get(self._index)
 
-    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:  # noqa: ARG002
+    def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:  # noqa: ARG002
         """Commit what was staged; of a method whose server mirrors silo states, only when this silo was included."""
         self._states.settle(self._index, included or not self._bench.method.mirrored)
 
@@ -119,7 +119,7 @@ def local_ports(
             manifest.seed,
             m.prototypes,
             public,
-            doors[k] if doors else PlainData.open,
+            doors[k] if doors else PlainData,
             states,
             device,
         )
@@ -162,7 +162,7 @@ class History:
     def __init__(self) -> None:
         self.records: list[RoundRecord] = []
 
-    def opened(self, fed: Federation, kind: TaskKind, names: Sequence[str]) -> None:
+    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         """Note nothing."""
 
     def arrived(self, name: str) -> None:

@@ -27,7 +27,7 @@ from fl_core.simulation.in_process import (
     public_test,
 )
 from fl_core.simulation.silo_states import InMemory, States
-from fl_core.types.values import Bundle, Examples, Federation, State, TaskKind
+from fl_core.types.values import Bundle, Examples, RoundContext, State, TaskKind
 
 Handle: TypeAlias = Any
 """An actor of Ray, which has no types here."""
@@ -66,11 +66,11 @@ class Seats:
             )
 
     def round(
-        self, silo: int, msg: State, fed: Federation, kind: TaskKind, state: State | None
+        self, silo: int, msg: State, context: RoundContext, kind: TaskKind, state: State | None
     ) -> tuple[Bundle, State | None]:
         """Run one silo's round; return its bundle and, after training, its next state."""
         self._states.given, self._states.made = state, None
-        return self._ports[silo].round(msg, fed, kind), self._states.made
+        return self._ports[silo].round(msg, context, kind), self._states.made
 
 
 class _Handed:
@@ -100,16 +100,16 @@ class RayPort:
         self._states = states
         self._mirrored = mirrored
 
-    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         """Run the round at the actor and stage the silo's next state."""
         state = self._states.get(self._index)
-        reply = self._actor.round.remote(self._index, self._post.sent(msg), fed, kind, state)
+        reply = self._actor.round.remote(self._index, self._post.sent(msg), context, kind, state)
         bundle, after = self._post.ray.get(reply)
         if after is not None:
             self._states.stage(self._index, after)
         return cast(Bundle, bundle)
 
-    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:  # noqa: ARG002
+    def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:  # noqa: ARG002
         """Commit what was staged, as a simulation in one process does."""
         self._states.settle(self._index, included or not self._mirrored)
 

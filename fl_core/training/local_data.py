@@ -20,11 +20,10 @@ from fl_core.types.values import (
     PenaltyFn,
     Progress,
     Query,
+    RoundContext,
     Split,
     Tensors,
     TrainConfig,
-    Turn,
-    Visit,
 )
 
 EVAL_BATCH = 512
@@ -42,7 +41,7 @@ class _None(Examples):
 
 
 class PlainData:
-    """`SiloData` over one silo's examples, for one turn; public: the public test set, where there is one.
+    """`SiloData` over one silo's examples, for one round; public: the public test set, where there is one.
 
     Every call of `sgd` draws its batches from a stream of its own, so an extra pass of a method does not change
     the batches of the others (a method with its extra term at 0 stays bit-identical to FedAvg).
@@ -53,27 +52,21 @@ class PlainData:
         train: Examples,
         test: Examples,
         config: TrainConfig,
-        turn: Turn,
+        context: RoundContext,
         device: torch.device | None = None,
         progress: Progress | None = None,
         public: Examples | None = None,
     ) -> None:
-        self.lr = config.lr * config.lr_decay**turn.fed.round
+        self.lr = config.lr * config.lr_decay**context.round
         self.batch_size = config.batch_size
         self._examples = {Split.TRAIN: train, Split.TEST: test, Split.GLOBAL: public or _None(test)}
         self._config = config
-        self._turn = turn
+        self._context = context
         self._device = device or torch.device("cpu")
         self._progress = progress or (lambda *_: None)
         self._ahead = 2 if self._device.type == "cuda" else 0
         self._calls = 0
         self._counts: Tensor | None = None
-
-    @classmethod
-    def open(cls, visit: Visit) -> PlainData:
-        """Open the doors of one turn."""
-        v = visit
-        return cls(v.train, v.test, v.config, v.turn, v.device, v.progress, v.public)
 
     def planned_steps(self, epochs: float | None = None) -> int:
         """Return the optimiser steps of an `sgd` call: whole batches, the last may be short, cut at `max_steps`."""
@@ -103,18 +96,18 @@ class PlainData:
         Momentum starts at zero in every call. A batch of one example is skipped where the model has BatchNorm,
         which has no variance to normalise it by, and is not counted.
         """
-        path = ("round", self._turn.fed.round, "silo", self._turn.silo, "sgd", self._calls)
+        path = ("round", self._context.round, "silo", self._context.silo, "sgd", self._calls)
         self._calls += 1
-        order, augment = rng.stream(self._turn.seed, *path, "order"), None
+        order, augment = rng.stream(self._context.seed, *path, "order"), None
         if self._config.augment:
-            augment = rng.stream(self._turn.seed, *path, "augment")
+            augment = rng.stream(self._context.seed, *path, "augment")
         named = {name: p for name, p in model.named_parameters() if only is None or only(name)}
         model.train()
         if self._config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         descent = optimizers.GradientDescent(named, lr_scale * self.lr, self._config, plain, self._device.type)
         taken = 0
-        with rng.torch_scope(self._turn.seed, *path, "dropout"):
+        with rng.torch_scope(self._context.seed, *path, "dropout"):
             batches = self._batches(order, self.planned_steps(epochs) if steps is None else steps)
             lonely = any(len(i) == 1 for i in batches) and _normalises(model)
             wanted = [(done, i) for done, i in enumerate(batches, start=1) if not (lonely and len(i) == 1)]
@@ -211,7 +204,7 @@ class PlainData:
         """Return the training examples per class (C,)."""
         if self._counts is None:
             labels = self._examples[Split.TRAIN].labels
-            self._counts = torch.bincount(labels, minlength=self._turn.fed.n_classes).float()
+            self._counts = torch.bincount(labels, minlength=self._context.n_classes).float()
         return self._counts
 
 

@@ -1,28 +1,30 @@
-"""The roles: the two doors to the examples, a method, a guard, a port. Properties, not only types."""
+"""The roles: access to the examples, a method, a guard, a port. Properties, not only types."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from fl_core.types.values import (
     Bundle,
     Capability,
     Coupling,
+    Examples,
     Exposure,
-    Federation,
     LossFn,
     Outcome,
     PenaltyFn,
+    Progress,
     Query,
+    RoundContext,
     Split,
     State,
     TaskKind,
     Tensors,
-    Turn,
-    Visit,
+    TrainConfig,
 )
 
 
@@ -85,10 +87,23 @@ class SiloData(Protocol):
 
 
 class Doors(Protocol):
-    """Opens a silo's doors for one turn: `PlainData.open`, or what a privacy profile puts in its place."""
+    """Opens a silo's examples for one round: `PlainData`, or what a privacy profile puts in its place."""
 
-    def __call__(self, visit: Visit, /) -> SiloData:
-        """Make the doors; a private profile reserves what the turn will release, before any example is read."""
+    def __call__(
+        self,
+        train: Examples,
+        test: Examples,
+        config: TrainConfig,
+        context: RoundContext,
+        *,
+        device: torch.device | None = None,
+        progress: Progress | None = None,
+        public: Examples | None = None,
+    ) -> SiloData:
+        """Open them; a private profile reserves what the round will release, before any example is read.
+
+        device: where the model is, the CPU by default   public: the public test set, where there is one.
+        """
         ...
 
 
@@ -133,11 +148,11 @@ class Method(Protocol):
         """Say whether the loss, with these hyper-parameters, mixes the examples of a batch."""
         ...
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Make the server state of round 0 from an initialised model."""
         ...
 
-    def init_silo(self, model: nn.Module, fed: Federation) -> State:
+    def init_silo(self, model: nn.Module, context: RoundContext) -> State:
         """Make a silo's private state before its first round; it has no path to the wire."""
         ...
 
@@ -145,11 +160,11 @@ class Method(Protocol):
         """Choose what goes down to every silo of the cohort."""
         ...
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Do the silo's half of a round."""
         ...
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Do the server's half: the only place where a mean is taken. An empty cohort changes nothing."""
         ...
 
@@ -161,7 +176,7 @@ class Method(Protocol):
         """Choose the tensors of an exported model: all that was learnt or drawn for classification."""
         ...
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:
         """Make the silo's personal model after a round, from what `local` left in `model` and the silo's new state."""
         ...
 
@@ -183,14 +198,14 @@ class Guard(Protocol):
 
 
 class SiloPort(Protocol):
-    """Where a silo's round happens: in this process or at a hospital. Both run the same `worker.work`."""
+    """Where a silo's round happens: in this process or at a hospital. Both run the same `run_silo_round`."""
 
     name: str
 
-    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         """Run one round at the silo and return its bundle."""
         ...
 
-    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:
+    def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
         """Learn that a round is closed, and whether this silo's bundle is part of it."""
         ...

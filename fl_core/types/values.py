@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -137,10 +137,12 @@ class Losses(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Federation:
-    """The public facts of a run and of one round of it.
+class RoundContext:
+    """The public facts of a run and of one round of it, at the server or for one silo.
 
-    n_silos N, n_classes C, rounds T, round t (0-based), cohort |S_t| (planned, public).
+    n_silos N, n_classes C, rounds T, round t (0-based), cohort |S_t| (planned, public). silo: the index in the run's
+    roster, -1 at the server   seed: the run's, for the silo's random streams   prototypes: False for a silo that
+    submits none in this run (drawn before round 1, or the hospital's own opt-out): it still receives and uses them.
     """
 
     n_silos: int
@@ -148,52 +150,17 @@ class Federation:
     rounds: int = 1
     round: int = 0
     cohort: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What a silo's half of a method may know besides data: where and when it runs.
-
-    silo is the index in the run's roster; `prototypes` is False for a silo that submits none in this run
-    (drawn before round 1, or the hospital's own opt-out): it still receives and uses them. withheld: classes whose
-    prototypes the hospital never submits, chosen from the label space without looking at what it holds.
-    """
-
-    fed: Federation
-    silo: int
-    seed: int
+    silo: int = -1
+    seed: int = 0
     prototypes: bool = True
-    withheld: frozenset[int] = frozenset()
 
-    def shown(self, part: Part) -> Part:
-        """Put zeros of weight 0 in the rows of withheld classes, present or not; rows come class by class."""
-        if not self.withheld:
-            return part
-        hidden = torch.zeros(self.fed.n_classes, dtype=torch.bool)
-        hidden[sorted(self.withheld)] = True
-        rows = hidden.repeat_interleave(len(part.weight) // self.fed.n_classes)
-        total = {name: torch.where(_rows(rows, v), torch.zeros_like(v), v) for name, v in part.total.items()}
-        return Part(total, torch.where(rows, torch.zeros_like(part.weight), part.weight))
+    def for_silo(self, silo: int, seed: int, prototypes: bool = True) -> RoundContext:
+        """Make the context of one silo's half of the round."""
+        return replace(self, silo=silo, seed=seed, prototypes=prototypes)
 
 
 Progress = Callable[[int, int], None]
 """Told (done, in all) after every step and every batch; it may raise to end the work there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """What a silo's doors are opened for: its examples, the run's schedule, the turn, and where the work is done.
-
-    public: the public test set, where there is one   device: where the model is; the CPU by default
-    """
-
-    train: Examples
-    test: Examples
-    config: TrainConfig
-    turn: Turn
-    device: torch.device | None = None
-    progress: Progress | None = None
-    public: Examples | None = None
 
 
 class Outcome(NamedTuple):

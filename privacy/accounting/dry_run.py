@@ -6,7 +6,7 @@ The rehearsal runs a silo's half with doors that only write down what they are a
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,15 @@ from fl_core.types.interfaces import Method
 from fl_core.types.values import (
     ClassSums,
     Coupling,
-    Federation,
     LossFn,
     Part,
     PenaltyFn,
     Query,
+    RoundContext,
     Schema,
     Split,
     Tensors,
     TrainConfig,
-    Turn,
 )
 from privacy.dp_sgd.independence import blanks, check_independence, check_rows
 
@@ -112,20 +111,21 @@ def rehearse(
 
     Raises as `check_independence` when a loss that is declared per example mixes examples.
     """
-    fed = Federation(n_silos=1, n_classes=len(schema.classes), rounds=4, cohort=1)
+    context = RoundContext(n_silos=1, n_classes=len(schema.classes), rounds=4, cohort=1)
     needs, subject = Needs(), (type(method), method, str(model), schema, train.batch_size, personal)
     probe = probe and subject not in _PROBED
-    server, silo = method.init_server(model, fed), method.init_silo(model, fed)
+    server, silo = method.init_server(model, context), method.init_silo(model, context)
     for t in range(2):
         needs = Needs()
-        now = Federation(1, len(schema.classes), 4, t, 1)
+        at_server = replace(context, round=t)
+        at_silo = at_server.for_silo(0, 0)
         doors = _Doors(schema, train, steps_of, needs, probe)
-        msg, turn = method.broadcast(server), Turn(now, 0, 0)
-        bundle, silo = method.local(model, msg, silo, doors, turn)
+        msg = method.broadcast(server)
+        bundle, silo = method.local(model, msg, silo, doors, at_silo)
         if personal:
-            method.personal(model, msg, silo, doors, turn)
+            method.personal(model, msg, silo, doors, at_silo)
         needs.weights = {name: float(part.weight) for name, part in bundle.items() if not part.weight.dim()}
-        server = method.merge(server, {n: _alone(p) if n in method.apart else p for n, p in bundle.items()}, now)
+        server = method.merge(server, {n: _alone(p) if n in method.apart else p for n, p in bundle.items()}, at_server)
     if probe:
         _PROBED.add(subject)
     return needs

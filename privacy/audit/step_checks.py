@@ -21,7 +21,7 @@ from scipy.stats import kstest
 from torch import Tensor, nn
 
 from fl_core import rng
-from fl_core.types.values import Coupling, Federation, Losses, TrainConfig, Turn
+from fl_core.types.values import Coupling, Losses, RoundContext, TrainConfig
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Rates, Spend
 from privacy.audit.epsilon_bounds import Floats, mu_bound
@@ -102,9 +102,12 @@ class Step:
         def watch(done: int, total: int) -> None:  # noqa: ARG001
             places.append(model.weight.detach()[0].clone())
 
-        data, turn = InMemory(x, torch.zeros(len(x), dtype=torch.long), groups), Turn(Federation(1, 1, 1, 0, 1), 0, 0)
+        data, context = (
+            InMemory(x, torch.zeros(len(x), dtype=torch.long), groups),
+            RoundContext(1, 1, 1, 0, 1).for_silo(0, 0),
+        )
         spend = Spend(course.training(steps))
-        PrivateData(data, data, course.rates.train, turn, course, spend, noise, progress=watch).sgd(
+        PrivateData(data, data, course.rates.train, context, course, spend, noise, progress=watch).sgd(
             model, loss, steps=steps
         )
         divisor = course.groups if self.kind == "micro" else course.batch

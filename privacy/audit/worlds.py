@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core import rng
-from fl_core.types.values import ClassSums, Coupling, Examples, Federation, Losses, LossFn, TrainConfig, Turn
+from fl_core.types.values import ClassSums, Coupling, Examples, Losses, LossFn, RoundContext, TrainConfig
 from privacy.accounting.accountant import Mechanism, epsilon_rdp
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Rates, Spend
@@ -25,7 +25,7 @@ from privacy.noise.sources import Noise, SecureNoise
 from privacy.silo_dp.config import analytic_epsilon
 
 DELTA = 1e-5
-TURN = Turn(Federation(1, 4, 1, 0, 1), 0, 0)
+TURN = RoundContext(1, 4, 1, 0, 1).for_silo(0, 0)
 Score = Callable[[Tensor], float]
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from fl_core.errors import ConfigError
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.manifest import RunManifest
-from fl_core.types.values import Turn, Visit
+from fl_core.types.values import Examples, Progress, RoundContext, TrainConfig
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Release, Spend
 from privacy.noise.sources import Noise, SecureNoise, SeededNoise
@@ -63,9 +64,9 @@ def course_of(manifest: RunManifest, index: int) -> Course:
 
 
 class PrivateDoors:
-    """Opens `PrivateData` for one member of a private run, turn by turn.
+    """Opens `PrivateData` for one member of a private run, round by round.
 
-    Guarantees: the releases of a turn are in the book before any example is read.
+    Guarantees: the releases of a round are in the book before any example is read.
     """
 
     def __init__(self, manifest: RunManifest, index: int, book: Book) -> None:
@@ -73,24 +74,43 @@ class PrivateDoors:
         self._rounds = manifest.rounds
         self._book = book
 
-    def __call__(self, visit: Visit, /) -> PrivateData:
-        """Reserve what the turn will release and open the doors; raises what the book refuses with."""
+    def __call__(
+        self,
+        train: Examples,
+        test: Examples,
+        config: TrainConfig,
+        context: RoundContext,
+        *,
+        device: torch.device | None = None,
+        progress: Progress | None = None,
+        public: Examples | None = None,
+    ) -> PrivateData:
+        """Reserve what the round will release and open the examples; raises what the book refuses with."""
         from privacy.dp_sgd.private_data import PrivateData
 
-        turn, public, counts = visit.turn, visit.public, self._book.counts()
-        training = turn.fed.round < self._rounds
+        counts = self._book.counts()
+        training = context.round < self._rounds
         anew, shared = "class counts" not in counts, public is not None and len(public) > 0
-        planned = self.course.releases(turn.fed.round, training, turn.prototypes, anew, shared)
-        self._book.reserve(turn.fed.round, training, planned)
+        planned = self.course.releases(context.round, training, context.prototypes, anew, shared)
+        self._book.reserve(context.round, training, planned)
         return PrivateData(
-            visit.train, visit.test, visit.config, turn, self.course, Spend(planned), self._noise(turn), visit.device,
-            counts, public, visit.progress,
-        )  # fmt: skip
+            train,
+            test,
+            config,
+            context,
+            self.course,
+            Spend(planned),
+            self._noise(context),
+            device=device,
+            counts=counts,
+            public=public,
+            progress=progress,
+        )
 
-    def _noise(self, turn: Turn) -> Noise:
+    def _noise(self, context: RoundContext) -> Noise:
         if self.course.terms.rng == "secure":
             return SecureNoise()
-        return SeededNoise(turn.seed, "round", turn.fed.round, "silo", turn.silo, "privacy")
+        return SeededNoise(context.seed, "round", context.round, "silo", context.silo, "privacy")
 
 
 def spent(releases: Sequence[Release]) -> Mapping[str, list[Release]]:

@@ -33,10 +33,10 @@ from fl_core.types.values import (
     LossFn,
     PenaltyFn,
     Query,
+    RoundContext,
     Split,
     Tensors,
     TrainConfig,
-    Turn,
 )
 from privacy.accounting.release_plan import Course, Spend
 from privacy.dp_sgd.class_sums import KeyedUnits, Units, class_counts, class_sums, filled
@@ -49,7 +49,7 @@ from privacy.noise.sources import Noise
 
 
 class PrivateData:
-    """`SiloData` under record-level differential privacy, for one turn.
+    """`SiloData` under record-level differential privacy, for one round.
 
     Guarantees: every release is taken from `spend` before an example is read; sizes and steps follow from the declared
     size alone; an empty draw is noise and a step like any other; a unit whose numbers are not finite contributes zero
@@ -59,16 +59,16 @@ class PrivateData:
     """
 
     def __init__(
-        self, train: Examples, test: Examples, config: TrainConfig, turn: Turn, course: Course, spend: Spend,
+        self, train: Examples, test: Examples, config: TrainConfig, context: RoundContext, course: Course, spend: Spend,
         noise: Noise, device: torch.device | None = None, counts: dict[str, Tensor] | None = None,
         public: Examples | None = None, progress: Callable[[int, int], None] | None = None,
     ) -> None:  # fmt: skip
-        self.lr = config.lr * config.lr_decay**turn.fed.round
+        self.lr = config.lr * config.lr_decay**context.round
         self.batch_size = config.batch_size
-        self._plain = PlainData(train, test, config, turn, device, public=public)
+        self._plain = PlainData(train, test, config, context, device, public=public)
         self._split = {Split.TRAIN: train, Split.TEST: test}
         self._units = {split: Units.of(examples) for split, examples in self._split.items()}
-        self._config, self._turn, self._course, self._spend, self._noise = config, turn, course, spend, noise
+        self._config, self._context, self._course, self._spend, self._noise = config, context, course, spend, noise
         self._device = device or torch.device("cpu")
         self._counts = {} if counts is None else counts
         self._progress = progress or (lambda *_: None)
@@ -212,7 +212,7 @@ class PrivateData:
                 "E-PRIV-16", "expected a joint sum per class under differential privacy, found a query without a bound"
             )
         course, terms = self._course, self._course.terms
-        if split is Split.TRAIN and not course.sends_prototypes(self._turn.fed.round):
+        if split is Split.TRAIN and not course.sends_prototypes(self._context.round):
             width = self._width(query)
             return {"sum": torch.zeros(query.n_classes, width), "count": torch.zeros(query.n_classes)}
         release = course.prototypes if split is Split.TRAIN else course.metrics
@@ -238,7 +238,7 @@ class PrivateData:
             self._counts["class counts"] = class_counts(
                 self._split[Split.TRAIN],
                 self._units[Split.TRAIN],
-                self._turn.fed.n_classes,
+                self._context.n_classes,
                 self._course.class_counts.mechanism.noise,
                 self._noise,
             )

@@ -19,7 +19,7 @@ from fl_core.types.interfaces import Doors
 from privacy import profiles as plan
 from privacy.ledger.hash_chain import Head
 from privacy.policy import BY_HAND, Policy
-from privacy.prototype_filter import withholding
+from privacy.prototype_filter import with_prototype_filter
 from protos.storage import private_files as keyfiles
 from silo.storage.home import Home
 from silo.storage.store import Store
@@ -177,7 +177,7 @@ class Custody:
         policy = self.policy()
         hidden, least = _positions(policy, manifest), policy.prototypes.min_count
         if not plan.build(manifest).private:
-            return Access(withholding(PlainData.open, hidden, least), policy.prototypes.submit)
+            return Access(with_prototype_filter(PlainData, hidden, least), policy.prototypes.submit)
         from privacy.accounting.accountant import Filter
         from privacy.data_access import SiloLevelDoors
         from privacy.dp_sgd.data_opener import PrivateDoors
@@ -190,7 +190,7 @@ class Custody:
             if manifest.privacy.name == plan.SILO_LEVEL:
                 plain = SiloLevelDoors(manifest, book)
                 policy.check_update(plain.guard.noise)
-                return Access(withholding(plain, hidden, least), policy.prototypes.submit, book)
+                return Access(with_prototype_filter(plain, hidden, least), policy.prototypes.submit, book)
             doors = PrivateDoors(manifest, index, book)
             terms = doors.course.terms
             doors.course = replace(doors.course, terms=replace(terms, min_count=max(terms.min_count, least)))
@@ -198,7 +198,7 @@ class Custody:
         except RefusedError as error:
             self.note(manifest.name, error)
             raise
-        return Access(withholding(doors, hidden, 0.0), policy.prototypes.submit, book)
+        return Access(with_prototype_filter(doors, hidden, 0.0), policy.prototypes.submit, book)
 
     def note(self, run: str, error: FederationError) -> None:
         """Write down in the ledger what a coordinator asked for and was refused."""

@@ -20,7 +20,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import METRICS, Bench, work
 from fl_core.training.devices import choose_device as choose_device
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Federation, Outcome, Progress, State, TaskKind, Turn, Visit
+from fl_core.types.values import Bundle, Outcome, Progress, RoundContext, State, TaskKind
 from privacy import profiles as plan
 from privacy.accounting.record_config import nominal
 from privacy.compiled_run import CompiledRun
@@ -35,7 +35,7 @@ from silo.training.hospital_controls import Access, Custody
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[Bench, State, State | None, SiloData, Turn, TaskKind], Outcome]
+Work = Callable[[Bench, State, State | None, SiloData, RoundContext, TaskKind], Outcome]
 """A silo's whole round: `fl_core.rounds.silo_round.work`, or what a benchmark does in its place."""
 
 
@@ -185,19 +185,24 @@ class Trainer:
         """
         manifest = seat.manifest
         try:
-            fed = self._federation(seat, key, size)
+            context = self._context(seat, key, size)
         except ProtocolError as error:
             if seat.access.book is not None:  # a round that the plan does not have would be one more release
                 self._custody.note(key.run_id, error)
             raise
         self._check_broadcast(seat, msg)
-        turn = Turn(fed, seat.index, manifest.seed, seat.submits)
         steering.told(seat.bench.guards, msg)  # a clip of the coordinator's own is refused before anything is charged
         with _threads(manifest.threads), seat.access.turn(key.run_id):
-            visit = Visit(seat.dataset.train, seat.dataset.test, manifest.train, turn, self.device, progress)
-            doors = seat.access.doors(visit)
+            data = seat.access.doors(
+                seat.dataset.train,
+                seat.dataset.test,
+                manifest.train,
+                context,
+                device=self.device,
+                progress=progress,
+            )
             with _discreet(seat.access.book is not None):
-                outcome = self._do(seat.bench, msg, state, doors, turn, key.kind)
+                outcome = self._do(seat.bench, msg, state, data, context, key.kind)
         evaluation = Evaluation(manifest.schema.classes, *seat.notebook.metrics, own_noise(manifest))
         return Finished(outcome.bundle, outcome.state, evaluation, seat.bench.method.mirrored)
 
@@ -217,7 +222,7 @@ class Trainer:
             )
 
     @staticmethod
-    def _federation(seat: Seat, key: TaskKey, size: int) -> Federation:
+    def _context(seat: Seat, key: TaskKey, size: int) -> RoundContext:
         """Check an offer against the public facts, which everybody can compute."""
         manifest, train = seat.manifest, key.kind is TaskKind.TRAIN
         drawn = cohort.sample(manifest.seed, key.round, len(manifest.members), manifest.cohort if train else 0)
@@ -228,7 +233,10 @@ class Trainer:
                 f"expected a {key.kind.value} task for silos {drawn} in round {key.round + 1} of {manifest.rounds}, "
                 f"found one for silo {seat.index} in a cohort of {size}: the offer does not follow from the manifest",
             )
-        return Federation(len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, len(drawn))
+        context = RoundContext(
+            len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, len(drawn)
+        )
+        return context.for_silo(seat.index, manifest.seed, seat.submits)
 
 
 def _form(msg: State) -> dict[str, object]:

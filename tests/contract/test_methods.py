@@ -34,7 +34,7 @@ from fl_core.rounds.silo_round import Bench, work
 from fl_core.simulation.in_process import LocalPort
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Bundle, Part, PartSpec, TaskKind, Turn
+from fl_core.types.values import Bundle, Part, PartSpec, TaskKind
 
 
 def poisoned() -> nn.Module:
@@ -56,8 +56,8 @@ def test_derived_layout_is_the_layout_of_real_bundles(name: str, norm: str) -> N
     server = made(name).init_server(bench.model, FED)
     msg = made(name).broadcast(server)
     for k, share in enumerate(shares()):
-        turn = Turn(FED, k, 0, prototypes=k != 1)
-        outcome = work(bench, msg, None, PlainData(share.train, share.test, TRAIN, turn), turn, TaskKind.TRAIN)
+        context = FED.for_silo(k, 0, prototypes=k != 1)
+        outcome = work(bench, msg, None, PlainData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN)
         assert {part: PartSpec.of(p) for part, p in outcome.bundle.items()} == run.layout
 
 
@@ -73,10 +73,10 @@ def test_contents_of_the_scratch_model_change_nothing(name: str) -> None:
     clean = Bench(method, model_of(), derive_layout(method, model_of(), SCHEMA))
     dirty = Bench(method, poisoned(), clean.layout, initial=clean.initial)
     for k, share in enumerate(shares()):
-        turn = Turn(FED, k, 0)
+        context = FED.for_silo(k, 0)
         a, b = (
             work(
-                bench, method.broadcast(server), None, PlainData(share.train, share.test, TRAIN, turn), turn,
+                bench, method.broadcast(server), None, PlainData(share.train, share.test, TRAIN, context), context,
                 TaskKind.TRAIN,
             )
             for bench in (clean, dirty)
@@ -88,13 +88,15 @@ def test_contents_of_the_scratch_model_change_nothing(name: str) -> None:
 @every_method
 def test_a_silo_s_second_round_uses_its_state_alone_and_leaves_it_as_it_is(name: str) -> None:
     method, server = made(name), server_after_a_round(name)
-    layout, share, turn = derive_layout(method, model_of(), SCHEMA), shares()[1], Turn(FED, 1, 0)
+    layout, share, context = derive_layout(method, model_of(), SCHEMA), shares()[1], FED.for_silo(1, 0)
     initial, outcomes = trees.read(model_of()), []
     for model in (model_of(), poisoned()):
         bench, msg = Bench(method, model, layout, initial=initial), method.broadcast(server)
-        first = work(bench, msg, None, PlainData(share.train, share.test, TRAIN, turn), turn, TaskKind.TRAIN)
+        first = work(bench, msg, None, PlainData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN)
         before = copied(first.state)
-        again = work(bench, msg, first.state, PlainData(share.train, share.test, TRAIN, turn), turn, TaskKind.TRAIN)
+        again = work(
+            bench, msg, first.state, PlainData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN
+        )
         assert same_state(first.state, before)
         assert all(trees.all_finite(values) for values in again.state.values())
         outcomes.append(again)
@@ -104,13 +106,13 @@ def test_a_silo_s_second_round_uses_its_state_alone_and_leaves_it_as_it_is(name:
 
 @every_method
 def test_evaluation_reads_nothing_of_the_scratch_model(name: str) -> None:
-    method, share, turn = made(name), shares()[0], Turn(FED, 0, 0)
+    method, share, context = made(name), shares()[0], FED.for_silo(0, 0)
     msg = method.broadcast(server_after_a_round(name))
     layout = derive_layout(method, model_of(), SCHEMA)
     parts = [
         work(
             Bench(method, model, layout, initial=trees.read(model_of())), msg, None,
-            PlainData(share.train, share.test, TRAIN, turn), turn, TaskKind.EVALUATE,
+            PlainData(share.train, share.test, TRAIN, context), context, TaskKind.EVALUATE,
         ).bundle
         for model in (model_of(), poisoned())
     ]  # fmt: skip
@@ -250,9 +252,9 @@ def test_rounds_through_a_port_repeat(name: str) -> None:
 
 @every_method
 def test_a_silo_with_one_class_takes_part(name: str) -> None:
-    method, turn = made(name), Turn(FED, 0, 0)
+    method, context = made(name), FED.for_silo(0, 0)
     server = server_after_a_round(name)
     only = Given(torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.full((5,), 2))
-    data = PlainData(only, only, TRAIN, turn)
-    bundle = method.local(model_of(), method.broadcast(server), method.init_silo(model_of(), FED), data, turn).bundle
+    data = PlainData(only, only, TRAIN, context)
+    bundle = method.local(model_of(), method.broadcast(server), method.init_silo(model_of(), FED), data, context).bundle
     assert all(trees.all_finite(p.total) for p in bundle.values())

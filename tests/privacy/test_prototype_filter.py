@@ -17,9 +17,10 @@ from fl_core.rounds.manifest import Choice, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, LocalPort, simulate
 from fl_core.training.local_data import PlainData
-from fl_core.types.values import Bundle, State, TaskKind, Turn
+from fl_core.types.values import Bundle, State, TaskKind
 from privacy.compiled_run import CompiledRun
 from privacy.dp_sgd.data_opener import PrivateDoors, SimulatedBook
+from privacy.prototype_filter import with_prototype_filter
 
 TRAINED = {"fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"}, "fedproc": {}, "fednh": {}}
 WITHHELD = frozenset({1, 3})
@@ -32,13 +33,11 @@ def run_of(method: str, private: bool, **options: object) -> RunManifest:
     return replace(made, members=members, privacy=Choice("dp_record", terms)) if private else made
 
 
-def sent(method: str, private: bool, withheld: frozenset[int], **options: object) -> tuple[Bundle, SimulatedBook]:
+def sent(method: str, private: bool, hidden: frozenset[int], **options: object) -> tuple[Bundle, SimulatedBook]:
     """Run one round of silo 0, which holds classes 0 and 1 of four."""
     run, book = run_of(method, private, **options), SimulatedBook()
-    doors = PrivateDoors(run, 0, book) if private else PlainData.open
-    port = LocalPort(
-        "north", 0, shares()[0], RunSetup.of(run).silo_runtime(), run.train, 0, True, doors=doors, withheld=withheld
-    )
+    factory = with_prototype_filter(PrivateDoors(run, 0, book) if private else PlainData, hidden, 0.0)
+    port = LocalPort("north", 0, shares()[0], RunSetup.of(run).silo_runtime(), run.train, 0, True, doors=factory)
     msg: State = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
     return port.round(msg, replace(FED, round=0), TaskKind.TRAIN), book
 
@@ -139,9 +138,9 @@ def test_a_silo_that_submits_none_still_uses_prototypes() -> None:
 
     def trained(msg: State, prototypes: bool) -> nn.Module:
         model = build_model("digits_cnn", {}, SCHEMA, 0)
-        turn = Turn(replace(FED, round=1), 0, 0, prototypes)
-        data = PlainData(shares()[0].train, shares()[0].test, run.train, turn)
-        method.local(model, msg, {}, data, turn)
+        context = replace(FED, round=1).for_silo(0, 0, prototypes)
+        data = PlainData(shares()[0].train, shares()[0].test, run.train, context)
+        method.local(model, msg, {}, data, context)
         return model
 
     with_own, without = trained(start, True).state_dict(), trained(start, False).state_dict()

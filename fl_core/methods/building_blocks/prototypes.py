@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fl_core.models.split_model import SplitModel
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import ClassSums, Part, State, Tensors, Turn
+from fl_core.types.values import ClassSums, Part, RoundContext, State, Tensors
 
 PART = "prototypes"
 
@@ -51,10 +51,10 @@ def withheld(state: Tensors) -> Part:
     return Part({"offset": torch.zeros_like(state["g"])}, torch.zeros_like(state["known"]))
 
 
-def submitted(model: nn.Module, msg: State, data: SiloData, turn: Turn) -> Part:
-    """Measure prototypes around the received ones; withhold them, or those of single classes, where the silo does."""
+def submitted(model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> Part:
+    """Measure prototypes around the received ones; send none where the silo submits none."""
     state = msg[PART]
-    return turn.shown(measure(model, state, data)) if turn.prototypes else withheld(state)
+    return measure(model, state, data) if context.prototypes else withheld(state)
 
 
 def merged(state: Tensors, part: Part) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, ClassSums, Federation, Outcome, Part, State, Tensors, Turn
+from fl_core.types.values import Bundle, ClassSums, Outcome, Part, RoundContext, State, Tensors
 
 PART, HEAD = "class_gradients", "head"
 
@@ -60,14 +60,14 @@ class CReFF(FedAvg):
         """Name what goes up, part by part."""
         return ("delta", PART)
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start with normally drawn features and the model's own head."""
         split, seed = features_of(model), geometry.seed_of(model)
-        shape = (fed.n_classes, self.features, split.feature_dim)
+        shape = (context.n_classes, self.features, split.feature_dim)
         v = torch.randn(shape, generator=rng.stream(seed, "federated features"))
         head = {name: value.cpu() for name, value in trees.read(split.head).items()}
         return {
-            **super().init_server(model, fed),
+            **super().init_server(model, context),
             HEAD: head,
             "features": {"v": v},
             "seed": {"s": torch.tensor(float(seed))},
@@ -77,11 +77,11 @@ class CReFF(FedAvg):
         """Send the model and the classifier trained anew."""
         return {"w": server["w"], HEAD: server[HEAD]}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Measure the gradients of the received classifier, then train as FedAvg does."""
         trees.write(model, msg["w"])
         gradients = self._gradients(model, msg[HEAD], data)
-        outcome = super().local(model, msg, silo, data, turn)
+        outcome = super().local(model, msg, silo, data, context)
         return Outcome({**outcome.bundle, PART: gradients}, outcome.state)
 
     @staticmethod
@@ -100,15 +100,15 @@ class CReFF(FedAvg):
         mean = sums["sum"] / sums["count"].clamp(min=1.0).unsqueeze(1)
         return Part.of({"g": mean.view(len(mean), split.n_classes, -1)}, held.float())
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Average models; move the features towards the mean gradients and train the classifier anew."""
-        after = super().merge(server, total, fed)
+        after = super().merge(server, total, context)
         known = total[PART].weight > 0
         if not bool(known.any()):
             return after
         target, head = total[PART].mean()["g"], server[HEAD]
         v = matched(server["features"]["v"], head, target, known, self.feature_steps, self.feature_lr)
-        random = rng.stream(int(server["seed"]["s"]), "round", fed.round, "classifier")
+        random = rng.stream(int(server["seed"]["s"]), "round", context.round, "classifier")
         psi = retrained(v, "bias" in head, self.epochs, self.lr, self.batch, random)
         return {**after, HEAD: psi, "features": {"v": v}}
 

@@ -31,7 +31,7 @@ from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Federation, Losses, LossFn, Outcome, State, Tensors, Turn
+from fl_core.types.values import Losses, LossFn, Outcome, RoundContext, State, Tensors
 
 FRAME = "etf"
 NORM = "norm"
@@ -70,17 +70,17 @@ class FedGELA(FedAvg):
         """Keep the classifier off the wire: the model's own head is not used, the frame is known."""
         return not self.etf or not name.startswith(("head.", CLASSIFIER, SCALE))
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Draw the frame's seed from the initial weights; float32 holds its 24 bits exactly."""
         if not self.etf:
-            return super().init_server(model, fed)
+            return super().init_server(model, context)
         frame = {
             "seed": torch.tensor([float(geometry.seed_of(model))]),
-            "shape": torch.tensor([float(fed.n_classes), float(features_of(model).feature_dim)]),
+            "shape": torch.tensor([float(context.n_classes), float(features_of(model).feature_dim)]),
         }
         return {"w": trees.only(trees.read(self._net(model, frame)), self.shared), FRAME: frame}
 
-    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+    def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Keep the trained feature norm for the personal model; the one named "l2" has nothing to keep."""
         return {NORM: trees.read(nn.BatchNorm1d(features_of(model).feature_dim))} if self._batch_norm else {}
 
@@ -88,18 +88,18 @@ class FedGELA(FedAvg):
         """Send the features' weights and the frame's seed."""
         return dict(server)
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train the features under the adapted frame."""
         net = self._received(model, msg)
-        data.sgd(net, self.objective(net, msg, data, turn), only=self.shared)
+        data.sgd(net, self.objective(net, msg, data, context), only=self.shared)
         trained = trees.read(net)
         kept = {NORM: {name: trained[f"{NORM}.{name}"].cpu() for name in silo[NORM]}} if self._batch_norm else silo
         return Outcome({"delta": self.delta(net, msg, data)}, kept)
 
-    def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:
+    def objective(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> LossFn:
         """Make the cross entropy of the adapted logits."""
         if not self.adapt:
-            return super().objective(model, msg, data, turn)
+            return super().objective(model, msg, data, context)
         phi = adaptation(data.class_counts())
 
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
@@ -112,7 +112,7 @@ class FedGELA(FedAvg):
         """Classify with the plain frame, or the averaged head."""
         return self._received(model, msg)
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Classify with the adapted frame, on the silo's own features."""
         net = self._net(model, msg[FRAME]) if self.etf else model
         if self._batch_norm:

@@ -32,7 +32,7 @@ from fl_core.methods.disjoint.fedgen_options import GENERATOR, HEADS, LABELS, Fe
 from fl_core.models.split_model import SplitModel
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Federation, Losses, Outcome, Part, State, Tensors, Turn
+from fl_core.types.values import Bundle, Losses, Outcome, Part, RoundContext, State, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,14 @@ class FedGen(FedGenOptions):
 
     name: ClassVar[str] = "fedgen"
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start with an untrained generator and no label known."""
         split, seed = features_of(model), geometry.seed_of(model)
-        made = generator.seeded(seed, fed.n_classes, self.noise, self.hidden, split.feature_dim)
+        made = generator.seeded(seed, context.n_classes, self.noise, self.hidden, split.feature_dim)
         state = {
-            **super().init_server(model, fed),
+            **super().init_server(model, context),
             GENERATOR: trees.read(made),
-            LABELS: {"n": torch.zeros(fed.n_classes)},
+            LABELS: {"n": torch.zeros(context.n_classes)},
         }
         if self.mode == "secagg":
             return state
@@ -61,16 +61,16 @@ class FedGen(FedGenOptions):
         """Send the model, the generator and the federation's class counts."""
         return {group: server[group] for group in ("w", GENERATOR, LABELS)}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train with the generator's help; send the classifier, or what it taught the generator."""
         trees.write(model, msg["w"])
-        t, known = turn.fed.round, msg[LABELS]["n"]
+        t, known = context.round, msg[LABELS]["n"]
         a, b = ((coefficient(v, t) if t and bool(known.any()) else 0.0) for v in (self.alpha, self.beta))
         made = self._received(msg[GENERATOR], features_of(model))
-        random = rng.stream(turn.seed, "round", t, "silo", turn.silo, "noise")
+        random = rng.stream(context.seed, "round", t, "silo", context.silo, "noise")
         device = next(model.parameters()).device
         made.to(device).eval()
-        held = self._held(made, turn) if b and self.draws == "class" else None
+        held = self._held(made, context) if b and self.draws == "class" else None
 
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
             logits = model(x)
@@ -91,7 +91,7 @@ class FedGen(FedGenOptions):
             return self.made / data.batch_size * a * cross_entropy(self._answers(model, made, y, random), y)
 
         data.sgd(model, loss, penalty=taught if a else None)
-        return Outcome({"delta": self.delta(model, msg, data), **self._lessons(model, msg, data, turn)}, silo)
+        return Outcome({"delta": self.delta(model, msg, data), **self._lessons(model, msg, data, context)}, silo)
 
     def _answers(self, model: nn.Module, made: Generator, y: Tensor, random: torch.Generator) -> Tensor:
         e = generator.draw_noise(len(y), self.noise, self.noise_kind, random).to(y.device)
@@ -99,9 +99,9 @@ class FedGen(FedGenOptions):
             z = made(y, e)
         return answers.of(model, z)
 
-    def _held(self, made: Generator, turn: Turn) -> Tensor:
+    def _held(self, made: Generator, context: RoundContext) -> Tensor:
         """Make a round's features of every class (C, B_g, d), from a stream that nothing else draws from."""
-        draw = rng.stream(turn.seed, "round", turn.fed.round, "silo", turn.silo, "held noise")
+        draw = rng.stream(context.seed, "round", context.round, "silo", context.silo, "held noise")
         e = generator.draw_noise(made.n_classes * self.made, self.noise, self.noise_kind, draw)
         return answers.held(made, e, self.made)
 
@@ -110,7 +110,7 @@ class FedGen(FedGenOptions):
         trees.write(made, state)
         return made
 
-    def _lessons(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> dict[str, Part]:
+    def _lessons(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> dict[str, Part]:
         """Make what trains the generator: this silo's classifier, or the steps that it asks for."""
         head, counts = classifier(model), data.class_counts().cpu()
         if self.mode == "plain":
@@ -119,14 +119,14 @@ class FedGen(FedGenOptions):
         share = counts / torch.maximum(before, counts).clamp(min=1e-12)
         teacher = Teachers(head["weight"].unsqueeze(0), head["bias"].unsqueeze(0), share.unsqueeze(0))
         made = self._received(msg[GENERATOR], features_of(model))
-        random = rng.stream(turn.seed, "round", turn.fed.round, "generator")
-        generator.train(made, self.course(turn.fed.round), teacher, before + counts, random)
+        random = rng.stream(context.seed, "round", context.round, "generator")
+        generator.train(made, self.course(context.round), teacher, before + counts, random)
         moved = trees.sub(trees.read(made), msg[GENERATOR])
         return {GENERATOR: Part.of(moved, self.weight(data)), LABELS: Part({"n": counts}, torch.tensor(1.0))}
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Average models, and train the generator or average it too."""
-        after = super().merge(server, total, fed)
+        after = super().merge(server, total, context)
         part = total[HEADS if self.mode == "plain" else LABELS]
         n = part.total["n"].sum(0).float() if self.mode == "plain" else part.total["n"].float()
         after = {**after, LABELS: {"n": torch.where(n > 0, n, server[LABELS]["n"])}}
@@ -138,7 +138,7 @@ class FedGen(FedGenOptions):
         c, d = heads["weight"].shape[1:]
         made = generator.seeded(0, c, self.noise, self.hidden, d)
         trees.write(made, server[GENERATOR])
-        random = rng.stream(int(server["seed"]["s"]), "round", fed.round, "generator")
+        random = rng.stream(int(server["seed"]["s"]), "round", context.round, "generator")
         teachers = Teachers(heads["weight"], heads["bias"], generator.shares(heads["n"]))
-        moments = generator.train(made, self.course(fed.round), teachers, n, random, server)
+        moments = generator.train(made, self.course(context.round), teachers, n, random, server)
         return {**after, **moments, GENERATOR: trees.read(made)}

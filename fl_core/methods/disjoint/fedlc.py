@@ -22,7 +22,7 @@ from fl_core import validate
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses import logit_adjustment as calibration
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Losses, LossFn, State, Turn
+from fl_core.types.values import Losses, LossFn, RoundContext, State
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class FedLC(FedAvg):
             missing=(self.missing, ("mask", "floor")),
         )
 
-    def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:  # noqa: ARG002
+    def objective(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> LossFn:  # noqa: ARG002
         """Make the calibrated loss from the silo's class counts."""
         counts = data.class_counts()
         if self.missing == "floor":

@@ -26,7 +26,7 @@ from fl_core.methods.losses import fedmr as manifold
 from fl_core.methods.losses.fedmr import IntraVariant, References
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Coupling, Federation, Losses, LossFn, Part, State, Turn
+from fl_core.types.values import Bundle, Coupling, Losses, LossFn, Part, RoundContext, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +39,19 @@ class FedMR(FedMROptions):
 
     name: ClassVar[str] = "fedmr"
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start from the initialised model, with no prototype known."""
         start = {"w": trees.read(model)}
-        unknown = prototypes.unknown(fed.n_classes, prototypes.features_of(model).feature_dim)
+        unknown = prototypes.unknown(context.n_classes, prototypes.features_of(model).feature_dim)
         return {**start, prototypes.PART: unknown} if self.uses_prototypes else start
 
     def broadcast(self, server: State) -> State:
         """Send the model and the prototypes."""
         return dict(server)
 
-    def extras(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> dict[str, Part]:
+    def extras(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> dict[str, Part]:
         """Measure prototypes around the received ones."""
-        return {prototypes.PART: prototypes.submitted(model, msg, data, turn)} if self.uses_prototypes else {}
+        return {prototypes.PART: prototypes.submitted(model, msg, data, context)} if self.uses_prototypes else {}
 
     def _references(self, msg: State, data: SiloData) -> References | None:
         """Choose what L_inter measures against; None while no prototype is known."""
@@ -60,11 +60,11 @@ class FedMR(FedMROptions):
         negatives = data.class_counts() > 0 if self.negatives == "observed" else known
         return References(msg[prototypes.PART]["g"], known, negatives)
 
-    def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:  # noqa: ARG002
+    def objective(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> LossFn:  # noqa: ARG002
         """Make equation 5 for one silo's round; L_inter is per example but for `paired_sample`."""
-        t, ref = turn.fed.round, self._references(msg, data)
+        t, ref = context.round, self._references(msg, data)
         mu2 = self.mu2 * (min(1.0, t / self.warmup) if self.warmup else 1.0)
-        draw = rng.stream(turn.seed, "round", t, "silo", turn.silo, "lite")
+        draw = rng.stream(context.seed, "round", t, "silo", context.silo, "lite")
         form = IntraVariant(self.intra == "code", self.paper_literal_std, self.eps)
 
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
@@ -74,7 +74,7 @@ class FedMR(FedMROptions):
             few = manifold.pick(len(y), self.lite, draw)
             if self.mu1:
                 seen = few if self.lite_scope == "both" else slice(None)
-                coupled = coupled + self.mu1 * manifold.intra_loss(z[seen], y[seen], turn.fed.n_classes, form)
+                coupled = coupled + self.mu1 * manifold.intra_loss(z[seen], y[seen], context.n_classes, form)
             if ref is not None and mu2 and self.inter == "paired_sample":
                 coupled = coupled + mu2 * manifold.inter_paired(z[few], y[few], ref)
             elif ref is not None and mu2:
@@ -85,9 +85,9 @@ class FedMR(FedMROptions):
 
         return loss
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Average models as FedAvg does, and prototypes by class counts; classes nobody reported keep theirs."""
-        after = super().merge(server, total, fed)
+        after = super().merge(server, total, context)
         if not self.uses_prototypes:
             return after
         return {**after, prototypes.PART: prototypes.merged(server[prototypes.PART], total[prototypes.PART])}

@@ -30,7 +30,7 @@ from fl_core.methods.building_blocks.prototypes import PART, features_of
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, ClassSums, Federation, Outcome, Part, State, Tensors, Turn
+from fl_core.types.values import Bundle, ClassSums, Outcome, Part, RoundContext, State, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +67,13 @@ class FedNH(FedAvg):
         """Average features and the trained scale; prototypes have a part of their own."""
         return not name.startswith(("head.", CLASSIFIER, *([SCALE] if self.fix_scaling else [])))
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Place the prototypes, by a seed drawn from the initial weights."""
         place = geometry.uniform if self.init == "uniform" else geometry.orthogonal
-        rows = place(fed.n_classes, features_of(model).feature_dim, geometry.seed_of(model)).float()
+        rows = place(context.n_classes, features_of(model).feature_dim, geometry.seed_of(model)).float()
         return {"w": trees.only(trees.read(self._net(model, rows)), self.shared), PART: {"w": rows}}
 
-    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+    def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Keep the trained scale, which no tensor of the model holds, for the personal model."""
         return {"scale": {SCALE: torch.full((1,), self.fix_scaling or self.scale)}}
 
@@ -81,23 +81,23 @@ class FedNH(FedAvg):
         """Send features, scale and prototypes."""
         return dict(server)
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:  # noqa: ARG002
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:  # noqa: ARG002
         """Train features and scale under fixed prototypes, then measure the classes' mean directions."""
         net = self._received(model, msg)
         data.sgd(net, self.loss, only=self.shared)
-        bundle = {"delta": self.delta(net, msg, data), PART: self._directions(net, msg, data, turn)}
+        bundle = {"delta": self.delta(net, msg, data), PART: self._directions(net, msg, data, context)}
         return Outcome(bundle, {"scale": {SCALE: net.scale.factor.detach().clone().cpu()}})
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Average models, and turn each reported prototype towards the silos' mean direction."""
         w, part = server[PART]["w"], total[PART]
-        return {**super().merge(server, total, fed), PART: {"w": turned(w, part, self.rho)}}
+        return {**super().merge(server, total, context), PART: {"w": turned(w, part, self.rho)}}
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
         """Classify with the prototypes."""
         return self._received(model, msg)
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Classify with the received prototypes on the silo's own features, with its own scale."""
         net = self._net(model, msg[PART]["w"])
         trees.write(net, silo["scale"])
@@ -117,10 +117,10 @@ class FedNH(FedAvg):
         return net
 
     @staticmethod
-    def _directions(net: FixedHead, msg: State, data: SiloData, turn: Turn) -> Part:
+    def _directions(net: FixedHead, msg: State, data: SiloData, context: RoundContext) -> Part:
         """Return Part(n_k^c mu_k^c (C, d), n_k^c (C,)); zeros where this silo submits no prototypes."""
         rows = msg[PART]["w"]
-        if not turn.prototypes:
+        if not context.prototypes:
             return Part({"w": torch.zeros_like(rows)}, torch.zeros(len(rows)))
         net.eval()
 
@@ -129,7 +129,7 @@ class FedNH(FedAvg):
                 return net.features(x)
 
         sums = data.sum(ClassSums(unit, len(rows)), bound=1.0)
-        return turn.shown(Part.of({"w": normalize(sums["sum"], dim=1, eps=EPS)}, sums["count"].clamp(min=0.0)))
+        return Part.of({"w": normalize(sums["sum"], dim=1, eps=EPS)}, sums["count"].clamp(min=0.0))
 
 
 def turned(w: Tensor, part: Part, rho: float) -> Tensor:

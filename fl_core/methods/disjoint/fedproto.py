@@ -25,7 +25,7 @@ from fl_core import validate
 from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Federation, Losses, LossFn, Part, State, Turn
+from fl_core.types.values import Bundle, Losses, LossFn, Part, RoundContext, State
 
 
 class Nearest(nn.Module):
@@ -69,20 +69,20 @@ class FedProto(LocalOnly):
         """Name what goes up."""
         return (prototypes.PART,)
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start with no prototype known."""
-        unknown = prototypes.unknown(fed.n_classes, prototypes.features_of(model).feature_dim)
-        return {**super().init_server(model, fed), prototypes.PART: unknown}
+        unknown = prototypes.unknown(context.n_classes, prototypes.features_of(model).feature_dim)
+        return {**super().init_server(model, context), prototypes.PART: unknown}
 
     def broadcast(self, server: State) -> State:
         """Send the prototypes."""
         return {**super().broadcast(server), prototypes.PART: server[prototypes.PART]}
 
-    def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:
+    def objective(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> LossFn:
         """Make the loss of one silo's round; cross entropy alone while no prototype is known."""
         g, known = msg[prototypes.PART]["g"], msg[prototypes.PART]["known"] > 0
         if not self.lambda_p or not bool(known.any()):
-            return super().objective(model, msg, data, turn)
+            return super().objective(model, msg, data, context)
 
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
             split = prototypes.features_of(model)
@@ -92,19 +92,19 @@ class FedProto(LocalOnly):
 
         return loss
 
-    def extras(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> dict[str, Part]:
+    def extras(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> dict[str, Part]:
         """Measure prototypes with the trained network."""
-        part = prototypes.submitted(model, msg, data, turn)
+        part = prototypes.submitted(model, msg, data, context)
         if self.weights == "uniform":
             part = Part.of(part.mean(), (part.weight > 0).float())
         return {prototypes.PART: part}
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Move the prototypes by what the silos measured."""
-        after = super().merge(server, total, fed)
+        after = super().merge(server, total, context)
         return {**after, prototypes.PART: prototypes.merged(server[prototypes.PART], total[prototypes.PART])}
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Return the silo's network, wrapped where the nearest prototype decides."""
         g, known = msg[prototypes.PART]["g"], msg[prototypes.PART]["known"] > 0
         if self.own_classes:

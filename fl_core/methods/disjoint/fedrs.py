@@ -15,7 +15,7 @@ from fl_core import validate
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses import restricted_softmax as restricted
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import LossFn, State, Turn
+from fl_core.types.values import LossFn, RoundContext, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,6 @@ class FedRS(FedAvg):
         validate.between("E-CFG-02", self.name, 0, 1, alpha=self.alpha)
         validate.one_of("E-CFG-02", self.name, rs=(self.rs, restricted.FORMS))
 
-    def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:  # noqa: ARG002
+    def objective(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> LossFn:  # noqa: ARG002
         """Make the loss from the silo's class counts."""
         return restricted.restricted_loss(data.class_counts(), self.alpha, self.rs)

@@ -27,7 +27,7 @@ from fl_core.methods.drift import common as drift
 from fl_core.methods.drift.feddyn import FedDyn
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Capability, Federation, Outcome, Part, State, Turn
+from fl_core.types.values import Bundle, Capability, Outcome, Part, RoundContext, State
 
 CONTROLS = ("code", "paper", "none")
 
@@ -62,14 +62,14 @@ class FedDC(FedDyn):
         """Name what goes up, part by part."""
         return (*super().sends, "control") if self.controlled else super().sends
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start with c = 0."""
-        start = super().init_server(model, fed)
+        start = super().init_server(model, context)
         return {**start, "c": self.none(model)} if self.controlled else start
 
-    def init_silo(self, model: nn.Module, fed: Federation) -> State:
+    def init_silo(self, model: nn.Module, context: RoundContext) -> State:
         """Start with c_k = 0."""
-        start = super().init_silo(model, fed)
+        start = super().init_silo(model, context)
         return {**start, "c": self.none(model)} if self.controlled else start
 
     def broadcast(self, server: State) -> State:
@@ -77,12 +77,12 @@ class FedDC(FedDyn):
         msg = super().broadcast(server)
         return {**msg, "c": server["c"]} if self.controlled else msg
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train with corrected steps; send the weighed change of c_k beside what FedDyn sends."""
         if not self.controlled:
-            return super().local(model, msg, silo, data, turn)
+            return super().local(model, msg, silo, data, context)
         c, own = trees.scale(msg["c"], 1 / self.omega(msg, silo, data)), silo["c"]
-        outcome, moved, steps = self.descend(model, msg, silo, data, turn, shift=trees.sub(c, own))
+        outcome, moved, steps = self.descend(model, msg, silo, data, context, shift=trees.sub(c, own))
         length = data.lr * drift.reach(data, steps)
         left = c if self.control == "code" else own
         change = {name: -v - moved[name] / length for name, v in left.items()}
@@ -91,10 +91,10 @@ class FedDC(FedDyn):
             {**outcome.bundle, "control": Part.of(change, n)}, {**outcome.state, "c": trees.add(own, change)}
         )
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Move c by the silos' share in all N beside what FedDyn moves."""
-        after = super().merge(server, total, fed)
+        after = super().merge(server, total, context)
         if not self.controlled:
             return after
         census = server[drift.CENSUS], after[drift.CENSUS]
-        return {**after, "c": drift.moved_mean(server["c"], total["control"], *census, fed.n_silos)}
+        return {**after, "c": drift.moved_mean(server["c"], total["control"], *census, context.n_silos)}

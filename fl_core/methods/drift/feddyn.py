@@ -25,7 +25,7 @@ from fl_core.methods.drift import common as drift
 from fl_core.methods.prototype_aided import PrototypeAided
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Federation, Outcome, Part, PenaltyFn, State, Tensors, Turn
+from fl_core.types.values import Bundle, Outcome, Part, PenaltyFn, RoundContext, State, Tensors
 
 REPORTS = ("average", "cloud")
 
@@ -59,11 +59,11 @@ class FedDyn(PrototypeAided):
         """Make zeros for the parameters that drift: trained ones that travel."""
         return trees.zeros(trees.only(trees.trainable(model), self.shared))
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start without drift and with no silo met."""
-        return {**super().init_server(model, fed), "m": self.none(model), drift.CENSUS: drift.unmet()}
+        return {**super().init_server(model, context), "m": self.none(model), drift.CENSUS: drift.unmet()}
 
-    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+    def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Start without drift."""
         return {"m": self.none(model), drift.SIZE: drift.sized()}
 
@@ -83,18 +83,24 @@ class FedDyn(PrototypeAided):
         mean = drift.mean_size(msg[drift.CENSUS])
         return drift.size_of(silo[drift.SIZE], self.weight(data)) / mean if mean else 1.0
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train around w^t - m_k; send the plain difference and the weighed difference of buffers."""
-        return self.descend(model, msg, silo, data, turn)[0]
+        return self.descend(model, msg, silo, data, context)[0]
 
     def descend(
-        self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn, shift: Tensors | None = None
+        self,
+        model: nn.Module,
+        msg: State,
+        silo: State,
+        data: SiloData,
+        context: RoundContext,
+        shift: Tensors | None = None,
     ) -> tuple[Outcome, dict[str, Tensor], int]:
         """Do the silo's half with a shift of the gradient; return it with w_k - w^t and the steps taken."""
         start = self.start(msg)
         trees.write(model, start)
         loss, pulled = (
-            self.objective(model, msg, data, turn),
+            self.objective(model, msg, data, context),
             pull(model, silo["m"], self.alpha / self.omega(msg, silo, data)),
         )
         steps = data.sgd(model, loss, penalty=pulled, shift=shift)
@@ -104,18 +110,18 @@ class FedDyn(PrototypeAided):
             "delta": Part.of(moved),
             "buffers": Part.of(buffers, self.weight(data)),
             drift.CENSUS: drift.entry(silo[drift.SIZE], n),
-            **self.extras(model, msg, data, turn),
+            **self.extras(model, msg, data, context),
         }
         return Outcome(bundle, {"m": trees.add(silo["m"], moved), drift.SIZE: drift.sized(n)}), moved, steps
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Move drift and model by the round's differences; nothing moves in an empty round."""
         if not (arrived := float(total["delta"].weight)) > 0:
             return server
         mean = dict(total["delta"].mean())  # read once: it is used three times
-        m = trees.add(server["m"], mean, arrived / fed.n_silos)
+        m = trees.add(server["m"], mean, arrived / context.n_silos)
         step = {**trees.add(mean, server["m"] if self.report == "average" else m), **total["buffers"].mean()}
-        after = super().merge(server, {**total, "delta": Part.of(step)}, fed)
+        after = super().merge(server, {**total, "delta": Part.of(step)}, context)
         return {**after, "m": m, drift.CENSUS: drift.counted(server[drift.CENSUS], total[drift.CENSUS])}
 
 

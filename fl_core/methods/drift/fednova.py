@@ -26,7 +26,7 @@ from fl_core.methods.drift.fedprox import proximal
 from fl_core.methods.prototype_aided import PrototypeAided
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Capability, Federation, Outcome, Part, State, Turn
+from fl_core.types.values import Bundle, Capability, Outcome, Part, RoundContext, State
 
 TAUS = ("effective", "steps")
 
@@ -61,28 +61,28 @@ class FedNova(PrototypeAided):
         """Name what goes up, part by part."""
         return (*super().sends, "buffers", "steps")
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start from the initialised model, and from rest where the server has momentum."""
-        start = super().init_server(model, fed)
+        start = super().init_server(model, context)
         if not self.server_momentum:
             return start
         return {**start, "momentum": trees.zeros(trees.only(trees.trainable(model), self.shared))}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train and send the difference per effective step, the buffers' difference and the steps, all weighed."""
         trees.write(model, msg["w"])
-        steps = data.sgd(model, self.objective(model, msg, data, turn), penalty=proximal(model, self.mu))
+        steps = data.sgd(model, self.objective(model, msg, data, context), penalty=proximal(model, self.mu))
         length, n = drift.reach(data, steps, self.mu), self.weight(data)
         trained, buffers = drift.split(self.moved(model, msg), trees.trainable(model))
         bundle = {
             "delta": Part.of({name: v / length for name, v in trained.items()}, n),
             "buffers": Part.of(buffers, n),
             "steps": Part.of({"tau": torch.tensor([length if self.tau == "effective" else float(steps)])}, n),
-            **self.extras(model, msg, data, turn),
+            **self.extras(model, msg, data, context),
         }
         return Outcome(bundle, silo)
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Multiply the mean difference per step by the mean number of steps; nothing moves in an empty round."""
         if not total["delta"].weight > 0:
             return server
@@ -92,4 +92,4 @@ class FedNova(PrototypeAided):
             update = trees.add(update, server["momentum"], self.server_momentum)
             momentum = {"momentum": update}
         step = {**update, **total["buffers"].mean()}
-        return {**super().merge(server, {**total, "delta": Part.of(step)}, fed), **momentum}
+        return {**super().merge(server, {**total, "delta": Part.of(step)}, context), **momentum}

@@ -27,7 +27,7 @@ from fl_core.methods.prototype_aided import PrototypeAided
 from fl_core.models.split_model import SplitModel
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Losses, LossFn, Outcome, State, Turn
+from fl_core.types.values import Losses, LossFn, Outcome, RoundContext, State
 
 
 def model_contrast(z: Tensor, z_glob: Tensor, z_last: Tensor, tau: float) -> Tensor:
@@ -58,15 +58,15 @@ class Moon(PrototypeAided):
         validate.positive("E-CFG-02", self.name, tau=self.tau)
         validate.at_least("E-CFG-02", self.name, 1, last=self.last)
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train with the contrast, send the weighed difference and keep the trained model."""
         trees.write(model, msg["w"])
-        loss, kept = self.objective(model, msg, data, turn), [silo[group] for group in sorted(silo)]
+        loss, kept = self.objective(model, msg, data, context), [silo[group] for group in sorted(silo)]
         if self.mu and kept:
             loss = self._contrasted(loss, frozen(model), [frozen(model, values) for values in kept])
         data.sgd(model, loss)
         trained = {name: v.cpu() for name, v in trees.read(model).items()}
-        bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, turn)}
+        bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
         return Outcome(bundle, {f"last_{j:03}": v for j, v in enumerate([trained, *kept][: self.last])})
 
     def _contrasted(self, plain: LossFn, received: SplitModel, last: Sequence[SplitModel]) -> LossFn:

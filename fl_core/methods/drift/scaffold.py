@@ -28,7 +28,7 @@ from fl_core.methods.drift import common as drift
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Capability, Federation, Outcome, Part, State, Turn
+from fl_core.types.values import Bundle, Capability, Outcome, Part, RoundContext, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,11 @@ class Scaffold(FedAvg):
     def _none(self, model: nn.Module) -> dict[str, Tensor]:
         return trees.zeros(trees.only(trees.trainable(model), self.shared))
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start with c = 0 and no silo met."""
-        return {**super().init_server(model, fed), "c": self._none(model), drift.CENSUS: drift.unmet()}
+        return {**super().init_server(model, context), "c": self._none(model), drift.CENSUS: drift.unmet()}
 
-    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+    def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Start with c_k = 0."""
         return {"c": self._none(model), drift.SIZE: drift.sized()}
 
@@ -72,11 +72,11 @@ class Scaffold(FedAvg):
         """Send the model and c."""
         return {**super().broadcast(server), "c": server["c"]}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train with corrected steps; send the weighed difference and the weighed change of c_k."""
         trees.write(model, msg["w"])
         shift = trees.sub(msg["c"], silo["c"])
-        steps = data.sgd(model, self.objective(model, msg, data, turn), shift=shift)
+        steps = data.sgd(model, self.objective(model, msg, data, context), shift=shift)
         moved, length = self.moved(model, msg), data.lr * drift.reach(data, steps)
         change = {name: -c - moved[name] / length for name, c in msg["c"].items()}
         n = drift.size_of(silo[drift.SIZE], self.weight(data))
@@ -84,14 +84,14 @@ class Scaffold(FedAvg):
             "delta": Part.of(moved, self.weight(data)),
             "control": Part.of(change, n),
             drift.CENSUS: drift.entry(silo[drift.SIZE], n),
-            **self.extras(model, msg, data, turn),
+            **self.extras(model, msg, data, context),
         }
         return Outcome(bundle, {"c": trees.add(silo["c"], change), drift.SIZE: drift.sized(n)})
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Add eta_g times the mean difference (buffers: the mean) and move c by the silos' share in all N."""
         mean, c = total["delta"].mean(), server["c"]
         step = {name: self.server_lr * v if name in c else v for name, v in mean.items()}
         census = drift.counted(server[drift.CENSUS], total[drift.CENSUS])
-        after = drift.moved_mean(c, total["control"], server[drift.CENSUS], census, fed.n_silos)
+        after = drift.moved_mean(c, total["control"], server[drift.CENSUS], census, context.n_silos)
         return {**server, "w": trees.add(server["w"], step), "c": after, drift.CENSUS: census}

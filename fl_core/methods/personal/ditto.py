@@ -23,7 +23,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.shared_body import kept
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Federation, Outcome, State, Turn
+from fl_core.types.values import Outcome, RoundContext, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +44,20 @@ class Ditto(FedAvg):
         super().__post_init__()
         validate.at_least("E-CFG-02", self.name, 0, lambda_v=self.lambda_v, personal_epochs=self.personal_epochs)
 
-    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+    def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Start from the initial model."""
         return {"v": kept(model)}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train and send as FedAvg does; then train the personal model, with an optimizer and batches of its own."""
-        bundle = super().local(model, msg, silo, data, turn).bundle
+        bundle = super().local(model, msg, silo, data, context).bundle
         trees.write(model, msg["w"])
-        pull, objective = proximal(model, self.lambda_v), self.objective(model, msg, data, turn)
+        pull, objective = proximal(model, self.lambda_v), self.objective(model, msg, data, context)
         trees.write(model, silo["v"])
         data.sgd(model, objective, epochs=self.personal_epochs or None, penalty=pull)
         return Outcome(bundle, {"v": kept(model)})
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Return v_k."""
         trees.write(model, silo["v"])
         return model

@@ -20,7 +20,7 @@ from torch import nn
 from fl_core.methods.personal.shared_body import SharedBody, in_head, kept
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Federation, Outcome, State, Turn
+from fl_core.types.values import Outcome, RoundContext, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +33,17 @@ class FedPer(SharedBody):
     name: ClassVar[str] = "fedper"
     has_personal_model: ClassVar[bool] = True
 
-    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+    def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Start from the common initial head."""
         return {"head": kept(model, in_head)}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train the received body with the own head; send the body's difference, keep the head."""
         trees.write(model, {**msg["w"], **silo["head"]})
-        self.fit(model, msg, data, turn)
-        bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, turn)}
+        self.fit(model, msg, data, context)
+        bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
         return Outcome(bundle, {"head": kept(model, in_head)})
 
-    def fit(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> None:
+    def fit(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> None:
         """Train body and head together."""
-        data.sgd(model, self.objective(model, msg, data, turn))
+        data.sgd(model, self.objective(model, msg, data, context))

@@ -25,7 +25,7 @@ from fl_core.methods.personal.fedper import FedPer
 from fl_core.methods.personal.shared_body import freeze_norms, in_body, in_head
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Losses, State, Turn
+from fl_core.types.values import Losses, RoundContext, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,10 @@ class FedRep(FedPer):
         validate.at_least("E-CFG-02", self.name, 0, body_epochs=self.body_epochs, tune_epochs=self.tune_epochs)
         validate.one_of("E-CFG-02", self.name, frozen_norm=(self.frozen_norm, ("eval", "train")))
 
-    def fit(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> None:
+    def fit(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> None:
         """Train the head, then the body."""
         data.sgd(model, self.over_head, epochs=self.head_epochs, only=in_head)
-        data.sgd(model, self.objective(model, msg, data, turn), epochs=self.body_epochs or None, only=in_body)
+        data.sgd(model, self.objective(model, msg, data, context), epochs=self.body_epochs or None, only=in_body)
 
     def over_head(self, model: nn.Module, x: Tensor, y: Tensor) -> Losses:
         """Return the cross entropy of each example, without a gradient for the body."""
@@ -67,7 +67,7 @@ class FedRep(FedPer):
             z = split.features(x)
         return Losses(cross_entropy(split.head(z), y, reduction="none"))
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Return body and head as trained, or the received body under a head that was trained further on it."""
         if self.tune_epochs:
             trees.write(model, {**msg["w"], **silo["head"]})

@@ -39,7 +39,7 @@ from fl_core.methods.personal.two_heads import (
 )
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Federation, Outcome, Part, State, Turn
+from fl_core.types.values import Bundle, Outcome, Part, RoundContext, State
 
 PART = "hyper"
 
@@ -86,13 +86,13 @@ class FedROD(FedAvg):
         """Name what goes up, part by part."""
         return ("delta", PART) if self.variant == "hyper" else ("delta",)
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start from the initialised model, and from an initial hypernetwork."""
         split = features_of(model)
         nu = {PART: new_nu(split, self.hidden or split.feature_dim)} if self.variant == "hyper" else {}
-        return {**super().init_server(model, fed), **nu}
+        return {**super().init_server(model, context), **nu}
 
-    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+    def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Start the private head; a hypernetwork makes it when it is needed."""
         if self.variant == "hyper":
             return {}
@@ -114,7 +114,7 @@ class FedROD(FedAvg):
         trees.write(head.nu, msg[PART])
         return head
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train both predictors; send the generic one's difference, keep the private head."""
         trees.write(model, msg["w"])
         both = TwoHeads(features_of(model), self.private(model, msg, silo, data))
@@ -123,19 +123,19 @@ class FedROD(FedAvg):
         else:
             data.sgd(both, generic_loss(data.class_counts(), self.gamma), only=is_generic)
             data.sgd(both, frozen_loss, only=is_private, plain=is_private)
-        bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, turn)}
+        bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
         if not isinstance(both.private, Generated):
             return Outcome(bundle, {"phi": kept(both.private)})
         moved = trees.sub(kept(both.private.nu), msg[PART])
         phi = {"weight": both.private.weight().detach().T.contiguous().cpu()}
         return Outcome({**bundle, PART: Part.of(moved, self.weight(data))}, {"phi": phi})
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Average the hypernetwork like the model."""
-        after = super().merge(server, total, fed)
+        after = super().merge(server, total, context)
         return {**after, PART: trees.add(server[PART], total[PART].mean())} if PART in server else after
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Return the model that decides by both heads."""
         if self.personal_body == "received":
             trees.write(model, msg["w"])

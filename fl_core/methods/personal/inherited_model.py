@@ -28,7 +28,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses import distillation as transfer
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Coupling, Federation, Losses, LossFn, State, Turn
+from fl_core.types.values import Coupling, Losses, LossFn, RoundContext, State
 
 HPM = "inherited"
 COUNT = "participations"
@@ -95,16 +95,16 @@ class Inheriting(FedAvg):
             return transfer.asymmetric_terms(o, o_p, self.tau)
         return transfer.kd_terms(o, o_p, self.tau, scaled=self.kd_tau2)
 
-    def momentum(self, n: int, fed: Federation) -> float:
+    def momentum(self, n: int, context: RoundContext) -> float:
         """Return mu_n of a silo's n-th round, n from 1."""
-        expected = max(fed.cohort * fed.rounds // fed.n_silos, 1)
+        expected = max(context.cohort * context.rounds // context.n_silos, 1)
         return min(self.mu_max, self.mu_macro * (n - 1) / expected)
 
-    def inherit(self, model: nn.Module, silo: State, data: SiloData, turn: Turn) -> State:
+    def inherit(self, model: nn.Module, silo: State, data: SiloData, context: RoundContext) -> State:
         """Mix the trained model into the HPM and count the round; the first HPM is the trained model itself."""
         n = 1 + (int(silo[COUNT]["n"]) if COUNT in silo else 0)
         mine: Mapping[str, Tensor] = {name: v.cpu() for name, v in trees.read(model).items()}
-        mu = self.momentum(n, turn.fed) if HPM in silo else 0.0
+        mu = self.momentum(n, context) if HPM in silo else 0.0
         if mu:
             mine = {name: mu * silo[HPM][name] + (1.0 - mu) * v for name, v in mine.items()}
         if 0.0 < mu < 1.0 and self.recompute_bn and prototypes.features_of(model).has_batch_norm:
@@ -113,7 +113,7 @@ class Inheriting(FedAvg):
             mine = {name: v.cpu() for name, v in trees.read(heir).items()}
         return {HPM: mine, COUNT: {"n": torch.tensor([float(n)])}}
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Load the HPM; before a silo's first round there is none, and `model` is what it has."""
         if HPM in silo:
             trees.write(model, silo[HPM])

@@ -20,7 +20,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.shared_body import kept
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Federation, Outcome, State, Tensors, Turn
+from fl_core.types.values import Bundle, Outcome, RoundContext, State, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +44,15 @@ class LocalOnly(FedAvg):
         """Tell that no tensor travels."""
         return False
 
-    def init_silo(self, model: nn.Module, fed: Federation) -> State:  # noqa: ARG002
+    def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Start from the initial weights that all silos have in common."""
         return {"net": kept(model)}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train the silo's own network further."""
         trees.write(model, silo["net"])
-        data.sgd(model, self.objective(model, msg, data, turn))
-        return Outcome(self.extras(model, msg, data, turn), {"net": kept(model)})
+        data.sgd(model, self.objective(model, msg, data, context))
+        return Outcome(self.extras(model, msg, data, context), {"net": kept(model)})
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:  # noqa: ARG002
         """Raise ConfigError (E-RUN-17): there is no model of the federation."""
@@ -62,7 +62,7 @@ class LocalOnly(FedAvg):
         """Raise ConfigError (E-RUN-17): there is no model of the federation."""
         raise _no_model(self.name)
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:  # noqa: ARG002
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:  # noqa: ARG002
         """Change nothing: there is nothing to add."""
         return server
 

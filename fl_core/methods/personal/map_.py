@@ -23,7 +23,7 @@ from fl_core.methods.losses import restricted_softmax as restricted
 from fl_core.methods.personal.inherited_model import Inheriting
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import LossFn, Outcome, State, Turn
+from fl_core.types.values import LossFn, Outcome, RoundContext, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +48,16 @@ class Map(Inheriting):
         """Split the planned steps: those of stage 1, those of stage 2, and the factor on the rate of stage 2."""
         return (steps, max(steps // 10, 5), 0.2) if self.stages == "code" else (-(-steps // 2), steps // 2, 1.0)
 
-    def objective(self, model: nn.Module, msg: State, data: SiloData, turn: Turn) -> LossFn:  # noqa: ARG002
+    def objective(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> LossFn:  # noqa: ARG002
         """Make the loss of stage 1 from the silo's class counts."""
         return restricted.restricted_loss(data.class_counts(), self.alpha, self.rs)
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train both stages; send the weighed difference after the first, inherit after the second."""
         trees.write(model, msg["w"])
         first, second, rate = self.plan(data.planned_steps())
-        data.sgd(model, self.objective(model, msg, data, turn), steps=first)
-        bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, turn)}
+        data.sgd(model, self.objective(model, msg, data, context), steps=first)
+        bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
         if second:
             data.sgd(model, self.taught(model, silo), steps=second, lr_scale=rate)
-        return Outcome(bundle, self.inherit(model, silo, data, turn))
+        return Outcome(bundle, self.inherit(model, silo, data, context))

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Federation, State, Tensors
+from fl_core.types.values import RoundContext, State, Tensors
 
 _HEAD = "head."
 
@@ -51,9 +51,9 @@ class SharedBody(FedAvg):
         """Tell that the body travels, with its buffers, and the head does not."""
         return in_body(name)
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start from the initialised model."""
-        return {**super().init_server(model, fed), "head": kept(model, in_head)}
+        return {**super().init_server(model, context), "head": kept(model, in_head)}
 
     def exported(self, server: State) -> Tensors:
         """Export the body and the initial head."""

@@ -23,7 +23,7 @@ from fl_core.rounds.manifest import Choice, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, LocalPort, SiloShare, local_ports, simulate
 from fl_core.types.interfaces import Guard
-from fl_core.types.values import Bundle, Federation, Part, TaskKind
+from fl_core.types.values import Bundle, Part, RoundContext, TaskKind
 from privacy import profiles as plan
 from privacy.compiled_run import CompiledRun
 from protos.wire import codec
@@ -170,7 +170,7 @@ def test_a_hospital_sends_what_its_profiles_guards_made_of_its_update(
     data = [SiloShare(d.train, d.test) for d in (datasets.load(f"digits/p3c4/{k}") for k in range(3))]
     port = local_ports(CompiledRun.of(run), data)[1]
     msg = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
-    assert bytes(raw) == codec.pack_bundle(port.round(msg, Federation(3, 10, 2, 0, 3), TaskKind.TRAIN))
+    assert bytes(raw) == codec.pack_bundle(port.round(msg, RoundContext(3, 10, 2, 0, 3), TaskKind.TRAIN))
 
 
 def test_a_mask_goes_over_silo_level_noise() -> None:

@@ -12,23 +12,23 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Federation, Part, State, TrainConfig, Turn
+from fl_core.types.values import Part, RoundContext, State, TrainConfig
 
 
 def round_of(method: FedAvg, server: State, silos: Sequence[QData]) -> State:
-    fed = Federation(len(silos), 2)
+    context = RoundContext(len(silos), 2)
     parts = [
-        method.local(Scalar(), method.broadcast(server), {}, data, Turn(fed, k, 0)).bundle["delta"]
+        method.local(Scalar(), method.broadcast(server), {}, data, context.for_silo(k, 0)).bundle["delta"]
         for k, data in enumerate(silos)
     ]
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    return method.merge(server, {"delta": total}, fed)
+    return method.merge(server, {"delta": total}, context)
 
 
 def play(method: FedAvg, silos: Sequence[QData], rounds: int) -> list[float]:
-    server, path = method.init_server(Scalar(), Federation(len(silos), 2)), []
+    server, path = method.init_server(Scalar(), RoundContext(len(silos), 2)), []
     for _ in range(rounds):
         server = round_of(method, server, silos)
         path.append(float(server["w"]["w"]))
@@ -63,29 +63,29 @@ def test_t_avg_3_identical_silos_are_centralised_training() -> None:
 
 
 def test_one_silo_with_real_images_is_plain_sgd() -> None:
-    share, turn = shares()[0], Turn(FED, 0, 3)
+    share, context = shares()[0], FED.for_silo(0, 3)
     config = TrainConfig(lr=0.05, batch_size=4, epochs=2)
     start = trees.read(build_model("digits_cnn", {}, SCHEMA, 0))
     model, server = build_model("digits_cnn", {}, SCHEMA, 1), {"w": start}
-    data = PlainData(share.train, share.test, config, turn)
-    bundle = FedAvg().local(model, server, {}, data, turn).bundle
+    data = PlainData(share.train, share.test, config, context)
+    bundle = FedAvg().local(model, server, {}, data, context).bundle
     after = FedAvg().merge(server, bundle, FED)["w"]
     alone = build_model("digits_cnn", {}, SCHEMA, 0)
-    PlainData(share.train, share.test, config, turn).sgd(alone, FedAvg.loss)
+    PlainData(share.train, share.test, config, context).sgd(alone, FedAvg.loss)
     assert all(torch.allclose(after[name], v, atol=1e-6) for name, v in trees.read(alone).items())
     assert not same(after, start)
 
 
 def test_personal_model_is_the_locally_trained_one() -> None:
-    share, turn = shares()[0], Turn(FED, 0, 3)
+    share, context = shares()[0], FED.for_silo(0, 3)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     msg = {"w": trees.read(model)}
 
     def data() -> PlainData:
-        return PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), turn)
+        return PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
 
-    left = FedAvg().local(model, msg, {}, data(), turn).state
-    personal = trees.read(FedAvg().personal(model, msg, left, data(), turn))
+    left = FedAvg().local(model, msg, {}, data(), context).state
+    personal = trees.read(FedAvg().personal(model, msg, left, data(), context))
     trees.write(model, msg["w"])
     data().sgd(model, FedAvg.loss)
     assert same(personal, trees.read(model))

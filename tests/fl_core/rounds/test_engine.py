@@ -21,7 +21,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import Bench
 from fl_core.simulation.in_process import LocalPort, local_ports
 from fl_core.types.interfaces import SiloData, SiloPort
-from fl_core.types.values import Bundle, Federation, Outcome, Part, State, TaskKind, Turn
+from fl_core.types.values import Bundle, Outcome, Part, RoundContext, State, TaskKind
 
 
 def test_rounds_evaluate_what_they_broadcast_and_end_with_an_evaluation() -> None:
@@ -85,8 +85,8 @@ def test_values_that_the_grid_cuts_off_are_reported() -> None:
     ports: list[SiloPort] = list(local_ports(RunSetup.of(run), shares()))
 
     class Huge(Failing):
-        def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
-            bundle = dict(self._inner.round(msg, fed, kind))
+        def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
+            bundle = dict(self._inner.round(msg, context, kind))
             if kind is TaskKind.TRAIN:
                 total = {k: v.clone() for k, v in bundle["delta"].total.items()}
                 total["head.bias"] = torch.full_like(total["head.bias"], 1e12)
@@ -108,18 +108,18 @@ class Counting(FedAvg):
     def apart(self) -> frozenset[str]:
         return frozenset({"rounds"})
 
-    def init_silo(self, model: nn.Module, fed: Federation) -> State:
-        del model, fed
+    def init_silo(self, model: nn.Module, context: RoundContext) -> State:
+        del model, context
         return {"own": {"rounds": torch.zeros(1)}}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         done = {"own": {"rounds": silo["own"]["rounds"] + 1}}
-        bundle = super().local(model, msg, silo, data, turn).bundle
-        return Outcome({**bundle, "rounds": Part.of(done["own"], 1.0 + turn.silo)}, done)
+        bundle = super().local(model, msg, silo, data, context).bundle
+        return Outcome({**bundle, "rounds": Part.of(done["own"], 1.0 + context.silo)}, done)
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         seen = {**server, "seen": {"rounds": total["rounds"].total["rounds"], "weight": total["rounds"].weight}}
-        return super().merge(seen, total, fed)
+        return super().merge(seen, total, context)
 
 
 @pytest.mark.parametrize("mirrored", [True, False])
@@ -140,15 +140,15 @@ def test_a_mirrored_silo_state_is_committed_only_when_the_round_names_the_silo(m
     assert final["seen"]["weight"].tolist() == [1, 2, 3]  # one by one, in the roster's order
 
 
-def engine_fed(run: RunManifest) -> Federation:
-    return Federation(len(run.members), len(run.schema.classes), run.rounds)
+def engine_fed(run: RunManifest) -> RoundContext:
+    return RoundContext(len(run.members), len(run.schema.classes), run.rounds)
 
 
 class Keeping(FedAvg):
     """FedAvg whose server keeps the mean as it gets it."""
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
-        return {**super().merge(server, total, fed), "mean": total["delta"].mean()}
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
+        return {**super().merge(server, total, context), "mean": total["delta"].mean()}
 
 
 def test_a_server_state_holds_tensors_and_nothing_deferred() -> None:

@@ -19,7 +19,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import local_ports
 from fl_core.types.interfaces import SiloPort
-from fl_core.types.values import Bundle, Federation, Part, State, TaskKind
+from fl_core.types.values import Bundle, Part, RoundContext, State, TaskKind
 from protos.wire import codec
 from protos.wire.bundle_file import FileBundle
 
@@ -51,8 +51,8 @@ def test_a_refusal_repeats_only_so_much_of_what_was_sent() -> None:
             self._inner = inner
             self.settle = inner.settle
 
-        def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
-            return {**self._inner.round(msg, fed, kind), "long" * 100_000: Part.of({}, 1.0)}
+        def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
+            return {**self._inner.round(msg, context, kind), "long" * 100_000: Part.of({}, 1.0)}
 
     run = manifest(quorum=2, rounds=1)
     north, east, south = local_ports(RunSetup.of(run), shares())
@@ -88,7 +88,7 @@ def test_a_defect_of_the_program_is_not_taken_for_a_missing_silo() -> None:
     class Broken:
         name = "north"
 
-        def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
+        def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
             raise ZeroDivisionError
 
     ports[0] = Broken()
@@ -102,11 +102,11 @@ class OnDisk:
     def __init__(self, inner: SiloPort, folder: Path, came: Callable[[Path], object]) -> None:
         self.name, self._inner, self._file, self._came = inner.name, inner, folder / inner.name, came
 
-    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:
-        self._inner.settle(fed, kind, included)
+    def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
+        self._inner.settle(context, kind, included)
 
-    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
-        codec.write_bundle(self._inner.round(msg, fed, kind), self._file)
+    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
+        codec.write_bundle(self._inner.round(msg, context, kind), self._file)
         self._came(self._file)
         return FileBundle(self._file)
 

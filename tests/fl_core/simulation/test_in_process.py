@@ -30,7 +30,7 @@ def test_fedavg_equals_a_loop_written_out_here() -> None:
     run = manifest(rounds=2, train=TrainConfig(lr=0.05, batch_size=4, epochs=2))
     from fl_core.methods.fedavg import FedAvg
     from fl_core.training.local_data import PlainData
-    from fl_core.types.values import Federation, Turn
+    from fl_core.types.values import RoundContext
 
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     w = trees.read(model)
@@ -38,8 +38,8 @@ def test_fedavg_equals_a_loop_written_out_here() -> None:
         sums, n = trees.zeros(w), 0
         for k, share in enumerate(shares()):
             trees.write(model, w)
-            turn = Turn(Federation(3, 4, 2, t, 3), k, 0)
-            PlainData(share.train, share.test, run.train, turn).sgd(model, FedAvg.loss)
+            context = RoundContext(3, 4, 2, t, 3).for_silo(k, 0)
+            PlainData(share.train, share.test, run.train, context).sgd(model, FedAvg.loss)
             sums, n = trees.add(sums, trees.read(model), len(share.train)), n + len(share.train)
         w = trees.scale(sums, 1 / n)
     found = simulate(RunSetup.of(run), shares(), History())["w"]
@@ -76,11 +76,11 @@ def test_a_bundle_that_is_not_the_agreed_one_is_refused_before_it_leaves() -> No
     run = manifest()
     odd = replace(run, layout={**run.layout, "delta": PartSpec({"x": (1,)}, ())})
     (port, *_) = local_ports(RunSetup.of(odd), shares())
-    from fl_core.types.values import Federation, TaskKind
+    from fl_core.types.values import RoundContext, TaskKind
 
     with pytest.raises(ProtocolError) as caught:
         port.round(
-            build_method("fedavg", {}).broadcast(RunSetup.of(run).initial_state()), Federation(3, 4), TaskKind.TRAIN
+            build_method("fedavg", {}).broadcast(RunSetup.of(run).initial_state()), RoundContext(3, 4), TaskKind.TRAIN
         )
     assert caught.value.code == "E-WIRE-02"
 

@@ -20,14 +20,14 @@ from fl_core.simulation.silo_states import InFiles, InMemory
 from fl_core.training import devices
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import TrainConfig, Turn
+from fl_core.types.values import TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 
 
 def trained(config: TrainConfig, ahead: int = 0) -> dict[str, torch.Tensor]:
     model, share = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0), shares()[0]
-    data = PlainData(share.train, share.test, config, Turn(FED, 0, 0))
+    data = PlainData(share.train, share.test, config, FED.for_silo(0, 0))
     data._ahead = ahead
     data.sgd(model, FedAvg.loss)
     return trees.read(model)
@@ -100,7 +100,7 @@ def test_an_error_while_reading_ahead_is_raised() -> None:
             raise ConfigError("E-CFG-02", "broken")
 
     share = shares()[0].train
-    data = PlainData(Broken(share.x, share.labels), share, TRAIN, Turn(FED, 0, 0))
+    data = PlainData(Broken(share.x, share.labels), share, TRAIN, FED.for_silo(0, 0))
     data._ahead = 2
     with pytest.raises(ConfigError, match="broken"):
         data.sgd(build_model("digits_cnn", {}, SCHEMA, 0), FedAvg.loss)

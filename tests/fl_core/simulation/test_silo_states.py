@@ -15,7 +15,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, LocalPort, local_ports, simulate
 from fl_core.simulation.silo_states import InMemory
 from fl_core.types.interfaces import Method
-from fl_core.types.values import Bundle, Federation, Part, State, TaskKind, TrainConfig
+from fl_core.types.values import Bundle, Part, RoundContext, State, TaskKind, TrainConfig
 from protos.wire.tasks import TaskKey
 from silo.storage.object_store import Objects
 from silo.storage.outbox import Finished, Outbox
@@ -29,9 +29,9 @@ OPTIONS: Mapping[str, Mapping[str, int]] = {"fedrep": {"head_epochs": 1}}
 class Deaf(LocalPort):
     """A silo whose update of round 1 is spoilt on its way."""
 
-    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
-        bundle = super().round(msg, fed, kind)
-        return {**bundle, "more": Part({}, torch.zeros(()))} if fed.round == 1 else bundle
+    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
+        bundle = super().round(msg, context, kind)
+        return {**bundle, "more": Part({}, torch.zeros(()))} if context.round == 1 else bundle
 
 
 def state_of(port: LocalPort) -> State:

@@ -25,7 +25,7 @@ from fl_core.training.evaluation import (
 )
 from fl_core.training.local_data import PlainData
 from fl_core.types.records import fairness
-from fl_core.types.values import Split, TrainConfig, Turn
+from fl_core.types.values import RoundContext, Split, TrainConfig
 
 
 class Told(nn.Module):
@@ -47,7 +47,7 @@ def told(labels: list[int], right: list[int]) -> Given:
 
 
 def door(train: list[int], test: Given, public: Given | None = None) -> PlainData:
-    return PlainData(told(train, [0] * 4), test, TrainConfig(), Turn(FED, 0, 0), public=public)
+    return PlainData(told(train, [0] * 4), test, TrainConfig(), FED.for_silo(0, 0), public=public)
 
 
 def test_t_ev_1_weighted_accuracies() -> None:
@@ -115,7 +115,7 @@ def test_class_counts_are_asked_for_only_where_there_is_a_public_test_set() -> N
 
     test = told([0], [1, 0, 0, 0])
     for public, asked in ((None, 0), (test, 1)):
-        data = Counting(test, test, TrainConfig(), Turn(FED, 0, 0), public=public)
+        data = Counting(test, test, TrainConfig(), FED.for_silo(0, 0), public=public)
         evaluate_personal(Told(), data, 4)
         assert data.asked == asked
 
@@ -148,7 +148,6 @@ def test_personal_models_are_those_after_local_training() -> None:
     from fl_core.methods.fedavg import FedAvg
     from fl_core.models import build_model
     from fl_core.types import tensor_maps as trees
-    from fl_core.types.values import Federation
 
     run = manifest(rounds=1, train=TrainConfig(lr=0.05, batch_size=4, epochs=3), personal=True)
     history, given = History(), shares()
@@ -158,7 +157,7 @@ def test_personal_models_are_those_after_local_training() -> None:
     start = trees.read(model)
     for k, share in enumerate(given[:2]):
         trees.write(model, start)
-        data = PlainData(share.train, share.test, run.train, Turn(Federation(3, 4, 1, 0, 3), k, 0))
+        data = PlainData(share.train, share.test, run.train, RoundContext(3, 4, 1, 0, 3).for_silo(k, 0))
         data.sgd(model, FedAvg.loss)
         x, y = share.test.batch(torch.arange(len(share.test)))
         found.append(float((model.eval()(x).argmax(1) == y).float().mean()))

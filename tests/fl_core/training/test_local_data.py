@@ -14,7 +14,7 @@ from fl_core.errors import DataError
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import ClassSums, ExampleSums, Federation, Losses, Split, TrainConfig, Turn
+from fl_core.types.values import ClassSums, ExampleSums, Losses, RoundContext, Split, TrainConfig
 
 
 def ce(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
@@ -26,9 +26,9 @@ def examples(n: int, seed: int = 0) -> Given:
     return Given(torch.rand(n, 1, 8, 8, generator=draw), torch.arange(n) % 4)
 
 
-def data(n: int = 10, turn: Turn | None = None, **schedule: float) -> PlainData:
+def data(n: int = 10, context: RoundContext | None = None, **schedule: float) -> PlainData:
     config = TrainConfig(**({"batch_size": 4, "epochs": 1, "lr": 0.1} | schedule))  # type: ignore[arg-type]
-    return PlainData(examples(n), examples(6, seed=1), config, turn or Turn(FED, 0, 0))
+    return PlainData(examples(n), examples(6, seed=1), config, context or FED.for_silo(0, 0))
 
 
 class Linear(nn.Module):
@@ -86,7 +86,7 @@ def test_batch_norm_skips_a_lone_example_and_does_not_count_it() -> None:
 
 
 def test_learning_rate_falls_by_round() -> None:
-    late = data(turn=Turn(Federation(1, 4, 9, round=3), 0, 0), lr=0.8, lr_decay=0.5)
+    late = data(context=RoundContext(1, 4, 9, round=3).for_silo(0, 0), lr=0.8, lr_decay=0.5)
     assert late.lr == pytest.approx(0.1)
 
 
@@ -127,7 +127,7 @@ def test_plain_parameters_take_bare_steps_beside_the_schedule() -> None:
     assert torch.equal(bare.b, mixed.b)
     assert not bare.a.any()
     silo = PlainData(examples(8), examples(6), TrainConfig(lr=0.1, batch_size=4, epochs=1, optimizer="adam"),
-                     Turn(FED, 0, 0))  # fmt: skip
+                     FED.for_silo(0, 0))  # fmt: skip
     silo.sgd(adam, slopes, plain=lambda name: name == "b")
     assert torch.equal(adam.b, mixed.b)
 
@@ -153,9 +153,14 @@ def test_an_extra_pass_does_not_change_the_others() -> None:
 
 def test_silos_rounds_and_seeds_have_streams_of_their_own() -> None:
     finals = []
-    for turn in (Turn(FED, 0, 0), Turn(FED, 1, 0), Turn(FED, 0, 1), Turn(Federation(3, 4, 3, 2, 3), 0, 0)):
+    for context in (
+        FED.for_silo(0, 0),
+        FED.for_silo(1, 0),
+        FED.for_silo(0, 1),
+        RoundContext(3, 4, 3, 2, 3).for_silo(0, 0),
+    ):
         model = Linear()
-        data(turn=turn).sgd(model, ce)
+        data(context=context).sgd(model, ce)
         finals.append(trees.digest(trees.read(model)))
     assert len(set(finals)) == 4
 
@@ -190,7 +195,7 @@ def test_only_selects_what_moves() -> None:
 
 def test_class_sums_equal_a_loop() -> None:
     every = examples(11)
-    silo = PlainData(every, every, TrainConfig(), Turn(FED, 0, 0))
+    silo = PlainData(every, every, TrainConfig(), FED.for_silo(0, 0))
     sums = silo.sum(ClassSums(lambda x, y: x.flatten(1), 5))
     total, count = slow_class_sums(every.x.flatten(1), every.labels, 5)
     assert torch.allclose(sums["sum"], total, atol=1e-5)
@@ -223,10 +228,10 @@ def test_global_random_state_is_left_alone() -> None:
 
 
 def test_a_silo_without_training_examples_is_refused_and_one_without_test_examples_is_not() -> None:
-    empty = PlainData(examples(0), examples(0), TrainConfig(batch_size=4, epochs=1), Turn(FED, 0, 0))
+    empty = PlainData(examples(0), examples(0), TrainConfig(batch_size=4, epochs=1), FED.for_silo(0, 0))
     with pytest.raises(DataError) as caught:
         empty.sgd(Linear(), ce)
     assert caught.value.code == "E-DATA-08"
     share = shares()[0]
-    untested = PlainData(share.train, examples(0), TrainConfig(), Turn(FED, 0, 0))
+    untested = PlainData(share.train, examples(0), TrainConfig(), FED.for_silo(0, 0))
     assert untested.sum(ClassSums(lambda x, y: x.flatten(1)[:, :1], 4), split=Split.TEST)["count"].tolist() == [0] * 4

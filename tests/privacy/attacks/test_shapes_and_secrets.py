@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.types.values import Coupling, Federation, Losses, TrainConfig, Turn
+from fl_core.types.values import Coupling, Losses, RoundContext, TrainConfig
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Rates, Spend
 from privacy.dp_sgd.draws import Draws
@@ -61,7 +61,7 @@ def _step(groups: tuple[str, ...]) -> Tensor:
         False,
     )
     data = PrivateData(
-        train, train, config, Turn(Federation(1, 2, 1), 0, 0), course, Spend(course.training(1)), Silent(0)
+        train, train, config, RoundContext(1, 2, 1).for_silo(0, 0), course, Spend(course.training(1)), Silent(0)
     )
     seen: list[Tensor] = []
     release = data._release
@@ -120,7 +120,7 @@ def test_a_message_of_another_form_is_refused_before_a_record_is_read(tmp_path: 
 def test_the_fixed_head_of_fedgela_has_the_models_classes_whatever_is_broadcast() -> None:
     """Its shape came out of numbers of the message: labels beyond it raised, which told of a record."""
     method, model = build_method("fedgela", {"adapt": False}), build_model("digits_cnn", {}, SCHEMA, 0)
-    msg = method.broadcast(method.init_server(model, Federation(1, 4, 1)))
+    msg = method.broadcast(method.init_server(model, RoundContext(1, 4, 1)))
     msg = {**msg, "etf": {**msg["etf"], "shape": msg["etf"]["shape"] - torch.tensor([1.0, 0.0])}}
     assert method.global_model(model, msg)(torch.zeros(2, *SCHEMA.shape)).shape == (2, len(SCHEMA.classes))
 

@@ -22,7 +22,7 @@ from fl_core.simulation.in_process import History, simulate
 from fl_core.training.evaluation import evaluate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import ClassSums, Coupling, Federation, Losses, Split, TrainConfig, Turn, Visit
+from fl_core.types.values import ClassSums, Coupling, Losses, RoundContext, Split, TrainConfig
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Rates, Release, Spend
 from privacy.compiled_run import CompiledRun
@@ -31,7 +31,7 @@ from privacy.dp_sgd.private_data import PrivateData
 from privacy.noise import grid
 from privacy.noise.sources import SecureNoise, SeededNoise
 
-TURN = Turn(Federation(1, 4, 1, 0, 1), 0, 0)
+TURN = RoundContext(1, 4, 1, 0, 1).for_silo(0, 0)
 TRAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=24, epochs=2)
 
 
@@ -169,8 +169,8 @@ def test_noise_is_distinct_for_every_part_step_round_and_silo() -> None:
         for silo, share in enumerate(shares()):
             opened = PrivateDoors(private, silo, SimulatedBook())
             for round in range(3):
-                turn = Turn(Federation(3, 4, 5, round, 3), silo, run.seed)
-                door = opened(Visit(share.train, share.test, run.train, turn))
+                context = RoundContext(3, 4, 5, round, 3).for_silo(silo, run.seed)
+                door = opened(share.train, share.test, run.train, context)
                 door._noise = Noted(door._noise, drawn)
                 door.sgd(nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), ce)
                 door.sum(PIXELS)

@@ -21,7 +21,7 @@ from fl_core.rounds.engine import Engine, RoundRecord, Schedule
 from fl_core.rounds.manifest import Choice, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
-from fl_core.types.values import Bundle, Federation, Part, PartSpec, State, TaskKind
+from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State, TaskKind
 from privacy import profiles as plan
 from privacy.compiled_run import CompiledRun
 from privacy.data_access import silo_releases
@@ -72,7 +72,7 @@ class Norms:
     def broadcast(self, server: State) -> State:
         return server
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         assert set(total) == {"delta"}
         return dict(server)
 
@@ -85,14 +85,14 @@ class NormPort:
     index: int
     guard: SiloLevel
 
-    def round(self, msg: State, fed: Federation, kind: TaskKind) -> Bundle:
-        draw = torch.Generator().manual_seed(1000 * fed.round + self.index)
+    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
+        draw = torch.Generator().manual_seed(1000 * context.round + self.index)
         length = float(torch.exp(0.5 * torch.randn((), generator=draw)))  # log-normal: its median is 1
         bundle = bundle_of(length)
         sent = bundle if kind is TaskKind.TRAIN else {"metrics": bundle["metrics"]}
-        return self.guard.at(msg[adaptive.PART]).outgoing(sent, self.index, fed.round)
+        return self.guard.at(msg[adaptive.PART]).outgoing(sent, self.index, context.round)
 
-    def settle(self, fed: Federation, kind: TaskKind, included: bool) -> None:
+    def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
         pass
 
 
@@ -255,7 +255,7 @@ def test_a_round_with_a_clip_of_the_coordinators_own_is_refused_before_an_exampl
     msg = {**RunSetup.of(run).initial_state(), adaptive.PART: {"clip": torch.tensor(9.0)}}
     port._share.train.batch = None  # type: ignore[method-assign, assignment]
     with pytest.raises(RefusedError, match="E-PRIV-19"):
-        port.round(msg, Federation(3, 4, 1, 0, 3), TaskKind.TRAIN)
+        port.round(msg, RoundContext(3, 4, 1, 0, 3), TaskKind.TRAIN)
 
 
 def test_an_infinite_epsilon_is_the_plain_run_without_a_bit() -> None:

@@ -17,7 +17,7 @@ from fl_core.methods import build_method
 from fl_core.rounds.manifest import Choice, Member, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import SiloShare, local_ports
-from fl_core.types.values import Federation, TaskKind
+from fl_core.types.values import RoundContext, TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from silo.connection.transfer import Patience
@@ -78,8 +78,8 @@ def test_equals_local_port_bit_for_bit(make, method, options, opt_out):
         wire = pb.TRAIN if kind is TaskKind.TRAIN else pb.EVALUATE
         hospital.offer(round, wire, msg)
         hospital.sent(round + 1)
-        fed = Federation(3, 10, 2, round, 3)
-        assert upload(hospital) == codec.pack_bundle(port.round(msg, fed, kind))
+        context = RoundContext(3, 10, 2, round, 3)
+        assert upload(hospital) == codec.pack_bundle(port.round(msg, context, kind))
         hospital.close(round, kind=wire)
         hospital.settled(round + 1)
 

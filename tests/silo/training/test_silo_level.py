@@ -16,7 +16,7 @@ from fl_core.methods import build_method
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import work
 from fl_core.simulation.in_process import SiloShare, local_ports
-from fl_core.types.values import Federation, TaskKind
+from fl_core.types.values import RoundContext, TaskKind
 from privacy.accounting.accountant import aggregated, epsilon_rdp
 from privacy.compiled_run import CompiledRun
 from privacy.data_access import SiloLevelDoors, silo_releases
@@ -76,7 +76,7 @@ def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make
         hospital.offer(round, wire, msg)
         hospital.sent(round + 1)
         found = bytes(next(iter(hospital.transfer.uploads.values())))
-        assert found == codec.pack_bundle(port.round(msg, Federation(3, 10, 2, round, 3), kind))
+        assert found == codec.pack_bundle(port.round(msg, RoundContext(3, 10, 2, round, 3), kind))
         hospital.close(round, kind=wire)
         hospital.settled(round + 1)
     guard = silo_level(run)

@@ -34,7 +34,7 @@ from fl_core.methods.disjoint.fedcd.losses import Objective, decay
 from fl_core.methods.disjoint.fedcd.options import FedCDOptions
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Federation, Outcome, Part, State, Tensors, Turn
+from fl_core.types.values import Bundle, Outcome, Part, RoundContext, State, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +50,10 @@ class FedCD(FedCDOptions):
         """Average what makes features, and the head where it has no rule of its own."""
         return not name.startswith(("head.", "prototypes.")) and (name != acla.HEAD or self.acla == "fedavg")
 
-    def init_server(self, model: nn.Module, fed: Federation) -> State:
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start with an evenly random head, as a linear layer has, and without prototypes."""
         split = features_of(model)
-        rows, d = fed.n_classes * self.fine, split.feature_dim
+        rows, d = context.n_classes * self.fine, split.feature_dim
         head = torch.rand(rows, d, generator=rng.stream(geometry.seed_of(model), "fine head"))
         w = trees.only(trees.read(FineModel(split, self.fine, self.aggregation)), lambda name: name != acla.HEAD)
         return {"w": {**w, acla.HEAD: (2 * head - 1) / d**0.5}, PART: fine_grained.unknown(rows, d)}
@@ -62,28 +62,28 @@ class FedCD(FedCDOptions):
         """Send the model, the prototypes and what they stand for."""
         return dict(server)
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, turn: Turn) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Find the silo's anchors, train everything at once, count again and send."""
-        anchors = self._anchors(self._received(model, msg), msg[PART], data, turn)
+        anchors = self._anchors(self._received(model, msg), msg[PART], data, context)
         net = self._received(model, msg, anchors.points)
-        objective = self._objective(msg, anchors, data, turn)
+        objective = self._objective(msg, anchors, data, context)
         penalty = objective.penalty if objective.n and bool(objective.count.any()) else None
         data.sgd(net, objective.loss, penalty=penalty, only=lambda name: self.hpc or name != "prototypes.weight")
         sums, counts = fine_grained.census(net, anchors, data, self.fine)
         trained = {name: v.cpu() for name, v in trees.read(net).items()}
         moved = trees.sub(trees.only(trained, msg["w"].__contains__), msg["w"])
         points = trained["prototypes.weight"] if self.hpc else sums / counts.clamp(min=1.0).unsqueeze(1)
-        weight = counts if turn.prototypes else torch.zeros_like(counts)
+        weight = counts if context.prototypes else torch.zeros_like(counts)
         bundle = {
             "delta": Part.of(trees.only(moved, self.shared), self.weight(data)),
-            PART: turn.shown(Part.of({"p": points - msg[PART]["p"]}, weight)),
+            PART: Part.of({"p": points - msg[PART]["p"]}, weight),
         }
         if self.acla != "fedavg":
             known = Anchors(msg[PART]["p"], msg[PART]["known"] > 0)
             bundle[acla.PART] = acla.outgoing(self.acla, moved[acla.HEAD], trained[acla.HEAD], known, counts)
         return Outcome(bundle, silo)
 
-    def merge(self, server: State, total: Bundle, fed: Federation) -> State:  # noqa: ARG002
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:  # noqa: ARG002
         """Average features by examples, prototypes by their counts, the head by its rule."""
         w, after = server["w"], fine_grained.merged(server[PART], total[PART], self.fine)
         w = {**w, **trees.add(trees.only(w, self.shared), total["delta"].mean())}
@@ -100,7 +100,7 @@ class FedCD(FedCDOptions):
         trees.write(net, msg["w"])
         return net
 
-    def _anchors(self, net: FineModel, state: Tensors, data: SiloData, turn: Turn) -> Anchors:
+    def _anchors(self, net: FineModel, state: Tensors, data: SiloData, context: RoundContext) -> Anchors:
         """Take the known prototypes; cluster the silo's classes that have none."""
         known = state["known"] > 0
         of_class = fine_grained.by_class(known, self.fine).any(1)
@@ -108,22 +108,22 @@ class FedCD(FedCDOptions):
         if not bool(new.any()):
             return Anchors(state["p"], known)
         net.eval()
-        draw = rng.stream(turn.seed, "round", turn.fed.round, "silo", turn.silo, "clusters")
+        draw = rng.stream(context.seed, "round", context.round, "silo", context.silo, "clusters")
         found, _ = clusters(
             torch.no_grad()(net.features), data, net.n_classes, self.fine, draw, self.restarts, self.steps
         )
         rows = new.repeat_interleave(self.fine)
         return Anchors(torch.where(rows.unsqueeze(1), found.flatten(0, 1), state["p"]), known | rows)
 
-    def _objective(self, msg: State, anchors: Anchors, data: SiloData, turn: Turn) -> Objective:
+    def _objective(self, msg: State, anchors: Anchors, data: SiloData, context: RoundContext) -> Objective:
         state = msg[PART]
-        mu = decay(turn.fed.round, turn.fed.rounds, zero_based=self.zero_based) if self.hpc else 1.0
+        mu = decay(context.round, context.rounds, zero_based=self.zero_based) if self.hpc else 1.0
         n = 0.0 if self.importance in ("unscaled", "shuffle") else data.size()
         count = state["count"] * state["known"] * float(self.importance != "none")
-        drawn = self._shuffled(count, data, turn) if self.importance == "shuffle" else None
+        drawn = self._shuffled(count, data, context) if self.importance == "shuffle" else None
         return Objective(self, mu, msg["w"][acla.HEAD], anchors, state["p"], count, n, drawn)
 
-    def _shuffled(self, count: Tensor, data: SiloData, turn: Turn) -> Callable[[int], Tensor]:
+    def _shuffled(self, count: Tensor, data: SiloData, context: RoundContext) -> Callable[[int], Tensor]:
         """Draw which prototypes join a batch: each one batch of an epoch on average."""
-        draw = rng.stream(turn.seed, "round", turn.fed.round, "silo", turn.silo, "prototypes")
+        draw = rng.stream(context.seed, "round", context.round, "silo", context.silo, "prototypes")
         return lambda batch: count * (torch.rand(len(count), generator=draw) < batch / data.size())

@@ -25,7 +25,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import TrainConfig, Turn
+from fl_core.types.values import TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 SMALL = {"features": 6, "feature_steps": 5, "epochs": 4, "batch": 8}
@@ -101,9 +101,9 @@ def test_silos_measure_before_training_each_class_by_all_its_examples() -> None:
     method, model, share = CReFF(**SMALL), build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0), shares()[1]
     server = method.init_server(model, FED)
     psi = {name: v + 0.1 for name, v in server["head"].items()}
-    turn = Turn(FED, 1, 0)
-    data = PlainData(share.train, share.test, TRAIN, turn)
-    part = method.local(model, {**method.broadcast(server), "head": psi}, {}, data, turn).bundle["class_gradients"]
+    context = FED.for_silo(1, 0)
+    data = PlainData(share.train, share.test, TRAIN, context)
+    part = method.local(model, {**method.broadcast(server), "head": psi}, {}, data, context).bundle["class_gradients"]
     clean = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0).eval()
     x, y = share.train.batch(torch.arange(len(share.train)))
     assert part.weight.tolist() == [0, 1, 1, 0]
@@ -138,9 +138,9 @@ def test_the_new_head_learns() -> None:
 
 def test_a_round_without_any_class_changes_nothing() -> None:
     method, model = CReFF(**SMALL), build_model("digits_cnn", {}, SCHEMA, 0)
-    server, share, turn = method.init_server(model, FED), shares()[0], Turn(replace(FED, round=0), 0, 0)
+    server, share, context = method.init_server(model, FED), shares()[0], replace(FED, round=0).for_silo(0, 0)
     none = Given(share.train.batch(torch.arange(0))[0], torch.zeros(0).long())
-    part = method._gradients(model, server["head"], PlainData(none, none, TRAIN, turn))
+    part = method._gradients(model, server["head"], PlainData(none, none, TRAIN, context))
     assert not part.weight.any()
     assert not part.total["g"].any()
 

@@ -23,7 +23,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Capability, Coupling, Exposure, Turn
+from fl_core.types.values import Capability, Coupling, Exposure
 
 
 class Blobs:
@@ -37,7 +37,7 @@ class Blobs:
         self.x = torch.cat([*rows, torch.tensor([[5.0, 5.0], [6.0, 6.0]])])
         self.y = torch.tensor([0] * 12 + [1] * 12 + [2] * 2)
         given = Given(self.x, self.y)
-        self.data = PlainData(given, given, TRAIN, Turn(FED, 0, 0))
+        self.data = PlainData(given, given, TRAIN, FED.for_silo(0, 0))
 
     def found(self) -> tuple[Tensor, Tensor]:
         return clusters(lambda x: x, self.data, 4, 3, torch.Generator().manual_seed(4), restarts=10, steps=10)
@@ -146,9 +146,9 @@ def test_without_extra_terms_it_trains_by_cross_entropy_alone() -> None:
 
     method = FedCD(lam=0.0, gamma=0.0, zero_based=True, restarts=1, steps=1)
     assert method.coupling is Coupling.EXAMPLE
-    share, turn = shares()[0], Turn(replace(FED, round=0), 0, 0)
-    data = Seen(share.train, share.test, TRAIN, turn)
-    method.local(model_of(), method.init_server(model_of(), FED), {}, data, turn)
+    share, context = shares()[0], replace(FED, round=0).for_silo(0, 0)
+    data = Seen(share.train, share.test, TRAIN, context)
+    method.local(model_of(), method.init_server(model_of(), FED), {}, data, context)
     assert len(data.seen) == 8
     assert all(found == pytest.approx(ce, rel=1e-5) for found, ce in data.seen)
 

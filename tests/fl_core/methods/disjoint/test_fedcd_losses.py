@@ -21,7 +21,7 @@ from fl_core.methods.disjoint.fedcd.losses import Objective, bpr, decay, hpc
 from fl_core.methods.losses import decoupled_distillation as decoupled
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Part, Turn
+from fl_core.types.values import Part
 
 
 def double(*values: float) -> Tensor:
@@ -221,9 +221,9 @@ def test_cd_8_a_shuffled_batch_is_the_mean_over_its_examples_and_the_prototypes_
 
 
 def test_cd_8_each_prototype_joins_one_batch_of_an_epoch_on_average() -> None:
-    share, turn = shares()[0], Turn(FED, 0, 7)
-    data, count = PlainData(share.train, share.test, TRAIN, turn), torch.arange(1.0, 13.0)
-    draw, again = (FedCD(importance="shuffle")._shuffled(count, data, turn) for _ in range(2))
+    share, context = shares()[0], FED.for_silo(0, 7)
+    data, count = PlainData(share.train, share.test, TRAIN, context), torch.arange(1.0, 13.0)
+    draw, again = (FedCD(importance="shuffle")._shuffled(count, data, context) for _ in range(2))
     seen = torch.stack([draw(b) / count for _ in range(1000) for b in (4, 4, 4, 2)])  # 14 examples
     assert seen.unique().tolist() == [0, 1]
     assert (seen.sum(0) / 1000).tolist() == pytest.approx([1.0] * 12, abs=0.1)

@@ -20,7 +20,7 @@ from fl_core.simulation.in_process import History, SiloShare, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import Method
-from fl_core.types.values import Outcome, TrainConfig, Turn
+from fl_core.types.values import Outcome, RoundContext, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 FLOAT64 = {"dtype": torch.float64}
@@ -30,13 +30,13 @@ def model_of(seed: int = 0) -> SplitModel:
     return build_model("digits_cnn", {"norm": "batch"}, SCHEMA, seed)
 
 
-def played(method: Method, share: SiloShare, k: int = 0) -> tuple[SplitModel, Outcome, PlainData, Turn]:
+def played(method: Method, share: SiloShare, k: int = 0) -> tuple[SplitModel, Outcome, PlainData, RoundContext]:
     """Train one silo for one round from the start of a run."""
-    model, turn = model_of(), Turn(FED, k, 0)
+    model, context = model_of(), FED.for_silo(k, 0)
     server = method.init_server(model_of(), FED)
-    data = PlainData(share.train, share.test, TRAIN, turn)
-    outcome = method.local(model, method.broadcast(server), method.init_silo(model_of(), FED), data, turn)
-    return model, outcome, data, turn
+    data = PlainData(share.train, share.test, TRAIN, context)
+    outcome = method.local(model, method.broadcast(server), method.init_silo(model_of(), FED), data, context)
+    return model, outcome, data, context
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def test_noisy_counts_give_a_usable_adaptation() -> None:
 
 def test_ge_6_backward_reaches_the_features_alone() -> None:
     method, model = FedGELA(), model_of()
-    share, turn = shares()[0], Turn(FED, 0, 0)
+    share, context = shares()[0], FED.for_silo(0, 0)
     msg = method.broadcast(method.init_server(model, FED))
-    data = PlainData(share.train, share.test, TRAIN, turn)
+    data = PlainData(share.train, share.test, TRAIN, context)
     net = method.global_model(model, msg)
-    loss = method.objective(net, msg, data, turn)
+    loss = method.objective(net, msg, data, context)
     x, y = share.train.batch(torch.arange(6))
     loss(net, x, y).objective().backward()
     assert all(p.grad is not None for p in model.body.parameters())
@@ -126,16 +126,16 @@ def test_frame_does_not_move_and_no_classifier_is_sent() -> None:
 
 
 def test_local_loss_uses_the_adapted_frame() -> None:
-    method, share, turn = FedGELA(logit_scale=5.0), shares()[0], Turn(FED, 0, 0)
+    method, share, context = FedGELA(logit_scale=5.0), shares()[0], FED.for_silo(0, 0)
     model = model_of()
     msg = method.broadcast(method.init_server(model, FED))
-    data = PlainData(share.train, share.test, TRAIN, turn)
+    data = PlainData(share.train, share.test, TRAIN, context)
     net = method.global_model(model, msg).eval()
     x, y = share.train.batch(torch.arange(6))
     z = model.features(x)
     by_hand = 5.0 * (z / z.norm(dim=1, keepdim=True)) @ frame_of(msg[FRAME]).float().T * torch.tensor([2.0, 2, 0, 0])
     wanted = cross_entropy(by_hand, y, reduction="none")
-    assert torch.allclose(method.objective(net, msg, data, turn)(net, x, y).per_example, wanted, atol=1e-5)
+    assert torch.allclose(method.objective(net, msg, data, context)(net, x, y).per_example, wanted, atol=1e-5)
 
 
 def test_without_frame_and_adaptation_it_is_fedavg_bit_for_bit() -> None:
@@ -162,9 +162,9 @@ def test_adaptation_changes_nothing_at_a_balanced_silo(etf: bool) -> None:
 @pytest.mark.parametrize("etf", [True, False])
 def test_a_missing_class_is_trained_only_through_the_others(etf: bool) -> None:
     method = FedGELA(etf=etf)
-    model, outcome, data, turn = played(method, shares()[0])
+    model, outcome, data, context = played(method, shares()[0])
     msg = method.broadcast(method.init_server(model_of(), FED))
-    personal = method.personal(model, msg, outcome.state, data, turn).eval()
+    personal = method.personal(model, msg, outcome.state, data, context).eval()
     x, _ = shares()[0].test.batch(torch.arange(5))
     assert torch.equal(personal(x)[:, 2:], torch.zeros(5, 2))
     if not etf:  # the rows of classes that are not there get no gradient, only weight decay
@@ -174,9 +174,9 @@ def test_a_missing_class_is_trained_only_through_the_others(etf: bool) -> None:
 
 def test_personal_model_is_the_local_one_and_can_leave_out_missing_classes() -> None:
     method = FedGELA(mask_missing=True)
-    model, outcome, data, turn = played(method, shares()[1], 1)
+    model, outcome, data, context = played(method, shares()[1], 1)
     msg = method.broadcast(method.init_server(model_of(), FED))
-    personal = method.personal(model, msg, outcome.state, data, turn).eval()
+    personal = method.personal(model, msg, outcome.state, data, context).eval()
     x, _ = shares()[1].test.batch(torch.arange(7))
     logits = personal(x)
     assert torch.isneginf(logits[:, [0, 3]]).all()
@@ -188,10 +188,10 @@ def test_personal_model_is_the_local_one_and_can_leave_out_missing_classes() -> 
 
 def test_batch_norm_features_travel_and_stay_with_the_personal_model() -> None:
     method = FedGELA(feature_norm="batch", logit_scale=1.0)
-    model, outcome, data, turn = played(method, shares()[0])
+    model, outcome, data, context = played(method, shares()[0])
     assert "norm.running_mean" in outcome.bundle["delta"].total
     msg = method.broadcast(method.init_server(model_of(), FED))
-    personal = method.personal(model, msg, outcome.state, data, turn).eval()
+    personal = method.personal(model, msg, outcome.state, data, context).eval()
     delta = outcome.bundle["delta"].mean()
     trained = {name: msg["w"][name] + delta[name] for name in msg["w"]}
     fresh = method.global_model(model_of(), {**msg, "w": trained}).eval()

@@ -22,7 +22,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Capability, Exposure, Part, TrainConfig, Turn
+from fl_core.types.values import Capability, Exposure, Part, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 SMALL = {"made": 8, "noise": 4, "hidden": 16, "steps": 5}
@@ -64,17 +64,17 @@ def test_t_gen_3_direction_of_the_divergence() -> None:
             caught.append(loss(model, torch.zeros(1, 1, 8, 8), torch.tensor([1])).per_example)
             return 0
 
-    model, fed = Fixed(), replace(FED, n_classes=3, round=3)
+    model, context = Fixed(), replace(FED, n_classes=3, round=3)
     for beta in (10.0, 0.0):
         method = FedGen(beta=beta, alpha=0, mode="secagg", **SMALL)
-        state = method.init_server(model, fed)  # type: ignore[arg-type]
+        state = method.init_server(model, context)  # type: ignore[arg-type]
         state = {**state, "labels": {"n": torch.ones(3)}}
         method.local(
             model,
             method.broadcast(state),
             {},
-            Catching(*2 * [shares()[0].train], TRAIN, Turn(fed, 0, 0)),
-            Turn(fed, 0, 0),
+            Catching(*2 * [shares()[0].train], TRAIN, context.for_silo(0, 0)),
+            context.for_silo(0, 0),
         )
     divergence = (caught[0] - caught[1]) / coefficient(10, 3)
     assert float(divergence.detach()) == pytest.approx(0.0992727822, abs=1e-6)
@@ -193,14 +193,14 @@ def test_a_head_without_bias_and_a_single_class_take_part() -> None:
     method = FedGen(**SMALL)
     server, fed = method.init_server(model, FED), replace(FED, cohort=1)
     for t in range(2):
-        turn = Turn(replace(fed, round=t), 0, 0)
+        turn = replace(fed, round=t).for_silo(0, 0)
         bundle = method.local(model, method.broadcast(server), {}, PlainData(only, only, TRAIN, turn), turn).bundle
         heads = bundle["heads"]
         total = {
             **bundle,
             "heads": Part({k: v.unsqueeze(0) for k, v in heads.total.items()}, heads.weight.unsqueeze(0)),
         }
-        server = method.merge(server, total, turn.fed)
+        server = method.merge(server, total, turn)
     assert all(trees.all_finite(values) for values in server.values())
     assert server["labels"]["n"].tolist() == [0, 0, 5, 0]
 

@@ -19,7 +19,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import TrainConfig, Turn
+from fl_core.types.values import TrainConfig
 
 COUNTS = torch.tensor([1, 16, 81, 256, 10000], dtype=torch.float64)
 G = torch.tensor([[2, 1, 0.5, 0, -1]], dtype=torch.float64)
@@ -115,11 +115,11 @@ def test_tau_zero_is_fedavg_bit_for_bit() -> None:
 
 @pytest.mark.parametrize(("missing", "rests"), [("mask", True), ("floor", False)])
 def test_rows_of_missing_classes_rest_under_the_mask(missing: str, rests: bool) -> None:
-    share, turn = shares()[0], Turn(FED, 0, 0)  # classes 0 and 1 of 4
+    share, context = shares()[0], FED.for_silo(0, 0)  # classes 0 and 1 of 4
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     msg = {"w": trees.read(model)}
-    data = PlainData(share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=1, weight_decay=0.0), turn)
-    FedLC(missing=missing).local(model, msg, {}, data, turn)
+    data = PlainData(share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=1, weight_decay=0.0), context)
+    FedLC(missing=missing).local(model, msg, {}, data, context)
     moved = (trees.read(model)["head.weight"] - msg["w"]["head.weight"]).abs().sum(1)
     assert bool((moved[:2] > 0).all())
     assert bool((moved[2:] == 0).all()) is rests
@@ -132,11 +132,11 @@ def test_silo_with_one_class_learns_nothing_under_the_mask_and_is_warned(
     form: str, missing: str, learns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     only = Given(torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.full((5,), 2))
-    turn, model = Turn(FED, 0, 0), build_model("digits_cnn", {}, SCHEMA, 0)
+    context, model = FED.for_silo(0, 0), build_model("digits_cnn", {}, SCHEMA, 0)
     msg = {"w": trees.read(model)}
     with caplog.at_level(logging.WARNING):
-        data = PlainData(only, only, TrainConfig(weight_decay=0.0), turn)
-        FedLC(form=form, missing=missing).local(model, msg, {}, data, turn)
+        data = PlainData(only, only, TrainConfig(weight_decay=0.0), context)
+        FedLC(form=form, missing=missing).local(model, msg, {}, data, context)
     assert same(trees.read(model), msg["w"]) is not learns
     assert ("single class" in caplog.text) is not learns
 

@@ -19,7 +19,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Coupling, Losses, Part, State, TrainConfig, Turn
+from fl_core.types.values import Coupling, Losses, Part, State, TrainConfig
 
 
 def run(method: str, options: Mapping[str, str | int | float | bool], share: float = 1.0) -> tuple[State, History]:
@@ -69,8 +69,8 @@ class Watched(PlainData):
 
 def one_turn(method: FedMR, *, submits: bool = True, known: bool = True) -> tuple[Watched, State, Part | None, State]:
     share, model = shares()[0], build_model("digits_cnn", {}, SCHEMA, 0)
-    turn = Turn(FED, 0, 0, submits)
-    data = Watched(share.train, share.test, TrainConfig(batch_size=4, epochs=1), turn)
+    context = FED.for_silo(0, 0, submits)
+    data = Watched(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
     server = dict(method.init_server(model, FED))
     if known and "prototypes" in server:
         server["prototypes"] = {
@@ -78,7 +78,7 @@ def one_turn(method: FedMR, *, submits: bool = True, known: bool = True) -> tupl
             "known": torch.tensor([1.0, 1, 1, 0]),
         }
         server["prototypes"]["g"][3] = 0
-    bundle = method.local(model, method.broadcast(server), {}, data, turn).bundle
+    bundle = method.local(model, method.broadcast(server), {}, data, context).bundle
     return data, server, bundle.get("prototypes"), {"w": trees.read(model)}
 
 
@@ -132,7 +132,7 @@ def test_objective_is_equation_5() -> None:
     x, y = share.train.batch(torch.arange(9))
     g = torch.randn(4, 64, generator=rng.stream(0, "g"), dtype=torch.float64)
     msg = {"w": trees.read(model), "prototypes": {"g": g, "known": torch.ones(4)}}
-    turn = Turn(FED, 0, 0)
+    context = FED.for_silo(0, 0)
     losses: list[Losses] = []
 
     class Catch(PlainData):
@@ -143,7 +143,7 @@ def test_objective_is_equation_5() -> None:
         def sum(self, query, **_):  # type: ignore[no-untyped-def]
             return {"sum": torch.zeros(4, 64), "count": torch.zeros(4)}
 
-    method.local(model, msg, {}, Catch(share.train, share.test, TrainConfig(), turn), turn)
+    method.local(model, msg, {}, Catch(share.train, share.test, TrainConfig(), context), context)
     z = model.features(x.double())
     ce = torch.nn.functional.cross_entropy(model.head(z), y)
     between = slow_inter(z, y, g, [True] * 4, [True] * 4)

@@ -23,7 +23,7 @@ from fl_core.simulation.in_process import History, simulate
 from fl_core.training.evaluation import weighted_accuracy
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Outcome, Part, State, TrainConfig, Turn
+from fl_core.types.values import Outcome, Part, RoundContext, State, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 
@@ -32,13 +32,15 @@ def model_of(seed: int = 0) -> SplitModel:
     return build_model("digits_cnn", {}, SCHEMA, seed)
 
 
-def played(method: FedNH, k: int = 0, prototypes: bool = True) -> tuple[SplitModel, State, Outcome, PlainData, Turn]:
+def played(
+    method: FedNH, k: int = 0, prototypes: bool = True
+) -> tuple[SplitModel, State, Outcome, PlainData, RoundContext]:
     """Train one silo for one round from the start of a run."""
-    model, turn, share = model_of(), Turn(FED, k, 0, prototypes), shares()[k]
+    model, context, share = model_of(), FED.for_silo(k, 0, prototypes), shares()[k]
     msg = method.broadcast(method.init_server(model_of(), FED))
-    data = PlainData(share.train, share.test, TRAIN, turn)
-    outcome = method.local(model, msg, method.init_silo(model_of(), FED), data, turn)
-    return model, msg, outcome, data, turn
+    data = PlainData(share.train, share.test, TRAIN, context)
+    outcome = method.local(model, msg, method.init_silo(model_of(), FED), data, context)
+    return model, msg, outcome, data, context
 
 
 def test_nh_2_server_step() -> None:
@@ -88,8 +90,8 @@ def test_nh_5_learning_rate_falls_with_the_global_round() -> None:
     train, share = compose_spec(["experiment=fednh"]).train, shares()[0]
     assert train.clip_norm == 10
     for t, lr in ((1, 0.01), (2, 0.0099), (200, 0.00135333)):
-        turn = Turn(replace(FED, round=t - 1, rounds=200), 0, 0)
-        assert PlainData(share.train, share.test, train, turn).lr == pytest.approx(lr, rel=1e-5)
+        context = replace(FED, round=t - 1, rounds=200).for_silo(0, 0)
+        assert PlainData(share.train, share.test, train, context).lr == pytest.approx(lr, rel=1e-5)
 
 
 def test_nh_5_prototypes_stay_in_local_training() -> None:
@@ -106,10 +108,10 @@ def test_nh_5_prototypes_stay_in_local_training() -> None:
             self.nets = [model]
             return steps
 
-    share, turn, method = shares()[0], Turn(FED, 0, 0), FedNH()
+    share, context, method = shares()[0], FED.for_silo(0, 0), FedNH()
     msg = method.broadcast(method.init_server(model_of(), FED))
-    data = Watched(share.train, share.test, TRAIN, turn)
-    method.local(model_of(), msg, {}, data, turn)
+    data = Watched(share.train, share.test, TRAIN, context)
+    method.local(model_of(), msg, {}, data, context)
     assert len(data.nets) == 1
     assert torch.equal(dict(data.nets[0].named_buffers())["classifier"], msg[PART]["w"])
 
@@ -169,8 +171,8 @@ def test_prototypes_have_length_1_after_a_run_and_turn_towards_the_features() ->
 
 def test_personal_model_has_the_local_features_the_received_prototypes_and_the_silos_scale() -> None:
     method = FedNH(scale=5.0)
-    model, msg, outcome, data, turn = played(method)
-    personal = method.personal(model, msg, outcome.state, data, turn).eval()
+    model, msg, outcome, data, context = played(method)
+    personal = method.personal(model, msg, outcome.state, data, context).eval()
     x, _ = shares()[0].test.batch(torch.arange(5))
     delta = outcome.bundle["delta"].mean()
     s = float(msg["w"]["scale.factor"] + delta["scale.factor"])

@@ -20,7 +20,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Federation, Part, State, TrainConfig, Turn
+from fl_core.types.values import Part, RoundContext, State, TrainConfig
 
 PROTOTYPES = torch.tensor([[2, 0], [0, 3], [-1, -1]], dtype=torch.float64)
 Z = torch.tensor([[0.6, 0.8], [1, 0]], dtype=torch.float64)
@@ -49,8 +49,8 @@ def model_of() -> nn.Module:
     return build_model("digits_cnn", {}, SCHEMA, 0)
 
 
-def data_of(turn: Turn, k: int = 0) -> PlainData:
-    return PlainData(shares()[k].train, shares()[k].test, TrainConfig(lr=0.05, batch_size=4, epochs=1), turn)
+def data_of(context: RoundContext, k: int = 0) -> PlainData:
+    return PlainData(shares()[k].train, shares()[k].test, TrainConfig(lr=0.05, batch_size=4, epochs=1), context)
 
 
 def broadcast(known: list[float] | None = None) -> State:
@@ -87,9 +87,9 @@ def test_t_prc_1_example_of_an_unknown_class_has_no_contrast_and_still_counts() 
 
 
 def test_t_prc_1_mixture_at_a_quarter_of_the_run() -> None:
-    turn = Turn(Federation(1, 3, rounds=100, round=25, cohort=1), 0, 0)
+    context = RoundContext(1, 3, rounds=100, round=25, cohort=1).for_silo(0, 0)
     msg = {"prototypes": {"g": PROTOTYPES, "known": torch.ones(3)}}
-    loss = FedProc().objective(Plane(), msg, data_of(turn), turn)(Plane(), Z, Y)
+    loss = FedProc().objective(Plane(), msg, data_of(context), context)(Plane(), Z, Y)
     assert float(cross_entropy(Plane()(Z), Y)) == pytest.approx(1.2, abs=1e-12)
     assert float(loss.per_example.mean()) == pytest.approx(1.1714079589, abs=1e-9)
     assert loss.coupled is None
@@ -107,11 +107,11 @@ def test_t_prc_2_prototypes_are_weighed_by_examples() -> None:
 
 @pytest.mark.parametrize("t", [7, 9])
 def test_t_prc_3_from_the_last_round_on_it_is_a_step_of_fedavg(t: int) -> None:
-    turn = Turn(Federation(3, 4, rounds=7, round=t, cohort=3), 0, 0)
-    ours = FedProc().local(model_of(), broadcast(), {}, data_of(turn), turn).bundle
-    plain = FedAvg().local(model_of(), broadcast(), {}, data_of(turn), turn).bundle
+    context = RoundContext(3, 4, rounds=7, round=t, cohort=3).for_silo(0, 0)
+    ours = FedProc().local(model_of(), broadcast(), {}, data_of(context), context).bundle
+    plain = FedAvg().local(model_of(), broadcast(), {}, data_of(context), context).bundle
     assert same_bundle({"delta": ours["delta"]}, plain)
-    earlier = Turn(Federation(3, 4, rounds=7, round=1, cohort=3), 0, 0)
+    earlier = RoundContext(3, 4, rounds=7, round=1, cohort=3).for_silo(0, 0)
     before = FedProc().local(model_of(), broadcast(), {}, data_of(earlier), earlier).bundle
     plain = FedAvg().local(model_of(), broadcast(), {}, data_of(earlier), earlier).bundle
     assert not same_bundle({"delta": before["delta"]}, plain)
@@ -132,14 +132,16 @@ def test_t_pp_1_prototypes_make_fedavg_fedproc_bit_for_bit() -> None:
     for method in (aided, FedProc()):
         server = method.init_server(model_of(), FED)
         for t in range(3):
-            fed = Federation(3, 4, rounds=3, round=t, cohort=3)
+            context = RoundContext(3, 4, rounds=3, round=t, cohort=3)
             bundles = [
                 method.local(
-                    model_of(), method.broadcast(server), {}, data_of(Turn(fed, k, 0), k), Turn(fed, k, 0)
+                    model_of(), method.broadcast(server), {}, data_of(context.for_silo(k, 0), k), context.for_silo(k, 0)
                 ).bundle
                 for k in range(3)
             ]
-            server = method.merge(server, {p: bundles[0][p] + bundles[1][p] + bundles[2][p] for p in bundles[0]}, fed)
+            server = method.merge(
+                server, {p: bundles[0][p] + bundles[1][p] + bundles[2][p] for p in bundles[0]}, context
+            )
         states.append(server)
     assert same(states[0]["w"], states[1]["w"])
     assert same(states[0]["prototypes"], states[1]["prototypes"])
@@ -147,10 +149,10 @@ def test_t_pp_1_prototypes_make_fedavg_fedproc_bit_for_bit() -> None:
 
 
 def test_additive_form_keeps_cross_entropy_whole() -> None:
-    turn, msg, model = Turn(FED, 0, 0), broadcast([1.0, 1.0, 0.0, 1.0]), model_of()
+    context, msg, model = FED.for_silo(0, 0), broadcast([1.0, 1.0, 0.0, 1.0]), model_of()
     x, y = shares()[0].train.batch(torch.arange(6))
     method = FedProx(prototypes="additive", lambda_p=0.3, tau_p=0.5)
-    loss = method.objective(model, msg, data_of(turn), turn)(model, x, y).per_example
+    loss = method.objective(model, msg, data_of(context), context)(model, x, y).per_example
     z = model.features(x)  # type: ignore[operator]
     gpc = contrast(z, y, msg["prototypes"]["g"], msg["prototypes"]["known"] > 0, 0.5)
     assert torch.allclose(loss, cross_entropy(model(x), y, reduction="none") + 0.3 * gpc, atol=1e-6)
@@ -161,20 +163,20 @@ def test_additive_form_keeps_cross_entropy_whole() -> None:
 @pytest.mark.parametrize("method", [FedProx(mu=1.0, prototypes="mixture"), Moon(mu=1.0, prototypes="mixture")])
 def test_a_method_s_own_term_keeps_its_strength(method: PrototypeAided) -> None:
     """At t >= T the mixture is cross entropy: what is left of the method is the method without prototypes."""
-    turn = Turn(Federation(3, 4, rounds=7, round=7, cohort=3), 0, 0)
+    context = RoundContext(3, 4, rounds=7, round=7, cohort=3).for_silo(0, 0)
     last = trees.read(build_model("digits_cnn", {}, SCHEMA, 9))
     silo = {"last_000": last} if isinstance(method, Moon) else {}
     without = type(method)(mu=1.0)  # type: ignore[call-arg]
-    ours, alone = (m.local(model_of(), broadcast(), silo, data_of(turn), turn).bundle for m in (method, without))
-    plain = FedAvg().local(model_of(), broadcast(), {}, data_of(turn), turn).bundle
+    ours, alone = (m.local(model_of(), broadcast(), silo, data_of(context), context).bundle for m in (method, without))
+    plain = FedAvg().local(model_of(), broadcast(), {}, data_of(context), context).bundle
     assert same_bundle({"delta": ours["delta"]}, {"delta": alone["delta"]})
     assert not same_bundle(alone, plain)
 
 
 def test_prototypes_are_the_trained_model_s_class_means_in_eval_mode() -> None:
-    turn, msg, model = Turn(FED, 0, 0), broadcast([0.0] * 4), model_of()
+    context, msg, model = FED.for_silo(0, 0), broadcast([0.0] * 4), model_of()
     msg = {**msg, "prototypes": {"g": torch.zeros(4, 64), "known": torch.zeros(4)}}
-    part = FedProc().local(model, msg, {}, data_of(turn), turn).bundle["prototypes"]
+    part = FedProc().local(model, msg, {}, data_of(context), context).bundle["prototypes"]
     x, y = shares()[0].train.batch(torch.arange(14))
     with torch.no_grad():
         z = model.eval().features(x)  # type: ignore[operator]

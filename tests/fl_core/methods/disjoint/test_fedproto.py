@@ -16,7 +16,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, LocalPort, local_ports, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Federation, Part, State, TaskKind, TrainConfig, Turn
+from fl_core.types.values import Part, RoundContext, State, TaskKind, TrainConfig
 
 Z = torch.tensor([[1.0, 2], [3, 4], [0, 0]], dtype=torch.float64)
 G = torch.tensor([[0.0, 0], [3, 2], [9, 9]], dtype=torch.float64)
@@ -38,7 +38,7 @@ def test_t_pto_1_pull_and_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     made_up = torch.full((3,), 0.7).double()
     monkeypatch.setattr("fl_core.methods.disjoint.fedproto.cross_entropy", lambda *_, **__: made_up)
     msg: State = {"w": {}, "prototypes": {"g": G, "known": KNOWN.double()}}
-    loss = FedProto(lambda_p=0.1).objective(Flat(), msg, None, Turn(FED, 0, 0))  # type: ignore[arg-type]
+    loss = FedProto(lambda_p=0.1).objective(Flat(), msg, None, FED.for_silo(0, 0))  # type: ignore[arg-type]
     assert float(loss(Flat(), Z, torch.arange(3)).objective()) == pytest.approx(0.85, abs=1e-6)
 
 
@@ -49,11 +49,11 @@ def test_t_pto_2_averages_of_class_means(weights: str, mean: tuple[float, float]
     server: State = {"w": {}, prototypes.PART: prototypes.unknown(3, 2)}
     for rows in ([[1.0, 1.0]], [[4.0, 7.0], [3.0, 6.0], [5.0, 8.0]]):
         held = Given(torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int64))
-        turn = Turn(Federation(2, 3), 0, 0)
-        part = method.extras(Flat(), server, PlainData(held, held, CONFIG, turn), turn)[prototypes.PART]
+        context = RoundContext(2, 3).for_silo(0, 0)
+        part = method.extras(Flat(), server, PlainData(held, held, CONFIG, context), context)[prototypes.PART]
         total = part if total is None else total + part
     assert total is not None
-    after = method.merge(server, {prototypes.PART: total}, Federation(2, 3))[prototypes.PART]
+    after = method.merge(server, {prototypes.PART: total}, RoundContext(2, 3))[prototypes.PART]
     assert after["g"][0].tolist() == pytest.approx(mean)
     assert after["known"].tolist() == [1, 0, 0]
 
@@ -88,15 +88,15 @@ def networks(name: str, options: dict[str, float], rounds: int) -> list[dict[str
         RunSetup.of(run).method.init_server(RunSetup.of(run).silo_runtime().model, FED),
     )
     for t in range(rounds):
-        fed = Federation(3, 4, rounds, t, 3)
+        context = RoundContext(3, 4, rounds, t, 3)
         method = RunSetup.of(run).method
-        bundles = [port.round(method.broadcast(server), fed, TaskKind.TRAIN) for port in ports]
+        bundles = [port.round(method.broadcast(server), context, TaskKind.TRAIN) for port in ports]
         total = bundles[0]
         for more in bundles[1:]:
             total = {part: p + more[part] for part, p in total.items()}
-        server = method.merge(server, total, fed)
+        server = method.merge(server, total, context)
         for port in ports:
-            port.settle(fed, TaskKind.TRAIN, True)
+            port.settle(context, TaskKind.TRAIN, True)
     return [state_of(port)["net"] for port in ports]
 
 
@@ -115,11 +115,11 @@ def test_without_a_pull_and_in_round_0_it_is_local_training_bit_for_bit() -> Non
 
 
 def test_prototypes_are_measured_with_the_final_weights_in_eval_mode() -> None:
-    method, share, turn = FedProto(), shares()[0], Turn(FED, 0, 0)
+    method, share, context = FedProto(), shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0)
     msg = method.broadcast(method.init_server(model, FED))
-    data = PlainData(share.train, share.test, CONFIG, turn)
-    outcome = method.local(model, msg, method.init_silo(model, FED), data, turn)
+    data = PlainData(share.train, share.test, CONFIG, context)
+    outcome = method.local(model, msg, method.init_silo(model, FED), data, context)
     assert isinstance(share.train, Given)
     again = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 1)
     trees.write(again, outcome.state["net"])
@@ -144,33 +144,33 @@ def test_nearest_chooses_among_known_classes_alone() -> None:
 def test_the_personal_model_decides_as_the_option_says(
     options: dict[str, str], known: bool, kind: type[nn.Module]
 ) -> None:
-    share, turn = shares()[0], Turn(FED, 0, 0)
+    share, context = shares()[0], FED.for_silo(0, 0)
     state = {
         "g": torch.randn(4, 64, generator=torch.Generator().manual_seed(0)),
         "known": torch.full((4,), known * 1.0),
     }
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    data = PlainData(share.train, share.test, CONFIG, turn)
-    own = FedProto(**options).personal(model, {"w": {}, "prototypes": state}, {}, data, turn)  # type: ignore[arg-type]
+    data = PlainData(share.train, share.test, CONFIG, context)
+    own = FedProto(**options).personal(model, {"w": {}, "prototypes": state}, {}, data, context)  # type: ignore[arg-type]
     assert isinstance(own, kind)
 
 
 def test_own_classes_are_those_of_the_silo() -> None:
-    share, turn = shares()[1], Turn(FED, 1, 0)  # classes 1 and 2
+    share, context = shares()[1], FED.for_silo(1, 0)  # classes 1 and 2
     state = {"g": torch.zeros(4, 64), "known": torch.tensor([1.0, 1.0, 0.0, 1.0])}
-    data = PlainData(share.train, share.test, CONFIG, turn)
+    data = PlainData(share.train, share.test, CONFIG, context)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    own = FedProto(own_classes=True).personal(model, {"w": {}, "prototypes": state}, {}, data, turn)
+    own = FedProto(own_classes=True).personal(model, {"w": {}, "prototypes": state}, {}, data, context)
     assert isinstance(own, Nearest)
     assert own.known.tolist() == [False, True, False, False]
 
 
 def test_a_silo_that_submits_no_prototypes_still_trains_with_them() -> None:
-    method, share, turn = FedProto(), shares()[0], Turn(FED, 0, 0, prototypes=False)
+    method, share, context = FedProto(), shares()[0], FED.for_silo(0, 0, prototypes=False)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     msg = method.broadcast(method.init_server(model, FED))
-    data = PlainData(share.train, share.test, CONFIG, turn)
-    part = method.local(model, msg, method.init_silo(model, FED), data, turn).bundle["prototypes"]
+    data = PlainData(share.train, share.test, CONFIG, context)
+    part = method.local(model, msg, method.init_silo(model, FED), data, context).bundle["prototypes"]
     assert not part.weight.any()
     assert not part.total["offset"].any()
 

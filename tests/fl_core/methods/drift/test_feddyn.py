@@ -15,7 +15,7 @@ from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Federation, Part, TrainConfig
+from fl_core.types.values import Part, RoundContext, TrainConfig
 
 EXACT = (Exact(1, 0), Exact(4, 1))
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=1)
@@ -153,7 +153,7 @@ def test_average_is_the_mean_of_the_silos_models_with_their_buffers() -> None:
 def test_what_goes_down_fits_the_report() -> None:
     for report, groups in (("average", {"w", "m", "census"}), ("cloud", {"w", "census"})):
         method, model = FedDyn(report=report), build_model("digits_cnn", {}, SCHEMA, 0)
-        msg = method.broadcast(method.init_server(model, Federation(3, 4)))
+        msg = method.broadcast(method.init_server(model, RoundContext(3, 4)))
         assert set(msg) == groups
     run = manifest("feddyn", {"alpha": 0.1}, train=TRAIN, rounds=2)
     final = simulate(RunSetup.of(run), shares(), History())
@@ -174,7 +174,7 @@ def test_an_empty_round_moves_nothing_even_under_drift() -> None:
         "buffers": Part({}, torch.zeros(())),
         "census": Part({"n": zero}, torch.zeros(())),
     }
-    assert method.merge(server, nothing, Federation(2, 2)) is server
+    assert method.merge(server, nothing, RoundContext(2, 2)) is server
 
 
 def test_momentum_is_an_ordinary_matter() -> None:

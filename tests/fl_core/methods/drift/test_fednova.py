@@ -20,7 +20,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Bundle, Capability, Federation, Part, State, TrainConfig, Turn
+from fl_core.types.values import Bundle, Capability, Part, RoundContext, State, TrainConfig
 
 
 def bundle(n: float, delta: Sequence[float], a: float) -> Bundle:
@@ -36,7 +36,7 @@ def test_t_nov_1_update_is_a_product_of_two_means(start: tuple[float, float], af
     """FedAvg would go to (-5, 4.5); dividing by the sum of scales to (-4, 3); from (1, 1) naive averages miss w^t."""
     total = total_of([bundle(10, (-2, 0), 2), bundle(30, (-6, 6), 6)])
     assert float(total["steps"].mean()["tau"]) == 5
-    merged = FedNova().merge({"w": {"w": torch.tensor(start)}}, total, Federation(2, 2))
+    merged = FedNova().merge({"w": {"w": torch.tensor(start)}}, total, RoundContext(2, 2))
     assert merged["w"]["w"].tolist() == pytest.approx(after, abs=1e-6)
 
 
@@ -58,9 +58,9 @@ def fixed_point(method: FedAvg, silos: Sequence[QData]) -> float:
     """Find where a round moves nothing by secants: a round on Q is affine in w."""
 
     def moved(w: float) -> float:
-        fed, msg = Federation(2, 2), {"w": {"w": torch.tensor([w], dtype=torch.float64)}}
-        bundles = [method.local(Scalar(), msg, {}, data, Turn(fed, k, 0)).bundle for k, data in enumerate(silos)]
-        return float(method.merge(msg, total_of(bundles), fed)["w"]["w"]) - w
+        context, msg = RoundContext(2, 2), {"w": {"w": torch.tensor([w], dtype=torch.float64)}}
+        bundles = [method.local(Scalar(), msg, {}, data, context.for_silo(k, 0)).bundle for k, data in enumerate(silos)]
+        return float(method.merge(msg, total_of(bundles), context)["w"]["w"]) - w
 
     w, x = 0.0, 1.0
     for _ in range(4):
@@ -85,7 +85,7 @@ def test_t_nov_3_fixed_points_with_unequal_steps(eta: float, avg: float, nova: f
 
 def only_steps(method: FedNova, data: QData) -> float:
     msg: State = {"w": {"w": torch.zeros(1, dtype=torch.float64)}}
-    part = method.local(Scalar(), msg, {}, data, Turn(Federation(1, 2), 0, 0)).bundle["steps"]
+    part = method.local(Scalar(), msg, {}, data, RoundContext(1, 2).for_silo(0, 0)).bundle["steps"]
     return float(part.mean()["tau"])
 
 
@@ -126,15 +126,15 @@ def test_unequal_steps_are_not_fedavg_and_buffers_are_averaged_plainly() -> None
 
 
 def test_server_momentum_adds_up_updates_and_an_empty_round_keeps_it() -> None:
-    method, fed = FedNova(server_momentum=0.5), Federation(2, 2)
-    server = method.init_server(Scalar(), fed)
+    method, context = FedNova(server_momentum=0.5), RoundContext(2, 2)
+    server = method.init_server(Scalar(), context)
     step = bundle(1, (2.0,), 2)
-    once = method.merge(server, step, fed)
-    twice = method.merge(once, step, fed)
+    once = method.merge(server, step, context)
+    twice = method.merge(once, step, context)
     assert [float(s["w"]["w"]) for s in (once, twice)] == [2, 2 + (2 + 1)]
     empty = {name: Part(trees.zeros(part.total), torch.zeros(())) for name, part in step.items()}
-    assert method.merge(twice, empty, fed) is twice
-    assert "momentum" not in FedNova().init_server(Scalar(), fed)
+    assert method.merge(twice, empty, context) is twice
+    assert "momentum" not in FedNova().init_server(Scalar(), context)
 
 
 @pytest.mark.parametrize("form", ["mixture", "additive"])
@@ -155,11 +155,11 @@ def test_momentum_of_sgd_is_no_obstacle_but_adam_is() -> None:
     with pytest.raises(ConfigError) as caught:
         refuse(FedNova(), [Capability.ADAPTIVE_OPTIMIZER])
     assert caught.value.code == "E-CFG-08"
-    share, turn = shares()[0], Turn(FED, 0, 0)
+    share, context = shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    adam = PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1, optimizer="adam"), turn)
+    adam = PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1, optimizer="adam"), context)
     with pytest.raises(ConfigError) as caught:
-        FedNova().local(model, {"w": trees.read(model)}, {}, adam, turn)
+        FedNova().local(model, {"w": trees.read(model)}, {}, adam, context)
     assert caught.value.code == "E-CFG-08"
 
 

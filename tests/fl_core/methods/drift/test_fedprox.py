@@ -16,7 +16,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Federation, TrainConfig, Turn
+from fl_core.types.values import RoundContext, TrainConfig
 
 
 class Exact(QData):
@@ -33,14 +33,14 @@ class Exact(QData):
 
 
 def play(mu: float, kind: type[QData], rounds: int) -> list[float]:
-    method, fed, silos = FedProx(mu=mu), Federation(2, 2), (kind(1, 0), kind(4, 1))
-    server, path = method.init_server(Scalar(), fed), []
+    method, context, silos = FedProx(mu=mu), RoundContext(2, 2), (kind(1, 0), kind(4, 1))
+    server, path = method.init_server(Scalar(), context), []
     for _ in range(rounds):
         a, b = (
-            method.local(Scalar(), method.broadcast(server), {}, data, Turn(fed, k, 0)).bundle["delta"]
+            method.local(Scalar(), method.broadcast(server), {}, data, context.for_silo(k, 0)).bundle["delta"]
             for k, data in enumerate(silos)
         )
-        server = method.merge(server, {"delta": a + b}, fed)
+        server = method.merge(server, {"delta": a + b}, context)
         path.append(float(server["w"]["w"]))
     return path
 
@@ -65,8 +65,8 @@ def test_t_prx_2_gradient_descent(mu: float, first: float | None, limit: float) 
 
 
 def test_t_prx_3_large_mu_diverges_with_explicit_steps() -> None:
-    data, fed = QData(1, 1), Federation(1, 2)
-    FedProx(mu=25).local(Scalar(), {"w": {"w": torch.zeros(1, dtype=torch.float64)}}, {}, data, Turn(fed, 0, 0))
+    data, context = QData(1, 1), RoundContext(1, 2)
+    FedProx(mu=25).local(Scalar(), {"w": {"w": torch.zeros(1, dtype=torch.float64)}}, {}, data, context.for_silo(0, 0))
     fixed = 1 / 26  # of a (w - b) + mu w
     distances = [abs(w - fixed) for w in data.path]
     factors = [after / before for before, after in itertools.pairwise(distances)]
@@ -83,13 +83,13 @@ def test_mu_zero_is_fedavg_bit_for_bit() -> None:
 
 
 def test_pull_leaves_buffers_alone_and_shortens_the_way() -> None:
-    share, turn = shares()[0], Turn(FED, 0, 0)
+    share, context = shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0)
     msg = {"w": trees.read(model)}
 
     def moved(method: FedAvg) -> float:
-        data = PlainData(share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=3), turn)
-        method.local(model, msg, {}, data, turn)
+        data = PlainData(share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=3), context)
+        method.local(model, msg, {}, data, context)
         start = {name: msg["w"][name] for name in trees.trainable(model)}
         return float(trees.sq_dist(start, trees.read(model)))
 

@@ -20,7 +20,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Outcome, State, TrainConfig, Turn
+from fl_core.types.values import Outcome, State, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 
@@ -36,8 +36,8 @@ def model_of(norm: str = "batch", seed: int = 0) -> nn.Module:
 def step(
     method: FedAvg, msg: State, silo: State, train: TrainConfig = TRAIN, model: nn.Module | None = None
 ) -> Outcome:
-    share, turn = shares()[0], Turn(FED, 0, 0)
-    return method.local(model or model_of(), msg, silo, PlainData(share.train, share.test, train, turn), turn)
+    share, context = shares()[0], FED.for_silo(0, 0)
+    return method.local(model or model_of(), msg, silo, PlainData(share.train, share.test, train, context), context)
 
 
 def start(method: FedAvg) -> State:
@@ -128,7 +128,7 @@ def test_silo_keeps_its_last_models_newest_first_whatever_became_of_its_upload()
 
 
 def test_loss_is_the_mixture_plus_the_contrast() -> None:
-    share, turn, method = shares()[0], Turn(FED, 0, 0), Moon(mu=2.0, prototypes="mixture")
+    share, context, method = shares()[0], FED.for_silo(0, 0), Moon(mu=2.0, prototypes="mixture")
     last = trees.read(model_of(seed=5))
     seen: list[Tensor] = []
 
@@ -138,7 +138,7 @@ def test_loss_is_the_mixture_plus_the_contrast() -> None:
             model.eval()  # so that a second pass sees the same
             seen.append(loss(model, x, y).per_example)
             z = model.features(x)
-            base = FedProc().objective(model, msg, self, turn)(model, x, y).per_example
+            base = FedProc().objective(model, msg, self, context)(model, x, y).per_example
             glob, old = frozen(model_of()).features(x), frozen(model_of(), last).features(x)
             seen.append(base + 2.0 * model_contrast(z, glob, old.unsqueeze(0), 0.5))
             return 1
@@ -146,7 +146,7 @@ def test_loss_is_the_mixture_plus_the_contrast() -> None:
     msg = start(method)
     known = {"g": torch.randn(4, 64, generator=torch.Generator().manual_seed(2)), "known": torch.tensor([1.0, 1, 0, 1])}
     msg = {**msg, "prototypes": known}
-    method.local(model_of(), msg, {"last_000": last}, Spy(share.train, share.test, TRAIN, turn), turn)
+    method.local(model_of(), msg, {"last_000": last}, Spy(share.train, share.test, TRAIN, context), context)
     assert torch.allclose(seen[0], seen[1], atol=1e-6)
 
 

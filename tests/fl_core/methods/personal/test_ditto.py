@@ -14,7 +14,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import TrainConfig, Turn
+from fl_core.types.values import TrainConfig
 
 
 def number(value: float) -> dict[str, dict[str, torch.Tensor]]:
@@ -22,7 +22,7 @@ def number(value: float) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def personal(method: Ditto, data: QData, v: float, w: float = 0.8) -> float:
-    left = method.local(Scalar(), number(w), {"v": number(v)["w"]}, data, Turn(FED, 0, 0)).state
+    left = method.local(Scalar(), number(w), {"v": number(v)["w"]}, data, FED.for_silo(0, 0)).state
     return float(left["v"]["w"])
 
 
@@ -58,19 +58,19 @@ def test_the_global_model_is_fedavgs_bit_for_bit() -> None:
 
 
 def test_the_personal_model_has_its_own_buffers_and_epochs() -> None:
-    share, turn = shares()[0], Turn(FED, 0, 0)
+    share, context = shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0)
     msg, silo = {"w": trees.read(model)}, Ditto().init_silo(model, FED)
     states = {}
     for epochs in (0, 3):
-        data = PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), turn)
+        data = PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
         method = Ditto(personal_epochs=epochs)
-        states[epochs] = method.local(model, msg, silo, data, turn).state["v"]
+        states[epochs] = method.local(model, msg, silo, data, context).state["v"]
         own = method.personal(build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 1), msg, {"v": states[epochs]},
-                              data, turn)  # fmt: skip
+                              data, context)  # fmt: skip
         assert same(trees.read(own), states[epochs])
     plain = FedAvg().local(model, msg, {}, PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1),
-                                                      turn), turn)  # fmt: skip
+                                                      context), context)  # fmt: skip
     buffer = "body.1.running_mean"
     assert buffer in states[0]
     assert not torch.equal(states[0][buffer], msg["w"][buffer])

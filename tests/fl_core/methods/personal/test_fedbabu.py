@@ -13,20 +13,22 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Federation, TrainConfig, Turn
+from fl_core.types.values import RoundContext, TrainConfig
 
 
 def test_t_bab_1_one_step_and_one_step_of_fine_tuning() -> None:
-    method, fed, data = FedBABU(), Federation(2, 2), (PairData(1), PairData(3))
-    server, models, parts = method.init_server(Pair(), fed), [Pair(), Pair()], []
+    method, context, data = FedBABU(), RoundContext(2, 2), (PairData(1), PairData(3))
+    server, models, parts = method.init_server(Pair(), context), [Pair(), Pair()], []
     for k in range(2):
-        parts.append(method.local(models[k], method.broadcast(server), {}, data[k], Turn(fed, k, 0)).bundle["delta"])
+        parts.append(
+            method.local(models[k], method.broadcast(server), {}, data[k], context.for_silo(k, 0)).bundle["delta"]
+        )
     assert [m.values for m in models] == [pytest.approx((1, 1)), pytest.approx((1.2, 1))]
-    server = method.merge(server, {"delta": parts[0] + parts[1]}, fed)
+    server = method.merge(server, {"delta": parts[0] + parts[1]}, context)
     assert float(server["w"]["body.w"]) == pytest.approx(1.1, abs=1e-6)
     expected = ((1.09, 0.989), (1.29, 1.209))
     for k in range(2):  # from the global body, not from the silo's own one, which `model` still holds
-        own = method.personal(models[k], method.broadcast(server), {}, data[k], Turn(fed, k, 0))
+        own = method.personal(models[k], method.broadcast(server), {}, data[k], context.for_silo(k, 0))
         assert isinstance(own, Pair)
         assert own.values == pytest.approx(expected[k], abs=1e-6)
         assert data[k].epochs == [None, 5]
@@ -41,8 +43,8 @@ def test_t_bab_2_the_head_is_bit_identical_after_all_rounds() -> None:
     assert not set(head) & set(msg["w"])
     assert not set(head) & set(run.layout["delta"].shapes)
     for k, share in enumerate(shares()):
-        turn = Turn(FED, k, 0)
-        method.local(bench.fresh(), msg, {}, PlainData(share.train, share.test, run.train, turn), turn)
+        context = FED.for_silo(k, 0)
+        method.local(bench.fresh(), msg, {}, PlainData(share.train, share.test, run.train, context), context)
         left = trees.read(bench.model)
         assert same({n: left[n] for n in head}, head)
         assert not same({n: left[n] for n in msg["w"]}, msg["w"])
@@ -52,24 +54,24 @@ def test_t_bab_2_the_head_is_bit_identical_after_all_rounds() -> None:
 
 
 def test_without_fine_tuning_the_personal_model_is_the_global_one() -> None:
-    share, turn, method = shares()[0], Turn(FED, 0, 0), FedBABU(finetune_epochs=0)
+    share, context, method = shares()[0], FED.for_silo(0, 0), FedBABU(finetune_epochs=0)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     start = trees.read(model)
     msg = {"w": {n: v for n, v in start.items() if method.shared(n)}}
-    data = PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), turn)
-    method.local(model, msg, {}, data, turn)
-    assert same(trees.read(method.personal(model, msg, {}, data, turn)), start)
+    data = PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
+    method.local(model, msg, {}, data, context)
+    assert same(trees.read(method.personal(model, msg, {}, data, context)), start)
 
 
 def test_fine_tuning_moves_the_head_and_what_was_sent_stays() -> None:
-    share, turn, method = shares()[0], Turn(FED, 0, 0), FedBABU(finetune_epochs=1)
+    share, context, method = shares()[0], FED.for_silo(0, 0), FedBABU(finetune_epochs=1)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     start = trees.read(model)
     msg = {"w": {n: v for n, v in start.items() if method.shared(n)}}
-    data = PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), turn)
-    outcome = method.local(model, msg, {}, data, turn)
+    data = PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
+    outcome = method.local(model, msg, {}, data, context)
     before = {n: v.clone() for n, v in outcome.bundle["delta"].total.items()}
-    own = trees.read(method.personal(model, msg, outcome.state, data, turn))
+    own = trees.read(method.personal(model, msg, outcome.state, data, context))
     assert not torch.equal(own["head.weight"], start["head.weight"])
     assert same(outcome.bundle["delta"].total, before)
     assert outcome.state == {}

@@ -14,21 +14,21 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, local_ports, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Federation, State, TrainConfig, Turn
+from fl_core.types.values import RoundContext, State, TrainConfig
 
 
 def played(method: FedAvg, rounds: int = 1) -> tuple[State, list[tuple[float, float]], list[State]]:
     """Play rounds of two silos, y = 1 and 3; return the server's state, both (u_k, v_k) and the silos' states."""
-    fed, data = Federation(2, 2), (PairData(1), PairData(3))
-    server = method.init_server(Pair(), fed)
-    silos = [method.init_silo(Pair(), fed) for _ in data]
+    context, data = RoundContext(2, 2), (PairData(1), PairData(3))
+    server = method.init_server(Pair(), context)
+    silos = [method.init_silo(Pair(), context) for _ in data]
     for _ in range(rounds):
         models, parts = [Pair(), Pair()], []
         for k in range(2):
-            done = method.local(models[k], method.broadcast(server), silos[k], data[k], Turn(fed, k, 0))
+            done = method.local(models[k], method.broadcast(server), silos[k], data[k], context.for_silo(k, 0))
             silos[k] = done.state
             parts.append(done.bundle["delta"])
-        server = method.merge(server, {"delta": parts[0] + parts[1]}, fed)
+        server = method.merge(server, {"delta": parts[0] + parts[1]}, context)
     return server, [m.values for m in models], silos
 
 
@@ -79,13 +79,13 @@ def test_heads_differ_by_silo_and_grow_old_with_silos_that_are_not_asked() -> No
 
 
 def test_the_personal_model_is_what_local_training_left() -> None:
-    share, turn = shares()[0], Turn(FED, 0, 0)
+    share, context = shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     msg = {"w": {n: v for n, v in trees.read(model).items() if not n.startswith("head")}}
     silo = {"head": {n: v + 1 for n, v in trees.read(model).items() if n.startswith("head")}}
-    data = PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), turn)
-    outcome = FedPer().local(model, msg, silo, data, turn)
-    own = trees.read(FedPer().personal(model, msg, outcome.state, data, turn))
+    data = PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
+    outcome = FedPer().local(model, msg, silo, data, context)
+    own = trees.read(FedPer().personal(model, msg, outcome.state, data, context))
     assert same({n: own[n] for n in silo["head"]}, outcome.state["head"])
     expected = trees.add(msg["w"], outcome.bundle["delta"].mean())
     assert all(torch.allclose(own[n], v, atol=1e-6) for n, v in expected.items())

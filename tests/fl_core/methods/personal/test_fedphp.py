@@ -21,7 +21,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Coupling, Federation, Outcome, State, TrainConfig, Turn
+from fl_core.types.values import Coupling, Outcome, RoundContext, State, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=1)
 
@@ -41,49 +41,49 @@ def model_of(norm: str = "batch", seed: int = 0) -> nn.Module:
 
 
 def data_of(k: int = 0, train: TrainConfig = TRAIN) -> PlainData:
-    return PlainData(shares()[k].train, shares()[k].test, train, Turn(FED, k, 0))
+    return PlainData(shares()[k].train, shares()[k].test, train, FED.for_silo(k, 0))
 
 
 def step(method: FedAvg, silo: State, model: nn.Module, train: TrainConfig = TRAIN) -> Outcome:
     msg = method.broadcast(method.init_server(model, FED))
-    return method.local(model, msg, silo, data_of(train=train), Turn(FED, 0, 0))
+    return method.local(model, msg, silo, data_of(train=train), FED.for_silo(0, 0))
 
 
-def inherited(values: list[float], fed: Federation, method: FedPHP) -> list[float]:
+def inherited(values: list[float], context: RoundContext, method: FedPHP) -> list[float]:
     silo: State = {}
     path = []
     for value in values:
-        silo = method.inherit(Number(value), silo, data_of(), Turn(fed, 0, 0))
+        silo = method.inherit(Number(value), silo, data_of(), context.for_silo(0, 0))
         path.append(float(silo["inherited"]["w"]))
     assert float(silo["participations"]["n"]) == len(values)
     return path
 
 
 def test_php_1_momentum() -> None:
-    fed = Federation(n_silos=10, n_classes=2, rounds=20, cohort=2)  # Q T = 4
+    context = RoundContext(n_silos=10, n_classes=2, rounds=20, cohort=2)  # Q T = 4
     method = FedPHP()
-    assert [method.momentum(n, fed) for n in range(1, 8)] == pytest.approx([0, 0.225, 0.45, 0.675, 0.9, 1, 1])
-    assert FedPHP(mu_max=0.9).momentum(7, fed) == pytest.approx(0.9)
+    assert [method.momentum(n, context) for n in range(1, 8)] == pytest.approx([0, 0.225, 0.45, 0.675, 0.9, 1, 1])
+    assert FedPHP(mu_max=0.9).momentum(7, context) == pytest.approx(0.9)
     for silos, cohort, rounds, pairs in (
         (10, 1, 1000, ((2, 0.009), (51, 0.45), (101, 0.9))),
         (100, 20, 150, ((2, 0.03), (11, 0.3), (31, 0.9))),
     ):
-        fed = Federation(n_silos=silos, n_classes=2, rounds=rounds, cohort=cohort)
+        context = RoundContext(n_silos=silos, n_classes=2, rounds=rounds, cohort=cohort)
         for n, mu in pairs:
-            assert method.momentum(n, fed) == pytest.approx(mu, abs=1e-12)
+            assert method.momentum(n, context) == pytest.approx(mu, abs=1e-12)
 
 
 def test_php_1_private_model() -> None:
-    fed = Federation(n_silos=10, n_classes=2, rounds=20, cohort=2)
-    path = inherited([1, 2, 3, 4, 5, 60, 70], fed, FedPHP())
+    context = RoundContext(n_silos=10, n_classes=2, rounds=20, cohort=2)
+    path = inherited([1, 2, 3, 4, 5, 60, 70], context, FedPHP())
     expected = [1, 1.775, 2.44875, 2.95290625, 3.157615625]
     assert path[:5] == pytest.approx(expected, abs=1e-12)
     assert path[5] == path[6] == path[4]  # mu = 1: nothing new comes in
 
 
 def test_php_1_fewer_than_one_expected_round_counts_as_one() -> None:
-    fed = Federation(n_silos=100, n_classes=2, rounds=20, cohort=1)
-    assert FedPHP().momentum(2, fed) == pytest.approx(0.9)
+    context = RoundContext(n_silos=100, n_classes=2, rounds=20, cohort=1)
+    assert FedPHP().momentum(2, context) == pytest.approx(0.9)
 
 
 def test_php_2_distillation() -> None:
@@ -223,22 +223,22 @@ def test_statistics_over_several_batches_weigh_examples_equally(monkeypatch: pyt
 def test_a_lone_example_leaves_the_statistics_as_they_are() -> None:
     only = Given(torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([2]))
     model = model_of()
-    batch_norm.recompute(model, PlainData(only, only, TRAIN, Turn(FED, 0, 0)))
+    batch_norm.recompute(model, PlainData(only, only, TRAIN, FED.for_silo(0, 0)))
     assert same(trees.read(model), trees.read(model_of()))
 
 
 def test_personal_model_is_the_private_one_and_before_it_exists_the_model_at_hand() -> None:
-    method, turn = FedPHP(), Turn(FED, 0, 0)
+    method, context = FedPHP(), FED.for_silo(0, 0)
     assert method.has_personal_model
     silo: State = {}
     for _ in range(2):
         trained = model_of()
         silo = step(method, silo, trained).state
     left = trees.read(trained)
-    personal = method.personal(trained, {}, silo, data_of(), turn)
+    personal = method.personal(trained, {}, silo, data_of(), context)
     assert same(trees.read(personal), silo["inherited"])
     assert not same(trees.read(personal), left)
-    assert same(trees.read(method.personal(model_of(seed=8), {}, {}, data_of(), turn)), trees.read(model_of(seed=8)))
+    assert same(trees.read(method.personal(model_of(seed=8), {}, {}, data_of(), context)), trees.read(model_of(seed=8)))
 
 
 def test_lost_state_begins_anew_and_a_lost_upload_does_not_matter() -> None:

@@ -13,7 +13,7 @@ from fl_core.methods.personal.fedrep import FedRep
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Federation, Outcome, TrainConfig, Turn
+from fl_core.types.values import Outcome, RoundContext, TrainConfig
 
 CONFIG = TrainConfig(lr=0.05, momentum=0.5, weight_decay=1e-2, batch_size=4, epochs=2)
 
@@ -28,12 +28,12 @@ class Watched(PlainData):
 
 
 def trained(method: FedRep, norm: str = "batch") -> tuple[nn.Module, dict[str, Tensor], Watched, Outcome]:
-    share, turn = shares()[0], Turn(FED, 0, 0)
+    share, context = shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {"norm": norm}, SCHEMA, 0)
     start = trees.read(model)
     msg = {"w": {n: v for n, v in start.items() if method.shared(n)}}
-    data = Watched(share.train, share.test, CONFIG, turn)
-    return model, start, data, method.local(model, msg, method.init_silo(model, FED), data, turn)
+    data = Watched(share.train, share.test, CONFIG, context)
+    return model, start, data, method.local(model, msg, method.init_silo(model, FED), data, context)
 
 
 def moved(a: dict[str, Tensor], b: dict[str, Tensor]) -> set[str]:
@@ -41,15 +41,17 @@ def moved(a: dict[str, Tensor], b: dict[str, Tensor]) -> set[str]:
 
 
 def test_t_rep_1_one_step_each() -> None:
-    method, fed, models, parts = FedRep(), Federation(2, 2), [Pair(), Pair()], []
-    server = method.init_server(Pair(), fed)
+    method, context, models, parts = FedRep(), RoundContext(2, 2), [Pair(), Pair()], []
+    server = method.init_server(Pair(), context)
     for k, y in enumerate((1, 3)):
         data = PairData(y)
-        silo = method.init_silo(Pair(), fed)
-        parts.append(method.local(models[k], method.broadcast(server), silo, data, Turn(fed, k, 0)).bundle["delta"])
+        silo = method.init_silo(Pair(), context)
+        parts.append(
+            method.local(models[k], method.broadcast(server), silo, data, context.for_silo(k, 0)).bundle["delta"]
+        )
         assert data.epochs == [10, None]
     assert [m.values for m in models] == [pytest.approx((1, 1)), pytest.approx((1.216, 1.2))]
-    merged = method.merge(server, {"delta": parts[0] + parts[1]}, fed)
+    merged = method.merge(server, {"delta": parts[0] + parts[1]}, context)
     assert float(merged["w"]["body.w"]) == pytest.approx(1.108, abs=1e-6)
 
 
@@ -78,11 +80,11 @@ def test_epochs_of_both_phases() -> None:
 
 
 def test_the_head_goes_on_from_the_stored_one() -> None:
-    method, share, turn = FedRep(head_epochs=1), shares()[0], Turn(FED, 0, 0)
+    method, share, context = FedRep(head_epochs=1), shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     msg = {"w": {n: v for n, v in trees.read(model).items() if method.shared(n)}}
     far = {"head": {n: v + 3 for n, v in trees.read(model).items() if not method.shared(n)}}
-    after = method.local(model, msg, far, PlainData(share.train, share.test, CONFIG, turn), turn).state
+    after = method.local(model, msg, far, PlainData(share.train, share.test, CONFIG, context), context).state
     assert all(float((after["head"][n] - far["head"][n]).abs().max()) < 1 for n in far["head"])
 
 
@@ -90,7 +92,7 @@ def test_tuned_personal_model_is_the_received_body_under_a_head_trained_further(
     method = FedRep(head_epochs=1, tune_epochs=2)
     model, start, data, outcome = trained(method)
     msg = {"w": {n: v for n, v in start.items() if method.shared(n)}}
-    own = trees.read(method.personal(model, msg, outcome.state, data, Turn(FED, 0, 0)))
+    own = trees.read(method.personal(model, msg, outcome.state, data, FED.for_silo(0, 0)))
     assert moved(start, own) == {"head.weight", "head.bias"}
     assert data.seen[-1][0] == 8
     assert not torch.equal(own["head.weight"], outcome.state["head"]["head.weight"])
@@ -99,7 +101,7 @@ def test_tuned_personal_model_is_the_received_body_under_a_head_trained_further(
 def test_untuned_personal_model_is_what_training_left() -> None:
     method = FedRep(head_epochs=1)
     model, start, data, outcome = trained(method)
-    own = trees.read(method.personal(model, {"w": start}, outcome.state, data, Turn(FED, 0, 0)))
+    own = trees.read(method.personal(model, {"w": start}, outcome.state, data, FED.for_silo(0, 0)))
     assert moved(own, data.seen[-1][1]) == set()
 
 

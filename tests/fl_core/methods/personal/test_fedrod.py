@@ -18,7 +18,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Capability, Outcome, State, TrainConfig, Turn
+from fl_core.types.values import Capability, Outcome, State, TrainConfig
 
 CONFIG = TrainConfig(lr=0.05, momentum=0.9, weight_decay=0.1, batch_size=4, epochs=2)
 
@@ -89,12 +89,12 @@ def test_neither_loss_has_a_gradient_for_the_others_parameters() -> None:
 def played(
     method: FedROD, *, config: TrainConfig = CONFIG, norm: str = "batch", k: int = 0
 ) -> tuple[SplitModel, State, State, PlainData, Outcome]:
-    share, turn = shares()[k], Turn(FED, k, 0)
+    share, context = shares()[k], FED.for_silo(k, 0)
     model = build_model("digits_cnn", {"norm": norm}, SCHEMA, 0)
     msg = method.broadcast(method.init_server(model, FED))
     silo = method.init_silo(model, FED)
-    data = PlainData(share.train, share.test, config, turn)
-    return model, msg, silo, data, method.local(model, msg, silo, data, turn)
+    data = PlainData(share.train, share.test, config, context)
+    return model, msg, silo, data, method.local(model, msg, silo, data, context)
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
@@ -132,8 +132,8 @@ def test_from_zero_the_first_personal_model_decides_as_the_generic_one() -> None
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     silo, msg = method.init_silo(model, FED), method.broadcast(method.init_server(model, FED))
     x = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    share, turn = shares()[0], Turn(FED, 0, 0)
-    own = method.personal(model, msg, silo, PlainData(share.train, share.test, CONFIG, turn), turn)
+    share, context = shares()[0], FED.for_silo(0, 0)
+    own = method.personal(model, msg, silo, PlainData(share.train, share.test, CONFIG, context), context)
     assert torch.equal(own(x), build_model("digits_cnn", {}, SCHEMA, 0)(x))
 
 
@@ -144,7 +144,7 @@ def test_the_personal_model_decides_by_both_heads(variant: str, body: str) -> No
     model, msg, silo, data, outcome = played(method)
     left = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0)
     trees.write(left, trees.read(model) if body == "local" else msg["w"])
-    own = method.personal(model, msg, outcome.state, data, Turn(FED, 0, 0)).eval()
+    own = method.personal(model, msg, outcome.state, data, FED.for_silo(0, 0)).eval()
     x = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     left.eval()
     z = left.features(x)
@@ -186,11 +186,11 @@ def test_shares_of_noisy_counts_stay_shares() -> None:
 def test_a_silo_with_one_class_trains_its_private_head_alone() -> None:
     """L_G is 0 there, and with it the gradient of everything that travels."""
     only = Given(torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.full((5,), 2))
-    turn = Turn(FED, 0, 0)
+    context = FED.for_silo(0, 0)
     method, model = FedROD(), build_model("digits_cnn", {}, SCHEMA, 0)
     config = TrainConfig(lr=0.05, weight_decay=0.0, batch_size=4, epochs=1)
     silo, msg = method.init_silo(model, FED), method.broadcast(method.init_server(model, FED))
-    outcome = method.local(model, msg, silo, PlainData(only, only, config, turn), turn)
+    outcome = method.local(model, msg, silo, PlainData(only, only, config, context), context)
     assert not any(v.any() for v in outcome.bundle["delta"].total.values())
     assert not same(outcome.state["phi"], silo["phi"])
 

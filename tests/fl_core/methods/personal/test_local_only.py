@@ -15,7 +15,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, local_ports, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import TaskKind, TrainConfig, Turn
+from fl_core.types.values import TaskKind, TrainConfig
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])
@@ -23,7 +23,7 @@ def test_t_loc_1_after_m_rounds(rounds: int) -> None:
     for a, b, rate in ((1, 0, 0.3486784401), (4, 1, 0.0060466176)):
         method, state = LocalOnly(), {"net": {"w": torch.zeros(1, dtype=torch.float64)}}
         for _ in range(rounds):
-            outcome = method.local(Scalar(9.0), {"w": {}}, state, QData(a, b), Turn(FED, 0, 0))
+            outcome = method.local(Scalar(9.0), {"w": {}}, state, QData(a, b), FED.for_silo(0, 0))
             assert outcome.bundle == {}
             state = outcome.state
         assert float(state["net"]["w"]) == pytest.approx(b * (1 - rate**rounds), abs=1e-6)
@@ -31,18 +31,18 @@ def test_t_loc_1_after_m_rounds(rounds: int) -> None:
 
 
 def test_the_first_round_trains_as_fedavg() -> None:
-    bench, share, turn = (
+    bench, share, context = (
         RunSetup.of(manifest(model_options={"norm": "batch"})).silo_runtime(),
         shares()[0],
-        Turn(FED, 0, 0),
+        FED.for_silo(0, 0),
     )
     config = TrainConfig(batch_size=4, epochs=2)
     msg = {"w": dict(bench.initial)}
-    FedAvg().local(bench.fresh(), msg, {}, PlainData(share.train, share.test, config, turn), turn)
+    FedAvg().local(bench.fresh(), msg, {}, PlainData(share.train, share.test, config, context), context)
     expected = trees.read(bench.model)
     silo = LocalOnly().init_silo(bench.fresh(), FED)
     left = LocalOnly().local(
-        bench.fresh(), {"w": {}}, silo, PlainData(share.train, share.test, config, turn), turn
+        bench.fresh(), {"w": {}}, silo, PlainData(share.train, share.test, config, context), context
     ).state  # fmt: skip
     assert same(left["net"], expected)
 

@@ -18,9 +18,9 @@ from fl_core.methods.personal.map_ import Map
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Outcome, State, TrainConfig, Turn
+from fl_core.types.values import Outcome, State, TrainConfig
 
-TURN = Turn(FED, 0, 0)
+TURN = FED.for_silo(0, 0)
 TRAIN = TrainConfig(lr=0.05, batch_size=5, epochs=2)  # 14 examples: 3 batches an epoch
 
 
