@@ -10,4 +10,7 @@ methods/      the algorithms, one file each, by family
 models/       the networks, one file per family
 datasets/     data by reference, readers of sources, how examples are divided among silos
 errors/       the error classes, and what each code means
+
+`converter` reads options, configurations, manifests and policies into dataclasses; `validate` has the checks of ranges;
+`rng` names the random streams.
 """
