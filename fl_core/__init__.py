@@ -3,7 +3,6 @@
 types/        what all else is made of: values, enums, records, interfaces, arithmetic on named tensors
 rounds/       one round end to end: the round loop, a silo's half, sampling, the run manifest, the layout of updates
 aggregation/  from updates to one exact sum: the fixed-point format, the aggregator, guards whose settings follow
-blockwise/    lazy tensors, a thread helper, a buffer pool
 training/     a silo's local work: access to examples, optimizers, evaluation, devices
 simulation/   whole federations in one process or on Ray
 methods/      the algorithms, one file each, by family

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from fl_core.blockwise.parallel import BLOCK, PIECE
+from fl_core.aggregation.aggregator import BLOCK
 from fl_core.types.values import Bundle, Part, PartSpec
 from protos.wire import codec
 from protos.wire.bundle_file import FileBundle
 
-SHAPES = {"large": (2, PIECE // 2 + BLOCK + 3), "small": (5,), "none": (0, 3)}
+SHAPES = {"large": (2, BLOCK // 2 + 3), "small": (5,), "none": (0, 3)}
 LAYOUT = {"p": PartSpec(SHAPES, ())}
 
 

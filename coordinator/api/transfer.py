@@ -142,7 +142,6 @@ class TransferService:
         receipt = self._sign(c)
         with self._blobs.guard:
             self._blobs.adopt(partial, c.object_digest, found, upload.synced == c.size)
-            self._blobs.know(c.object_digest, upload.extremes(c.size))
             try:
                 self._store.objects.commit(c, receipt.at_unix, receipt.SerializeToString(deterministic=True))
             except FederationError:

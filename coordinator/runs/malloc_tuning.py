@@ -7,8 +7,6 @@ import os
 import sys
 from collections.abc import Callable
 
-from fl_core.blockwise.buffer_pool import MEMORY
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGE = 4 << 20
 _SMALL_KEPT = 32 << 20
@@ -36,7 +34,6 @@ def give_back_what_is_free() -> None:
     library returns only when asked. What comes next pays for new pages, so this is for the end
     of something, not for every round. Where the C library has no such call, only tensors' memory is returned.
     """
-    MEMORY.clear()
     if trim := _of_glibc("malloc_trim"):
         trim(0)
 

@@ -13,11 +13,10 @@ from threading import RLock
 from coordinator.storage.chunk_cache import Packed
 from fl_core.errors import ProtocolError, StateError
 from fl_core.types.values import State
-from protos.storage.digests import write_sealed
 from protos.storage.file_recycling import LENGTH, Growth, Spares, discard, growing, length
-from protos.storage.private_files import sync_folder
+from protos.storage.private_files import sync_folder, write_private
 from protos.wire import codec
-from protos.wire.bundle_file import FileBundle, Known
+from protos.wire.bundle_file import FileBundle
 
 QUOTA_BYTES = 8 << 30
 """Default room for one silo's unfinished uploads."""
@@ -35,7 +34,6 @@ class Blobs:
         self.quota = quota
         self.spares = Spares(folder / "spare")
         self.packed = Packed()
-        self._known: dict[str, Known] = {}
         self.guard = RLock()
         """Held while an object and its record are made or removed together, so that neither is without the other."""
         shutil.rmtree(self._aside, ignore_errors=True)  # what a crash left half-written
@@ -59,15 +57,12 @@ class Blobs:
         """Store an object and return its digest; on disk on return."""
         digest = codec.digest(data)
         if not self.has(digest):
-            aside = self._aside / secrets.token_hex(8)
-            write_sealed(aside, [memoryview(data)])
-            self._place(aside, digest)
+            write_private(self._file(digest), data)
         return digest
 
     def put_state(self, state: State) -> tuple[str, int]:
         """Store a state and return its digest and size in bytes; on disk on return."""
         aside = self._aside / secrets.token_hex(8)
-        self.spares.take(aside, codec.nbytes(state.values()))
         found, size = codec.write_state(state, aside)
         if self.has(found):
             self.spares.keep(aside)
@@ -94,14 +89,9 @@ class Blobs:
         folder = self._partials / silo
         return sum(length(f) for f in _growing_in(folder)) if folder.exists() else 0
 
-    def know(self, digest: str, known: Known) -> None:
-        """Keep what was noted of an object's numbers when it arrived, as long as it is here."""
-        if known:
-            self._known[digest] = known
-
     def bundle(self, digest: str) -> FileBundle:
         """Open an update; raises StateError as `path`, ProtocolError as `FileBundle`."""
-        return FileBundle(self.path(digest), self._known.get(digest))
+        return FileBundle(self.path(digest))
 
     def adopt(self, partial: Path, digest: str, found: str | None = None, synced: bool = False) -> Path:
         """Turn a finished upload into an object.
@@ -133,7 +123,6 @@ class Blobs:
     def remove(self, digest: str) -> None:
         """Take an object away; the caller holds `guard`, has removed its last record, and calls `empty` later."""
         self.packed.forget(digest)
-        self._known.pop(digest, None)
         with suppress(FileNotFoundError):
             self._file(digest).replace(self._aside / f"{secrets.token_hex(8)}{_GONE}")
 

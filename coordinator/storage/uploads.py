@@ -8,10 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fl_core.errors import UnavailableError
-from protos.storage.digests import WRITE_BEHIND, Hasher, write_behind
+from protos.storage.digests import Hasher
 from protos.storage.file_recycling import Growth
-from protos.wire.bundle_file import Known
-from protos.wire.streaming_minmax import Extremes
 
 _TAKEOVER_S = 10.0
 
@@ -24,31 +22,22 @@ class Upload:
     synced: int = 0
     """Bytes that are known to be on the disk."""
     _digest: Hasher = field(default_factory=Hasher)
-    _extremes: Extremes = field(default_factory=Extremes)
     writer: threading.Lock = field(default_factory=threading.Lock)
     cancel: Callable[[], object] | None = None
 
     def begin(self, have: int) -> None:
         """Prepare for an upload that goes on at `have`; from 0 on the digest begins anew."""
         if have == 0:
-            self.hashed, self.synced, self._digest, self._extremes = 0, 0, Hasher(), Extremes()
+            self.hashed, self.synced, self._digest = 0, 0, Hasher()
 
     def result(self, size: int) -> str | None:
         """Return the digest of the whole object if all of it passed through here, else None."""
         return self._digest.hexdigest() if self.hashed == size else None
 
-    def extremes(self, size: int) -> Known:
-        """Return what is known of the numbers of the whole object, if all of it passed through here; else nothing."""
-        return self._extremes.found if self.hashed == size else {}
-
     def note(self, at: int, data: bytes | memoryview) -> None:
-        """Hash what was written at an offset, and look at its numbers, while it is in the processor's cache.
-
-        Bytes that do not continue what was hashed leave the rest unhashed.
-        """
+        """Hash what was written at an offset; bytes that do not continue what was hashed leave the rest unhashed."""
         if at == self.hashed:
             self._digest.update(data)
-            self._extremes.update(data)
             self.hashed += len(data)
 
 
@@ -57,16 +46,12 @@ class Hashing:
 
     def __init__(self, growth: Growth, upload: Upload) -> None:
         self._growth, self._upload = growth, upload
-        self._begun = growth.have
 
     def write(self, data: bytes | memoryview, /) -> int:
         """Write all of it, unbuffered, then hash: what is hashed is in the file."""
         at = self._growth.have
         self._growth.write(data)
         self._upload.note(at, data)
-        if self._growth.have - self._begun >= WRITE_BEHIND:
-            write_behind(self._growth.file, self._begun, self._growth.have - self._begun)
-            self._begun = self._growth.have
         return len(data)
 
 

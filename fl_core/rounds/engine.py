@@ -10,9 +10,8 @@ from typing import Protocol
 from torch import Tensor
 
 from fl_core.aggregation import adaptive_guards as steering
-from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import Grid
-from fl_core.blockwise.lazy_tensors import Deferred
 from fl_core.errors import REASON_CHARS, FederationError, UnavailableError
 from fl_core.rounds import sampling as cohort
 from fl_core.training.evaluation import MEASURED, METRICS, personal_scores
@@ -66,7 +65,7 @@ class Engine:
     """Everything that a round needs besides the state: the loop holds no state of its own, so it can be resumed.
 
     arrival: guards whose outgoing half runs on arrival (the fixed-point grid of a plain run is folded by the
-    accumulator itself); incoming: the guards to undo on the sum, in the order of their application.
+    aggregator itself); incoming: the guards to undo on the sum, in the order of their application.
     parallel: how many silos work at once (1 in one process, all of them over the network).
     """
 
@@ -123,9 +122,8 @@ class Engine:
         if train:
             rest = {name: part for name, part in total.items() if name not in MEASURED | own}
             server = {**self.method.merge(model, rest, context), **steering.followed(self.incoming, now, total)}
-            server = {group: dict(v) if isinstance(v, Deferred) else v for group, v in server.items()}
             del rest
-        del total, metrics  # nothing reads an update any more: its file may be written over
+        del total, metrics  # several times the model's bytes, which nobody needs while the state is stored
         observer.closed(record, server)
         for k in ids:
             self.ports[k].settle(context, kind, self.ports[k].name in included)
@@ -140,16 +138,17 @@ class Engine:
         """
         places = {self.ports[k].name: k for k in ids}
         sums, included, missing = (
-            Accumulator(layout, self.grid, self.method.apart), list[str](), dict[str, str]()
+            Aggregator(layout, self.grid, self.method.apart), list[str](), dict[str, str]()
         )  # fmt: skip
         for name, reply in self._replies([self.ports[k] for k in ids], msg, context, kind):
             try:
-                seen = sums.look(reply.result(), places[name])
+                update = reply.result()
+                sums.validate(update)
             except FederationError as error:
                 missing[name] = str(error)[:REASON_CHARS]  # what is wrong with a bundle may be how long its names are
                 continue
-            sums.add(seen)  # an error here is not this silo's, and there is no sum after it
-            del seen  # it may hold the update's numbers
+            sums.add(update, places[name])  # an error here is not this silo's, and there is no sum after it
+            del update
             included.append(name)
             observer.arrived(name)
         total = sums.total()

@@ -5,13 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_core.blockwise.buffer_pool import MEMORY
-from fl_core.blockwise.lazy_tensors import Deferred, block_by_block
-from fl_core.blockwise.parallel import cut, side_by_side
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Tensors
 
@@ -67,41 +63,8 @@ def write(model: nn.Module, values: Tensors) -> None:
 
 
 def add(a: Tensors, b: Tensors, scale: float = 1.0) -> dict[str, Tensor]:
-    """Return a + scale * b; where b is deferred, it is computed in the same pass."""
-    a = dict(a)  # read once, should it be deferred
-    if scale != 1.0:
-        return {name: v + scale * b[name] for name, v in a.items()}
-    if isinstance(b, Deferred):
-        return _add_deferred(a, b)
-    # Without the copy of b, and on the CPU in memory that an earlier round has left.
-    plain = {name: MEMORY.empty(v.shape, v.dtype) for name, v in a.items() if _plain(v, b[name])}
-    pieces = [piece for name, place in plain.items() for piece in cut(a[name], b[name], place)]
-    side_by_side(lambda piece: np.add(piece[0].numpy(), piece[1].numpy(), out=piece[2].numpy()), pieces)
-    return {name: plain[name] if name in plain else v + b[name] for name, v in a.items()}
-
-
-def _add_deferred(a: Tensors, b: Deferred) -> dict[str, Tensor]:
-    fits = [n for n, v in a.items() if (v.shape, v.dtype, v.device.type) == (b.shapes[n], b.dtype_of(n), "cpu")]
-    plain = {n: MEMORY.empty(a[n].shape, a[n].dtype) for n in fits if not a[n].requires_grad}
-    flat = {
-        name: (a[name].detach().reshape(-1).numpy(), b.filler(name), place.view(-1).numpy())
-        for name, place in plain.items()
-    }
-
-    def step(name: str, at: int, end: int) -> None:
-        value, fill, whole = flat[name]
-        place = whole[at:end]
-        fill(at, place)
-        np.add(value[at:end], place, out=place)
-
-    block_by_block({name: b.shapes[name] for name in plain}, step)
-    return {name: plain[name] if name in plain else v + b[name] for name, v in a.items()}
-
-
-def _plain(a: Tensor, b: Tensor) -> bool:
-    """Tell whether a sum needs no conversion and no gradient, and is made on the CPU."""
-    alike = (a.shape, a.dtype, a.device.type) == (b.shape, b.dtype, "cpu") and b.device.type == "cpu"
-    return alike and a.dtype in (torch.float32, torch.float64) and not (a.requires_grad or b.requires_grad)
+    """Return a + scale * b."""
+    return {name: v + (b[name] if scale == 1.0 else scale * b[name]) for name, v in a.items()}
 
 
 def sub(a: Tensors, b: Tensors) -> dict[str, Tensor]:

@@ -12,13 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_core.blockwise.buffer_pool import MEMORY
-from fl_core.blockwise.lazy_tensors import Deferred, Mean
-from fl_core.blockwise.parallel import cut, side_by_side
 from fl_core.errors import ProtocolError
 from fl_core.types.enums import Capability as Capability
 from fl_core.types.enums import Coupling as Coupling
@@ -30,6 +26,13 @@ from fl_core.types.records import TrainConfig as TrainConfig
 
 Tensors = Mapping[str, Tensor]
 """Parameter name -> tensor; float32, or integers once on the fixed-point grid."""
+
+
+class StoredTensors(Mapping[str, Tensor], ABC):
+    """Tensors that are read, from a file, each time they are asked for; `shapes` are known before."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+
 
 State = Mapping[str, Tensors]
 """Group -> Tensors, for instance {"w": ..., "prototypes": ...}. A checkpoint is a State."""
@@ -59,7 +62,7 @@ class Part:
         return Part({name: v + other.total[name] for name, v in self.total.items()}, self.weight + other.weight)
 
     def mean(self, default: Tensors | None = None) -> Tensors:
-        """Divide by the weight, in float64, and return float32; deferred where the total is and the weight is one.
+        """Divide by the weight, in float64, and return float32.
 
         | weight of a row | result of that row            |
         |-----------------|-------------------------------|
@@ -68,28 +71,13 @@ class Part:
         """
         w = self.weight.double()
         if w.dim() == 0 and w > 0:
-            return _divided(self.total, float(w))
+            return {name: (v.double() / w).float() for name, v in self.total.items()}
         safe = torch.where(w > 0, w, torch.ones_like(w))
         mean: dict[str, Tensor] = {}
         for name, v in self.total.items():
             rest = torch.zeros_like(v, dtype=torch.float32) if default is None else default[name].float()
             mean[name] = torch.where(_rows(w > 0, v), (v.double() / _rows(safe, v)).float(), rest)
         return mean
-
-
-def _divided(total: Tensors, weight: float) -> Tensors:
-    """Divide by a scalar in float64 and return float32; on the CPU without a copy in float64."""
-    if isinstance(total, Deferred):
-        return Mean(total, weight)
-    here = {name: v.detach() for name, v in total.items() if v.device.type == "cpu" and v.dtype != torch.bfloat16}
-    mean = {name: MEMORY.empty(v.shape, torch.float32) for name, v in here.items()}
-
-    def divide(piece: tuple[Tensor, ...]) -> None:
-        with np.errstate(over="ignore"):  # infinite, as torch makes it
-            np.divide(piece[0].numpy(), weight, out=piece[1].numpy(), dtype=np.float64, casting="same_kind")
-
-    side_by_side(divide, [piece for name, v in here.items() for piece in cut(v, mean[name])])
-    return {name: mean[name] if name in mean else (v.double() / weight).float() for name, v in total.items()}
 
 
 def _rows(weight: Tensor, value: Tensor) -> Tensor:
@@ -111,9 +99,11 @@ class PartSpec:
     @classmethod
     def of(cls, part: Part) -> PartSpec:
         """Read the shape off a part."""
-        if isinstance(part.total, Deferred):
-            return cls(dict(sorted(part.total.shapes.items())), tuple(part.weight.shape))
-        return cls({name: tuple(v.shape) for name, v in sorted(part.total.items())}, tuple(part.weight.shape))
+        if isinstance(part.total, StoredTensors):
+            shapes = part.total.shapes
+        else:
+            shapes = {name: tuple(v.shape) for name, v in part.total.items()}
+        return cls(dict(sorted(shapes.items())), tuple(part.weight.shape))
 
 
 Layout = Mapping[str, PartSpec]

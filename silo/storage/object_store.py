@@ -70,13 +70,12 @@ class Objects:
         keyfiles.write_private(self.path(digest), data)
         return digest
 
-    def put_file(self, write: Callable[[Path], tuple[str, int]], about: int) -> tuple[str, int]:
+    def put_file(self, write: Callable[[Path], tuple[str, int]]) -> tuple[str, int]:
         """Keep the object that `write` writes in a file of ours; return digest and size, as it does.
 
-        It is not yet on the disk for certain: `seal` brings it there. about: how many bytes it will have, see `Spares`.
+        It is not yet on the disk for certain: `seal` brings it there.
         """
         aside = self.folder / f".{secrets.token_hex(8)}{_PART}"
-        self.spares.take(aside, about)
         digest, size = write(aside)
         if self.holds(digest):
             self.spares.keep(aside)

@@ -78,10 +78,8 @@ class Outbox:
         """
         staged = None
         if key.kind is TaskKind.TRAIN:
-            about = codec.nbytes(done.state.values())
-            staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file, sync=False), about)
-        about = codec.nbytes(part.total for part in done.bundle.values())
-        bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file, sync=False), about)
+            staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file, sync=False))
+        bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file, sync=False))
         entry = Entry(
             key,
             manifest_digest,

@@ -25,7 +25,7 @@ from helpers_methods import (
 )
 from torch import nn
 
-from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, Grid
 from fl_core.methods import METHODS
 from fl_core.rounds.layout import derive_layout
@@ -186,9 +186,9 @@ def test_arrival_order_does_not_matter(name: str) -> None:
     grid = Grid("ring64", 3)
     merged = []
     for order in itertools.permutations(enumerate(bundles)):
-        sums = Accumulator(layout, grid, method.apart)
+        sums = Aggregator(layout, grid, method.apart)
         for place, bundle in order:
-            sums.fold(bundle, place)
+            sums.add(bundle, place)
         merged.append(method.merge(server, FixedPoint(grid).incoming(sums.total(), 3, 0), FED))
     assert all(same_state(state, merged[0]) for state in merged)
 
@@ -202,16 +202,16 @@ def test_integer_bundles_give_the_same_sum_as_float_bundles(name: str, ring: str
     peak = {part: max(float(v.abs().max()) for b in bundles for v in b[part].total.values()) for part in layout}
     bounds = {part: 1.01 * peak[part] + 1e-3 for part in layout} | {f"{part}.weight": 100.0 for part in layout}
     grid = Grid("ring32" if ring == "ring32" else "ring64", 3, bounds)
-    plain, coded, masked = Accumulator(layout, grid), Accumulator(layout, grid), Accumulator(layout, grid)
+    plain, coded, masked = Aggregator(layout, grid), Aggregator(layout, grid), Aggregator(layout, grid)
     masks = torch.Generator().manual_seed(0)
     spent: list[Bundle] = []
     for k, bundle in enumerate(bundles):
-        plain.fold(bundle)
+        plain.add(bundle)
         units = FixedPoint(grid).outgoing(bundle, k, 0)
-        coded.fold(units)
+        coded.add(units)
         mask = {part: _noise(p, masks) for part, p in units.items()} if k < 2 else _negative_sum(spent)
         spent.append(mask)
-        masked.fold({part: _wrap(p + mask[part], ring) for part, p in units.items()})
+        masked.add({part: _wrap(p + mask[part], ring) for part, p in units.items()})
     sums = [FixedPoint(grid).incoming(a.total(), 3, 0) for a in (plain, coded)]
     assert plain.clipped == 0
     assert same_bundle(sums[0], sums[1])

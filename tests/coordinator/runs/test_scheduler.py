@@ -20,7 +20,7 @@ from coordinator.api.server import Settings
 from coordinator.cli import runs as lead
 from coordinator.runs.grpc_port import checked
 from coordinator.storage.records import RunState
-from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import Grid
 from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.rounds.engine import Silent
@@ -276,10 +276,10 @@ def test_twelve_waiting_bundles_are_not_in_memory(tmp_path: Path) -> None:
     waiting = [checked(FileBundle(file), frozenset({torch.float32})) for file in files]
     assert me.memory_info().rss - before < 8 << 20
     assert same(waiting[3]["delta"].total, big["delta"].total)
-    sums = Accumulator({"delta": PartSpec.of(big["delta"])}, Grid(n_max=12))
+    sums = Aggregator({"delta": PartSpec.of(big["delta"])}, Grid(n_max=12))
     before = me.memory_info().rss
     for bundle in waiting:
-        sums.fold(bundle)
+        sums.add(bundle)
     assert me.memory_info().rss - before < 32 << 20  # of 192 MiB
     assert same(sums.total()["delta"].total, {"w": torch.full((4 << 20,), 24 << sums.grid.frac_bits("delta"))})
     with pytest.raises(ProtocolError, match="E-WIRE-16"):

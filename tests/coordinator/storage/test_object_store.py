@@ -9,7 +9,6 @@ import torch
 
 from coordinator.storage.object_store import Blobs
 from fl_core.errors import ProtocolError, StateError
-from protos.storage.file_recycling import LARGE
 from protos.wire import codec
 
 
@@ -60,18 +59,6 @@ def test_a_state_becomes_an_object_and_a_second_one_of_the_same_numbers_is_the_f
         assert blobs.put_state(state) == (codec.digest(packed), len(packed))
     assert blobs.path(codec.digest(packed)).read_bytes() == packed
     assert not list((tmp_path / "aside").iterdir())
-
-
-def test_a_small_state_leaves_the_spare_file_to_the_large_one(tmp_path: Path) -> None:
-    blobs = Blobs(tmp_path)
-    large, _ = blobs.put_state({"w": {"a": torch.zeros(LARGE, dtype=torch.uint8)}})
-    inode = blobs.path(large).stat().st_ino
-    blobs.remove(large)
-    blobs.empty()
-    small, _ = blobs.put_state({"w": {"a": torch.zeros(9)}})
-    assert blobs.path(small).stat().st_ino != inode
-    again, _ = blobs.put_state({"w": {"a": torch.ones(LARGE, dtype=torch.uint8)}})
-    assert blobs.path(again).stat().st_ino == inode
 
 
 def test_what_is_removed_is_gone_at_once_and_its_room_is_given_back_later(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from oracles import units
 
-from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPoint, Grid
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.types.values import Part, PartSpec
@@ -29,9 +29,9 @@ def bundle(v: float, w: float = 1.0) -> dict[str, Part]:
 @given(st.lists(values, min_size=1, max_size=8), st.sampled_from(["ring64", "ring32"]))
 def test_sum_is_exact(sent: list[float], ring: str) -> None:
     grid = Grid("ring64" if ring == "ring64" else "ring32", 8, {"p": 1e4, "p.weight": 1.0})
-    sums = Accumulator(LAYOUT, grid)
+    sums = Aggregator(LAYOUT, grid)
     for v in sent:
-        sums.fold(bundle(v))
+        sums.add(bundle(v))
     bits = grid.frac_bits("p")
     wanted = units(sent, bits)  # Python's integers
     assert sums.total()["p"].total["v"].tolist() == [wanted, -wanted]
@@ -49,12 +49,12 @@ def test_parts_on_one_grid_and_on_several_add_up_alike(v: list[float], scale: fl
     t = torch.tensor(v, dtype=torch.float64).mul(scale).float()
     sent = {"p": Part({"a": t[:2], "b": t[2:4].view(1, 2)}, torch.tensor(3.0)), "q": Part({"c": t[4:5]}, t[5:].abs())}
     one, several = (
-        Accumulator(layout, Grid(n_max=3)),
-        Accumulator(layout, Grid(n_max=3, bounds={"q.weight": 2.0**24 + 2})),
+        Aggregator(layout, Grid(n_max=3)),
+        Aggregator(layout, Grid(n_max=3, bounds={"q.weight": 2.0**24 + 2})),
     )
     for sums in (one, several):
-        sums.fold(sent)
-        sums.fold(sent)
+        sums.add(sent)
+        sums.add(sent)
     assert same_bundle(one.total(), several.total())
     bits = one.grid.frac_bits("p")
     assert one.total()["p"].total["b"].tolist() == [[units([float(x)] * 2, bits) for x in t[2:4]]]
@@ -62,8 +62,8 @@ def test_parts_on_one_grid_and_on_several_add_up_alike(v: list[float], scale: fl
 
 
 def test_a_bundle_in_float64_is_summed_and_not_changed() -> None:
-    sums, value = Accumulator(LAYOUT, Grid(n_max=2)), torch.tensor([1 / 3, 2.0**25], dtype=torch.float64)
-    sums.fold({"p": Part({"v": value}, torch.tensor(1.0, dtype=torch.float64))})
+    sums, value = Aggregator(LAYOUT, Grid(n_max=2)), torch.tensor([1 / 3, 2.0**25], dtype=torch.float64)
+    sums.add({"p": Part({"v": value}, torch.tensor(1.0, dtype=torch.float64))})
     assert value.tolist() == [1 / 3, 2.0**25]
     bits = sums.grid.frac_bits("p")
     assert sums.total()["p"].total["v"].tolist() == [round(1 / 3 * 2**bits), 2 ** (24 + bits)]
@@ -71,18 +71,18 @@ def test_a_bundle_in_float64_is_summed_and_not_changed() -> None:
 
 
 def test_a_bundle_in_float16_is_scaled_without_overflow() -> None:
-    sums = Accumulator(LAYOUT, Grid(n_max=2))
-    sums.fold({"p": Part({"v": torch.tensor([0.25, -60000.0]).half()}, torch.tensor(1.0))})
+    sums = Aggregator(LAYOUT, Grid(n_max=2))
+    sums.add({"p": Part({"v": torch.tensor([0.25, -60000.0]).half()}, torch.tensor(1.0))})
     bits = sums.grid.frac_bits("p")
     assert sums.total()["p"].total["v"].tolist() == [2 ** (bits - 2), -60000 * 2**bits]
 
 
 @given(st.permutations([0.1, -7.3, 1e4, 2.0**-40, -1e4, 3.0]))
 def test_order_does_not_matter(order: list[float]) -> None:
-    def folded(sent: list[float]) -> Accumulator:
-        sums = Accumulator(LAYOUT, Grid(n_max=6))
+    def folded(sent: list[float]) -> Aggregator:
+        sums = Aggregator(LAYOUT, Grid(n_max=6))
         for v in sent:
-            sums.fold(bundle(v))
+            sums.add(bundle(v))
         return sums
 
     assert same_bundle(folded(order).total(), folded(sorted(order)).total())
@@ -106,9 +106,9 @@ def test_as_many_silos_as_agreed_never_overflow(ring: str, bound: float, n_max: 
 def test_decoding_the_extremes_gives_them_back(ring: str) -> None:
     grid = Grid("ring64" if ring == "ring64" else "ring32", 7, {"p": 100.0, "p.weight": 1.0})
     for v in (100.0, -100.0):
-        sums = Accumulator(LAYOUT, grid)
+        sums = Aggregator(LAYOUT, grid)
         for _ in range(7):
-            sums.fold(bundle(v))
+            sums.add(bundle(v))
         assert FixedPoint(grid).incoming(sums.total(), 7, 0)["p"].total["v"].tolist() == [7 * v, -7 * v]
 
 
@@ -118,8 +118,8 @@ def test_clipping_is_counted_and_cuts_at_the_bound() -> None:
     assert clipped == 2
     back = grid.decode("p", encoded)
     assert back[:4].tolist() == pytest.approx([1.5, 1.5, -1.5, -1.5], abs=1e-9)
-    sums = Accumulator(LAYOUT, grid)
-    sums.fold(bundle(2.0, w=11.0))
+    sums = Aggregator(LAYOUT, grid)
+    sums.add(bundle(2.0, w=11.0))
     assert sums.clipped == 3  # both totals and the weight
     guard = FixedPoint(grid)
     guard.outgoing(bundle(2.0, w=11.0), 0, 0)
@@ -130,14 +130,14 @@ def test_clipping_is_counted_and_cuts_at_the_bound() -> None:
 @pytest.mark.parametrize("where", ["total", "weight"])
 def test_nan_is_refused_and_changes_nothing(bad: float, where: str) -> None:
     layout = {"a": LAYOUT["p"], "p": LAYOUT["p"]}
-    sums = Accumulator(layout, Grid(n_max=3))
-    sums.fold({"a": bundle(1.0)["p"], "p": bundle(2.0)["p"]})
+    sums = Aggregator(layout, Grid(n_max=3))
+    sums.add({"a": bundle(1.0)["p"], "p": bundle(2.0)["p"]})
     before = {
         name: Part({k: v.clone() for k, v in p.total.items()}, p.weight.clone()) for name, p in sums.total().items()
     }
     poison = bundle(bad)["p"] if where == "total" else bundle(1.0, w=bad)["p"]
     with pytest.raises(ProtocolError) as caught:
-        sums.fold({"a": bundle(5.0)["p"], "p": poison})
+        sums.validate({"a": bundle(5.0)["p"], "p": poison})
     assert caught.value.code == "E-WIRE-05"
     assert same_bundle(sums.total(), before)
     assert sums.count == 1
@@ -157,9 +157,9 @@ def test_nan_is_refused_and_changes_nothing(bad: float, where: str) -> None:
     ],
 )
 def test_a_bundle_of_another_layout_is_refused_and_changes_nothing(odd: dict[str, Part]) -> None:
-    sums = Accumulator(LAYOUT, Grid())
+    sums = Aggregator(LAYOUT, Grid())
     with pytest.raises(ProtocolError) as caught:
-        sums.fold(odd)
+        sums.validate(odd)
     assert caught.value.code == "E-WIRE-02"
     assert sums.count == 0
     assert not sums.total()["p"].total["v"].any()
@@ -186,6 +186,6 @@ def test_grids_without_room_or_without_a_bound_are_refused() -> None:
 
 def test_empty_tensors_and_no_silo_at_all() -> None:
     assert Grid().encode("p", torch.zeros(0))[1] == 0
-    nothing = FixedPoint(Grid()).incoming(Accumulator(LAYOUT, Grid()).total(), 0, 0)["p"]
+    nothing = FixedPoint(Grid()).incoming(Aggregator(LAYOUT, Grid()).total(), 0, 0)["p"]
     assert nothing.total["v"].tolist() == [0, 0]
     assert float(nothing.weight) == 0

@@ -16,7 +16,7 @@ from helpers_silo import manifest as hospital_manifest
 from torch import Tensor
 
 from fl_core import datasets, rng
-from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, Grid
 from fl_core.methods import METHODS
 from fl_core.rounds.manifest import Choice, RunManifest
@@ -90,9 +90,9 @@ def test_the_masked_sum_on_the_grid_is_the_plain_sum(method: str, ring: str) -> 
     masked = bundles(FixedPoint(grid), Mask(ring, 3))
     sums = []
     for sent in (plain, masked):
-        total = Accumulator(run.layout, grid)
+        total = Aggregator(run.layout, grid)
         for bundle in sent:
-            total.fold(bundle)
+            total.add(bundle)
         assert total.clipped == 0
         sums.append(FixedPoint(grid).incoming(total.total(), 3, 0))
     assert same_bundle(sums[0], sums[1])
@@ -181,8 +181,8 @@ def test_a_mask_goes_over_silo_level_noise() -> None:
     sums = []
     for more in ((), (FixedPoint(run.grid), Mask("ring64", 3))):
         ports = local_ports(replace(compiled, silo_guards=(*compiled.silo_guards, *more)), shares())
-        total = Accumulator(run.layout, run.grid)
+        total = Aggregator(run.layout, run.grid)
         for k, port in enumerate(ports):
-            total.fold(port.round(msg, replace(FED, round=0), TaskKind.TRAIN), k)
+            total.add(port.round(msg, replace(FED, round=0), TaskKind.TRAIN), k)
         sums.append(FixedPoint(run.grid).incoming(total.total(), 3, 0))
     assert same_bundle(*sums)

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import errno
-import math
-import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import pytest
 from helpers_core import NAMES, manifest, same, shares
 from helpers_rounds import Failing, Kept, go
+from torch import Tensor
 
-from fl_core.aggregation import aggregator as accumulator
-from fl_core.aggregation import partial_sums as sums
 from fl_core.errors import ProtocolError, UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import local_ports
 from fl_core.types.interfaces import SiloPort
-from fl_core.types.values import Bundle, Part, RoundContext, State, TaskKind
-from protos.wire import codec
-from protos.wire.bundle_file import FileBundle
+from fl_core.types.values import Bundle, Part, RoundContext, State, StoredTensors, TaskKind, Tensors
 
 
 def failing(run: RunManifest, which: int, rounds: Sequence[int], *, spoil: bool = False) -> list[SiloPort]:
@@ -96,53 +89,39 @@ def test_a_defect_of_the_program_is_not_taken_for_a_missing_silo() -> None:
         go(run, ports)
 
 
-class OnDisk:
-    """A port whose updates stay on the disk. came: is told each file that is written."""
+class ReadOnce(StoredTensors):
+    """Tensors of a file that can be read once; the disk fails after that."""
 
-    def __init__(self, inner: SiloPort, folder: Path, came: Callable[[Path], object]) -> None:
-        self.name, self._inner, self._file, self._came = inner.name, inner, folder / inner.name, came
+    def __init__(self, values: Tensors) -> None:
+        self.shapes = {name: tuple(value.shape) for name, value in values.items()}
+        self._values, self._left = values, set(values)
 
-    def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
-        self._inner.settle(context, kind, included)
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._left:
+            raise ProtocolError("E-WIRE-06", f"tensor {name!r} cannot be read: Input/output error")
+        self._left.discard(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+class OnFailingDisk:
+    def __init__(self, inner: SiloPort) -> None:
+        self.name, self.settle, self._inner = inner.name, inner.settle, inner
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
-        codec.write_bundle(self._inner.round(msg, context, kind), self._file)
-        self._came(self._file)
-        return FileBundle(self._file)
+        bundle = self._inner.round(msg, context, kind)
+        return {name: Part(ReadOnce(part.total), part.weight) for name, part in bundle.items()}
 
 
-@pytest.mark.parametrize("waiting", [2.5, 1e6])
-def test_an_update_that_was_counted_and_cannot_be_read_ends_the_round_and_no_other_silo_is_blamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: float
-) -> None:
-    """Whether it is read when the third one comes, since only two and a half may wait, or at the close."""
-    unreadable, read = set[Path](), os.preadv
-
-    def failing_once(descriptor: int, rooms: Sequence[memoryview], begin: int) -> int:
-        file = Path(f"/proc/self/fd/{descriptor}").readlink()
-        if file in unreadable:
-            unreadable.discard(file)
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(descriptor, rooms, begin)
-
-    def last_came(file: Path) -> None:
-        if file.name == NAMES[-1]:
-            unreadable.add(file.with_name(NAMES[0]))
-
-    monkeypatch.setattr(accumulator, "SMALL", 0)
-    monkeypatch.setattr(os, "preadv", failing_once)
+def test_an_update_that_is_half_added_and_cannot_be_read_ends_the_round_and_no_other_silo_is_blamed() -> None:
     run = manifest(quorum=1, rounds=1)
-    inner, numbers = (
-        local_ports(RunSetup.of(run), shares()),
-        [s for spec in run.layout.values() for s in spec.shapes.values()],
-    )
-    monkeypatch.setattr(sums, "WAITING", waiting * sum(4 * math.prod(shape) for shape in numbers))
-    assert same(go(run, [OnDisk(port, tmp_path, unreadable.discard) for port in inner])[0]["w"], go(run)[0]["w"])
-
-    kept = Kept()
-    with pytest.raises(ProtocolError, match=r"E-WIRE-06.* of north cannot be read.*Input/output"):
-        RunSetup.of(run).round_loop([OnDisk(port, tmp_path, last_came) for port in inner], 1).run(
-            RunSetup.of(run).initial_state(), kept
-        )
+    north, east, south = local_ports(RunSetup.of(run), shares())
+    loop, kept = RunSetup.of(run).round_loop([north, OnFailingDisk(east), south], 1), Kept()
+    with pytest.raises(ProtocolError, match=r"E-WIRE-06.*cannot be read.*Input/output"):
+        loop.run(RunSetup.of(run).initial_state(), kept)
     assert not kept.records
-    assert not unreadable

@@ -27,3 +27,17 @@ def test_a_buffer_that_is_not_kept_has_no_name() -> None:
     model[0].register_buffer("scratch", torch.zeros(1), persistent=False)
     assert [*trees.named(model)] == [*model.state_dict()]
     assert "0.scratch" not in trees.named(model)
+
+
+def test_the_digest_of_tensors_reads_them_as_they_are_numbered() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    assert trees.digest({"x": x.t()}) == trees.digest({"x": x.t().contiguous()}) != trees.digest({"x": x})
+    assert trees.digest({"x": torch.tensor(1.0)}) != trees.digest({"x": torch.tensor(2.0)})
+
+
+def test_adding_keeps_gradients_and_promotes_types() -> None:
+    a, b = torch.ones(3, requires_grad=True), torch.ones(3)
+    trees.add({"x": a}, {"x": b})["x"].sum().backward()
+    assert a.grad is not None
+    assert trees.add({"x": b}, {"x": b.double()})["x"].dtype is torch.float64
+    assert trees.add({"x": b}, {"x": torch.ones(())}, 0.5)["x"].tolist() == [1.5, 1.5, 1.5]

@@ -33,6 +33,11 @@ def test_mean_of_row_weights_keeps_the_default_of_rows_nobody_has() -> None:
     assert part.mean({"v": torch.tensor([[7.0, 7.0], [8.0, 9.0]])})["v"].tolist() == [[2, 3], [8, 9]]
 
 
+def test_a_mean_beyond_float32_is_infinite() -> None:
+    mean = Part({"x": torch.tensor([1e300, -1e300, 3.0], dtype=torch.float64)}, torch.tensor(3.0)).mean()
+    assert mean["x"].tolist() == [float("inf"), float("-inf"), 1.0]
+
+
 def test_mean_is_float32_and_finite_for_weights_of_zero() -> None:
     part = Part({"v": torch.ones(2, 3, dtype=torch.float64)}, torch.zeros(2, dtype=torch.float64))
     assert part.mean()["v"].dtype is torch.float32

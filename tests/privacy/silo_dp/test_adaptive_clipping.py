@@ -14,7 +14,7 @@ from scipy.stats import kstest, norm
 from torch import Tensor
 
 from fl_core.aggregation.adaptive_guards import settings
-from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, Grid
 from fl_core.errors import RefusedError, StateError
 from fl_core.rounds.engine import Engine, RoundRecord, Schedule
@@ -54,9 +54,9 @@ def bundle_of(length: float) -> Bundle:
 
 def answered(guard: SiloLevel, bundles: Mapping[int, Bundle]) -> Part:
     """Sum what silos answer, as the coordinator does, and read it back."""
-    sums = Accumulator(LAYOUT, GRID)
+    sums = Aggregator(LAYOUT, GRID)
     for k, bundle in bundles.items():
-        sums.fold(guard.outgoing(bundle, k, 0))
+        sums.add(guard.outgoing(bundle, k, 0))
     return FixedPoint(GRID).incoming(guard.incoming(sums.total(), len(bundles), 0), len(bundles), 0)[adaptive.PART]
 
 
@@ -156,9 +156,9 @@ def test_brute_force_sensitivity_of_the_bit_and_of_the_update_at_the_clip_of_the
     everyone = {k: bundle_of(size) for k, size in enumerate((0.1, 0.3, 40.0))}
 
     def sums(silos: Mapping[int, Bundle]) -> tuple[Tensor, Tensor]:
-        total = Accumulator(LAYOUT, GRID)
+        total = Aggregator(LAYOUT, GRID)
         for k, bundle in silos.items():
-            total.fold(guard.outgoing(bundle, k, 0))
+            total.add(guard.outgoing(bundle, k, 0))
         found = total.total()
         bits = GRID.decode(adaptive.PART, found[adaptive.PART].total["within"].clone())
         return GRID.decode("delta", found["delta"].total["w"].clone()), bits

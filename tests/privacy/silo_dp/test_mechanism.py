@@ -12,7 +12,7 @@ from helpers_core import NAMES, manifest, shares
 from scipy.stats import kstest, norm
 from torch import Tensor
 
-from fl_core.aggregation.aggregator import Accumulator
+from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import Grid
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
@@ -60,9 +60,9 @@ def guard_of(noise: float = 1.0, grid: Grid = GRID, **terms: object) -> SiloLeve
 
 def summed(guard: SiloLevel, silos: list[int], scale: float) -> dict[str, Tensor]:
     """Sum what silos send on the grid, and return each block in the units in which the joint norm is taken."""
-    sums = Accumulator(LAYOUT, guard.grid)
+    sums = Aggregator(LAYOUT, guard.grid)
     for k in silos:
-        sums.fold(guard.outgoing(bundle_of(10 * k + 1, scale), k, 0))
+        sums.add(guard.outgoing(bundle_of(10 * k + 1, scale), k, 0))
     found, total = {}, sums.total()
     for name, part in total.items():
         keys = {**part.total, **({"": part.weight} if part.weight.dim() else {})}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
 from protos.storage.file_recycling import LARGE, LENGTH, Spares, discard, growing, length, open_shared
-from protos.wire import codec
 
 OLD, NEW = b"o" * (LARGE + 9), b"n" * LARGE
 
@@ -58,23 +55,6 @@ def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
         assert not (tmp_path / "old").exists()
     with pytest.raises(FileNotFoundError):
         open_shared(tmp_path / "old")
-
-
-def test_a_tensor_in_memory_keeps_its_file_from_being_written_over(tmp_path: Path) -> None:
-    value = torch.arange(LARGE // 4 + 1.0)
-    for alive in (True, False):
-        spares, file = Spares(tmp_path / "spare"), tmp_path / "state"
-        codec.write_state({"w": {"x": value}}, file)
-        state = codec.read_state(file)
-        x = state["w"]["x"]
-        del state
-        if not alive:
-            del x
-            gc.collect()
-        spares.keep(file)
-        assert spares.take(tmp_path / "into", LARGE) is not alive
-        if alive:
-            assert torch.equal(x, value)
 
 
 def test_a_file_that_grows_in_a_spare_one_counts_what_has_arrived_however_the_writing_ends(tmp_path: Path) -> None:

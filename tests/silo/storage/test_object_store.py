@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from fl_core.errors import StateError
-from protos.storage import file_recycling as spares
-from protos.storage.digests import write_sealed
 from protos.wire import codec
 from silo.storage.object_store import Objects
 
 DATA = bytes(range(256)) * 40
+
+
+def written(file: Path) -> tuple[str, int]:
+    file.touch(0o600)
+    return codec.digest(DATA), file.write_bytes(DATA)
 
 
 def fetched(objects: Objects, data: bytes = DATA, cut: int = 0) -> str:
@@ -36,11 +39,11 @@ def test_a_download_is_hashed_over_all_of_its_streams(tmp_path: Path, cut: int) 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_writing_the_same_content_twice_is_harmless(tmp_path: Path, damaged: bool) -> None:
     objects = Objects(tmp_path / "objects")
-    digest, size = objects.put_file(lambda file: write_sealed(file, [memoryview(DATA)]), len(DATA))
+    digest, size = objects.put_file(written)
     before = objects.path(digest).stat().st_ino
     if damaged:
         objects.path(digest).write_bytes(b"something else")
-    assert objects.put_file(lambda file: write_sealed(file, [memoryview(DATA)]), len(DATA)) == (digest, size)
+    assert objects.put_file(written) == (digest, size)
     assert objects.sound(digest).read_bytes() == DATA
     assert [path.name for path in objects.folder.iterdir()] == [digest]
     assert (objects.path(digest).stat().st_ino == before) is not damaged
@@ -74,35 +77,10 @@ def test_a_whole_download_is_trusted_by_the_next_process_too(tmp_path: Path) -> 
 
 def test_an_object_is_written_private_under_its_digest(tmp_path: Path) -> None:
     objects = Objects(tmp_path / "objects")
-    digest, size = objects.put_file(lambda file: write_sealed(file, [memoryview(DATA)]), len(DATA))
+    digest, size = objects.put_file(written)
     assert (digest, size) == (codec.digest(DATA), len(DATA))
     assert objects.sound(digest).stat().st_mode & 0o777 == 0o600
     assert [path.name for path in objects.folder.iterdir()] == [digest]
     objects.path(digest).write_bytes(DATA[::-1])
     with pytest.raises(StateError, match="E-STATE-63"):
         objects.sound(digest)
-
-
-def test_an_error_of_hashing_any_block_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failing:
-        calls = 0
-
-        def update(self, block: memoryview) -> None:
-            self.calls += 1
-            if self.calls == 2:
-                raise MemoryError("the second of four")
-
-    monkeypatch.setattr("protos.storage.digests.Hasher", Failing)
-    with pytest.raises(MemoryError, match="the second of four"):
-        write_sealed(tmp_path / "object", [memoryview(bytes(4 << 20))])
-
-
-def test_a_small_object_leaves_the_spare_file_to_the_large_one(tmp_path: Path) -> None:
-    objects, large = Objects(tmp_path / "objects"), bytes(spares.LARGE)
-    old, _ = objects.put_file(lambda file: write_sealed(file, [memoryview(large)]), len(large))
-    inode = objects.path(old).stat().st_ino
-    objects.sweep(keep=())
-    small, _ = objects.put_file(lambda file: write_sealed(file, [memoryview(b"abc")]), 3)
-    new, _ = objects.put_file(lambda file: write_sealed(file, [memoryview(large[1:] + b"x")]), len(large))
-    assert objects.path(small).stat().st_ino != inode
-    assert objects.path(new).stat().st_ino == inode

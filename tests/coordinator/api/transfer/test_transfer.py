@@ -8,17 +8,14 @@ from pathlib import Path
 
 import grpc
 import pytest
-import torch
 from helpers_core import NAMES
 from helpers_grpc import FAST, World, running, until
 from helpers_upload import DATA, INVALID, LATE, STEP, chunk, code, commit, cut, open_round
 from helpers_wire import fetch, open_request
 
 from coordinator.api.server import Settings
-from fl_core.types.values import Part
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire import codec, receipts
-from protos.wire.bundle_file import FileBundle, FileTensors
+from protos.wire import receipts
 
 
 def test_open_and_commit_are_idempotent_and_the_receipt_is_signed(world: World, offer: pb.Offer) -> None:
@@ -96,38 +93,6 @@ def test_a_wrong_digest_is_refused_and_the_upload_begins_anew(world: World, offe
     assert stub.Open(request).have == 0
     stub.Put(cut(DATA, request.contribution_id))
     assert commit(stub, request).size == len(DATA)
-
-
-def test_what_is_known_of_an_update_is_what_arrived_and_goes_with_it(world: World, offer: pb.Offer) -> None:
-    """Uploads that came in one go, that were cut and went on, and that were damaged at first; none of one on a disk."""
-    stub, blobs = world.transfer("north"), world.server.blobs
-    raw = codec.pack_bundle({"p": Part({"a": torch.arange(-5.0, 20_000.0)}, torch.tensor(3.0))})
-    request = open_request("north", offer, raw)
-    stub.Open(request)
-    stub.Put(cut(raw[::-1], request.contribution_id))
-    with pytest.raises(grpc.RpcError):
-        commit(stub, request)
-    stub.Open(request)
-    assert stub.Put(cut(raw, request.contribution_id, end=2 * STEP)).have == 2 * STEP
-    stub.Put(cut(raw, request.contribution_id, 2 * STEP))
-    commit(stub, request)
-    total = blobs.bundle(request.object_digest)["p"].total
-    assert isinstance(total, FileTensors)
-    assert total.extremes("a") == (-5.0, 19_999.0)
-    other = FileBundle(blobs.path(request.object_digest))["p"].total
-    assert isinstance(other, FileTensors)
-    assert other.extremes("a") is None
-    blobs.remove(request.object_digest)
-    blobs.adopt(_written(world, raw), request.object_digest)
-    total = blobs.bundle(request.object_digest)["p"].total
-    assert isinstance(total, FileTensors)
-    assert total.extremes("a") is None
-
-
-def _written(world: World, raw: bytes) -> Path:
-    file = world.server.blobs.partial("north", "written")
-    file.write_bytes(raw)
-    return file
 
 
 def test_another_object_under_the_same_id_is_refused_once_one_was_taken(world: World, offer: pb.Offer) -> None:

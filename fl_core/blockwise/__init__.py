@@ -1,1 +1,0 @@
-"""Performance only: lazy tensors, a thread helper, a buffer pool."""
