@@ -22,7 +22,8 @@ from protos.storage.digests import file_digest
 from protos.storage.private_files import Credentials
 from protos.tls import connect as tls
 from protos.wire import status
-from protos.wire.chunks import MAX_MESSAGE_BYTES, Chunk, append_chunk
+from protos.wire.channel_options import CLIENT_OPTIONS
+from protos.wire.chunks import append_chunk
 
 Reply = TypeVar("Reply")
 _DEADLINE_S = 20.0
@@ -39,18 +40,9 @@ class LeadClient:
         self.address = address
         self._credentials = credentials
         secure = grpc.ssl_channel_credentials(credentials.ca_pem, credentials.key_pem, credentials.cert_pem)
-        options = [
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.keepalive_time_ms", 30_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
-        ]
-        self._channel = grpc.secure_channel(str(address), secure, options)
+        self._channel = grpc.secure_channel(str(address), secure, CLIENT_OPTIONS)
         self._lead = rpc.LeadStub(self._channel)
-        self._get = self._channel.unary_stream(
-            f"/{pb.DESCRIPTOR.services_by_name['Transfer'].full_name}/Get",
-            pb.GetRequest.SerializeToString,
-            Chunk.unpack,
-        )
+        self._transfer = rpc.TransferStub(self._channel)
 
     @classmethod
     def open(cls, home: Path, lead: str | None = None) -> LeadClient:
@@ -133,7 +125,7 @@ class LeadClient:
         """Write an object to a file; raises ProtocolError (E-WIRE-04) when what arrives is not that object."""
         have = 0
         with path.open("wb") as file, self._errors():
-            for chunk in self._get(pb.GetRequest(digest=digest)):
+            for chunk in self._transfer.Get(pb.GetRequest(digest=digest)):
                 have = append_chunk(chunk, file, have)
         if file_digest(path) != digest:
             path.unlink()

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from fl_core.types.values import Part, TaskKind
+from protos.storage.object_store import ObjectStore
 from protos.wire.tasks import TaskKey
-from silo.storage.object_store import Objects
 from silo.storage.outbox import Finished, Outbox
 from silo.storage.store import Store
 from silo.storage.tasks import Evaluation
@@ -31,7 +31,7 @@ def finished(value: float, mirrored: bool = True) -> Finished:
 
 def opened(home: Path) -> Outbox:
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return Outbox(Store(home / "silo.db"), Objects(home / "objects"), "center1")
+    return Outbox(Store(home / "silo.db"), ObjectStore(home / "objects"), "center1")
 
 
 def value(outbox: Outbox, run="run-1") -> float | None:

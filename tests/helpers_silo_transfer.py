@@ -10,12 +10,12 @@ from helpers_transfer import BYTES, CONSORTIUM, FakeTransfer, authority
 
 from fl_core.errors import FederationError
 from fl_core.types.values import TaskKind
+from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.storage.object_store import ObjectStore
 from protos.wire.chunks import CHUNK_BYTES
 from protos.wire.tasks import TaskKey, contribution_id
-from silo.connection.channel import TransferStub
 from silo.connection.retry import Stop, StoppedError
 from silo.connection.transfer import Transfer, Witness
-from silo.storage.object_store import Objects
 from silo.storage.tasks import Entry
 
 KEY = TaskKey("run-1", 2, TaskKind.TRAIN)
@@ -33,10 +33,10 @@ class Rig:
         self.host = Host(self.fake)
         self.channel = self.host.channel()
         self.told: list[FederationError] = []
-        self.objects = Objects(folder / "objects")
+        self.objects = ObjectStore(folder / "objects")
         self.stop = Stop()
         self.witness = Witness(authority().ca_pem, CONSORTIUM, "center1")
-        self.transfer = Transfer(lambda: TransferStub(self.channel), self.objects, patience, self.told.append)
+        self.transfer = Transfer(lambda: rpc.TransferStub(self.channel), self.objects, patience, self.told.append)
 
     def entry(self, data=BYTES):
         name = contribution_id(*KEY, "center1", "b" * 64)

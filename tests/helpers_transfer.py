@@ -147,7 +147,7 @@ def chunks_of(data: bytes, name: str, offset: int, shift: int = 0) -> Iterator[p
     with NamedTemporaryFile(prefix="consilium-chunks-") as file:
         file.write(data)
         file.flush()
-        chunks = [pb.Chunk.FromString(chunk.pack()) for chunk in read_chunks(Path(file.name), name, offset)]
+        chunks = list(read_chunks(Path(file.name), name, offset))
     for chunk in chunks:
         chunk.offset += shift
         yield chunk

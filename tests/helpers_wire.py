@@ -35,7 +35,7 @@ def chunks(data: bytes, name: str, offset: int, folder: Path) -> Iterator[pb.Chu
     """Cut bytes into chunks."""
     file = folder / f"{name}.out"
     file.write_bytes(data)
-    return (pb.Chunk.FromString(chunk.pack()) for chunk in read_chunks(file, name, offset))
+    return read_chunks(file, name, offset)
 
 
 def send(

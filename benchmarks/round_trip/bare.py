@@ -24,9 +24,9 @@ from pathlib import Path  # noqa: E402
 import grpc  # noqa: E402
 
 from benchmarks.round_trip.processes import Processes, cpu_seconds  # noqa: E402
-from coordinator.api.server import CHANNEL_OPTIONS  # noqa: E402
 from coordinator.pki.server_certificate import server_credentials  # noqa: E402
 from protos.pki.identity import Address  # noqa: E402
+from protos.wire.channel_options import SERVER_OPTIONS  # noqa: E402
 from protos.wire.chunks import CHUNK_BYTES  # noqa: E402
 from silo.connection.channel import dial_with  # noqa: E402
 from silo.identity.identity import SiloIdentity  # noqa: E402
@@ -63,7 +63,7 @@ class _Handlers:
 def serve(home: Path) -> None:
     """Serve until standard input ends; the first line on standard output is the port."""
     handlers = _Handlers()
-    server = grpc.server(ThreadPoolExecutor(32), options=CHANNEL_OPTIONS)
+    server = grpc.server(ThreadPoolExecutor(32), options=SERVER_OPTIONS)
     methods: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
         "Down": grpc.unary_stream_rpc_method_handler(handlers.down),
         "Up": grpc.stream_unary_rpc_method_handler(handlers.up),

@@ -11,7 +11,6 @@ import grpc
 from coordinator.api import messages as views
 from coordinator.api.authorization import Gate
 from coordinator.runs.dispatcher import Hub
-from coordinator.runs.malloc_tuning import give_back_what_is_free
 from coordinator.runs.scheduler import RunService
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
@@ -44,11 +43,8 @@ class LeadService(rpc.LeadServicer):
         known = self._store.runs.of_request(request.request_id)
         if known is not None and known.spec == request.spec_json:
             return self._info(known)
-        try:
-            with self._runs.seeding:
-                manifest = self._compose(request.spec_json, self._silos(revoked=False))
-        finally:
-            give_back_what_is_free()  # composing trains for a step, also where it ends in a refusal
+        with self._runs.seeding:
+            manifest = self._compose(request.spec_json, self._silos(revoked=False))
         manifest = replace(manifest, lead=self._gate.caller(context).identity.name)
         return self._info(self._runs.submit(manifest, request.spec_json, request.request_id))
 

@@ -29,28 +29,19 @@ from coordinator.pki.membership import Membership
 from coordinator.pki.server_certificate import ServerCertificate, server_credentials
 from coordinator.runs.dispatcher import Hub
 from coordinator.runs.scheduler import PARALLEL_RUNS, RunService
-from coordinator.storage.object_store import QUOTA_BYTES, Blobs
 from coordinator.storage.store import Store
+from coordinator.storage.uploads import QUOTA_BYTES, Uploads
 from fl_core.errors import StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.identity import Address
 from protos.storage import private_files as keyfiles
-from protos.wire.chunks import AHEAD_BYTES, MAX_MESSAGE_BYTES
+from protos.storage.object_store import ObjectStore
+from protos.wire.channel_options import SERVER_OPTIONS
 
 log = logging.getLogger(__name__)
 _SERVICES = ("Enrolment", "Control", "Transfer", "Lead")
 _MIN_THREADS = 64
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.so_reuseport", 0),
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", AHEAD_BYTES),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +84,10 @@ class CoordinatorServer:
         self._lock = _lock(self.home / LOCK_FILE)
         try:
             self.store = Store(self.home)
-            self.blobs = Blobs(self.home / "blobs", self.settings.quota)
+            self.blobs = ObjectStore(self.home / "blobs" / "objects", sharded=True)
+            self.uploads = Uploads(self.home / "blobs", self.settings.quota)
             self.hub = Hub(self.store, self.settings.pulse_s)
-            self.runs = RunService(self.store, self.blobs, self.hub, self.settings.parallel_runs)
+            self.runs = RunService(self.store, self.blobs, self.uploads, self.hub, self.settings.parallel_runs)
             self.grpc = self._build(consortium)
             port = self._listen()
         except BaseException:
@@ -116,7 +108,8 @@ class CoordinatorServer:
         (self.home / ADDRESS_FILE).unlink(missing_ok=True)
         self.runs.stop(grace)
         self.hub.close()
-        self.grpc.stop(grace).wait()
+        # Calls are cancelled after the grace; gRPC never counts one as ended whose message could not be read.
+        self.grpc.stop(grace).wait(2 * grace)
         if self._patrol is not None:
             self._patrol.join(grace)
         self.store.close()
@@ -131,13 +124,14 @@ class CoordinatorServer:
         server = grpc.server(
             ThreadPoolExecutor(threads, thread_name_prefix="rpc"),
             interceptors=[Interceptor(gate)],
-            options=CHANNEL_OPTIONS,
+            options=SERVER_OPTIONS,
         )
         certificate = ServerCertificate(self.home)
         rpc.add_EnrolmentServicer_to_server(EnrolmentService(gate, membership), server)
         control = ControlService(gate, self.hub, membership, self.settings.software, self.settings.recycle_s)
         rpc.add_ControlServicer_to_server(control, server)
-        TransferService(gate, self.store, self.blobs, self.hub, certificate).add_to(server)
+        transfer = TransferService(gate, self.store, self.blobs, self.uploads, self.hub, certificate)
+        rpc.add_TransferServicer_to_server(transfer, server)
         rpc.add_LeadServicer_to_server(LeadService(gate, self.store, self.hub, self.runs, self._compose), server)
         names = [pb.DESCRIPTOR.services_by_name[name].full_name for name in _SERVICES]
         alive = health.HealthServicer()

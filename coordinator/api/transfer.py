@@ -1,4 +1,7 @@
-"""Transfer: objects up and down, resumable at every byte. Memory per stream is one chunk."""
+"""Transfer: objects up and down, resumable at every byte.
+
+A stream has one chunk in hand and holds a thread while it lasts, so the server's thread pool bounds the memory of all.
+"""
 
 from __future__ import annotations
 
@@ -6,59 +9,52 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
 
 import grpc
 
 from coordinator.api.authorization import Gate
-from coordinator.api.stream_limiter import Turns
 from coordinator.api.upload_limits import object_limit
 from coordinator.pki.server_certificate import ServerCertificate
 from coordinator.runs.dispatcher import Hub
 from coordinator.runs.tasks import SiloTaskKey
-from coordinator.storage.object_store import Blobs
 from coordinator.storage.records import Contribution
 from coordinator.storage.store import Store
-from coordinator.storage.uploads import Hashing, Upload, Uploads
+from coordinator.storage.uploads import Upload, Uploads
 from fl_core.errors import FederationError, ProtocolError, StateError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.identity import Kind
-from protos.storage.file_recycling import Growth
-from protos.wire import codec, receipts
-from protos.wire.chunks import Chunk, PackedChunk, append_chunk
+from protos.storage.digests import file_digest
+from protos.storage.object_store import ObjectStore
+from protos.storage.partial_file import open_partial
+from protos.wire import receipts
+from protos.wire.chunks import append_chunk, read_chunks
 from protos.wire.tasks import FROM_WIRE, TO_WIRE, contribution_id
 
 SEALED = 1 << 17
 """Bytes of sealed figures that are taken with an announcement; hospitals send at most half of that."""
 
 
-class TransferService:
-    """Open, Put, Commit and Get; in a server it is added with `add_to`."""
+class TransferService(rpc.TransferServicer):
+    """Open, Put, Commit and Get."""
 
-    def __init__(self, gate: Gate, store: Store, blobs: Blobs, hub: Hub, certificate: ServerCertificate) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        store: Store,
+        blobs: ObjectStore,
+        uploads: Uploads,
+        hub: Hub,
+        certificate: ServerCertificate,
+    ) -> None:
         self._gate = gate
         self._store = store
         self._blobs = blobs
+        self._uploads = uploads
         self._hub = hub
         self._certificate = certificate
-        self._uploads = Uploads()
-        self._turns = Turns()
         self._limits: dict[str, int] = {}
         self._limits_lock = threading.Lock()
-
-    def add_to(self, server: grpc.Server) -> None:
-        """Serve the data plane, whose chunks are `protos.wire.chunks.Chunk` instead of protobuf's messages."""
-        commit = pb.CommitRequest.FromString
-        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "Open": grpc.unary_unary_rpc_method_handler(
-                self.Open, pb.OpenRequest.FromString, pb.OpenReply.SerializeToString
-            ),
-            "Put": grpc.stream_unary_rpc_method_handler(self.Put, Chunk.unpack, pb.PutReply.SerializeToString),
-            "Commit": grpc.unary_unary_rpc_method_handler(self.Commit, commit, pb.Receipt.SerializeToString),
-            "Get": grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, PackedChunk.pack),
-        }
-        name = pb.DESCRIPTOR.services_by_name["Transfer"].full_name
-        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
 
     def Open(self, request: pb.OpenRequest, context: grpc.ServicerContext) -> pb.OpenReply:  # noqa: N802
         """Take the announcement of an update and say how much of it is here."""
@@ -72,19 +68,19 @@ class TransferService:
         found, anew = self._store.objects.announce(wanted, stated)
         if found.receipt is not None:
             return pb.OpenReply(have=found.size, receipt=pb.Receipt.FromString(found.receipt))
-        have = self._blobs.have(silo, found.id)
+        have = self._uploads.size(silo, found.id)
         if (anew and have) or have > found.size:
             with self._uploads.writing(found.id):
-                self._blobs.discard(silo, found.id)
+                self._uploads.discard(silo, found.id)
             have = 0
-        if self._blobs.pending(silo) - have + found.size > self._blobs.quota:
+        if self._uploads.pending(silo) - have + found.size > self._uploads.quota:
             raise UnavailableError(
                 "E-NET-23",
-                f"expected unfinished uploads of {silo!r} below {self._blobs.quota} bytes: finish them first",
+                f"expected unfinished uploads of {silo!r} below {self._uploads.quota} bytes: finish them first",
             )
         return pb.OpenReply(have=have)
 
-    def Put(self, request_iterator: Iterator[Chunk], context: grpc.ServicerContext) -> pb.PutReply:  # noqa: N802
+    def Put(self, request_iterator: Iterator[pb.Chunk], context: grpc.ServicerContext) -> pb.PutReply:  # noqa: N802
         """Append chunks to an upload; what has arrived is kept, however the stream ends."""
         first = next(request_iterator, None)
         if first is None or not first.object:
@@ -94,26 +90,18 @@ class TransferService:
             return pb.PutReply(have=c.size)
         with (
             self._uploads.writing(c.id, context.cancel) as upload,
-            self._blobs.growing(c.silo, c.id, c.size) as growth,
+            open_partial(self._uploads.path(c.silo, c.id)) as file,
         ):
-            have = self._append(c, chain([first], request_iterator), growth, upload)
-            growth.sync()
-            upload.synced = have
-        return pb.PutReply(have=have)
-
-    def _append(self, c: Contribution, chunks: Iterator[Chunk], growth: Growth, upload: Upload) -> int:
-        have = growth.have
-        upload.begin(have)
-        into = Hashing(growth, upload)
-        while True:
-            with self._turns.turn():
-                chunk = next(chunks, None)
-                if chunk is None:
-                    return have
+            upload.digest = None
+            chunks = chain([first], request_iterator)
+            del first
+            for chunk in chunks:
                 if chunk.object not in ("", c.id):
                     raise ProtocolError("E-WIRE-13", "expected one contribution in a stream, found a second")
-                have = append_chunk(chunk, into, have, c.size)
+                append_chunk(chunk, file, file.size, c.size)
                 del chunk  # before the next one comes
+            upload.digest = file.digest()
+        return pb.PutReply(have=file.size)
 
     def Commit(self, request: pb.CommitRequest, context: grpc.ServicerContext) -> pb.Receipt:  # noqa: N802
         """Verify an upload, take it and sign for it; object and record are on disk before the receipt leaves."""
@@ -135,13 +123,13 @@ class TransferService:
     def _take(self, c: Contribution, upload: Upload) -> pb.Receipt:
         if not self._store.objects.is_wanted(c.id):
             raise _forgotten(c)
-        have, partial = self._blobs.have(c.silo, c.id), self._blobs.partial(c.silo, c.id)
+        have, partial = self._uploads.size(c.silo, c.id), self._uploads.path(c.silo, c.id)
         if have != c.size:
             raise ProtocolError("E-WIRE-03", f"expected {c.size} bytes before a commit, found {have}: send the rest")
-        found = upload.result(c.size) or codec.file_digest(partial)
+        found = upload.digest or file_digest(partial)
         receipt = self._sign(c)
-        with self._blobs.guard:
-            self._blobs.adopt(partial, c.object_digest, found, upload.synced == c.size)
+        with self._blobs.lock:
+            self._blobs.commit(partial, c.object_digest, found)
             try:
                 self._store.objects.commit(c, receipt.at_unix, receipt.SerializeToString(deterministic=True))
             except FederationError:
@@ -159,7 +147,7 @@ class TransferService:
         )  # fmt: skip
         return receipts.sign(plain, own.key_pem, own.cert_pem)
 
-    def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[PackedChunk]:  # noqa: N802
+    def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[pb.Chunk]:  # noqa: N802
         """Read an object from an offset: a silo the manifests and bases of its runs, a lead anything."""
         who = self._gate.caller(context).identity
         silo = who.name if who.kind is Kind.SILO else None
@@ -176,13 +164,10 @@ class TransferService:
             )
         sent = 0
         try:
-            chunks = self._blobs.packed.chunks(file, request.digest, request.offset, expected=silo is not None)
-            while True:
-                with self._turns.turn():
-                    if (chunk := next(chunks, None)) is None:
-                        return
-                    sent = chunk.end - request.offset
-                    yield chunk  # until it has left
+            for chunk in read_chunks(file, request.digest, request.offset):
+                sent += len(chunk.data)
+                yield chunk
+                del chunk  # it has left; the next one takes its room
         finally:
             if silo is not None and sent:
                 self._store.runs.add_traffic(run_id, sent)

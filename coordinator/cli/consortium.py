@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import signal
 import sys
@@ -104,10 +103,7 @@ def serve(
     """Run the service until it is told to stop (SIGTERM, Ctrl-C). Runs that were under way continue."""
     from coordinator.api.server import CoordinatorServer, Settings
     from coordinator.config.manifest_builder import compose
-    from coordinator.runs.malloc_tuning import give_back_large_blocks, use_huge_pages
 
-    give_back_large_blocks()
-    use_huge_pages()
     place = home_of(home)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     stop = threading.Event()
@@ -115,7 +111,6 @@ def serve(
         signal.signal(number, lambda *_: stop.set())
 
     server = CoordinatorServer(place, bind, compose, Settings(software=software()))
-    gc.freeze()  # what was imported stays: the collector need not look at it again and again
     port = server.start()
     display.ERR.print(f"serving on {bind.rsplit(':', 1)[0]}:{port}; stop with Ctrl-C")
     while not stop.wait(3600):

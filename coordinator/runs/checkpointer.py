@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from coordinator.runs.dispatcher import Hub
 from coordinator.runs.grpc_port import Base, Broadcasts
 from coordinator.runs.tasks import Interrupted
-from coordinator.storage.object_store import Blobs
 from coordinator.storage.store import Store
 from fl_core.errors import StateError
 from fl_core.rounds.engine import RoundRecord
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import RoundContext, State, TaskKind
+from protos.storage.object_store import ObjectStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Keeper:
     run_id: str
     broadcasts: Broadcasts
     store: Store
-    blobs: Blobs
+    blobs: ObjectStore
     hub: Hub
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
@@ -37,15 +37,14 @@ class Keeper:
         """Store the state, close the round, tell the silos: in this order."""
         close, train = self.store.runs.close_round, record.kind is TaskKind.TRAIN
         model = "" if train else trees.digest(server["w"])  # between rounds: when somebody asks, see `RunService.named`
-        with self.blobs.guard:
-            base = Base(*self.blobs.put_state(server)) if train else None
+        with self.blobs.lock:
+            base = Base.stored(server, self.blobs) if train else None
             self._in_time(lambda: close(self.run_id, record, base, model))
         if base is not None:
             self.broadcasts.remember(server, base)
         row = self.store.runs.round(self.run_id, record.round)
         assert row is not None
         self.hub.announce_close(row)
-        self.blobs.packed.forget(row.base_digest)  # before the next one is packed: one model in memory, not two
         if record.kind is TaskKind.EVALUATE:
             self.hub.announce_end(self.store.runs.get(self.run_id))
 

@@ -12,10 +12,11 @@ import torch
 
 from coordinator.runs.dispatcher import Hub
 from coordinator.runs.tasks import SiloTaskKey, Task
-from coordinator.storage.object_store import Blobs
 from coordinator.storage.store import Store
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Bundle, RoundContext, State, TaskKind
+from protos.storage.object_store import ObjectStore
+from protos.wire import codec
 from protos.wire.bundle_file import FileBundle
 
 
@@ -24,6 +25,11 @@ class Base(NamedTuple):
 
     digest: str
     size: int
+
+    @classmethod
+    def stored(cls, state: State, blobs: ObjectStore) -> Base:
+        """Store a state as an object, on the disk on return."""
+        return cls(*blobs.put_file(lambda file: codec.write_state(state, file)))
 
 
 def checked(bundle: FileBundle, allowed: frozenset[torch.dtype]) -> FileBundle:
@@ -42,12 +48,12 @@ class Broadcasts:
     """What each round of one run broadcasts: written and hashed once, for all silos of the cohort.
 
     collect: deletes what the run no longer needs. Called when a round's base is in the record: beside the downloads
-    nobody waits for it, and uploads are written over what it sets aside.
+    nobody waits for it.
     Guarantees: a broadcast whose tensors are those of a state that was just stored is that object, and costs nothing.
     """
 
     def __init__(
-        self, run_id: str, deadline_s: float, store: Store, blobs: Blobs, collect: Callable[[str], None]
+        self, run_id: str, deadline_s: float, store: Store, blobs: ObjectStore, collect: Callable[[str], None]
     ) -> None:
         self._run_id = run_id
         self._deadline_s = deadline_s
@@ -63,24 +69,23 @@ class Broadcasts:
         with self._lock:
             self._stored = (state, base)
 
-    def base(self, msg: State, round: int, cohort: int) -> tuple[Base, float]:
-        """Return a round's object, which `cohort` silos will fetch, and its deadline (time.monotonic()).
+    def base(self, msg: State, round: int) -> tuple[Base, float]:
+        """Return a round's object and its deadline (time.monotonic()).
 
         The first caller makes both.
         """
         with self._lock:
             if self._round is None or self._round[0] != round:
                 base = self._write(msg, round)
-                self._blobs.packed.expect(base.digest, cohort)
                 self._round = (round, base, time.monotonic() + self._deadline_s)
                 self._collect(self._run_id)
             return self._round[1:]
 
     def _write(self, msg: State, round: int) -> Base:
-        with self._blobs.guard:
+        with self._blobs.lock:
             base = self._known(msg)
             if base is None:
-                base = Base(*self._blobs.put_state(msg))
+                base = Base.stored(msg, self._blobs)
             self._store.runs.set_base(self._run_id, round, base.digest, base.size)
         return base
 
@@ -105,7 +110,7 @@ class GrpcPort:
     allowed: frozenset[torch.dtype]
     broadcasts: Broadcasts
     store: Store
-    blobs: Blobs
+    blobs: ObjectStore
     hub: Hub
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
@@ -114,7 +119,7 @@ class GrpcPort:
         Raises FederationError when it refuses, is revoked or misses the round's deadline: the round goes on without it.
         Raises Interrupted when the run was aborted or the service stops: the round ends unclosed.
         """
-        base, due = self.broadcasts.base(msg, context.round, context.cohort)
+        base, due = self.broadcasts.base(msg, context.round)
         key = SiloTaskKey(self.run_id, context.round, kind, self.name)
         task = Task(key, self.manifest_digest, base.digest, base.size, context.cohort, due)
         with self.hub.awaited(task) as pending:  # before the look: what comes after it is told to us
@@ -122,7 +127,7 @@ class GrpcPort:
             if digest is None:
                 self.hub.offer(task)
                 digest = pending.wait()
-        return checked(self.blobs.bundle(digest), self.allowed)
+        return checked(FileBundle(self.blobs.path(digest)), self.allowed)
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
         """Do nothing: the close that was stored is announced to every silo."""

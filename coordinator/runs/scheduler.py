@@ -14,16 +14,16 @@ from coordinator.runs import preflight
 from coordinator.runs.checkpointer import Keeper
 from coordinator.runs.dispatcher import Hub
 from coordinator.runs.grpc_port import Base, Broadcasts, GrpcPort
-from coordinator.runs.malloc_tuning import give_back_what_is_free
 from coordinator.runs.tasks import Interrupted
-from coordinator.storage.object_store import Blobs
 from coordinator.storage.records import Run, RunState
 from coordinator.storage.store import Store
+from coordinator.storage.uploads import Uploads
 from fl_core.errors import ConfigError, FederationError, StateError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import State
 from privacy.compiled_run import CompiledRun
+from protos.storage.object_store import ObjectStore
 from protos.wire.codec import read_state
 
 log = logging.getLogger(__name__)
@@ -38,9 +38,12 @@ class RunService:
     bit of the final model.
     """
 
-    def __init__(self, store: Store, blobs: Blobs, hub: Hub, parallel: int = PARALLEL_RUNS) -> None:
+    def __init__(
+        self, store: Store, blobs: ObjectStore, uploads: Uploads, hub: Hub, parallel: int = PARALLEL_RUNS
+    ) -> None:
         self._store = store
         self._blobs = blobs
+        self._uploads = uploads
         self._hub = hub
         self._parallel = parallel
         self.seeding = threading.Lock()
@@ -64,8 +67,8 @@ class RunService:
             if not self._store.members.is_member(member.name):
                 raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
         text = manifest.to_json().encode()
-        with self._blobs.guard:
-            digest = self._blobs.put_bytes(text)
+        with self._blobs.lock:
+            digest = self._blobs.put(text)
             run = self._store.runs.add(_new_run(manifest, digest, spec, request_id), len(text))
         self._hub.bell.ring()
         self._enqueue(run)
@@ -105,7 +108,7 @@ class RunService:
 
     def resume_all(self) -> None:
         """Go on with every run that has not ended: what a start of the service does."""
-        with self._blobs.guard:
+        with self._blobs.lock:
             self._blobs.sweep(self._store.objects.named())
         self._drop_uploads()
         for run in self._store.runs.unfinished():
@@ -195,8 +198,8 @@ class RunService:
         if run.state_object is None:
             with self.seeding:
                 state = compiled.initial_state()
-            with self._blobs.guard:
-                base = Base(*self._blobs.put_state(state))
+            with self._blobs.lock:
+                base = Base.stored(state, self._blobs)
                 self._store.runs.begin(run.id, base.digest, base.size)
         else:
             file = self._blobs.path(run.state_object)
@@ -219,21 +222,16 @@ class RunService:
 
     def _tidy(self, run_id: str) -> None:
         try:
-            with self._blobs.guard:
+            with self._blobs.lock:
                 self._store.objects.collect(run_id, self._blobs.remove)
             self._drop_uploads()
-            self._blobs.empty()
-            if not self._active:
-                self._blobs.spares.clear()
-                self._blobs.packed.clear()
-                give_back_what_is_free()
         except Exception:  # no run fails for it: what stays is deleted at the next round's end, or at the next start
             log.exception("what run %s no longer needs could not be deleted", run_id)
 
     def _drop_uploads(self) -> None:
-        for silo, contribution in list(self._blobs.uploads()):
+        for silo, contribution in self._uploads.all():
             if not self._store.objects.is_wanted(contribution):
-                self._blobs.discard(silo, contribution)
+                self._uploads.discard(silo, contribution)
 
 
 def _new_run(manifest: RunManifest, digest: str, spec: str, request_id: str) -> Run:

@@ -1,4 +1,4 @@
-"""Uploads under way: one writer each, hashed while they arrive."""
+"""Uploads under way: one writer each, and a quota for each silo's unfinished ones."""
 
 from __future__ import annotations
 
@@ -6,61 +6,54 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fl_core.errors import UnavailableError
-from protos.storage.digests import Hasher
-from protos.storage.file_recycling import Growth
+from protos.storage.partial_file import partial_size, remove_recycled
 
+QUOTA_BYTES = 8 << 30
+"""Default room for one silo's unfinished uploads."""
 _TAKEOVER_S = 10.0
 
 
 @dataclass(slots=True)
 class Upload:
-    """The digest of an upload's first `hashed` bytes, and who writes it now."""
+    """An upload under way. digest: that of all of its bytes, where its last stream brought all of them."""
 
-    hashed: int = 0
-    synced: int = 0
-    """Bytes that are known to be on the disk."""
-    _digest: Hasher = field(default_factory=Hasher)
+    digest: str | None = None
     writer: threading.Lock = field(default_factory=threading.Lock)
     cancel: Callable[[], object] | None = None
-
-    def begin(self, have: int) -> None:
-        """Prepare for an upload that goes on at `have`; from 0 on the digest begins anew."""
-        if have == 0:
-            self.hashed, self.synced, self._digest = 0, 0, Hasher()
-
-    def result(self, size: int) -> str | None:
-        """Return the digest of the whole object if all of it passed through here, else None."""
-        return self._digest.hexdigest() if self.hashed == size else None
-
-    def note(self, at: int, data: bytes | memoryview) -> None:
-        """Hash what was written at an offset; bytes that do not continue what was hashed leave the rest unhashed."""
-        if at == self.hashed:
-            self._digest.update(data)
-            self.hashed += len(data)
-
-
-class Hashing:
-    """A file that is hashed while it grows."""
-
-    def __init__(self, growth: Growth, upload: Upload) -> None:
-        self._growth, self._upload = growth, upload
-
-    def write(self, data: bytes | memoryview, /) -> int:
-        """Write all of it, unbuffered, then hash: what is hashed is in the file."""
-        at = self._growth.have
-        self._growth.write(data)
-        self._upload.note(at, data)
-        return len(data)
+    """Ends the stream that writes it now."""
 
 
 class Uploads:
-    """The uploads of all silos, by contribution."""
+    """The uploads of all silos, in files `partial/<silo>/<contribution>` of a folder. quota: bytes for each silo."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path, quota: int = QUOTA_BYTES) -> None:
+        self._folder = folder / "partial"
+        self.quota = quota
         self._lock = threading.Lock()
         self._uploads: dict[str, Upload] = {}
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_recycled(self._folder, folder / "spare", folder / "aside")
+
+    def path(self, silo: str, contribution: str) -> Path:
+        """Name the file into which an upload grows; it need not exist yet."""
+        folder = self._folder / silo
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder / contribution
+
+    def size(self, silo: str, contribution: str) -> int:
+        """Count the bytes of an upload that are here."""
+        return partial_size(self._folder / silo / contribution)
+
+    def pending(self, silo: str) -> int:
+        """Count the bytes of all unfinished uploads of a silo."""
+        return sum(self.size(silo, contribution) for of, contribution in self.all() if of == silo)
+
+    def all(self) -> list[tuple[str, str]]:
+        """List the unfinished uploads as (silo, contribution)."""
+        return [(file.parent.name, file.name) for file in self._folder.glob("*/*")]
 
     @contextmanager
     def writing(self, contribution: str, cancel: Callable[[], object] | None = None) -> Iterator[Upload]:
@@ -81,6 +74,10 @@ class Uploads:
         finally:
             upload.cancel = None
             upload.writer.release()
+
+    def discard(self, silo: str, contribution: str) -> None:
+        """Delete the bytes of an unfinished upload."""
+        (self._folder / silo / contribution).unlink(missing_ok=True)
 
     def forget(self, contribution: str) -> None:
         """Drop an upload that is finished or will not be."""

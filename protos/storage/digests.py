@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from blake3 import blake3
 
@@ -20,16 +19,11 @@ def digest(data: bytes | memoryview) -> str:
 
 def file_digest(path: Path) -> str:
     """Return the digest of a file, without reading it into memory at once."""
-    with path.open("rb") as f:
-        return begun(f).hexdigest()
-
-
-def begun(file: BinaryIO) -> Hasher:
-    """Return a digest that has seen a file from where it stands to its end, to go on with."""
     found = Hasher()
-    while block := file.read(_BLOCK):
-        found.update(block)
-    return found
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            found.update(block)
+    return found.hexdigest()
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:

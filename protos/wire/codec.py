@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,17 +52,17 @@ def pack_bundle(bundle: Bundle) -> bytes:
     return save(*_of_bundle(bundle))
 
 
-def write_state(state: State, file: Path, sync: bool = True) -> tuple[str, int]:
-    """Write the bytes of `pack_state`, mode 0600, and return their digest and number.
+def write_state(state: State, file: Path) -> tuple[str, int]:
+    """Write the bytes of `pack_state`, mode 0600, and return their digest and number; raises OSError.
 
-    sync: bring them to the disk; False leaves that, and the wait for it, to the caller. Raises OSError.
+    They are not yet on the disk for certain: the object store syncs them.
     """
-    return _write(_of_state(state), file, sync)
+    return _write(_of_state(state), file)
 
 
-def write_bundle(bundle: Bundle, file: Path, sync: bool = True) -> tuple[str, int]:
+def write_bundle(bundle: Bundle, file: Path) -> tuple[str, int]:
     """Write the bytes of `pack_bundle`, as `write_state` does."""
-    return _write(_of_bundle(bundle), file, sync)
+    return _write(_of_bundle(bundle), file)
 
 
 def _of_state(state: State) -> _Content:
@@ -95,16 +94,13 @@ def _names(count: int) -> list[str]:
     return [f"{number:06d}" for number in range(count)]
 
 
-def _write(content: _Content, file: Path, sync: bool) -> tuple[str, int]:
+def _write(content: _Content, file: Path) -> tuple[str, int]:
     tensors, metadata = content
     try:
         save_file(tensors, file, metadata)
     except SafetensorError as error:
         raise OSError(f"{file} cannot be written: {error}") from error
-    with file.open("rb") as written:
-        if sync:
-            os.fsync(written.fileno())
-        return file_digest(file), os.fstat(written.fileno()).st_size
+    return file_digest(file), file.stat().st_size
 
 
 class TensorFile:

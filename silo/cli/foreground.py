@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -104,7 +103,6 @@ def serve(settings: Settings, as_json: bool, do: Work = work) -> None:
         service = Service(settings, printer.say, do=do)
         try:
             with Signals() as signals:
-                gc.freeze()  # what was imported stays: the collector need not look at it again and again
                 service.start()
                 while not signals.received and not service.wait(POLL_S):
                     printer.progress(service.doing())

@@ -8,45 +8,19 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.identity import Address
 from protos.storage.private_files import Credentials
 from protos.tls.diagnosis import Diagnosis
-from protos.wire.chunks import MAX_MESSAGE_BYTES, Chunk, PackedChunk
+from protos.wire.channel_options import CLIENT_OPTIONS
 from silo.identity.credentials import channel_credentials, explain
-
-OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # A renewed certificate must not travel over a connection that was made with the old one.
-    ("grpc.use_local_subchannel_pool", 1),
-    # Our own back-off decides when to try; gRPC's would only add to it.
-    ("grpc.initial_reconnect_backoff_ms", 500),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-)
 
 Dial = Callable[[Address], grpc.Channel]
 
 
 def dial_with(credentials: Callable[[], Credentials]) -> Dial:
     """Make the function that opens a channel with the credentials of the moment."""
-    return lambda address: grpc.secure_channel(str(address), channel_credentials(credentials()), options=OPTIONS)
-
-
-class TransferStub:
-    """The calls of the data plane, whose chunks are `protos.wire.chunks.Chunk` instead of protobuf's messages."""
-
-    def __init__(self, channel: grpc.Channel) -> None:
-        theirs = rpc.TransferStub(channel)
-        path = f"/{pb.DESCRIPTOR.services_by_name['Transfer'].full_name}"
-        self.Open, self.Commit = theirs.Open, theirs.Commit
-        self.Put = channel.stream_unary(f"{path}/Put", PackedChunk.pack, pb.PutReply.FromString)
-        self.Get = channel.unary_stream(f"{path}/Get", pb.GetRequest.SerializeToString, Chunk.unpack)
+    return lambda address: grpc.secure_channel(str(address), channel_credentials(credentials()), options=CLIENT_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +30,13 @@ class Line:
     address: Address
     channel: grpc.Channel = field(repr=False)
     control: rpc.ControlStub = field(repr=False)
-    transfer: TransferStub = field(repr=False)
+    transfer: rpc.TransferStub = field(repr=False)
     enrolment: rpc.EnrolmentStub = field(repr=False)
 
     @classmethod
     def over(cls, address: Address, channel: grpc.Channel) -> Line:
         """Make the stubs."""
-        stubs = rpc.ControlStub(channel), TransferStub(channel), rpc.EnrolmentStub(channel)
+        stubs = rpc.ControlStub(channel), rpc.TransferStub(channel), rpc.EnrolmentStub(channel)
         return cls(address, channel, *stubs)
 
 

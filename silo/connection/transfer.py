@@ -16,11 +16,12 @@ import grpc
 
 from fl_core.errors import FederationError, ProtocolError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.storage.object_store import ObjectStore
+from protos.storage.partial_file import open_partial, partial_size
 from protos.wire import receipts
-from protos.wire.chunks import PackedChunk, append_chunk, read_chunks
-from silo.connection.channel import TransferStub
+from protos.wire.chunks import append_chunk, read_chunks
 from silo.connection.retry import Backoff, IdleWatch, Stop, persist, translated
-from silo.storage.object_store import Objects
 from silo.storage.tasks import Attested, Entry
 
 Request = TypeVar("Request")
@@ -93,8 +94,8 @@ class Transfer:
 
     def __init__(
         self,
-        stub: Callable[[], TransferStub],
-        objects: Objects,
+        stub: Callable[[], rpc.TransferStub],
+        objects: ObjectStore,
         patience: Patience,
         tell: Callable[[FederationError], None],
     ) -> None:
@@ -171,7 +172,7 @@ class Transfer:
         watch: list[IdleWatch] = []
         broken: list[OSError] = []
 
-        def chunks() -> Iterator[PackedChunk]:
+        def chunks() -> Iterator[pb.Chunk]:
             armed.wait()
             try:
                 for chunk in read_chunks(file, entry.contribution_id, have):
@@ -211,47 +212,45 @@ class Transfer:
         backoff, faults = self._patience.backoff(), _Faults(self._patience.tries)
 
         def attempt() -> Path:
-            before = self._have(digest)
+            partial = self._objects.partial(digest)
+            before = partial_size(partial)
             try:
-                if not self._objects.adopt(digest, self._get(digest, size, stop, moved)):
-                    raise ProtocolError("E-WIRE-04", f"expected an object of digest {digest}, found other bytes")
+                found = self._get(digest, partial, size, stop, moved)
+                # Not on the disk for certain: what a power cut damages is found by `holds` and fetched again.
+                return self._objects.commit(partial, digest, found, sync=False)
             except ProtocolError as error:
                 faults.note(error)
                 raise
             finally:
-                if self._have(digest) > before:
+                if partial_size(partial) > before:
                     backoff.reset()
-            return self._objects.path(digest)
 
         return persist(attempt, backoff, stop, self._tell)
 
-    def _have(self, digest: str) -> int:
-        return self._objects.have(digest)
-
-    def _get(self, digest: str, size: int, stop: Stop, moved: Moved) -> str:
-        """Append what is missing to the partial file; return the digest of all of it."""
-        have = self._have(digest)
-        call = self._stub().Get(pb.GetRequest(digest=digest, offset=have))
+    def _get(self, digest: str, partial: Path, size: int, stop: Stop, moved: Moved) -> str | None:
+        """Append what is missing to the partial file; return its digest, None when earlier streams began it."""
+        call = self._stub().Get(pb.GetRequest(digest=digest, offset=partial_size(partial)))
         with (
             IdleWatch(call, self._patience.idle_s) as idle,
             stop.cancels(call.cancel),
-            self._objects.growing(digest, size) as file,
+            open_partial(partial) as file,
         ):
             try:
                 for chunk in call:
                     idle.touch()
-                    have = append_chunk(chunk, file, have)
-                    if size and have > size:
-                        self._objects.partial(digest).unlink()
+                    append_chunk(chunk, file, file.size)
+                    if size and file.size > size:
+                        partial.unlink()
                         raise ProtocolError("E-WIRE-04", f"expected an object of {size} bytes, found more")
-                    moved(have, size)
+                    moved(file.size, size)
+                    del chunk  # before the next one comes
             except grpc.RpcError as error:
                 raise translated(error, idle) from error
             finally:
                 call.cancel()
-        if size and have < size:
-            raise UnavailableError("E-NET-12", f"the stream ended after {have} of {size} bytes")
-        return file.digest.hexdigest()
+        if size and file.size < size:
+            raise UnavailableError("E-NET-12", f"the stream ended after {file.size} of {size} bytes")
+        return file.digest()
 
     def _unary(self, call: grpc.UnaryUnaryMultiCallable[Request, Reply], request: Request) -> Reply:
         try:

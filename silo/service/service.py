@@ -13,6 +13,8 @@ from fl_core.rounds.silo_round import work
 from privacy.profiles import PROFILES
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki.identity import Address
+from protos.storage.object_store import ObjectStore
+from protos.storage.private_files import private_folder
 from protos.tls.diagnosis import Diagnosis
 from protos.version import PROTOCOL, software
 from silo.connection.channel import Dial, Lines, dial_with, explainer
@@ -26,7 +28,6 @@ from silo.service.pace import PULSE_FLOOR_S, Pace
 from silo.service.task_queue import Desk
 from silo.service.task_runner import Worker
 from silo.storage.home import Home
-from silo.storage.object_store import Objects
 from silo.storage.outbox import Outbox
 from silo.storage.store import Store
 from silo.storage.tasks import Attested
@@ -107,7 +108,7 @@ class Service:
             pulse_floor=self._pace.pulse_floor,
         )
         self._keeper = Keeper(self._identity, lines, say, self._client.renewed)
-        objects = Objects(settings.home.objects)
+        objects = ObjectStore(private_folder(settings.home.objects))
         transfer = Transfer(lambda: lines.current().transfer, objects, self._patience, lambda e: say(trouble(e)))
         self._desk = Desk(self.store, self._client.send, say)
         self._custody = Custody(settings.home, self.store)

@@ -222,8 +222,6 @@ class Worker:
         if self.desk.held():
             self.recycle()
         self._tidy()
-        if not self.outbox.store.outbox():  # no round is open: there may be none for a long time
-            self.outbox.objects.spares.clear()
 
     def _tidy(self) -> None:
         """Delete files that nothing refers to; only this thread writes any."""

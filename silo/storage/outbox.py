@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_core.types.values import Bundle, State, TaskKind
+from protos.storage.object_store import ObjectStore
 from protos.wire import codec
 from protos.wire.tasks import TaskKey, contribution_id
-from silo.storage.object_store import Objects
 from silo.storage.store import Store
 from silo.storage.tasks import Attested, Entry, Evaluation
 
@@ -49,7 +49,7 @@ class Outbox:
     """Finished updates of one silo. Files first, then the one row that makes them count."""
 
     store: Store
-    objects: Objects
+    objects: ObjectStore
     silo: str
 
     def stage(
@@ -78,8 +78,8 @@ class Outbox:
         """
         staged = None
         if key.kind is TaskKind.TRAIN:
-            staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file, sync=False))
-        bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file, sync=False))
+            staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file), sync=False)
+        bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file), sync=False)
         entry = Entry(
             key,
             manifest_digest,
@@ -93,7 +93,7 @@ class Outbox:
         )
 
         def enter() -> None:
-            self.objects.seal(*(d for d in (staged, bundle) if d is not None))
+            self.objects.sync(*(d for d in (staged, bundle) if d is not None))
             self.store.stage(entry, done.evaluation)
             then(entry)
 
@@ -109,12 +109,12 @@ class Outbox:
 
     def bundle(self, entry: Entry) -> Path:
         """Give the file to send; raises StateError (E-STATE-63) when the disk no longer holds what was written."""
-        return self.objects.sound(entry.object_digest)
+        return self.objects.verified(entry.object_digest)
 
     def state(self, run_id: str) -> State | None:
         """Read the committed state of a run; None before its first included round."""
         found = self.store.committed(run_id)
-        return None if found is None else codec.read_state(self.objects.sound(found[0]))
+        return None if found is None else codec.read_state(self.objects.verified(found[0]))
 
     def sweep(self) -> int:
         """Delete the files that nothing refers to any more; call only where nothing is being written."""

@@ -29,7 +29,7 @@ from fl_core.types import tensor_maps as trees
 
 PEOPLE = ("north", "east")
 AGREED = manifest(rounds=2, names=PEOPLE)
-BLOBS = ("put_bytes", "put_state", "adopt", "remove", "discard")
+OBJECTS = ("put_file", "commit", "remove")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -82,39 +82,41 @@ class Power:
             @contextmanager
             def guarded() -> Iterator[Connection]:
                 with self._lock:  # in one process a second thread could otherwise write while the power is failing
-                    self._before("transaction")
+                    number = self._before("transaction")
                     with write() as db:
                         yield db
                     reached()
-                    self._done()
+                    self._done(number)
 
             return guarded
 
         database.write = counted(database.write, self.disk.reached)  # type: ignore[method-assign]
         database.note = counted(database.note)  # type: ignore[method-assign]
-        for name in BLOBS:
+        for name in OBJECTS:
             setattr(server.blobs, name, self._wrap(getattr(server.blobs, name), name))
+        server.uploads.discard = self._wrap(server.uploads.discard, "discard")  # type: ignore[method-assign]
 
     def _wrap(self, inner: Callable[..., object], name: str) -> Callable[..., object]:
         def call(*given: object) -> object:
             with self._lock:
-                self._before(name)
+                number = self._before(name)
                 result = inner(*given)
-                self._done()
+                self._done(number)
                 return result
 
         return call
 
-    def _before(self, what: str) -> None:
+    def _before(self, what: str) -> int:
         if self.cut.is_set():
             raise PowerCut
         self.count += 1
         self.where = what
         if self.count == self._at and not self._after:
             self._fail()
+        return self.count
 
-    def _done(self) -> None:
-        if self.count == self._at and self._after:
+    def _done(self, number: int) -> None:
+        if number == self._at and self._after:
             self._fail()
 
     def _fail(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -43,14 +42,6 @@ def test_every_call_of_the_protocol_is_answered_by_code_of_ours() -> None:
     for name, service in made.items():
         methods = {m.name for m in pb.DESCRIPTOR.services_by_name[name].methods}
         assert methods <= set(vars(service)), name
-    # Transfer's chunks are packed by hand, so that its calls are registered by hand as well.
-    handlers: list[grpc.GenericRpcHandler] = []
-    listing = SimpleNamespace(add_generic_rpc_handlers=handlers.extend)
-    TransferService(*[None] * 5).add_to(listing)  # type: ignore[arg-type]
-    transfer = pb.DESCRIPTOR.services_by_name["Transfer"]
-    for method in transfer.methods:
-        asked = SimpleNamespace(method=f"/{transfer.full_name}/{method.name}", invocation_metadata=())
-        assert handlers[0].service(asked) is not None, method.name
 
 
 def test_a_silo_enrols_and_renews_over_the_wire(tmp_path: Path) -> None:
@@ -222,7 +213,7 @@ def test_a_run_that_meets_an_unforeseen_error_fails_with_a_code(
         def broken(*given: object) -> object:
             raise RuntimeError("a detail")
 
-        monkeypatch.setattr("coordinator.storage.object_store.Blobs.put_state", broken)
+        monkeypatch.setattr("coordinator.runs.grpc_port.Base.stored", broken)
         run = world.ended(world.submit(manifest(rounds=1)).id)
         assert run.state is RunState.FAILED
         assert run.reason.startswith("E-RUN-99")

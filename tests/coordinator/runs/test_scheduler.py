@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +30,6 @@ from fl_core.types.values import Bundle, Part, PartSpec, TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.bundle_file import FileBundle
-from protos.wire.chunks import PackedChunk, read_chunks
 from protos.wire.tasks import TaskKey, contribution_id
 
 
@@ -191,7 +189,7 @@ def test_a_finished_run_leaves_its_final_state_its_manifest_and_its_receipts(tmp
         run = world.finished(world.submit(manifest(rounds=3)).id)
         objects, kept = world.home / "blobs" / "objects", {run.state_object, run.manifest_digest}
         until(lambda: {f.name for f in objects.glob("*/*")} == kept, "nothing else to be there")
-        assert list(world.server.blobs.uploads()) == []
+        assert world.server.uploads.all() == []
         bases = [world.server.store.runs.round(run.id, t).base_digest for t in range(4)]
         kinds = [TaskKind.TRAIN] * 3 + [TaskKind.EVALUATE]
         names = [contribution_id(run.id, t, kinds[t], "north", bases[t]) for t in range(4)]
@@ -221,46 +219,6 @@ def test_a_run_goes_on_while_what_it_leaves_cannot_be_deleted(
         again = world.submit(run, "another")
         world.finished(again.id)  # the place of the first one is free
         assert any(error is r.exc_info[1] for r in caplog.records if r.exc_info)
-        stop(people)
-
-
-def test_memory_is_given_back_after_every_submission_and_when_no_run_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[str] = []
-    monkeypatch.setattr("coordinator.api.lead.give_back_what_is_free", lambda: given.append("composed"))
-    monkeypatch.setattr("coordinator.runs.scheduler.give_back_what_is_free", lambda: given.append("ended"))
-    with running(tmp_path / "home", NAMES) as world:
-        world.manifests["known"] = manifest(rounds=2)
-        with pytest.raises(grpc.RpcError):
-            world.lead().Submit(pb.SubmitRequest(spec_json="unknown", request_id="refused"))
-        assert given == ["composed"]
-        run_id = world.lead().Submit(pb.SubmitRequest(spec_json="known", request_id="taken")).run_id
-        assert given == ["composed"] * 2
-        people = silos(world)
-        world.finished(run_id)
-        until(lambda: given[2:], "the tidying after the run")
-        assert set(given[2:]) == {"ended"}
-        stop(people)
-
-
-def test_a_base_is_read_once_for_all_silos_and_nothing_of_it_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
-
-    def counted(path: Path, name: str, offset: int) -> Iterator[PackedChunk]:
-        read.append(name)
-        return read_chunks(path, name, offset)
-
-    monkeypatch.setattr("coordinator.storage.chunk_cache.read_chunks", counted)
-    with running(tmp_path / "home", NAMES) as world:
-        people = silos(world)
-        run = world.finished(world.submit(manifest(rounds=2)).id)
-        bases = [row.base_digest for row in world.server.store.runs.rounds(run.id)]
-        assert len(bases) == 3  # with the closing evaluation
-        assert [read.count(base) for base in bases] == [1, 1, 1]
-        assert world.server.blobs.packed.kept() == 0
         stop(people)
 
 

@@ -16,8 +16,8 @@ from fl_core.simulation.in_process import History, LocalPort, local_ports, simul
 from fl_core.simulation.silo_states import InMemory
 from fl_core.types.interfaces import Method
 from fl_core.types.values import Bundle, Part, RoundContext, State, TaskKind, TrainConfig
+from protos.storage.object_store import ObjectStore
 from protos.wire.tasks import TaskKey
-from silo.storage.object_store import Objects
 from silo.storage.outbox import Finished, Outbox
 from silo.storage.store import Store
 from silo.storage.tasks import Evaluation
@@ -88,7 +88,7 @@ def test_the_real_silo_keeps_what_the_simulated_one_keeps(
     port._states = states
     method: Method = RunSetup.of(run).method
     monkeypatch.setattr(type(method), "mirrored", mirrored)
-    outbox = Outbox(Store(tmp_path / "silo.db"), Objects(tmp_path / "objects"), NAMES[0])
+    outbox = Outbox(Store(tmp_path / "silo.db"), ObjectStore(tmp_path / "objects"), NAMES[0])
     bundle = port.round(method.broadcast(RunSetup.of(run).initial_state()), FED, TaskKind.TRAIN)
     staged, key = states.staged(0), TaskKey("run-1", FED.round, TaskKind.TRAIN)
     outbox.stage(key, "a" * 64, "b" * 64, Finished(bundle, staged, Evaluation((), (), ()), method.mirrored))

@@ -274,6 +274,7 @@ def test_a_new_line_is_used_after_a_renewal(make):
 
 
 def test_the_channel_options_refuse_large_messages():
-    from silo.connection.channel import OPTIONS
+    from protos.wire.channel_options import CLIENT_OPTIONS, SERVER_OPTIONS
 
-    assert dict(OPTIONS)["grpc.max_receive_message_length"] == 4 << 20
+    for options in (CLIENT_OPTIONS, SERVER_OPTIONS):
+        assert dict(options)["grpc.max_receive_message_length"] == 4 << 20

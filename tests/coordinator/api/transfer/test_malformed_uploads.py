@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from helpers_grpc import World
+from helpers_grpc import World, channel
 from helpers_upload import DATA, INVALID, LATE, STEP, chunk, code, commit, cut, open_round
 from helpers_wire import open_request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.chunks import CHUNK_BYTES
 
 
@@ -75,6 +76,26 @@ def test_a_message_above_four_mebibytes_is_refused(world: World, offer: pb.Offer
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@pytest.mark.parametrize(
+    "message", [b"\x0a", b"\x0a\x05abc", b"\x10\xff", b"\x02\x00", b"\x0b", b"\x0f", b"\x0a\x01\xff"]
+)
+def test_a_message_that_is_cut_or_no_chunk_is_refused_and_costs_nothing(
+    world: World, offer: pb.Offer, message: bytes
+) -> None:
+    request = open_request("north", offer, DATA)
+    line = channel(world.port, world.people["north"])
+    stub = rpc.TransferStub(line)
+    stub.Open(request)
+    first = chunk(DATA[:STEP], 0, request.contribution_id).SerializeToString()
+    put = line.stream_unary("/consilium.v1.Transfer/Put", response_deserializer=pb.PutReply.FromString)
+    with pytest.raises(grpc.RpcError):
+        put(iter([first, message]))
+    have = stub.Open(request).have
+    assert have in (0, STEP)
+    stub.Put(cut(DATA, request.contribution_id, have))
+    assert commit(stub, request).size == len(DATA)
+
+
 def test_nobody_writes_or_commits_for_another_silo(world: World, offer: pb.Offer) -> None:
     request = open_request("north", offer, DATA)
     world.transfer("north").Open(request)
@@ -121,7 +142,7 @@ class TestAnyStream:
         assert have <= len(body)
         assert refused or have == expected
         if have == len(body):
-            partial = world.server.blobs.partial("east", request.contribution_id).read_bytes()
+            partial = world.server.uploads.path("east", request.contribution_id).read_bytes()
             if partial != body:
                 with pytest.raises(grpc.RpcError, match="E-WIRE-04"):
                     commit(stub, request)

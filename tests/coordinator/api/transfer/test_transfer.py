@@ -48,7 +48,7 @@ def test_an_upload_that_is_cut_at_every_chunk_goes_on_where_it_was(world: World,
         call = stub.Put.future(until_cut(have, end, sent, released))
         assert sent.wait(20)
         until(
-            lambda end=end: world.server.blobs.have("south", request.contribution_id) >= min(end, len(DATA)) - STEP,
+            lambda end=end: world.server.uploads.size("south", request.contribution_id) >= min(end, len(DATA)) - STEP,
             "bytes",
         )
         call.cancel()
@@ -75,7 +75,7 @@ def test_a_second_stream_takes_over_from_one_that_hangs(world: World, offer: pb.
 
     stuck = stub.Put.future(hanging())
     assert first.wait(10)
-    until(lambda: world.server.blobs.partial("north", request.contribution_id).exists(), "the first stream")
+    until(lambda: world.server.uploads.path("north", request.contribution_id).exists(), "the first stream")
     assert stub.Put(cut(DATA, request.contribution_id)).have == len(DATA)
     release.set()
     with pytest.raises((grpc.RpcError, grpc.FutureCancelledError)):
@@ -130,7 +130,7 @@ def test_a_contribution_to_an_aborted_run_is_refused_and_forgotten(world: World,
             attempt()
         answer = code(error)
         assert answer in ((LATE, "E-RUN-06"), (INVALID, "E-WIRE-03"))  # the second: forgotten between two looks
-    until(lambda: not world.server.blobs.have("north", request.contribution_id), "the upload to be forgotten")
+    until(lambda: not world.server.uploads.size("north", request.contribution_id), "the upload to be forgotten")
     with pytest.raises(grpc.RpcError) as error:
         stub.Open(request)
     assert code(error) == (LATE, "E-RUN-06")

@@ -1,0 +1,31 @@
+"""How both services set up gRPC: the size of messages, what a stream may send ahead, and when a peer counts as dead."""
+
+from __future__ import annotations
+
+MAX_MESSAGE_BYTES = 4 << 20
+"""Both sides refuse larger messages: a bound against denial of service, far above a chunk."""
+_MESSAGES: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_MESSAGES,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+    # A stream may be 1 MiB ahead of its reader; gRPC's own estimate of the link would let that grow to many MiB.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 1 << 20),
+)
+CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_MESSAGES,
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A renewed certificate must not travel over a connection that was made with the old one.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Our own back-off decides when to try; gRPC's would only add to it.
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)

@@ -1,0 +1,56 @@
+"""Uploads under way: counted for each silo, and one writer each."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from coordinator.storage import uploads as module
+from coordinator.storage.uploads import Uploads
+from fl_core.errors import UnavailableError
+
+
+def test_bytes_are_counted_for_each_silo_until_the_upload_is_discarded(tmp_path: Path) -> None:
+    uploads = Uploads(tmp_path)
+    assert uploads.pending("north") == uploads.size("north", "c") == 0
+    uploads.path("north", "c").write_bytes(b"abc")
+    uploads.path("north", "d").write_bytes(b"de")
+    uploads.path("south", "c").write_bytes(b"s")
+    assert (uploads.size("north", "c"), uploads.pending("north"), uploads.pending("south")) == (3, 5, 1)
+    for _ in range(2):
+        uploads.discard("north", "c")
+    assert sorted(Uploads(tmp_path).all()) == [("north", "d"), ("south", "c")]
+
+
+def test_a_second_writer_ends_the_first_and_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads, cut, entered = Uploads(tmp_path), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with uploads.writing("c", cut.set):
+            entered.set()
+            assert cut.wait(20)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert entered.wait(20)
+    with uploads.writing("c"):
+        assert cut.is_set()
+        thread.join(20)
+        monkeypatch.setattr(module, "_TAKEOVER_S", 0.01)
+        with pytest.raises(UnavailableError, match="E-NET-22"), uploads.writing("c"):
+            pass
+
+
+def test_a_folder_of_the_version_before_is_opened(tmp_path: Path) -> None:
+    """It kept spare files, files that were half written, and the length of an upload that grew in a spare file."""
+    for name in ("spare", "aside", "partial/north"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "spare" / "0123").write_bytes(b"spare")
+    (tmp_path / "aside" / "4567.gone").write_bytes(b"gone")
+    (tmp_path / "partial" / "north" / "good").write_bytes(b"abc")
+    (tmp_path / "partial" / "north" / "cut").write_bytes(b"longer than what arrived")
+    (tmp_path / "partial" / "north" / "cut.length").write_bytes((3).to_bytes(8, "little"))
+    assert Uploads(tmp_path).all() == [("north", "good")]
+    assert [path.name for path in tmp_path.iterdir()] == ["partial"]
