@@ -5,4 +5,6 @@ wire/       bytes on the wire: chunks, update files, receipts, status codes
 pki/        keys, certificates, names, the signed roster, invitations, signing by hand
 tls/        TLS 1.3, proxies, and why a connection fails
 storage/    bytes on disk: digests, private files, objects, SQLite
+
+`console` is what both command lines print with; `version` has the number of the protocol.
 """

@@ -162,7 +162,7 @@ class CoordinatorServer:
             try:
                 self.hub.patrol()
             except Exception:  # the next walk may do better; a patrol that has died would go unnoticed
-                log.exception("the patrol met an unforeseen error")
+                log.exception("the patrol met an unexpected error")
 
 
 def _lock(path: Path) -> IO[str]:

@@ -50,7 +50,7 @@ def invite(
     hours: Annotated[float, typer.Option(help="How long the invitation may be used.", min=0.01)] = 72,
     again: Annotated[
         bool,
-        typer.Option("--again", help="For a member that joins anew, for instance with an expired certificate."),
+        typer.Option("--again", help="For a member that joins again, for instance with an expired certificate."),
     ] = False,
     home: Home = None,
     as_json: Json = False,
