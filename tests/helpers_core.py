@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,14 @@ from fl_core.rounds.manifest import Choice, RunManifest, members
 from fl_core.simulation.in_process import SiloShare
 from fl_core.training.optimizers import effective_steps
 from fl_core.types.values import (
+    AS_SCHEDULED,
     Bundle,
     Examples,
     LossFn,
-    PenaltyFn,
     Query,
     RoundContext,
     Schema,
+    SgdOptions,
     Split,
     Tensors,
     TrainConfig,
@@ -80,20 +81,16 @@ class QData:
     def effective_steps(self, steps: int, mu: float = 0.0) -> float:
         return effective_steps(TrainConfig(momentum=self.momentum), steps, self.lr * mu)
 
-    def sgd(
-        self, model: nn.Module, loss: LossFn, *, epochs: float | None = None, steps: int | None = None,
-        lr_scale: float = 1.0, penalty: PenaltyFn | None = None, shift: Tensors | None = None,
-        only: Callable[[str], bool] | None = None, plain: Callable[[str], bool] | None = None,
-    ) -> int:  # fmt: skip
+    def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
         assert isinstance(model, Scalar)
-        planned = self.steps if steps is None else steps
-        optimiser = torch.optim.SGD(model.parameters(), lr_scale * self.lr, momentum=self.momentum)
+        planned = self.steps if options.steps is None else options.steps
+        optimiser = torch.optim.SGD(model.parameters(), options.lr_scale * self.lr, momentum=self.momentum)
         for _ in range(planned):
             model.w.grad = self.a * (model.w.detach() - self.b)  # of a/2 (w - b)^2
-            if penalty is not None:
-                penalty(model).backward()  # adds its own
-            if shift is not None:
-                model.w.grad.add_(shift["w"])
+            if options.penalty is not None:
+                options.penalty(model).backward()  # adds its own
+            if options.shift is not None:
+                model.w.grad.add_(options.shift["w"])
             optimiser.step()
             self.path.append(float(model.w.detach()))
         return planned

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from fl_core.methods import build_method
 from fl_core.models.split_model import SplitModel, assemble
 from fl_core.rounds.manifest import Choice
 from fl_core.training.local_data import PlainData
-from fl_core.types.values import Coupling, LossFn, Part, RoundContext, TrainConfig
+from fl_core.types.values import AS_SCHEDULED, Coupling, LossFn, Part, RoundContext, SgdOptions, TrainConfig
 from privacy import profiles as plan
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Rates, Spend
@@ -49,8 +49,7 @@ class Call(NamedTuple):
 
     model: nn.Module
     loss: LossFn
-    only: Callable[[str], bool] | None
-    plain: Callable[[str], bool] | None
+    options: SgdOptions
 
 
 class Capturing(PlainData):
@@ -58,9 +57,9 @@ class Capturing(PlainData):
 
     calls: list[Call]
 
-    def sgd(self, model: nn.Module, loss: LossFn, **asked: object) -> int:  # type: ignore[override]
-        self.calls.append(Call(copy.deepcopy(model), loss, asked.get("only"), asked.get("plain")))  # type: ignore[arg-type]
-        return super().sgd(model, loss, **asked)  # type: ignore[arg-type]
+    def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
+        self.calls.append(Call(copy.deepcopy(model), loss, options))
+        return super().sgd(model, loss, options)
 
 
 def network(dropout: bool) -> SplitModel:
@@ -167,7 +166,11 @@ class Force:
         context = RoundContext(1, CLASSES, 4, 1, 1).for_silo(0, 0)
         spend, source = Spend(self.course.training(1)), self.noise(11, "force")
         doors = PrivateData(data, data, self.course.rates.train, context, self.course, spend, source, progress=watch)
-        doors.sgd(model, self.call.loss, steps=1, only=self.call.only, plain=self.call.plain)
+        doors.sgd(
+            model,
+            self.call.loss,
+            SgdOptions(steps=1, only=self.call.options.only, no_momentum=self.call.options.no_momentum),
+        )
         micro = self.course.coupled and self.treatment == "micro"
         return read[0] * (self.course.groups if micro else self.course.batch)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from fl_core.types.values import LossFn, PenaltyFn, Tensors
+from fl_core.types.values import AS_SCHEDULED, LossFn, SgdOptions
 
 
 class Factor(nn.Module):
@@ -46,13 +44,9 @@ class PairData:
         self.y = y
         self.epochs: list[float | None] = []
 
-    def sgd(
-        self, model: nn.Module, loss: LossFn, *, epochs: float | None = None, steps: int | None = None,
-        lr_scale: float = 1.0, penalty: PenaltyFn | None = None, shift: Tensors | None = None,
-        only: Callable[[str], bool] | None = None, plain: Callable[[str], bool] | None = None,
-    ) -> int:  # fmt: skip
-        self.epochs.append(epochs)
-        chosen = [p for name, p in model.named_parameters() if only is None or only(name)]
+    def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
+        self.epochs.append(options.epochs)
+        chosen = [p for name, p in model.named_parameters() if options.only is None or options.only(name)]
         objective = 0.5 * (model(torch.ones((), dtype=torch.float64)) - self.y).square()
         with torch.no_grad():
             for p, g in zip(chosen, torch.autograd.grad(objective, chosen), strict=True):

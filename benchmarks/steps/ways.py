@@ -23,7 +23,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.training import devices
 from fl_core.training.local_data import PlainData
-from fl_core.types.values import Examples, RoundContext, Schema, State, TrainConfig
+from fl_core.types.values import Examples, RoundContext, Schema, SgdOptions, State, TrainConfig
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Spend
 from privacy.dp_sgd import per_sample_gradients as gradients
@@ -99,7 +99,7 @@ class PlainSteps:
 
     def take(self, steps: int) -> None:
         """Take so many steps."""
-        self._data.sgd(self.model, self._loss, steps=steps)
+        self._data.sgd(self.model, self._loss, SgdOptions(steps=steps))
 
 
 class PrivateSteps:
@@ -127,7 +127,7 @@ class PrivateSteps:
         usual = example.per_unit
         example.per_unit = partial(gradients.per_unit, mode=self._mode)
         try:
-            doors.sgd(self.model, FedAvg.loss, steps=steps)
+            doors.sgd(self.model, FedAvg.loss, SgdOptions(steps=steps))
         finally:
             example.per_unit = usual
 

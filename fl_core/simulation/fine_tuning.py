@@ -19,7 +19,7 @@ from fl_core.simulation.in_process import History, SiloShare
 from fl_core.training.evaluation import evaluate, weighted_accuracy
 from fl_core.training.local_data import PlainData
 from fl_core.types.records import RoundRecord
-from fl_core.types.values import RoundContext, State
+from fl_core.types.values import RoundContext, SgdOptions, State
 
 EPOCHS = 10
 
@@ -91,7 +91,7 @@ def fine_tuned(
         at_silo = context.for_silo(k, rng.derive(manifest.seed, "fine-tune"))
         data = PlainData(share.train, share.test, manifest.train, at_silo)
         if len(share.train):
-            data.sgd(model, FedAvg.loss, epochs=epochs)
+            data.sgd(model, FedAvg.loss, SgdOptions(epochs=epochs))
         part = evaluate(model, data, n_classes)
         found.append(weighted_accuracy(part.total["correct"], part.weight, part.weight.new_ones(n_classes)))
     return FineTuned(tuple(found))

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from fl_core import rng
 from fl_core.errors import DataError
 from fl_core.training import optimizers
+from fl_core.types.interfaces import SiloData
 from fl_core.types.values import (
+    AS_SCHEDULED,
     Examples,
     ExampleSums,
     LossFn,
-    PenaltyFn,
     Progress,
     Query,
     RoundContext,
+    SgdOptions,
     Split,
     Tensors,
     TrainConfig,
@@ -78,19 +80,7 @@ class PlainData:
         """Return how far so many steps reach, in units of -lr under the constant gradient 1; mu: a proximal term's."""
         return optimizers.effective_steps(self._config, steps, self.lr * mu)
 
-    def sgd(
-        self,
-        model: nn.Module,
-        loss: LossFn,
-        *,
-        epochs: float | None = None,
-        steps: int | None = None,
-        lr_scale: float = 1.0,
-        penalty: PenaltyFn | None = None,
-        shift: Tensors | None = None,
-        only: Callable[[str], bool] | None = None,
-        plain: Callable[[str], bool] | None = None,
-    ) -> int:
+    def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
         """Train `model` in place and return the steps taken.
 
         Momentum starts at zero in every call. A batch of one example is skipped where the model has BatchNorm,
@@ -101,24 +91,27 @@ class PlainData:
         order, augment = rng.stream(self._context.seed, *path, "order"), None
         if self._config.augment:
             augment = rng.stream(self._context.seed, *path, "augment")
-        named = {name: p for name, p in model.named_parameters() if only is None or only(name)}
+        named = {name: p for name, p in model.named_parameters() if options.only is None or options.only(name)}
         model.train()
         if self._config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        descent = optimizers.GradientDescent(named, lr_scale * self.lr, self._config, plain, self._device.type)
+        rate, bare = options.lr_scale * self.lr, options.no_momentum
+        descent = optimizers.GradientDescent(named, rate, self._config, bare, self._device.type)
         taken = 0
         with rng.torch_scope(self._context.seed, *path, "dropout"):
-            batches = self._batches(order, self.planned_steps(epochs) if steps is None else steps)
+            batches = self._batches(
+                order, self.planned_steps(options.epochs) if options.steps is None else options.steps
+            )
             lonely = any(len(i) == 1 for i in batches) and _normalises(model)
             wanted = [(done, i) for done, i in enumerate(batches, start=1) if not (lonely and len(i) == 1)]
             for (done, _), (x, y) in zip(wanted, self._stream([i for _, i in wanted], augment), strict=True):
                 descent.clear()
                 with self._autocast():
                     objective = loss(model, x, y).objective()
-                if penalty is not None:
-                    objective = objective + penalty(model)
+                if options.penalty is not None:
+                    objective = objective + options.penalty(model)
                 descent.backward(objective)
-                self._correct(named, plain, shift)
+                self._correct(named, bare, options.shift)
                 descent.step()
                 taken += 1
                 self._progress(done, len(batches))
@@ -170,11 +163,11 @@ class PlainData:
         return batches[:steps]
 
     def _correct(
-        self, named: Mapping[str, nn.Parameter], plain: Callable[[str], bool] | None, shift: Tensors | None
+        self, named: Mapping[str, nn.Parameter], bare: Callable[[str], bool] | None, shift: Tensors | None
     ) -> None:
         """Clip the gradient where the schedule says so, then add the data-free shift."""
         if self._config.clip_norm:
-            clipped, _ = optimizers.split_by_momentum(named, plain)
+            clipped, _ = optimizers.split_by_momentum(named, bare)
             torch.nn.utils.clip_grad_norm_(clipped, self._config.clip_norm)
         for name, value in (shift or {}).items():
             if name in named and (grad := named[name].grad) is not None:
@@ -206,6 +199,32 @@ class PlainData:
             labels = self._examples[Split.TRAIN].labels
             self._counts = torch.bincount(labels, minlength=self._context.n_classes).float()
         return self._counts
+
+
+class LocalDataWrapper:
+    """Passes everything to the data that it holds; a subclass overrides what it changes."""
+
+    def __init__(self, data: SiloData) -> None:
+        self.lr, self.batch_size = data.lr, data.batch_size
+        self._data = data
+
+    def planned_steps(self, epochs: float | None = None) -> int:
+        return self._data.planned_steps(epochs)
+
+    def effective_steps(self, steps: int, mu: float = 0.0) -> float:
+        return self._data.effective_steps(steps, mu)
+
+    def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
+        return self._data.sgd(model, loss, options)
+
+    def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
+        return self._data.sum(query, bound=bound, split=split)
+
+    def size(self) -> float:
+        return self._data.size()
+
+    def class_counts(self) -> Tensor:
+        return self._data.class_counts()
 
 
 def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fl_core.types.values import (
+    AS_SCHEDULED,
     Bundle,
     Capability,
     Coupling,
@@ -16,10 +17,10 @@ from fl_core.types.values import (
     Exposure,
     LossFn,
     Outcome,
-    PenaltyFn,
     Progress,
     Query,
     RoundContext,
+    SgdOptions,
     Split,
     State,
     TaskKind,
@@ -48,26 +49,8 @@ class SiloData(Protocol):
         """
         ...
 
-    def sgd(
-        self,
-        model: nn.Module,
-        loss: LossFn,
-        *,
-        epochs: float | None = None,
-        steps: int | None = None,
-        lr_scale: float = 1.0,
-        penalty: PenaltyFn | None = None,
-        shift: Tensors | None = None,
-        only: Callable[[str], bool] | None = None,
-        plain: Callable[[str], bool] | None = None,
-    ) -> int:
-        """Train `model` in place and return the steps taken.
-
-        Uses a fresh optimiser at `lr_scale` times the schedule's rate. `steps` overrides `epochs` and the schedule's
-        limit. `penalty` and `shift` must not depend on examples: they are added to the gradient after clipping and
-        noise, before the momentum buffer. `only` selects the parameters that move; those of them that `plain` selects
-        move by bare steps: no momentum, no decay, outside the schedule's clipping.
-        """
+    def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
+        """Train `model` in place, with a fresh optimizer, and return the steps taken."""
         ...
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:

@@ -189,6 +189,28 @@ LossFn = Callable[[nn.Module, Tensor, Tensor], Losses]
 PenaltyFn = Callable[[nn.Module], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class SgdOptions:
+    """What one call of `sgd` does otherwise than the run's schedule says.
+
+    epochs, steps: how long; `steps` goes before `epochs` and the schedule's limit   lr_scale: of the schedule's rate
+    penalty, shift: added to the gradient after clipping and noise, before the momentum buffer; they must not depend on
+    examples   only: selects the parameters that move   no_momentum: selects those of them that move by bare steps: no
+    momentum, no decay, outside the schedule's clipping.
+    """
+
+    epochs: float | None = None
+    steps: int | None = None
+    lr_scale: float = 1.0
+    penalty: PenaltyFn | None = None
+    shift: Tensors | None = None
+    only: Callable[[str], bool] | None = None
+    no_momentum: Callable[[str], bool] | None = None
+
+
+AS_SCHEDULED = SgdOptions()
+
+
 class Examples(ABC):
     """A silo's examples of one split, read batch by batch.
 

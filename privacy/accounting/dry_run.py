@@ -1,6 +1,6 @@
 """What a method will ask of the doors in a round, found by a rehearsal on made-up examples: the plan of its releases.
 
-The rehearsal runs a silo's half with doors that only write down what they are asked for; no real example is near.
+The rehearsal runs a silo's half with data that only write down what they are asked for; no real example is near.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from fl_core.training.optimizers import effective_steps
 from fl_core.types.interfaces import Method
 from fl_core.types.values import (
+    AS_SCHEDULED,
     ClassSums,
     Coupling,
     LossFn,
     Part,
-    PenaltyFn,
     Query,
     RoundContext,
     Schema,
+    SgdOptions,
     Split,
     Tensors,
     TrainConfig,
@@ -49,8 +50,8 @@ class Needs:
     weights: dict[str, float] = field(default_factory=dict)
 
 
-class _Doors:
-    """Doors that write down what they are asked for."""
+class _RecordingLocalData:
+    """Has no example, and writes down what it is asked for."""
 
     def __init__(self, schema: Schema, train: TrainConfig, steps_of: StepsOf, needs: Needs, probe: bool) -> None:
         self.lr, self.batch_size = train.lr, train.batch_size
@@ -62,15 +63,10 @@ class _Doors:
     def effective_steps(self, steps: int, mu: float = 0.0) -> float:
         return effective_steps(self._train, steps, self.lr * mu)
 
-    def sgd(
-        self, model: nn.Module, loss: LossFn, *, epochs: float | None = None, steps: int | None = None,
-        lr_scale: float = 1.0, penalty: PenaltyFn | None = None, shift: Tensors | None = None,
-        only: Callable[[str], bool] | None = None, plain: Callable[[str], bool] | None = None,
-    ) -> int:  # fmt: skip
-        del lr_scale, penalty, shift, only, plain
+    def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
         if self._probe:
             check_independence(model, loss, self._schema, self.batch_size)
-        self._needs.steps.append(self.planned_steps(epochs) if steps is None else steps)
+        self._needs.steps.append(self.planned_steps(options.epochs) if options.steps is None else options.steps)
         return self._needs.steps[-1]
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
@@ -119,11 +115,11 @@ def rehearse(
         needs = Needs()
         at_server = replace(context, round=t)
         at_silo = at_server.for_silo(0, 0)
-        doors = _Doors(schema, train, steps_of, needs, probe)
+        data = _RecordingLocalData(schema, train, steps_of, needs, probe)
         msg = method.broadcast(server)
-        bundle, silo = method.local(model, msg, silo, doors, at_silo)
+        bundle, silo = method.local(model, msg, silo, data, at_silo)
         if personal:
-            method.personal(model, msg, silo, doors, at_silo)
+            method.personal(model, msg, silo, data, at_silo)
         needs.weights = {name: float(part.weight) for name, part in bundle.items() if not part.weight.dim()}
         server = method.merge(server, {n: _alone(p) if n in method.apart else p for n, p in bundle.items()}, at_server)
     if probe:

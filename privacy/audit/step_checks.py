@@ -21,7 +21,7 @@ from scipy.stats import kstest
 from torch import Tensor, nn
 
 from fl_core import rng
-from fl_core.types.values import Coupling, Losses, RoundContext, TrainConfig
+from fl_core.types.values import Coupling, Losses, RoundContext, SgdOptions, TrainConfig
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Rates, Spend
 from privacy.audit.epsilon_bounds import Floats, mu_bound
@@ -108,7 +108,7 @@ class Step:
         )
         spend = Spend(course.training(steps))
         PrivateData(data, data, course.rates.train, context, course, spend, noise, progress=watch).sgd(
-            model, loss, steps=steps
+            model, loss, SgdOptions(steps=steps)
         )
         divisor = course.groups if self.kind == "micro" else course.batch
         return -torch.diff(torch.stack(places), dim=0) * divisor

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fl_core.training.local_data import PlainData
-from fl_core.types.values import Coupling, Examples, LossFn, RoundContext, TrainConfig
+from fl_core.types.values import Coupling, Examples, LossFn, RoundContext, SgdOptions, TrainConfig
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Rates, Spend
 from privacy.dp_sgd.private_data import PrivateData
@@ -40,13 +40,15 @@ class Training:
         """Train `model` in place through the doors; noise: None for the operating system's entropy."""
         context = RoundContext(1, n_classes, 1, 0, 1).for_silo(0, seed)
         if not self.private:
-            PlainData(data, data, self.config, context, progress=progress).sgd(model, loss, steps=self.steps)
+            PlainData(data, data, self.config, context, progress=progress).sgd(
+                model, loss, SgdOptions(steps=self.steps)
+            )
             return
         course = self.course(len(data))
         spend = Spend(course.training(self.steps))
         PrivateData(
             data, data, self.config, context, course, spend, noise or SecureNoise(), progress=progress
-        ).sgd(model, loss, steps=self.steps)  # fmt: skip
+        ).sgd(model, loss, SgdOptions(steps=self.steps))  # fmt: skip
 
     @property
     def config(self) -> TrainConfig:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core import rng
-from fl_core.types.values import ClassSums, Coupling, Examples, Losses, LossFn, RoundContext, TrainConfig
+from fl_core.types.values import ClassSums, Coupling, Examples, Losses, LossFn, RoundContext, SgdOptions, TrainConfig
 from privacy.accounting.accountant import Mechanism, epsilon_rdp
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Rates, Spend
@@ -68,7 +68,7 @@ class Attack:
         with rng.torch_scope(0, "audit", "model"):
             model = self.model()
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        doors.sgd(model, self.loss, steps=1)
+        doors.sgd(model, self.loss, SgdOptions(steps=1))
         return torch.cat([(before[name] - p.detach()).flatten() for name, p in model.named_parameters()]) * 128
 
 

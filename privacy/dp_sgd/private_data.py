@@ -27,6 +27,7 @@ from fl_core.errors import RefusedError
 from fl_core.training.local_data import PlainData
 from fl_core.training.optimizers import effective_steps, make_optimizers
 from fl_core.types.values import (
+    AS_SCHEDULED,
     ClassSums,
     Examples,
     Losses,
@@ -34,6 +35,7 @@ from fl_core.types.values import (
     PenaltyFn,
     Query,
     RoundContext,
+    SgdOptions,
     Split,
     Tensors,
     TrainConfig,
@@ -86,36 +88,24 @@ class PrivateData:
         """Return the declared number of units, 1 with uniform weights: the true one never leaves."""
         return 1.0 if self._course.terms.weights == "uniform" else float(self._course.units)
 
-    def sgd(
-        self,
-        model: nn.Module,
-        loss: LossFn,
-        *,
-        epochs: float | None = None,
-        steps: int | None = None,
-        lr_scale: float = 1.0,
-        penalty: PenaltyFn | None = None,
-        shift: Tensors | None = None,
-        only: Callable[[str], bool] | None = None,
-        plain: Callable[[str], bool] | None = None,
-    ) -> int:
+    def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
         """Train `model` in place with noisy clipped gradients and return the steps taken.
 
         Raises ConfigError (E-PRIV-14) on a layer that mixes examples; RefusedError: E-PRIV-15 on a call that was not
         planned, E-PRIV-16 on a coupled term of a method that declares none.
         """
         validate(model)
-        planned = self.planned_steps(epochs) if steps is None else steps
+        planned = self.planned_steps(options.epochs) if options.steps is None else options.steps
         for release in self._course.training(planned):
             self._spend.take(release)
         draws, grouped = self._draws(model, loss), self._split[Split.TRAIN].groups is not None
-        with _moving(model, only) as named:
-            optimizers = make_optimizers(named, lr_scale * self.lr, self._config, plain)
+        with _moving(model, options.only) as named:
+            optimizers = make_optimizers(named, options.lr_scale * self.lr, self._config, options.no_momentum)
             model.train()
             with draws.scope(), per_unit(model, grouped=grouped) as engine:
                 for step in range(planned):
                     self._gradient(engine, model, loss, step, draws)
-                    self._correct(model, named, penalty, shift)
+                    self._correct(model, named, options.penalty, options.shift)
                     for optimizer in optimizers:
                         optimizer.step()
                     self._progress(step + 1, planned)

@@ -31,7 +31,7 @@ from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Losses, LossFn, Outcome, RoundContext, State, Tensors
+from fl_core.types.values import Losses, LossFn, Outcome, RoundContext, SgdOptions, State, Tensors
 
 FRAME = "etf"
 NORM = "norm"
@@ -91,7 +91,7 @@ class FedGELA(FedAvg):
     def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train the features under the adapted frame."""
         net = self._received(model, msg)
-        data.sgd(net, self.objective(net, msg, data, context), only=self.shared)
+        data.sgd(net, self.objective(net, msg, data, context), SgdOptions(only=self.shared))
         trained = trees.read(net)
         kept = {NORM: {name: trained[f"{NORM}.{name}"].cpu() for name in silo[NORM]}} if self._batch_norm else silo
         return Outcome({"delta": self.delta(net, msg, data)}, kept)

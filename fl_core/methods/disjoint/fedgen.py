@@ -32,7 +32,7 @@ from fl_core.methods.disjoint.fedgen_options import GENERATOR, HEADS, LABELS, Fe
 from fl_core.models.split_model import SplitModel
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Losses, Outcome, Part, RoundContext, State, Tensors
+from fl_core.types.values import Bundle, Losses, Outcome, Part, RoundContext, SgdOptions, State, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class FedGen(FedGenOptions):
             y = generator.draw_labels(self.made, known, random).to(device)
             return self.made / data.batch_size * a * cross_entropy(self._answers(model, made, y, random), y)
 
-        data.sgd(model, loss, penalty=taught if a else None)
+        data.sgd(model, loss, SgdOptions(penalty=taught if a else None))
         return Outcome({"delta": self.delta(model, msg, data), **self._lessons(model, msg, data, context)}, silo)
 
     def _answers(self, model: nn.Module, made: Generator, y: Tensor, random: torch.Generator) -> Tensor:

@@ -30,7 +30,7 @@ from fl_core.methods.building_blocks.prototypes import PART, features_of
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, ClassSums, Outcome, Part, RoundContext, State, Tensors
+from fl_core.types.values import Bundle, ClassSums, Outcome, Part, RoundContext, SgdOptions, State, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class FedNH(FedAvg):
     def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:  # noqa: ARG002
         """Train features and scale under fixed prototypes, then measure the classes' mean directions."""
         net = self._received(model, msg)
-        data.sgd(net, self.loss, only=self.shared)
+        data.sgd(net, self.loss, SgdOptions(only=self.shared))
         bundle = {"delta": self.delta(net, msg, data), PART: self._directions(net, msg, data, context)}
         return Outcome(bundle, {"scale": {SCALE: net.scale.factor.detach().clone().cpu()}})
 

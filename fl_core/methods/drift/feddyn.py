@@ -25,7 +25,7 @@ from fl_core.methods.drift import common as drift
 from fl_core.methods.prototype_aided import PrototypeAided
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Outcome, Part, PenaltyFn, RoundContext, State, Tensors
+from fl_core.types.values import Bundle, Outcome, Part, PenaltyFn, RoundContext, SgdOptions, State, Tensors
 
 REPORTS = ("average", "cloud")
 
@@ -103,7 +103,7 @@ class FedDyn(PrototypeAided):
             self.objective(model, msg, data, context),
             pull(model, silo["m"], self.alpha / self.omega(msg, silo, data)),
         )
-        steps = data.sgd(model, loss, penalty=pulled, shift=shift)
+        steps = data.sgd(model, loss, SgdOptions(penalty=pulled, shift=shift))
         moved, buffers = drift.split(self.moved(model, {"w": start}), silo["m"])
         n = drift.size_of(silo[drift.SIZE], self.weight(data))
         bundle = {

@@ -26,7 +26,7 @@ from fl_core.methods.drift.fedprox import proximal
 from fl_core.methods.prototype_aided import PrototypeAided
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Capability, Outcome, Part, RoundContext, State
+from fl_core.types.values import Bundle, Capability, Outcome, Part, RoundContext, SgdOptions, State
 
 TAUS = ("effective", "steps")
 
@@ -71,7 +71,7 @@ class FedNova(PrototypeAided):
     def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train and send the difference per effective step, the buffers' difference and the steps, all weighed."""
         trees.write(model, msg["w"])
-        steps = data.sgd(model, self.objective(model, msg, data, context), penalty=proximal(model, self.mu))
+        steps = data.sgd(model, self.objective(model, msg, data, context), SgdOptions(penalty=proximal(model, self.mu)))
         length, n = drift.reach(data, steps, self.mu), self.weight(data)
         trained, buffers = drift.split(self.moved(model, msg), trees.trainable(model))
         bundle = {

@@ -20,7 +20,7 @@ from fl_core import validate
 from fl_core.methods.prototype_aided import PrototypeAided
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Outcome, PenaltyFn, RoundContext, State
+from fl_core.types.values import Outcome, PenaltyFn, RoundContext, SgdOptions, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class FedProx(PrototypeAided):
     def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train with the proximal term and send the weighed difference."""
         trees.write(model, msg["w"])
-        data.sgd(model, self.objective(model, msg, data, context), penalty=proximal(model, self.mu))
+        data.sgd(model, self.objective(model, msg, data, context), SgdOptions(penalty=proximal(model, self.mu)))
         return Outcome({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}, silo)
 
 

@@ -28,7 +28,7 @@ from fl_core.methods.drift import common as drift
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Capability, Outcome, Part, RoundContext, State
+from fl_core.types.values import Bundle, Capability, Outcome, Part, RoundContext, SgdOptions, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Scaffold(FedAvg):
         """Train with corrected steps; send the weighed difference and the weighed change of c_k."""
         trees.write(model, msg["w"])
         shift = trees.sub(msg["c"], silo["c"])
-        steps = data.sgd(model, self.objective(model, msg, data, context), shift=shift)
+        steps = data.sgd(model, self.objective(model, msg, data, context), SgdOptions(shift=shift))
         moved, length = self.moved(model, msg), data.lr * drift.reach(data, steps)
         change = {name: -c - moved[name] / length for name, c in msg["c"].items()}
         n = drift.size_of(silo[drift.SIZE], self.weight(data))

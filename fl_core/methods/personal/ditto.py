@@ -23,7 +23,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.shared_body import kept
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Outcome, RoundContext, State
+from fl_core.types.values import Outcome, RoundContext, SgdOptions, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Ditto(FedAvg):
         trees.write(model, msg["w"])
         pull, objective = proximal(model, self.lambda_v), self.objective(model, msg, data, context)
         trees.write(model, silo["v"])
-        data.sgd(model, objective, epochs=self.personal_epochs or None, penalty=pull)
+        data.sgd(model, objective, SgdOptions(epochs=self.personal_epochs or None, penalty=pull))
         return Outcome(bundle, {"v": kept(model)})
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002

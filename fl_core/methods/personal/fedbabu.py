@@ -21,7 +21,7 @@ from fl_core import validate
 from fl_core.methods.personal.shared_body import SharedBody, in_body
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Outcome, RoundContext, State
+from fl_core.types.values import Outcome, RoundContext, SgdOptions, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +43,12 @@ class FedBABU(SharedBody):
     def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
         """Train the body alone and send its difference."""
         trees.write(model, msg["w"])
-        data.sgd(model, self.objective(model, msg, data, context), only=in_body)
+        data.sgd(model, self.objective(model, msg, data, context), SgdOptions(only=in_body))
         return Outcome({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}, silo)
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Fine-tune the received body and the initial head, which `model` still has."""
         trees.write(model, msg["w"])
         if self.finetune_epochs:
-            data.sgd(model, self.objective(model, msg, data, context), epochs=self.finetune_epochs)
+            data.sgd(model, self.objective(model, msg, data, context), SgdOptions(epochs=self.finetune_epochs))
         return model

@@ -25,7 +25,7 @@ from fl_core.methods.personal.fedper import FedPer
 from fl_core.methods.personal.shared_body import freeze_norms, in_body, in_head
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Losses, RoundContext, State
+from fl_core.types.values import Losses, RoundContext, SgdOptions, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,10 @@ class FedRep(FedPer):
 
     def fit(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> None:
         """Train the head, then the body."""
-        data.sgd(model, self.over_head, epochs=self.head_epochs, only=in_head)
-        data.sgd(model, self.objective(model, msg, data, context), epochs=self.body_epochs or None, only=in_body)
+        data.sgd(model, self.over_head, SgdOptions(epochs=self.head_epochs, only=in_head))
+        data.sgd(
+            model, self.objective(model, msg, data, context), SgdOptions(epochs=self.body_epochs or None, only=in_body)
+        )
 
     def over_head(self, model: nn.Module, x: Tensor, y: Tensor) -> Losses:
         """Return the cross entropy of each example, without a gradient for the body."""
@@ -71,5 +73,5 @@ class FedRep(FedPer):
         """Return body and head as trained, or the received body under a head that was trained further on it."""
         if self.tune_epochs:
             trees.write(model, {**msg["w"], **silo["head"]})
-            data.sgd(model, self.over_head, epochs=self.tune_epochs, only=in_head)
+            data.sgd(model, self.over_head, SgdOptions(epochs=self.tune_epochs, only=in_head))
         return model

@@ -39,7 +39,7 @@ from fl_core.methods.personal.two_heads import (
 )
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Outcome, Part, RoundContext, State
+from fl_core.types.values import Bundle, Outcome, Part, RoundContext, SgdOptions, State
 
 PART = "hyper"
 
@@ -119,10 +119,10 @@ class FedROD(FedAvg):
         trees.write(model, msg["w"])
         both = TwoHeads(features_of(model), self.private(model, msg, silo, data))
         if self.phase == "together":
-            data.sgd(both, both_losses(data.class_counts(), self.gamma), plain=is_private)
+            data.sgd(both, both_losses(data.class_counts(), self.gamma), SgdOptions(no_momentum=is_private))
         else:
-            data.sgd(both, generic_loss(data.class_counts(), self.gamma), only=is_generic)
-            data.sgd(both, frozen_loss, only=is_private, plain=is_private)
+            data.sgd(both, generic_loss(data.class_counts(), self.gamma), SgdOptions(only=is_generic))
+            data.sgd(both, frozen_loss, SgdOptions(only=is_private, no_momentum=is_private))
         bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
         if not isinstance(both.private, Generated):
             return Outcome(bundle, {"phi": kept(both.private)})

@@ -23,7 +23,7 @@ from fl_core.methods.losses import restricted_softmax as restricted
 from fl_core.methods.personal.inherited_model import Inheriting
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import LossFn, Outcome, RoundContext, State
+from fl_core.types.values import LossFn, Outcome, RoundContext, SgdOptions, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ class Map(Inheriting):
         """Train both stages; send the weighed difference after the first, inherit after the second."""
         trees.write(model, msg["w"])
         first, second, rate = self.plan(data.planned_steps())
-        data.sgd(model, self.objective(model, msg, data, context), steps=first)
+        data.sgd(model, self.objective(model, msg, data, context), SgdOptions(steps=first))
         bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
         if second:
-            data.sgd(model, self.taught(model, silo), steps=second, lr_scale=rate)
+            data.sgd(model, self.taught(model, silo), SgdOptions(steps=second, lr_scale=rate))
         return Outcome(bundle, self.inherit(model, silo, data, context))

@@ -14,7 +14,7 @@ from fl_core.errors import DataError
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import ClassSums, ExampleSums, Losses, RoundContext, Split, TrainConfig
+from fl_core.types.values import ClassSums, ExampleSums, Losses, RoundContext, SgdOptions, Split, TrainConfig
 
 
 def ce(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
@@ -60,7 +60,7 @@ def test_planned_steps_are_the_steps_taken(
 ) -> None:
     silo = data(n, **schedule)
     assert silo.planned_steps(epochs) == steps
-    assert silo.sgd(Linear(), ce, epochs=epochs) == steps
+    assert silo.sgd(Linear(), ce, SgdOptions(epochs=epochs)) == steps
 
 
 def test_every_epoch_sees_every_example_once() -> None:
@@ -92,17 +92,17 @@ def test_learning_rate_falls_by_round() -> None:
 
 def test_steps_are_taken_outright_and_begin_as_the_epochs_would() -> None:
     longer, shorter, limited = Linear(), Linear(), Linear()
-    assert data(10, epochs=5).sgd(longer, ce, steps=4) == 4
-    assert data(10).sgd(shorter, ce, epochs=4 / 3) == 4
-    assert data(10, max_steps=3).sgd(limited, ce, steps=4) == 4
-    assert data(10).sgd(Linear(), ce, steps=0) == 0
+    assert data(10, epochs=5).sgd(longer, ce, SgdOptions(steps=4)) == 4
+    assert data(10).sgd(shorter, ce, SgdOptions(epochs=4 / 3)) == 4
+    assert data(10, max_steps=3).sgd(limited, ce, SgdOptions(steps=4)) == 4
+    assert data(10).sgd(Linear(), ce, SgdOptions(steps=0)) == 0
     assert same(trees.read(longer), trees.read(shorter))
     assert same(trees.read(longer), trees.read(limited))
 
 
 def test_scaled_rate_is_that_rate() -> None:
     scaled, lower = Linear(), Linear()
-    data(lr=0.5, momentum=0.9, weight_decay=0.1).sgd(scaled, ce, lr_scale=0.25)
+    data(lr=0.5, momentum=0.9, weight_decay=0.1).sgd(scaled, ce, SgdOptions(lr_scale=0.25))
     data(lr=0.125, momentum=0.9, weight_decay=0.1).sgd(lower, ce)
     assert same(trees.read(scaled), trees.read(lower))
 
@@ -116,19 +116,21 @@ def test_plain_parameters_take_bare_steps_beside_the_schedule() -> None:
         return Losses((model.a.sum() + 2 * model.b.sum()).expand(len(y)))
 
     mixed, alone = Linear(), Linear()
-    data(8, **schedule).sgd(mixed, slopes, plain=lambda name: name == "b")
-    data(8, **schedule).sgd(alone, slopes, only=lambda name: name == "a")
+    data(8, **schedule).sgd(mixed, slopes, SgdOptions(no_momentum=lambda name: name == "b"))
+    data(8, **schedule).sgd(alone, slopes, SgdOptions(only=lambda name: name == "a"))
     torch.testing.assert_close(mixed.b.detach(), torch.full((4,), 1 - 2 * 0.1 * 2))
     assert torch.equal(mixed.a, alone.a)
     assert float(mixed.a.detach().abs().max()) < 0.01
 
     bare, adam = Linear(), Linear()
-    data(8, **schedule).sgd(bare, slopes, only=lambda name: name == "b", plain=lambda name: name == "b")
+    data(8, **schedule).sgd(
+        bare, slopes, SgdOptions(only=lambda name: name == "b", no_momentum=lambda name: name == "b")
+    )
     assert torch.equal(bare.b, mixed.b)
     assert not bare.a.any()
     silo = PlainData(examples(8), examples(6), TrainConfig(lr=0.1, batch_size=4, epochs=1, optimizer="adam"),
                      FED.for_silo(0, 0))  # fmt: skip
-    silo.sgd(adam, slopes, plain=lambda name: name == "b")
+    silo.sgd(adam, slopes, SgdOptions(no_momentum=lambda name: name == "b"))
     assert torch.equal(adam.b, mixed.b)
 
 
@@ -169,7 +171,7 @@ def test_two_steps_with_penalty_shift_momentum_decay_and_clipping_equal_a_hand_d
     lr, momentum, decay, clip = 0.1, 0.9, 0.01, 0.05
     silo = data(4, epochs=2, lr=lr, momentum=momentum, weight_decay=decay, clip_norm=clip)
     model, shift = Linear(), {"a": torch.full((4, 64), 0.3), "unknown": torch.ones(1)}
-    silo.sgd(model, ce, penalty=lambda m: 0.5 * (m.get_parameter("b") ** 2).sum(), shift=shift)
+    silo.sgd(model, ce, SgdOptions(penalty=lambda m: 0.5 * (m.get_parameter("b") ** 2).sum(), shift=shift))
     every = examples(4)  # one batch of four: the order does not matter
     x, y = every.x.flatten(1), torch.nn.functional.one_hot(every.labels, 4).float()
     a, b = torch.zeros(4, 64), torch.ones(4)
@@ -188,7 +190,7 @@ def test_two_steps_with_penalty_shift_momentum_decay_and_clipping_equal_a_hand_d
 
 def test_only_selects_what_moves() -> None:
     model = Linear()
-    data().sgd(model, ce, only=lambda name: name == "a", shift={"b": torch.ones(4)})
+    data().sgd(model, ce, SgdOptions(only=lambda name: name == "a", shift={"b": torch.ones(4)}))
     assert torch.equal(model.b, torch.ones(4))
     assert bool(model.a.abs().sum() > 0)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core.methods import METHODS, build_method
-from fl_core.types.values import Coupling, Losses
+from fl_core.types.values import AS_SCHEDULED, Coupling, Losses
 
 INTER = {"mu1": 1e-2, "mu2": 1.0}
 CASES: dict[str, list[dict[str, object]]] = {
@@ -159,7 +159,7 @@ def over_the_batch(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
 @pytest.mark.parametrize("planted", [of_place, over_the_batch])
 def test_the_measurement_sees_a_loss_that_looks_at_others(planted) -> None:  # type: ignore[no-untyped-def]
     (call,) = captured("fedavg", {}, dropout=False)
-    force = Force(Call(call.model, planted, None, None), Coupling.EXAMPLE)
+    force = Force(Call(call.model, planted, AS_SCHEDULED), Coupling.EXAMPLE)
     assert max(force.moved(image, label, 0) for _, image, label in extremes()[:6]) > 1.5 * force.accounted
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.types.values import Coupling, Losses, RoundContext, TrainConfig
+from fl_core.types.values import Coupling, Losses, RoundContext, SgdOptions, TrainConfig
 from privacy.accounting.record_config import Terms
 from privacy.accounting.release_plan import Course, Rates, Spend
 from privacy.dp_sgd.draws import Draws
@@ -71,7 +71,7 @@ def _step(groups: tuple[str, ...]) -> Tensor:
         release(total, params, divisor)
 
     data._release = look  # type: ignore[method-assign]
-    data.sgd(Cancelling(), lambda m, x, y: Losses(cross_entropy(m(x), y, reduction="none")), steps=1)
+    data.sgd(Cancelling(), lambda m, x, y: Losses(cross_entropy(m(x), y, reduction="none")), SgdOptions(steps=1))
     return seen[0]
 
 

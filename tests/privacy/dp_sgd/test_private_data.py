@@ -16,7 +16,7 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import ClassSums, Coupling, Losses, Split, TrainConfig
+from fl_core.types.values import ClassSums, Coupling, Losses, SgdOptions, Split, TrainConfig
 from privacy.accounting.dry_run import check_independence, rehearse
 from privacy.accounting.record_config import Terms, nominal
 from privacy.accounting.release_plan import Course, Rates, Spend
@@ -48,7 +48,7 @@ def test_t_22_penalty_and_shift_are_added_after_the_noise() -> None:
 
     a, b = model_of(), model_of()
     doors(course, data).sgd(a, ce)
-    doors(course, data).sgd(b, ce, penalty=penalty, shift=shift)
+    doors(course, data).sgd(b, ce, SgdOptions(penalty=penalty, shift=shift))
     for name, value in trees.read(b).items():
         moved = (value.double() - trees.read(a)[name].double()) / -0.1
         assert torch.allclose(moved, torch.full_like(moved, 1.5), atol=1e-5)  # 1 of the penalty, 0.5 of the shift

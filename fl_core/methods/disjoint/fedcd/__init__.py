@@ -34,7 +34,7 @@ from fl_core.methods.disjoint.fedcd.losses import Objective, decay
 from fl_core.methods.disjoint.fedcd.options import FedCDOptions
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Outcome, Part, RoundContext, State, Tensors
+from fl_core.types.values import Bundle, Outcome, Part, RoundContext, SgdOptions, State, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,9 @@ class FedCD(FedCDOptions):
         net = self._received(model, msg, anchors.points)
         objective = self._objective(msg, anchors, data, context)
         penalty = objective.penalty if objective.n and bool(objective.count.any()) else None
-        data.sgd(net, objective.loss, penalty=penalty, only=lambda name: self.hpc or name != "prototypes.weight")
+        data.sgd(
+            net, objective.loss, SgdOptions(penalty=penalty, only=lambda name: self.hpc or name != "prototypes.weight")
+        )
         sums, counts = fine_grained.census(net, anchors, data, self.fine)
         trained = {name: v.cpu() for name, v in trees.read(net).items()}
         moved = trees.sub(trees.only(trained, msg["w"].__contains__), msg["w"])

@@ -23,7 +23,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Capability, Coupling, Exposure
+from fl_core.types.values import AS_SCHEDULED, Capability, Coupling, Exposure, SgdOptions
 
 
 class Blobs:
@@ -135,14 +135,14 @@ def test_without_extra_terms_it_trains_by_cross_entropy_alone() -> None:
     class Seen(PlainData):
         seen: list[tuple[float, float]]
 
-        def sgd(self, model: nn.Module, loss: object, **options: object) -> int:  # type: ignore[override]
+        def sgd(self, model: nn.Module, loss: object, options: SgdOptions = AS_SCHEDULED) -> int:  # type: ignore[override]
             def both(net: nn.Module, x: Tensor, y: Tensor) -> object:
                 losses = loss(net, x, y)  # type: ignore[operator]
                 self.seen = [*getattr(self, "seen", []), (losses.objective().item(), cross_entropy(net(x), y).item())]
                 return losses
 
-            assert options["penalty"] is None
-            return super().sgd(model, both, **options)  # type: ignore[arg-type]
+            assert options.penalty is None
+            return super().sgd(model, both, options)  # type: ignore[arg-type]
 
     method = FedCD(lam=0.0, gamma=0.0, zero_based=True, restarts=1, steps=1)
     assert method.coupling is Coupling.EXAMPLE

@@ -22,7 +22,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Capability, Exposure, Part, TrainConfig
+from fl_core.types.values import AS_SCHEDULED, Capability, Exposure, Part, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 SMALL = {"made": 8, "noise": 4, "hidden": 16, "steps": 5}
@@ -60,7 +60,7 @@ def test_t_gen_3_direction_of_the_divergence() -> None:
     caught: list[torch.Tensor] = []
 
     class Catching(PlainData):
-        def sgd(self, model, loss, **more):  # type: ignore[no-untyped-def]
+        def sgd(self, model, loss, options=AS_SCHEDULED):  # type: ignore[no-untyped-def]
             caught.append(loss(model, torch.zeros(1, 1, 8, 8), torch.tensor([1])).per_example)
             return 0
 

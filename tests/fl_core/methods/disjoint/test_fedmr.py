@@ -19,7 +19,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Coupling, Losses, Part, State, TrainConfig
+from fl_core.types.values import AS_SCHEDULED, Coupling, Losses, Part, State, TrainConfig
 
 
 def run(method: str, options: Mapping[str, str | int | float | bool], share: float = 1.0) -> tuple[State, History]:
@@ -136,7 +136,7 @@ def test_objective_is_equation_5() -> None:
     losses: list[Losses] = []
 
     class Catch(PlainData):
-        def sgd(self, model, loss, **_):  # type: ignore[no-untyped-def]
+        def sgd(self, model, loss, options=AS_SCHEDULED):  # type: ignore[no-untyped-def]
             losses.append(loss(model, x.double(), y))
             return 0
 

@@ -23,7 +23,7 @@ from fl_core.simulation.in_process import History, simulate
 from fl_core.training.evaluation import weighted_accuracy
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Outcome, Part, RoundContext, State, TrainConfig
+from fl_core.types.values import AS_SCHEDULED, Outcome, Part, RoundContext, SgdOptions, State, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 
@@ -98,10 +98,10 @@ def test_nh_5_prototypes_stay_in_local_training() -> None:
     class Watched(PlainData):
         nets: list[FixedHead]
 
-        def sgd(self, model: nn.Module, loss: object, **options: object) -> int:  # type: ignore[override]
+        def sgd(self, model: nn.Module, loss: object, options: SgdOptions = AS_SCHEDULED) -> int:  # type: ignore[override]
             assert isinstance(model, FixedHead)
             before = dict(model.named_buffers())["classifier"].clone()
-            steps = super().sgd(model, loss, **options)  # type: ignore[arg-type]
+            steps = super().sgd(model, loss, options)  # type: ignore[arg-type]
             after = dict(model.named_buffers())["classifier"]
             assert after.grad is None
             assert torch.equal(before, after)

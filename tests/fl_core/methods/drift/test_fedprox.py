@@ -16,15 +16,17 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import RoundContext, TrainConfig
+from fl_core.types.values import AS_SCHEDULED, RoundContext, TrainConfig
 
 
 class Exact(QData):
     """Minimises a/2 (w - b)^2 + penalty by Newton's method: one step, the objective is a parabola."""
 
-    def sgd(self, model, loss, *, penalty=None, **_):  # type: ignore[no-untyped-def]
+    def sgd(self, model, loss, options=AS_SCHEDULED):  # type: ignore[no-untyped-def]
         assert isinstance(model, Scalar)
-        objective = 0.5 * self.a * (model.w - self.b).square().sum() + (penalty(model) if penalty else 0.0)
+        objective = 0.5 * self.a * (model.w - self.b).square().sum() + (
+            options.penalty(model) if options.penalty else 0.0
+        )
         (slope,) = torch.autograd.grad(objective, model.w, create_graph=True)
         (curve,) = torch.autograd.grad(slope.sum(), model.w)
         with torch.no_grad():

@@ -20,7 +20,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Outcome, State, TrainConfig
+from fl_core.types.values import AS_SCHEDULED, Outcome, State, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 
@@ -133,7 +133,7 @@ def test_loss_is_the_mixture_plus_the_contrast() -> None:
     seen: list[Tensor] = []
 
     class Spy(PlainData):
-        def sgd(self, model, loss, **_):  # type: ignore[no-untyped-def]
+        def sgd(self, model, loss, options=AS_SCHEDULED):  # type: ignore[no-untyped-def]
             x, y = share.train.batch(torch.arange(6))
             model.eval()  # so that a second pass sees the same
             seen.append(loss(model, x, y).per_example)

@@ -13,7 +13,7 @@ from fl_core.methods.personal.fedrep import FedRep
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Outcome, RoundContext, TrainConfig
+from fl_core.types.values import AS_SCHEDULED, Outcome, RoundContext, TrainConfig
 
 CONFIG = TrainConfig(lr=0.05, momentum=0.5, weight_decay=1e-2, batch_size=4, epochs=2)
 
@@ -21,8 +21,8 @@ CONFIG = TrainConfig(lr=0.05, momentum=0.5, weight_decay=1e-2, batch_size=4, epo
 class Watched(PlainData):
     """Notes the model after each pass, and the steps of it."""
 
-    def sgd(self, model, loss, **kwargs):  # type: ignore[no-untyped-def]
-        steps = super().sgd(model, loss, **kwargs)
+    def sgd(self, model, loss, options=AS_SCHEDULED):  # type: ignore[no-untyped-def]
+        steps = super().sgd(model, loss, options)
         self.seen = [*getattr(self, "seen", []), (steps, trees.read(model))]
         return steps
 

@@ -18,7 +18,7 @@ from fl_core.methods.personal.map_ import Map
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Outcome, State, TrainConfig
+from fl_core.types.values import AS_SCHEDULED, Outcome, SgdOptions, State, TrainConfig
 
 TURN = FED.for_silo(0, 0)
 TRAIN = TrainConfig(lr=0.05, batch_size=5, epochs=2)  # 14 examples: 3 batches an epoch
@@ -35,12 +35,12 @@ class Watched(PlainData):
         super().__init__(shares()[0].train, shares()[0].test, train, TURN)
         self.passes: list[tuple[int, float, dict[str, Tensor], Tensor]] = []
 
-    def sgd(self, model: nn.Module, loss: Any, **kwargs: Any) -> int:
+    def sgd(self, model: nn.Module, loss: Any, options: SgdOptions = AS_SCHEDULED) -> int:
         x, y = shares()[0].train.batch(torch.arange(14))
         model.eval()
         value = loss(model, x, y).per_example.detach()
-        taken = super().sgd(model, loss, **kwargs)
-        self.passes.append((taken, kwargs.get("lr_scale", 1.0), trees.read(model), value))
+        taken = super().sgd(model, loss, options)
+        self.passes.append((taken, options.lr_scale, trees.read(model), value))
         return taken
 
 
@@ -129,8 +129,8 @@ def test_every_stage_has_an_optimizer_of_its_own() -> None:
     model = model_of("group")
     trees.write(model, start)
     data = Watched(train)
-    data.sgd(model, FedAvg.loss, steps=1)
-    data.sgd(model, FedAvg.loss, steps=1)
+    data.sgd(model, FedAvg.loss, SgdOptions(steps=1))
+    data.sgd(model, FedAvg.loss, SgdOptions(steps=1))
     assert same(left, trees.read(model))
 
 
