@@ -35,7 +35,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import Bench
 from fl_core.training import paper_metrics as metrics
 from fl_core.training.evaluation import Joined
-from fl_core.types.values import RoundContext, State, TaskKind
+from fl_core.types.values import State
 
 HOLD_OUT = ("persilo", "label", "map")
 """Partitions whose silos hold out their own test examples: the global test set is the official one."""
@@ -140,12 +140,6 @@ class Watch:
         self._spec = spec
         self._root = data_root
         self._all: tuple[Bench, Joined] | None = None
-
-    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
-        """Note nothing."""
-
-    def arrived(self, name: str) -> None:
-        """Note nothing."""
 
     def closed(self, record: RoundRecord, server: State) -> None:
         """Keep the state, and measure it where the record does not; the closing evaluation is over all silos."""

@@ -13,9 +13,9 @@ from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
-from fl_core.rounds.silo_round import METRICS, Bench  # noqa: E402
+from fl_core.rounds.silo_round import METRICS, Bench, SiloRound  # noqa: E402
 from fl_core.types.interfaces import SiloData  # noqa: E402
-from fl_core.types.values import Bundle, Outcome, Part, PartSpec, RoundContext, State, TaskKind  # noqa: E402
+from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State, TaskKind  # noqa: E402
 from silo.cli import foreground as serving  # noqa: E402
 from silo.service.service import Settings  # noqa: E402
 from silo.storage.home import Home  # noqa: E402
@@ -26,7 +26,7 @@ CHANGE = 1e-4
 
 def idle(
     bench: Bench, msg: State, state: State | None, data: SiloData, context: RoundContext, kind: TaskKind
-) -> Outcome:
+) -> SiloRound:
     """Answer a bundle of the run's layout at once: nearly constant tensors of weight 1, no test examples.
 
     No two updates are equal, as no two that were trained are: equal ones would be one object, in one file.
@@ -36,9 +36,10 @@ def idle(
     bundle: Bundle = {name: _part(name, _frozen(bench.layout[name])) for name in parts}
     for name in parts - {METRICS}:
         bundle[name] = _signed(bundle[name], context.round * context.n_silos + context.silo)
+    measured = bundle[METRICS]
     for guard in bench.guards:
         bundle = guard.outgoing(bundle, context.silo, context.round)
-    return Outcome(bundle, {} if state is None else state)
+    return SiloRound(bundle, {} if state is None else state, measured)
 
 
 _Frozen = tuple[tuple[tuple[str, tuple[int, ...]], ...], tuple[int, ...]]

@@ -23,25 +23,19 @@ from fl_core.errors import ConfigError
 from fl_core.errors.catalogue import EXPLANATIONS, explain_text
 from fl_core.methods import METHODS
 from fl_core.models import MODELS, ModelFacts, describe
-from fl_core.rounds.engine import RoundRecord
+from fl_core.rounds.engine import Observer, RoundRecord
 from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.ray import Cluster
-from fl_core.types.values import RoundContext, State, TaskKind
+from fl_core.types.values import State, TaskKind
 from privacy.reports import uncertainty
 from protos.console import make_table, print_json
 
 
-class _Lines:
+class _Lines(Observer):
     """One line per round on stderr, so that stdout holds the result alone."""
 
     def __init__(self, manifest: RunManifest) -> None:
         self._noise = uncertainty.run_noise(manifest)
-
-    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
-        """Note nothing."""
-
-    def arrived(self, name: str) -> None:
-        """Note nothing."""
 
     def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
         """Print the accuracy of the model that the round began with."""

@@ -10,14 +10,14 @@ from coordinator.runs.grpc_port import Base, Broadcasts
 from coordinator.runs.tasks import Interrupted
 from coordinator.storage.store import Store
 from fl_core.errors import StateError
-from fl_core.rounds.engine import RoundRecord
+from fl_core.rounds.engine import Observer, RoundRecord
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import RoundContext, State, TaskKind
 from protos.storage.object_store import ObjectStore
 
 
 @dataclass(frozen=True, slots=True)
-class Keeper:
+class Keeper(Observer):
     """The observer of one run: what is closed is on the disk before any silo hears of it."""
 
     run_id: str
@@ -29,9 +29,6 @@ class Keeper:
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         """Note the open round before anything is sent."""
         self._in_time(lambda: self.store.runs.open_round(self.run_id, context.round, kind, names))
-
-    def arrived(self, name: str) -> None:
-        """Do nothing: an arrival was noted with the receipt."""
 
     def closed(self, record: RoundRecord, server: State) -> None:
         """Store the state, close the round, tell the silos: in this order."""

@@ -150,16 +150,14 @@ class _Reporting(BestHistory):
 
     def __init__(self, tell: Observer | None, measure: AllSilos | None) -> None:
         super().__init__(measure)
-        self._tell = tell
+        self._tell = tell or Observer()
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
-        if self._tell:
-            self._tell.opened(context, kind, names)
+        self._tell.opened(context, kind, names)
 
     def closed(self, record: RoundRecord, server: State) -> None:
         super().closed(record, server)
-        if self._tell:
-            self._tell.closed(record, server)
+        self._tell.closed(record, server)
 
 
 def dealt_from(spec: RunSpec) -> str:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fl_core.errors import ConfigError, ProtocolError
+from fl_core.types.interfaces import Guard
 from fl_core.types.values import Bundle, Layout, Part, PartSpec
 
 RING64_BOUND = 2.0**24
@@ -86,7 +87,7 @@ def _frac_bits(ring: Ring, n_max: int, bound: float) -> int:
     return bits
 
 
-class FixedPoint:
+class FixedPoint(Guard):
     """The guard that encodes: at the silo when a mask follows, on arrival in a plain run."""
 
     def __init__(self, grid: Grid) -> None:
@@ -113,10 +114,6 @@ class FixedPoint:
     def _decode(self, name: str, part: Part) -> Part:
         total = {key: self.grid.decode(name, value) for key, value in part.total.items()}
         return Part(total, self.grid.decode(f"{name}.weight", part.weight))
-
-    def sensitivity(self) -> Mapping[str, float]:
-        """Report none: coding is no privacy mechanism."""
-        return {}
 
 
 def check_finite(segment: str, value: Tensor) -> None:

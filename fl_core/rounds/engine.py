@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-from fl_core.aggregation import adaptive_guards as steering
+from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import Grid
 from fl_core.errors import REASON_CHARS, FederationError, UnavailableError
@@ -31,33 +30,20 @@ class Schedule:
     quorum: int = 0
 
 
-class Observer(Protocol):
-    """What happens beside the arithmetic of a round: storage, progress. Called from the loop's own thread."""
+class Observer:
+    """What happens beside the arithmetic of a round: storage, progress; here nothing, subclasses override.
+
+    Called from the loop's own thread.
+    """
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
-        """Note that a round begins, before anything is sent."""
-        ...
+        """Hear that a round begins, before anything is sent."""
 
     def arrived(self, name: str) -> None:
-        """Note that a silo's bundle has been folded."""
-        ...
+        """Hear that a silo's bundle was added to the sum."""
 
     def closed(self, record: RoundRecord, server: State) -> None:
-        """Persist the state after the round; the next round begins when this returns."""
-        ...
-
-
-class Silent:
-    """An observer that does nothing."""
-
-    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
-        """Do nothing."""
-
-    def arrived(self, name: str) -> None:
-        """Do nothing."""
-
-    def closed(self, record: RoundRecord, server: State) -> None:
-        """Do nothing."""
+        """Keep the state after the round; the next round begins when this returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +82,8 @@ class Engine:
         names = [self.ports[k].name for k in ids]
         observer.opened(context, kind, names)
         layout = self.layout if train else {METRICS: self.layout[METRICS]}
-        own, now = steering.groups(self.incoming), steering.settings(self.incoming, server, t)
-        model = steering.without(server, own)
+        own, now = adaptive_guards.groups(self.incoming), adaptive_guards.current_settings(self.incoming, server, t)
+        model = adaptive_guards.method_state(server, own)
         server = {**model, **now}
         msg = {**self.method.broadcast(model), **now}
         total, included, missing, clipped = self._gather(msg, context, kind, ids, layout, observer)
@@ -121,7 +107,8 @@ class Engine:
         )
         if train:
             rest = {name: part for name, part in total.items() if name not in MEASURED | own}
-            server = {**self.method.merge(model, rest, context), **steering.followed(self.incoming, now, total)}
+            following = adaptive_guards.next_settings(self.incoming, now, total)
+            server = {**self.method.merge(model, rest, context), **following}
             del rest
         del total, metrics  # several times the model's bytes, which nobody needs while the state is stored
         observer.closed(record, server)
@@ -152,7 +139,7 @@ class Engine:
             included.append(name)
             observer.arrived(name)
         total = sums.total()
-        for guard in reversed(steering.told(self.incoming, msg)):
+        for guard in reversed(adaptive_guards.guards_for_round(self.incoming, msg)):
             total = guard.incoming(total, len(included), context.round)
         return total, included, missing, sums.clipped
 

@@ -56,10 +56,10 @@ class RunSetup:
         on_grid = self.manifest.grid.ring == "ring32" or self.silo_guards
         return plain | {torch.int32, torch.int64} if on_grid else plain
 
-    def silo_runtime(self, *more: Guard) -> Bench:
-        """Make what one silo works with; more: guards that come before those of the run."""
+    def silo_runtime(self) -> Bench:
+        """Make what one silo works with."""
         initial = {name: v.detach() for name, v in trees.named(self.model).items() if v.is_floating_point()}
-        return Bench(self.method, self.new_model(), self.manifest.layout, (*more, *self.silo_guards), initial)
+        return Bench(self.method, self.new_model(), self.manifest.layout, self.silo_guards, initial)
 
     def round_loop(self, ports: Sequence[SiloPort], parallel: int) -> Engine:
         """Make the round loop over given ports."""

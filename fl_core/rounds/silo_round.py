@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from fl_core.aggregation import adaptive_guards as steering
+from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.fixed_point import check_layout
 from fl_core.training.evaluation import METRICS as METRICS
 from fl_core.training.evaluation import PERSONAL, evaluate_personal
 from fl_core.training.evaluation import evaluate as evaluate
 from fl_core.types import tensor_maps as trees
 from fl_core.types.interfaces import Guard, Method, SiloData
-from fl_core.types.values import Bundle, Layout, Outcome, Part, RoundContext, State, TaskKind, Tensors
+from fl_core.types.values import Bundle, Layout, Part, RoundContext, State, TaskKind, Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,17 @@ class Bench:
         return self.model
 
 
+class SiloRound(NamedTuple):
+    """What a silo's round leaves: the bundle that may leave, its next state, and what it measured before any guard."""
+
+    bundle: Bundle
+    state: State
+    metrics: Part
+
+
 def work(
     bench: Bench, msg: State, state: State | None, data: SiloData, context: RoundContext, kind: TaskKind
-) -> Outcome:
+) -> SiloRound:
     """Evaluate what was broadcast, train if asked to, measure the personal model if the layout has it, guard all.
 
     Returns the bundle that may leave and the silo's next state, the old one where training diverged; the caller
@@ -53,8 +62,8 @@ def work(
     example is read, on a guard's setting that the plan is silent on.
     """
     method = bench.method
-    guards, theirs = steering.told(bench.guards, msg), steering.groups(bench.guards)
-    msg = steering.without(msg, theirs)
+    guards, theirs = adaptive_guards.guards_for_round(bench.guards, msg), adaptive_guards.groups(bench.guards)
+    msg = adaptive_guards.method_state(msg, theirs)
     state = method.init_silo(bench.fresh(), context) if state is None else state
     bundle: dict[str, Part] = {METRICS: measure_global(method, bench.fresh(), msg, data, context.n_classes)}
     layout = {METRICS: bench.layout[METRICS]}
@@ -70,7 +79,7 @@ def work(
     guarded: Bundle = bundle
     for guard in guards:
         guarded = guard.outgoing(guarded, context.silo, context.round)
-    return Outcome(guarded, state)
+    return SiloRound(guarded, state, bundle[METRICS])
 
 
 def measure_global(method: Method, model: nn.Module, msg: State, data: SiloData, n_classes: int) -> Part:

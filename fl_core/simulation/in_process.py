@@ -156,17 +156,11 @@ def simulate(
         torch.set_num_threads(before)
 
 
-class History:
+class History(Observer):
     """An observer that keeps the record of every round."""
 
     def __init__(self) -> None:
         self.records: list[RoundRecord] = []
-
-    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
-        """Note nothing."""
-
-    def arrived(self, name: str) -> None:
-        """Note nothing."""
 
     def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
         """Keep the record."""

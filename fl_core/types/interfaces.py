@@ -17,6 +17,7 @@ from fl_core.types.values import (
     Exposure,
     LossFn,
     Outcome,
+    Part,
     Progress,
     Query,
     RoundContext,
@@ -164,20 +165,39 @@ class Method(Protocol):
         ...
 
 
-class Guard(Protocol):
-    """One privacy or coding layer: `outgoing` at the silo, `incoming` on the sum; it never sees the method."""
+class Guard:
+    """One privacy or coding layer: `outgoing` at the silo, `incoming` on the sum; it never sees the method.
 
-    def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:
+    An adaptive guard has a public setting, which follows what earlier rounds released (adaptive_guards.py). A guard
+    without one is an adaptive guard that never moves: this class, which changes nothing.
+    """
+
+    group: ClassVar[str] = ""
+    """Names the setting's group in the state and its part in the bundle; empty without a setting."""
+
+    def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002
         """Transform one silo's bundle."""
-        ...
+        return bundle
 
-    def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:
+    def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
         """Undo it on the sum over the cohort."""
-        ...
+        return total
 
     def sensitivity(self) -> Mapping[str, float]:
         """Return the l2 sensitivity per part; empty for a guard that is no privacy mechanism."""
-        ...
+        return {}
+
+    def initial_setting(self) -> Tensors:
+        """Make the setting of round 0; empty where the plan states that nothing adapts."""
+        return {}
+
+    def with_setting(self, setting: Tensors | None) -> Guard:  # noqa: ARG002
+        """Make the guard of a round; raises RefusedError on a setting, or a lack of one, that the plan is silent on."""
+        return self
+
+    def next_setting(self, setting: Tensors, answered: Part) -> Tensors:  # noqa: ARG002
+        """Make the next round's setting from the sum of what the silos' guards answered."""
+        return setting
 
 
 class SiloPort(Protocol):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.manifest import RunManifest
 from fl_core.training.evaluation import METRICS
+from fl_core.types.interfaces import Guard
 from fl_core.types.values import Bundle, Layout, Part, Tensors
 from privacy.accounting.dry_run import SIZE, rehearse
 from privacy.noise.sources import Noise, SecureNoise, SeededNoise
@@ -39,7 +41,7 @@ _FINE_BITS = 20
 
 
 @dataclass(frozen=True)
-class SiloLevel:
+class SiloLevel(Guard):
     """The guard at the silo, and with central noise at the coordinator.
 
     noise: z of a round's update   shares: a_k of each silo   sized: parts whose weight is a_k; of others it is 1 or 0
@@ -59,17 +61,17 @@ class SiloLevel:
     scale: float
     seed: int
     told: float | None = None
-    group: str = adaptive.PART
+    group: ClassVar[str] = adaptive.PART
 
-    def start(self) -> Tensors:
+    def initial_setting(self) -> Tensors:
         """Return C_0 where the clip follows the norms; nothing where it is fixed."""
         return adaptive.start(self.terms)
 
-    def at(self, setting: Tensors | None) -> SiloLevel:
+    def with_setting(self, setting: Tensors | None) -> SiloLevel:
         """Take a round's clip; raises RefusedError (E-PRIV-19) on one that the plan does not have, or lacks."""
         return replace(self, told=adaptive.clip_of(self.terms, setting))
 
-    def follow(self, setting: Tensors, answered: Part) -> Tensors:
+    def next_setting(self, setting: Tensors, answered: Part) -> Tensors:
         """Return the next round's clip."""
         return adaptive.follow(self.terms, setting, answered)
 

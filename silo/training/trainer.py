@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 
 from fl_core import datasets
-from fl_core.aggregation import adaptive_guards as steering
+from fl_core.aggregation import adaptive_guards
 from fl_core.datasets import SiloDataset
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, StateError
 from fl_core.rounds import sampling as cohort
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest
-from fl_core.rounds.silo_round import METRICS, Bench, work
+from fl_core.rounds.silo_round import Bench, SiloRound, work
 from fl_core.training.devices import choose_device as choose_device
 from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Outcome, Progress, RoundContext, State, TaskKind
+from fl_core.types.values import Progress, RoundContext, State, TaskKind
 from privacy import profiles as plan
 from privacy.accounting.record_config import nominal
 from privacy.compiled_run import CompiledRun
@@ -35,7 +35,7 @@ from silo.training.hospital_controls import Access, Custody
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[Bench, State, State | None, SiloData, RoundContext, TaskKind], Outcome]
+Work = Callable[[Bench, State, State | None, SiloData, RoundContext, TaskKind], SiloRound]
 """A silo's whole round: `fl_core.rounds.silo_round.work`, or what a benchmark does in its place."""
 
 
@@ -66,27 +66,6 @@ class DataSource:
         return self._nominal_size
 
 
-class _Notebook:
-    """A guard that changes nothing and writes down what was measured, before anything is noised or masked."""
-
-    def __init__(self) -> None:
-        self.metrics: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
-
-    def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002
-        part = bundle[METRICS]
-        self.metrics = (
-            tuple(float(v) for v in part.total["correct"]),
-            tuple(float(v) for v in part.weight),
-        )
-        return bundle
-
-    def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
-        return total
-
-    def sensitivity(self) -> Mapping[str, float]:
-        return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Seat:
     """A silo's place in a run whose manifest fits: everything that is built once.
@@ -98,7 +77,6 @@ class Seat:
     index: int
     dataset: SiloDataset
     bench: Bench
-    notebook: _Notebook
     access: Access
     submits: bool
     broadcast: Mapping[str, object]
@@ -160,14 +138,13 @@ class Trainer:
                 f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "
                 "both sides must run the same version",
             )
-        notebook = _Notebook()
-        bench = run.silo_runtime(notebook)
+        bench = run.silo_runtime()
         bench.model.to(self.device)
         with _discreet(run.private, ConfigError, RefusedError):
             access = self._custody.access(manifest, index, dataset, self._data.nominal_size)
         submits = self._prototypes and access.submits and manifest.members[index].prototypes
         broadcast = _form(run.method.broadcast(run.initial_state()))
-        seat = Seat(manifest, index, dataset, bench, notebook, access, submits, broadcast)
+        seat = Seat(manifest, index, dataset, bench, access, submits, broadcast)
         self._seat = (policy, seat)
         return seat
 
@@ -191,7 +168,8 @@ class Trainer:
                 self._custody.note(key.run_id, error)
             raise
         self._check_broadcast(seat, msg)
-        steering.told(seat.bench.guards, msg)  # a clip of the coordinator's own is refused before anything is charged
+        # A clip of the coordinator's own is refused before anything is charged.
+        adaptive_guards.guards_for_round(seat.bench.guards, msg)
         with _threads(manifest.threads), seat.access.turn(key.run_id):
             data = seat.access.doors(
                 seat.dataset.train,
@@ -203,7 +181,8 @@ class Trainer:
             )
             with _discreet(seat.access.book is not None):
                 outcome = self._do(seat.bench, msg, state, data, context, key.kind)
-        evaluation = Evaluation(manifest.schema.classes, *seat.notebook.metrics, own_noise(manifest))
+        correct, examples = outcome.metrics.total["correct"].tolist(), outcome.metrics.weight.tolist()
+        evaluation = Evaluation(manifest.schema.classes, tuple(correct), tuple(examples), own_noise(manifest))
         return Finished(outcome.bundle, outcome.state, evaluation, seat.bench.method.mirrored)
 
     @staticmethod
@@ -212,7 +191,7 @@ class Trainer:
 
         With prototypes of one class less, for instance, a round would fail where a record of that class is there.
         """
-        found = _form(steering.without(msg, steering.groups(seat.bench.guards)))
+        found = _form(adaptive_guards.method_state(msg, adaptive_guards.groups(seat.bench.guards)))
         if found != seat.broadcast:
             apart = sorted(g for g in {*found, *seat.broadcast} if found.get(g) != seat.broadcast.get(g))
             raise ProtocolError(

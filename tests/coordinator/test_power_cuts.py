@@ -22,7 +22,7 @@ from sqlalchemy import Connection
 from coordinator.api.server import CoordinatorServer
 from coordinator.storage.database import Database
 from coordinator.storage.records import RunState
-from fl_core.rounds.engine import Silent
+from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import simulate
 from fl_core.types import tensor_maps as trees
@@ -137,7 +137,7 @@ def bury(server: CoordinatorServer) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    return trees.digest(simulate(RunSetup.of(AGREED), shares()[:2], Silent())["w"])
+    return trees.digest(simulate(RunSetup.of(AGREED), shares()[:2], Observer())["w"])
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from coordinator.storage.records import RunState
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import Grid
 from fl_core.errors import ConfigError, ProtocolError, StateError
-from fl_core.rounds.engine import Silent
+from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import simulate
 from fl_core.types import tensor_maps as trees
@@ -95,7 +95,7 @@ def test_a_run_without_its_quorum_fails_and_can_be_resumed_without_training_anew
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     agreed = manifest(rounds=2)
-    expected = simulate(RunSetup.of(agreed), shares(), Silent())
+    expected = simulate(RunSetup.of(agreed), shares(), Observer())
     willing = threading.Event()
     with running(tmp_path / "home", NAMES) as world:
         refuse = lambda offer: "" if willing.is_set() or offer.round == 0 else "not today"  # noqa: E731
@@ -174,7 +174,7 @@ def test_two_submissions_with_one_request_id_are_one_run(tmp_path: Path) -> None
 
 def test_runs_side_by_side_give_the_bits_of_runs_alone(tmp_path: Path) -> None:
     agreed = [manifest(rounds=1, seed=seed) for seed in (1, 2)]
-    expected = [simulate(RunSetup.of(a), shares(), Silent()) for a in agreed]
+    expected = [simulate(RunSetup.of(a), shares(), Observer()) for a in agreed]
     with running(tmp_path / "home", NAMES) as world:
         people = silos(world)
         runs = [world.submit(a, f"r{k}") for k, a in enumerate(agreed)]

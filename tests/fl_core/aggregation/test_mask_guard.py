@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,7 +38,7 @@ OPTIONS = {
 
 
 @dataclass(frozen=True)
-class Mask:
+class Mask(Guard):
     """Silo k adds r_k - r_(k+1 mod n): masks cancel in the sum over all silos, and nowhere before."""
 
     ring: str
@@ -58,12 +58,6 @@ class Mask:
     def _draw(self, silo: int, round: int, name: str, value: Tensor) -> Tensor:
         top = 2**32 if self.ring == "ring32" else 2**63 - 1
         return torch.randint(0, top, value.shape, generator=rng.stream(1, "mask", silo, round, name))
-
-    def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:
-        return total
-
-    def sensitivity(self) -> Mapping[str, float]:
-        return {}
 
 
 def grid_for(ring: str, run: RunManifest, bundles: Sequence[Bundle], room: float = 1.01) -> Grid:

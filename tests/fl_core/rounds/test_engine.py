@@ -14,7 +14,7 @@ from torch import nn
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds import sampling as cohort
-from fl_core.rounds.engine import RoundRecord, Silent
+from fl_core.rounds.engine import Observer, RoundRecord
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
@@ -134,7 +134,7 @@ def test_a_mirrored_silo_state_is_committed_only_when_the_round_names_the_silo(m
     ]
     spoilt = [ports[0], Failing(ports[1], [1], spoil=True), ports[2]]  # an update that was made, and was not included
     engine = replace(RunSetup.of(replace(run, layout=layout, quorum=2)).round_loop(spoilt, 1), method=method)
-    final = engine.run(method.init_server(bench.model, engine_fed(run)), Silent())
+    final = engine.run(method.init_server(bench.model, engine_fed(run)), Observer())
     rounds = final["seen"]["rounds"].flatten() / final["seen"]["weight"]
     assert rounds.tolist() == ([4, 3, 4] if mirrored else [4, 4, 4])
     assert final["seen"]["weight"].tolist() == [1, 2, 3]  # one by one, in the roster's order

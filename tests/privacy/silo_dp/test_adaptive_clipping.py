@@ -13,11 +13,11 @@ from helpers_core import manifest, same, shares
 from scipy.stats import kstest, norm
 from torch import Tensor
 
-from fl_core.aggregation.adaptive_guards import settings
+from fl_core.aggregation.adaptive_guards import current_settings
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, Grid
 from fl_core.errors import RefusedError, StateError
-from fl_core.rounds.engine import Engine, RoundRecord, Schedule
+from fl_core.rounds.engine import Engine, Observer, RoundRecord, Schedule
 from fl_core.rounds.manifest import Choice, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
@@ -90,24 +90,18 @@ class NormPort:
         length = float(torch.exp(0.5 * torch.randn((), generator=draw)))  # log-normal: its median is 1
         bundle = bundle_of(length)
         sent = bundle if kind is TaskKind.TRAIN else {"metrics": bundle["metrics"]}
-        return self.guard.at(msg[adaptive.PART]).outgoing(sent, self.index, context.round)
+        return self.guard.with_setting(msg[adaptive.PART]).outgoing(sent, self.index, context.round)
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
         pass
 
 
-class Clips:
+class Clips(Observer):
     """An observer that keeps the clip after every round."""
 
     def __init__(self) -> None:
         self.clips: list[float] = []
         self.states: list[State] = []
-
-    def opened(self, *_: object) -> None:
-        pass
-
-    def arrived(self, name: str) -> None:
-        pass
 
     def closed(self, record: RoundRecord, server: State) -> None:
         self.clips.append(float(server[adaptive.PART]["clip"]))
@@ -140,19 +134,21 @@ def test_the_clip_follows_the_target_quantile_of_the_norms(placement: str, quant
 
 def test_the_clip_moves_by_the_papers_rule() -> None:
     """Algorithm 1 by hand: 3 of 4 within C, eta 0.2, gamma 0.5, no noise worth the name."""
-    guard = guard_of(clip=2.0, bit_noise=1e-9, placement="central").at({"clip": torch.tensor(2.0)})
+    guard = guard_of(clip=2.0, bit_noise=1e-9, placement="central").with_setting({"clip": torch.tensor(2.0)})
     part = answered(guard, {k: bundle_of(size) for k, size in enumerate((0.5, 1.0, 1.9, 2.1))})
     assert float(part.weight) == 4
     assert float(part.total["within"]) == pytest.approx(0.5 * 3 - 0.5, abs=1e-6)
-    after = float(guard.follow({"clip": torch.tensor(2.0)}, part)["clip"])
+    after = float(guard.next_setting({"clip": torch.tensor(2.0)}, part)["clip"])
     assert after == pytest.approx(2.0 * math.exp(-0.2 * (0.75 - 0.5)), rel=1e-6)
     nobody = Part({"within": torch.tensor(0.0)}, torch.tensor(0.0))
-    assert float(guard.follow({"clip": torch.tensor(2.0)}, nobody)["clip"]) == 2.0
+    assert float(guard.next_setting({"clip": torch.tensor(2.0)}, nobody)["clip"]) == 2.0
 
 
 def test_brute_force_sensitivity_of_the_bit_and_of_the_update_at_the_clip_of_the_round() -> None:
     """Adding or removing any silo moves the sum of bits by 1/2, and the update by at most C_t, not by C_0."""
-    guard = guard_of(clip=5.0, placement="central", noise=1e-3, bit_noise=1e-3).at({"clip": torch.tensor(0.25)})
+    guard = guard_of(clip=5.0, placement="central", noise=1e-3, bit_noise=1e-3).with_setting(
+        {"clip": torch.tensor(0.25)}
+    )
     everyone = {k: bundle_of(size) for k, size in enumerate((0.1, 0.3, 40.0))}
 
     def sums(silos: Mapping[int, Bundle]) -> tuple[Tensor, Tensor]:
@@ -214,8 +210,8 @@ def test_a_run_carries_its_clip_in_its_state_and_resumes_with_it(placement: str)
     assert again.clips == seen.clips[1:]
     assert same(end["w"], seen.states[-1]["w"])
     with pytest.raises(StateError, match="E-STATE-46"):
-        settings(built.incoming, {"w": end["w"]}, 1)
-    assert float(settings(built.incoming, RunSetup.of(run).initial_state(), 0)[adaptive.PART]["clip"]) == 1.0
+        current_settings(built.incoming, {"w": end["w"]}, 1)
+    assert float(current_settings(built.incoming, RunSetup.of(run).initial_state(), 0)[adaptive.PART]["clip"]) == 1.0
 
 
 def test_every_round_charges_the_bit_beside_the_update() -> None:
@@ -231,7 +227,7 @@ def test_every_round_charges_the_bit_beside_the_update() -> None:
 
 def test_a_clip_that_the_plan_is_silent_on_is_refused_and_so_is_none_where_it_has_one() -> None:
     fixed = guard_of(clipping="fixed", bit_noise=0.0)
-    assert fixed.at(None).clip_at(0) == 1.0
+    assert fixed.with_setting(None).clip_at(0) == 1.0
     for guard, setting in (
         (fixed, {"clip": torch.tensor(3.0)}),
         (guard_of(), None),
@@ -241,7 +237,7 @@ def test_a_clip_that_the_plan_is_silent_on_is_refused_and_so_is_none_where_it_ha
         (guard_of(), {"clip": torch.tensor(-1.0)}),
     ):
         with pytest.raises(RefusedError, match="E-PRIV-19"):
-            guard.at(setting)
+            guard.with_setting(setting)
     with pytest.raises(RefusedError, match="E-PRIV-19"):
         guard_of().outgoing(bundle_of(1.0), 0, 0)
 
