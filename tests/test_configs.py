@@ -1,8 +1,8 @@
-"""The YAML groups agree with the dataclasses that they fill, and misspelt words are refused with the nearest one."""
+"""Choices compose to what their dataclasses and files say, and misspelt words are refused with the nearest one."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 
 from coordinator.config.hydra_config import choices, compose_spec
 from coordinator.config.run_spec import RunSpec
+from fl_core.converter import read_options
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.models import MODELS
-from fl_core.types.values import TrainConfig
 from privacy.profiles import PROFILES
 
 ROOT = Path(__file__).resolve().parents[1] / "configs"
@@ -25,33 +25,14 @@ def _yaml(path: str) -> dict[str, object]:
     return {str(k): v for k, v in raw.items()}
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_method_yaml_has_the_fields_and_defaults_of_its_dataclass(name: str) -> None:
-    found = _yaml(f"method/{name}.yaml")
-    raw = found.get("method", found)  # a method that brings a schedule has the whole configuration
-    assert isinstance(raw, dict)
-    assert raw.pop("name") == name
-    assert raw == {f.name: getattr(METHODS[name](), f.name) for f in fields(METHODS[name])}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_model_yaml_has_the_fields_and_defaults_of_its_dataclass(name: str) -> None:
-    raw = _yaml(f"model/{name}.yaml")
-    assert raw.pop("name") == name
-    values = {f.name: getattr(MODELS[name](), f.name) for f in fields(MODELS[name])}
-    assert raw == {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-
-
-def test_every_registered_name_has_a_file_and_every_file_a_registered_name() -> None:
-    assert choices("method") == sorted(METHODS)
-    assert choices("model") == sorted(MODELS)
+def test_every_registered_name_is_a_choice_with_the_defaults_of_its_dataclass() -> None:
+    for group, registry in (("method", METHODS), ("model", MODELS)):
+        assert choices(group) == sorted(registry)
+        for name, kind in registry.items():
+            options = dict(getattr(compose_spec([f"{group}={name}", "data=spiral"]), group))
+            assert options.pop("name") == name
+            assert read_options(kind, name, options) == kind()
     assert choices("privacy") == sorted(PROFILES)
-
-
-def test_train_section_has_the_fields_and_defaults_of_train_config() -> None:
-    raw = _yaml("config.yaml")["train"]
-    assert isinstance(raw, dict)
-    assert raw == {f.name: f.default for f in fields(TrainConfig)}
 
 
 def _composes(method: str, data: str) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
@@ -14,15 +17,66 @@ from omegaconf.errors import OmegaConfBaseException
 
 from coordinator.config.run_spec import RunSpec
 from fl_core.errors import ConfigError
+from fl_core.methods import METHODS
+from fl_core.models import MODELS
 from fl_core.suggest import nearest
+from fl_core.types.records import TrainConfig
+from privacy.accounting.record_config import Terms
+from privacy.profiles import PROFILES, SILO_LEVEL
+from privacy.silo_dp.config import SiloTerms
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 GROUPS = ("method", "data", "model", "federation", "privacy", "experiment", "scale")
+PARTITIONS = (
+    "hospitals6",
+    "p5c2",
+    "p10c2",
+    "p10c3",
+    "p10c5",
+    "p10c10",
+    "p10c20",
+    "p10c30",
+    "p10c50",
+    "p50c2",
+    "p50c3",
+    "p50c10",
+    "p100c3",
+    "p100c10",
+)
+"""Partitions whose name says all; `federation=p7c3` names another one."""
+
+
+def _store_dataclasses() -> None:
+    """Give Hydra the choices that need no file: a dataclass, or a name, says all of them."""
+    store = ConfigStore.instance().store
+    store("run_spec", _defaults(RunSpec) | {"train": _defaults(TrainConfig)})
+    for name, method in METHODS.items():
+        schedule = {"train": dict(method.schedule)} if method.schedule else {}
+        store(name, {"method": {"name": name, **_defaults(method)}, **schedule}, group="method", package="_global_")
+    for name, model in MODELS.items():
+        store(name, {"name": name, **_defaults(model)}, group="model")
+    for name in PROFILES:
+        options = {"dp_record": Terms, SILO_LEVEL: SiloTerms}
+        store(name, {"name": name, **(_defaults(options[name]) if name in options else {})}, group="privacy")
+    for name in PARTITIONS:
+        store(name, {"name": name, "partition_seed": 0}, group="federation")
+
+
+def _defaults(kind: type[DataclassInstance]) -> dict[str, object]:
+    found = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+
+_store_dataclasses()
 
 
 def choices(group: str) -> list[str]:
-    """List the valid names of a group."""
+    """List the valid names of a group: those of files and those of dataclasses."""
     folder = resources.files("configs") / group
-    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+    files = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    return sorted(name.removesuffix(".yaml") for name in files | set(ConfigStore.instance().repo.get(group, {})))
 
 
 def compose_spec(overrides: Sequence[str]) -> RunSpec:
@@ -58,8 +112,7 @@ def _checked(word: str) -> list[str]:
     prefix, key, value = match.groups()
     if prefix:
         raise ConfigError("E-CFG-42", f"keys can be changed, not added or removed: write {key}={value}")
-    top = re.findall(r"^([a-z_]+):", (resources.files("configs") / "config.yaml").read_text(), re.MULTILINE)
-    first, known = key.split(".")[0], [*GROUPS, *(k for k in top if k != "defaults")]
+    first, known = key.split(".")[0], {*GROUPS, *(f.name for f in fields(RunSpec))}
     if first not in known:
         raise ConfigError("E-CFG-45", f"there is no key {first!r}: {nearest(first, known)}")
     if key not in GROUPS or value in choices(key):

@@ -14,7 +14,16 @@ from fl_core.types.records import TrainConfig
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """A composed configuration. The mappings of the groups hold `name` and the options of that choice."""
+    """A composed configuration. The mappings of the groups hold `name` and the options of that choice.
+
+    name: shown instead of a generated one   cohort: silos per round, 0 for all   quorum: silos that must deliver before
+    a round closes, 0 for the whole cohort   deadline_s: seconds after which a round closes with the quorum, or the run
+    fails   prototype_share: share of the silos that submit prototypes, 0 for none   threads: CPU threads of local
+    training, 0 for the machine's own number   personal: also measure personal models (PA, PM, fairness), after every
+    round's training   silos: the roster, by name; None for every enrolled silo whose data fits.
+
+    Raises ConfigError (E-CFG-41, E-CFG-45) on a number out of range or a group without a name.
+    """
 
     method: Mapping[str, object]
     model: Mapping[str, object]

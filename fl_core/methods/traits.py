@@ -14,6 +14,8 @@ class Traits:
     has_personal_model: ClassVar[bool] = False
     has_global_model: ClassVar[bool] = True
     mirrored: ClassVar[bool] = False
+    schedule: ClassVar[Mapping[str, float]] = {}
+    """What the method changes of the default schedule (`train`); what the command line says wins."""
     without_prototypes: ClassVar[Mapping[str, str | bool] | None] = None
     """The options that turn prototypes off, for a run in which no silo submits any; None where there is no such way."""
 
