@@ -8,28 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, delete, select
+from sqlalchemy import Connection, Row, delete, select
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from coordinator.storage.database import Database
 from coordinator.storage.schema import attestations, contributions, policies
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.storage.prepared_select import Lookup
-
-_OF = Lookup(select(attestations).where(attestations.c.id == bindparam("id")))
-_NEWEST = (
-    select(attestations)
-    .join(contributions, contributions.c.id == attestations.c.id)
-    .where(contributions.c.silo == bindparam("silo"), contributions.c.received.is_not(None))
-    .order_by(contributions.c.received.desc())
-    .limit(1)
-)
-_STATED = upsert(attestations)
-_STATE = _STATED.on_conflict_do_update(
-    index_elements=["id"],
-    set_={name: _STATED.excluded[name] for name in ("policy", "seq", "head", "sealed", "restored")},
-)
-_WITHDRAW = delete(attestations).where(attestations.c.id == bindparam("id"))
+from protos.storage.sqlite import Database
 
 
 class AttestationStore:
@@ -40,13 +24,20 @@ class AttestationStore:
 
     def of(self, contribution_id: str) -> pb.Attestation | None:
         """Return what went with an update."""
-        row = self._db.lookups.first(_OF, id=contribution_id)
+        with self._db.read() as db:
+            row = db.execute(select(attestations).where(attestations.c.id == contribution_id)).first()
         return None if row is None else _message(row)
 
     def newest(self, silo: str) -> pb.Attestation | None:
         """Return what a silo stated with the newest update that was taken."""
+        newest = (
+            select(attestations)
+            .join(contributions, contributions.c.id == attestations.c.id)
+            .where(contributions.c.silo == silo, contributions.c.received.is_not(None))
+            .order_by(contributions.c.received.desc())
+        )
         with self._db.read() as db:
-            row = db.execute(_NEWEST, {"silo": silo}).first()
+            row = db.execute(newest.limit(1)).first()
         return None if row is None else _message(row)
 
     def keep_policy(self, silo: str, digest: str) -> None:
@@ -64,17 +55,24 @@ class AttestationStore:
 def attest(db: Connection, contribution_id: str, stated: pb.Attestation | None) -> None:
     """Note what goes with an update, inside a transaction that is open; it replaces what was said of it before."""
     if stated is None:
-        db.execute(_WITHDRAW, {"id": contribution_id})
+        db.execute(delete(attestations).where(attestations.c.id == contribution_id))
         return
     values = {
-        "policy": stated.policy_digest, "seq": stated.ledger_seq, "head": stated.ledger_head,
-        "sealed": stated.ledger_sealed, "restored": stated.ledger_restored,
-    }  # fmt: skip
-    db.execute(_STATE, {"id": contribution_id, **values})
+        "policy": stated.policy_digest,
+        "seq": stated.ledger_seq,
+        "head": stated.ledger_head,
+        "sealed": stated.ledger_sealed,
+        "restored": stated.ledger_restored,
+    }
+    row = upsert(attestations).values(id=contribution_id, **values)
+    db.execute(row.on_conflict_do_update(index_elements=["id"], set_=values))
 
 
 def _message(row: Row[Any]) -> pb.Attestation:
     return pb.Attestation(
-        policy_digest=row.policy, ledger_seq=row.seq, ledger_head=row.head, ledger_sealed=row.sealed,
+        policy_digest=row.policy,
+        ledger_seq=row.seq,
+        ledger_head=row.head,
+        ledger_sealed=row.sealed,
         ledger_restored=row.restored,
-    )  # fmt: skip
+    )

@@ -1,59 +1,26 @@
-"""Contributions, their receipts, and which objects are still needed. Every method is one transaction."""
+"""Contributions, their receipts, and which objects are still needed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, and_, delete, insert, select, update
 
 from coordinator.storage.attestations import attest
-from coordinator.storage.database import Database
 from coordinator.storage.records import Contribution, ObjectKind, RunState
 from coordinator.storage.runs import add_event, note_object
 from coordinator.storage.schema import contributions, objects, rounds, runs
 from fl_core.errors import ProtocolError, StateError
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.storage.prepared_select import Lookup
+from protos.storage.sqlite import Database
 
 KEEP_STATES = 2
 _OVER = (RunState.FINISHED.value, RunState.ABORTED.value)
 _OPEN_TO_SILOS = (ObjectKind.MANIFEST.value, ObjectKind.BASE.value)
 _PASSING = (ObjectKind.BASE.value, ObjectKind.BUNDLE.value)
-
-# Asked many times in a round: written once, because writing a statement takes longer than running it.
-_CONTRIBUTION = select(contributions).where(contributions.c.id == bindparam("id"))
-_KNOWN = Lookup(_CONTRIBUTION)
-_ROUND = (
-    select(rounds.c.kind, rounds.c.is_open, rounds.c.cohort, rounds.c.base_digest, runs.c.state, runs.c.manifest_digest)
-    .join(runs)
-    .where(rounds.c.run_id == bindparam("run_id"), rounds.c.round == bindparam("round"))
-)
-_ROUND_NOW = Lookup(_ROUND)
-_ANNOUNCE = insert(contributions)
-_CHANGE = update(contributions).where(contributions.c.id == bindparam("changed"))
-_COUNT = update(runs).where(runs.c.id == bindparam("counted")).values(bytes_up=runs.c.bytes_up + bindparam("more"))
-_READABLE = Lookup(
-    select(objects.c.run_id, objects.c.kind, runs.c.members)
-    .join(runs)
-    .where(objects.c.digest == bindparam("digest"))
-    .order_by(runs.c.created.desc())
-)
-_STATE = select(runs.c.state).where(runs.c.id == bindparam("run_id"))
-_MINE = (
-    select(objects.c.digest, objects.c.kind, objects.c.round, rounds.c.is_open)
-    .outerjoin(rounds, (rounds.c.run_id == objects.c.run_id) & (rounds.c.round == objects.c.round))
-    .where(objects.c.run_id == bindparam("run_id"))
-    .order_by(objects.c.round.desc())
-)
-_FORGET = delete(objects).where(
-    objects.c.digest == bindparam("digest"), objects.c.run_id == bindparam("run_id"),
-    objects.c.kind == bindparam("kind"), objects.c.round == bindparam("round"),
-)  # fmt: skip
-_NAMED = select(objects.c.digest).where(objects.c.digest.in_(bindparam("digests", expanding=True)))
 
 
 class ObjectStore:
@@ -67,19 +34,18 @@ class ObjectStore:
 
     def contribution(self, contribution_id: str) -> Contribution | None:
         """Return an announced contribution."""
-        row = self._db.lookups.first(_KNOWN, id=contribution_id)
-        return None if row is None else _announced(row._asdict())
+        with self._db.read() as db:
+            return _contribution(db, contribution_id)
 
     def announce(self, wanted: Contribution, stated: pb.Attestation | None = None) -> tuple[Contribution, bool]:
         """Note that a silo will send an object; return what is known, and whether an earlier upload must be forgotten.
 
         stated: what the silo states with it; it replaces what an earlier announcement said. Until it is committed, an
-        announced object may be replaced by another one (the silo lost its disk and trained anew). An announcement that
-        a power cut has taken is made again: a silo opens its contribution in every attempt.
+        announced object may be replaced by another one (the silo lost its disk and trained anew).
         Raises ProtocolError (E-WIRE-07) when another object was committed under this id; StateError (E-RUN-06) when
         the round is not open.
         """
-        with self._db.note() as db:
+        with self._db.write() as db:
             known = _contribution(db, wanted.id)
             if known is not None and known.receipt is not None:
                 if (known.object_digest, known.size) != (wanted.object_digest, wanted.size):
@@ -89,14 +55,14 @@ class ObjectStore:
                         f"{wanted.object_digest[:16]}: a task has one update",
                     )
                 return known, False
-            _expect_open(db.execute(_ROUND, _round_of(wanted)).first(), wanted)
+            _expect_open(db, wanted)
             attest(db, wanted.id, stated)
             if known is None:
-                db.execute(_ANNOUNCE, {**asdict(wanted), "kind": wanted.kind.value})
+                db.execute(insert(contributions).values(asdict(wanted) | {"kind": wanted.kind.value}))
                 return wanted, True
             if (known.object_digest, known.size) == (wanted.object_digest, wanted.size):
                 return known, False
-            db.execute(_CHANGE, {"changed": wanted.id, "object_digest": wanted.object_digest, "size": wanted.size})
+            _change(db, wanted.id, object_digest=wanted.object_digest, size=wanted.size)
             return wanted, True
 
     def commit(self, contribution: Contribution, received: float, receipt: bytes) -> None:
@@ -106,22 +72,23 @@ class ObjectStore:
         """
         c = contribution
         with self._db.write() as db:
-            _expect_open(db.execute(_ROUND, _round_of(c)).first(), c)
-            db.execute(_CHANGE, {"changed": c.id, "received": received, "receipt": receipt})
+            _expect_open(db, c)
+            _change(db, c.id, received=received, receipt=receipt)
             note_object(db, c.object_digest, c.run_id, ObjectKind.BUNDLE, c.round, c.size)
-            db.execute(_COUNT, {"counted": c.run_id, "more": c.size})
+            db.execute(update(runs).where(runs.c.id == c.run_id).values(bytes_up=runs.c.bytes_up + c.size))
             add_event(db, self._clock(), c.run_id, "arrived", c.round, c.silo, f"{c.size} bytes")
 
     def is_wanted(self, contribution_id: str) -> bool:
         """Tell whether an upload under way still belongs to an open round of a run that goes on."""
-        found = self.contribution(contribution_id)
-        if found is None or found.receipt is not None:
-            return False
-        try:
-            _expect_open(self._db.lookups.first(_ROUND_NOW, **_round_of(found)), found)
-        except (StateError, ProtocolError):  # closed, or open with another base than was announced
-            return False
-        return True
+        with self._db.read() as db:
+            found = _contribution(db, contribution_id)
+            if found is None or found.receipt is not None:
+                return False
+            try:
+                _expect_open(db, found)
+            except (StateError, ProtocolError):  # closed, or open with another base than was announced
+                return False
+            return True
 
     # ---- who may read what -----------------------------------------------------------------------------------------
 
@@ -130,7 +97,10 @@ class ObjectStore:
 
         silo: a member may read manifests and bases of its own runs; None (a lead) may read everything.
         """
-        for row in self._db.lookups.all(_READABLE, digest=digest):
+        named = select(objects.c.run_id, objects.c.kind, runs.c.members).join(runs).where(objects.c.digest == digest)
+        with self._db.read() as db:
+            rows = db.execute(named.order_by(runs.c.created.desc())).all()
+        for row in rows:
             if silo is None or (row.kind in _OPEN_TO_SILOS and silo in row.members):
                 return str(row.run_id)
         return None
@@ -147,39 +117,43 @@ class ObjectStore:
 
         Bundles and bases go when their round is closed or their run is over (a failed one may be resumed and keeps
         them); of the server states the newest two stay, of a run that is over the newest one. Receipts stay for ever.
-        What a power cut brings back is forgotten again the next time.
         """
-        with self._db.note() as db:
-            over = db.execute(_STATE, {"run_id": run_id}).scalar_one() in _OVER
-            mine = db.execute(_MINE, {"run_id": run_id}).all()
+        with self._db.write() as db:
+            over = db.execute(select(runs.c.state).where(runs.c.id == run_id)).scalar_one() in _OVER
+            mine = db.execute(
+                select(objects.c.digest, objects.c.kind, objects.c.round, rounds.c.is_open)
+                .outerjoin(rounds, and_(rounds.c.run_id == objects.c.run_id, rounds.c.round == objects.c.round))
+                .where(objects.c.run_id == run_id)
+                .order_by(objects.c.round.desc())
+            ).all()
             states = [row for row in mine if row.kind == ObjectKind.STATE.value]
             gone = states[1 if over else KEEP_STATES :]
             gone += [row for row in mine if row.kind in _PASSING and (over or row.is_open == 0)]
-            if not gone:
-                return
-            names = [{"digest": r.digest, "run_id": run_id, "kind": r.kind, "round": r.round} for r in gone]
-            db.execute(_FORGET, names)
+            for row in gone:
+                this = (objects.c.digest == row.digest, objects.c.kind == row.kind, objects.c.round == row.round)
+                db.execute(delete(objects).where(objects.c.run_id == run_id, *this))
             digests = {row.digest for row in gone}
-            needed = set(db.scalars(_NAMED, {"digests": list(digests)}))
+            needed = set(db.scalars(select(objects.c.digest).where(objects.c.digest.in_(list(digests)))))
         for digest in sorted(digests - needed):
             release(digest)
 
 
 def _contribution(db: Connection, contribution_id: str) -> Contribution | None:
-    row = db.execute(_CONTRIBUTION, {"id": contribution_id}).first()
-    return None if row is None else _announced(row._mapping)  # type: ignore[arg-type]  # by their names
+    row = db.execute(select(contributions).where(contributions.c.id == contribution_id)).first()
+    return None if row is None else Contribution(**{**row._mapping, "kind": TaskKind(row.kind)})
 
 
-def _announced(row: Mapping[str, Any]) -> Contribution:
-    return Contribution(**{**row, "kind": TaskKind(row["kind"])})
+def _change(db: Connection, contribution_id: str, **values: object) -> None:
+    db.execute(update(contributions).where(contributions.c.id == contribution_id).values(**values))
 
 
-def _round_of(c: Contribution) -> dict[str, object]:
-    return {"run_id": c.run_id, "round": c.round}
-
-
-def _expect_open(row: Any, c: Contribution) -> None:  # noqa: ANN401  # of `_ROUND`, None without one
+def _expect_open(db: Connection, c: Contribution) -> None:
     """Raise StateError (E-RUN-06) unless the round is open and asked this silo; E-WIRE-12 on another kind or base."""
+    row = db.execute(
+        select(rounds, runs.c.state, runs.c.manifest_digest)
+        .join(runs)
+        .where(rounds.c.run_id == c.run_id, rounds.c.round == c.round)
+    ).first()
     # The open round of a failed run still takes updates: they are there when the run is resumed.
     what = None
     if row is None:

@@ -5,34 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import Connection, Integer, RowMapping, String, bindparam, func, insert, literal_column, select, update
+from sqlalchemy import Connection, Integer, RowMapping, func, insert, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.api.authorise import Standing
-from coordinator.storage.database import Database
 from coordinator.storage.records import Certificate, DataOffer, InvitationRow, Silo
 from coordinator.storage.rosters import VERSION_OF_MEMBERSHIP as _VERSION
 from coordinator.storage.rosters import adopt, revoke_certificate
 from coordinator.storage.schema import certificates, counters, invitations, revocations, rosters, silos
 from fl_core.errors import RefusedError
 from protos.pki.roster import Revocation, Roster, SignedRoster
-from protos.storage.prepared_select import Lookup
-
-_SERIAL = select(bindparam("serial", type_=String).label("serial")).subquery()
-_REVOKED = Lookup(select(revocations.c.reason).where(revocations.c.serial == bindparam("serial")))
-_STATE = select(silos.c.state).where(silos.c.name == bindparam("name"))
-_STANDING = Lookup(
-    select(revocations.c.reason, certificates.c.name, certificates.c.first_used, certificates.c.enrolled, silos.c.state)
-    .select_from(_SERIAL)
-    .outerjoin(revocations, revocations.c.serial == _SERIAL.c.serial)
-    .outerjoin(certificates, certificates.c.serial == _SERIAL.c.serial)
-    .outerjoin(silos, silos.c.name == certificates.c.name)
-)
-"""Asked in every call and heartbeat: written once, because writing a statement takes longer than running it."""
+from protos.storage.sqlite import Database
 
 
 class MemberStore:
-    """The membership part of the store. Every method is one transaction."""
+    """The membership part of the store."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._db = database
@@ -42,8 +29,8 @@ class MemberStore:
 
     def why_revoked(self, serial: str) -> str | None:
         """Return the reason for which a certificate, of whatever role, was revoked; None when it was not."""
-        found = self._db.lookups.first(_REVOKED, serial=serial)
-        return None if found is None else str(found.reason)
+        with self._db.read() as db:
+            return _why_revoked(db, serial)
 
     def standing(self, name: str, serial: str) -> Standing:
         """Tell whether a certificate is revoked, and whether it was given to a silo of this name that is a member.
@@ -51,9 +38,16 @@ class MemberStore:
         Notes that a certificate in force is in use. The first use of one that came by an invitation ends all older ones
         of that name: their key is lost.
         """
-        held = self._db.lookups.first(_STANDING, serial=serial)
-        if held.reason is not None or held.name != name or held.state in (None, "revoked"):
-            return Standing(held.reason, member=False)
+        with self._db.read() as db:
+            reason = _why_revoked(db, serial)
+            mine = (certificates.c.serial == serial, certificates.c.name == name, silos.c.state == "member")
+            held = db.execute(
+                select(certificates.c.first_used, certificates.c.enrolled)
+                .join(silos, silos.c.name == certificates.c.name)
+                .where(*mine)
+            ).first()
+        if reason is not None or held is None:
+            return Standing(reason, member=False)
         if held.first_used is None:
             self._first_use(serial, name, bool(held.enrolled))
         return Standing(None, member=True)
@@ -87,7 +81,7 @@ class MemberStore:
     def is_member(self, name: str) -> bool:
         """Tell whether a silo is enrolled and not revoked."""
         with self._db.read() as db:
-            return db.scalar(_STATE, {"name": name}) == "member"
+            return db.scalar(select(silos.c.state).where(silos.c.name == name)) == "member"
 
     # ---- silos -----------------------------------------------------------------------------------------------------
 
@@ -239,9 +233,13 @@ class MemberStore:
             return _version(db)
 
 
-_SILOS = select(
-    silos, *(c.label(f"certificate_{c.name}") for c in certificates.c)
-).join(certificates, certificates.c.serial == silos.c.serial)  # fmt: skip
+_SILOS = select(silos, *(c.label(f"certificate_{c.name}") for c in certificates.c)).join(
+    certificates, certificates.c.serial == silos.c.serial
+)
+
+
+def _why_revoked(db: Connection, serial: str) -> str | None:
+    return db.scalar(select(revocations.c.reason).where(revocations.c.serial == serial))
 
 
 def _silo(db: Connection, name: str) -> Silo | None:
@@ -251,9 +249,11 @@ def _silo(db: Connection, name: str) -> Silo | None:
 
 def _to_silo(row: RowMapping) -> Silo:
     raw = row["data"]
-    data = DataOffer() if raw is None else DataOffer(
-        raw["name"], tuple(raw["shape"]), tuple(raw["classes"]), raw["nominal_size"]
-    )  # fmt: skip
+    data = (
+        DataOffer()
+        if raw is None
+        else DataOffer(raw["name"], tuple(raw["shape"]), tuple(raw["classes"]), raw["nominal_size"])
+    )
     held = Certificate(**{c: row[f"certificate_{c}"] for c in certificates.c.keys()})  # noqa: SIM118
     proofs = tuple((previous, signature) for previous, signature in row["proofs"])
     return Silo(

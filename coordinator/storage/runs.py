@@ -1,8 +1,4 @@
-"""Runs, their rounds and events. Every method is one transaction; what it promises is on the disk when it returns.
-
-Counts of bytes, events and the opening of a round are notes (`Database.note`): the base of a round, without which
-nothing is offered, is written after its opening and takes it to the disk.
-"""
+"""Runs, their rounds and events."""
 
 from __future__ import annotations
 
@@ -11,43 +7,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from sqlalchemy import Connection, Float, Integer, Row, String, bindparam, func, insert, select, update
+from sqlalchemy import Connection, Row, Select, func, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from coordinator.storage.database import Database
 from coordinator.storage.records import EventRow, ObjectKind, RoundRow, Run, RunState
 from coordinator.storage.schema import events, objects, rounds, runs, scores
 from fl_core.errors import ConfigError, StateError
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
-
-# Asked many times in a round: written once, because writing a statement takes longer than running it.
-_RUN = select(runs).where(runs.c.id == bindparam("run_id"))
-_SET_RUN = update(runs).where(runs.c.id == bindparam("changed"))
-_TRAFFIC = (
-    update(runs).where(runs.c.id == bindparam("counted")).values(bytes_down=runs.c.bytes_down + bindparam("more"))
-)
-_OPEN = upsert(rounds).on_conflict_do_nothing()
-_SET_ROUND = update(rounds).where(rounds.c.run_id == bindparam("of"), rounds.c.round == bindparam("number"))
-_ROUNDS = select(rounds, scores.c.personal).select_from(
-    rounds.outerjoin(scores, (scores.c.run_id == rounds.c.run_id) & (scores.c.round == rounds.c.round))
-)
-_ROUND = _ROUNDS.where(rounds.c.run_id == bindparam("run_id"), rounds.c.round == bindparam("round"))
-_CLOSED = _ROUNDS.where(rounds.c.run_id == bindparam("run_id"), rounds.c.is_open == 0).order_by(rounds.c.round)
-_EVENTS = (
-    select(events)
-    .where(events.c.run_id == bindparam("run_id"), events.c.number > bindparam("after"))
-    .order_by(events.c.number)
-)
-_OBJECT = upsert(objects).on_conflict_do_nothing()
-_EVENT = insert(events).from_select(
-    ["run_id", "number", "at", "kind", "round", "silo", "text"],
-    select(
-        bindparam("of", type_=String), func.coalesce(func.max(events.c.number), 0) + 1, bindparam("at", type_=Float),
-        bindparam("what", type_=String), bindparam("in_round", type_=Integer), bindparam("who", type_=String),
-        bindparam("said", type_=String),
-    ).where(events.c.run_id == bindparam("of")),
-)  # fmt: skip
+from protos.storage.sqlite import Database
 
 
 class RunStore:
@@ -125,16 +93,15 @@ class RunStore:
             run = _live(db, run_id)
             if run.state_object is None:
                 note_object(db, state_object, run_id, ObjectKind.STATE, 0, size)
-                db.execute(_SET_RUN, {"changed": run_id, "state_object": state_object})
-            db.execute(_SET_RUN, {"changed": run_id, "state": RunState.RUNNING.value})
+                _change_run(db, run_id, state_object=state_object)
+            _change_run(db, run_id, state=RunState.RUNNING.value)
             return _run(db, run_id)
 
     def end(self, run_id: str, state: RunState, reason: str, of: Iterable[RunState]) -> Run:
         """End a run; raises StateError (E-RUN-11) unless it is in one of the states `of`."""
         with self._db.write() as db:
             _expect(run := _run(db, run_id), of, state.value)
-            values = {"state": state.value, "reason": reason, "ended": self._clock()}
-            db.execute(_SET_RUN, {"changed": run_id, **values})
+            _change_run(db, run_id, state=state.value, reason=reason, ended=self._clock())
             self._event(db, run_id, "ended", run.closed, text=f"{state.value}: {reason}" if reason else state.value)
             return _run(db, run_id)
 
@@ -142,46 +109,57 @@ class RunStore:
         """Let a failed run wait again; raises StateError (E-RUN-11) when it has not failed."""
         with self._db.write() as db:
             _expect(run := _run(db, run_id), [RunState.FAILED], "resumed")
-            values = {"state": RunState.WAITING.value, "reason": "", "ended": 0.0}
-            db.execute(_SET_RUN, {"changed": run_id, **values})
+            _change_run(db, run_id, state=RunState.WAITING.value, reason="", ended=0.0)
             self._event(db, run_id, "submitted", run.closed, text=f"resumed after {run.closed} closed rounds")
             return _run(db, run_id)
 
     def add_traffic(self, run_id: str, down: int) -> None:
         """Count bytes that went down."""
-        with self._db.note() as db:
-            db.execute(_TRAFFIC, {"counted": run_id, "more": down})
+        with self._db.write() as db:
+            _change_run(db, run_id, bytes_down=runs.c.bytes_down + down)
 
     # ---- rounds ----------------------------------------------------------------------------------------------------
 
     def open_round(self, run_id: str, round: int, kind: TaskKind, cohort: Sequence[str]) -> None:
         """Note that a round is open; one that was open before stays open, with what it has received."""
-        with self._db.note() as db:
+        with self._db.write() as db:
             _live(db, run_id)
             values = {
-                "run_id": run_id, "round": round, "kind": kind.value, "is_open": 1, "cohort": list(cohort),
-                "base_digest": "", "base_size": 0, "correct": [], "examples": [], "included": [], "missing": {},
-                "clipped": 0, "opened": self._clock(), "closed": 0.0,
-            }  # fmt: skip
-            if db.execute(_OPEN, values).rowcount:
+                "run_id": run_id,
+                "round": round,
+                "kind": kind.value,
+                "is_open": 1,
+                "cohort": list(cohort),
+                "base_digest": "",
+                "base_size": 0,
+                "correct": [],
+                "examples": [],
+                "included": [],
+                "missing": {},
+                "clipped": 0,
+                "opened": self._clock(),
+                "closed": 0.0,
+            }
+            if db.execute(upsert(rounds).values(values).on_conflict_do_nothing()).rowcount:
                 self._event(db, run_id, "opened", round, text=f"{kind.value}: {len(cohort)} silos")
 
     def set_base(self, run_id: str, round: int, digest: str, size: int) -> None:
-        """Note what a round broadcasts; should a power cut forget it, the same state gives the same bytes again."""
-        with self._db.note() as db:
+        """Note what a round broadcasts."""
+        with self._db.write() as db:
             note_object(db, digest, run_id, ObjectKind.BASE, round, size)
-            db.execute(_SET_ROUND, {"of": run_id, "number": round, "base_digest": digest, "base_size": size})
+            _change_round(db, run_id, round, base_digest=digest, base_size=size)
 
     def round(self, run_id: str, round: int) -> RoundRow | None:
         """Return a round, open or closed."""
         with self._db.read() as db:
-            row = db.execute(_ROUND, {"run_id": run_id, "round": round}).first()
+            row = db.execute(_rounds(run_id).where(rounds.c.round == round)).first()
             return None if row is None else _to_round(row)
 
     def rounds(self, run_id: str) -> list[RoundRow]:
         """Return the closed rounds of a run, in order."""
         with self._db.read() as db:
-            return [_to_round(row) for row in db.execute(_CLOSED, {"run_id": run_id})]
+            closed = _rounds(run_id).where(rounds.c.is_open == 0).order_by(rounds.c.round)
+            return [_to_round(row) for row in db.execute(closed)]
 
     def close_round(self, run_id: str, record: RoundRecord, state: tuple[str, int] | None, model_digest: str) -> Run:
         """Close a round: its result, the server state after it (digest, size) and the run's progress, all or nothing.
@@ -192,17 +170,23 @@ class RunStore:
         train, now = record.kind is TaskKind.TRAIN, self._clock()
         with self._db.write() as db:
             run = _live(db, run_id)
-            values = {
-                "is_open": 0, "correct": record.correct, "examples": record.examples, "included": record.included,
-                "missing": dict(record.missing), "clipped": record.clipped, "closed": now,
-            }  # fmt: skip
-            db.execute(_SET_ROUND, {"of": run_id, "number": record.round, **values})
+            _change_round(
+                db,
+                run_id,
+                record.round,
+                is_open=0,
+                correct=record.correct,
+                examples=record.examples,
+                included=record.included,
+                missing=dict(record.missing),
+                clipped=record.clipped,
+                closed=now,
+            )
             if record.personal:
                 db.execute(insert(scores).values(run_id=run_id, round=record.round, personal=dict(record.personal)))
-            best = max(run.best_accuracy, record.accuracy)
             progress: dict[str, object] = {
                 "accuracy": record.accuracy,
-                "best_accuracy": best,
+                "best_accuracy": max(run.best_accuracy, record.accuracy),
                 "model_digest": model_digest,
             }
             if state is not None:
@@ -212,7 +196,7 @@ class RunStore:
                 progress["closed"] = record.round + 1
             else:
                 progress |= {"state": RunState.FINISHED.value, "ended": now}
-            db.execute(_SET_RUN, {"changed": run_id, **progress})
+            _change_run(db, run_id, **progress)
             text = f"{len(record.included)} updates" + (f", {len(record.missing)} missing" if record.missing else "")
             self._event(db, run_id, "closed", record.round, text=text)
             if not train:
@@ -229,13 +213,14 @@ class RunStore:
 
     def event(self, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
         """Add an event to a run."""
-        with self._db.note() as db:
+        with self._db.write() as db:
             self._event(db, run_id, kind, round, silo, text)
 
     def events(self, run_id: str, after: int) -> list[EventRow]:
         """Return the events of a run whose number is higher than `after`."""
         with self._db.read() as db:
-            return [EventRow(**row._mapping) for row in db.execute(_EVENTS, {"run_id": run_id, "after": after})]
+            newer = select(events).where(events.c.run_id == run_id, events.c.number > after).order_by(events.c.number)
+            return [EventRow(**row._mapping) for row in db.execute(newer)]
 
     def _event(self, db: Connection, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
         add_event(db, self._clock(), run_id, kind, round, silo, text)
@@ -245,13 +230,28 @@ def add_event(
     db: Connection, at: float, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = ""
 ) -> None:
     """Add an event inside a transaction that is open."""
-    db.execute(_EVENT, {"of": run_id, "at": at, "what": kind, "in_round": round, "who": silo, "said": text})
+    last = db.scalar(select(func.max(events.c.number)).where(events.c.run_id == run_id)) or 0
+    values = {"at": at, "kind": kind, "round": round, "silo": silo, "text": text}
+    db.execute(insert(events).values(run_id=run_id, number=last + 1, **values))
 
 
 def note_object(db: Connection, digest: str, run_id: str, kind: ObjectKind, round: int, size: int) -> None:
     """Note what an object is to a run, inside a transaction that is open; again is harmless."""
     values = {"digest": digest, "run_id": run_id, "kind": kind.value, "round": round, "size": size}
-    db.execute(_OBJECT, values)
+    db.execute(upsert(objects).values(values).on_conflict_do_nothing())
+
+
+def _change_run(db: Connection, run_id: str, **values: object) -> None:
+    db.execute(update(runs).where(runs.c.id == run_id).values(**values))
+
+
+def _change_round(db: Connection, run_id: str, round: int, **values: object) -> None:
+    db.execute(update(rounds).where(rounds.c.run_id == run_id, rounds.c.round == round).values(**values))
+
+
+def _rounds(run_id: str) -> Select[tuple[object, ...]]:
+    measured = (scores.c.run_id == rounds.c.run_id) & (scores.c.round == rounds.c.round)
+    return select(rounds, scores.c.personal).outerjoin(scores, measured).where(rounds.c.run_id == run_id)
 
 
 def _expect(run: Run, states: Iterable[RunState], verb: str) -> None:
@@ -268,7 +268,7 @@ def _live(db: Connection, run_id: str) -> Run:
 
 
 def _run(db: Connection, run_id: str) -> Run:
-    found = _to_run(db.execute(_RUN, {"run_id": run_id}).first())
+    found = _to_run(db.execute(select(runs).where(runs.c.id == run_id)).first())
     if found is None:
         raise ConfigError("E-RUN-10", f"expected the id of a run, found {run_id!r}: see `coordinator runs`")
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+
 from sqlalchemy import (
     JSON,
     Column,
@@ -17,9 +19,6 @@ from sqlalchemy import (
     UniqueConstraint,
     text,
 )
-
-VERSION = 1
-"""Written to the file's `user_version`; a file of a later version is refused."""
 
 metadata = MetaData()
 
@@ -197,3 +196,24 @@ events = Table(
     Column("text", Text, nullable=False),
     UniqueConstraint("run_id", "number"),
 )
+
+
+def _scores_and_attestations(db: sqlite3.Connection) -> None:
+    """Complete a file of version 1, which was not counted up when tables and columns were added."""
+    db.execute(
+        "CREATE TABLE IF NOT EXISTS scores (run_id VARCHAR NOT NULL REFERENCES runs (id), round INTEGER NOT NULL, "
+        "personal JSON NOT NULL, PRIMARY KEY (run_id, round))"
+    )
+    db.execute(
+        "CREATE TABLE IF NOT EXISTS attestations (id VARCHAR NOT NULL PRIMARY KEY, policy VARCHAR NOT NULL, "
+        "seq INTEGER NOT NULL, head VARCHAR NOT NULL)"
+    )
+    db.execute("CREATE TABLE IF NOT EXISTS policies (silo VARCHAR NOT NULL PRIMARY KEY, digest VARCHAR NOT NULL)")
+    there = {row[1] for row in db.execute("PRAGMA table_info(attestations)")}
+    for column, kind in (("sealed", "BLOB NOT NULL DEFAULT x''"), ("restored", "INTEGER NOT NULL DEFAULT 0")):
+        if column not in there:
+            db.execute(f"ALTER TABLE attestations ADD COLUMN {column} {kind}")
+
+
+MIGRATIONS = (_scores_and_attestations,)
+IN_EVERY_VERSION = frozenset(metadata.tables) - {"scores", "attestations", "policies"}

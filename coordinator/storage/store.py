@@ -1,4 +1,7 @@
-"""What the coordinator knows, in one file: `members`, `runs`, `objects` and `attested`, each a set of transactions."""
+"""What the coordinator knows, in one file: `members`, `runs`, `objects` and `attested`.
+
+Every method of these is one transaction, on the disk when it returns.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,20 @@ from pathlib import Path
 
 from coordinator.storage.attestations import AttestationStore
 from coordinator.storage.contributions import ObjectStore
-from coordinator.storage.database import Database
 from coordinator.storage.members import MemberStore
 from coordinator.storage.runs import RunStore
+from coordinator.storage.schema import IN_EVERY_VERSION, MIGRATIONS, metadata
+from protos.storage.sqlite import Database
 
 FILE = "coordinator.sqlite"
 
 
 class Store:
-    """The coordinator's database: safe from many threads and beside a second process."""
+    """The coordinator's database, usable from many threads and beside a second process (the command line)."""
 
     def __init__(self, home: Path, clock: Callable[[], float] = time.time) -> None:
-        self.database = Database(home / FILE)
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.database = Database(home / FILE, metadata, MIGRATIONS, IN_EVERY_VERSION)
         self.members = MemberStore(self.database, clock)
         self.runs = RunStore(self.database, clock)
         self.objects = ObjectStore(self.database, clock)

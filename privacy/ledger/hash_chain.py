@@ -1,4 +1,9 @@
-"""An append-only SQLite file whose events are chained by HMAC-SHA256 under a key outside it: a ledger's paper."""
+"""An append-only SQLite file whose events are chained by HMAC-SHA256 under a key outside it.
+
+Asked through sqlite3 itself, unlike the services' databases. Its schema is SQL for whoever audits the file, with
+triggers that keep it append-only, and is compared with the file's word by word; each connection waits for the disk as
+nothing else does (synchronous=EXTRA).
+"""
 
 from __future__ import annotations
 
@@ -18,10 +23,12 @@ from typing import NamedTuple
 
 from fl_core.errors import StateError
 from privacy.ledger import key as ledger_key
+from protos.storage.migration import migrate
 
-SCHEMA_VERSION = "2"
-UNKEYED = "1"
+SCHEMA_VERSION = 2
+UNKEYED = 1
 """The version whose events were chained by SHA-256 alone."""
+_IN_EVERY_VERSION = ("meta", "collection", "budget", "entry", "mechanism", "event")
 GENESIS = "0" * 64
 _FACTS = ("schema_version", "ledger_id", "key", "unkeyed")
 _BUSY_S = 60.0
@@ -67,21 +74,15 @@ class Chain:
         """Open or make the file. older: also a copy from before the key, where the key says that it has a later one.
 
         Raises StateError: E-BUDGET-14 without its key, E-BUDGET-07 and E-BUDGET-15 on an unkeyed file that was
-        changed, E-BUDGET-08 on an unkeyed one that was put back, E-STATE-70 on one of a later version.
+        changed, E-BUDGET-08 on an unkeyed one that was put back, E-STATE-22 on one of a newer version or another form.
         """
         self._file, self.key_file = file, key or ledger_key.beside(file)
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
             os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
         with self._damage():
-            facts = self._facts() or self._begin()
-            if facts["schema_version"] == UNKEYED:
-                self._bring_under_key(older)
-                facts = self._facts()
-            if (found := facts["schema_version"]) != SCHEMA_VERSION:
-                raise StateError(
-                    "E-STATE-70", f"expected a ledger of schema {SCHEMA_VERSION}, found {found}: use the newer software"
-                )
+            self._migrate(older)
+            facts = self._facts()
             if set(facts) != set(_FACTS):
                 raise self.changed(f"table meta holds {sorted(facts)}, not {sorted(_FACTS)}")
             self.secret = ledger_key.require(self.key_file).secret
@@ -161,34 +162,40 @@ class Chain:
 
     # ---- the file -----------------------------------------------------------------------------------------------
 
-    def _facts(self) -> dict[str, str]:
-        """Read what the file says of itself; nothing where it is new."""
-        with self._reading() as db:
-            if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
-                return {}
-            return {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
-
-    def _begin(self) -> dict[str, str]:
-        """Make the tables of a new file, unless another process just did; the key is on the disk before."""
-        ledger_key.obtain(self.key_file)
-        with self._transaction() as db:
-            if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
-                create(db, new_facts())
-        return self._facts()
-
-    def _bring_under_key(self, older: bool) -> None:
+    def _migrate(self, older: bool) -> None:
+        """Make a new file, or bring one of the version before under the key, which is on the disk before that."""
         from privacy.ledger.migration import bring_under_key
 
-        key = ledger_key.obtain(self.key_file, migrating=True)
-        if not key.migrating and not older:
-            raise StateError(
-                "E-BUDGET-08",
-                f"expected a ledger under the key {self.key_file.name}, found a copy of {self._file.name} from before "
-                "that: put the newer one back; if it is lost, accept the spending: silo ledger restore",
+        with self._reading(foreign_keys=False) as db:
+            found, key = schema_version(db), None
+            if found == 0:
+                key = ledger_key.obtain(self.key_file)
+            elif found == UNKEYED:
+                key = ledger_key.obtain(self.key_file, migrating=True)
+                if not key.migrating and not older:
+                    raise StateError(
+                        "E-BUDGET-08",
+                        f"expected a ledger under the key {self.key_file.name}, found a copy of {self._file.name} from "
+                        "before that: put the newer one back; if it is lost, accept the spending: silo ledger restore",
+                    )
+            secret = key.secret if key else b""
+            steps = [lambda db: bring_under_key(db, self._file.name, secret)]
+            # A version is a fact that the key of the chain depends on: it is written with the others.
+            migrate(
+                db,
+                lambda db: create(db, new_facts()),
+                steps,
+                _IN_EVERY_VERSION,
+                version=schema_version,
+                set_version=lambda _db, _version: None,
             )
-        with self._transaction(foreign_keys=False) as db:
-            bring_under_key(db, self._file.name, key.secret)
-        ledger_key.migrated(self.key_file, key)
+        if key and found == UNKEYED:
+            ledger_key.migrated(self.key_file, key)
+
+    def _facts(self) -> dict[str, str]:
+        """Read what the file says of itself."""
+        with self._reading() as db:
+            return {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
 
     @contextmanager
     def _damage(self) -> Iterator[None]:
@@ -248,9 +255,16 @@ def derived(secret: bytes, facts: dict[str, str]) -> bytes:
     return hmac.new(secret, said, hashlib.sha256).digest()
 
 
+def schema_version(db: sqlite3.Connection) -> int:
+    """Return the version that a file names, 0 of one without facts; raises KeyError or ValueError on wrong ones."""
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
+        return 0
+    return int(dict(db.execute("SELECT key, value FROM meta"))["schema_version"])
+
+
 def new_facts() -> dict[str, str]:
     """Say what a new file says of itself. key: of the digests of units   unkeyed: events before there was a key."""
-    return dict(zip(_FACTS, (SCHEMA_VERSION, secrets.token_hex(16), secrets.token_hex(32), "0"), strict=True))
+    return dict(zip(_FACTS, (str(SCHEMA_VERSION), secrets.token_hex(16), secrets.token_hex(32), "0"), strict=True))
 
 
 def create(db: sqlite3.Connection, facts: dict[str, str]) -> None:

@@ -20,13 +20,11 @@ from privacy.ledger.rows import digest_of_units, insert
 
 
 def bring_under_key(db: sqlite3.Connection, name: str, secret: bytes) -> None:
-    """Check an unkeyed ledger and write it anew, inside a transaction without foreign keys; others may have been first.
+    """Check an unkeyed ledger and write it anew, inside a transaction without foreign keys.
 
     Raises StateError: E-BUDGET-07 on an event that was changed, E-BUDGET-15 on rows that the events do not bear out.
     """
     facts = {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
-    if facts["schema_version"] != UNKEYED:
-        return
     events, head = _events(db, name)
     units = [(bytes(d), str(c)) for d, c in db.execute("SELECT digest, collection FROM unit_digest")]
     try:

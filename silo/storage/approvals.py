@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sqlalchemy import select
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, and_, select, update
+from sqlalchemy.dialects.sqlite import insert as upsert
 
 from fl_core.errors import ConfigError
-from silo.storage.schema import ApprovalRow
+from protos.storage.sqlite import Database
+from silo.storage.schema import approvals
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,45 +29,42 @@ class Approval:
 class Approvals:
     """Decisions on the disk; a decision is for a manifest, so that a run that changes needs a new one."""
 
-    def __init__(
-        self, begin: Callable[[], AbstractContextManager[Session]], clock: Callable[[], float] = time.time
-    ) -> None:
-        self._begin = begin
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
         self._clock = clock
 
     def ask(self, run_id: str, manifest_digest: str, name: str, about: str) -> bool | None:
         """Return the decision about a run; one that nobody was asked about waits from now on."""
-        with self._begin() as db:
-            row = db.get(ApprovalRow, (run_id, manifest_digest))
-            if row is None:
-                row = ApprovalRow(
-                    run_id=run_id, manifest_digest=manifest_digest, name=name, about=about, asked=self._clock()
-                )
-                db.add(row)
-            return row.decided
+        key = {"run_id": run_id, "manifest_digest": manifest_digest}
+        asked = upsert(approvals).values(**key, name=name, about=about, asked=self._clock())
+        with self._database.write() as db:
+            db.execute(asked.on_conflict_do_nothing())
+            return db.scalar(select(approvals.c.decided).where(_is(run_id, manifest_digest)))
 
     def waits(self, run_id: str) -> bool:
         """Tell whether a run waits for a decision."""
-        with self._begin() as db:
-            waiting = ApprovalRow.run_id == run_id, ApprovalRow.decided.is_(None)
-            return db.scalar(select(ApprovalRow).where(*waiting)) is not None
+        waiting = and_(approvals.c.run_id == run_id, approvals.c.decided.is_(None))
+        with self._database.read() as db:
+            return db.execute(select(approvals).where(waiting)).first() is not None
 
     def decide(self, run: str, approved: bool) -> Approval:
         """Decide about a run, by its id or its name; raises ConfigError (E-POLICY-08) when none like it has asked."""
-        with self._begin() as db:
-            rows = list(db.scalars(select(ApprovalRow).order_by(ApprovalRow.asked)))
+        with self._database.write() as db:
+            rows = [Approval(**row._mapping) for row in db.execute(select(approvals).order_by(approvals.c.asked))]
             found = [row for row in rows if run in (row.run_id, row.name)]
             if not found or len({row.run_id for row in found}) > 1:
                 known = ", ".join(row.run_id for row in rows if row.decided is None) or "none"
                 raise ConfigError("E-POLICY-08", f"expected one of the runs that wait ({known}), found {run!r}")
-            found[-1].decided = approved
-            return _approval(found[-1])
+            newest = replace(found[-1], decided=approved)
+            this = _is(newest.run_id, newest.manifest_digest)
+            db.execute(update(approvals).where(this).values(decided=approved))
+            return newest
 
     def all(self) -> list[Approval]:
         """List what was asked, oldest first."""
-        with self._begin() as db:
-            return [_approval(row) for row in db.scalars(select(ApprovalRow).order_by(ApprovalRow.asked))]
+        with self._database.read() as db:
+            return [Approval(**row._mapping) for row in db.execute(select(approvals).order_by(approvals.c.asked))]
 
 
-def _approval(row: ApprovalRow) -> Approval:
-    return Approval(row.run_id, row.manifest_digest, row.name, row.about, row.asked, row.decided)
+def _is(run_id: str, manifest_digest: str) -> ColumnElement[bool]:
+    return and_(approvals.c.run_id == run_id, approvals.c.manifest_digest == manifest_digest)

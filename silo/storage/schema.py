@@ -1,154 +1,93 @@
-"""The silo's database: which tables there are, and how transactions on them begin."""
+"""The tables of the silo's database. A column's default is what an insert that does not name it writes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import sqlite3
 
-from sqlalchemy import Connection, Engine, text
-from sqlalchemy.exc import DatabaseError
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy import Boolean, Column, Double, Integer, LargeBinary, MetaData, String, Table
 
-from fl_core.errors import StateError
-from protos.storage.sqlite import open_engine
+metadata = MetaData()
 
-VERSION = 3
+runs = Table(  # that this silo took part in
+    "runs",
+    metadata,
+    Column("run_id", String, primary_key=True),
+    Column("name", String, nullable=False, default=""),
+    Column("manifest_digest", String, nullable=False, default=""),
+    Column("state", String, nullable=False, default="running"),
+    Column("reason", String, nullable=False, default=""),
+    Column("started", Double, nullable=False, default=0.0),
+    Column("ended", Double),
+    Column("state_digest", String),  # what the silo keeps between rounds, as of the last committed one
+    Column("state_round", Integer),
+)
 
+bases = Table(  # models that were broadcast, kept because a task may need them again
+    "bases",
+    metadata,
+    Column("number", Integer, primary_key=True, autoincrement=True),
+    Column("run_id", String, nullable=False, index=True),
+    Column("digest", String, nullable=False),
+)
 
-class Base(DeclarativeBase):
-    """The tables of one silo."""
+tasks = Table(  # the outbox entry while the round is open, and for ever what came of it
+    "tasks",
+    metadata,
+    Column("run_id", String, primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("manifest_digest", String, nullable=False, default=""),
+    Column("base_digest", String, nullable=False, default=""),
+    Column("contribution_id", String, nullable=False, default=""),
+    Column("object_digest", String, nullable=False, default=""),
+    Column("size", Integer, nullable=False, default=0),
+    Column("state_digest", String),
+    Column("mirrored", Boolean, nullable=False, default=True),
+    Column("evaluation", String, nullable=False, default=""),
+    Column("staged", Double),
+    Column("receipt", LargeBinary),
+    Column("refused", String),
+    Column("closed", Double),
+    Column("included", Boolean),
+    Column("attested", String, nullable=False, default=""),
+)
 
+approvals = Table(  # runs that wait for the hospital's decision, or had it
+    "approvals",
+    metadata,
+    Column("run_id", String, primary_key=True),
+    Column("manifest_digest", String, primary_key=True),
+    Column("name", String, nullable=False, default=""),
+    Column("about", String, nullable=False, default=""),
+    Column("asked", Double, nullable=False, default=0.0),
+    Column("decided", Boolean),  # null: not yet
+)
 
-class RunRow(Base):
-    """A run that this silo took part in. state_*: what the silo keeps between rounds, as of the last committed one."""
-
-    __tablename__ = "runs"
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    name: Mapped[str] = mapped_column(default="")
-    manifest_digest: Mapped[str] = mapped_column(default="")
-    state: Mapped[str] = mapped_column(default="running")
-    reason: Mapped[str] = mapped_column(default="")
-    started: Mapped[float] = mapped_column(default=0.0)
-    ended: Mapped[float | None] = mapped_column(default=None)
-    state_digest: Mapped[str | None] = mapped_column(default=None)
-    state_round: Mapped[int | None] = mapped_column(default=None)
-
-
-class BaseRow(Base):
-    """A model that was broadcast, kept because a task may need it again."""
-
-    __tablename__ = "bases"
-    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
-    run_id: Mapped[str] = mapped_column(index=True)
-    digest: Mapped[str]
-
-
-class TaskRow(Base):
-    """A task: its outbox entry while the round is open, and for ever what came of it."""
-
-    __tablename__ = "tasks"
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    round: Mapped[int] = mapped_column(primary_key=True)
-    kind: Mapped[str] = mapped_column(primary_key=True)
-    manifest_digest: Mapped[str] = mapped_column(default="")
-    base_digest: Mapped[str] = mapped_column(default="")
-    contribution_id: Mapped[str] = mapped_column(default="")
-    object_digest: Mapped[str] = mapped_column(default="")
-    size: Mapped[int] = mapped_column(default=0)
-    state_digest: Mapped[str | None] = mapped_column(default=None)
-    mirrored: Mapped[bool] = mapped_column(default=True)
-    evaluation: Mapped[str] = mapped_column(default="")
-    staged: Mapped[float | None] = mapped_column(default=None)
-    receipt: Mapped[bytes | None] = mapped_column(default=None)
-    refused: Mapped[str | None] = mapped_column(default=None)
-    closed: Mapped[float | None] = mapped_column(default=None)
-    included: Mapped[bool | None] = mapped_column(default=None)
-    attested: Mapped[str] = mapped_column(default="")
-
-
-class ApprovalRow(Base):
-    """A run that waits for the hospital's decision, or had it. decided: None, approved or denied."""
-
-    __tablename__ = "approvals"
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    manifest_digest: Mapped[str] = mapped_column(primary_key=True)
-    name: Mapped[str] = mapped_column(default="")
-    about: Mapped[str] = mapped_column(default="")
-    asked: Mapped[float] = mapped_column(default=0.0)
-    decided: Mapped[bool | None] = mapped_column(default=None)
+contact = Table(  # the last session with the coordinator: one row
+    "contact",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("address", String, nullable=False, default=""),
+    Column("software", String, nullable=False, default=""),
+    Column("since", Double),
+    Column("until", Double),
+    Column("why", String, nullable=False, default=""),
+)
 
 
-class ContactRow(Base):
-    """The last session with the coordinator (one row)."""
-
-    __tablename__ = "contact"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    address: Mapped[str] = mapped_column(default="")
-    software: Mapped[str] = mapped_column(default="")
-    since: Mapped[float | None] = mapped_column(default=None)
-    until: Mapped[float | None] = mapped_column(default=None)
-    why: Mapped[str] = mapped_column(default="")
+def _mirrored(db: sqlite3.Connection) -> None:
+    """Tell states apart: what was staged before is discarded unless it is included."""
+    db.execute("ALTER TABLE tasks ADD COLUMN mirrored BOOLEAN NOT NULL DEFAULT 1")
 
 
-runs, bases, tasks, contact = (Base.metadata.tables[name] for name in ("runs", "bases", "tasks", "contact"))
-"""What statements are written over: a session around a row costs several times what SQLite does with it."""
+def _attested_and_approvals(db: sqlite3.Connection) -> None:
+    """Keep what the hospital states with its updates, and which runs it decides about."""
+    db.execute("ALTER TABLE tasks ADD COLUMN attested VARCHAR NOT NULL DEFAULT ''")
+    db.execute(
+        "CREATE TABLE approvals (run_id VARCHAR NOT NULL, manifest_digest VARCHAR NOT NULL, name VARCHAR NOT NULL, "
+        "about VARCHAR NOT NULL, asked DOUBLE NOT NULL, decided BOOLEAN, PRIMARY KEY (run_id, manifest_digest))"
+    )
 
 
-def open_database(path: Path) -> Engine:
-    """Open or create the database; raises StateError (E-STATE-62) on a damaged file or one of a newer version.
-
-    Guarantees: a transaction that was committed survives a crash of the machine (WAL, synchronous=FULL).
-    """
-    engine = open_engine(path, "FULL")
-    try:
-        with begin(engine) as connection:
-            found = int(connection.execute(text("PRAGMA user_version")).scalar_one())
-            if found > VERSION:
-                raise StateError(
-                    "E-STATE-62",
-                    f"expected {path} of version {VERSION} or older, found version {found}: a newer `silo` wrote it; "
-                    "use that one again, or upgrade this one",
-                )
-            Base.metadata.create_all(connection)
-            if found == 1:  # before states were told apart: what it had staged is discarded unless it is included
-                connection.execute(text("ALTER TABLE tasks ADD COLUMN mirrored BOOLEAN NOT NULL DEFAULT 1"))
-            if found in (1, 2):  # before updates carried what the hospital states with them
-                connection.execute(text("ALTER TABLE tasks ADD COLUMN attested VARCHAR NOT NULL DEFAULT ''"))
-            connection.execute(text(f"PRAGMA user_version = {VERSION}"))
-    except DatabaseError as error:
-        raise StateError(
-            "E-STATE-62",
-            f"expected the silo's database in {path}, found a file that SQLite cannot use ({error.orig}): restore it "
-            "from a backup, or move it away and serve again (open rounds are then trained anew)",
-        ) from error
-    return engine
-
-
-def for_notes(path: Path) -> Engine:
-    """Open a database that is there for transactions that wait for no disk: a later one of `open_database` takes them.
-
-    Guarantees: they survive the end of the process, however it ends; a crash of the machine may take the last of them.
-    """
-    return open_engine(path, "NORMAL")
-
-
-@contextmanager
-def reading(engine: Engine) -> Iterator[Connection]:
-    """Open a transaction that only reads: it sees one moment, and waits for no writer that waits for the disk."""
-    with engine.begin() as connection:
-        connection.exec_driver_sql("BEGIN")
-        yield connection
-
-
-@contextmanager
-def begin(engine: Engine) -> Iterator[Connection]:
-    """Open a transaction that no other writer is inside, in this process or another."""
-    with engine.begin() as connection:
-        lock(connection)
-        yield connection
-
-
-def lock(connection: Connection) -> None:
-    """Begin in the database what SQLAlchemy has begun in memory; without an event, which slows every statement."""
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
+MIGRATIONS = (_mirrored, _attested_and_approvals)
+IN_EVERY_VERSION = frozenset(metadata.tables) - {"approvals"}

@@ -1,6 +1,4 @@
-"""What a silo remembers between restarts. Every method is one transaction: done, or not begun.
-
-What it returns from is on the disk, but for a further base of a known run: that goes there with the next one.
+"""What a silo remembers between restarts. Every method is one transaction, on the disk when it returns.
 
 A task goes through three transitions, each idempotent: `stage` (the update and the next state are on disk), `deliver`
 (the coordinator's signed receipt is here), `close` (the state is committed or discarded, the outbox entry is gone).
@@ -13,24 +11,23 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Row, event, func, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Table, and_, delete, func, insert, or_, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
-from sqlalchemy.orm import sessionmaker
 
 from fl_core.types.enums import TaskKind
 from privacy.reports.uncertainty import EvaluationNoise
-from protos.storage.prepared_select import Lookups
+from protos.storage.sqlite import Database
 from protos.wire.tasks import TaskKey
-from silo.storage import queries as statements
 from silo.storage.approvals import Approvals
-from silo.storage.schema import begin, contact, for_notes, lock, open_database, reading, runs, tasks
+from silo.storage.schema import IN_EVERY_VERSION, MIGRATIONS, bases, contact, metadata, runs, tasks
 from silo.storage.tasks import Attested, Entry, Evaluation, further
 
 ENDED_RUNS = 3
+BASES_PER_RUN = 2
+_IS_OPEN = and_(tasks.c.closed.is_(None), tasks.c.staged.is_not(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +69,13 @@ class Store:
     """The silo's database, usable from every thread, and read by `silo status` while a service runs."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self._engine = open_database(path)
-        self._notes = for_notes(path)
-        self._begin, self._note = partial(begin, self._engine), partial(begin, self._notes)
-        self._read, self._lookups = partial(reading, self._engine), Lookups(path)
+        self.database = Database(path, metadata, MIGRATIONS, IN_EVERY_VERSION)
+        self.approvals = Approvals(self.database, clock)
         self._clock = clock
-        sessions = sessionmaker(self._engine, expire_on_commit=False)
-        event.listen(sessions, "after_begin", lambda _session, _transaction, connection: lock(connection))
-        self.approvals = Approvals(sessions.begin, clock)
 
     def close_database(self) -> None:
-        """Give the file back."""
-        self._engine.dispose()
-        self._notes.dispose()
-        self._lookups.close()
+        """Close all connections."""
+        self.database.close()
 
     # ---- runs and what they need -------------------------------------------------------------------------------
 
@@ -93,57 +83,73 @@ class Store:
         """Remember a run and that a base of it is needed: the newest two are; a run that had ended is running again.
 
         base_digest: empty before round 0.
-        A base of a known run is not on the disk at once: if a power cut takes it, it is offered and fetched again.
         """
-        here = {"run_id": run_id}
-        with self._note() if self.manifest_of(run_id) == manifest_digest else self._begin() as db:
-            known = {"name": name, "manifest_digest": manifest_digest, "started": self._clock()}
-            db.execute(statements.RUNNING, here | known)
-            if base_digest and db.scalar(statements.NEWEST_BASE, here) != base_digest:
-                db.execute(statements.ADD_BASE, here | {"digest": base_digest})
-                db.execute(statements.DROP_BASES, here)
+        newest = select(bases).where(bases.c.run_id == run_id).order_by(bases.c.number.desc())
+        with self.database.write() as db:
+            known = {"name": name, "manifest_digest": manifest_digest}
+            row = upsert(runs).values(run_id=run_id, started=self._clock(), **known)
+            again = known | {"state": "running", "reason": "", "ended": None}
+            db.execute(row.on_conflict_do_update(index_elements=["run_id"], set_=again))
+            last = db.execute(newest).first()
+            if base_digest and (last is None or last.digest != base_digest):
+                db.execute(insert(bases).values(run_id=run_id, digest=base_digest))
+                for old in db.execute(newest.offset(BASES_PER_RUN)).all():
+                    db.execute(delete(bases).where(bases.c.number == old.number))
 
     def manifest_of(self, run_id: str) -> str | None:
         """Return the digest of the manifest under which this silo knows a run."""
-        row = self._lookups.first(statements.RUN, run_id=run_id)
-        return row.manifest_digest or None if row else None
+        with self.database.read() as db:
+            return db.scalar(select(runs.c.manifest_digest).where(runs.c.run_id == run_id)) or None
 
     def committed(self, run_id: str) -> tuple[str, int] | None:
         """Return the digest of a run's silo state and the round it is from; None before the first commit."""
-        row = self._lookups.first(statements.RUN, run_id=run_id)
+        with self.database.read() as db:
+            row = db.execute(select(runs).where(runs.c.run_id == run_id)).first()
         if row is None or row.state_digest is None or row.state_round is None:
             return None
         return row.state_digest, row.state_round
 
     def end_run(self, run_id: str, state: str, reason: str) -> None:
         """Note a run's end; an aborted or failed run takes its open tasks with it, unincluded."""
-        with self._begin() as db:
+        with self.database.write() as db:
             now = self._clock()
             ended = {"state": state, "reason": reason, "ended": func.coalesce(runs.c.ended, now)}
             # There is none of a run of others, or of one that ended before this silo had a task in it.
             db.execute(update(runs).where(runs.c.run_id == run_id).values(ended))
             if state != "finished":  # a finished run has closed all its rounds, and says so for each
-                still_open = update(tasks).where(statements.IS_OPEN, tasks.c.run_id == run_id)
+                still_open = update(tasks).where(_IS_OPEN, tasks.c.run_id == run_id)
                 db.execute(still_open.values(closed=now, included=False))
 
     # ---- tasks -------------------------------------------------------------------------------------------------
 
     def stage(self, entry: Entry, evaluation: Evaluation) -> None:
         """Take a finished update into the outbox; its files are on disk already."""
-        written = {"attested": json.dumps(entry.attested), "evaluation": json.dumps(asdict(evaluation))}
-        made = {name: getattr(entry, name) for name in statements.STAGED}
-        with self._begin() as db:
-            db.execute(statements.STAGE, {**_primary(entry.key), **made, **written, "staged": self._clock()})
+        values = {
+            "manifest_digest": entry.manifest_digest,
+            "base_digest": entry.base_digest,
+            "contribution_id": entry.contribution_id,
+            "object_digest": entry.object_digest,
+            "size": entry.size,
+            "state_digest": entry.state_digest,
+            "mirrored": entry.mirrored,
+            "attested": json.dumps(entry.attested),
+            "evaluation": json.dumps(asdict(evaluation)),
+            "staged": self._clock(),
+            "receipt": None,
+            "refused": None,
+        }
+        with self.database.write() as db:
+            _put(db, tasks, _primary(entry.key), values, where=tasks.c.closed.is_(None))
 
     def deliver(self, key: TaskKey, receipt: bytes) -> None:
         """Keep the signed receipt of a task."""
-        with self._begin() as db:
-            db.execute(statements.DELIVER, {**_primary(key), "receipt": receipt, "refused": None})
+        with self.database.write() as db:
+            _put(db, tasks, _primary(key), {"receipt": receipt, "refused": None})
 
     def refuse(self, key: TaskKey, why: str) -> None:
         """Note that the coordinator will not take this update: it is not sent again, and waits for the close."""
-        with self._begin() as db:
-            db.execute(statements.REFUSE, {**_primary(key), "refused": why})
+        with self.database.write() as db:
+            _put(db, tasks, _primary(key), {"refused": why})
 
     def close(self, key: TaskKey, included: bool) -> bool:
         """Commit or discard what was staged; return False when the round was closed before.
@@ -151,40 +157,45 @@ class Store:
         A state that the server mirrors in a sum is discarded unless its bundle was included; any other is kept.
         Guarantees: a close seen twice changes nothing; a state never replaces that of a later round.
         """
-        with self._begin() as db:
+        with self.database.write() as db:
             row = _task(db, key)
             if row is not None and row.closed is not None:
                 return False
             now = self._clock()
-            db.execute(statements.CLOSE, {**_primary(key), "closed": now, "included": included})
+            _put(db, tasks, _primary(key), {"closed": now, "included": included})
             if row is not None and row.state_digest is not None and (included or not row.mirrored):
                 state = {"state_digest": row.state_digest, "state_round": key.round}
-                db.execute(statements.COMMIT, {"run_id": key.run_id, "started": now, **state})
+                earlier = or_(runs.c.state_round.is_(None), runs.c.state_round < key.round)
+                commit = upsert(runs).values(run_id=key.run_id, started=now, **state)
+                db.execute(commit.on_conflict_do_update(index_elements=["run_id"], set_=state, where=earlier))
             return True
 
     def entry(self, key: TaskKey) -> Entry | None:
         """Return the outbox entry of a task whose round is open."""
-        row = self._lookups.first(statements.TASK_NOW, **_primary(key))
+        with self.database.read() as db:
+            row = _task(db, key)
         return _entry(row) if row and row.closed is None and row.staged is not None else None
 
     def outbox(self) -> list[Entry]:
         """Return all outbox entries, oldest first."""
-        return [_entry(row) for row in self._lookups.all(statements.OUTBOX_NOW)]
+        with self.database.read() as db:
+            return [_entry(row) for row in db.execute(select(tasks).where(_IS_OPEN).order_by(tasks.c.staged))]
 
     def closed(self, key: TaskKey) -> bool:
         """Tell whether a round's close was seen."""
-        row = self._lookups.first(statements.TASK_NOW, **_primary(key))
+        with self.database.read() as db:
+            row = _task(db, key)
         return row is not None and row.closed is not None
 
     def unproven(self) -> list[Entry]:
         """Return the tasks that were included but whose receipt was lost with a connection."""
         lost = tasks.c.included.is_(True), tasks.c.receipt.is_(None), tasks.c.contribution_id != ""
-        with self._read() as db:
+        with self.database.read() as db:
             return [_entry(row) for row in db.execute(select(tasks).where(*lost))]
 
     def attested(self) -> list[Attested]:
         """Return all that went with updates of this silo, the furthest end of the ledger first."""
-        with self._read() as db:
+        with self.database.read() as db:
             found = db.scalars(select(tasks.c.attested).where(tasks.c.attested != ""))
             return sorted((Attested(*json.loads(row)) for row in found), key=further, reverse=True)
 
@@ -200,49 +211,72 @@ class Store:
         Manifest and bases of running runs, bundles and staged states of open rounds, committed states; of ended runs
         the state and manifest of the newest three, which hold the silo's personal part of the model.
         """
-        with self._read() as db:
-            known = db.execute(statements.RUNS).all()
+        with self.database.read() as db:
+            known = db.execute(select(runs)).all()
             ended = sorted((r for r in known if r.ended is not None), key=lambda r: r.ended)
             kept = [r for r in known if r.ended is None] + ended[-ENDED_RUNS:]
             digests = {d for r in kept for d in (r.manifest_digest, r.state_digest) if d}
-            digests |= set(db.scalars(statements.BASES_IN_USE))
-            for task in db.execute(statements.OUTBOX):
+            digests |= set(
+                db.scalars(
+                    select(bases.c.digest).join(runs, runs.c.run_id == bases.c.run_id).where(runs.c.ended.is_(None))
+                )
+            )
+            for task in db.execute(select(tasks).where(_IS_OPEN)):
                 digests |= {task.object_digest} | ({task.state_digest} if task.state_digest else set())
             return digests
 
     def met(self, address: str, software: str) -> None:
         """Note that a session began."""
         now = {"address": address, "software": software, "since": self._clock(), "until": None, "why": ""}
-        with self._begin() as db:
-            db.execute(upsert(contact).values(id=1, **now).on_conflict_do_update(index_elements=["id"], set_=now))
+        with self.database.write() as db:
+            _put(db, contact, {"id": 1}, now)
 
     def parted(self, why: str) -> None:
         """Note that the session ended, or could not be opened."""
-        row = upsert(contact).values(id=1, until=self._clock(), why=why)
-        ended = {"until": func.coalesce(contact.c.until, row.excluded.until), "why": why}
-        with self._begin() as db:
+        now = self._clock()
+        row = upsert(contact).values(id=1, until=now, why=why)
+        ended = {"until": func.coalesce(contact.c.until, now), "why": why}
+        with self.database.write() as db:
             db.execute(row.on_conflict_do_update(index_elements=["id"], set_=ended))
 
     def contact(self) -> Contact | None:
         """Return the last session, None before the first."""
-        with self._read() as db:
+        with self.database.read() as db:
             row = db.execute(select(contact).where(contact.c.id == 1)).first()
             return Contact(row.address, row.software, row.since, row.until, row.why) if row else None
 
     def history(self) -> list[RunRecord]:
         """Return all runs with their tasks, oldest first."""
-        with self._read() as db:
+        with self.database.read() as db:
             done = [_record(row) for row in db.execute(select(tasks).order_by(tasks.c.run_id, tasks.c.round))]
             return [
-                RunRecord(r.run_id, r.name, r.state, r.reason, r.state_round,
-                          tuple(t for t in done if t.key.run_id == r.run_id))
+                RunRecord(
+                    r.run_id,
+                    r.name,
+                    r.state,
+                    r.reason,
+                    r.state_round,
+                    tuple(t for t in done if t.key.run_id == r.run_id),
+                )
                 for r in db.execute(select(runs).order_by(runs.c.started))
-            ]  # fmt: skip
+            ]
 
     def receipts(self) -> list[bytes]:
         """Return all receipts as they were signed."""
-        with self._read() as db:
+        with self.database.read() as db:
             return [row for row in db.scalars(select(tasks.c.receipt).where(tasks.c.receipt.is_not(None))) if row]
+
+
+def _put(
+    db: Connection,
+    table: Table,
+    key: Mapping[str, object],
+    values: Mapping[str, object],
+    where: ColumnElement[bool] | None = None,
+) -> None:
+    """Write a row, or these values to the row that is there, unless `where` forbids it."""
+    row = upsert(table).values(**key, **values)
+    db.execute(row.on_conflict_do_update(index_elements=list(key), set_=values, where=where))
 
 
 def _primary(key: TaskKey) -> dict[str, object]:
@@ -250,7 +284,8 @@ def _primary(key: TaskKey) -> dict[str, object]:
 
 
 def _task(db: Connection, key: TaskKey) -> Row[tuple[object, ...]] | None:
-    return db.execute(statements.TASK, _primary(key)).first()
+    here = (tasks.c.run_id == key.run_id, tasks.c.round == key.round, tasks.c.kind == key.kind.value)
+    return db.execute(select(tasks).where(*here)).first()
 
 
 def _key(row: Row[tuple[object, ...]]) -> TaskKey:
@@ -259,10 +294,18 @@ def _key(row: Row[tuple[object, ...]]) -> TaskKey:
 
 def _entry(row: Row[tuple[object, ...]]) -> Entry:
     return Entry(
-        _key(row), row.manifest_digest, row.base_digest, row.contribution_id, row.object_digest, row.size,
-        row.state_digest, row.receipt, row.refused, row.mirrored,
+        _key(row),
+        row.manifest_digest,
+        row.base_digest,
+        row.contribution_id,
+        row.object_digest,
+        row.size,
+        row.state_digest,
+        row.receipt,
+        row.refused,
+        row.mirrored,
         Attested(*json.loads(row.attested)) if row.attested else Attested(),
-    )  # fmt: skip
+    )
 
 
 def _record(row: Row[tuple[object, ...]]) -> TaskRecord:

@@ -13,7 +13,7 @@ import pytest
 from coordinator.api.messages import round_info
 from coordinator.console import personal_text, round_json
 from coordinator.storage.records import Certificate, Contribution, EventRow, InvitationRow, Run, RunState
-from coordinator.storage.store import FILE, Store
+from coordinator.storage.store import Store
 from fl_core.errors import ConfigError, ProtocolError, RefusedError, StateError
 from fl_core.rounds.engine import RoundRecord
 from fl_core.types.values import TaskKind
@@ -221,19 +221,6 @@ def test_what_is_stated_with_an_announcement_replaces_what_was_stated_before(sto
     assert store.attested.of("c") == store.attested.newest("north") == stated[0]
 
 
-def test_a_file_from_before_sealed_figures_gets_the_columns_for_them(tmp_path: Path) -> None:
-    import sqlite3
-
-    Store(tmp_path, Clock()).close()
-    with sqlite3.connect(tmp_path / FILE) as db:
-        for column in ("sealed", "restored"):
-            db.execute(f"ALTER TABLE attestations DROP COLUMN {column}")
-        db.execute("INSERT INTO attestations VALUES('c','p',3,'h')")
-    again = Store(tmp_path, Clock())
-    assert again.attested.of("c") == pb.Attestation(policy_digest="p", ledger_seq=3, ledger_head="h")
-    again.close()
-
-
 def test_events_are_numbered_from_one_for_each_run(store: Store) -> None:
     opened(store)
     store.runs.add(run_of("run-0002", "r2"), 2)
@@ -288,16 +275,3 @@ def test_who_may_read_an_object(store: Store) -> None:
     assert store.objects.readable("b" * 64, "west") is None
     assert store.objects.readable("0" * 64, "north") is None  # a server state is no silo's business
     assert store.objects.readable("0" * 64, None) == "run-0001"
-
-
-def test_a_file_that_is_no_database_or_of_a_later_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(b"this is no database, whatever its name says")
-    with pytest.raises(StateError, match="E-STATE-22"):
-        Store(tmp_path)
-    (tmp_path / FILE).unlink()
-    store = Store(tmp_path)
-    with store.database.write() as db:
-        db.exec_driver_sql("PRAGMA user_version = 99")
-    store.close()
-    with pytest.raises(StateError, match="newer version"):
-        Store(tmp_path)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from helpers_outbox import B, key, opened, stage, value
-from sqlalchemy import event
+from sqlalchemy import Connection
 
 from protos.wire import codec
 from silo.storage.store import Store
@@ -24,7 +26,15 @@ class Snapshots:
         patch.setattr(
             Path, "replace", lambda a, b: (self.take("before rename"), replace(a, b), self.take("renamed"))[1]
         )
-        event.listen(store._engine, "commit", lambda _: self.take("before commit"))
+        write = store.database.write
+
+        @contextmanager
+        def watched() -> Iterator[Connection]:
+            with write() as db:
+                yield db
+                self.take("before commit")
+
+        patch.setattr(store.database, "write", watched)
 
     def take(self, what: str) -> None:
         target = self.into / f"{len(self.taken)}"

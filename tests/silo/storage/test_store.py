@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sqlite3
 import stat
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 from helpers_outbox import FACTS, B, M, finished, key, opened, stage, value
@@ -19,7 +15,6 @@ from protos.wire import codec
 from protos.wire.tasks import TaskKey
 from silo.storage.outbox import Outbox
 from silo.storage.store import Store
-from silo.storage.tasks import Attested
 
 
 @pytest.mark.parametrize(("included", "mirrored", "left"), [
@@ -44,24 +39,6 @@ def test_a_run_that_ends_before_its_close_discards_every_state(tmp_path):
     outbox.store.note_run("run-1", "r", M, B)
     outbox.store.end_run("run-1", "failed", "too few")
     assert value(outbox) is None
-
-
-@pytest.mark.parametrize("found", [1, 2])
-def test_a_database_of_a_version_before_is_taken_over(tmp_path, found):
-    outbox = opened(tmp_path)
-    stage(outbox)
-    outbox.store.close_database()
-    with sqlite3.connect(tmp_path / "silo.db") as db:
-        db.execute("ALTER TABLE tasks DROP COLUMN attested")
-        if found == 1:
-            db.execute("ALTER TABLE tasks DROP COLUMN mirrored")
-        db.execute(f"PRAGMA user_version = {found}")
-    db.close()
-    again = opened(tmp_path)
-    assert again.store.outbox()[0].mirrored
-    assert again.store.outbox()[0].attested == Attested()
-    again.store.close(key(), included=False)
-    assert value(again) is None
 
 
 def test_a_close_seen_twice_is_harmless(tmp_path):
@@ -203,56 +180,3 @@ def test_files_are_for_their_owner_alone(tmp_path):
     entry = stage(outbox)
     assert stat.S_IMODE(outbox.objects.folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(outbox.objects.path(entry.object_digest).stat().st_mode) == 0o600
-
-
-def test_a_file_that_is_no_database_is_an_error_with_a_way_back(tmp_path):
-    (tmp_path / "silo.db").write_bytes(b"not a database" * 1000)
-    with pytest.raises(StateError, match="E-STATE-62"):
-        Store(tmp_path / "silo.db")
-
-
-def test_a_database_of_a_newer_version_is_left_alone(tmp_path):
-    store = Store(tmp_path / "silo.db")
-    store.close_database()
-    with sqlite3.connect(tmp_path / "silo.db") as db:
-        db.execute("PRAGMA user_version = 99")
-    with pytest.raises(StateError, match="version 99"):
-        Store(tmp_path / "silo.db")
-
-
-def test_commits_are_synchronous(tmp_path):
-    store = Store(tmp_path / "silo.db")
-    with store._engine.connect() as connection:
-        assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
-        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
-    with store._note() as connection:  # a further base of a known run alone
-        assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 1
-
-
-def test_a_read_does_not_wait_for_a_writer(tmp_path):
-    store = Store(tmp_path / "silo.db")
-    store.note_run("run", "name", "m" * 64, "b" * 64)
-    with store._begin() as writing:
-        writing.exec_driver_sql("UPDATE runs SET name = 'other'")
-        assert store.manifest_of("run") == "m" * 64
-        assert store.history()[0].name == "name"
-    assert store.history()[0].name == "other"
-
-
-NOTED = """
-import os, sys
-from pathlib import Path
-from silo.storage.store import Store
-
-store = Store(Path(sys.argv[1]))
-for base in "bc":
-    store.note_run("run", "name", "m" * 64, base * 64)
-os._exit(0)
-"""
-
-
-def test_a_note_survives_the_end_of_the_process_however_it_ends(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", NOTED, str(tmp_path / "silo.db")], check=True)
-    store = Store(tmp_path / "silo.db")
-    assert {"b" * 64, "c" * 64} <= store.referenced()
-    store.close_database()
