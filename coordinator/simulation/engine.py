@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator.simulation.state_files import FileStateStore
 from fl_core.errors import ConfigError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import SiloShare, simulate
 from fl_core.simulation.ray import Cluster, simulate_ray
-from fl_core.simulation.silo_states import InFiles, InMemory
+from fl_core.simulation.silo_states import InMemory
 from fl_core.training.devices import choose_device, deterministic
 from fl_core.types.interfaces import Doors
 from fl_core.types.values import State
@@ -42,7 +43,7 @@ class How:
         """
         if self.engine not in ENGINES:
             raise ConfigError("E-CFG-64", f"expected --engine of {ENGINES}, found {self.engine!r}")
-        states = InFiles(self.spill) if self.spill else InMemory()
+        states = FileStateStore(self.spill) if self.spill else InMemory()
         if self.engine == "ray":
             if doors or run.silo_guards:
                 raise ConfigError("E-CFG-64", "expected engine=local for a private run, found engine=ray: change one")

@@ -10,13 +10,14 @@ import pytest
 import torch
 from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 
+from coordinator.simulation.state_files import FileStateStore
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.rounds.manifest import members
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
-from fl_core.simulation.silo_states import InFiles, InMemory
+from fl_core.simulation.silo_states import InMemory
 from fl_core.training import devices
 from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
@@ -38,14 +39,14 @@ def test_states_in_files_give_the_bits_of_states_in_memory(method: str, tmp_path
     run = manifest(method, train=TRAIN, cohort=2, rounds=4)
     expected = simulate(RunSetup.of(run), shares(), History())
     (tmp_path / "silo0.safetensors").write_bytes(b"of an earlier run")
-    found = simulate(RunSetup.of(run), shares(), History(), states=InFiles(tmp_path))
+    found = simulate(RunSetup.of(run), shares(), History(), states=FileStateStore(tmp_path))
     assert set(found) == set(expected)
     assert all(same(found[group], expected[group]) for group in expected)
 
 
 @pytest.mark.parametrize("kind", ["memory", "files"])
 def test_a_staged_state_is_committed_or_forgotten(kind: str, tmp_path: Path) -> None:
-    states = InMemory() if kind == "memory" else InFiles(tmp_path)
+    states = InMemory() if kind == "memory" else FileStateStore(tmp_path)
     state = {"a": {"x": torch.tensor([1.5, -0.0]), "": torch.tensor(3)}, "empty": {}}
     assert states.get(0) is None
     states.settle(0, True)
@@ -81,7 +82,7 @@ def test_a_hundred_silos_do_not_hold_a_hundred_models(tmp_path: Path) -> None:
     KINDS = (torch.Tensor, torch.nn.Parameter)
     in_files, in_memory = Counting(), Counting()
     gc.collect()
-    simulate(RunSetup.of(run), given, in_files, states=InFiles(tmp_path))
+    simulate(RunSetup.of(run), given, in_files, states=FileStateStore(tmp_path))
     simulate(RunSetup.of(run), given, in_memory)
     assert len({name for record in in_memory.records for name in record.included}) == 100
     assert in_files.peak < 15
