@@ -48,20 +48,20 @@ class LeadClient:
     def open(cls, home: Path, lead: str | None = None) -> LeadClient:
         """Connect to the service that runs on a home, as the lead whose certificate is there.
 
-        Raises UnavailableError (E-NET-24) when no service runs there; ConfigError (E-ID-19) without a certificate.
+        Raises UnavailableError (E-NET-01) when no service runs there; ConfigError (E-ID-11) without a certificate.
         """
         authority = Authority.open(home)
         found = sorted(p.stem.removeprefix("lead-") for p in (home / FOLDER).glob("lead-*.pem"))
         if not found or (lead is not None and lead not in found):
             raise ConfigError(
-                "E-ID-19", f"expected a lead's certificate in {home / FOLDER}, found {', '.join(found) or 'none'}"
+                "E-ID-11", f"expected a lead's certificate in {home / FOLDER}, found {', '.join(found) or 'none'}"
             )
         try:
             about = json.loads((home / ADDRESS_FILE).read_text())
             host, port = Address.parse(about["address"]).host, int(about["port"])
         except (OSError, ValueError, KeyError, TypeError):
             raise UnavailableError(
-                "E-NET-24", f"expected a coordinator running on {home}, found none: start it (coordinator serve)"
+                "E-NET-01", f"expected a coordinator running on {home}, found none: start it (coordinator serve)"
             ) from None
         return cls(Address(_LOCAL.get(host, host), port), authority.lead_credentials(lead or found[0]))
 

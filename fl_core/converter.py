@@ -58,12 +58,12 @@ def structure(kind: type[T], raw: object, where: str) -> T:
 def read_options(kind: type[T], owner: str, options: Mapping[str, object]) -> T:
     """Build the options of a method, a model or a profile.
 
-    Raises ConfigError E-CFG-21 (unknown option), E-CFG-22 (value of a wrong type), or what the options' own check does.
+    Raises ConfigError E-CFG-01 (unknown option), E-CFG-02 (value of a wrong type), or what the options' own check does.
     """
     try:
         return structure(kind, options, owner)
     except ConversionError as error:
-        raise ConfigError("E-CFG-21" if error.unknown else "E-CFG-22", str(error)) from error
+        raise ConfigError("E-CFG-01" if error.unknown else "E-CFG-02", str(error)) from error
 
 
 def rename(kind: type, **names: str) -> None:

@@ -48,7 +48,7 @@ class Runs:
     hide_size: bool = False
 
     def __post_init__(self) -> None:
-        validate.one_of("E-POLICY-11", "runs", approve=(self.approve, (AUTOMATIC, BY_HAND)))
+        validate.one_of("E-POLICY-01", "runs", approve=(self.approve, (AUTOMATIC, BY_HAND)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +76,18 @@ class Floors:
 
     def __post_init__(self) -> None:
         _check_budget("privacy", self.epsilon, self.delta)
-        validate.at_least("E-POLICY-11", "privacy", 0, min_noise=self.min_noise)
-        validate.positive("E-POLICY-11", "privacy", max_rate=self.max_rate)
-        validate.at_most("E-POLICY-11", "privacy", 1, max_rate=self.max_rate)
+        validate.at_least("E-POLICY-01", "privacy", 0, min_noise=self.min_noise)
+        validate.positive("E-POLICY-01", "privacy", max_rate=self.max_rate)
+        validate.at_most("E-POLICY-01", "privacy", 1, max_rate=self.max_rate)
         validate.one_of(
-            "E-POLICY-11",
+            "E-POLICY-01",
             "privacy",
             require=(self.require, ("", "dp_record", profiles.SILO_LEVEL)),
             unit=(self.unit, ("record", "group")),
             rng=(self.rng, RNG),
         )
         for treatment in self.coupled:
-            validate.one_of("E-POLICY-11", "privacy", coupled=(treatment, (*COUPLED, WITHDRAWN)))
+            validate.one_of("E-POLICY-01", "privacy", coupled=(treatment, (*COUPLED, WITHDRAWN)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Prototypes:
     min_count: float = 0.0
 
     def __post_init__(self) -> None:
-        validate.at_least("E-POLICY-11", "prototypes", 0, min_count=self.min_count)
+        validate.at_least("E-POLICY-01", "prototypes", 0, min_count=self.min_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Policy:
     """A hospital's policy. budgets: (epsilon, delta) by collection, beside those of the ledger: both must have room.
 
     digest: SHA-256 of the file, empty where there is none and these defaults hold.
-    Raises ConfigError (E-POLICY-11), also its sections, on a number that is none, infinite, or out of its range.
+    Raises ConfigError (E-POLICY-01), also its sections, on a number that is none, infinite, or out of its range.
     """
 
     runs: Runs = field(default_factory=Runs)
@@ -168,12 +168,12 @@ class Policy:
         return {name: Filter.of(*budget) for name, budget in self.budgets.items()}
 
     def require_collections(self, known: Iterable[str]) -> None:
-        """Raise RefusedError (E-POLICY-12) on a budget for no collection of the ledger: it would bound nothing."""
+        """Raise RefusedError (E-POLICY-09) on a budget for no collection of the ledger: it would bound nothing."""
         known = list(known)
         for name in self.budgets:
             if name not in known:
                 raise RefusedError(
-                    "E-POLICY-12",
+                    "E-POLICY-09",
                     f"[budget.{name!r}]: expected one of the ledger's collections {known}, found another name: "
                     f"{nearest(name, known)}, or run `silo ledger register` first",
                 )
@@ -181,7 +181,7 @@ class Policy:
     # ---- what it says about a run -------------------------------------------------------------------------------
 
     def check(self, manifest: RunManifest) -> None:
-        """Raise RefusedError (E-POLICY-02 to -06, -09) on a run that it does not allow; no data is near."""
+        """Raise RefusedError (E-POLICY-02 to E-POLICY-09) on a run that it does not allow; no data is near."""
         runs, floors = self.runs, self.privacy
         if runs.methods and manifest.method.name not in runs.methods:
             raise RefusedError("E-POLICY-02", f"expected a method of {runs.methods}, found {manifest.method.name!r}")
@@ -203,7 +203,7 @@ class Policy:
         found = manifest.privacy.name if private else "none"
         if floors.require not in ("", found):
             raise RefusedError(
-                "E-POLICY-04", f"expected the profile {floors.require!r} with a finite epsilon, found {found!r}"
+                "E-POLICY-05", f"expected the profile {floors.require!r} with a finite epsilon, found {found!r}"
             )
         if terms is not None:
             self._check_terms(terms)
@@ -250,5 +250,5 @@ class Policy:
 
 
 def _check_budget(owner: str, epsilon: float, delta: float) -> None:
-    validate.positive("E-POLICY-11", owner, epsilon=epsilon, delta=delta)
-    validate.below("E-POLICY-11", owner, MOST_DELTA, delta=delta)
+    validate.positive("E-POLICY-01", owner, epsilon=epsilon, delta=delta)
+    validate.below("E-POLICY-01", owner, MOST_DELTA, delta=delta)

@@ -43,7 +43,7 @@ class Plan:
 def _none(manifest: RunManifest) -> Plan:
     """No noise, no mask: bundles travel as float32 and are put on the grid when they are folded."""
     if manifest.privacy.options:
-        raise ConfigError("E-PRIV-02", f"profile 'none' has no options, found {dict(manifest.privacy.options)}")
+        raise ConfigError("E-PRIV-20", f"profile 'none' has no options, found {dict(manifest.privacy.options)}")
     return Plan("none", (), (FixedPoint(manifest.grid),))
 
 

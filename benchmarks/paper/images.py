@@ -33,7 +33,7 @@ _ISIC2019 = re.compile(r"images=isic2019-(\d+)(?:-(\d+)-(\d+))?")
 def resolved(words: Sequence[str], data_root: Path | None) -> list[str]:
     """Replace images=... by the words of a real data set, cutting it where that was not done before.
 
-    Raises ConfigError (E-CFG-42) on another form, DataError (E-DATA-02) where the images are not there.
+    Raises ConfigError (E-CFG-01) on another form, DataError (E-DATA-02) where the images are not there.
     """
     found: list[str] = []
     for word in words:
@@ -45,7 +45,7 @@ def resolved(words: Sequence[str], data_root: Path | None) -> list[str]:
         elif match := _ISIC2019.fullmatch(word):
             found += ["data=isic2019", f"data.image_size={match[1]}"]
         else:
-            raise ConfigError("E-CFG-42", f"expected {FORMS}, found {word!r}")
+            raise ConfigError("E-CFG-01", f"expected {FORMS}, found {word!r}")
     return found
 
 

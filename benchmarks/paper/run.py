@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parsed(words: Sequence[str]) -> dict[str, str]:
-    """Read KEY=VALUE words; raises ConfigError (E-CFG-42) on any other, with the nearest key."""
+    """Read KEY=VALUE words; raises ConfigError (E-CFG-01) on any other, with the nearest key."""
     found = {
         "scale": "small",
         "seeds": "0,1,2",
@@ -60,15 +60,15 @@ def parsed(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in KEYS:
-            raise ConfigError("E-CFG-42", f"expected KEY=VALUE, found {word!r}: {nearest(key, KEYS)}")
+            raise ConfigError("E-CFG-01", f"expected KEY=VALUE, found {word!r}: {nearest(key, KEYS)}")
         found[key] = value
     if "table" not in found:
-        raise ConfigError("E-CFG-42", f"expected table=NAME, found none: valid: {', '.join(tables.names())}")
+        raise ConfigError("E-CFG-01", f"expected table=NAME, found none: valid: {', '.join(tables.names())}")
     if found["run"] not in ("true", "false"):
-        raise ConfigError("E-CFG-42", f"expected run=true or run=false, found run={found['run']}")
+        raise ConfigError("E-CFG-01", f"expected run=true or run=false, found run={found['run']}")
     for key in ("seeds", "jobs"):
         if not all(part.lstrip("-").isdecimal() for part in found[key].split(",")):
-            raise ConfigError("E-CFG-42", f"expected whole numbers for {key}, found {found[key]!r}: write {key}=0,1,2")
+            raise ConfigError("E-CFG-01", f"expected whole numbers for {key}, found {found[key]!r}: write {key}=0,1,2")
     return found
 
 

@@ -104,10 +104,10 @@ class Federation:
             rows = [row for row in store.runs.rounds(run) if row.kind is TaskKind.TRAIN]
             arrived = [e for e in store.runs.events(run, 0) if e.kind == "arrived" and e.round < len(rows)]
         if info.state != "finished":
-            raise UnavailableError("E-RUN-09", f"the run ended as {info.state}: {info.reason}")
+            raise UnavailableError("E-RUN-99", f"the run ended as {info.state}: {info.reason}")
         ups, downs = {int(e.text.split()[0]) for e in arrived}, {row.base_size for row in rows}
         if len(ups) != 1 or len(downs) != 1 or any(row.missing for row in rows):
-            raise UnavailableError("E-RUN-09", f"expected equal rounds, found {ups} bytes up and {downs} down")
+            raise UnavailableError("E-RUN-99", f"expected equal rounds, found {ups} bytes up and {downs} down")
         closed, early = ([row.closed for row in some] for some in (rows[max(0, warm_up - 1) :], rows[:warm_up]))
         cpu = (_per_round(closed, used, lambda u: u.coordinator), _per_round(closed, used, lambda u: u.silos))
         took, warmed = ([after - before for before, after in pairwise(moments)] for moments in (closed, early))

@@ -48,7 +48,7 @@ class Processes:
         return process
 
     def until(self, condition: Callable[[], object], what: str, seconds: float, look_s: float = 0.05) -> None:
-        """Wait for a condition; raises UnavailableError (E-RUN-09) when it is late or a process has ended."""
+        """Wait for a condition; raises UnavailableError (E-RUN-99) when it is late or a process has ended."""
         deadline = time.monotonic() + seconds
         while not condition():
             if ended := [p for p in self.running if p.poll() is not None]:
@@ -60,7 +60,7 @@ class Processes:
     def failure(self, what: str) -> UnavailableError:
         """Make an error with the end of the log."""
         tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
-        return UnavailableError("E-RUN-09", f"the benchmark could not be measured: {what}\n{tail}")
+        return UnavailableError("E-RUN-99", f"the benchmark could not be measured: {what}\n{tail}")
 
     def stop(self) -> None:
         """Ask every process to end, the newest first, and end those that do not."""
@@ -107,5 +107,5 @@ def peak_mib(pid: int) -> float:
     """Return the most memory that a process has had resident (VmHWM), in MiB."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     if found is None:
-        raise UnavailableError("E-RUN-09", "expected VmHWM in /proc: the benchmark needs Linux")
+        raise UnavailableError("E-RUN-99", "expected VmHWM in /proc: the benchmark needs Linux")
     return int(found[1]) / 1024

@@ -57,7 +57,7 @@ class ControlService(rpc.ControlServicer):
         pulse = self._hub.pulse_s
         hello = session.wait_for_hello(MISSED_PULSES * pulse)
         if hello is None:
-            raise session.error or ProtocolError("E-WIRE-13", "expected a Hello first in a session, found none")
+            raise session.error or ProtocolError("E-WIRE-06", "expected a Hello first in a session, found none")
         yield self._welcome(session, hello)
         due = time.monotonic()
         while not session.over:
@@ -108,7 +108,7 @@ class ControlService(rpc.ControlServicer):
     def _take(self, session: Stream, message: pb.SiloMessage) -> None:
         kind = message.WhichOneof("body")
         if (kind == "hello") is not (session.hello is None):
-            raise ProtocolError("E-WIRE-13", f"expected a Hello first and once in a session, found {kind}")
+            raise ProtocolError("E-WIRE-06", f"expected a Hello first and once in a session, found {kind}")
         if kind == "hello":
             session.greet(message.hello)
         elif kind == "pulse":
@@ -119,13 +119,13 @@ class ControlService(rpc.ControlServicer):
         elif kind == "preflight":
             self._hub.preflight(session, message.preflight)
         elif kind != "settled":  # `settled` needs nothing: what is staged is named in the next Hello
-            raise ProtocolError("E-WIRE-13", "found a message that this version does not know: upgrade the coordinator")
+            raise ProtocolError("E-WIRE-06", "found a message that this version does not know: upgrade the coordinator")
 
 
 def data_offer(data: pb.DataOffer) -> DataOffer:
-    """Read what a silo declares; raises ProtocolError (E-WIRE-13) when it is beyond all measure."""
+    """Read what a silo declares; raises ProtocolError (E-WIRE-06) when it is beyond all measure."""
     if len(data.classes) > _CLASSES or any(len(c) > _TEXT for c in data.classes) or len(data.shape) > 8:
-        raise ProtocolError("E-WIRE-13", "expected a description of data, found one beyond all measure")
+        raise ProtocolError("E-WIRE-06", "expected a description of data, found one beyond all measure")
     if not 0 <= data.nominal_size < _SIZE:
-        raise ProtocolError("E-WIRE-13", f"expected a nominal size of 0 or more, found {data.nominal_size:g}")
+        raise ProtocolError("E-WIRE-06", f"expected a nominal size of 0 or more, found {data.nominal_size:g}")
     return DataOffer(data.name[:_TEXT], tuple(data.shape), tuple(data.classes), data.nominal_size)

@@ -39,7 +39,7 @@ class LeadService(rpc.LeadServicer):
     def Submit(self, request: pb.SubmitRequest, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: N802
         """Freeze a run and queue it; the same request id is the same run."""
         if not request.request_id:
-            raise ConfigError("E-RUN-15", "expected a request id, found none: choose a new one for each new run")
+            raise ConfigError("E-CFG-02", "expected a request id, found none: choose a new one for each new run")
         known = self._store.runs.of_request(request.request_id)
         if known is not None and known.spec == request.spec_json:
             return self._info(known)

@@ -75,7 +75,7 @@ class TransferService(rpc.TransferServicer):
             have = 0
         if self._uploads.pending(silo) - have + found.size > self._uploads.quota:
             raise UnavailableError(
-                "E-NET-23",
+                "E-NET-12",
                 f"expected unfinished uploads of {silo!r} below {self._uploads.quota} bytes: finish them first",
             )
         return pb.OpenReply(have=have)
@@ -84,7 +84,7 @@ class TransferService(rpc.TransferServicer):
         """Append chunks to an upload; what has arrived is kept, however the stream ends."""
         first = next(request_iterator, None)
         if first is None or not first.object:
-            raise ProtocolError("E-WIRE-13", "expected a first chunk that names its contribution, found none")
+            raise ProtocolError("E-WIRE-06", "expected a first chunk that names its contribution, found none")
         c = self._mine(first.object, context)
         if c.receipt is not None:
             return pb.PutReply(have=c.size)
@@ -97,7 +97,7 @@ class TransferService(rpc.TransferServicer):
             del first
             for chunk in chunks:
                 if chunk.object not in ("", c.id):
-                    raise ProtocolError("E-WIRE-13", "expected one contribution in a stream, found a second")
+                    raise ProtocolError("E-WIRE-06", "expected one contribution in a stream, found a second")
                 append_chunk(chunk, file, file.size, c.size)
                 del chunk  # before the next one comes
             upload.digest = file.digest()
@@ -125,7 +125,7 @@ class TransferService(rpc.TransferServicer):
             raise _forgotten(c)
         have, partial = self._uploads.size(c.silo, c.id), self._uploads.path(c.silo, c.id)
         if have != c.size:
-            raise ProtocolError("E-WIRE-03", f"expected {c.size} bytes before a commit, found {have}: send the rest")
+            raise ProtocolError("E-WIRE-04", f"expected {c.size} bytes before a commit, found {have}: send the rest")
         found = upload.digest or file_digest(partial)
         receipt = self._sign(c)
         with self._blobs.lock:
@@ -154,13 +154,13 @@ class TransferService(rpc.TransferServicer):
         run_id = self._store.objects.readable(request.digest, silo)
         if run_id is None:
             raise ProtocolError(
-                "E-WIRE-15", f"there is no object {request.digest[:16]!r} for {who}: ask for the task anew"
+                "E-WIRE-12", f"there is no object {request.digest[:16]!r} for {who}: ask for the task anew"
             )
         file = self._blobs.path(request.digest)
         size = file.stat().st_size
         if request.offset > size:
             raise ProtocolError(
-                "E-WIRE-11", f"expected an offset of at most {size}, found {request.offset}: begin anew"
+                "E-WIRE-06", f"expected an offset of at most {size}, found {request.offset}: begin anew"
             )
         sent = 0
         try:
@@ -176,12 +176,12 @@ class TransferService(rpc.TransferServicer):
         c = self._store.objects.contribution(contribution_id)
         if c is None or c.silo != self._gate.caller(context).identity.name:
             raise StateError(
-                "E-RUN-16", f"expected a contribution that was opened, found {contribution_id[:16]!r}: open it first"
+                "E-WIRE-06", f"expected a contribution that was opened, found {contribution_id[:16]!r}: open it first"
             )
         return c
 
     def _check_size(self, c: Contribution) -> None:
-        """Raise ProtocolError (E-WIRE-11) when an object is larger than any bundle of its run can be."""
+        """Raise ProtocolError (E-WIRE-06) when an object is larger than any bundle of its run can be."""
         with self._limits_lock:
             limit = self._limits.get(c.run_id)
         if limit is None:
@@ -189,7 +189,7 @@ class TransferService(rpc.TransferServicer):
             with self._limits_lock:
                 self._limits[c.run_id] = limit
         if not 0 < c.size <= limit:
-            raise ProtocolError("E-WIRE-11", f"expected an update of at most {limit} bytes, found one of {c.size}")
+            raise ProtocolError("E-WIRE-06", f"expected an update of at most {limit} bytes, found one of {c.size}")
 
 
 def _forgotten(c: Contribution) -> StateError:
@@ -199,12 +199,12 @@ def _forgotten(c: Contribution) -> StateError:
 
 
 def _require_digests(request: pb.OpenRequest) -> None:
-    """Raise ProtocolError (E-WIRE-15) when an attestation holds something else than SHA-256 in hex."""
+    """Raise ProtocolError (E-WIRE-12) when an attestation holds something else than SHA-256 in hex."""
     for found in (request.attestation.policy_digest, request.attestation.ledger_head):
         if found and (len(found) != 64 or not set(found) <= set("0123456789abcdef")):
-            raise ProtocolError("E-WIRE-15", f"expected a SHA-256 in lower-case hex, found {found[:80]!r}")
+            raise ProtocolError("E-WIRE-12", f"expected a SHA-256 in lower-case hex, found {found[:80]!r}")
     if (size := len(request.attestation.ledger_sealed)) > SEALED:
-        raise ProtocolError("E-WIRE-15", f"expected at most {SEALED} bytes of sealed figures, found {size}")
+        raise ProtocolError("E-WIRE-12", f"expected at most {SEALED} bytes of sealed figures, found {size}")
 
 
 def _announced(request: pb.OpenRequest, silo: str) -> Contribution:
@@ -219,7 +219,7 @@ def _announced(request: pb.OpenRequest, silo: str) -> Contribution:
             f"expected the contribution {name[:16]} for this task and silo, found {request.contribution_id[:16]!r}",
         )
     if len(request.object_digest) != 64 or not set(request.object_digest) <= set("0123456789abcdef"):
-        raise ProtocolError("E-WIRE-15", f"expected a digest in lower-case hex, found {request.object_digest[:80]!r}")
+        raise ProtocolError("E-WIRE-12", f"expected a digest in lower-case hex, found {request.object_digest[:80]!r}")
     return Contribution(
         name, request.run_id, request.round, kind, silo, request.manifest_digest, request.base_digest,
         request.object_digest, request.size,

@@ -26,13 +26,13 @@ def export(detail: pb.RunDetail, state_file: Path, out: Path) -> tuple[Path, Pat
     """Write `<out>/<run>.safetensors` and `<out>/<run>.md`; return both paths.
 
     The tensors are all that the method needs to classify, and the metadata names its options and the model's.
-    Raises StateError (E-STATE-31) when the stored state is not the one that the run recorded.
+    Raises StateError (E-STATE-22) when the stored state is not the one that the run recorded.
     """
     info, manifest = detail.info, RunManifest.from_json(detail.manifest_json)
     server = read_state(state_file)
     if (found := trees.digest(server["w"])) != info.model_digest:
         raise StateError(
-            "E-STATE-31", f"expected the model {info.model_digest[:16]}, found {found[:16]}: fetch it again"
+            "E-STATE-22", f"expected the model {info.model_digest[:16]}, found {found[:16]}: fetch it again"
         )
     weights = dict(build_method(manifest.method.name, manifest.method.options).exported(server))
     out.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ def preview(
 
     spec = compose_spec(overrides or [])
     if sizes is not None and online:
-        raise ConfigError("E-CFG-42", "expected --sizes or --online, found both: leave one out")
+        raise ConfigError("E-CFG-01", "expected --sizes or --online, found both: leave one out")
     manifest = _online(spec, home) if online else _given(spec, sizes) if sizes else _simulated(spec, data_root)
     found, form = preview(manifest), display.private_form(manifest.to_json())
     if as_json:
@@ -73,12 +73,12 @@ def _given(spec: RunSpec, sizes: str) -> RunManifest:
     try:
         counts = [int(word) for word in sizes.split(",")]
     except ValueError:
-        raise ConfigError("E-CFG-42", f"expected --sizes N,N,..., found {sizes!r}") from None
+        raise ConfigError("E-CFG-01", f"expected --sizes N,N,..., found {sizes!r}") from None
     if any(n < 1 for n in counts):
-        raise ConfigError("E-CFG-42", f"expected sizes of at least 1, found {sizes!r}")
+        raise ConfigError("E-CFG-01", f"expected sizes of at least 1, found {sizes!r}")
     names = list(spec.silos or [f"hospital{k}" for k in range(len(counts))])
     if len(names) != len(counts):
-        raise ConfigError("E-CFG-42", f"expected a size for each of {len(names)} silos, found {len(counts)}")
+        raise ConfigError("E-CFG-01", f"expected a size for each of {len(names)} silos, found {len(counts)}")
     return manifest_from(spec, names, counts)
 
 

@@ -73,7 +73,7 @@ def simulate(
         _sweep(words, partial(_summary, data_root, how, fine_tune), jobs)
         return
     if is_sweep(words):
-        raise ConfigError("E-CFG-64", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
+        raise ConfigError("E-CFG-08", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
     result = simulation.run(compose_spec(words), data_root, None if as_json else _Lines, how, fine_tune)
     summary = result.summary()
     if as_json:
@@ -202,7 +202,7 @@ def demo(
 
 
 def explain(
-    code: Annotated[str | None, typer.Argument(help="A code such as E-TLS-03; none lists all.")] = None,
+    code: Annotated[str | None, typer.Argument(help="A code such as E-TLS-01; none lists all.")] = None,
 ) -> None:
     """Explain an error code: what it means, why it happens, what to do. Works offline."""
     if code is None:

@@ -46,7 +46,7 @@ def run(
     spec = compose_spec(overrides or [])
     if spec.data.get("path") is not None:
         raise ConfigError(
-            "E-CFG-32",
+            "E-CFG-23",
             "expected no data.path in a run of hospitals, found one: it is for `coordinator simulate`; each hospital "
             "names its own images (silo serve --data)",
         )
@@ -194,7 +194,7 @@ def export(
         detail = client.show(run)
         if not detail.info.model_object:
             raise ConfigError(
-                "E-RUN-08", f"expected a run with a closed round, found {run!r} in state {detail.info.state}"
+                "E-RUN-11", f"expected a run with a closed round, found {run!r} in state {detail.info.state}"
             )
         state = Path(scratch) / "state"
         client.fetch(detail.info.model_object, state)

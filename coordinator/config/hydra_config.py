@@ -82,14 +82,14 @@ def choices(group: str) -> list[str]:
 def compose_spec(overrides: Sequence[str]) -> RunSpec:
     """Compose and check a configuration from `group=choice` and `key=value` words.
 
-    Raises ConfigError: E-CFG-42 for a word that is no override, a key or a choice that does not exist, E-CFG-41 for a
+    Raises ConfigError: E-CFG-01 for a word that is no override, a key or a choice that does not exist, E-CFG-02 for a
     value of the wrong type or range; each names the nearest valid word.
     """
     words = [checked for word in overrides for checked in _checked(word)]
     try:
         raw = _compose(words)
     except (ConfigCompositionException, HydraException, OmegaConfBaseException) as error:
-        raise ConfigError("E-CFG-42", _explain(error, words)) from error
+        raise ConfigError("E-CFG-01", _explain(error, words)) from error
     chosen = {key: value for key, value in raw.items() if key not in ("experiment", "scale")}
     if chosen["name"] is not None:
         chosen["name"] = str(chosen["name"])  # name=7 is a name
@@ -108,13 +108,13 @@ def _checked(word: str) -> list[str]:
     """Check that a word is `key=value`, that its first key exists, and that a choice of a group does."""
     match = re.fullmatch(r"([+~]{0,2})([\w./@]+)=(.*)", word, re.DOTALL)
     if match is None:
-        raise ConfigError("E-CFG-42", f"expected KEY=VALUE, found {word!r}")
+        raise ConfigError("E-CFG-01", f"expected KEY=VALUE, found {word!r}")
     prefix, key, value = match.groups()
     if prefix:
-        raise ConfigError("E-CFG-42", f"keys can be changed, not added or removed: write {key}={value}")
+        raise ConfigError("E-CFG-01", f"keys can be changed, not added or removed: write {key}={value}")
     first, known = key.split(".")[0], {*GROUPS, *(f.name for f in fields(RunSpec))}
     if first not in known:
-        raise ConfigError("E-CFG-45", f"there is no key {first!r}: {nearest(first, known)}")
+        raise ConfigError("E-CFG-01", f"there is no key {first!r}: {nearest(first, known)}")
     if key not in GROUPS or value in choices(key):
         return [word]
     if key == "federation" and (short := _federation(value)):
@@ -133,7 +133,7 @@ def _federation(value: str) -> list[str]:
 
 
 def _no_choice(group: str, value: str) -> ConfigError:
-    return ConfigError("E-CFG-42", f"there is no {group}={value}: {nearest(value, choices(group))}")
+    return ConfigError("E-CFG-01", f"there is no {group}={value}: {nearest(value, choices(group))}")
 
 
 def _explain(error: Exception, words: Sequence[str]) -> str:

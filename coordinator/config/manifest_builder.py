@@ -30,9 +30,9 @@ def schema_of(spec: RunSpec) -> Schema:
     """Return the shape and label space that every silo of the run must hold."""
     size, classes = spec.data.get("image_size"), spec.data.get("classes")
     if size is not None and not isinstance(size, int):
-        raise ConfigError("E-CFG-41", f"expected data.image_size in pixels, found {size!r}")
+        raise ConfigError("E-CFG-02", f"expected data.image_size in pixels, found {size!r}")
     if classes is not None and not isinstance(classes, list | tuple):
-        raise ConfigError("E-CFG-41", f"expected data.classes=[name,name,...], found {classes!r}")
+        raise ConfigError("E-CFG-02", f"expected data.classes=[name,name,...], found {classes!r}")
     return datasets.schema_of(
         str(spec.data["name"]), image_size=size, classes=None if classes is None else [str(c) for c in classes]
     )
@@ -55,7 +55,7 @@ def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | 
     layout = {**layout, **privacy.profiles.parts(choice)}
     if max(spec.cohort, spec.quorum) > len(names):
         raise ConfigError(
-            "E-CFG-43",
+            "E-CFG-02",
             f"expected cohort and quorum of at most {len(names)} silos, found {spec.cohort} and {spec.quorum}",
         )
     manifest = RunManifest(
@@ -115,7 +115,7 @@ def _choice(group: Mapping[str, object]) -> Choice:
         if isinstance(value, tuple):
             value = list(value)
         if not isinstance(value, str | int | float | bool | list | None):
-            raise ConfigError("E-CFG-41", f"expected a plain value for {group['name']}.{key}, found {value!r}")
+            raise ConfigError("E-CFG-02", f"expected a plain value for {group['name']}.{key}, found {value!r}")
         options[key] = value
     return Choice(str(group["name"]), options)
 
@@ -131,7 +131,7 @@ def roster(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:
     """Choose the run's silos, in the natural order of their names.
 
     They are those that the spec names (they may be away and join later), or all that are online with data of the
-    run's kind. Raises ConfigError: E-RUN-05 for a stranger, E-RUN-07 when none is left.
+    run's kind. Raises ConfigError (E-RUN-05) for a stranger, and when none is left.
     """
     kind = str(spec.data["name"])
     fitting = {s.name: s.state for s in silos if s.data.name == kind or {s.data.name, kind} == IMAGES}
@@ -144,7 +144,7 @@ def roster(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:
         )
     if not chosen:
         raise ConfigError(
-            "E-RUN-07",
+            "E-RUN-05",
             f"expected at least one silo online that serves {kind!r} data, found none: invite hospitals (coordinator "
             "invite NAME) and start them (silo serve --data ...); `coordinator silos` shows who is here",
         )

@@ -22,7 +22,7 @@ class RunSpec:
     training, 0 for the machine's own number   personal: also measure personal models (PA, PM, fairness), after every
     round's training   silos: the roster, by name; None for every enrolled silo whose data fits.
 
-    Raises ConfigError (E-CFG-41, E-CFG-45) on a number out of range or a group without a name.
+    Raises ConfigError (E-CFG-02, E-CFG-01) on a number out of range or a group without a name.
     """
 
     method: Mapping[str, object]
@@ -52,33 +52,33 @@ class RunSpec:
         try:
             return cls.from_mapping(parse_json(text))
         except ConversionError as error:
-            raise ConfigError("E-CFG-45", f"the configuration: {error}") from error
+            raise ConfigError("E-CFG-01", f"the configuration: {error}") from error
 
     @classmethod
     def from_mapping(cls, raw: object) -> RunSpec:
-        """Check plain values; raises ConfigError: E-CFG-45 on an unknown key, E-CFG-41 on what is missing or wrong."""
+        """Check plain values; raises ConfigError: E-CFG-01 on an unknown key, E-CFG-02 on what is missing or wrong."""
         try:
             return structure(cls, raw, "")
         except ConversionError as error:
-            raise ConfigError("E-CFG-45" if error.unknown else "E-CFG-41", str(error)) from error
+            raise ConfigError("E-CFG-01" if error.unknown else "E-CFG-02", str(error)) from error
 
     def __post_init__(self) -> None:
         groups = {"method": self.method, "model": self.model, "data": self.data}
         for group, chosen in {**groups, "federation": self.federation, "privacy": self.privacy}.items():
             if not isinstance(chosen.get("name"), str):
-                raise ConfigError("E-CFG-45", f"expected {group}=NAME, found {shown(chosen)}")
+                raise ConfigError("E-CFG-01", f"expected {group}=NAME, found {shown(chosen)}")
         train = self.train
-        validate.at_least("E-CFG-41", "", 1, rounds=self.rounds)
-        validate.at_least("E-CFG-41", "", 0, cohort=self.cohort, quorum=self.quorum, threads=self.threads)
-        validate.positive_or_infinite("E-CFG-41", "", deadline_s=self.deadline_s)
-        validate.positive("E-CFG-41", "train", lr=train.lr)
-        validate.at_least("E-CFG-41", "train", 1, batch_size=train.batch_size, epochs=train.epochs)
+        validate.at_least("E-CFG-02", "", 1, rounds=self.rounds)
+        validate.at_least("E-CFG-02", "", 0, cohort=self.cohort, quorum=self.quorum, threads=self.threads)
+        validate.positive_or_infinite("E-CFG-02", "", deadline_s=self.deadline_s)
+        validate.positive("E-CFG-02", "train", lr=train.lr)
+        validate.at_least("E-CFG-02", "train", 1, batch_size=train.batch_size, epochs=train.epochs)
         validate.at_least(
-            "E-CFG-41",
+            "E-CFG-02",
             "train",
             0,
             max_steps=train.max_steps,
             momentum=train.momentum,
             weight_decay=train.weight_decay,
         )
-        validate.below("E-CFG-41", "train", 1, momentum=train.momentum)
+        validate.below("E-CFG-02", "train", 1, momentum=train.momentum)

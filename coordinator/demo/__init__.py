@@ -69,7 +69,7 @@ def _train(client: LeadClient, processes: Processes, name: str, rounds: int, qui
                 processes.check()
     detail = client.show(run)
     if detail.info.state != "finished":
-        raise UnavailableError("E-RUN-09", f"{run} ended as {detail.info.state}: {detail.info.reason}")
+        raise UnavailableError("E-RUN-99", f"{run} ended as {detail.info.state}: {detail.info.reason}")
     return detail
 
 

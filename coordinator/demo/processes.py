@@ -96,7 +96,7 @@ class Processes:
         printed, complaint = process.communicate()
         self.running.remove(process)
         if process.returncode:
-            raise UnavailableError("E-RUN-09", f"{' '.join(words[:2])} failed: {complaint.decode().strip()}")
+            raise UnavailableError("E-RUN-99", f"{' '.join(words[:2])} failed: {complaint.decode().strip()}")
         answer: Mapping[str, Any] = json.loads(printed.splitlines()[-1])
         return answer
 
@@ -111,13 +111,13 @@ class Processes:
         return process
 
     def check(self) -> None:
-        """Raise UnavailableError (E-RUN-09) when one of them has ended by itself, KeyboardInterrupt after a signal."""
+        """Raise UnavailableError (E-RUN-99) when one of them has ended by itself, KeyboardInterrupt after a signal."""
         self.signals.check()
         for process in self.running:
             if process.poll() is not None:
                 tail = b"\n".join(self.log.read_bytes().splitlines()[-15:]).decode(errors="replace")
                 name = " ".join(str(word) for word in process.args) if isinstance(process.args, list) else ""
-                raise UnavailableError("E-RUN-09", f"a process of the demo ended: {name}\n{tail}")
+                raise UnavailableError("E-RUN-99", f"a process of the demo ended: {name}\n{tail}")
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = 180) -> None:
         """Wait for a condition with a deadline; a process that ends meanwhile ends the wait."""
@@ -125,7 +125,7 @@ class Processes:
         while not condition():
             self.check()
             if time.monotonic() > deadline:
-                raise UnavailableError("E-RUN-09", f"the demo waited {seconds:.0f} s for {what}")
+                raise UnavailableError("E-RUN-99", f"the demo waited {seconds:.0f} s for {what}")
             time.sleep(0.1)
 
     def stop(self) -> None:

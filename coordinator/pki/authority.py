@@ -70,7 +70,7 @@ class Authority:
         lifetimes: Lifetimes | None = None,
         clock: Clock = utc_now,
     ) -> Authority:
-        """Create the CA and the service's first certificate; raises StateError (E-STATE-40) where there is a CA.
+        """Create the CA and the service's first certificate; raises StateError (E-STATE-44) where there is a CA.
 
         addresses: `host:port`, as silos will dial them; the hosts become names of the service's certificate.
         Guarantees: after a crash there is either no authority (create again) or a whole one, never a half.
@@ -78,7 +78,7 @@ class Authority:
         final, aside = home / FOLDER, home / f".{FOLDER}.new"
         if final.exists():
             raise StateError(
-                "E-STATE-40",
+                "E-STATE-44",
                 f"expected no authority in {home} yet, found {final}: a new one would lock every silo out. "
                 "Use the one that is there, or choose another home",
             )
@@ -99,7 +99,7 @@ class Authority:
 
     @classmethod
     def open(cls, home: Path, clock: Clock = utc_now) -> Authority:
-        """Open what `create` made; raises StateError (E-STATE-41) where there is none, E-STATE-42 on loose modes."""
+        """Open what `create` made; raises StateError (E-STATE-43) where there is none, E-STATE-42 on loose modes."""
         about = home / FOLDER / "authority.json"
         try:
             raw = json.loads(about.read_text())
@@ -109,7 +109,7 @@ class Authority:
             authority = cls(home, check_name(raw["consortium"]), where, limits, clock)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(
-                "E-STATE-41",
+                "E-STATE-43",
                 f"expected a consortium's authority in {home}, found none that can be read ({type(error).__name__} at "
                 f"{about}); run `coordinator init` once, or name its home",
             ) from None
@@ -169,7 +169,7 @@ class Authority:
         return Invitation(name, peer.serial, peer.not_after, token.encode())
 
     def sign_silo(self, csr_pem: bytes, name: str) -> bytes:
-        """Certify the key of a request as silo `name`; raises RefusedError (E-ID-08) on an unsound request.
+        """Certify the key of a request as silo `name`; raises RefusedError (E-ID-31) on an unsound request.
 
         Guarantees: of the request only the key counts; the names are this authority's.
         """
@@ -177,7 +177,7 @@ class Authority:
         return self._issue(Identity(Kind.SILO, self.consortium, name), public, self.lifetimes.silo_days)
 
     def renew(self, csr_pem: bytes, old_cert_pem: bytes, proof: bytes) -> bytes:
-        """Certify a silo's next key; raises RefusedError (E-ID-17) unless the key in force signed the change.
+        """Certify a silo's next key; raises RefusedError (E-ID-13) unless the key in force signed the change.
 
         The caller has checked that `old_cert_pem` is not revoked. Store `protos.pki.roster.renewal_link(old, proof)` at
         the end of the member's `renewal_proof`, so that the other silos can follow the change.
@@ -260,4 +260,4 @@ class Authority:
 
 
 def _no_renewal(found: str) -> RefusedError:
-    return RefusedError("E-ID-17", f"expected a renewal signed by the key in force of a silo of ours, found {found}")
+    return RefusedError("E-ID-13", f"expected a renewal signed by the key in force of a silo of ours, found {found}")

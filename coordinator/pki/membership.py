@@ -40,11 +40,11 @@ class Membership:
     def revoke(self, name: str, reason: str) -> None:
         """Revoke a silo, or withdraw an invitation; effective at its next call and its session's next heartbeat.
 
-        Raises ConfigError (E-ID-18) when there is neither.
+        Raises ConfigError (E-RUN-10) when there is neither.
         """
         if not self.store.members.revoke(name, reason):
             known = ", ".join(s.name for s in self.store.members.silos()) or "none"
-            raise ConfigError("E-ID-18", f"expected the name of an enrolled silo, found {name!r}; enrolled: {known}")
+            raise ConfigError("E-RUN-10", f"expected the name of an enrolled silo, found {name!r}; enrolled: {known}")
 
     def join(self, peer: PeerCertificate, csr_pem: bytes, proof: bytes = b"") -> pb.Membership:
         """Turn an invitation into a certificate for the key of a request; see `MemberStore.enrol`.
@@ -52,7 +52,7 @@ class Membership:
         proof: of a member that joins anew, its newest key's signature over the next one (as for a renewal). It goes
         into the roster, so that the other silos follow the change by themselves; without one they hold the new key
         back. A key that was revoked proves nothing, and neither does one that this coordinator never certified.
-        Raises RefusedError (E-ID-17) when the proof is not by the newest key of this member.
+        Raises RefusedError (E-ID-13) when the proof is not by the newest key of this member.
         """
         authority, name = self._authority(), peer.identity.name
         public = certificates.p256(certificates.load_request(csr_pem))
@@ -78,7 +78,7 @@ class Membership:
         message = certificates.renewal_message(identity_of(old).identity, public)
         if not certificates.verify(certificates.p256(old), certificates.RENEWAL, message, proof):
             raise RefusedError(
-                "E-ID-17",
+                "E-ID-13",
                 f"expected the proof of {name!r} to be by its newest key {silo.certificate.fingerprint[:16]}..., found "
                 "another one's: join in an empty home, as somebody whose key is lost; the other silos then ask for "
                 "consent",
@@ -97,7 +97,7 @@ class Membership:
             return self._membership(authority, silo.certificate)
         if silo.certificate.fingerprint != peer.fingerprint:
             raise RefusedError(
-                "E-ID-17",
+                "E-ID-13",
                 f"expected a renewal of the newest key of {name!r}, found one of an older key: a later renewal or "
                 "enrolment is in force already",
             )
@@ -112,7 +112,7 @@ class Membership:
         """Certify a silo whose request came by hand; for a key that was certified before the same certificate.
 
         Raises ConfigError (E-ID-30) for another key of a member without the proof of the one in force, RefusedError
-        (E-ID-17) for a proof by another key.
+        (E-ID-13) for a proof by another key.
         """
         authority, silo = self._authority(), self.store.members.silo(check_name(name))
         public = certificates.p256(certificates.load_request(csr_pem))

@@ -32,14 +32,14 @@ def admission(authority: Authority, members: Membership, certificate_pem: bytes 
 def admit(home: Path, store: Store, answer: Admission) -> Roster:
     """Let the service on `home` take over what its authority has signed elsewhere, and return the roster.
 
-    Raises RefusedError: E-ID-32 when it is another authority's, E-ID-14 on an unsound roster, E-ID-15 on an older one
-    than the service has. Guarantees: a silo that was revoked here stays out until it has another certificate.
+    Raises RefusedError: E-ID-10 when it is another authority's, E-ID-14 on an unsound roster, or an older one than
+    the service has. Guarantees: a silo that was revoked here stays out until it has another certificate.
     """
     ours = Authority.open(home)
     theirs = certificate_fingerprint(answer.ca_pem)
     if theirs != ours.fingerprint():
         raise RefusedError(
-            "E-ID-32",
+            "E-ID-10",
             f"expected an admission of the authority {colons(ours.fingerprint())}, found one of {colons(theirs)}: "
             "it is for another consortium, or somebody put another authority in its place",
         )

@@ -41,14 +41,14 @@ def leaf(
     lifetime: timedelta,
     addresses: Sequence[Address] = (),
 ) -> x509.Certificate:
-    """Certify `public` as `identity`; raises StateError (E-STATE-41) once the CA itself has expired.
+    """Certify `public` as `identity`; raises StateError (E-STATE-43) once the CA itself has expired.
 
     Guarantees: a leaf never outlives its CA; it starts an hour in the past, against clocks that differ; only the
     coordinator's carries host names and may serve, and it cannot be used as a client.
     """
     if now >= ca.not_valid_after_utc:
         raise StateError(
-            "E-STATE-41",
+            "E-STATE-43",
             f"expected an authority in force, found one that expired on {ca.not_valid_after_utc:%Y-%m-%d}: "
             "a new consortium must be created and every silo invited anew",
         )

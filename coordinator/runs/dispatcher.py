@@ -280,7 +280,7 @@ def negotiate(hello: pb.Hello, ours: int) -> None:
 
 def silent(seconds: float) -> FederationError:
     """Make the error of a session in which nothing was heard for too long."""
-    return UnavailableError("E-NET-21", f"no pulse for {seconds:.0f} s: the session is dropped, connect again")
+    return UnavailableError("E-NET-12", f"no pulse for {seconds:.0f} s: the session is dropped, connect again")
 
 
 def round_closed(run_id: str, round: int, kind: pb.TaskKind.ValueType, included: bool) -> pb.CoordinatorMessage:

@@ -35,12 +35,12 @@ class Base(NamedTuple):
 def checked(bundle: FileBundle, allowed: frozenset[torch.dtype]) -> FileBundle:
     """Return an update whose parts hold numbers of the kinds that this run's silos send.
 
-    Raises ProtocolError (E-WIRE-16) when a part holds others.
+    Raises ProtocolError (E-WIRE-06) when a part holds others.
     """
     for name in bundle:
         if not bundle.dtypes(name) <= allowed:
             kinds, found = (sorted(map(str, dtypes)) for dtypes in (allowed, bundle.dtypes(name)))
-            raise ProtocolError("E-WIRE-16", f"part {name!r}: expected some of {kinds}, found {found}")
+            raise ProtocolError("E-WIRE-06", f"part {name!r}: expected some of {kinds}, found {found}")
     return bundle
 
 

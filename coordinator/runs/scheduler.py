@@ -59,7 +59,7 @@ class RunService:
     def submit(self, manifest: RunManifest, spec: str, request_id: str) -> Run:
         """Take a run and queue it; a repeated submission with one request id is one run.
 
-        Raises ConfigError: E-RUN-05 when a silo of the roster is no member, E-RUN-15 when the request id came with
+        Raises ConfigError: E-RUN-05 when a silo of the roster is no member, E-CFG-02 when the request id came with
         another configuration; RefusedError (E-PRIV-01) for a privacy profile that cannot be undone here.
         """
         CompiledRun.of(manifest)

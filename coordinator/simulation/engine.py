@@ -37,19 +37,19 @@ class How:
     def simulate(
         self, run: RunSetup, shares: Sequence[SiloShare], observer: Observer, doors: Sequence[Doors] | None
     ) -> State:
-        """Do a run; raises ConfigError (E-CFG-60, E-CFG-63, E-CFG-64) where it cannot.
+        """Do a run; raises ConfigError (E-CFG-02, E-CFG-08) where it cannot.
 
         Guarantees: on the CPU every way gives the same bits for one number of threads.
         """
         if self.engine not in ENGINES:
-            raise ConfigError("E-CFG-64", f"expected --engine of {ENGINES}, found {self.engine!r}")
+            raise ConfigError("E-CFG-08", f"expected --engine of {ENGINES}, found {self.engine!r}")
         states = FileStateStore(self.spill) if self.spill else InMemory()
         if self.engine == "ray":
             if doors or run.silo_guards:
-                raise ConfigError("E-CFG-64", "expected engine=local for a private run, found engine=ray: change one")
+                raise ConfigError("E-CFG-08", "expected engine=local for a private run, found engine=ray: change one")
             if self.device != "cpu" or self.exact:
                 raise ConfigError(
-                    "E-CFG-64", "expected --ray-gpus, not --device or --deterministic, with engine=ray: remove them"
+                    "E-CFG-08", "expected --ray-gpus, not --device or --deterministic, with engine=ray: remove them"
                 )
             return simulate_ray(run, shares, observer, self.cluster, states)
         with deterministic(self.exact):

@@ -80,7 +80,7 @@ def published(spec: RunSpec) -> SplitTable:
 
     Guarantees: the same numbers as from the data, whose order matters to equal shares (iid) alone: there, chance makes
     them others of the same kind.
-    Raises ConfigError: E-CFG-32 where no counts are published (users decide them, or a hospital), E-CFG-31 where they
+    Raises ConfigError: E-CFG-23 where no counts are published (users decide them, or a hospital), E-CFG-08 where they
     cannot be dealt so.
     """
     name, text = str(spec.data["name"]), datasets.federation_text(spec.federation)
@@ -90,7 +90,7 @@ def published(spec: RunSpec) -> SplitTable:
     if known is None or not known.train:
         valid = ", ".join([*(n for n, k in KNOWN.items() if k.train), "isic2019"])
         raise ConfigError(
-            "E-CFG-32", f"--published: expected data with published class counts ({valid}), found {name}: leave it out"
+            "E-CFG-23", f"--published: expected data with published class counts ({valid}), found {name}: leave it out"
         )
     labels = [np.repeat(np.arange(len(counts)), counts) for counts in (known.train, known.test)]
     shares = datasets.parse_federation(text).deal(labels[0], labels[1], len(known.train))
@@ -117,7 +117,7 @@ def _isic(text: str) -> SplitTable:
     references = [datasets.parse(r) for r in datasets.federation("isic2019", text)]
     if any(ref.clients for ref in references):
         raise ConfigError(
-            "E-CFG-32", f"--published: expected whole centres of isic2019, found {text}: leave the option out"
+            "E-CFG-23", f"--published: expected whole centres of isic2019, found {text}: leave the option out"
         )
     centers = [ref.silo or 0 for ref in references]
     return SplitTable(
@@ -132,10 +132,10 @@ def _isic(text: str) -> SplitTable:
 def draw(table: SplitTable, file: Path) -> None:
     """Draw training examples by silo (rows) and class (columns); empty cells stay white: the silo lacks the class.
 
-    Raises ConfigError (E-CFG-32) when the file is no PNG.
+    Raises ConfigError (E-CFG-23) when the file is no PNG.
     """
     if file.suffix.lower() != ".png":
-        raise ConfigError("E-CFG-32", f"--plot: expected a file that ends in .png, found {file}: rename it")
+        raise ConfigError("E-CFG-23", f"--plot: expected a file that ends in .png, found {file}: rename it")
     import matplotlib as mpl  # a second to import: only for those who draw
 
     mpl.use("Agg")

@@ -70,13 +70,13 @@ class Plan:
 
 
 def composed(words: Sequence[str]) -> Plan:
-    """Compose `scale=...` and `key=value` words; raises ConfigError (E-CFG-42, E-CFG-02) on what is none."""
+    """Compose `scale=...` and `key=value` words; raises ConfigError (E-CFG-01, E-CFG-02) on what is none."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("configs.ablation", version_base="1.3"):
             raw = OmegaConf.to_container(compose("config", overrides=list(words)), resolve=True)
     except (ConfigCompositionException, HydraException) as error:
-        raise ConfigError("E-CFG-42", " ".join(str(error).split("\n")[0].split())) from error
+        raise ConfigError("E-CFG-01", " ".join(str(error).split("\n")[0].split())) from error
     assert isinstance(raw, dict)
     grid = Grid(
         tuple(map(str, raw["methods"])),

@@ -163,7 +163,7 @@ class _Reporting(BestHistory):
 def dealt_from(spec: RunSpec) -> str:
     """Name what is dealt to the silos: a data set, or with its path a folder or a manifest of images.
 
-    Raises ConfigError (E-CFG-32) on images without a path: in a real run each hospital names its own.
+    Raises ConfigError (E-CFG-23) on images without a path: in a real run each hospital names its own.
     """
     name, path = str(spec.data["name"]), spec.data.get("path")
     if name not in IMAGES:
@@ -171,7 +171,7 @@ def dealt_from(spec: RunSpec) -> str:
     if not isinstance(path, str) or not path.strip():
         file = "/data/images" if name == "folder" else "/data/images.csv"
         raise ConfigError(
-            "E-CFG-32",
+            "E-CFG-23",
             f"expected data.path, where the images lie that are dealt to the silos, found none: coordinator simulate "
             f"data={name} data.path={file} federation=p5c2",
         )

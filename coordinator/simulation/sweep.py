@@ -24,7 +24,7 @@ def combinations(words: Sequence[str]) -> list[list[str]]:
     """List all combinations of the values that words sweep over, the last word's changing fastest.
 
     "seed=0,1 method=fedavg,fedmr" gives four; a comma in brackets or quotes separates nothing.
-    Raises ConfigError (E-CFG-42) on a word that is no override, and what `compose_spec` raises, before anything runs.
+    Raises ConfigError (E-CFG-01) on a word that is no override, and what `compose_spec` raises, before anything runs.
     """
     choices: list[list[str]] = []
     try:
@@ -34,7 +34,7 @@ def combinations(words: Sequence[str]) -> list[list[str]]:
                 [f"{key}={v}" for v in parsed.sweep_string_iterator()] if parsed.is_sweep_override() else [word]
             )
     except HydraException as error:
-        raise ConfigError("E-CFG-42", " ".join(str(error).split("\n")[0].split())) from error
+        raise ConfigError("E-CFG-01", " ".join(str(error).split("\n")[0].split())) from error
     found = [list(words) for words in itertools.product(*choices)]
     for words in found:
         compose_spec(words)

@@ -142,14 +142,14 @@ class MemberStore:
         proofs: the chain by which the other silos can follow a member that joins anew to this key.
         Guarantees: for the same key the same certificate comes back until it is first used; of two keys that race for
         one invitation one gets a certificate.
-        Raises RefusedError: E-ID-24 when the invitation was used up, E-ID-25 when it is unknown, withdrawn or expired.
+        Raises RefusedError: E-ID-24 when the invitation was used up, E-ID-13 when it is unknown, withdrawn or expired.
         """
         now = self._clock()
         with self._db.write() as db:
             row = db.execute(select(invitations).where(invitations.c.serial == invitation)).first()
             if row is None or row.name != name or row.withdrawn is not None or row.expires <= now:
                 raise RefusedError(
-                    "E-ID-25", f"expected an invitation for {name!r} in force, found none: ask the lead for a new one"
+                    "E-ID-13", f"expected an invitation for {name!r} in force, found none: ask the lead for a new one"
                 )
             if row.used is not None:
                 held = db.execute(select(certificates).where(certificates.c.serial == row.certificate)).first()
@@ -199,7 +199,7 @@ class MemberStore:
         """Take over a roster that was signed on another machine. held: the certificates of its members.
 
         A member whose certificate was revoked here stays revoked, and who is not in the roster is revoked.
-        Raises RefusedError (E-ID-15) when a later roster, or another of this version, is known.
+        Raises RefusedError (E-ID-14) when a later roster, or another of this version, is known.
         """
         with self._db.write() as db:
             adopt(db, roster, signed, held)

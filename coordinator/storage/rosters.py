@@ -24,7 +24,7 @@ def adopt(db: Connection, roster: Roster, signed: SignedRoster, held: Sequence[C
         newest.version > roster.version or (newest.version == roster.version and newest.document != signed.document)
     ):
         raise RefusedError(
-            "E-ID-15",
+            "E-ID-14",
             f"expected a roster after version {newest.version}, found another one of version {roster.version}: "
             "take the newest (coordinator ca roster); the one in force stays",
         )

@@ -30,14 +30,14 @@ class RunStore:
     def add(self, run: Run, manifest_size: int) -> Run:
         """Add a waiting run; the run that has this request id already is returned instead.
 
-        Raises ConfigError (E-RUN-15) when the same request id came with another configuration.
+        Raises ConfigError (E-CFG-02) when the same request id came with another configuration.
         """
         with self._db.write() as db:
             known = _to_run(db.execute(select(runs).where(runs.c.request_id == run.request_id)).first())
             if known is not None:
                 if known.spec != run.spec:
                     raise ConfigError(
-                        "E-RUN-15",
+                        "E-CFG-02",
                         f"expected the request {run.request_id!r} to ask for what it asked for when it made "
                         f"{known.id}, found another configuration: use a new request id for a new run",
                     )

@@ -59,7 +59,7 @@ class Uploads:
     def writing(self, contribution: str, cancel: Callable[[], object] | None = None) -> Iterator[Upload]:
         """Be the one writer of an upload; a stream that still writes it is of a connection that was cut, and is ended.
 
-        Raises UnavailableError (E-NET-22) when it does not end in time.
+        Raises UnavailableError (E-NET-12) when it does not end in time.
         """
         with self._lock:
             upload = self._uploads.setdefault(contribution, Upload())
@@ -67,7 +67,7 @@ class Uploads:
         if older is not None:
             older()
         if not upload.writer.acquire(timeout=_TAKEOVER_S):
-            raise UnavailableError("E-NET-22", "this update is being sent over another stream: try again")
+            raise UnavailableError("E-NET-12", "this update is being sent over another stream: try again")
         try:
             upload.cancel = cancel
             yield upload

@@ -31,7 +31,7 @@ def guards_for_round(guards: Sequence[Guard], msg: State) -> list[Guard]:
 def current_settings(guards: Sequence[Guard], server: State, round: int) -> State:
     """Return the settings of a round: those in the server's state, in round 0 those to start from.
 
-    Raises StateError (E-STATE-46) when a later round's state has lost one: it is never begun anew.
+    Raises StateError (E-STATE-22) when a later round's state has lost one: it is never begun anew.
     """
     found: dict[str, Tensors] = {}
     for guard in guards:
@@ -39,7 +39,7 @@ def current_settings(guards: Sequence[Guard], server: State, round: int) -> Stat
             continue
         if guard.group not in server and round > 0:
             raise StateError(
-                "E-STATE-46", f"expected the setting {guard.group!r} of round {round} in the state, found {[*server]}"
+                "E-STATE-22", f"expected the setting {guard.group!r} of round {round} in the state, found {[*server]}"
             )
         found[guard.group] = server.get(guard.group, first)
     return found

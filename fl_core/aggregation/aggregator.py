@@ -37,8 +37,8 @@ class Aggregator:
     def validate(self, update: Bundle) -> None:
         """Check that an update can be added.
 
-        Raises ProtocolError: E-WIRE-02 on another layout, E-WIRE-05 on a number that is not finite, E-WIRE-06 on a file
-        that cannot be read.
+        Raises ProtocolError: E-WIRE-06 on another layout or a file that cannot be read, E-WIRE-05 on a number that is
+        not finite.
         """
         check_layout(update, self.layout)
         for name, part in update.items():

@@ -48,11 +48,11 @@ class Grid:
         if segment in self.bounds:
             return self.bounds[segment]
         if self.ring == "ring32":
-            raise ConfigError("E-CFG-06", f"ring32 needs a bound for {segment!r}; it has bounds for {[*self.bounds]}")
+            raise ConfigError("E-CFG-08", f"ring32 needs a bound for {segment!r}; it has bounds for {[*self.bounds]}")
         return RING64_BOUND
 
     def frac_bits(self, segment: str) -> int:
-        """Return f_s; raises ConfigError (E-CFG-06) when a bound leaves no resolution at all."""
+        """Return f_s; raises ConfigError (E-CFG-08) when a bound leaves no resolution at all."""
         return _frac_bits(self.ring, self.n_max, self.bound(segment))
 
     def encode(self, segment: str, value: Tensor) -> tuple[Tensor, int]:
@@ -83,7 +83,7 @@ def _frac_bits(ring: Ring, n_max: int, bound: float) -> int:
     if n_max * math.ceil(exact * Fraction(2) ** bits) > top:  # log2 rounds, and so does the value at the bound
         bits -= 1
     if bits < 0:
-        raise ConfigError("E-CFG-06", f"{ring} cannot hold {n_max} silos with bound {bound}")
+        raise ConfigError("E-CFG-08", f"{ring} cannot hold {n_max} silos with bound {bound}")
     return bits
 
 
@@ -123,9 +123,9 @@ def check_finite(segment: str, value: Tensor) -> None:
 
 
 def check_layout(bundle: Bundle, layout: Layout) -> None:
-    """Raise ProtocolError (E-WIRE-02) unless the bundle has exactly the parts, names and shapes of the layout."""
+    """Raise ProtocolError (E-WIRE-06) unless the bundle has exactly the parts, names and shapes of the layout."""
     if set(bundle) != set(layout):
-        raise ProtocolError("E-WIRE-02", f"expected the parts {sorted(layout)}, found {sorted(bundle)}")
+        raise ProtocolError("E-WIRE-06", f"expected the parts {sorted(layout)}, found {sorted(bundle)}")
     for name, part in bundle.items():
         if (found := PartSpec.of(part)) != layout[name]:
-            raise ProtocolError("E-WIRE-02", f"part {name!r}: expected {layout[name]}, found {found}")
+            raise ProtocolError("E-WIRE-06", f"part {name!r}: expected {layout[name]}, found {found}")

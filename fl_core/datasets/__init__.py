@@ -72,7 +72,7 @@ def load(
     data_root:  where named data sets lie; None takes the environment variable CONSILIUM_DATA_ROOT
     classes:    the run's label space, in order; None takes the data set's own
     image_size: pixels; None takes the data set's default
-    Raises ConfigError (E-CFG-30 to E-CFG-32) for what is asked, one DataError (E-DATA-..) for all that is wrong.
+    Raises ConfigError (E-CFG-01, E-CFG-23) for what is asked, one DataError (E-DATA-..) for all that is wrong.
     """
     ref = parse(reference)
     _settings(ref.source, classes, image_size)
@@ -94,7 +94,7 @@ def check(
 ) -> Report:
     """Look at a silo's data without training; the same settings as `load`.
 
-    deep: decode every image to its end. Raises where there is nothing to look at (E-DATA-01, -02, -09); all other
+    deep: decode every image to its end. Raises where there is nothing to look at (E-DATA-02, E-DATA-07); all other
     faults are in the report's `problems`.
     """
     ref = parse(reference)
@@ -111,10 +111,10 @@ def check(
 def schema_of(data: str, *, classes: Sequence[str] | None = None, image_size: int | None = None) -> Schema:
     """Give the schema of a data set by its name (digits, cifar10, isic2019, folder, ...), without the data.
 
-    Raises ConfigError: E-CFG-30 for an unknown name, E-CFG-32 for a folder or manifest without `classes`.
+    Raises ConfigError: E-CFG-01 for an unknown name, E-CFG-23 for a folder or manifest without `classes`.
     """
     if data not in {source.value for source in Source}:
-        raise ConfigError("E-CFG-30", f"there is no data {data!r}: {nearest(data, [s.value for s in Source])}")
+        raise ConfigError("E-CFG-01", f"there is no data {data!r}: {nearest(data, [s.value for s in Source])}")
     source = Source(data)
     _settings(source, classes, image_size)
     fixed = FIXED.get(source)
@@ -122,7 +122,7 @@ def schema_of(data: str, *, classes: Sequence[str] | None = None, image_size: in
     space = tuple(classes) if classes else own
     if space is None:
         raise ConfigError(
-            "E-CFG-32", f"{data}: expected `classes`, the label space of the run, found none: list every class by name"
+            "E-CFG-23", f"{data}: expected `classes`, the label space of the run, found none: list every class by name"
         )
     if fixed:
         return Schema(fixed.shape, space)
@@ -133,7 +133,7 @@ def schema_of(data: str, *, classes: Sequence[str] | None = None, image_size: in
 def _settings(source: Source, classes: Sequence[str] | None, image_size: int | None) -> None:
     """Refuse a label space with a class named twice, and an image size that cannot be."""
     if classes is not None and (isinstance(classes, str) or len(set(classes)) != len(classes) or len(classes) < 2):
-        raise ConfigError("E-CFG-32", f"classes: expected at least two different names, found {classes!r}: correct it")
+        raise ConfigError("E-CFG-23", f"classes: expected at least two different names, found {classes!r}: correct it")
     if image_size is None:
         return
     sizes = SIZES
@@ -142,7 +142,7 @@ def _settings(source: Source, classes: Sequence[str] | None, image_size: int | N
         sizes = range(side, side + 1)
     if image_size not in sizes:
         raise ConfigError(
-            "E-CFG-32",
+            "E-CFG-23",
             f"{source.value}: expected image_size {sizes[0]} to {sizes[-1]} or null, found {image_size}: change it",
         )
 
@@ -198,7 +198,7 @@ def _root(given: Path | None) -> Path:
     if named := os.environ.get(DATA_ROOT):
         return Path(named)
     raise DataError(
-        "E-DATA-01",
+        "E-DATA-02",
         f"expected the folder of the data sets, found neither a data root among the arguments (--data-root) nor the "
         f"environment variable {DATA_ROOT}: give one of them",
     )

@@ -181,7 +181,7 @@ class Scan:
         bare = [item.name for item in self.items if item.group is None]
         if len(bare) == len(self.items):
             return ()
-        return problem("E-DATA-06", "images without a group among images that have one", bare, "Name every group")
+        return problem("E-DATA-07", "images without a group among images that have one", bare, "Name every group")
 
 
 def problem(code: str, what: str, names: Sequence[str], remedy: str, count: int | None = None) -> tuple[Problem, ...]:

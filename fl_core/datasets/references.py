@@ -92,7 +92,7 @@ class DataRef:
 
 
 def parse(reference: str) -> DataRef:
-    """Read a reference; raises ConfigError (E-CFG-30) with the valid forms and the nearest one.
+    """Read a reference; raises ConfigError (E-CFG-01) with the valid forms and the nearest one.
 
     Guarantees: parse(str(parse(r))) == parse(r).
     """
@@ -102,7 +102,7 @@ def parse(reference: str) -> DataRef:
     if colon and kind in (Source.FOLDER.value, Source.MANIFEST.value):
         path, dealing, dealt = rest.partition("#")
         if not path.strip():
-            raise ConfigError("E-CFG-30", f"expected a path after {kind}:, found {reference!r}")
+            raise ConfigError("E-CFG-01", f"expected a path after {kind}:, found {reference!r}")
         if dealing:
             federation, silo = _dealt(dealt, reference)
         return DataRef(Source(kind), silo, federation, Path(path).expanduser())
@@ -114,15 +114,15 @@ def parse(reference: str) -> DataRef:
         return DataRef(Source(name), silo, federation)
     if match := re.fullmatch(r"isic2019/center(\d+)", reference):
         if int(match[1]) >= CENTERS:
-            raise ConfigError("E-CFG-30", f"expected isic2019/center0 to center{CENTERS - 1}, found {reference!r}")
+            raise ConfigError("E-CFG-01", f"expected isic2019/center0 to center{CENTERS - 1}, found {reference!r}")
         return DataRef(Source.ISIC2019, int(match[1]))
     if match := re.fullmatch(r"isic2019/clients(\d+)(?:@(\d+))?/(\d+)", reference):
         clients, client = int(match[1]), int(match[3])
         parts(clients)
         if client >= clients:
-            raise ConfigError("E-CFG-30", f"expected isic2019/clients{clients}/0 to {clients - 1}, found {reference!r}")
+            raise ConfigError("E-CFG-01", f"expected isic2019/clients{clients}/0 to {clients - 1}, found {reference!r}")
         return DataRef(Source.ISIC2019, client, clients=clients, seed=int(match[2] or 0))
-    raise ConfigError("E-CFG-30", f"there is no data {reference!r}: {_hint(reference)}valid forms: {VALID_FORMS}")
+    raise ConfigError("E-CFG-01", f"there is no data {reference!r}: {_hint(reference)}valid forms: {VALID_FORMS}")
 
 
 def _dealt(text: str, reference: str) -> tuple[Federated, int]:
@@ -131,7 +131,7 @@ def _dealt(text: str, reference: str) -> tuple[Federated, int]:
     federation = parse_federation(name)
     if not slash or not silo.isdecimal() or int(silo) >= federation.silos:
         raise ConfigError(
-            "E-CFG-30",
+            "E-CFG-01",
             f"{reference!r}: expected {name}/0 to {name}/{federation.silos - 1}, found {text!r}: name the silo",
         )
     return federation, int(silo)
@@ -143,7 +143,7 @@ def _hint(reference: str) -> str:
 
 
 def federation(data: str, federation: str) -> list[str]:
-    """Name the references of all silos of a simulated federation; raises ConfigError (E-CFG-30).
+    """Name the references of all silos of a simulated federation; raises ConfigError (E-CFG-01).
 
     ("digits", "p5c2") -> ["digits/p5c2/0", ...]; ("isic2019", "centers-1-2") -> ["isic2019/center1", ...];
     ("folder:/data/cifar10", "p5c2") -> ["folder:/data/cifar10#p5c2/0", ...].
@@ -159,7 +159,7 @@ def federation(data: str, federation: str) -> list[str]:
         join = f"{data}#"
     else:
         valid = (*DEALT, "isic2019", "folder:PATH", "manifest:FILE.csv")
-        raise ConfigError("E-CFG-30", f"there is no data {data!r} to be dealt: {nearest(data, valid)}")
+        raise ConfigError("E-CFG-01", f"there is no data {data!r} to be dealt: {nearest(data, valid)}")
     dealt = parse_federation(federation)
     return [f"{join}{dealt.text}/{k}" for k in range(dealt.silos)]
 
@@ -170,8 +170,8 @@ def _centers(text: str) -> list[int]:
         return list(range(CENTERS))
     if not re.fullmatch(r"centers(-\d)+", text):
         valid = ("centers", "centers-1-2-5", "clients20")
-        raise ConfigError("E-CFG-30", f"isic2019 has no federation {text!r}: {nearest(text, valid)}")
+        raise ConfigError("E-CFG-01", f"isic2019 has no federation {text!r}: {nearest(text, valid)}")
     chosen = [int(k) for k in text.split("-")[1:]]
     if len(set(chosen)) != len(chosen) or max(chosen) >= CENTERS:
-        raise ConfigError("E-CFG-30", f"expected different centres of 0 to {CENTERS - 1}, found {text!r}")
+        raise ConfigError("E-CFG-01", f"expected different centres of 0 to {CENTERS - 1}, found {text!r}")
     return chosen

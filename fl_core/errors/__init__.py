@@ -12,7 +12,7 @@ REASON_CHARS = 500
 class FederationError(Exception):
     """Base of every error that Consilium raises on purpose.
 
-    code: a key of `fl_core.errors.catalogue.EXPLANATIONS`, for instance "E-TLS-03".
+    code: a key of `fl_core.errors.catalogue.EXPLANATIONS`, for instance "E-TLS-01".
     """
 
     def __init__(self, code: str, message: str) -> None:

@@ -72,7 +72,7 @@ METHODS: Mapping[str, type[FedAvg]] = {
 def build_method(name: str, options: Mapping[str, object]) -> FedAvg:
     """Make a method from its registered name and options.
 
-    Raises ConfigError: E-CFG-01 (no such method), E-CFG-21 (no such option), E-CFG-22 (a value of a wrong type), each
+    Raises ConfigError: E-CFG-01 (no such method or option), E-CFG-02 (a value of a wrong type), each
     with the nearest valid name or the expected type; E-CFG-02 on a value out of range.
     """
     if name not in METHODS:

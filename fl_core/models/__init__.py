@@ -80,14 +80,14 @@ class ModelFacts:
 
 
 def model_options(name: str, options: Mapping[str, object]) -> ModelOptions:
-    """Check a model's name and options; raises ConfigError (E-CFG-20, E-CFG-21, E-CFG-22) with the nearest name."""
+    """Check a model's name and options; raises ConfigError (E-CFG-01, E-CFG-02) with the nearest name."""
     if name not in MODELS:
-        raise ConfigError("E-CFG-20", f"there is no model {name!r}: {nearest(name, MODELS)}")
+        raise ConfigError("E-CFG-01", f"there is no model {name!r}: {nearest(name, MODELS)}")
     return read_options(MODELS[name], name, options)
 
 
 def build_model(name: str, options: Mapping[str, object], schema: Schema, seed: int) -> SplitModel:
-    """Build a model with the initial weights of this seed; raises ConfigError (E-CFG-20 to E-CFG-24).
+    """Build a model with the initial weights of this seed; raises ConfigError (E-CFG-01, E-CFG-02, E-CFG-23).
 
     Guarantees: equal seeds give equal weights; torch's global generator is as before.
     """

@@ -41,11 +41,11 @@ class EfficientNetB0:
     stochastic_depth: float = 0.2
 
     def build(self, schema: Schema) -> SplitModel:
-        """Make the model for 3 channels and 32 pixels or more; raises ConfigError (E-CFG-22, -23, -24)."""
-        validate.one_of("E-CFG-22", "efficientnet_b0", norm=(self.norm, ("batch", "group", "frozen")))
-        validate.between("E-CFG-22", "efficientnet_b0", 1, 320, groups=self.groups)
-        validate.between("E-CFG-22", "efficientnet_b0", 0, 0.99, dropout=self.dropout)
-        validate.between("E-CFG-22", "efficientnet_b0", 0, 0.99, stochastic_depth=self.stochastic_depth)
+        """Make the model for 3 channels and 32 pixels or more; raises ConfigError (E-CFG-02, E-CFG-23)."""
+        validate.one_of("E-CFG-02", "efficientnet_b0", norm=(self.norm, ("batch", "group", "frozen")))
+        validate.between("E-CFG-02", "efficientnet_b0", 1, 320, groups=self.groups)
+        validate.between("E-CFG-02", "efficientnet_b0", 0, 0.99, dropout=self.dropout)
+        validate.between("E-CFG-02", "efficientnet_b0", 0, 0.99, stochastic_depth=self.stochastic_depth)
         image_shape("efficientnet_b0", schema, channels={3}, sizes=range(32, 2049))
         from fl_core.models.mbconv import b0_features  # torchvision takes seconds to import: only for those who use it
 
@@ -59,7 +59,7 @@ class EfficientNetB0:
         """Overwrite the features by a local state dict; all of its names and shapes must fit."""
         if self.norm == "group":
             raise ConfigError(
-                "E-CFG-24",
+                "E-CFG-02",
                 "efficientnet_b0: pretrained weights were found together with norm=group, which throws the pretrained "
                 "features away: use norm=frozen (private runs) or norm=batch, or weights=none",
             )
@@ -71,7 +71,7 @@ class EfficientNetB0:
         wrong += sorted(extra - set(wanted))
         if wrong:
             raise ConfigError(
-                "E-CFG-24",
+                "E-CFG-02",
                 f"efficientnet_b0.weights: expected torchvision's EfficientNet-B0 in {self.weights}, found "
                 f"{len(wrong)} tensors missing, unknown or of another shape ({', '.join(wrong[:3])}): give that file",
             )
@@ -81,11 +81,11 @@ class EfficientNetB0:
 def _read_state(path: Path) -> Tensors:
     """Read a state dict of tensors without running any code it may hold."""
     if not path.is_file():
-        raise ConfigError("E-CFG-24", f"expected a file of weights at {path}, found none: weights is a local path")
+        raise ConfigError("E-CFG-02", f"expected a file of weights at {path}, found none: weights is a local path")
     try:
         state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except Exception as error:  # unpickling and safetensors raise types of their own; the cause is kept
-        raise ConfigError("E-CFG-24", f"expected a state dict in {path}, found {error}: export it again") from error
+        raise ConfigError("E-CFG-02", f"expected a state dict in {path}, found {error}: export it again") from error
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise ConfigError("E-CFG-24", f"expected name -> tensor in {path}, found {type(state).__name__}: export it")
+        raise ConfigError("E-CFG-02", f"expected name -> tensor in {path}, found {type(state).__name__}: export it")
     return state

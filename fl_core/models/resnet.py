@@ -92,13 +92,13 @@ class ResNet18:
     _plan: ClassVar[Plan] = Plan("resnet18", (2, 2, 2, 2), (64, 128, 256, 512))
 
     def build(self, schema: Schema) -> SplitModel:
-        """Make the model for 1 or 3 channels; raises ConfigError (E-CFG-22, E-CFG-23)."""
+        """Make the model for 1 or 3 channels; raises ConfigError (E-CFG-02, E-CFG-23)."""
         plan = self._plan
         before = plan.widths[0]
-        validate.one_of("E-CFG-22", plan.name, norm=(self.norm, ("batch", "group")))
+        validate.one_of("E-CFG-02", plan.name, norm=(self.norm, ("batch", "group")))
         if self.groups < 1 or before % self.groups:
             raise ConfigError(
-                "E-CFG-22", f"{plan.name}.groups: expected a divisor of {before}, found {self.groups}: change it"
+                "E-CFG-02", f"{plan.name}.groups: expected a divisor of {before}, found {self.groups}: change it"
             )
         channels, _ = image_shape(plan.name, schema, channels={1, 3}, sizes=range(8, 1025))
         layers: list[nn.Module] = [nn.Conv2d(channels, before, 3, 1, 1, bias=False), self._norm(before), nn.ReLU()]

@@ -56,7 +56,7 @@ def assemble(
     Linear(84, 84)-ReLU-Linear(84, 256).
     """
     for width in projection:
-        validate.at_least("E-CFG-22", "model", 1, projection=width)
+        validate.at_least("E-CFG-02", "model", 1, projection=width)
     layers: list[nn.Module] = []
     dim = body_dim
     for width in projection:

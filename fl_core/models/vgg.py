@@ -34,9 +34,9 @@ class Vgg8:
     _depth: ClassVar[str] = "vgg8"
 
     def build(self, schema: Schema) -> SplitModel:
-        """Make the model for 32x32 images of 1 or 3 channels; raises ConfigError (E-CFG-22, E-CFG-23)."""
+        """Make the model for 32x32 images of 1 or 3 channels; raises ConfigError (E-CFG-02, E-CFG-23)."""
         name = self._depth
-        validate.one_of("E-CFG-22", name, norm=(self.norm, ("none", "batch")))
+        validate.one_of("E-CFG-02", name, norm=(self.norm, ("none", "batch")))
         before, _ = image_shape(name, schema, channels={1, 3}, sizes={32})
         layers: list[nn.Module] = []
         for stage in STAGES[name]:

@@ -45,8 +45,8 @@ class WideResNet2810:
     head_bias: bool = True
 
     def build(self, schema: Schema) -> SplitModel:
-        """Make the model for 1 or 3 channels; raises ConfigError (E-CFG-22, E-CFG-23)."""
-        validate.between("E-CFG-22", "wrn28_10", 0, 0.99, dropout=self.dropout)
+        """Make the model for 1 or 3 channels; raises ConfigError (E-CFG-02, E-CFG-23)."""
+        validate.between("E-CFG-02", "wrn28_10", 0, 0.99, dropout=self.dropout)
         channels, _ = image_shape("wrn28_10", schema, channels={1, 3}, sizes=range(8, 1025))
         layers: list[nn.Module] = [nn.Conv2d(channels, STEM, 3, padding=1)]
         before = STEM

@@ -117,7 +117,7 @@ def members(
 ) -> tuple[Member, ...]:
     """Freeze a roster, with the silos that submit prototypes drawn from the seed; units: declared sizes, if any."""
     if len(set(names)) != len(names) or not names:
-        raise ConfigError("E-CFG-07", f"expected at least one silo and each once, found {list(names)}")
+        raise ConfigError("E-CFG-02", f"expected at least one silo and each once, found {list(names)}")
     drawn = cohort.prototype_submitters(seed, names, prototype_share)
     sizes = [0] * len(names) if units is None else units
     return tuple(Member(*m) for m in zip(names, drawn, sizes, strict=True))

@@ -35,7 +35,7 @@ class RunSetup:
 
     @classmethod
     def of(cls, manifest: RunManifest) -> RunSetup:
-        """Build what a manifest names; raises ConfigError (E-CFG-20 to E-CFG-24) on a method or options unknown."""
+        """Build what a manifest names; raises ConfigError (E-CFG-01, E-CFG-02) on a method or options unknown."""
         method = build_method(manifest.method.name, manifest.method.options)
         return RunSetup(manifest, method, (FixedPoint(manifest.grid),))
 

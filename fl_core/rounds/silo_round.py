@@ -58,7 +58,7 @@ def work(
     Returns the bundle that may leave and the silo's next state, the old one where training diverged; the caller
     commits it at the round's close, as `Method.mirrored` says. `bench.model` is scratch: it gets the run's initial
     weights before every use.
-    Raises ProtocolError (E-WIRE-02) when the method's bundle does not have the run's layout; RefusedError, before any
+    Raises ProtocolError (E-WIRE-06) when the method's bundle does not have the run's layout; RefusedError, before any
     example is read, on a guard's setting that the plan is silent on.
     """
     method = bench.method

@@ -130,12 +130,12 @@ class _Post:
 
 
 def library() -> ModuleType:
-    """Import Ray; raises ConfigError (E-CFG-63) with the command that installs it."""
+    """Import Ray; raises ConfigError (E-CFG-08) with the command that installs it."""
     try:
         return importlib.import_module("ray")
     except ImportError as error:
         raise ConfigError(
-            "E-CFG-63",
+            "E-CFG-08",
             "expected Ray for engine=ray, found no such package: pip install 'consilium-fl[ray]', or use engine=local",
         ) from error
 
@@ -150,7 +150,7 @@ def simulate_ray(
     """Do a run on a Ray cluster and return the final server state.
 
     Guarantees: equals `simulate` with the same number of threads bit for bit, on one kind of machine; Ray is shut down
-    afterwards when it was started here. Raises ConfigError (E-CFG-63) without Ray.
+    afterwards when it was started here. Raises ConfigError (E-CFG-08) without Ray.
     """
     ray, where, states, manifest = library(), cluster or Cluster(), states or InMemory(), run.manifest
     threads = manifest.threads or torch.get_num_threads()

@@ -20,7 +20,7 @@ SHARE_OF_MEMORY = 0.5
 def choose_device(name: str) -> torch.device:
     """Read cpu, cuda, cuda:N or auto (a GPU where there is one).
 
-    Raises ConfigError (E-CFG-60) when it is something else or this machine has no such device.
+    Raises ConfigError (E-CFG-02) when it is something else or this machine has no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -29,7 +29,7 @@ def choose_device(name: str) -> torch.device:
     sound = kind in ("cpu", "cuda") and (not number or (kind == "cuda" and number.isdecimal()))
     if not sound or int(number or 0) >= count:
         raise ConfigError(
-            "E-CFG-60",
+            "E-CFG-02",
             f"expected --device cpu, auto or one of {count if kind == 'cuda' else torch.cuda.device_count()} GPUs "
             f"(cuda, cuda:0, ...), found {name!r}",
         )

@@ -18,20 +18,20 @@ AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check(config: TrainConfig) -> None:
-    """Raise ConfigError (E-CFG-41) on an optimizer that does not exist or options that do not go together."""
+    """Raise ConfigError (E-CFG-02) on an optimizer that does not exist or options that do not go together."""
     if config.optimizer not in OPTIMIZERS:
-        raise ConfigError("E-CFG-41", f"expected train.optimizer of {OPTIMIZERS}, found {config.optimizer!r}")
+        raise ConfigError("E-CFG-02", f"expected train.optimizer of {OPTIMIZERS}, found {config.optimizer!r}")
     if config.amp not in AMP:
-        raise ConfigError("E-CFG-41", f"expected train.amp of {tuple(AMP)}, found {config.amp!r}")
+        raise ConfigError("E-CFG-02", f"expected train.amp of {tuple(AMP)}, found {config.amp!r}")
     for name in ("lr", "momentum", "weight_decay"):
         if not (found := getattr(config, name)) >= 0:
-            raise ConfigError("E-CFG-41", f"expected train.{name} >= 0, found {found}")
+            raise ConfigError("E-CFG-02", f"expected train.{name} >= 0, found {found}")
     if config.nesterov and (config.momentum <= 0 or config.optimizer != "sgd"):
-        raise ConfigError("E-CFG-41", "train.nesterov needs train.optimizer=sgd and train.momentum > 0")
+        raise ConfigError("E-CFG-02", "train.nesterov needs train.optimizer=sgd and train.momentum > 0")
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], lr: float, config: TrainConfig) -> Optimizer:
-    """Make an optimizer with empty buffers; raises ConfigError (E-CFG-41) as `check`."""
+    """Make an optimizer with empty buffers; raises ConfigError (E-CFG-02) as `check`."""
     check(config)
     if config.optimizer == "adam":
         return Adam(parameters, lr, weight_decay=config.weight_decay)

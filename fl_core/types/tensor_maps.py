@@ -49,7 +49,7 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write(model: nn.Module, values: Tensors) -> None:
-    """Overwrite parameters and buffers by name, in place; raises ProtocolError (E-WIRE-02) on a name or shape apart.
+    """Overwrite parameters and buffers by name, in place; raises ProtocolError (E-WIRE-06) on a name or shape apart.
 
     Guarantees: everything that `read` returns is overwritten when `values` came from a `read` of the same model.
     """
@@ -58,7 +58,7 @@ def write(model: nn.Module, values: Tensors) -> None:
         for name, value in values.items():
             if (place := state.get(name)) is None or place.shape != value.shape:
                 found = "no such tensor" if place is None else tuple(place.shape)
-                raise ProtocolError("E-WIRE-02", f"expected {name} {tuple(value.shape)} in the model, found {found}")
+                raise ProtocolError("E-WIRE-06", f"expected {name} {tuple(value.shape)} in the model, found {found}")
             place.copy_(value)
 
 

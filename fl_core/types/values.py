@@ -56,9 +56,9 @@ class Part:
         return cls({name: v * _rows(w, v) for name, v in value.items()}, w)
 
     def __add__(self, other: Part) -> Part:
-        """Add two parts of one shape; raises ProtocolError (E-WIRE-02) when names or shapes differ."""
+        """Add two parts of one shape; raises ProtocolError (E-WIRE-06) when names or shapes differ."""
         if (mine := PartSpec.of(self)) != (theirs := PartSpec.of(other)):
-            raise ProtocolError("E-WIRE-02", f"expected a part of {mine}, found {theirs}: they come from two layouts")
+            raise ProtocolError("E-WIRE-06", f"expected a part of {mine}, found {theirs}: they come from two layouts")
         return Part({name: v + other.total[name] for name, v in self.total.items()}, self.weight + other.weight)
 
     def mean(self, default: Tensors | None = None) -> Tensors:

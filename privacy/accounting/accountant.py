@@ -43,7 +43,7 @@ class Mechanism:
     def __post_init__(self) -> None:
         if not (0 <= self.noise < math.inf and 0 < self.rate <= 1 and 0 < self.steps <= _MOST_STEPS):
             raise ConfigError(
-                "E-PRIV-11",
+                "E-PRIV-20",
                 f"expected 0 <= noise < inf, 0 < rate <= 1 and 1 to {_MOST_STEPS} steps, found noise {self.noise}, "
                 f"rate {self.rate}, {self.steps} steps",
             )
@@ -144,7 +144,7 @@ class Filter:
     def of(cls, epsilon: float, delta: float) -> Filter:
         """Choose the order for a budget: 1 + sqrt(ln(1/delta) / rho), rho being the zCDP that it allows."""
         if not 0 < epsilon < math.inf:
-            raise ConfigError("E-PRIV-11", f"expected a finite budget epsilon > 0, found {epsilon}")
+            raise ConfigError("E-PRIV-20", f"expected a finite budget epsilon > 0, found {epsilon}")
         log = math.log(1 / _valid(delta))
         rho = (math.sqrt(epsilon + log) - math.sqrt(log)) ** 2
         wanted = 1 + math.sqrt(log / rho) if rho > 0 else ORDERS[-1]  # of less than a float can tell there is nothing
@@ -223,5 +223,5 @@ def solve_noise(
 
 def _valid(delta: float) -> float:
     if not 0 < delta < 1:
-        raise ConfigError("E-PRIV-11", f"expected 0 < delta < 1, found {delta}")
+        raise ConfigError("E-PRIV-20", f"expected 0 < delta < 1, found {delta}")
     return delta

@@ -117,7 +117,7 @@ def text() -> str:
 def check(manifest: RunManifest) -> None:
     """Raise RefusedError (E-PRIV-20) on a number of a private run that is outside its range, or no number.
 
-    Raises ConfigError (E-CFG-41) on an optimizer that does not exist. The manifest is one that anybody may have made:
+    Raises ConfigError (E-CFG-02) on an optimizer that does not exist. The manifest is one that anybody may have made:
     its fields can hold values of any type.
     """
     for name, value, key, kind in _numbers(manifest):

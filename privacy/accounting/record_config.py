@@ -64,9 +64,9 @@ class Terms:
     rng: str = "secure"
 
     def __post_init__(self) -> None:
-        validate.positive_or_infinite("E-PRIV-11", "privacy", epsilon=self.epsilon)
+        validate.positive_or_infinite("E-PRIV-20", "privacy", epsilon=self.epsilon)
         validate.positive(
-            "E-PRIV-11",
+            "E-PRIV-20",
             "privacy",
             delta=self.delta,
             clip=self.clip,
@@ -79,9 +79,9 @@ class Terms:
             statistics_bound=self.statistics_bound,
             statistics_noise=self.statistics_noise,
         )
-        validate.below("E-PRIV-11", "privacy", MOST_DELTA, delta=self.delta)
+        validate.below("E-PRIV-20", "privacy", MOST_DELTA, delta=self.delta)
         validate.at_least(
-            "E-PRIV-11",
+            "E-PRIV-20",
             "privacy",
             1,
             microbatch=self.microbatch,
@@ -89,10 +89,10 @@ class Terms:
             prototype_every=self.prototype_every,
             coupled_every=self.coupled_every,
         )
-        validate.at_least("E-PRIV-11", "privacy", 0, min_count=self.min_count, max_per_unit=self.max_per_unit)
-        validate.between("E-PRIV-11", "privacy", 0, MOST_RESERVED, reserve_rounds=self.reserve_rounds)
+        validate.at_least("E-PRIV-20", "privacy", 0, min_count=self.min_count, max_per_unit=self.max_per_unit)
+        validate.between("E-PRIV-20", "privacy", 0, MOST_RESERVED, reserve_rounds=self.reserve_rounds)
         validate.one_of(
-            "E-PRIV-11",
+            "E-PRIV-20",
             "privacy",
             coupled=(self.coupled, (*COUPLED, WITHDRAWN)),
             rng=(self.rng, RNG),
@@ -102,7 +102,7 @@ class Terms:
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> Terms:
-        """Read the options of the profile; raises ConfigError (E-CFG-21, E-CFG-22, E-PRIV-11)."""
+        """Read the options of the profile; raises ConfigError (E-CFG-01, E-CFG-02, E-PRIV-20)."""
         return read_options(cls, "privacy profile dp_record", options)
 
     @property

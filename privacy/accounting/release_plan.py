@@ -105,8 +105,8 @@ class Course:
     ) -> Course:
         """Plan a run from a rehearsal of its method. units: the hospital's declared number of records or groups.
 
-        Raises RefusedError: E-PRIV-13 when a loss mixes examples that it declares to be apart, E-PRIV-16 when the
-        method asks for a sum that has no bound, or mixes examples in a way that is no longer offered.
+        Raises RefusedError (E-PRIV-16) when a loss mixes examples that it declares to be apart, or in a way that is no
+        longer offered, and when the method asks for a sum that has no bound.
         """
         rates = Rates(train, max(units, 1))
         needs = rehearse(method, model, schema, train, rates.steps, personal=personal)

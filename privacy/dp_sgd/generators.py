@@ -57,10 +57,10 @@ class Drawn:
         self._before = self._states()
 
     def check(self) -> None:
-        """Raise RefusedError (E-PRIV-21) when one drew since `begin`."""
+        """Raise RefusedError (E-PRIV-16) when one drew since `begin`."""
         if any(not torch.equal(a, b) for a, b in zip(self._before, self._states(), strict=True)):
             raise RefusedError(
-                "E-PRIV-21",
+                "E-PRIV-16",
                 "expected a loss that draws no random numbers, found that it does: draws follow the places of a batch, "
                 "which move when another example comes",
             )

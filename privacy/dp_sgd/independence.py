@@ -38,7 +38,7 @@ PROBES = ((torch.float64, 1e-10), (torch.float32, 1e-4))
 
 
 def check_independence(model: nn.Module, loss: LossFn, schema: Schema, batch_size: int = LARGEST) -> None:
-    """Raise RefusedError when what one example adds depends on others: E-PRIV-13, or E-PRIV-21 when the loss draws.
+    """Raise RefusedError (E-PRIV-16) when what one example adds depends on others, or when the loss draws.
 
     On made-up examples, in float64, or in float32 where the loss itself holds models in float32. Raises ConfigError
     (E-PRIV-14) on a model with a layer that mixes examples. Leaves the model as it is.
@@ -69,7 +69,7 @@ def check_independence(model: nn.Module, loss: LossFn, schema: Schema, batch_siz
 
 
 def check_rows(query: ClassSums, schema: Schema) -> None:
-    """Raise RefusedError (E-PRIV-13) when the vector that an example adds to a sum depends on others beside it."""
+    """Raise RefusedError (E-PRIV-16) when the vector that an example adds to a sum depends on others beside it."""
     base = blanks(schema, 6, 99)
     batch, kept = _inserted(base, _senseless(base, len(schema.classes)), [0, 0, 3, 3, 6])
     with torch.no_grad():
@@ -203,7 +203,7 @@ def _inserted(base: _Batch, more: _Batch, places: Sequence[int]) -> tuple[_Batch
 
 def _refused(found: str) -> RefusedError:
     return RefusedError(
-        "E-PRIV-13",
+        "E-PRIV-16",
         f"expected the loss of an example to depend on that example alone, found that {found}: put what mixes examples "
         "into the coupled term",
     )

@@ -259,5 +259,5 @@ def plain(planned: Iterable[Planned]) -> list[list[object]]:
 
 
 def planned_of(said: Iterable[tuple[str, float, float, int]]) -> tuple[Planned, ...]:
-    """Read mechanisms; raises ValueError, or ConfigError (E-PRIV-11), on values that are none."""
+    """Read mechanisms; raises ValueError, or ConfigError (E-PRIV-20), on values that are none."""
     return tuple(Planned(str(p), Mechanism(float(z), float(q), int(n))) for p, z, q, n in said)

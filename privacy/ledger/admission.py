@@ -48,7 +48,7 @@ def refused(
     tried = sum((e.round, e.kind) == (task.round, task.kind) for e in before)
     if tried >= ATTEMPTS:
         return RefusedError(
-            "E-BUDGET-13",
+            "E-BUDGET-12",
             f"expected round {task.round + 1} of run {task.run} at most {ATTEMPTS} times, found that {collection!r} "
             f"was charged for it {tried} times",
         )

@@ -73,7 +73,7 @@ class Chain:
     def __init__(self, file: Path, key: Path | None = None, older: bool = False) -> None:
         """Open or make the file. older: also a copy from before the key, where the key says that it has a later one.
 
-        Raises StateError: E-BUDGET-14 without its key, E-BUDGET-07 and E-BUDGET-15 on an unkeyed file that was
+        Raises StateError: E-BUDGET-14 without its key, E-BUDGET-07 on an unkeyed file that was
         changed, E-BUDGET-08 on an unkeyed one that was put back, E-STATE-22 on one of a newer version or another form.
         """
         self._file, self.key_file = file, key or ledger_key.beside(file)

@@ -66,8 +66,8 @@ class Ledger(Verified):
 
         units: the identity of each unit (a group's name, a record's content)   contents: what else identifies the same
         records, as the content of each image of a group; both are kept as keyed digests alone.
-        Raises RefusedError (E-BUDGET-03) when a unit or a content stands in another collection already, StateError
-        (E-BUDGET-15) when what the file holds of units is not what was registered: it decides what is new.
+        Raises RefusedError (E-BUDGET-04) when a unit or a content stands in another collection already, StateError
+        (E-BUDGET-07) when what the file holds of units is not what was registered: it decides what is new.
         """
         of_units, every = self._digests(units), self._digests((*units, *contents))
         with self.writing() as (db, account):
@@ -80,7 +80,7 @@ class Ledger(Verified):
                 other.add(version.collection)
             if other:
                 raise RefusedError(
-                    "E-BUDGET-03",
+                    "E-BUDGET-04",
                     f"expected records that are in no other collection, found some of {len(of_units)} units in "
                     f"{sorted(other)}: serve them under that name, so that their spending adds up, or leave them out",
                 )
@@ -101,7 +101,7 @@ class Ledger(Verified):
     def set_budget(self, collection: str, epsilon: float, delta: float, operator: str, reason: str) -> None:
         """Set a collection's budget; spending stays what it is. There is no such call over the network.
 
-        Raises StateError (E-BUDGET-04) for a collection that is not registered, ConfigError (E-PRIV-11) on a budget
+        Raises StateError (E-BUDGET-04) for a collection that is not registered, ConfigError (E-PRIV-20) on a budget
         that is none.
         """
         with self.writing() as (db, account):
@@ -116,7 +116,7 @@ class Ledger(Verified):
             self._event(db, None, collection, "BUDGET", made.detail(), made.created_at)
 
     def release_unused(self, entry: str) -> None:
-        """Give back an entry that never started; raises StateError (E-BUDGET-05) on any other."""
+        """Give back an entry that never started; raises StateError (E-BUDGET-12) on any other."""
         self._move(entry, "RELEASED_UNUSED", "released by the operator")
 
     # ---- what a round does --------------------------------------------------------------------------------------
@@ -134,14 +134,14 @@ class Ledger(Verified):
         cap: a second budget, the policy's, that it must fit as well   run: bounds of all that this run is charged at
         this collection, under its id or under its manifest.
         Raises RefusedError: E-BUDGET-01 when it does not fit (the refusal is recorded), E-BUDGET-12 when it does not
-        fit into the run, E-BUDGET-13 when the round was charged often enough (both recorded as well), E-BUDGET-02 when
-        the collection has no budget, E-BUDGET-06 when the data was changed without being registered.
+        fit into the run or the round was charged often enough (recorded as well), E-BUDGET-02 when the collection has
+        no budget, E-BUDGET-04 when the data was changed without being registered.
         """
         with self.writing() as (db, account):
             version = account.versions.get(task.fingerprint)
             if version is None or version.collection != collection:
                 raise RefusedError(
-                    "E-BUDGET-06", f"expected data registered under {collection!r}, found another version: register it"
+                    "E-BUDGET-04", f"expected data registered under {collection!r}, found another version: register it"
                 )
             refusal = refused(account, collection, task, [p.mechanism for p in planned], cap, run)
             same = [e for e in account.of_run(task.run, "", collection) if (e.round, e.kind) == (task.round, task.kind)]
@@ -171,7 +171,7 @@ class Ledger(Verified):
                 raise refusal
 
     def start(self, entry: str) -> None:
-        """Note that records are about to be read; raises StateError (E-BUDGET-05) unless it was just reserved."""
+        """Note that records are about to be read; raises StateError (E-BUDGET-12) unless it was just reserved."""
         self._move(entry, "RUNNING", "")
 
     def commit(self, entry: str, output: str) -> None:
@@ -280,4 +280,4 @@ class Ledger(Verified):
             try:
                 self._event(db, entry, entry, state, detail)
             except sqlite3.IntegrityError as error:
-                raise StateError("E-BUDGET-05", f"the ledger does not let {entry!r} become {state}: {error}") from error
+                raise StateError("E-BUDGET-12", f"the ledger does not let {entry!r} become {state}: {error}") from error

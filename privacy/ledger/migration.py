@@ -22,7 +22,7 @@ from privacy.ledger.rows import digest_of_units, insert
 def bring_under_key(db: sqlite3.Connection, name: str, secret: bytes) -> None:
     """Check an unkeyed ledger and write it anew, inside a transaction without foreign keys.
 
-    Raises StateError: E-BUDGET-07 on an event that was changed, E-BUDGET-15 on rows that the events do not bear out.
+    Raises StateError (E-BUDGET-07) on an event that was changed, and on rows that the events do not bear out.
     """
     facts = {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
     events, head = _events(db, name)
@@ -35,7 +35,7 @@ def bring_under_key(db: sqlite3.Connection, name: str, secret: bytes) -> None:
         account.units = {c: digest_of_units(d for d, of in units if of == c) for c in account.collections}
     except (UnsoundError, ValueError, KeyError, TypeError, IndexError, ArithmeticError, RecursionError) as error:
         raise StateError(
-            "E-BUDGET-15",
+            "E-BUDGET-07",
             f"expected rows of the ledger {name} as its events have them, found a difference: {error}; restore the "
             "file from a backup",
         ) from error

@@ -38,12 +38,12 @@ class Seen(NamedTuple):
 def acknowledge(ledger: Ledger, seen: Sequence[Seen], operator: str) -> dict[str, str]:
     """Accept an older copy of the ledger by charging what it may have forgotten; say by collection what was charged.
 
-    seen: every head that others have signed for, in any order. Raises StateError: E-BUDGET-09 when nothing is missing,
-    E-BUDGET-04 when a collection that was charged is not registered, or none with a budget is there to be charged,
-    E-BUDGET-17 while a service uses the ledger; as `Ledger.verify` on one that was edited.
+    seen: every head that others have signed for, in any order. Raises StateError: E-BUDGET-11 when nothing is missing,
+    or while a service uses the ledger, E-BUDGET-04 when a collection that was charged is not registered, or none with a
+    budget is there to be charged; as `Ledger.verify` on one that was edited.
     """
     if owners.others(ledger.file):
-        raise StateError("E-BUDGET-17", "expected no service on this ledger, found one at work: stop it first")
+        raise StateError("E-BUDGET-11", "expected no service on this ledger, found one at work: stop it first")
     newest = max(seen, key=lambda s: (s.restored, s.head.seq), default=Seen(Head(0, "")))
     try:
         ledger.verify(newest.head)
@@ -51,7 +51,7 @@ def acknowledge(ledger: Ledger, seen: Sequence[Seen], operator: str) -> dict[str
         if error.code != "E-BUDGET-08":
             raise
     else:
-        raise StateError("E-BUDGET-09", f"expected a ledger that lacks event {newest.head.seq}, found that it has it")
+        raise StateError("E-BUDGET-11", f"expected a ledger that lacks event {newest.head.seq}, found that it has it")
     fork = max((s.head.seq for s in seen if ledger.holds(s.head)), default=0)
     known = {s: opened(ledger.secret, s.head, s.restored, s.sealed) for s in seen}
     figures = known[newest] and joined([f for s, f in known.items() if f is not None and not ledger.holds(s.head)])

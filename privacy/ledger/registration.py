@@ -72,7 +72,7 @@ def register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]
     Units are known by their groups and by the contents of all their records, so that records that are grouped, named
     or stored otherwise share the spending of those that they are. An image that was encoded with loss, cropped or
     resized has other pixels, and is a new record.
-    Raises RefusedError (E-BUDGET-03) when a unit or a record stands in another collection: also when one patient has
+    Raises RefusedError (E-BUDGET-04) when a unit or a record stands in another collection: also when one patient has
     records in both splits, which would spend two budgets for one privacy.
     """
     found = {}

@@ -76,7 +76,7 @@ class LedgerBook:
 
     caps: budgets of the hospital's policy by collection, beside those of the ledger   most: what the policy allows one
     run; what the manifest announces bounds the run as well (limits.py).
-    Raises RefusedError (E-BUDGET-06) when a split is not registered in the ledger as it is.
+    Raises RefusedError (E-BUDGET-04) when a split is not registered in the ledger as it is.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class LedgerBook:
     def require(self, whole: Mapping[str, Sequence[Mechanism]]) -> None:
         """Raise RefusedError unless all that a run releases, by split, fits beside what is spent; nothing is reserved.
 
-        E-RUN-40 when it does not fit a budget of the ledger or of the policy, E-BUDGET-02 when there is none,
-        E-BUDGET-12 when it does not fit what the policy allows one run, or a run of the same manifest spent of it,
-        E-BUDGET-13 when round 0 of that was charged too often.
+        E-BUDGET-01 when it does not fit a budget of the ledger or of the policy, E-BUDGET-02 when there is none,
+        E-BUDGET-12 when it does not fit what the policy allows one run, or a run of the same manifest spent of it, or
+        round 0 of that was charged too often.
         """
         asked: dict[str, list[Mechanism]] = {}
         for split, mechanisms in whole.items():
@@ -126,7 +126,7 @@ class LedgerBook:
             for limit in filter(None, (budget, self._caps.get(collection))):
                 if not limit.admits(spent_before, mechanisms):
                     raise RefusedError(
-                        "E-RUN-40",
+                        "E-BUDGET-01",
                         f"expected all rounds to fit the budget of {collection!r} (epsilon {limit.epsilon:g}), found "
                         f"that it takes {limit.used(mechanisms):.0%} of it where {1 - limit.used(spent_before):.0%} is "
                         "left: ask for fewer rounds or a smaller epsilon, or set another budget",
@@ -171,7 +171,7 @@ def _registered(ledger: Ledger, dataset: SiloDataset, split: str) -> Records:
     found = ledger.collection_of(fingerprint)
     if found is None:
         raise RefusedError(
-            "E-BUDGET-06",
+            "E-BUDGET-04",
             f"expected the {split} data of {dataset.origin} as they are registered, found a version that the ledger "
             f"does not know: silo ledger register --data {dataset.origin}",
         )

@@ -36,10 +36,9 @@ class Verified(Chain):
     def verify(self, seen: Head | None = None) -> int:
         """Check all of the file from its beginning, rows and schema included, and return the number of events.
 
-        seen: a head that was signed before. Raises StateError: E-BUDGET-07 on an event that was changed, E-BUDGET-15
-        on a row, a view, a trigger or a table that differs from what the events and the schema say, E-BUDGET-08 when
-        the ledger ends before, or differs at, a head that others have seen, or this process: an older copy was put
-        back.
+        seen: a head that was signed before. Raises StateError: E-BUDGET-07 on an event that was changed, or a row, a
+        view, a trigger or a table that differs from what the events and the schema say, E-BUDGET-08 when the ledger
+        ends before, or differs at, a head that others have seen, or this process: an older copy was put back.
         """
         with self._lock, self._damage(), self._reading() as db:
             db.execute("BEGIN")
@@ -61,7 +60,7 @@ class Verified(Chain):
         """Make the error that says which rows or what of the schema are not as they were written."""
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         return StateError(
-            "E-BUDGET-15",
+            "E-BUDGET-07",
             f"expected rows and schema of the ledger {self._file.name} as its events have them, found "
             f"{len(wrong)} differences: {'; '.join(wrong[:SHOWN])}{more}; restore the file from a backup",
         )

@@ -66,10 +66,10 @@ class _Alias:
 
 
 def discrete_gaussian(source: Bytes, n: int, sigma: float) -> Tensor:
-    """Draw n integers (n,) int64. Raises ConfigError (E-PRIV-11) on a sigma outside [LEAST, MOST]."""
+    """Draw n integers (n,) int64. Raises ConfigError (E-PRIV-20) on a sigma outside [LEAST, MOST]."""
     if not LEAST <= sigma <= MOST:
         raise ConfigError(
-            "E-PRIV-11",
+            "E-PRIV-20",
             f"expected noise between {LEAST:g} and 2^40 units of the grid, found {sigma:g}: choose another clip or "
             "scale",
         )

@@ -70,7 +70,7 @@ class _Bytes(ABC):
         return torch.from_numpy(words.astype(np.float64) * 2.0**-53)
 
     def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
-        """Draw int64 noise; raises ConfigError (E-PRIV-11) where the grid is too coarse or too fine for it."""
+        """Draw int64 noise; raises ConfigError (E-PRIV-20) where the grid is too coarse or too fine for it."""
         return discrete.discrete_gaussian(self._bytes, math.prod(shape), sigma).reshape(shape)
 
 

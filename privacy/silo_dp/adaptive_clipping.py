@@ -38,18 +38,18 @@ def start(terms: SiloTerms) -> Tensors:
 def clip_of(terms: SiloTerms, setting: Tensors | None) -> float | None:
     """Read C_t off a broadcast; None where the plan fixes it.
 
-    Raises RefusedError (E-PRIV-19) on a clip that the plan is silent on, on none where the plan has it follow the
+    Raises RefusedError (E-PRIV-15) on a clip that the plan is silent on, on none where the plan has it follow the
     norms, and on one outside the range of clips (ranges.py).
     """
     if not terms.adaptive:
         if setting is not None:
-            raise RefusedError("E-PRIV-19", "expected the fixed clip that the plan states, found another one broadcast")
+            raise RefusedError("E-PRIV-15", "expected the fixed clip that the plan states, found another one broadcast")
         return None
     if setting is None or set(setting) != {"clip"} or setting["clip"].numel() != 1:
-        raise RefusedError("E-PRIV-19", "expected the clip of this round beside the model, found none")
+        raise RefusedError("E-PRIV-15", "expected the clip of this round beside the model, found none")
     low, high, _ = CLIP
     if not low * (1 - _ROUNDING) <= (clip := float(setting["clip"])) <= high * (1 + _ROUNDING):
-        raise RefusedError("E-PRIV-19", f"expected a clip of {CLIP}, found {clip}")
+        raise RefusedError("E-PRIV-15", f"expected a clip of {CLIP}, found {clip}")
     return clip
 
 

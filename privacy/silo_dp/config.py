@@ -66,9 +66,9 @@ class SiloTerms:
     rng: str = "secure"
 
     def __post_init__(self) -> None:
-        validate.positive_or_infinite("E-PRIV-11", "privacy", epsilon=self.epsilon)
+        validate.positive_or_infinite("E-PRIV-20", "privacy", epsilon=self.epsilon)
         validate.positive(
-            "E-PRIV-11",
+            "E-PRIV-20",
             "privacy",
             delta=self.delta,
             clip=self.clip,
@@ -79,12 +79,12 @@ class SiloTerms:
             metric_clip=self.metric_clip,
             metric_noise=self.metric_noise,
         )
-        validate.at_most("E-PRIV-11", "privacy", 1, clip_decay=self.clip_decay)
-        validate.below("E-PRIV-11", "privacy", MOST_DELTA, delta=self.delta)
-        validate.below("E-PRIV-11", "privacy", 1, target_quantile=self.target_quantile)
-        validate.between("E-PRIV-11", "privacy", 0, MOST_RESERVED, reserve_rounds=self.reserve_rounds)
+        validate.at_most("E-PRIV-20", "privacy", 1, clip_decay=self.clip_decay)
+        validate.below("E-PRIV-20", "privacy", MOST_DELTA, delta=self.delta)
+        validate.below("E-PRIV-20", "privacy", 1, target_quantile=self.target_quantile)
+        validate.between("E-PRIV-20", "privacy", 0, MOST_RESERVED, reserve_rounds=self.reserve_rounds)
         validate.one_of(
-            "E-PRIV-11",
+            "E-PRIV-20",
             "privacy",
             placement=(self.placement, PLACES),
             clipping=(self.clipping, CLIPPING),
@@ -95,17 +95,17 @@ class SiloTerms:
         if not self.adaptive:
             if self.bit_noise:
                 raise ConfigError(
-                    "E-PRIV-11", "privacy.bit_noise: expected 0 with clipping=fixed, which releases no bit"
+                    "E-PRIV-20", "privacy.bit_noise: expected 0 with clipping=fixed, which releases no bit"
                 )
             return
         if not 0 < self.bit_noise < math.inf:
             raise ConfigError(
-                "E-PRIV-11",
+                "E-PRIV-20",
                 f"privacy.bit_noise: expected a number > 0 with clipping=adaptive, found {self.bit_noise}: the bits "
                 "that the clip follows are a release of their own, whose noise the plan must state",
             )
         if self.clip_decay != 1:
-            raise ConfigError("E-PRIV-11", "privacy.clip_decay: expected 1 with clipping=adaptive, which sets the clip")
+            raise ConfigError("E-PRIV-20", "privacy.clip_decay: expected 1 with clipping=adaptive, which sets the clip")
 
     @property
     def adaptive(self) -> bool:
@@ -114,7 +114,7 @@ class SiloTerms:
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> SiloTerms:
-        """Read the options of the profile; raises ConfigError (E-CFG-21, E-CFG-22, E-PRIV-11)."""
+        """Read the options of the profile; raises ConfigError (E-CFG-01, E-CFG-02, E-PRIV-20)."""
         return read_options(cls, "privacy profile dp_silo_small", options)
 
     def clip_at(self, round: int) -> float:
@@ -177,9 +177,9 @@ def analytic_noise(epsilon: float, delta: float, releases: int = 1) -> float:
 
 
 def analytic_epsilon(history: list[Mechanism], delta: float) -> float:
-    """Return the exact epsilon of releases of rate 1; raises ConfigError (E-PRIV-11) on a subsampled one."""
+    """Return the exact epsilon of releases of rate 1; raises ConfigError (E-PRIV-20) on a subsampled one."""
     if any(m.rate != 1 for m in history):
-        raise ConfigError("E-PRIV-11", f"expected releases of rate 1, found {history}")
+        raise ConfigError("E-PRIV-20", f"expected releases of rate 1, found {history}")
     if not history:
         return 0.0
     noise = sum(m.steps / m.noise**2 for m in history) ** -0.5

@@ -68,7 +68,7 @@ class SiloLevel(Guard):
         return adaptive.start(self.terms)
 
     def with_setting(self, setting: Tensors | None) -> SiloLevel:
-        """Take a round's clip; raises RefusedError (E-PRIV-19) on one that the plan does not have, or lacks."""
+        """Take a round's clip; raises RefusedError (E-PRIV-15) on one that the plan does not have, or lacks."""
         return replace(self, told=adaptive.clip_of(self.terms, setting))
 
     def next_setting(self, setting: Tensors, answered: Part) -> Tensors:
@@ -76,9 +76,9 @@ class SiloLevel(Guard):
         return adaptive.follow(self.terms, setting, answered)
 
     def clip_at(self, round: int) -> float:
-        """Return C_t; raises RefusedError (E-PRIV-19) where it follows the norms and was not told."""
+        """Return C_t; raises RefusedError (E-PRIV-15) where it follows the norms and was not told."""
         if self.terms.adaptive and self.told is None:
-            raise RefusedError("E-PRIV-19", "expected the clip of this round beside the model, found none")
+            raise RefusedError("E-PRIV-15", "expected the clip of this round beside the model, found none")
         return self.terms.clip_at(round) if self.told is None else self.told
 
     def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:
@@ -169,7 +169,7 @@ class SiloLevel(Guard):
         finite = math.isfinite(norm)  # else the hospital contributes zero: an error would tell that it did
         bound = clip - math.sqrt(slack)
         if bound <= 0:
-            raise ConfigError("E-PRIV-11", f"privacy.clip={clip}: the grid is too coarse for it; choose a larger one")
+            raise ConfigError("E-PRIV-20", f"privacy.clip={clip}: the grid is too coarse for it; choose a larger one")
         factor = min(1.0, bound / norm) if norm and finite else 1.0
 
         def units(segment: str, value: Tensor, sigma: float) -> Tensor:
@@ -216,7 +216,7 @@ def coordinates(layout: Layout) -> int:
 def silo_level(manifest: RunManifest) -> SiloLevel:
     """Plan the guard of a run: noise from the member that takes part most often, weights from declared sizes.
 
-    Raises ConfigError: E-PRIV-17 when a size that weighs was not declared, E-PRIV-18 on more coordinates than noise
+    Raises ConfigError: E-PRIV-17 when a size that weighs was not declared, E-PRIV-16 on more coordinates than noise
     leaves useful, E-PRIV-16 on personal models, on weights that are no public constant, and on central noise where the
     coordinator sees silos one by one.
     """
@@ -230,7 +230,7 @@ def silo_level(manifest: RunManifest) -> SiloLevel:
         )
     if (found := coordinates(manifest.layout)) > LARGEST and not terms.allow_large:
         raise ConfigError(
-            "E-PRIV-18",
+            "E-PRIV-16",
             f"expected at most {LARGEST} numbers under silo-level privacy, found {found}: the noise would be "
             "many times the signal; send prototypes or a head alone (method=fedproto), choose privacy=dp_record, "
             "or accept it with privacy.allow_large=true",

@@ -77,11 +77,11 @@ def fingerprint_of(public: ec.EllipticCurvePublicKey) -> str:
 
 
 def p256(holder: x509.Certificate | x509.CertificateSigningRequest) -> ec.EllipticCurvePublicKey:
-    """Give the P-256 public key of a certificate or request; raises RefusedError (E-ID-08) on any other key."""
+    """Give the P-256 public key of a certificate or request; raises RefusedError (E-ID-31) on any other key."""
     public = holder.public_key()
     if not isinstance(public, ec.EllipticCurvePublicKey) or not isinstance(public.curve, ec.SECP256R1):
         raise RefusedError(
-            "E-ID-08", f"expected a P-256 key, found {type(public).__name__}; make the key by `silo join`"
+            "E-ID-31", f"expected a P-256 key, found {type(public).__name__}; make the key by `silo join`"
         )
     return public
 
@@ -107,15 +107,15 @@ def make_request(key_pem: bytes) -> bytes:
 
 
 def load_request(pem: bytes) -> x509.CertificateSigningRequest:
-    """Read a request; raises RefusedError (E-ID-08) unless it is signed by its own P-256 key."""
+    """Read a request; raises RefusedError (E-ID-31) unless it is signed by its own P-256 key."""
     try:
         request = x509.load_pem_x509_csr(pem)
         p256(request)
         sound = request.is_signature_valid
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise RefusedError("E-ID-08", f"expected a P-256 certificate request, found {type(error).__name__}") from None
+        raise RefusedError("E-ID-31", f"expected a P-256 certificate request, found {type(error).__name__}") from None
     if not sound:
-        raise RefusedError("E-ID-08", "expected a request signed by its own key, found a signature that does not fit")
+        raise RefusedError("E-ID-31", "expected a request signed by its own key, found a signature that does not fit")
     return request
 
 

@@ -35,10 +35,10 @@ class Kind(Enum):
 
 
 def check_name(name: str, what: str = "name") -> str:
-    """Return `name`; raises ConfigError (E-ID-06) unless it is 1 to 63 of a-z, 0-9 and -, not starting with -."""
+    """Return `name`; raises ConfigError (E-CFG-02) unless it is 1 to 63 of a-z, 0-9 and -, not starting with -."""
     if not NAME.fullmatch(name):
         raise ConfigError(
-            "E-ID-06",
+            "E-CFG-02",
             f"expected a {what} of 1 to 63 lower-case letters, digits and hyphens that starts with a letter or digit, "
             f"found {name[:80]!r}; choose for instance 'center3'",
         )
@@ -58,7 +58,7 @@ class Identity:
         if self.kind is not Kind.COORDINATOR:
             check_name(self.name, f"{self.kind.value}'s name")
         elif self.name:
-            raise ConfigError("E-ID-06", f"expected no name for the coordinator, found {self.name!r}; leave it out")
+            raise ConfigError("E-CFG-02", f"expected no name for the coordinator, found {self.name!r}; leave it out")
 
     @property
     def uri(self) -> str:
@@ -68,7 +68,7 @@ class Identity:
 
     @classmethod
     def parse(cls, uri: str) -> Identity:
-        """Read a SAN URI; raises RefusedError (E-ID-07) when it is none of ours.
+        """Read a SAN URI; raises RefusedError (E-ID-31) when it is none of ours.
 
         Guarantees: parse(identity.uri) == identity, and no second URI gives the same identity.
         """
@@ -80,7 +80,7 @@ class Identity:
                 identity = None
             if identity is not None and identity.uri == uri:
                 return identity
-        raise RefusedError("E-ID-07", f"expected an identity such as silo://consortium/name, found {uri[:120]!r}")
+        raise RefusedError("E-ID-31", f"expected an identity such as silo://consortium/name, found {uri[:120]!r}")
 
     def __str__(self) -> str:
         """Write the URI: what a person sees in lists and messages."""
@@ -104,7 +104,7 @@ class PeerCertificate:
 
 @lru_cache(_REMEMBERED)
 def identity_of(certificate: bytes | x509.Certificate) -> PeerCertificate:
-    """Read a peer's certificate (PEM, or parsed); raises RefusedError (E-ID-07) when it carries no identity of ours.
+    """Read a peer's certificate (PEM, or parsed); raises RefusedError (E-ID-31) when it carries no identity of ours.
 
     The signature is TLS's business; this function trusts nothing but reads everything that a server decides by.
     Guarantees: a certificate with two identities is refused. What one says never changes, so it is read once.
@@ -120,10 +120,10 @@ def identity_of(certificate: bytes | x509.Certificate) -> PeerCertificate:
         x509.UnsupportedGeneralNameType,
     ) as error:
         raise RefusedError(
-            "E-ID-07", f"expected a certificate that names its holder, found {type(error).__name__}; enrol anew"
+            "E-ID-31", f"expected a certificate that names its holder, found {type(error).__name__}; enrol anew"
         ) from None
     if len(uris) != 1:
-        raise RefusedError("E-ID-07", f"expected exactly one identity in a certificate, found {uris[:4]}; enrol anew")
+        raise RefusedError("E-ID-31", f"expected exactly one identity in a certificate, found {uris[:4]}; enrol anew")
     return PeerCertificate(
         Identity.parse(uris[0]),
         serial_of(cert),
@@ -136,15 +136,15 @@ def identity_of(certificate: bytes | x509.Certificate) -> PeerCertificate:
 def peer_of(auth_context: Mapping[str, Iterable[bytes]]) -> PeerCertificate:
     """Read the peer of a call from the gRPC server's auth context (`context.auth_context()`).
 
-    Raises RefusedError: E-TLS-10 without a certificate, E-TLS-11 when the connection is older than TLS 1.3 (a second
-    lock behind `protos.tls.connect.require_tls13`), E-ID-07 as `identity_of`.
+    Raises RefusedError: E-TLS-09 without a certificate, E-TLS-15 when the connection is older than TLS 1.3 (a second
+    lock behind `protos.tls.connect.require_tls13`), E-ID-31 as `identity_of`.
     """
     chain = list(auth_context.get("x509_pem_cert", ()))
     if not chain:
-        raise RefusedError("E-TLS-10", "expected a client certificate, found none; enrol with `silo join TOKEN`")
+        raise RefusedError("E-TLS-09", "expected a client certificate, found none; enrol with `silo join TOKEN`")
     versions = list(auth_context.get("ssl_tls_version", ()))
     if versions != [b"TLSv1.3"]:
-        raise RefusedError("E-TLS-11", f"expected a TLS 1.3 connection, found {versions}; upgrade the client")
+        raise RefusedError("E-TLS-15", f"expected a TLS 1.3 connection, found {versions}; upgrade the client")
     return identity_of(chain[0])
 
 
@@ -179,11 +179,11 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read `host:port` or `[v6]:port`; raises ConfigError (E-CFG-40) otherwise."""
+        """Read `host:port` or `[v6]:port`; raises ConfigError (E-CFG-02) otherwise."""
         match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})", text)
         if match is None or not 0 < int(match[3]) < 65536:
             raise ConfigError(
-                "E-CFG-40", f"expected an address such as fl.example.org:8443 or [2001:db8::1]:8443, found {text!r}"
+                "E-CFG-02", f"expected an address such as fl.example.org:8443 or [2001:db8::1]:8443, found {text!r}"
             )
         return cls(match[1] or match[2], int(match[3]))
 

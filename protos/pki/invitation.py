@@ -70,8 +70,8 @@ class InvitationToken:
     def decode(cls, text: str, now: datetime | None = None) -> InvitationToken:
         """Read a pasted token; line breaks and blanks that mail programs add are ignored.
 
-        Raises ConfigError: E-ID-01 no token of ours, E-ID-04 another version, E-ID-02 its end is missing, E-ID-03
-        damaged or put together by someone else, E-ID-05 expired (or not valid yet: a clock is wrong).
+        Raises ConfigError: E-ID-01 no whole token of ours (damaged, or put together by someone else), E-WIRE-01 another
+        version, E-ID-13 expired (or not valid yet: a clock is wrong).
         Guarantees: a token that decodes is, byte for byte in every field, one that `encode` wrote.
         """
         token = _assemble(_unpack("".join(text.split())))
@@ -91,7 +91,7 @@ class InvitationToken:
             raise _damaged("its certificate, key and authority do not belong together")
         if not peer.not_before <= now <= peer.not_after:
             raise ConfigError(
-                "E-ID-05",
+                "E-ID-13",
                 f"expected an invitation in force, found one for {self.name!r} that is valid from "
                 f"{peer.not_before:%Y-%m-%d %H:%M} to {peer.not_after:%Y-%m-%d %H:%M} UTC, and this machine's clock "
                 f"says {now:%Y-%m-%d %H:%M} UTC; ask the lead for `coordinator invite {self.name}` (or set the clock)",
@@ -99,7 +99,7 @@ class InvitationToken:
 
 
 def _damaged(what: str) -> ConfigError:
-    return ConfigError("E-ID-03", f"expected an undamaged invitation, but {what}; copy it again, or ask for a new one")
+    return ConfigError("E-ID-01", f"expected an undamaged invitation, but {what}; copy it again, or ask for a new one")
 
 
 def _unpack(text: str) -> list[bytes]:
@@ -107,7 +107,7 @@ def _unpack(text: str) -> list[bytes]:
     if not text.startswith(PREFIX):
         other = re.match(r"consilium(\d+)\.", text)
         if other:
-            raise ConfigError("E-ID-04", f"expected an invitation of version 1, found version {other[1]}; upgrade silo")
+            raise ConfigError("E-WIRE-01", f"expected an invitation of version 1, found {other[1]}; upgrade the silo")
         raise ConfigError("E-ID-01", f"expected an invitation that starts with {PREFIX!r}, found {text[:12]!r}...")
     armour = text[len(PREFIX) :]
     try:
@@ -120,7 +120,7 @@ def _unpack(text: str) -> list[bytes]:
     size = int.from_bytes(raw[:4], "big")
     if len(raw) < 12 or (len(raw) - 12 < size <= _LIMIT):
         raise ConfigError(
-            "E-ID-02", f"expected a whole invitation, found only its first {len(text)} characters; copy all of the line"
+            "E-ID-01", f"expected a whole invitation, found only its first {len(text)} characters; copy all of the line"
         )
     packed = raw[12:]
     if len(packed) != size or len(usable) != len(armour):

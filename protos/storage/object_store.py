@@ -44,10 +44,10 @@ class ObjectStore:
         return self._file(digest).exists()
 
     def path(self, digest: str) -> Path:
-        """Name the file of an object; raises StateError (E-STATE-21) when it is missing."""
+        """Name the file of an object; raises StateError (E-STATE-22) when it is missing."""
         if not (file := self._file(digest)).exists():
             raise StateError(
-                "E-STATE-21", f"expected the object {digest[:16]} in {self.folder}, found none: restore the folder"
+                "E-STATE-22", f"expected the object {digest[:16]} in {self.folder}, found none: restore the folder"
             )
         return file
 

@@ -13,7 +13,7 @@ from protos.pki.identity import identity_of, key_fingerprint
 from protos.tls.diagnosis import Diagnosis
 
 _ALERTS = {
-    "CERTIFICATE_REQUIRED": ("E-TLS-10", "asks for a client certificate, this side gave none", "run `silo join TOKEN`"),
+    "CERTIFICATE_REQUIRED": ("E-TLS-09", "asks for a client certificate, this side gave none", "run `silo join TOKEN`"),
     "CERTIFICATE_EXPIRED": (
         "E-TLS-08",
         "says that this side's certificate has expired; by this machine's clock it is in force",
@@ -58,7 +58,7 @@ def own_certificate(cert_pem: bytes, key_pem: bytes | None, ca_pem: bytes, now: 
     if key_pem is not None:
         key = certificates.load_key(key_pem, "this side's key")
         if certificates.fingerprint_of(key.public_key()) != key_fingerprint(cert):
-            return Diagnosis("E-TLS-14", "this side's key is not its certificate's", "run `silo join TOKEN` anew")
+            return Diagnosis("E-TLS-09", "this side's key is not its certificate's", "run `silo join TOKEN` anew")
     return None
 
 
@@ -95,7 +95,7 @@ def server_certificate(
             "dial one of these names, or let the lead add this one to the coordinator's addresses",
         )
     return Diagnosis(
-        "E-TLS-14",
+        "E-TLS-09",
         f"the certificate of {name} ({', '.join(names)}) may not be used for a service ({error.verify_message})",
         "another member's machine answers at this address: check the address with the lead",
     )
@@ -109,13 +109,13 @@ def tls_error(error: ssl.SSLError, place: str) -> Diagnosis:
             return Diagnosis(code, f"{place} {what}", remedy)
     if any(sign in reason for sign in _VERSION):
         return Diagnosis(
-            "E-TLS-11",
+            "E-TLS-15",
             f"expected TLS 1.3 at {place}, found that it offers only older versions ({reason})",
             "a proxy or an old service answers there: let it pass TCP through (layer 4), or upgrade it",
         )
     if any(sign in reason for sign in _PLAIN):
         return Diagnosis(
-            "E-TLS-04",
+            "E-TLS-15",
             f"expected TLS at {place}, found a service that speaks plain text ({reason})",
             "the port is another service's, or a proxy's: check the address and port",
         )

@@ -26,7 +26,7 @@ RSA_ONLY = "ECDHE-RSA-AES128-GCM-SHA256"
 
 
 def require_tls13() -> None:
-    """Make gRPC speak TLS 1.3 alone; call it before anything imports grpc, else StateError (E-TLS-17).
+    """Make gRPC speak TLS 1.3 alone; call it before anything imports grpc, else StateError (E-RUN-99).
 
     gRPC has no option for the lowest version. But this variable, read once when grpc is imported, names the suites of
     TLS 1.2 (those of 1.3 are not configurable), and one that needs an RSA certificate can never be agreed on with our
@@ -36,7 +36,7 @@ def require_tls13() -> None:
         return
     if "grpc" in sys.modules:
         raise StateError(
-            "E-TLS-17",
+            "E-RUN-99",
             "expected protos.tls.connect.require_tls13() to run before grpc is imported, found it imported with "
             f"{SUITES}={os.environ.get(SUITES)!r}: it would accept TLS 1.2. Call it first in the entry point",
         )
@@ -85,7 +85,7 @@ def diagnose(
         return findings.tls_error(error, f"{host}:{port}")
     except TimeoutError:
         return Diagnosis(
-            "E-TLS-03",
+            "E-TLS-01",
             f"{host}:{port} accepts the connection and then says nothing for {timeout:g} s",
             "a firewall or a service other than the coordinator is there: check the address and port",
         )
@@ -136,7 +136,7 @@ def _after_handshake(tls: ssl.SSLSocket, place: str, had_certificate: bool) -> D
         )
     if not had_certificate:
         return Diagnosis(
-            "E-TLS-10", f"{place} asks for a client certificate, this side gave none", "run `silo join TOKEN`"
+            "E-TLS-09", f"{place} asks for a client certificate, this side gave none", "run `silo join TOKEN`"
         )
     return Diagnosis(
         "E-TLS-12",

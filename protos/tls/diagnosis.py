@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fl_core.errors import FederationError, RefusedError, UnavailableError
 
-REACHABILITY = frozenset({"E-TLS-01", "E-TLS-02", "E-TLS-03", "E-TLS-13", "E-TLS-16"})
+REACHABILITY = frozenset({"E-TLS-01", "E-TLS-13"})
 """Codes of a network that may be better in a minute; every other code stays until somebody repairs something."""
 
 

@@ -29,7 +29,7 @@ def _entries(bypass: str) -> list[str]:
 
 
 def dial(host: str, port: int, timeout: float) -> socket.socket:
-    """Connect to `host:port`, `timeout` seconds per step; raises NotConnected (E-TLS-01, -02, -03, -16)."""
+    """Connect to `host:port`, `timeout` seconds per step; raises NotConnected (E-TLS-01, E-TLS-13)."""
     proxy = proxy_for(host)
     if proxy is None:
         return _connect(host, port, timeout)
@@ -50,7 +50,7 @@ def dial(host: str, port: int, timeout: float) -> socket.socket:
         sock.close()
         raise NotConnected(
             Diagnosis(
-                "E-TLS-16",
+                "E-TLS-13",
                 f"expected the proxy {where}:{proxy_port} (from {variable}) to open a tunnel to {host}:{port}, found "
                 f"its answer {status!r}",
                 f"ask the network's administrators to allow CONNECT to {host}:{port}, or set no_proxy={host}",
@@ -65,7 +65,7 @@ def _connect(host: str, port: int, timeout: float, what: str = "") -> socket.soc
         return socket.create_connection((host, port), timeout)
     except socket.gaierror as error:
         found = Diagnosis(
-            "E-TLS-02",
+            "E-TLS-01",
             f"expected a host of the name {what}{host}, found none ({error.strerror})",
             "check the spelling of the address and this machine's DNS; an IP address works if the coordinator was "
             "given it at `coordinator init`",
@@ -78,13 +78,13 @@ def _connect(host: str, port: int, timeout: float, what: str = "") -> socket.soc
         )
     except TimeoutError:
         found = Diagnosis(
-            "E-TLS-03",
+            "E-TLS-01",
             f"expected an answer from {place} within {timeout:g} s, found silence",
             "a firewall drops the packets or the machine is off: ask for outgoing TCP to this address and port",
         )
     except OSError as error:
         found = Diagnosis(
-            "E-TLS-03",
+            "E-TLS-01",
             f"expected a way to {place}, found {error.strerror or type(error).__name__}",
             "check this machine's network and VPN, then ask for outgoing TCP to this address and port",
         )

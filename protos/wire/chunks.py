@@ -53,16 +53,16 @@ def append_chunk(chunk: pb.Chunk, into: Sink, have: int, most: int | None = None
     | have ...               | appended                                        |
     | only bytes before have | ignored: a duplicate                            |
     | bytes across have      | the new bytes appended                          |
-    | bytes after a gap      | ProtocolError E-WIRE-03, naming the offset due  |
-    | bytes beyond `most`    | ProtocolError E-WIRE-11, nothing written        |
+    | bytes after a gap      | ProtocolError E-WIRE-04, naming the offset due  |
+    | bytes beyond `most`    | ProtocolError E-WIRE-06, nothing written        |
     """
     data = chunk.data
     if most is not None and chunk.offset + len(data) > most:
-        raise ProtocolError("E-WIRE-11", f"expected the {most} bytes that were announced, found more")
+        raise ProtocolError("E-WIRE-06", f"expected the {most} bytes that were announced, found more")
     if len(data) > CHUNK_BYTES:
-        raise ProtocolError("E-WIRE-09", f"expected chunks of at most {CHUNK_BYTES} bytes, found {len(data)}")
+        raise ProtocolError("E-WIRE-06", f"expected chunks of at most {CHUNK_BYTES} bytes, found {len(data)}")
     if chunk.offset > have:
-        raise ProtocolError("E-WIRE-03", f"expected the chunk at {have}, found the one at {chunk.offset}")
+        raise ProtocolError("E-WIRE-04", f"expected the chunk at {have}, found the one at {chunk.offset}")
     if fresh := data[have - chunk.offset :]:
         into.write(fresh)
     return have + len(fresh)

@@ -47,7 +47,7 @@ def sign(receipt: pb.Receipt, key_pem: bytes, certificate_pem: bytes) -> pb.Rece
 
 
 def verify(receipt: pb.Receipt, authority_pem: bytes, consortium: str) -> None:
-    """Raise RefusedError (E-ID-20) unless the coordinator of this consortium, under the pinned authority, signed it."""
+    """Raise RefusedError (E-ID-14) unless the coordinator of this consortium, under the pinned authority, signed it."""
     try:
         signer = x509.load_pem_x509_certificate(receipt.signer_pem)
         signer.verify_directly_issued_by(x509.load_pem_x509_certificate(authority_pem))
@@ -60,5 +60,5 @@ def verify(receipt: pb.Receipt, authority_pem: bytes, consortium: str) -> None:
         key.verify(receipt.signature, canonical_text(receipt), ec.ECDSA(hashes.SHA256()))
     except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound) as error:
         raise RefusedError(
-            "E-ID-20", f"expected a receipt signed by coordinator://{consortium}, found {error or 'a wrong signature'}"
+            "E-ID-14", f"expected a receipt signed by coordinator://{consortium}, found {error or 'a wrong signature'}"
         ) from error

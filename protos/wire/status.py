@@ -13,6 +13,7 @@ from fl_core.errors import (
     StateError,
     UnavailableError,
 )
+from fl_core.errors.catalogue import current
 
 _STATUS: tuple[tuple[type[FederationError], str], ...] = (
     (RefusedError, "PERMISSION_DENIED"),
@@ -35,11 +36,14 @@ def to_status(error: FederationError) -> tuple[str, str]:
 
 
 def from_status(status: str, details: str | None) -> FederationError:
-    """Rebuild the error that the other side raised; without a code it is E-NET-01 (unavailable) or E-WIRE-10."""
+    """Rebuild the error that the other side raised; without a code it is E-NET-01 (unavailable) or E-WIRE-10.
+
+    A side of an earlier version may know the error under an earlier code.
+    """
     match = re.match(r"(E-[A-Z]+-\d\d): (.*)", details or "", re.DOTALL)
     if match is None:
         if status in RETRY:
             return UnavailableError("E-NET-01", f"the other side does not answer ({status}): {details}")
         return ProtocolError("E-WIRE-10", f"the other side answered {status}: {details}")
     kinds: dict[str, type[FederationError]] = {name: kind for kind, name in reversed(_STATUS)}
-    return kinds.get(status, UnavailableError)(match[1], match[2])
+    return kinds.get(status, UnavailableError)(current(match[1]), match[2])

@@ -60,15 +60,15 @@ def audit(
     chosen = list(dict.fromkeys(only or AUDITS))
     for name in chosen:
         if name not in AUDITS:
-            raise ConfigError("E-CFG-65", f"--only: there is no audit {name!r}: {nearest(name, AUDITS)}")
+            raise ConfigError("E-CFG-02", f"--only: there is no audit {name!r}: {nearest(name, AUDITS)}")
     if seeds < 1:
-        raise ConfigError("E-CFG-65", f"--seeds: expected at least 1, found {seeds}")
+        raise ConfigError("E-CFG-02", f"--seeds: expected at least 1, found {seeds}")
     if not (0 < epsilon < math.inf and 0 < delta < 1e-3):
         raise ConfigError(
-            "E-PRIV-11", f"expected a finite epsilon > 0 and 0 < delta < 0.001, found {epsilon} and {delta}"
+            "E-PRIV-20", f"expected a finite epsilon > 0 and 0 < delta < 0.001, found {epsilon} and {delta}"
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError("E-CFG-65", f"--out: expected a new or empty folder, found {out} in use: name another")
+        raise ConfigError("E-CFG-02", f"--out: expected a new or empty folder, found {out} in use: name another")
     subject = _subject(data, data_root, classes, image_size)
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     out.chmod(0o700)

@@ -28,14 +28,14 @@ app.add_typer(budget, name="budget")
 
 
 def _ledger(home: Path | None, make: bool = False) -> Ledger:
-    """Open a home's ledger; raises StateError (E-BUDGET-10) where there is none and none is to be made."""
+    """Open a home's ledger; raises StateError (E-BUDGET-04) where there is none and none is to be made."""
     from privacy.ledger.ledger import Ledger
 
     place = Home(home or default_home())
     if make:
         place.make()
     elif not place.ledger.exists():
-        raise StateError("E-BUDGET-10", f"expected a ledger in {place.ledger}, found none: silo ledger register")
+        raise StateError("E-BUDGET-04", f"expected a ledger in {place.ledger}, found none: silo ledger register")
     return Ledger(place.ledger, place.ledger_key)
 
 
@@ -126,7 +126,7 @@ def set_budget(
 ) -> None:
     """Give a collection of records its budget; the newest one is in force, what was spent stays spent."""
     if not (epsilon > 0 and 0 < delta < 1e-3):
-        raise ConfigError("E-PRIV-11", f"expected epsilon > 0 and 0 < delta < 0.001, found {epsilon} and {delta}")
+        raise ConfigError("E-PRIV-20", f"expected epsilon > 0 and 0 < delta < 0.001, found {epsilon} and {delta}")
     ledger = _ledger(home)
     both = [name for name in ledger.collections() if name in (f"{collection}/train", f"{collection}/test")]
     chosen = both or [collection]
@@ -215,7 +215,7 @@ def place_ledger(
             before, after = place.ledger, (path or place.ledger).expanduser().absolute()
             if before.exists() and before.absolute() != after:
                 raise StateError(
-                    "E-BUDGET-16",
+                    "E-BUDGET-11",
                     f"expected no ledger left in {before}, found one: its spending would be forgotten. Move it, with "
                     f"its key, to {after} first, or away if this home never spent anything",
                 )

@@ -47,7 +47,7 @@ def accept(
     digest = fingerprint.replace(":", "").strip().lower()
     if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
         raise ConfigError(
-            "E-ID-27",
+            "E-ID-16",
             f"expected a whole fingerprint (64 hexadecimal digits, with colons or without), found {fingerprint!r}",
         )
     SiloIdentity(Home(home or default_home()).path).pins().accept(name, digest)

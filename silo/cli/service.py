@@ -72,7 +72,7 @@ def join(
     The invitation comes from the lead (coordinator invite NAME). An interrupted join can simply be repeated.
     """
     if [token, token_file, signed].count(None) != 2:
-        raise ConfigError("E-CFG-62", "expected a TOKEN, --token-file FILE or --signed FILE: give one of them")
+        raise ConfigError("E-CFG-02", "expected a TOKEN, --token-file FILE or --signed FILE: give one of them")
     from silo.service.enrolment import install_signed
     from silo.service.enrolment import join as enrol
 
@@ -113,7 +113,7 @@ def _read_file(file: Path | None) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            "E-CFG-62", f"expected text in the file {file}, found none that can be read: {error}"
+            "E-CFG-02", f"expected text in the file {file}, found none that can be read: {error}"
         ) from error
 
 
@@ -270,6 +270,6 @@ def run(words: list[str]) -> int:
     except BrokenPipeError:
         return 1
     except (OSError, sqlite3.OperationalError) as error:
-        sys.stderr.write(f"{StateError('E-STATE-64', f'expected a usable file system, found: {error}')}\n")
+        sys.stderr.write(f"{StateError('E-STATE-63', f'expected a usable file system, found: {error}')}\n")
         return 1
     return 0

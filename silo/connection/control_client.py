@@ -146,7 +146,7 @@ class Client:
         while not stop.is_set:
             if session.ended.is_set():
                 self._session = None
-                error = session.error or UnavailableError("E-NET-14", "the session ended")
+                error = session.error or UnavailableError("E-NET-12", "the session ended")
                 self.store.parted(str(error))
                 if not isinstance(error, UnavailableError):
                     raise error

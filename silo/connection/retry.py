@@ -23,7 +23,7 @@ class StoppedError(UnavailableError):
     """A task was given up on purpose: nothing is wrong."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__("E-RUN-30", f"given up: {reason}")
+        super().__init__("E-RUN-06", f"given up: {reason}")
         self.reason = reason
 
 
@@ -173,9 +173,9 @@ class IdleWatch:
 def translated(error: grpc.RpcError, watch: IdleWatch | None = None) -> FederationError:
     """Turn a failed call into the error that the other side raised, or that its silence means."""
     if watch is not None and watch.expired:
-        return UnavailableError("E-NET-11", "no byte moved for too long; the connection is opened anew")
+        return UnavailableError("E-NET-12", "no byte moved for too long; the connection is opened anew")
     if isinstance(error, grpc.Call):
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or ""):
-            return ProtocolError("E-WIRE-09", f"expected messages of at most 4 MiB, found more: {error.details()}")
+            return ProtocolError("E-WIRE-06", f"expected messages of at most 4 MiB, found more: {error.details()}")
         return status.from_status(error.code().name, error.details())
     return UnavailableError("E-NET-01", f"the call failed: {error}")

@@ -11,6 +11,7 @@ from typing import Protocol
 import grpc
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError, UnavailableError
+from fl_core.errors.catalogue import current
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from silo.connection.retry import translated
@@ -95,9 +96,9 @@ class Session:
         self._call = self._stub.Session(self._messages())
         threading.Thread(target=self._read, name="session-read", daemon=True).start()
         if not self._answered.wait(patience_s):
-            self._fail(UnavailableError("E-NET-13", f"expected a welcome within {patience_s:g} s, found silence"))
+            self._fail(UnavailableError("E-NET-12", f"expected a welcome within {patience_s:g} s, found silence"))
         if self.welcome is None:
-            raise self.error or UnavailableError("E-NET-13", "expected a welcome, found the end of the session")
+            raise self.error or UnavailableError("E-NET-12", "expected a welcome, found the end of the session")
         threading.Thread(target=self._keep_alive, name="session-pulse", daemon=True).start()
         return self.welcome
 
@@ -133,7 +134,7 @@ class Session:
             for message in self._call:
                 self._heard = self._clock()
                 self._take(message)
-            ended: FederationError = UnavailableError("E-NET-14", "the coordinator ended the session")
+            ended: FederationError = UnavailableError("E-NET-12", "the coordinator ended the session")
         except grpc.RpcError as error:
             ended = translated(error)
         self.error = self.error or ended
@@ -187,7 +188,7 @@ class Session:
 
 def _refusal(refusal: pb.Refusal) -> FederationError:
     """Read a refusal: one about the network will pass, one about the protocol or an identity will not."""
-    code = refusal.code or "E-WIRE-10"
+    code = current(refusal.code) or "E-WIRE-10"
     if code.startswith("E-NET"):
         return UnavailableError(code, refusal.reason)
     return (ProtocolError if code.startswith("E-WIRE") else RefusedError)(code, refusal.reason)

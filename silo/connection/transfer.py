@@ -26,7 +26,7 @@ from silo.storage.tasks import Attested, Entry
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
-DAMAGED = frozenset({"E-WIRE-03", "E-WIRE-04"})
+DAMAGED = "E-WIRE-04"
 """What a link can do to bytes: worth another try, a bounded number of times."""
 
 
@@ -55,7 +55,7 @@ class Witness:
     def check(self, receipt: pb.Receipt, entry: Entry) -> bytes:
         """Return the receipt's bytes once its signature and every field are right.
 
-        Raises RefusedError (E-ID-20) on a signature of somebody else, ProtocolError (E-WIRE-12) on other content.
+        Raises RefusedError (E-ID-14) on a signature of somebody else, ProtocolError (E-WIRE-12) on other content.
         """
         receipts.verify(receipt, self.authority_pem, self.consortium)
         expected = (
@@ -83,7 +83,7 @@ class _Faults:
 
     def note(self, error: ProtocolError) -> None:
         """Turn damage into "try again" while tries are left; raises the error itself otherwise."""
-        if error.code not in DAMAGED or self._left <= 0:
+        if error.code != DAMAGED or self._left <= 0:
             raise error
         self._left -= 1
         raise UnavailableError(error.code, error.message) from error
@@ -163,7 +163,7 @@ class Transfer:
         )
         reply = self._unary(self._stub().Open, request)
         if reply.have > entry.size:
-            raise ProtocolError("E-WIRE-11", f"expected at most {entry.size} bytes to be there, found {reply.have}")
+            raise ProtocolError("E-WIRE-06", f"expected at most {entry.size} bytes to be there, found {reply.have}")
         return reply.have, reply.receipt if reply.HasField("receipt") else None
 
     def _put(self, entry: Entry, file: Path, have: int, stop: Stop, moved: Moved) -> None:
@@ -194,9 +194,9 @@ class Transfer:
                     raise broken[0] from error
                 if isinstance(error, grpc.RpcError):
                     raise translated(error, idle) from error
-                raise UnavailableError("E-NET-11", f"no byte moved for {self._patience.idle_s:g} s") from error
+                raise UnavailableError("E-NET-12", f"no byte moved for {self._patience.idle_s:g} s") from error
         if there < entry.size:
-            raise ProtocolError("E-WIRE-03", f"expected {entry.size} bytes to be there, found {there}")
+            raise ProtocolError("E-WIRE-04", f"expected {entry.size} bytes to be there, found {there}")
 
     # ---- down --------------------------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ class SiloIdentity:
         """Put a certificate in force: the first one, or a renewed one.
 
         The roster that comes with a first certificate is pinned; later ones go through `update_roster`.
-        Raises RefusedError: E-ID-09 when the certificate is not for the waiting key, not from `ca_pem`, not a silo's,
+        Raises RefusedError: E-ID-31 when the certificate is not for the waiting key, not from `ca_pem`, not a silo's,
         not in force, or not for the silo that lives here; E-ID-14 on a bad roster.
         Guarantees: on an error nothing has changed; after a crash the old identity or the new one is whole.
         """
@@ -232,4 +232,4 @@ class SiloIdentity:
 
 
 def _not_ours(what: str) -> RefusedError:
-    return RefusedError("E-ID-09", f"expected the certificate that was asked for, but {what}; nothing was changed")
+    return RefusedError("E-ID-31", f"expected the certificate that was asked for, but {what}; nothing was changed")

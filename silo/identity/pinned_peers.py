@@ -64,8 +64,8 @@ class Pins:
         | other key, chain of proofs from ours   | rekeyed                                                   |
         | other key, no such chain               | held; the old key is not accepted either                  |
 
-        Raises RefusedError: E-ID-14 (not the CA's, not this consortium's, inconsistent), E-ID-15 (an older version, or
-        another document under the version that is pinned). On an error nothing changes.
+        Raises RefusedError (E-ID-14) on one that is not the CA's, not this consortium's or inconsistent, on an older
+        version, and on another document under the version that is pinned. On an error nothing changes.
         """
         roster = signed.verify(self.ca_pem, self.consortium)
         with self._alone():
@@ -77,13 +77,13 @@ class Pins:
         if before is not None and known.signed is not None:
             if roster.version < before.version:
                 raise RefusedError(
-                    "E-ID-15",
+                    "E-ID-14",
                     f"expected a roster of version {before.version} or later, found {roster.version}: somebody puts "
                     "back an old list, perhaps one that still holds a revoked silo. Ask the lead; the newer one stays",
                 )
             if roster.version == before.version and signed.document != known.signed.document:
                 raise RefusedError(
-                    "E-ID-15",
+                    "E-ID-14",
                     f"expected the roster of version {before.version} that is pinned, found another one of that "
                     "version: two lists were given out. Compare `silo fingerprint` with another hospital, ask the lead",
                 )
@@ -105,7 +105,7 @@ class Pins:
     def accept(self, name: str, fingerprint: str) -> None:
         """Consent to the key of one member that is held back; a member accepted with that key stays so.
 
-        fingerprint: hex, as the other hospital read it out. Raises ConfigError (E-ID-27) when the roster has no member
+        fingerprint: hex, as the other hospital read it out. Raises ConfigError (E-ID-16) when the roster has no member
         of that name, or has it with another key: nothing changes then.
         """
         with self._alone():
@@ -115,7 +115,7 @@ class Pins:
             if found.get(name) != fingerprint or known.signed is None:
                 there = f"the key {colons(found[name])}" if name in found else f"the members {', '.join(sorted(found))}"
                 raise ConfigError(
-                    "E-ID-27",
+                    "E-ID-16",
                     f"expected a member {name} with the key {colons(fingerprint)} in the roster, found {there}; "
                     "ask that hospital for its `silo fingerprint` by another way than this software",
                 )

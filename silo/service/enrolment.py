@@ -50,8 +50,8 @@ def join(
     """Turn an invitation into this home's identity.
 
     again: ask for a new key although this home has a certificate in force of the same silo.
-    Raises ConfigError (E-ID-01 to -05) on a bad token, UnavailableError or RefusedError when no address answers as it
-    should, and whatever the coordinator refuses with.
+    Raises ConfigError (E-ID-01, E-ID-13, E-WIRE-01) on a bad token, UnavailableError or RefusedError when no address
+    answers as it should, and whatever the coordinator refuses with.
     Guarantees: a join that was interrupted anywhere can be repeated with the same token and home, and succeeds; one
     that is complete is left as it is.
     """
@@ -118,8 +118,8 @@ def install_signed(text: str, home: Home, authority: str | None, clock: Clock = 
     """Take over the authority's answer to `write_request`: the certificate, the addresses and the roster.
 
     authority: its fingerprint as the lead reads it out; needed once, then it is pinned.
-    Raises ConfigError (E-ID-31) on another file, RefusedError: E-ID-32 on another authority, E-ID-09 on a certificate
-    that was not asked for here, E-ID-14 and E-ID-15 on a false roster.
+    Raises ConfigError (E-ID-31) on another file, RefusedError: E-ID-10 on another authority, E-ID-31 on a certificate
+    that was not asked for here, E-ID-14 on a false roster.
     """
     answer = Admission.unpack(text)
     if not answer.certificate_pem:
@@ -130,7 +130,7 @@ def install_signed(text: str, home: Home, authority: str | None, clock: Clock = 
     found = certificate_fingerprint(answer.ca_pem)
     if known != found:
         wanted = colons(known) if known else "the fingerprint that the lead reads out (--authority)"
-        raise RefusedError("E-ID-32", f"expected the authority {wanted}, found the answer to be of {colons(found)}")
+        raise RefusedError("E-ID-10", f"expected the authority {wanted}, found the answer to be of {colons(found)}")
     renewed = identity.joined
     peer = identity.install(answer.certificate_pem, answer.ca_pem, answer.roster)
     if renewed:
@@ -181,7 +181,7 @@ class Keeper:
         return True
 
     def follow(self, raw: bytes) -> None:
-        """Pin what a newer roster says, and tell what changed; raises RefusedError (E-ID-14, -15) on a false one."""
+        """Pin what a newer roster says, and tell what changed; raises RefusedError (E-ID-14) on a false one."""
         if not raw:
             return
         change = self.identity.update_roster(SignedRoster.unpack(raw))

@@ -28,7 +28,7 @@ def bounded(asked: float, floor: float) -> float:
 class Pace:
     """after: the seconds, 0 where answers leave at once   pulse_floor: the least seconds from one pulse to the next.
 
-    Raises ConfigError (E-POLICY-14) on others than 0 to a day, and 0.01 to 300.
+    Raises ConfigError (E-CFG-02) on others than 0 to a day, and 0.01 to 300.
     """
 
     after: float = 0.0
@@ -44,7 +44,7 @@ class Pace:
             ("seconds of --pulse-floor", self.pulse_floor, 0.01, PULSE_CEILING_S),
         ):
             if not least <= found <= most:
-                raise ConfigError("E-POLICY-14", f"expected {what} from {least:g} to {most:g}, found {found:g}")
+                raise ConfigError("E-CFG-02", f"expected {what} from {least:g} to {most:g}, found {found:g}")
         self._born = self.clock()
 
     def begin(self, task: Hashable, private: bool) -> None:

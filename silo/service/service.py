@@ -51,9 +51,9 @@ class Settings:
     pulse_floor: float = PULSE_FLOOR_S
 
     def source(self) -> DataSource:
-        """Make the data source; raises ConfigError (E-CFG-61) on a nominal size that is none."""
+        """Make the data source; raises ConfigError (E-CFG-02) on a nominal size that is none."""
         if self.nominal_size is not None and not 1 <= self.nominal_size < 2**53:
-            raise ConfigError("E-CFG-61", f"expected a nominal size >= 1, found {self.nominal_size:g}: change it")
+            raise ConfigError("E-CFG-02", f"expected a nominal size >= 1, found {self.nominal_size:g}: change it")
         return DataSource(self.data, self.data_root, self.nominal_size)
 
 

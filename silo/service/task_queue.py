@@ -281,7 +281,7 @@ def public_reason(error: FederationError) -> str:
     Guarantees: no path, file name or count of the hospital leaves it, and of its budget and its policy no number. Their
     full text is in the hospital's own log.
     """
-    if isinstance(error, RefusedError | ProtocolError) and error.code.startswith(_SPOKEN) and error.code != "E-RUN-40":
+    if isinstance(error, RefusedError | ProtocolError) and error.code.startswith(_SPOKEN):
         return error.message
-    title, cause, _ = EXPLANATIONS.get(error.code, EXPLANATIONS["E-RUN-31"])
+    title, cause, *_ = EXPLANATIONS.get(error.code, EXPLANATIONS["E-RUN-31"])
     return f"{title}: {cause[0].lower()}{cause[1:].rstrip('.')} (the hospital's own log has the details)"

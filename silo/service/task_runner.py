@@ -157,14 +157,14 @@ class Worker:
     def _agreement(self, task: Task | Check, digest: str) -> RunManifest:
         """Fetch the manifest of a run that the hospital takes part in.
 
-        Raises RefusedError (E-RUN-35) when a run comes back under another manifest, and as `Custody.admit` before any
+        Raises RefusedError (E-RUN-33) when a run comes back under another manifest, and as `Custody.admit` before any
         data is loaded.
         """
         run_id = task.key.run_id
         known = self.outbox.store.manifest_of(run_id)
         if known not in (None, digest):
             raise RefusedError(
-                "E-RUN-35", f"expected run {run_id} under the manifest {known[:16]}, found {digest[:16]}: ask the lead"
+                "E-RUN-33", f"expected run {run_id} under the manifest {known[:16]}, found {digest[:16]}: ask the lead"
             )
         path = self.transfer.fetch(digest, 0, task.stop, self._meter(task, pb.FETCHING))
         manifest = _read_manifest(path, digest)

@@ -48,13 +48,13 @@ class Approvals:
             return db.execute(select(approvals).where(waiting)).first() is not None
 
     def decide(self, run: str, approved: bool) -> Approval:
-        """Decide about a run, by its id or its name; raises ConfigError (E-POLICY-08) when none like it has asked."""
+        """Decide about a run, by its id or its name; raises ConfigError (E-RUN-10) when none like it has asked."""
         with self._database.write() as db:
             rows = [Approval(**row._mapping) for row in db.execute(select(approvals).order_by(approvals.c.asked))]
             found = [row for row in rows if run in (row.run_id, row.name)]
             if not found or len({row.run_id for row in found}) > 1:
                 known = ", ".join(row.run_id for row in rows if row.decided is None) or "none"
-                raise ConfigError("E-POLICY-08", f"expected one of the runs that wait ({known}), found {run!r}")
+                raise ConfigError("E-RUN-10", f"expected one of the runs that wait ({known}), found {run!r}")
             newest = replace(found[-1], decided=approved)
             this = _is(newest.run_id, newest.manifest_digest)
             db.execute(update(approvals).where(this).values(decided=approved))

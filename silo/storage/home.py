@@ -62,7 +62,7 @@ class Home:
         """Name the privacy ledger: by CONSILIUM_SILO_LEDGER, else as the home says, else in the home.
 
         A hospital that takes part in several consortia has a home for each, and one ledger for all of them, on one
-        machine. Raises StateError (E-BUDGET-16) when the home's word on it cannot be read.
+        machine. Raises StateError (E-BUDGET-11) when the home's word on it cannot be read.
         """
         named = os.environ.get(LEDGER) or self._placed().get("ledger")
         return Path(named).expanduser() if named else self.path / "ledger.db"
@@ -95,7 +95,7 @@ class Home:
             found = None
         if found is None or not set(found) <= {"ledger", "key"}:  # a second ledger would be a second budget
             raise StateError(
-                "E-BUDGET-16", f"expected the ledger's place in {path}, found something else: silo ledger place PATH"
+                "E-BUDGET-11", f"expected the ledger's place in {path}, found something else: silo ledger place PATH"
             )
         return {str(k): str(v) for k, v in found.items()}
 
@@ -124,7 +124,7 @@ class Home:
         keyfiles.write_public(self.path / "addresses.json", json.dumps([str(a) for a in addresses]).encode())
 
     def addresses(self) -> tuple[Address, ...]:
-        """Read where the coordinator is; raises StateError (E-STATE-61) before `silo join`."""
+        """Read where the coordinator is; raises StateError (E-STATE-44) before `silo join`."""
         path = self.path / "addresses.json"
         try:
             found = tuple(Address.parse(text) for text in json.loads(path.read_text()))
@@ -132,7 +132,7 @@ class Home:
             found = ()
         if not found:
             raise StateError(
-                "E-STATE-61", f"expected the coordinator's address in {path}, found none; run `silo join TOKEN`"
+                "E-STATE-44", f"expected the coordinator's address in {path}, found none; run `silo join TOKEN`"
             )
         return found
 
@@ -154,7 +154,7 @@ class Home:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep every other service out of this home; raises StateError (E-STATE-60) when one is running.
+        """Keep every other service out of this home; raises StateError (E-STATE-20) when one is running.
 
         The lock is the operating system's: it ends with the process, however that ends.
         """
@@ -164,7 +164,7 @@ class Home:
             except BlockingIOError:
                 file.seek(0)
                 raise StateError(
-                    "E-STATE-60",
+                    "E-STATE-20",
                     f"expected no other `silo serve` on {self.path}, found one (process {file.read().strip() or '?'}); "
                     "stop it first, or use another home for another silo",
                 ) from None

@@ -70,7 +70,7 @@ class Custody:
         return self._ledger
 
     def policy(self) -> Policy:
-        """Read the policy as it is now; raises RefusedError (E-POLICY-01, -10, -13) on one that allows nothing."""
+        """Read the policy as it is now; raises RefusedError (`policy_in_force.UNUSABLE`) on one that allows nothing."""
         return policy_in_force.in_force(self.home)
 
     def policy_digest(self) -> str:
@@ -94,7 +94,7 @@ class Custody:
     def recover(self) -> list[str]:
         """Look after the ledger at the service's start: verify all of it, count what was left open; return that.
 
-        Raises StateError: E-BUDGET-07, E-BUDGET-15 on a ledger that was edited, E-BUDGET-08 on one that lacks what
+        Raises StateError: E-BUDGET-07 on a ledger that was edited, E-BUDGET-08 on one that lacks what
         others have seen.
         """
         seen = self.seen()
@@ -171,7 +171,7 @@ class Custody:
         """Make the way to the examples that a run gets: plain doors, or private ones over the ledger.
 
         declared: the size that this hospital declared, 0 where it declared none.
-        Raises RefusedError: E-POLICY-05 on a part that the policy does not allow, E-BUDGET-06 on data that is not
+        Raises RefusedError: E-POLICY-05 on a part that the policy does not allow, E-BUDGET-04 on data that is not
         registered; as `privacy.dp_sgd.data_opener.course_of`.
         """
         policy = self.policy()

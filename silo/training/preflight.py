@@ -27,7 +27,7 @@ _MIB = 1 << 20
 
 
 def require(seat: Seat, folder: Path, device: torch.device) -> None:
-    """Raise RefusedError unless the whole run fits here: E-RUN-40, E-BUDGET-02, E-RUN-39 or E-RUN-38.
+    """Raise RefusedError unless the whole run fits here: E-BUDGET-01, E-BUDGET-02 or E-RUN-38.
 
     folder: where objects lie; device: where models are trained.
     """
@@ -48,7 +48,7 @@ def _disk(model: nn.Module, folder: Path) -> None:
     need = OBJECTS * state_bytes(model)
     if shutil.disk_usage(folder).free < need:
         raise RefusedError(
-            "E-RUN-39",
+            "E-RUN-38",
             f"expected {_mib(need)} of free disk for the run's bases, update and state, found less: free some where "
             "the silo's home lies, or choose a smaller model",
         )

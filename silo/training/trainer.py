@@ -109,10 +109,10 @@ class Trainer:
     def prepare(self, manifest: RunManifest) -> Seat:
         """Check that this silo can do its part of a run, and build what it needs.
 
-        Raises RefusedError: E-PRIV-01 (before any data is touched) on a privacy profile unknown here, E-RUN-34 on
+        Raises RefusedError: E-PRIV-01 (before any data is touched) on a privacy profile unknown here, E-WIRE-01 on
         another version of the software, as `Custody.access` for what the hospital does not allow; ConfigError
         (E-RUN-05) when this silo is no member; DataError when the data cannot be loaded or is not what the run is about
-        (E-DATA-30); ProtocolError (E-WIRE-02) on another layout.
+        (E-DATA-05); ProtocolError (E-WIRE-06) on another layout.
         """
         policy = self._custody.policy_digest()
         if self._seat is not None and (self._seat[0], self._seat[1].manifest) == (policy, manifest):
@@ -120,21 +120,21 @@ class Trainer:
         run = CompiledRun.of(manifest)
         if not _compatible(manifest.software, software()):
             raise RefusedError(
-                "E-RUN-34", f"expected a run of {software()}, found one of {manifest.software}: upgrade the older side"
+                "E-WIRE-01", f"expected a run of {software()}, found one of {manifest.software}: upgrade the older side"
             )
         index = manifest.index(self._silo)
         with _discreet(run.private, ConfigError):
             dataset = self._data.load(manifest.schema.classes, manifest.image_size)
         if dataset.schema != manifest.schema:
             raise DataError(
-                "E-DATA-30",
+                "E-DATA-05",
                 f"expected examples of {manifest.schema} for run {manifest.name!r}, found {dataset.schema} in "
                 f"{dataset.origin}: serve the data that the run is about",
             )
         own = derive_layout(run.method, run.new_model(), manifest.schema, manifest.personal)
         if {**own, **plan.parts(manifest.privacy)} != manifest.layout:
             raise ProtocolError(
-                "E-WIRE-02",
+                "E-WIRE-06",
                 f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "
                 "both sides must run the same version",
             )
@@ -153,9 +153,9 @@ class Trainer:
     ) -> Finished:
         """Do one task. size: the cohort that the offer names; progress: told (steps done, steps in all).
 
-        Raises ProtocolError (E-RUN-33) on a round or cohort that the manifest's seed does not give, (E-WIRE-02) on a
+        Raises ProtocolError (E-RUN-33) on a round or cohort that the manifest's seed does not give, (E-WIRE-06) on a
         message of another form; RefusedError, before any example is read, on a round that the ledger does not admit
-        (E-BUDGET-..) or another clip (E-PRIV-19); StateError (E-RUN-31) for whatever goes wrong in a private run once
+        (E-BUDGET-..) or another clip (E-PRIV-15); StateError (E-RUN-31) for whatever goes wrong in a private run once
         examples are read.
         Guarantees: equals `fl_core.simulation.in_process.LocalPort` for the same manifest and index, bit for bit on
         the CPU.
@@ -195,7 +195,7 @@ class Trainer:
         if found != seat.broadcast:
             apart = sorted(g for g in {*found, *seat.broadcast} if found.get(g) != seat.broadcast.get(g))
             raise ProtocolError(
-                "E-WIRE-02",
+                "E-WIRE-06",
                 f"expected of the coordinator what the server of {seat.manifest.method.name} sends, found other names, "
                 f"shapes or types under {apart[0]!r}: both sides must run the same version",
             )

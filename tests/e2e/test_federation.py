@@ -95,13 +95,13 @@ def test_an_aborted_run_ends_and_the_silos_serve_the_next_one(earth: World) -> N
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["run", "method=fedmrr"], "E-CFG-42", "did you mean method=fedmr"),
-        (["run", "data=isic2019"], "E-RUN-07", "silo serve"),
+        (["run", "method=fedmrr"], "E-CFG-01", "did you mean method=fedmr"),
+        (["run", "data=isic2019"], "E-RUN-05", "silo serve"),
         (["run", "data=digits", "silos=[hospital0,nobody]"], "E-RUN-05", "nobody"),
-        (["run", "data=digits", "cohort=9"], "E-CFG-43", "at most 5"),
+        (["run", "data=digits", "cohort=9"], "E-CFG-02", "at most 5"),
         (["show", "nothing"], "E-RUN", "nothing"),
         (["invite", "hospital0"], "E-ID-30", "coordinator revoke"),
-        (["revoke", "nobody"], "E-ID-18", "nobody"),
+        (["revoke", "nobody"], "E-RUN-10", "nobody"),
         (["init", "again", "--address", "127.0.0.1:1"], "E-STATE", "authority"),
         (["serve", "--bind", "127.0.0.1:0"], "E-STATE", "another coordinator"),
     ],

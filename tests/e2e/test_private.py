@@ -142,7 +142,7 @@ def test_over_budget_is_refused_before_round_0_and_no_hospital_is_charged(venus:
     done = venus.wait(venus.submit("method=fedavg", *RUN, "quorum=1"), "failed", seconds=300)
     assert done["closed"] == 0
     assert done["round"] == []
-    assert "hospital1: E-RUN-40" in done["reason"]
+    assert "hospital1: E-BUDGET-01" in done["reason"]
     assert "hospital0" not in done["reason"]
     assert "0.01" not in done["reason"]
     assert {name: rows(venus, name) for name in NAMES} == before

@@ -24,11 +24,11 @@ def assign_classes(n_classes: int, silos: int, per_silo: int, seed: int) -> tupl
     """Choose the classes of each silo (PrCs): walk the silos, first every class once, then random ones not yet held.
 
     Guarantees: exactly `per_silo` classes each; every class has a holder; disjoint when silos * per_silo == C.
-    Raises ConfigError (E-CFG-31) when that is impossible. Source: the FedMR and FedGELA papers' P5C2, P10C3, ...
+    Raises ConfigError (E-CFG-08) when that is impossible. Source: the FedMR and FedGELA papers' P5C2, P10C3, ...
     """
     if not 1 <= per_silo <= n_classes or silos * per_silo < n_classes:
         raise ConfigError(
-            "E-CFG-31",
+            "E-CFG-08",
             f"p{silos}c{per_silo} of {n_classes} classes: expected at most {n_classes} classes per silo and at least "
             f"{n_classes} places, found {per_silo} and {silos * per_silo}: some class would have no silo",
         )
@@ -71,7 +71,7 @@ def disjoint_classes(n_classes: int, silos: int) -> tuple[tuple[int, ...], ...]:
     """Cut the classes, in order, into shares as equal as can be: no class has two holders (10 in 6: 2,2,2,2,1,1)."""
     if n_classes < silos:
         raise ConfigError(
-            "E-CFG-31",
+            "E-CFG-08",
             f"expected at least one class per silo, found {n_classes} classes for {silos} silos: use p{{r}}c1",
         )
     return tuple(tuple(int(c) for c in share) for share in np.array_split(np.arange(n_classes), silos))
@@ -104,12 +104,12 @@ def deal_dirichlet(
     accept: take the last draw as it is (FedGELA's code draws once, FedNH's three times).
     swap:   from the third class on, silos that so far have at most one class change shares with the last silos, the
             second of them with the last but one, and so on (FedNH's code).
-    Raises ConfigError (E-CFG-31) when that never happens. Source: MOON; FedMR, FedGELA and FedCD use the same.
+    Raises ConfigError (E-CFG-08) when that never happens. Source: MOON; FedMR, FedGELA and FedCD use the same.
     Guarantees: the parts are disjoint and their union is everything.
     """
     if beta <= 0 or silos < 1 or silos * min_size > len(labels) or min_classes > n_classes:
         raise ConfigError(
-            "E-CFG-31",
+            "E-CFG-08",
             f"expected beta > 0 and at least {min_size} examples and {min_classes} classes for each of {silos} silos, "
             f"found {beta=}, {len(labels)} examples of {n_classes} classes: deal to fewer silos",
         )
@@ -133,7 +133,7 @@ def deal_dirichlet(
         if enough or (accept and attempt == tries):
             return DirichletDeal(parts, np.stack(drawn), attempt)
     raise ConfigError(
-        "E-CFG-31",
+        "E-CFG-08",
         f"no draw of {tries} gave each of {silos} silos {min_size} examples and {min_classes} classes with {beta=}: "
         "raise beta or deal to fewer silos",
     )
@@ -171,6 +171,6 @@ def _cut(parts: list[Indices], index: Indices, p: NDArray[np.float64], total: in
 def deal_equally(labels: Labels, silos: int, seed: int, purpose: str) -> list[Indices]:
     """Deal a random permutation in equal shares: independent and identically distributed silos."""
     if not 1 <= silos <= len(labels):
-        raise ConfigError("E-CFG-31", f"expected 1 to {len(labels)} silos for as many examples, found {silos}")
+        raise ConfigError("E-CFG-08", f"expected 1 to {len(labels)} silos for as many examples, found {silos}")
     order = rng.numpy_stream(seed, "partition", purpose).permutation(len(labels))
     return [part.astype(np.int64) for part in np.array_split(order, silos)]

@@ -23,7 +23,7 @@ def deal_per_silo(labels: Labels, n_classes: int, silos: int, alpha: float, seed
     """Deal by a distribution of classes per silo ~ Dir(alpha), normalised over the silos class by class.
 
     Shares are rounded, so that the last silos may leave a few examples to nobody. Drawn anew until each silo has 5
-    examples; raises ConfigError (E-CFG-31) after 1000 draws. Source: FedRepo's split "dirichlet".
+    examples; raises ConfigError (E-CFG-08) after 1000 draws. Source: FedRepo's split "dirichlet".
     """
     _positive(silos, alpha)
 
@@ -37,7 +37,7 @@ def deal_map(labels: Labels, n_classes: int, silos: int, seed: int) -> list[Indi
     """Deal as MAP: each silo likes m ~ U{2..C} random classes equally, times a factor lognormal(0, 0.3) each.
 
     Shares are normalised over the silos class by class and rounded. Drawn anew until every class has an owner and each
-    silo has 5 examples (the paper drops smaller ones); raises ConfigError (E-CFG-31) after 1000 draws.
+    silo has 5 examples (the paper drops smaller ones); raises ConfigError (E-CFG-08) after 1000 draws.
     """
     _positive(silos, 1.0)
 
@@ -55,11 +55,11 @@ def deal_slots(labels: Labels, n_classes: int, silos: int, per_silo: int, seed: 
     """Deal slots of a sequence of random permutations of the classes: silo k takes slots [k s, (k + 1) s).
 
     A class is cut in equal parts, one per slot, and what is left over goes to nobody; a class that a silo took twice
-    counts double. Raises ConfigError (E-CFG-31) when some class would have no silo. Source: FedRepo's split "label".
+    counts double. Raises ConfigError (E-CFG-08) when some class would have no silo. Source: FedRepo's split "label".
     """
     if silos * per_silo < n_classes or per_silo < 1:
         raise ConfigError(
-            "E-CFG-31",
+            "E-CFG-08",
             f"label-{per_silo}-{silos} of {n_classes} classes: expected at least {n_classes} places, found "
             f"{silos * per_silo}: some class would have no silo",
         )
@@ -85,7 +85,7 @@ def hold_out(part: Indices, seed: int, silo: int) -> tuple[Indices, Indices]:
 
 def _positive(silos: int, alpha: float) -> None:
     if silos < 1 or alpha <= 0:
-        raise ConfigError("E-CFG-31", f"expected at least one silo and alpha > 0, found {silos} and {alpha:g}")
+        raise ConfigError("E-CFG-08", f"expected at least one silo and alpha > 0, found {silos} and {alpha:g}")
 
 
 def _drawn(
@@ -107,6 +107,6 @@ def _drawn(
         if min(map(len, whole)) >= SMALLEST:
             return whole
     raise ConfigError(
-        "E-CFG-31",
+        "E-CFG-08",
         f"no draw of {TRIES} gave each of the silos {SMALLEST} of {len(labels)} examples: deal to fewer silos",
     )

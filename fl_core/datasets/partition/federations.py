@@ -92,7 +92,7 @@ class Federated:
     def deal(
         self, train: Labels, test: Labels, n_classes: int, users: tuple[Labels, Labels] | None = None
     ) -> list[Dealt]:
-        """Deal both splits; raises ConfigError (E-CFG-31) when these labels cannot be dealt so.
+        """Deal both splits; raises ConfigError (E-CFG-08) when these labels cannot be dealt so.
 
         users: who wrote each example of train and test, by number; only USERS looks at it.
         """
@@ -139,11 +139,11 @@ class Federated:
     def _by_user(self, users: tuple[Labels, Labels] | None) -> list[Dealt]:
         """Draw so many of the users with examples in both splits, in their order."""
         if users is None:
-            raise ConfigError("E-CFG-31", f"{self.text}: expected data with users (femnist, shakespeare), found none")
+            raise ConfigError("E-CFG-08", f"{self.text}: expected data with users (femnist, shakespeare), found none")
         both = np.intersect1d(users[0], users[1])
         if len(both) < self.silos:
             raise ConfigError(
-                "E-CFG-31", f"{self.text}: expected {self.silos} users, found {len(both)}: deal to fewer silos"
+                "E-CFG-08", f"{self.text}: expected {self.silos} users, found {len(both)}: deal to fewer silos"
             )
         chosen = np.sort(rng.numpy_stream(self.seed, "partition", "users").permutation(both)[: self.silos])
         return [Dealt(np.flatnonzero(users[0] == u), np.flatnonzero(users[1] == u)) for u in chosen]
@@ -154,10 +154,10 @@ def _named(train: Labels, test: Labels) -> tuple[tuple[Labels, str], tuple[Label
 
 
 def parse_federation(text: str) -> Federated:
-    """Read a simulated federation's name; raises ConfigError (E-CFG-30) with the valid forms."""
+    """Read a simulated federation's name; raises ConfigError (E-CFG-01) with the valid forms."""
     body, at, seed_text = text.partition("@")
     if (at and not seed_text.isdecimal()) or body != body.strip():
-        raise ConfigError("E-CFG-30", f"expected a partition seed like @7 after the federation, found {text!r}")
+        raise ConfigError("E-CFG-01", f"expected a partition seed like @7 after the federation, found {text!r}")
     seed = int(seed_text or 0)
     tail = f"@{seed}" if seed else ""
     if body == "hospitals6":
@@ -177,12 +177,12 @@ def parse_federation(text: str) -> Federated:
     if match := re.fullmatch(r"(iid|map|users)-(\d+)", body):
         silos = int(match[2])
         return Federated(Dealing(match[1]), _some(silos, text), f"{match[1]}-{silos}{tail}", seed)
-    raise ConfigError("E-CFG-30", f"there is no federation {text!r}: {nearest(body, FORMS)} (any numbers, @SEED)")
+    raise ConfigError("E-CFG-01", f"there is no federation {text!r}: {nearest(body, FORMS)} (any numbers, @SEED)")
 
 
 def _some(silos: int, text: str) -> int:
     if silos < 1:
-        raise ConfigError("E-CFG-31", f"expected at least one silo, found {text!r}: raise the number")
+        raise ConfigError("E-CFG-08", f"expected at least one silo, found {text!r}: raise the number")
     return silos
 
 
@@ -200,7 +200,7 @@ def federation_text(config: Mapping[str, object]) -> str:
     """Write a federation's configuration (`configs/federation/*.yaml`) as its name.
 
     {name: p5c2, partition_seed: 3} -> p5c2@3; {name: dirichlet, beta: 0.5, silos: 10} -> dirichlet-0.5-10;
-    {name: iid, silos: 4} -> iid-4; {name: centers, centers: [1, 2]} -> centers-1-2. Raises ConfigError (E-CFG-30).
+    {name: iid, silos: 4} -> iid-4; {name: centers, centers: [1, 2]} -> centers-1-2. Raises ConfigError (E-CFG-01).
     Centres have no seed: nothing is dealt. What they may be, `refs.federation` knows.
     """
     name = str(config.get("name", ""))
@@ -209,11 +209,11 @@ def federation_text(config: Mapping[str, object]) -> str:
     fields = _FIELDS.get(name, ())
     seeded = () if name == "centers" else ("partition_seed",)
     if strange := sorted(set(config) - {"name", *fields, *seeded}):
-        raise ConfigError("E-CFG-30", f"federation {name} has no field {strange[0]!r}: {nearest(strange[0], fields)}")
+        raise ConfigError("E-CFG-01", f"federation {name} has no field {strange[0]!r}: {nearest(strange[0], fields)}")
     values = [written for field in fields for written in _written(field, config.get(field))]
     seed = config.get("partition_seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ConfigError("E-CFG-30", f"federation.partition_seed: expected a whole number from 0, found {seed!r}")
+        raise ConfigError("E-CFG-01", f"federation.partition_seed: expected a whole number from 0, found {seed!r}")
     text = "-".join([name, *values]) + (f"@{seed}" if seed else "")
     return text if name == "centers" or re.fullmatch(r"clients\d+", name) else parse_federation(text).text
 
@@ -224,5 +224,5 @@ def _written(field: str, value: object) -> list[str]:
         return [] if value is None else [str(value)]
     if not isinstance(value, list | tuple | int | float) or isinstance(value, bool) or value in ([], ()):
         valid = "one of " + ", ".join(VARIANTS) + " or null" if field in _OPTIONAL else "a number (centers: a list)"
-        raise ConfigError("E-CFG-30", f"federation.{field}: expected {valid}, found {value!r}")
+        raise ConfigError("E-CFG-01", f"federation.{field}: expected {valid}, found {value!r}")
     return [str(v) for v in value] if isinstance(value, list | tuple) else [f"{value:g}"]

@@ -18,7 +18,7 @@ COLUMNS = ("path", "label", "group", "split")
 
 
 def scan(file: Path, classes: Sequence[str] | None) -> Scan:
-    """Read a manifest; raises DataError (E-DATA-02, E-DATA-09) when it is no such table."""
+    """Read a manifest; raises DataError (E-DATA-02, E-DATA-07) when it is no such table."""
     rows = read_table(file, COLUMNS)
     wrong = [f"{row['path']}: {row['split']!r}" for row in rows if row["split"] not in ("train", "test")]
     items = tuple(
@@ -32,13 +32,13 @@ def scan(file: Path, classes: Sequence[str] | None) -> Scan:
         *problem("E-DATA-07", "rows whose split is neither train nor test", wrong, "Correct the column split"),
         *problem("E-DATA-07", "images listed more than once", twice, "Keep one row per image"),
         *problem(
-            "E-DATA-03",
+            "E-DATA-04",
             f"images of {file.name} without a file",
             [item.name for item in items if not item.path.is_file()],
             f"Restore these files below {file.parent}, or remove their rows",
         ),
         *problem(
-            "E-DATA-06",
+            "E-DATA-07",
             "groups with images in both train and test",
             straddling(items),
             "Move all images of a group into one split: the test would measure what was memorised",

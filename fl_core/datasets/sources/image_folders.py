@@ -93,6 +93,6 @@ def _tiny(folder: Path) -> Scan:
     remedy = "Unpack the archive of its owner again"
     problems = (
         *problem("E-DATA-07", "rows of val_annotations.txt with a WordNet id that wnids.txt lacks", unknown, remedy),
-        *problem("E-DATA-03", "images in val_annotations.txt without a file in val/images", missing, remedy),
+        *problem("E-DATA-04", "images in val_annotations.txt without a file in val/images", missing, remedy),
     )
     return Scan("tinyimagenet", KNOWN["tinyimagenet"].classes, tuple(items), problems)

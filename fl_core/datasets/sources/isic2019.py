@@ -56,7 +56,7 @@ def transform(image_size: int | None) -> ImageTransform:
 
 
 def scan(root: Path, center: int, classes: Sequence[str] | None) -> Scan:
-    """Read one centre's rows; raises DataError (E-DATA-02, E-DATA-09) when the layout itself is not there."""
+    """Read one centre's rows; raises DataError (E-DATA-02, E-DATA-07) when the layout itself is not there."""
     folder = _locate(root)
     rows = read_table(folder / SPLIT_FILE, ("image", "target", "center", "fold"))
     stored = {file.stem: file for file in (folder / IMAGES).glob("*.jpg")}
@@ -74,7 +74,7 @@ def scan(root: Path, center: int, classes: Sequence[str] | None) -> Scan:
     problems = (
         *_disagreements(rows, mine, set(stored)),
         *problem(
-            "E-DATA-03",
+            "E-DATA-04",
             f"images of centre {center} in {SPLIT_FILE} without a file in {IMAGES}",
             missing,
             "Restore these files, or remove their rows",
@@ -88,10 +88,10 @@ def scan(root: Path, center: int, classes: Sequence[str] | None) -> Scan:
 def parts(clients: int) -> tuple[int, ...]:
     """Share `clients` among the centres by their published training images, by largest remainder and at least one each.
 
-    20 clients (FedGELA) are 10, 3, 3, 2, 1, 1. Raises ConfigError (E-CFG-31) for fewer clients than centres.
+    20 clients (FedGELA) are 10, 3, 3, 2, 1, 1. Raises ConfigError (E-CFG-08) for fewer clients than centres.
     """
     if clients < CENTERS:
-        raise ConfigError("E-CFG-31", f"expected at least {CENTERS} clients, one per centre, found {clients}: add some")
+        raise ConfigError("E-CFG-08", f"expected at least {CENTERS} clients, one per centre, found {clients}: add some")
     ideal = [clients * n / sum(TRAIN_SIZES) for n in TRAIN_SIZES]
     given = [max(1, int(share)) for share in ideal]
     while sum(given) != clients:

@@ -55,11 +55,11 @@ class LocalOnly(FedAvg):
         return Outcome(self.extras(model, msg, data, context), {"net": kept(model)})
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:  # noqa: ARG002
-        """Raise ConfigError (E-RUN-17): there is no model of the federation."""
+        """Raise ConfigError (E-CFG-08): there is no model of the federation."""
         raise _no_model(self.name)
 
     def exported(self, server: State) -> Tensors:  # noqa: ARG002
-        """Raise ConfigError (E-RUN-17): there is no model of the federation."""
+        """Raise ConfigError (E-CFG-08): there is no model of the federation."""
         raise _no_model(self.name)
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:  # noqa: ARG002
@@ -68,4 +68,4 @@ class LocalOnly(FedAvg):
 
 
 def _no_model(name: str) -> ConfigError:
-    return ConfigError("E-RUN-17", f"expected a method with a global model, found {name}, whose silos keep their own")
+    return ConfigError("E-CFG-08", f"expected a method with a global model, found {name}, whose silos keep their own")

@@ -31,7 +31,7 @@ class DigitsCnn:
 
     def build(self, schema: Schema) -> SplitModel:
         """Make the model; raises ConfigError (E-CFG-23) on anything but 1x8x8."""
-        validate.one_of("E-CFG-22", "digits_cnn", norm=(self.norm, ("group", "none", "batch")))
+        validate.one_of("E-CFG-02", "digits_cnn", norm=(self.norm, ("group", "none", "batch")))
         image_shape("digits_cnn", schema, channels={1}, sizes={8})
         body = nn.Sequential(
             *self._block(1, 16),

@@ -62,9 +62,9 @@ class SpiralMlp:
     head_bias: bool = False
 
     def build(self, schema: Schema) -> SplitModel:
-        """Make the model; raises ConfigError: E-CFG-22 for a width below 1, E-CFG-23 on anything but 2 numbers."""
+        """Make the model; raises ConfigError: E-CFG-02 for a width below 1, E-CFG-23 on anything but 2 numbers."""
         if self.width < 1:
-            raise ConfigError("E-CFG-22", f"spiral_mlp.width: expected at least 1, found {self.width}: raise it")
+            raise ConfigError("E-CFG-02", f"spiral_mlp.width: expected at least 1, found {self.width}: raise it")
         if prod(schema.shape) != 2 or len(schema.classes) < 2:
             raise ConfigError(
                 "E-CFG-23",

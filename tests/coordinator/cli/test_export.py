@@ -73,4 +73,4 @@ def test_another_state_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
     detail = pb.RunDetail(info=pb.RunInfo(run_id="r1", model_digest="0" * 64), manifest_json=run.to_json())
     with pytest.raises(StateError) as caught:
         export(detail, stored, tmp_path)
-    assert caught.value.code == "E-STATE-31"
+    assert caught.value.code == "E-STATE-22"

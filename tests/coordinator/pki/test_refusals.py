@@ -58,7 +58,7 @@ def test_a_member_is_let_in(server, silo):
 
 def test_no_certificate(server, ca):
     finding = diagnose(HOST, server.port, ca.ca_pem)
-    assert finding.code == "E-TLS-10"
+    assert finding.code == "E-TLS-09"
     assert "silo join" in finding.remedy
 
 

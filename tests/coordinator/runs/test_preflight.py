@@ -101,9 +101,9 @@ def test_only_the_answer_of_the_silo_itself_about_this_manifest_counts_and_only_
     assert asking.thread.is_alive()
     hub.preflight(here, said())
     hub.preflight(here, said())
-    hub.preflight(here, said(ready=False, code="E-RUN-40"))
+    hub.preflight(here, said(ready=False, code="E-BUDGET-01"))
     assert asking.over() is None
-    hub.preflight(here, said(ready=False, code="E-RUN-40"))
+    hub.preflight(here, said(ready=False, code="E-BUDGET-01"))
     assert kinds(hub).count("ready") == 1
     assert "refused" not in kinds(hub)
 

@@ -71,10 +71,10 @@ def spoil(kind: str) -> object:
     ("kind", "code"),
     [
         ("nan", "E-WIRE-05"),
-        ("shape", "E-WIRE-02"),
-        ("integers", "E-WIRE-16"),
-        ("doubles", "E-WIRE-16"),
-        ("part", "E-WIRE-02"),
+        ("shape", "E-WIRE-06"),
+        ("integers", "E-WIRE-06"),
+        ("doubles", "E-WIRE-06"),
+        ("part", "E-WIRE-06"),
     ],
 )
 def test_a_bad_update_is_refused_and_the_round_goes_on_with_the_quorum(tmp_path: Path, kind: str, code: str) -> None:
@@ -164,7 +164,7 @@ def test_two_submissions_with_one_request_id_are_one_run(tmp_path: Path) -> None
         assert len(ids) == 1
         assert [r.run_id for r in stub.Runs(pb.RunsRequest()).runs] == list(ids)
         for bad in (pb.SubmitRequest(spec_json="b", request_id="same"), pb.SubmitRequest(spec_json="a")):
-            with pytest.raises(grpc.RpcError, match="E-RUN-15"):
+            with pytest.raises(grpc.RpcError, match="E-CFG-02"):
                 stub.Submit(bad)
         stranger = manifest(rounds=1, names=("north", "nobody"))
         world.manifests["c"] = stranger
@@ -240,5 +240,5 @@ def test_twelve_waiting_bundles_are_not_in_memory(tmp_path: Path) -> None:
         sums.add(bundle)
     assert me.memory_info().rss - before < 32 << 20  # of 192 MiB
     assert same(sums.total()["delta"].total, {"w": torch.full((4 << 20,), 24 << sums.grid.frac_bits("delta"))})
-    with pytest.raises(ProtocolError, match="E-WIRE-16"):
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
         checked(FileBundle(files[0]), frozenset({torch.int64}))

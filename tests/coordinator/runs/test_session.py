@@ -47,7 +47,7 @@ def test_a_session_begins_with_a_welcome_and_has_pulses_both_ways(world: World) 
 def test_a_silent_peer_is_dropped_after_three_pulses(world: World) -> None:
     line = Line(world, "north", HELLO, silent=True)
     started = time.monotonic()
-    assert line.failure() == (grpc.StatusCode.UNAVAILABLE, "E-NET-21")
+    assert line.failure() == (grpc.StatusCode.UNAVAILABLE, "E-NET-12")
     assert 2 * FAST.pulse_s < time.monotonic() - started < 20 * FAST.pulse_s
     until(lambda: not online(world, "north")(), "north to leave")
 
@@ -59,7 +59,7 @@ def test_a_silent_peer_is_dropped_after_three_pulses(world: World) -> None:
         (pb.Hello(protocol_min=0, protocol_max=0), (DENIED, "E-WIRE-01")),
         (
             pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, data=pb.DataOffer(classes=["x" * 999])),
-            (grpc.StatusCode.INVALID_ARGUMENT, "E-WIRE-13"),
+            (grpc.StatusCode.INVALID_ARGUMENT, "E-WIRE-06"),
         ),
     ],
 )
@@ -75,12 +75,12 @@ def test_a_hello_that_cannot_be_is_refused_with_a_last_word(
 def test_a_session_that_does_not_begin_with_a_hello_is_refused(world: World) -> None:
     line = Line(world, "north")
     line.say(pulse=pb.Pulse())
-    assert line.failure() == (grpc.StatusCode.INVALID_ARGUMENT, "E-WIRE-13")
+    assert line.failure() == (grpc.StatusCode.INVALID_ARGUMENT, "E-WIRE-06")
     mute = Line(world, "south")
-    assert mute.failure() == (grpc.StatusCode.INVALID_ARGUMENT, "E-WIRE-13")
+    assert mute.failure() == (grpc.StatusCode.INVALID_ARGUMENT, "E-WIRE-06")
     twice = Line(world, "east", HELLO)
     twice.say(hello=HELLO)
-    assert twice.failure() == (grpc.StatusCode.INVALID_ARGUMENT, "E-WIRE-13")
+    assert twice.failure() == (grpc.StatusCode.INVALID_ARGUMENT, "E-WIRE-06")
 
 
 def test_a_revoked_silo_is_dropped_at_the_next_heartbeat_and_refused_at_the_next_call(world: World) -> None:

@@ -48,10 +48,10 @@ def test_a_manifest_is_dealt(images: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("words", [("data=folder",), ("data=manifest",), ("data.name=folder",)])
 def test_images_without_a_path_are_refused_with_the_command_that_works(words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"E-CFG-32.*data\.path=/data/images.* federation=p5c2"):
+    with pytest.raises(ConfigError, match=r"E-CFG-23.*data\.path=/data/images.* federation=p5c2"):
         simulate([*words])
 
 
 def test_a_path_in_a_run_of_hospitals_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"E-CFG-32.*silo serve --data"):
+    with pytest.raises(ConfigError, match=r"E-CFG-23.*silo serve --data"):
         run(["data=folder", "data.path=/data/images"], home=tmp_path)

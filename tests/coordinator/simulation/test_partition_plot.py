@@ -52,7 +52,7 @@ def test_published_counts_of_the_papers() -> None:
 def test_data_without_published_counts_is_refused(data: str) -> None:
     with pytest.raises(ConfigError, match="leave it out") as caught:
         splits.published(compose_spec([f"data={data}"]))
-    assert caught.value.code == "E-CFG-32"
+    assert caught.value.code == "E-CFG-23"
 
 
 def test_the_picture_shows_what_a_silo_lacks_as_white(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,7 +99,7 @@ def test_an_invitation_that_is_not_in_force_is_refused(store: Store, how: str) -
         )
     if how == "withdrawn":
         store.members.invite(InvitationRow("i2", "north", 0, 2000))
-    with pytest.raises(RefusedError, match="E-ID-25"):
+    with pytest.raises(RefusedError, match="E-ID-13"):
         enrol(store)
     assert not store.members.is_member("north")
 
@@ -151,7 +151,7 @@ def test_a_second_process_writes_the_same_file(store: Store, tmp_path: Path) -> 
 def test_one_request_id_is_one_run(store: Store) -> None:
     first = store.runs.add(run_of(), 2)
     assert store.runs.add(run_of("run-0002"), 2) == first
-    with pytest.raises(ConfigError, match="E-RUN-15"):
+    with pytest.raises(ConfigError, match="E-CFG-02"):
         store.runs.add(run_of("run-0003", spec="other"), 2)
     taken = store.runs.add(run_of(request="r2"), 2)
     assert taken.id != first.id

@@ -39,7 +39,7 @@ def test_a_second_writer_ends_the_first_and_waits_for_it(tmp_path: Path, monkeyp
         assert cut.is_set()
         thread.join(20)
         monkeypatch.setattr(module, "_TAKEOVER_S", 0.01)
-        with pytest.raises(UnavailableError, match="E-NET-22"), uploads.writing("c"):
+        with pytest.raises(UnavailableError, match="E-NET-12"), uploads.writing("c"):
             pass
 
 

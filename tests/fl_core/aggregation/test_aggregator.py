@@ -126,7 +126,7 @@ def test_a_number_that_is_not_finite_is_refused_wherever_it_is(
 def test_a_stored_update_of_another_layout_is_refused_before_its_tensors_are_read(tmp_path: Path) -> None:
     update = stored(drawn(0), tmp_path)
     (tmp_path / "bundle").write_bytes(b"")  # nothing can be read any more
-    with pytest.raises(ProtocolError, match="E-WIRE-02"):
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
         Aggregator({"p": PartSpec(SHAPES | {"small": (6,)}, ())}, Grid()).validate(update)
     with pytest.raises(ProtocolError, match="E-WIRE-06"):
         Aggregator(LAYOUT, Grid()).validate(update)

@@ -160,7 +160,7 @@ def test_a_bundle_of_another_layout_is_refused_and_changes_nothing(odd: dict[str
     sums = Aggregator(LAYOUT, Grid())
     with pytest.raises(ProtocolError) as caught:
         sums.validate(odd)
-    assert caught.value.code == "E-WIRE-02"
+    assert caught.value.code == "E-WIRE-06"
     assert sums.count == 0
     assert not sums.total()["p"].total["v"].any()
 
@@ -180,7 +180,7 @@ def test_grids_without_room_or_without_a_bound_are_refused() -> None:
     for grid, segment in ((Grid("ring32", 10, {"p": 1.0}), "q"), (Grid("ring32", 1000, {"p": 1e9}), "p")):
         with pytest.raises(ConfigError) as caught:
             grid.encode(segment, torch.zeros(1))
-        assert caught.value.code == "E-CFG-06"
+        assert caught.value.code == "E-CFG-08"
     assert Grid().bound("anything") == RING64_BOUND
 
 

@@ -122,7 +122,7 @@ def test_efficientnet_refuses_weights_that_do_not_fit(tmp_path: Path) -> None:
     def refuse(match: str, **options: object) -> None:
         with pytest.raises(ConfigError, match=match) as caught:
             small("efficientnet_b0", **options)
-        assert caught.value.code == "E-CFG-24"
+        assert caught.value.code == "E-CFG-02"
 
     refuse("found none", weights=str(tmp_path / "absent.pth"))
     junk = tmp_path / "junk.pth"
@@ -142,18 +142,18 @@ def test_efficientnet_takes_any_side_from_32() -> None:
 
 
 REFUSED = [
-    ("resnet8", {}, (3, 32, 32), "E-CFG-20", "did you mean 'resnet18'"),
-    ("resnet18", {"norms": "group"}, (3, 32, 32), "E-CFG-21", "did you mean 'norm'"),
-    ("resnet18", {"norm": "grup"}, (3, 32, 32), "E-CFG-22", "did you mean 'group'"),
-    ("resnet18", {"norm": 3}, (3, 32, 32), "E-CFG-22", "expected text"),
-    ("resnet18", {"groups": 3}, (3, 32, 32), "E-CFG-22", "divisor of 64"),
-    ("resnet18", {"groups": 0}, (3, 32, 32), "E-CFG-22", "divisor of 64"),
-    ("resnet18", {"groups": True}, (3, 32, 32), "E-CFG-22", "expected a whole number"),
-    ("resnet18", {"head_bias": "no"}, (3, 32, 32), "E-CFG-22", "expected true or false"),
-    ("resnet18", {"projection": [0]}, (3, 32, 32), "E-CFG-22", ">= 1"),
-    ("resnet18", {"projection": 84}, (3, 32, 32), "E-CFG-22", "expected a list"),
-    ("efficientnet_b0", {"dropout": 1.5}, (3, 64, 64), "E-CFG-22", "0 to 0.99"),
-    ("digits_cnn", {"norm": "layer"}, (1, 8, 8), "E-CFG-22", "'group', 'none', 'batch'"),
+    ("resnet8", {}, (3, 32, 32), "E-CFG-01", "did you mean 'resnet18'"),
+    ("resnet18", {"norms": "group"}, (3, 32, 32), "E-CFG-01", "did you mean 'norm'"),
+    ("resnet18", {"norm": "grup"}, (3, 32, 32), "E-CFG-02", "did you mean 'group'"),
+    ("resnet18", {"norm": 3}, (3, 32, 32), "E-CFG-02", "expected text"),
+    ("resnet18", {"groups": 3}, (3, 32, 32), "E-CFG-02", "divisor of 64"),
+    ("resnet18", {"groups": 0}, (3, 32, 32), "E-CFG-02", "divisor of 64"),
+    ("resnet18", {"groups": True}, (3, 32, 32), "E-CFG-02", "expected a whole number"),
+    ("resnet18", {"head_bias": "no"}, (3, 32, 32), "E-CFG-02", "expected true or false"),
+    ("resnet18", {"projection": [0]}, (3, 32, 32), "E-CFG-02", ">= 1"),
+    ("resnet18", {"projection": 84}, (3, 32, 32), "E-CFG-02", "expected a list"),
+    ("efficientnet_b0", {"dropout": 1.5}, (3, 64, 64), "E-CFG-02", "0 to 0.99"),
+    ("digits_cnn", {"norm": "layer"}, (1, 8, 8), "E-CFG-02", "'group', 'none', 'batch'"),
     ("digits_cnn", {}, (3, 8, 8), "E-CFG-23", "1 channel"),
     ("digits_cnn", {}, (1, 28, 28), "E-CFG-23", "side of 8 pixels"),
     ("simple_cnn", {}, (3, 64, 64), "E-CFG-23", "28 or 32"),
@@ -162,16 +162,16 @@ REFUSED = [
     ("resnet18", {}, (20,), "E-CFG-23", r"found \(20,\)"),
     ("efficientnet_b0", {}, (1, 64, 64), "E-CFG-23", "3 channel"),
     ("vgg8", {}, (3, 28, 28), "E-CFG-23", "side of 32"),
-    ("vgg11", {"norm": "group"}, (3, 32, 32), "E-CFG-22", "vgg11.norm"),
-    ("resnet20", {"groups": 3}, (3, 32, 32), "E-CFG-22", "divisor of 16"),
-    ("wrn28_10", {"dropout": 1.0}, (3, 32, 32), "E-CFG-22", "wrn28_10.dropout"),
+    ("vgg11", {"norm": "group"}, (3, 32, 32), "E-CFG-02", "vgg11.norm"),
+    ("resnet20", {"groups": 3}, (3, 32, 32), "E-CFG-02", "divisor of 16"),
+    ("wrn28_10", {"dropout": 1.0}, (3, 32, 32), "E-CFG-02", "wrn28_10.dropout"),
     ("conv2_cifar", {}, (1, 32, 32), "E-CFG-23", "3 channel"),
     ("lenet", {}, (1, 64, 64), "E-CFG-23", "28 or 32"),
     ("mlp_net", {}, (3, 28, 28), "E-CFG-23", "1 channel"),
     ("digits_mlp", {}, (1, 28, 28), "E-CFG-23", "side of 8"),
     ("char_lstm", {}, (3, 32, 32), "E-CFG-23", "sequences"),
     ("spiral_mlp", {}, (3,), "E-CFG-23", "points of 2"),
-    ("spiral_mlp", {"width": 0}, (2,), "E-CFG-22", "at least 1"),
+    ("spiral_mlp", {"width": 0}, (2,), "E-CFG-02", "at least 1"),
     ("efficientnet_b0", {}, (3, 16, 16), "E-CFG-23", "32 to 2048"),
 ]
 

@@ -69,7 +69,7 @@ def test_cohorts_are_sampled_without_replacement_and_repeat() -> None:
     assert cohort.sample(3, 0, 5, 0) == cohort.sample(3, 0, 5, 5) == list(range(5))
     with pytest.raises(ConfigError) as caught:
         cohort.sample(0, 0, 3, 4)
-    assert caught.value.code == "E-CFG-04"
+    assert caught.value.code == "E-CFG-02"
 
 
 def test_only_the_cohort_trains_and_all_silos_are_evaluated_at_the_end() -> None:

@@ -124,6 +124,6 @@ def test_rosters() -> None:
     for names in ([], ["a", "a"]):
         with pytest.raises(ConfigError) as caught:
             members(names, 0, 1.0)
-        assert caught.value.code == "E-CFG-07"
+        assert caught.value.code == "E-CFG-02"
     with pytest.raises(ConfigError):
         members(["a"], 0, 1.5)

@@ -50,7 +50,7 @@ def test_a_refusal_repeats_only_so_much_of_what_was_sent() -> None:
     run = manifest(quorum=2, rounds=1)
     north, east, south = local_ports(RunSetup.of(run), shares())
     _, kept = go(run, [north, Long(east), south])
-    assert kept.records[0].missing["east"].startswith("E-WIRE-02: expected the parts ['delta', 'metrics'], found [")
+    assert kept.records[0].missing["east"].startswith("E-WIRE-06: expected the parts ['delta', 'metrics'], found [")
     assert len(kept.records[0].missing["east"]) == 500
 
 

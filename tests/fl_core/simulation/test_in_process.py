@@ -82,7 +82,7 @@ def test_a_bundle_that_is_not_the_agreed_one_is_refused_before_it_leaves() -> No
         port.round(
             build_method("fedavg", {}).broadcast(RunSetup.of(run).initial_state()), RoundContext(3, 4), TaskKind.TRAIN
         )
-    assert caught.value.code == "E-WIRE-02"
+    assert caught.value.code == "E-WIRE-06"
 
 
 def test_layouts_ignore_data() -> None:

@@ -43,7 +43,7 @@ def cluster() -> Iterator[Cluster]:
 def test_without_ray_the_command_that_installs_it_is_named() -> None:
     with pytest.raises(ConfigError, match="pip install") as caught:
         simulate_ray(RunSetup.of(manifest()), shares(), History())
-    assert caught.value.code == "E-CFG-63"
+    assert caught.value.code == "E-CFG-08"
 
 
 @needs_ray

@@ -123,7 +123,7 @@ def test_mixed_precision_stays_near_and_keeps_float32_weights() -> None:
 def test_devices_by_name() -> None:
     assert devices.choose_device("cpu").type == "cpu"
     for wrong in ("gpu", "cuda:99", "cpu:1"):
-        with pytest.raises(ConfigError, match="E-CFG-60"):
+        with pytest.raises(ConfigError, match="E-CFG-02"):
             devices.choose_device(wrong)
     with devices.deterministic(True):
         assert torch.are_deterministic_algorithms_enabled()

@@ -85,7 +85,7 @@ def test_neither_counting_nor_the_digits_import_what_they_do_not_use() -> None:
 
 @pytest.mark.parametrize("wrong", [{"lr": -0.1}, {"weight_decay": -0.1}, {"momentum": -0.1}, {"lr": float("nan")}])
 def test_a_step_in_the_wrong_direction_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=f"E-CFG-41.*train.{next(iter(wrong))}"):
+    with pytest.raises(ConfigError, match=f"E-CFG-02.*train.{next(iter(wrong))}"):
         make_optimizer([nn.Parameter(torch.ones(1))], 0.1, TrainConfig(**wrong))  # type: ignore[arg-type]
 
 
@@ -96,7 +96,7 @@ def test_an_adaptive_optimizer_has_no_effective_steps() -> None:
 
 @pytest.mark.parametrize("config", [TrainConfig(optimizer="sdg"), TrainConfig(nesterov=True, momentum=0.0)])
 def test_an_optimizer_that_cannot_be_is_refused(config: TrainConfig) -> None:
-    with pytest.raises(ConfigError, match="E-CFG-41"):
+    with pytest.raises(ConfigError, match="E-CFG-02"):
         check(config)
 
 

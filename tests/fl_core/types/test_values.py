@@ -77,7 +77,7 @@ def test_adding_parts_of_two_layouts_is_refused(other: Part) -> None:
     for a, b in ((part, other), (other, part)):
         with pytest.raises(ProtocolError) as caught:
             _ = a + b
-        assert caught.value.code == "E-WIRE-02"
+        assert caught.value.code == "E-WIRE-06"
 
 
 def test_adding_makes_a_new_part() -> None:

@@ -183,7 +183,7 @@ def test_noise_leaves_room_for_what_stands_beside() -> None:
 
 @pytest.mark.parametrize("wrong", [(-1, 0.1, 1), (1, 0, 1), (1, 1.1, 1), (1, 0.1, 0), (math.nan, 0.1, 1)])
 def test_an_impossible_mechanism_is_refused(wrong: tuple[float, float, int]) -> None:
-    with pytest.raises(ConfigError, match="E-PRIV-11"):
+    with pytest.raises(ConfigError, match="E-PRIV-20"):
         Mechanism(*wrong)
 
 

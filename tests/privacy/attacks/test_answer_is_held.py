@@ -86,9 +86,9 @@ def test_what_an_earlier_process_made_is_held_too_and_plain_runs_are_not() -> No
 
 @pytest.mark.parametrize("after", [math.nan, math.inf, -1.0, 1e9])
 def test_a_pace_that_is_none_is_refused(after) -> None:
-    with pytest.raises(ConfigError, match="E-POLICY-14"):
+    with pytest.raises(ConfigError, match="E-CFG-02"):
         Pace(after)
-    with pytest.raises(ConfigError, match="E-POLICY-14"):
+    with pytest.raises(ConfigError, match="E-CFG-02"):
         Pace(pulse_floor=after)
 
 

@@ -146,7 +146,7 @@ def test_one_that_was_edited_is_not_brought_under_a_key(tmp_path: Path, statemen
     db.commit()
     db.close()
     edited = file.read_bytes()
-    with pytest.raises(StateError, match=r"E-BUDGET-(07|15)"):
+    with pytest.raises(StateError, match="E-BUDGET-07"):
         Ledger(file)
     assert file.read_bytes() == edited
 
@@ -163,7 +163,7 @@ def test_events_that_say_what_no_ledger_says_are_reported(tmp_path: Path) -> Non
     ):
         file = older(tmp_path)
         rewritten(file, lambda e, d=detail: e._replace(detail=d) if e.state == "INTENT" else e)
-        with pytest.raises(StateError, match="E-BUDGET-15"):
+        with pytest.raises(StateError, match="E-BUDGET-07"):
             Ledger(file)
 
 
@@ -210,7 +210,7 @@ def test_a_crash_while_it_is_brought_under_the_key_leaves_the_old_one_or_the_new
 def test_its_records_are_known_by_both_names_at_the_next_registration(tmp_path: Path) -> None:
     file, own = older(tmp_path), data()
     ledger = Ledger(file)
-    with pytest.raises(RefusedError, match="E-BUDGET-03"):
+    with pytest.raises(RefusedError, match="E-BUDGET-04"):
         register(ledger, replace(own, fingerprint="another"), "mine")  # known by the digests of their bytes
     assert set(register(ledger, own, "center1").values()) == {False}
     with sqlite3.connect(file) as db:
@@ -219,6 +219,6 @@ def test_its_records_are_known_by_both_names_at_the_next_registration(tmp_path: 
     assert set(register(ledger, own, "center1").values()) == {False}
     assert ledger.verify() == 27
     regrouped = TensorExamples(own.train.x, own.train.labels, tuple(f"p{k}" for k in range(10)))
-    with pytest.raises(RefusedError, match="E-BUDGET-03"):
+    with pytest.raises(RefusedError, match="E-BUDGET-04"):
         register(ledger, replace(own, train=regrouped, fingerprint="regrouped"), "mine")
     assert json.loads(ledger.events()[-1][3])["digests"]

@@ -115,7 +115,7 @@ def test_the_same_images_under_another_name_have_no_second_budget(
     ledger = Ledger(tmp_path / "ledger.db")
     register(ledger, first(folder), "skin")
     stored = again(folder)
-    with pytest.raises(RefusedError, match="E-BUDGET-03"):
+    with pytest.raises(RefusedError, match="E-BUDGET-04"):
         register(ledger, stored, "mine")
     assert not {c for c in ledger.collections() if c.startswith("mine")}
     found = register(ledger, stored, "skin")  # under its own name it is the same collection, with its spending
@@ -129,7 +129,7 @@ def test_moving_records_between_the_splits_is_noticed_too(tmp_path: Path) -> Non
     register(ledger, as_list(folder), "skin")
     other = {"train": "test", "test": "train"}
     listed(folder, [(p, label, f"new {g}", other[s]) for p, label, g, s in rows_of(folder)])
-    with pytest.raises(RefusedError, match=r"E-BUDGET-03.*files: .*\.png"):
+    with pytest.raises(RefusedError, match=r"E-BUDGET-04.*files: .*\.png"):
         register(ledger, as_list(folder), "skin")
 
 
@@ -168,7 +168,7 @@ def test_numbers_are_known_by_their_values_and_shape(tmp_path: Path) -> None:
     register(ledger, whole, "digits")
     groups = tuple(f"patient {k}" for k in range(len(whole.train)))
     grouped = TensorExamples(whole.train.x, whole.train.labels, groups)  # type: ignore[attr-defined]
-    with pytest.raises(RefusedError, match="E-BUDGET-03"):
+    with pytest.raises(RefusedError, match="E-BUDGET-04"):
         register(ledger, replace(whole, train=grouped, fingerprint="grouped"), "mine")
 
 
@@ -176,7 +176,7 @@ def test_the_same_version_under_another_name_is_refused(tmp_path: Path) -> None:
     whole = datasets.load("digits/p3c4/1")
     ledger = Ledger(tmp_path / "ledger.db")
     register(ledger, whole, "digits")
-    with pytest.raises(RefusedError, match="E-BUDGET-03"):
+    with pytest.raises(RefusedError, match="E-BUDGET-04"):
         register(ledger, whole, "mine")
 
 

@@ -63,7 +63,7 @@ def test_what_was_attested_is_charged_exactly_and_what_was_not_as_the_worst_ther
     assert total(lost.history(SKIN)) == {40.0: 2, 9.0: 1 + ATTEMPTS}
     assert total(lost.history(LUNG)) == {40.0: 1 + ATTEMPTS}
     assert Ledger(tmp_path / "ledger.db").verify(after.head) > 0
-    with pytest.raises(StateError, match="E-BUDGET-09"):
+    with pytest.raises(StateError, match="E-BUDGET-11"):
         acknowledge(lost, [after, before], "dpo")
 
 
@@ -197,6 +197,6 @@ def test_a_ledger_that_was_edited_is_not_restored_on_top(tmp_path: Path) -> None
     copy = put_back(tmp_path, "copy.db")
     with sqlite3.connect(tmp_path / "ledger.db") as db:
         db.execute("INSERT INTO collection VALUES('mine','record','now')")
-    with pytest.raises(StateError, match="E-BUDGET-15"):
+    with pytest.raises(StateError, match="E-BUDGET-07"):
         acknowledge(copy, [after], "dpo")
     assert json.dumps([e[2] for e in copy.events()]).count("RESTORED") == 0

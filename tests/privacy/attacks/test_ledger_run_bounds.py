@@ -45,11 +45,11 @@ def test_a_round_offered_again_and_again_is_charged_three_times_at_most(tmp_path
     run = private(reserve_rounds=10, epsilon=8.0)
     round0 = course_of(run, 1).releases(0, True)
     book = book_of(ledger, run)
-    assert [asked(book, 0, round0) for _ in range(ATTEMPTS + 3)] == [""] * ATTEMPTS + ["E-BUDGET-13"] * 3
+    assert [asked(book, 0, round0) for _ in range(ATTEMPTS + 3)] == [""] * ATTEMPTS + ["E-BUDGET-12"] * 3
     assert sum(state == "SPENT" for _, state, _ in ledger.entries(TRAIN)) == ATTEMPTS
     assert [event[2] for event in ledger.events()][-3:] == ["REFUSED"] * 3
     other = book_of(ledger, run, id="the same manifest under another id")
-    assert asked(other, 0, round0) == "E-BUDGET-13"
+    assert asked(other, 0, round0) == "E-BUDGET-12"
     assert asked(other, 1, course_of(run, 1).releases(1, True)) == ""
 
 
@@ -181,13 +181,13 @@ def test_very_much_noise_earns_no_credit(noise: float) -> None:
 def test_numbers_that_are_none_are_no_budget_and_no_mechanism(tmp_path: Path, value: float) -> None:
     ledger = budgeted(tmp_path)
     before = ledger.budget(TRAIN)
-    with pytest.raises(ConfigError, match="E-PRIV-11"):
+    with pytest.raises(ConfigError, match="E-PRIV-20"):
         Filter.of(value, 1e-5)
     for epsilon, delta in ((value, 1e-5), (1.0, value)):
-        with pytest.raises(ConfigError, match="E-PRIV-11"):
+        with pytest.raises(ConfigError, match="E-PRIV-20"):
             ledger.set_budget(TRAIN, epsilon, delta, "dpo", "a slip")
     for made in ((value, 1.0), (1.0, value)):
-        with pytest.raises(ConfigError, match="E-PRIV-11"):
+        with pytest.raises(ConfigError, match="E-PRIV-20"):
             Mechanism(*made)
     assert ledger.budget(TRAIN) == before
     assert ledger.verify() > 0

@@ -75,7 +75,7 @@ def test_what_another_service_is_at_stays_open_until_it_is_done_or_gone(tmp_path
 def test_nothing_is_restored_under_a_service_at_work(tmp_path: Path, ledger: Ledger) -> None:
     with service(tmp_path / "ledger.db") as other:
         try:
-            with pytest.raises(StateError, match="E-BUDGET-17"):
+            with pytest.raises(StateError, match="E-BUDGET-11"):
                 acknowledge(ledger, [Seen(ledger.head())], "dpo")
         finally:
             other.kill()

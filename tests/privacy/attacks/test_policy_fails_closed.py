@@ -192,21 +192,21 @@ def test_python_makes_no_policy_of_endless_epsilon_either(epsilon) -> None:
         lambda: Policy(budgets={TRAIN: (epsilon, 1e-5)}),
         lambda: replace(Policy(), budgets={TRAIN: (epsilon, 1e-5)}).caps(),
     ):
-        with pytest.raises(ConfigError, match="E-POLICY-11"):
+        with pytest.raises(ConfigError, match="E-POLICY-01"):
             made()
 
 
 @pytest.mark.parametrize("delta", [math.inf, math.nan, 0.0, 1.0])
 def test_python_makes_no_policy_of_a_delta_that_means_nothing(delta) -> None:
     for made in (lambda: Floors(delta=delta), lambda: Policy(budgets={TRAIN: (1.0, delta)})):
-        with pytest.raises(ConfigError, match="E-POLICY-11"):
+        with pytest.raises(ConfigError, match="E-POLICY-01"):
             made()
 
 
 def test_python_makes_no_policy_of_counts_and_rates_that_mean_nothing() -> None:
     for made in (lambda x: Prototypes(min_count=x), lambda x: Floors(min_noise=x), lambda x: Floors(max_rate=x)):
         for number in (math.nan, math.inf, -1.0):
-            with pytest.raises(ConfigError, match="E-POLICY-11"):
+            with pytest.raises(ConfigError, match="E-POLICY-01"):
                 made(number)
 
 
@@ -230,10 +230,10 @@ def test_a_manifest_that_states_a_smaller_hospital_gets_no_larger_delta() -> Non
 
 def test_a_budget_for_no_collection_of_the_ledger_closes_the_hospital_to_private_runs(home, custody, capsys) -> None:
     home.policy.write_text(SOUND + "[budget.'center1/trian']\nepsilon = 1.0\ndelta = 1e-5\n")
-    with pytest.raises(RefusedError, match=f"E-POLICY-12.*did you mean '{TRAIN}'.*{TEST}"):
+    with pytest.raises(RefusedError, match=f"E-POLICY-09.*did you mean '{TRAIN}'.*{TEST}"):
         custody.admit("run-1", private())
-    assert checked(home, capsys) == "E-POLICY-12"
-    assert "E-POLICY-12" in [detail for _, _, state, detail, _ in custody.ledger.events() if state == "REFUSED"]
+    assert checked(home, capsys) == "E-POLICY-09"
+    assert "E-POLICY-09" in [detail for _, _, state, detail, _ in custody.ledger.events() if state == "REFUSED"]
     home.policy.write_text(SOUND + f"[budget.'{TRAIN}']\nepsilon = 1.0\ndelta = 1e-5\n")
     assert custody.admit("run-1", private())
     assert checked(home, capsys) == ""

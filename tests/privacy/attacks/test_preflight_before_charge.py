@@ -68,11 +68,11 @@ def other_records(site: Site) -> None:
 
 
 FAULTS = {
-    "budget": (small_budget, "E-RUN-40"),
-    "test budget": (small_test_budget, "E-RUN-40"),
-    "cap of the policy": (small_cap, "E-RUN-40"),
+    "budget": (small_budget, "E-BUDGET-01"),
+    "test budget": (small_test_budget, "E-BUDGET-01"),
+    "cap of the policy": (small_cap, "E-BUDGET-01"),
     "policy": (strict_policy, "E-POLICY-05"),
-    "data": (other_records, "E-BUDGET-06"),
+    "data": (other_records, "E-BUDGET-04"),
 }
 
 
@@ -104,7 +104,7 @@ def test_all_who_refuse_are_named_and_the_repaired_run_finishes_when_it_is_resum
         started(sites)
         run = world.submit(RUN)
         ended = refused(world, run)
-        assert "center0: E-RUN-40" in ended.reason
+        assert "center0: E-BUDGET-01" in ended.reason
         assert "center2: E-POLICY-05" in ended.reason
         assert "center1:" not in ended.reason
         assert uncharged(sites)
@@ -159,7 +159,7 @@ def test_who_is_away_does_not_keep_a_refusal_from_the_lead(tmp_path: Path, monke
         small_budget(sites["center0"])
         started(sites, "center1")
         ended = refused(world, world.submit(RUN))
-        assert "center0: E-RUN-40" in ended.reason
+        assert "center0: E-BUDGET-01" in ended.reason
         assert "no answer from center1" in ended.reason
         assert uncharged(sites)
 
@@ -226,7 +226,7 @@ def test_a_budget_for_three_of_five_rounds_is_found_before_the_first(tmp_path: P
         sites["center2"].budget(budget_for(run, 3))
         started(sites)
         ended = refused(world, world.submit(run))
-        assert "center2: E-RUN-40" in ended.reason
+        assert "center2: E-BUDGET-01" in ended.reason
         assert uncharged(sites)
         mine = {*sites["center2"].told("refused")}  # said once for each time that it was asked
         assert len(mine) == 1
@@ -240,5 +240,5 @@ def test_what_one_run_has_spent_counts_in_the_preflight_of_the_next(tmp_path: Pa
         world.finished(world.submit(run, "one").id, 120)
         before = {name: site.entries() for name, site in sites.items()}
         ended = refused(world, world.submit(run, "two"))
-        assert all(f"{name}: E-RUN-40" in ended.reason for name in MEMBERS)
+        assert all(f"{name}: E-BUDGET-01" in ended.reason for name in MEMBERS)
         assert {name: site.entries() for name, site in sites.items()} == before

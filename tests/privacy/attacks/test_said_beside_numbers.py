@@ -65,7 +65,7 @@ def test_a_typed_size_is_taken_as_it_was_typed_and_what_is_no_size_as_none() -> 
     made = coordinator.config.manifest_builder.manifest_from(spec, [f"h{k}" for k in range(7)], declared)
     assert [m.units for m in made.members] == [57, 139, 0, 0, 0, 0, 0]
     for typed in (math.nan, math.inf, 0.5, -1.0):
-        with pytest.raises(ConfigError, match="E-CFG-61"):
+        with pytest.raises(ConfigError, match="E-CFG-02"):
             Settings(Home(Path()), DATA, nominal_size=typed).source()
 
 
@@ -161,9 +161,9 @@ def test_steps_are_for_the_hospitals_own_screen_alone(serving, run) -> None:
 BROKEN = [
     OSError("cannot identify image file '/data/doe.png'"), MemoryError(), ValueError("17 lesions of patient Doe"),
     KeyError("doe"), ZeroDivisionError(), torch.OutOfMemoryError("17 GiB"),
-    RefusedError("E-PRIV-16", "expected a coupled term, found 17 of Doe"), ProtocolError("E-WIRE-02", "found 17 Doe"),
+    RefusedError("E-PRIV-16", "expected a coupled term, found 17 of Doe"), ProtocolError("E-WIRE-06", "found 17 Doe"),
     DataError("E-DATA-05", "class 17 of doe.png"), StateError("E-STATE-63", "/home/doe"), ConfigError("E-CFG-08", "17"),
-    UnavailableError("E-NET-11", "17 Doe"),
+    UnavailableError("E-NET-12", "17 Doe"),
 ]  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def test_a_clip_of_the_coordinators_own_is_refused_before_it_is_charged(serving,
     hospital = serving(run)
     watched = Watched(monkeypatch)
     hospital.offer(state={"w": hospital.server["w"], adaptive.PART: {"clip": torch.tensor(3.0)}})
-    assert hospital.refused().code == "E-PRIV-19"
+    assert hospital.refused().code == "E-PRIV-15"
     assert watched.read == 0
     assert [Ledger(Home(hospital.folder).ledger).history(name) for name in (TRAIN, TEST, HOSPITAL)] == [[], [], []]
 

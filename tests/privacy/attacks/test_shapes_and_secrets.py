@@ -109,7 +109,7 @@ def test_a_message_of_another_form_is_refused_before_a_record_is_read(tmp_path: 
     hospital.start()
     try:
         hospital.offer(state=msg)
-        assert hospital.refused().code == "E-WIRE-02"
+        assert hospital.refused().code == "E-WIRE-06"
     finally:
         hospital.stop()
         hospital.host.stop()

@@ -173,12 +173,12 @@ def test_t_13_a_loss_that_mixes_examples_is_found_by_the_probe() -> None:
         logits = model(x)
         return Losses(cross_entropy(logits - 0.01 * logits.mean(0), y, reduction="none"))
 
-    with pytest.raises(RefusedError, match="E-PRIV-13"):
+    with pytest.raises(RefusedError, match="E-PRIV-16"):
         check_independence(model, mixing, SCHEMA)
 
 
 def test_t_13_fedmrs_inter_loss_must_be_weighted_by_example() -> None:
-    with pytest.raises(RefusedError, match="E-PRIV-13"):
+    with pytest.raises(RefusedError, match="E-PRIV-16"):
         course_of(Terms(), method="fedmr", mu1=0.0, mu2=0.1, inter_weighting="batch")
     course_of(Terms(), method="fedmr", mu1=0.0, mu2=0.1, inter_weighting="example")
 
@@ -228,7 +228,7 @@ def test_evaluation_on_the_test_split_is_charged_to_its_own_collection() -> None
     "wrong", [{"epsilon": 0.0}, {"delta": 0.1}, {"coupled": "splt"}, {"clip": -1.0}, {"microbatch": 0}, {"rng": "none"}]
 )
 def test_impossible_terms_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="E-PRIV-11"):
+    with pytest.raises(ConfigError, match="E-PRIV-20"):
         Terms.of(wrong)
 
 

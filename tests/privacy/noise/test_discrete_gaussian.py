@@ -107,7 +107,7 @@ def test_renyi_divergence_of_a_sampled_discrete_gaussian_is_that_which_is_accoun
 
 def test_noise_outside_what_can_be_drawn_is_refused() -> None:
     for sigma in (LEAST * 0.99, MOST * 1.01, math.nan, math.inf, -5.0, 0.0):
-        with pytest.raises(ConfigError, match="E-PRIV-11"):
+        with pytest.raises(ConfigError, match="E-PRIV-20"):
             SeededNoise(0).discrete_gaussian((3,), sigma)
     assert SeededNoise(0).discrete_gaussian((2, 3), LEAST).shape == (2, 3)
     assert SeededNoise(0).discrete_gaussian((0, 3), LARGEST_TABLE).shape == (0, 3)

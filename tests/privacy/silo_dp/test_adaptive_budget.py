@@ -49,5 +49,5 @@ def test_update_and_bit_together_cost_what_the_budget_has() -> None:
     ],
 )
 def test_terms_that_do_not_say_what_the_bit_costs_are_refused(terms: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="E-PRIV-11"):
+    with pytest.raises(ConfigError, match="E-PRIV-20"):
         SiloTerms.of(terms)

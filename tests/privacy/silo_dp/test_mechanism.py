@@ -102,7 +102,7 @@ def test_the_clip_accounts_for_rounding_on_a_coarse_grid() -> None:
         assert float(torch.cat([parts["delta"], parts["prototypes"]]).norm()) <= 0.8
     with pytest.raises(ConfigError, match="too coarse") as found:
         guard_of(placement="central", grid=coarse, noise=4.0, clip=0.05).outgoing(bundle_of(1), 0, 0)
-    assert found.value.code == "E-PRIV-11"
+    assert found.value.code == "E-PRIV-20"
 
 
 def test_the_public_weight_stands_in_the_place_of_the_true_one() -> None:
@@ -206,7 +206,7 @@ def test_each_participated_round_is_charged_at_rate_one() -> None:
 def test_what_silo_level_privacy_cannot_cover_is_refused() -> None:
     with pytest.raises(ConfigError) as found:
         CompiledRun.of(run_of(allow_large=False, rounds=3) if coordinates(run_of().layout) > 20_000 else large())
-    assert found.value.code == "E-PRIV-18"
+    assert found.value.code == "E-PRIV-16"
     with pytest.raises(ConfigError) as found:
         CompiledRun.of(replace(run_of(), members=tuple(Member(n) for n in NAMES)))
     assert found.value.code == "E-PRIV-17"
@@ -216,7 +216,7 @@ def test_what_silo_level_privacy_cannot_cover_is_refused() -> None:
     for bad in ({"clip": 0.0}, {"clip_decay": 1.5}, {"delta": 0.5}, {"placement": "nowhere"}, {"epsilon": 0.0}):
         with pytest.raises(ConfigError) as found:
             SiloTerms.of(bad)
-        assert found.value.code == "E-PRIV-11"
+        assert found.value.code == "E-PRIV-20"
 
 
 def large() -> RunManifest:

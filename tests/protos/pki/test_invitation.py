@@ -59,20 +59,20 @@ def test_invitation_says_when_it_expires(ca):
 
 
 def test_expired_and_early(text):
-    assert code(text, CLOCK() + timedelta(hours=73)) == "E-ID-05"
-    assert code(text, CLOCK() - timedelta(hours=2)) == "E-ID-05"
+    assert code(text, CLOCK() + timedelta(hours=73)) == "E-ID-13"
+    assert code(text, CLOCK() - timedelta(hours=2)) == "E-ID-13"
 
 
 def test_foreign_text_and_other_versions(text):
     assert code("") == "E-ID-01"
     assert code("eyJhbGciOiJIUzI1NiJ9.e30.x") == "E-ID-01"
-    assert code(text.replace("consilium1.", "consilium2.")) == "E-ID-04"
+    assert code(text.replace("consilium1.", "consilium2.")) == "E-WIRE-01"
 
 
 @given(st.data())
 def test_every_truncation_is_called_truncated(text, data):
     end = data.draw(st.integers(len(PREFIX), len(text) - 1))
-    assert code(text[:end]) == "E-ID-02"
+    assert code(text[:end]) == "E-ID-01"
 
 
 @given(st.data())
@@ -84,7 +84,7 @@ def test_every_changed_character_is_noticed(text, data):
         with contextlib.suppress(ConfigError):
             assert InvitationToken.decode(damaged, CLOCK()).encode() == text
         return
-    assert code(damaged) in {"E-ID-01", "E-ID-02", "E-ID-03", "E-ID-04"}
+    assert code(damaged) in {"E-ID-01", "E-WIRE-01"}
 
 
 @given(st.text(max_size=200) | st.binary(max_size=200).map(lambda b: PREFIX + base64.urlsafe_b64encode(b).decode()))
@@ -103,7 +103,7 @@ def armour(body, checksum=None):
 
 
 def test_a_bomb_is_not_unpacked():
-    assert code(armour(bytes(50_000_000))) == "E-ID-03"
+    assert code(armour(bytes(50_000_000))) == "E-ID-01"
 
 
 def test_a_token_put_together_from_two_is_refused(ca, tmp_path):
@@ -117,4 +117,4 @@ def test_a_token_put_together_from_two_is_refused(ca, tmp_path):
         InvitationToken("other", "center3", mine.addresses, mine.ca_pem, mine.cert_pem, mine.key_pem),
         InvitationToken("demo", "center3", mine.addresses, mine.ca_pem, mine.ca_pem, mine.key_pem),
     ]:
-        assert code(mixed.encode()) == "E-ID-03"
+        assert code(mixed.encode()) == "E-ID-01"

@@ -140,7 +140,7 @@ def test_an_object_is_named_by_a_digest_alone(objects: ObjectStore, name: str) -
 
 
 def test_a_missing_object_is_named(objects: ObjectStore) -> None:
-    with pytest.raises(StateError, match="E-STATE-21"):
+    with pytest.raises(StateError, match="E-STATE-22"):
         objects.path("0" * 64)
 
 

@@ -65,10 +65,10 @@ def test_a_repeated_chunk_is_ignored_and_the_new_bytes_of_one_that_overlaps_are_
 @pytest.mark.parametrize(
     ("chunk", "code"),
     [
-        (pb.Chunk(offset=7, data=b"h"), "E-WIRE-03"),
-        (pb.Chunk(offset=2**64 - 1, data=b"h"), "E-WIRE-11"),
-        (pb.Chunk(offset=6, data=bytes(CHUNK_BYTES + 1)), "E-WIRE-09"),
-        (pb.Chunk(offset=6, data=bytes(CHUNK_BYTES * 2)), "E-WIRE-11"),
+        (pb.Chunk(offset=7, data=b"h"), "E-WIRE-04"),
+        (pb.Chunk(offset=2**64 - 1, data=b"h"), "E-WIRE-06"),
+        (pb.Chunk(offset=6, data=bytes(CHUNK_BYTES + 1)), "E-WIRE-06"),
+        (pb.Chunk(offset=6, data=bytes(CHUNK_BYTES * 2)), "E-WIRE-06"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_written(chunk: pb.Chunk, code: str) -> None:

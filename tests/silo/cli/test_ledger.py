@@ -49,19 +49,19 @@ def spend(ledger: Ledger, round: int, state: str = "SPENT") -> str:
 
 def test_a_hospital_registers_gives_a_budget_and_sees_both(capsys, tmp_path):
     home = ["--home", str(tmp_path / "home")]
-    fails(capsys, "E-BUDGET-10", 1, "ledger", "show", *home)
+    fails(capsys, "E-BUDGET-04", 1, "ledger", "show", *home)
     named = answer(capsys, "ledger", "register", "--data", DATA, "--name", "center1", *home)
     assert named == {"collections": {TRAIN: True, TEST: True, "hospital": True}}
     assert set(
         answer(capsys, "ledger", "register", "--data", DATA, "--name", "center1", *home)["collections"].values()
     ) == {False}
-    fails(capsys, "E-BUDGET-03", 1, "ledger", "register", "--data", "digits/iid-1/0", "--name", "other", *home)
+    fails(capsys, "E-BUDGET-04", 1, "ledger", "register", "--data", "digits/iid-1/0", "--name", "other", *home)
     amount = ["--epsilon", "2", "--delta", "1e-5", "--reason", "the board"]
     assert answer(capsys, "ledger", "budget", "set", "center1", *amount, *home)["collections"] == [TEST, TRAIN]
     fails(capsys, "E-BUDGET-04", 1, "ledger", "budget", "set", "centre1", *amount, *home)
     fails(
         capsys,
-        "E-PRIV-11",
+        "E-PRIV-20",
         2,
         "ledger",
         "budget",
@@ -97,10 +97,10 @@ def test_what_never_started_is_given_back_but_not_under_a_running_service(capsys
     home = ["--home", str(tmp_path / "home")]
     entry = spend(ledger, 0, "INTENT")
     with Home(tmp_path / "home").locked():
-        fails(capsys, "E-STATE-60", 1, "ledger", "release", entry, *home)
+        fails(capsys, "E-STATE-20", 1, "ledger", "release", entry, *home)
     assert answer(capsys, "ledger", "release", entry, *home) == {"released": entry}
     assert ledger.history(TRAIN) == []
-    fails(capsys, "E-BUDGET-05", 1, "ledger", "release", entry, *home)
+    fails(capsys, "E-BUDGET-12", 1, "ledger", "release", entry, *home)
 
 
 def test_an_older_ledger_goes_on_only_at_the_price_of_what_it_may_have_forgotten(capsys, tmp_path):
@@ -112,7 +112,7 @@ def test_an_older_ledger_goes_on_only_at_the_price_of_what_it_may_have_forgotten
         spend(ledger, t)
     head, sealed, restored = ledger.statement()
     place.attested.write_text(json.dumps(Attested("", head.seq, head.hash, sealed.hex(), restored)))
-    fails(capsys, "E-BUDGET-09", 1, "ledger", "restore", "--acknowledge-spend", *home)
+    fails(capsys, "E-BUDGET-11", 1, "ledger", "restore", "--acknowledge-spend", *home)
     place.ledger.write_bytes(backup)
     fails(capsys, "E-BUDGET-08", 1, "ledger", "verify", *home)
     fails(capsys, "E-BUDGET-11", 2, "ledger", "restore", *home)
@@ -122,7 +122,7 @@ def test_an_older_ledger_goes_on_only_at_the_price_of_what_it_may_have_forgotten
     assert restored.history(TRAIN)[0].steps == 31 * (1 + 4 + 3)  # no attested head is in the copy: all of it again
     assert restored.status(TEST).used == 0
     answer(capsys, "ledger", "verify", *home)
-    fails(capsys, "E-BUDGET-09", 1, "ledger", "restore", "--acknowledge-spend", *home)
+    fails(capsys, "E-BUDGET-11", 1, "ledger", "restore", "--acknowledge-spend", *home)
 
 
 def test_without_figures_every_collection_loses_its_budget(capsys, tmp_path):
@@ -143,7 +143,7 @@ def test_the_ledgers_place_is_a_setting_that_every_command_honours(capsys, tmp_p
     budgeted(first)
     one, two = ["--home", str(first)], ["--home", str(second)]
     assert answer(capsys, "ledger", "place", *one)["ledger"] == str(first / "ledger.db")
-    fails(capsys, "E-BUDGET-16", 1, "ledger", "place", str(shared), *one)  # its spending would be forgotten
+    fails(capsys, "E-BUDGET-11", 1, "ledger", "place", str(shared), *one)  # its spending would be forgotten
     shared.parent.mkdir()
     for name in ("ledger.db", "ledger.key"):
         (first / name).rename(shared.parent / name)
@@ -166,7 +166,7 @@ def test_the_ledgers_place_is_a_setting_that_every_command_honours(capsys, tmp_p
     answer(capsys, "ledger", "verify", "--home", str(Home(tmp_path / "third").make().path))
     monkeypatch.undo()
     (second / "ledger.json").write_text("{")
-    fails(capsys, "E-BUDGET-16", 1, "ledger", "show", *two)
+    fails(capsys, "E-BUDGET-11", 1, "ledger", "show", *two)
 
 
 def test_a_lost_ledger_without_collections_cannot_be_restored_to_a_fresh_budget(capsys, tmp_path):
@@ -203,7 +203,7 @@ def test_a_hospital_approves_and_denies_by_id_or_name(capsys, tmp_path):
     store = Store(place.database)
     assert store.approvals.ask("run-1", "a" * 64, "skin", "fedmr") is None
     assert [r["decided"] for r in answer(capsys, "approve", *home)["runs"]] == ["waits"]
-    fails(capsys, "E-POLICY-08", 2, "approve", "nobody", *home)
+    fails(capsys, "E-RUN-10", 2, "approve", "nobody", *home)
     assert answer(capsys, "approve", "skin", *home)["runs"][0]["decided"] == "approved"
     assert store.approvals.ask("run-1", "a" * 64, "skin", "fedmr") is True
     assert store.approvals.ask("run-1", "b" * 64, "skin", "fedmr") is None  # another manifest asks again

@@ -41,7 +41,7 @@ def test_a_held_key_is_shown_and_accepted_with_its_fingerprint(home, capsys):
 def test_another_key_name_or_half_a_fingerprint_is_refused_with_what_was_found(home, capsys, name, key):
     folder, held = home
     assert run(["peers", "accept", name, key or held, "--home", str(folder)]) == 2
-    assert capsys.readouterr().err.startswith("E-ID-27: expected")
+    assert capsys.readouterr().err.startswith("E-ID-16: expected")
     assert run(["peers", "show", "--home", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["held"] == {"north": held}
 

@@ -59,7 +59,7 @@ def test_duplicated_chunks_are_ignored(rig):
 def test_chunks_out_of_order_are_an_error_after_a_few_tries(rig):
     digest = rig.fake.offer(BYTES)
     rig.fake.spoil = lambda chunks: chunks[::-1] if len(chunks) > 1 else chunks
-    with pytest.raises(ProtocolError, match="E-WIRE-03"):
+    with pytest.raises(ProtocolError, match="E-WIRE-04"):
         rig.transfer.fetch(digest, len(BYTES), rig.stop, still)
     assert rig.fake.calls.count("Get") == PATIENCE.tries + 1
 
@@ -92,7 +92,7 @@ def test_wrong_bytes_are_deleted_and_an_error_after_a_few_tries(rig, wrong):
 def test_a_message_beyond_the_limit_is_refused(rig, size):
     digest = rig.fake.offer(BYTES)
     rig.fake.spoil = lambda chunks: [pb.Chunk(object=digest, offset=0, data=bytes(size))]
-    with pytest.raises(ProtocolError, match="E-WIRE-09"):
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
         rig.transfer.fetch(digest, len(BYTES), rig.stop, still)
 
 
@@ -107,5 +107,5 @@ def test_a_silent_download_is_given_up_and_continued(tmp_path):
     digest = rig.fake.offer(BYTES)
     with rig.silent():
         assert rig.transfer.fetch(digest, len(BYTES), rig.stop, still).read_bytes() == BYTES
-    assert rig.told[0].code == "E-NET-11"
+    assert rig.told[0].code == "E-NET-12"
     rig.close()

@@ -158,7 +158,7 @@ def test_a_session_that_the_coordinator_ends_is_opened_anew(make):
     rig = make().start()
     rig.control.last.end()
     until(lambda: len(rig.control.sessions) == 2)
-    assert "E-NET-14" in rig.codes()
+    assert "E-NET-12" in rig.codes()
 
 
 def test_a_coordinator_that_falls_silent_is_left(make):
@@ -172,7 +172,7 @@ def test_a_coordinator_that_never_welcomes_is_left(make):
     control = FakeControl()
     control.welcome = lambda hello: None
     rig = make(control, Patience(idle_s=0.1, backoff_s=0.001, backoff_cap_s=0.01)).start(sessions=0)
-    until(lambda: rig.codes().count("E-NET-13") >= 2)
+    until(lambda: rig.codes().count("E-NET-12") >= 2)
 
 
 def test_a_session_is_recycled_by_opening_the_new_one_first(make):
@@ -189,7 +189,7 @@ def test_a_recycling_that_fails_keeps_the_session_that_there_is(make):
     control = FakeControl(recycle_s=0.05)
     rig = make(control, Patience(idle_s=0.2, backoff_s=0.01, backoff_cap_s=0.02)).start()
     control.welcome = lambda hello: None
-    until(lambda: "E-NET-13" in rig.codes())
+    until(lambda: "E-NET-12" in rig.codes())
     assert not control.sessions[-1].over.is_set()
     assert rig.explained == []
 

@@ -108,7 +108,7 @@ def test_a_receipt_with_a_wrong_signature_is_refused(rig):
     forged = receipt_for(pb.OpenRequest(contribution_id=entry.contribution_id), "center1")
     forged.round = 7
     rig.fake.receipts[entry.contribution_id] = forged
-    with pytest.raises(RefusedError, match="E-ID-20"):
+    with pytest.raises(RefusedError, match="E-ID-14"):
         rig.upload(entry)
 
 
@@ -116,7 +116,7 @@ def test_a_stream_in_which_nothing_moves_is_given_up_and_opened_anew(tmp_path):
     rig = Rig(tmp_path, Patience(idle_s=0.2, backoff_s=0.001, backoff_cap_s=0.01))
     with rig.silent():
         rig.upload()
-    assert rig.told[0].code == "E-NET-11"
+    assert rig.told[0].code == "E-NET-12"
     rig.close()
 
 

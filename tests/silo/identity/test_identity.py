@@ -89,7 +89,7 @@ def test_certificates_that_were_not_asked_for(ca, tmp_path, clock):
     ]:
         with pytest.raises(RefusedError) as caught:
             silo.install(cert, pem)
-        assert caught.value.code == "E-ID-09"
+        assert caught.value.code == "E-ID-31"
         assert not silo.joined
     clock.advance(days=91)
     with pytest.raises(RefusedError, match="clock"):

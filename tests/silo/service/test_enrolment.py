@@ -220,5 +220,5 @@ def test_a_newer_roster_is_pinned_and_what_changed_is_told(rig, kept):
     assert sorted(kept.silo.peers()) == ["center1", "center2"]
     assert [n.text for n in kept.notices] == ["center2 joined (roster 2)"]
     kept.keeper.follow(b"")
-    with pytest.raises(RefusedError, match="E-ID-15"):
+    with pytest.raises(RefusedError, match="E-ID-14"):
         kept.keeper.follow(roster(rig.ca, [mine], 1).pack())

@@ -25,10 +25,10 @@ def unknown_classes():
     ("change", "code"),
     [
         (lambda: {"privacy": Choice("magic", {})}, "E-PRIV-01"),
-        (lambda: {"software": "consilium-fl 99.0.0"}, "E-RUN-34"),
+        (lambda: {"software": "consilium-fl 99.0.0"}, "E-WIRE-01"),
         (lambda: {"members": (Member("center0"), Member("center7"))}, "E-RUN-05"),
         (lambda: {"schema": unknown_classes()}, "E-DATA-05"),
-        (lambda: {"layout": {"metrics": PartSpec({"correct": (10,)}, (10,))}}, "E-WIRE-02"),
+        (lambda: {"layout": {"metrics": PartSpec({"correct": (10,)}, (10,))}}, "E-WIRE-06"),
         (lambda: {"cohort": 2}, "E-RUN-33"),
         (lambda: {"rounds": 0}, "E-RUN-33"),
     ],
@@ -76,7 +76,7 @@ def test_another_shape_is_refused(make):
     other = replace(run, schema=Schema((1, 9, 9), run.schema.classes))
     hospital.digest = hospital.transfer.offer(other.to_json().encode())
     hospital.offer()
-    assert hospital.refused().code == "E-DATA-30"
+    assert hospital.refused().code == "E-DATA-05"
 
 
 def test_an_unknown_privacy_profile_is_refused_before_any_data_is_touched(make, monkeypatch):
@@ -98,7 +98,7 @@ def test_a_run_that_comes_back_under_another_manifest_is_refused(make):
     hospital.settled()
     hospital.digest = hospital.transfer.offer(manifest(seed=99).to_json().encode())
     hospital.offer(1)
-    assert hospital.refused().code == "E-RUN-35"
+    assert hospital.refused().code == "E-RUN-33"
 
 
 def test_a_manifest_in_another_form_is_refused(make):

@@ -85,7 +85,7 @@ def test_a_round_asked_for_again_and_again_is_charged_each_time_and_three_times_
         hospital.offer(0, pb.TRAIN, {"w": moved})
         done = attempt + 1
         until(lambda done=done: hospital.events().count("sent") == done or "refused" in hospital.events(), 60)
-    assert hospital.refused().code == "E-BUDGET-13"
+    assert hospital.refused().code == "E-BUDGET-12"
     assert hospital.events().count("sent") == 3
     assert ledger.history(TRAIN)[0].steps == 3 * once.steps
     assert [state for _, state, _ in ledger.entries(TRAIN)] == ["SPENT"] * 3

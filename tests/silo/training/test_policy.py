@@ -53,7 +53,7 @@ def test_a_plain_run_is_refused_where_privacy_is_required(make, tmp_path):
     hospital = make(manifest())
     hospital.start()
     hospital.offer()
-    assert hospital.refused().code == "E-POLICY-04"
+    assert hospital.refused().code == "E-POLICY-05"
 
 
 def test_the_digest_of_the_policy_goes_with_the_session_and_with_every_update(make, tmp_path):

@@ -64,9 +64,9 @@ def test_a_task_of_another_manifest_is_refused_after_the_preflight(make, tmp_pat
     other = replace(hospital.manifest, rounds=9)
     hospital.digest = hospital.transfer.offer(other.to_json().encode())
     hospital.offer()
-    assert hospital.refused().code == "E-RUN-35"
+    assert hospital.refused().code == "E-RUN-33"
     ask(hospital)
-    assert answered(hospital, 2).code == "E-RUN-35"
+    assert answered(hospital, 2).code == "E-RUN-33"
     assert ledger.entries(TRAIN) == []
 
 
@@ -75,7 +75,7 @@ def test_a_manifest_that_was_refused_binds_the_run_to_nothing(make, tmp_path):
     hospital = make(private())
     hospital.start()
     ask(hospital)
-    assert answered(hospital).code == "E-RUN-40"
+    assert answered(hospital).code == "E-BUDGET-01"
     smaller = private(epsilon=0.4)
     hospital.digest = hospital.transfer.offer(smaller.to_json().encode())
     ask(hospital)
@@ -98,7 +98,7 @@ def test_the_whole_run_must_fit_the_budget_that_a_round_fits(make, tmp_path, lev
         ask(hospital)
         times += 1
         found = answered(hospital, times)
-        assert (found.ready, found.code) == (False, "E-RUN-40")
+        assert (found.ready, found.code) == (False, "E-BUDGET-01")
         assert not any(c.isdigit() for c in found.reason)
         assert ledger.entries(collection) == []
     ledger.set_budget(collection, 200.0, 1e-5, "dpo", "test")
@@ -127,9 +127,9 @@ def test_class_counts_that_were_released_before_are_not_asked_for_again():
 @pytest.mark.parametrize(
     ("changed", "code"),
     [
-        ({"software": "consilium-fl 0.0.1"}, "E-RUN-34"),
+        ({"software": "consilium-fl 0.0.1"}, "E-WIRE-01"),
         ({"privacy": Choice("dp_record", {"rng": "secure", "epsilon": 9.0})}, "E-POLICY-05"),
-        ({"layout": {}}, "E-WIRE-02"),
+        ({"layout": {}}, "E-WIRE-06"),
         ({"name": "of nobody", "members": ()}, "E-PRIV-20"),
     ],
 )
@@ -152,7 +152,7 @@ def test_weights_that_are_not_here_are_missed_before_round_0_and_their_place_is_
     hospital.digest = hospital.transfer.offer(replace(hospital.manifest, model=pretrained).to_json().encode())
     ask(hospital)
     found = answered(hospital)
-    assert (found.ready, found.code) == (False, "E-CFG-24")
+    assert (found.ready, found.code) == (False, "E-CFG-02")
     assert "doe" not in found.reason
     assert ledger.entries(TRAIN) == []
 
@@ -175,7 +175,7 @@ def test_too_little_memory_names_the_physical_batch_and_too_little_disk_the_need
     need = checks.OBJECTS * checks.state_bytes(built)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10 * need, 0, need - 1))
     ask(hospital)
-    assert answered(hospital, 3).code == "E-RUN-39"
+    assert answered(hospital, 3).code == "E-RUN-38"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10 * need, 0, need))
     ask(hospital)
     assert answered(hospital, 4).ready

@@ -164,7 +164,7 @@ def test_runs_of_records_and_of_hospitals_share_the_records_budget(make, tmp_pat
 
 def test_the_hospital_has_one_budget_whatever_it_serves_under_whatever_names(tmp_path):
     ledger = ledger_of(tmp_path)
-    with pytest.raises(RefusedError, match="E-BUDGET-03"):
+    with pytest.raises(RefusedError, match="E-BUDGET-04"):
         ledger.register("elsewhere", "hospital", "another version", 1, ["hospital"])
     assert register(ledger, datasets.load("digits/p3c4/0"), "center0")[HOSPITAL]
     assert [c for c in ledger.collections() if "/" not in c] == [HOSPITAL]
@@ -178,7 +178,7 @@ def test_the_hospital_has_one_budget_whatever_it_serves_under_whatever_names(tmp
         ("[privacy]\nrng = 'test'\nmin_noise = 50.0\n", {}, "E-POLICY-05"),
         ("[privacy]\nrng = 'test'\n", {"placement": "central"}, "E-POLICY-05"),
         ("[privacy]\nrng = 'test'\n", {"test_data": "public"}, "E-POLICY-05"),
-        ("[privacy]\nrng = 'test'\nrequire = 'dp_record'\n", {}, "E-POLICY-04"),
+        ("[privacy]\nrng = 'test'\nrequire = 'dp_record'\n", {}, "E-POLICY-05"),
         ("[privacy]\nrng = 'test'\n[runs]\nhide_size = true\n", {}, "E-POLICY-06"),
         ("[budget.hospital]\nepsilon = 0.1\ndelta = 1e-5\n[privacy]\nrng = 'test'\n", {}, "E-BUDGET-01"),
     ],
@@ -210,7 +210,7 @@ def test_a_clip_of_the_coordinators_own_is_refused_before_an_example_is_read(mak
     hospital.start()
     watched = Watched(monkeypatch)
     hospital.offer(state=message(hospital.manifest, 3.0))
-    assert hospital.refused().code == "E-PRIV-19"
+    assert hospital.refused().code == "E-PRIV-15"
     assert watched.read == 0
 
 

@@ -117,7 +117,7 @@ def test_a_commit_before_all_bytes_are_there_is_refused(world: World, offer: pb.
     stub.Put(cut(DATA, request.contribution_id, 0, STEP))
     with pytest.raises(grpc.RpcError) as error:
         commit(stub, request)
-    assert code(error) == (INVALID, "E-WIRE-03")
+    assert code(error) == (INVALID, "E-WIRE-04")
 
 
 def test_a_contribution_to_an_aborted_run_is_refused_and_forgotten(world: World, offer: pb.Offer) -> None:
@@ -129,7 +129,7 @@ def test_a_contribution_to_an_aborted_run_is_refused_and_forgotten(world: World,
         with pytest.raises(grpc.RpcError) as error:
             attempt()
         answer = code(error)
-        assert answer in ((LATE, "E-RUN-06"), (INVALID, "E-WIRE-03"))  # the second: forgotten between two looks
+        assert answer in ((LATE, "E-RUN-06"), (INVALID, "E-WIRE-04"))  # the second: forgotten between two looks
     until(lambda: not world.server.uploads.size("north", request.contribution_id), "the upload to be forgotten")
     with pytest.raises(grpc.RpcError) as error:
         stub.Open(request)
@@ -145,11 +145,11 @@ def test_an_object_can_be_read_from_any_offset_by_those_who_may(world: World, of
         assert parts[0].object == offer.base_digest
     with pytest.raises(grpc.RpcError) as error:
         list(stub.Get(pb.GetRequest(digest=offer.base_digest, offset=len(whole) + 1)))
-    assert code(error) == (INVALID, "E-WIRE-11")
+    assert code(error) == (INVALID, "E-WIRE-06")
     for name, digest in (("north", "0" * 64), ("north", "../x"), ("lead", "0" * 64)):
         with pytest.raises(grpc.RpcError) as error:
             list(world.transfer(name).Get(pb.GetRequest(digest=digest)))
-        assert code(error) == (INVALID, "E-WIRE-15")
+        assert code(error) == (INVALID, "E-WIRE-12")
     assert fetch(world.transfer("lead"), offer.base_digest, tmp_path).read_bytes() == whole
     until(lambda: world.run(offer.run_id).bytes_down >= 2 * len(whole), "the count of traffic")
 
@@ -159,5 +159,5 @@ def test_unfinished_uploads_have_a_quota(tmp_path: Path) -> None:
         _, offer = open_round(world)
         with pytest.raises(grpc.RpcError) as error:
             world.transfer("north").Open(open_request("north", offer, DATA))
-        assert code(error) == (grpc.StatusCode.UNAVAILABLE, "E-NET-23")
+        assert code(error) == (grpc.StatusCode.UNAVAILABLE, "E-NET-12")
         assert world.transfer("north").Open(open_request("north", offer, DATA[:100])).have == 0

@@ -78,7 +78,7 @@ def test_part_1_double_of_a_class_with_one_holder_duplicates_inside_it() -> None
 def test_part_1_too_few_places_is_an_error(silos: int, per_silo: int) -> None:
     with pytest.raises(ConfigError, match="would have no silo") as caught:
         partition.assign_classes(10, silos, per_silo, 0)
-    assert caught.value.code == "E-CFG-31"
+    assert caught.value.code == "E-CFG-08"
 
 
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(2, 8), st.integers(0, 3))
@@ -142,7 +142,7 @@ def test_dirichlet_keeps_two_classes_per_silo_when_asked() -> None:
 def test_dirichlet_refuses_what_cannot_be(beta: float, silos: int) -> None:
     with pytest.raises(ConfigError) as caught:
         partition.deal_dirichlet(np.repeat(np.arange(10), 100), 10, silos, beta, np.random.RandomState(0))
-    assert caught.value.code == "E-CFG-31"
+    assert caught.value.code == "E-CFG-08"
 
 
 def test_dirichlet_gives_up_after_its_tries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_dirichlet_gives_up_after_its_tries(monkeypatch: pytest.MonkeyPatch) -> 
     labels = np.repeat(np.arange(2), 50)
     with pytest.raises(ConfigError, match="no draw of 3") as caught:
         partition.deal_dirichlet(labels, 2, 10, 0.001, np.random.RandomState(0))
-    assert caught.value.code == "E-CFG-31"
+    assert caught.value.code == "E-CFG-08"
 
 
 def test_dirichlet_shares_among_open_silos_when_all_mass_falls_on_full_ones() -> None:

@@ -120,7 +120,7 @@ def test_double_dealing_doubles_training_alone() -> None:
 def test_users_need_data_that_has_them() -> None:
     with pytest.raises(ConfigError, match="femnist") as caught:
         federations.parse_federation("users-2").deal(LABELS, LABELS, 10)
-    assert caught.value.code == "E-CFG-31"
+    assert caught.value.code == "E-CFG-08"
 
 
 def test_the_20_clients_of_fedgela_on_isic_have_the_sizes_of_the_split() -> None:

@@ -129,7 +129,7 @@ def test_check_counts_per_split_and_class() -> None:
 def test_more_silos_than_examples_is_refused() -> None:
     with pytest.raises(ConfigError, match="silos") as caught:
         load("digits/iid-2000/0")
-    assert caught.value.code == "E-CFG-31"
+    assert caught.value.code == "E-CFG-08"
 
 
 def test_where_a_fifth_is_held_out_it_is_the_test_split_and_the_test_split_is_public() -> None:

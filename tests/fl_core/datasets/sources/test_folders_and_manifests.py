@@ -200,10 +200,10 @@ def test_all_problems_of_a_manifest_come_in_one_report(tmp_path: Path) -> None:
     assert found == {
         ("E-DATA-07", 1, ("third.png: 'validation'",)),
         ("E-DATA-07", 1, ("here.png",)),
-        ("E-DATA-03", 2, ("gone1.png", "gone2.png")),
-        ("E-DATA-06", 1, ("p2",)),
+        ("E-DATA-04", 2, ("gone1.png", "gone2.png")),
+        ("E-DATA-07", 1, ("p2",)),
         ("E-DATA-05", 1, ("'zebra': 1",)),
-        ("E-DATA-06", 1, ("other.png",)),
+        ("E-DATA-07", 1, ("other.png",)),
     }
     with pytest.raises(DataError) as caught:
         load(f"manifest:{file}", classes=["a", "b"])
@@ -212,20 +212,20 @@ def test_all_problems_of_a_manifest_come_in_one_report(tmp_path: Path) -> None:
 
 def test_groups_never_straddle_train_and_test(manifest: Path) -> None:
     manifest.write_text(manifest.read_text().replace("patient5", "patient0"))
-    refuse(r"groups with images in both train and test: 1 \(patient0\)", "E-DATA-06", f"manifest:{manifest}")
+    refuse(r"groups with images in both train and test: 1 \(patient0\)", "E-DATA-07", f"manifest:{manifest}")
 
 
 @pytest.mark.parametrize(
     ("text", "code", "match"),
     [
         (None, "E-DATA-02", "expected a CSV file"),
-        ("", "E-DATA-09", "expected the columns"),
-        ("path;label;group;split\nx.png;a;;train\n", "E-DATA-09", "separated by commas"),
-        ("path,label,split\nx.png,a,train\n", "E-DATA-09", "without group"),
-        ("path,label,group,split\nx.png,a,train\n", "E-DATA-09", r"lines 2\)"),
+        ("", "E-DATA-07", "expected the columns"),
+        ("path;label;group;split\nx.png;a;;train\n", "E-DATA-07", "separated by commas"),
+        ("path,label,split\nx.png,a,train\n", "E-DATA-07", "without group"),
+        ("path,label,group,split\nx.png,a,train\n", "E-DATA-07", r"lines 2\)"),
         ("path,label,group,split\n", "E-DATA-08", "train, test"),
-        (b"path,label,group,split\n\xff\xfe,a,,train\n", "E-DATA-09", "UTF-8"),
-        ('path,label,group,split\n"x.png,a,,train\n', "E-DATA-09", "Export it again"),
+        (b"path,label,group,split\n\xff\xfe,a,,train\n", "E-DATA-07", "UTF-8"),
+        ('path,label,group,split\n"x.png,a,,train\n', "E-DATA-07", "Export it again"),
     ],
 )
 def test_malformed_manifests(tmp_path: Path, text: str | bytes | None, code: str, match: str) -> None:
@@ -238,7 +238,7 @@ def test_malformed_manifests(tmp_path: Path, text: str | bytes | None, code: str
 def test_long_lists_are_cut_and_counted(tmp_path: Path) -> None:
     rows = [(f"{k}.png", "a", "", "train") for k in range(40)]
     file = write_csv(tmp_path / "l.csv", HEADER, rows)
-    refuse(r"without a file: 40 \(0.png, 1.png, 2.png, 3.png, 4.png, \.\.\.\)", "E-DATA-03", f"manifest:{file}")
+    refuse(r"without a file: 40 \(0.png, 1.png, 2.png, 3.png, 4.png, \.\.\.\)", "E-DATA-04", f"manifest:{file}")
 
 
 def test_counts_are_in_the_order_of_the_label_space(split_folder: Path) -> None:

@@ -42,7 +42,7 @@ def test_isic_groups_are_lesions_and_torn_ones_are_noted(tmp_path: Path) -> None
     assert report.groups == 6
     assert report.notes == ("1 lesions have images in train and in test, as FLamby's split has it",)
     write_csv(folder / "groups.csv", ("image", "lesion_id"), groups[:-2])
-    refuse("without a group", "E-DATA-06", "isic2019/center3", data_root=tmp_path)
+    refuse("without a group", "E-DATA-07", "isic2019/center3", data_root=tmp_path)
 
 
 def test_isic_needs_the_images_of_its_own_centre_alone(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_isic_needs_the_images_of_its_own_centre_alone(tmp_path: Path) -> None:
     (images / "ISIC_100.jpg").unlink()
     assert check("isic2019/center3", data_root=tmp_path).problems == ()
     (images / "ISIC_004.jpg").unlink()
-    refuse(r"1 \(ISIC_004\)", "E-DATA-03", "isic2019/center3", data_root=tmp_path)
+    refuse(r"1 \(ISIC_004\)", "E-DATA-04", "isic2019/center3", data_root=tmp_path)
 
 
 def test_isic_split_file_that_disagrees(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_isic_faults_of_the_layout(tmp_path: Path) -> None:
     refuse("found the centres 1, 3", "E-DATA-08", "isic2019/center0", data_root=tmp_path)
     refuse(r"1 \(test\)", "E-DATA-08", "isic2019/center1", data_root=tmp_path)
     write_csv(folder / "train_test_split", ("image", "label"), [])
-    refuse("without target, center, fold", "E-DATA-09", "isic2019/center3", data_root=tmp_path)
+    refuse("without target, center, fold", "E-DATA-07", "isic2019/center3", data_root=tmp_path)
 
 
 def test_isic_corrupt_image(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_tinyimagenet_that_contradicts_itself(tmp_path: Path) -> None:
     report = check("tinyimagenet/iid-1/0", data_root=tmp_path)
     assert {(p.code, p.first) for p in report.problems} == {
         ("E-DATA-07", ("val_9.JPEG: 'n99999999'",)),
-        ("E-DATA-03", ("val_3.JPEG",)),
+        ("E-DATA-04", ("val_3.JPEG",)),
     }
 
 

@@ -78,7 +78,7 @@ def test_only_prototypes_travel_and_no_accuracy_is_made_up() -> None:
     assert history.accuracies == [-1.0] * 4
     with pytest.raises(ConfigError) as caught:
         FedProto().exported(final)
-    assert caught.value.code == "E-RUN-17"
+    assert caught.value.code == "E-CFG-08"
 
 
 def networks(name: str, options: dict[str, float], rounds: int) -> list[dict[str, Tensor]]:

@@ -76,4 +76,4 @@ def test_there_is_no_model_to_evaluate_or_export() -> None:
     for ask in (lambda m: m.exported({"w": {}}), lambda m: m.global_model(Scalar(), {"w": {}})):
         with pytest.raises(ConfigError) as caught:
             ask(LocalOnly())
-        assert caught.value.code == "E-RUN-17"
+        assert caught.value.code == "E-CFG-08"

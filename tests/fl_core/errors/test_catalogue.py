@@ -1,0 +1,24 @@
+"""A code is explained offline, one of an earlier version by the code that stands for it now."""
+
+from __future__ import annotations
+
+import pytest
+
+from fl_core.errors import ConfigError
+from fl_core.errors.catalogue import EARLIER, EXPLANATIONS, current, explain_text
+
+
+def test_a_code_of_an_earlier_version_is_explained_by_the_one_that_stands_for_it() -> None:
+    assert current("E-RUN-40") == "E-BUDGET-01"
+    assert explain_text("e-run-40").startswith("E-BUDGET-01 (E-RUN-40 of earlier versions)  The privacy budget")
+    assert explain_text("E-BUDGET-01").startswith("E-BUDGET-01  The privacy budget")
+
+
+def test_no_earlier_code_is_used_again() -> None:
+    assert not set(EARLIER) & set(EXPLANATIONS)
+    assert sum(len(known.earlier) for known in EXPLANATIONS.values()) == len(EARLIER)
+
+
+def test_an_unknown_code_is_answered_with_those_near_it() -> None:
+    with pytest.raises(ConfigError, match=r"E-CFG-01: there is no error code 'E-TLS-99'; near: E-TLS"):
+        explain_text("E-TLS-99")
