@@ -10,11 +10,8 @@ from torch import Tensor
 from fl_core.aggregation.fixed_point import Grid, check_finite, check_layout
 from fl_core.types.values import Bundle, Layout, Part, PartSpec
 
-BLOCK = 1 << 14
-"""Numbers that are encoded at a time, so that what is computed on the way takes a few MiB for a tensor of any size.
-
-So few that torch treats them on one thread: a team of threads for every step waits for each other where cores are busy.
-"""
+BLOCK = 1 << 15
+"""Numbers that are encoded at a time, so that what is computed on the way stays in the processor's cache."""
 
 
 class Aggregator:
