@@ -1,5 +1,6 @@
-"""What a privacy profile means, and what a hospital has spent; `profiles` is the way in.
+"""What a privacy profile means, and what a hospital has spent; `compiled_run` is the way in.
 
+profiles/    each profile as one object that answers for a run
 dp_sgd/      record-level privacy: clipped gradients, noisy class sums, the private access to examples
 silo_dp/     silo-level privacy: one clipped and noised update per hospital
 noise/       where randomness comes from; discrete Gaussian noise; rounding to integers

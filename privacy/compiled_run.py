@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
 
 from fl_core.rounds.manifest import RunManifest
-from fl_core.rounds.run_setup import RunSetup
+from fl_core.rounds.run_setup import Guards, RunSetup
 from privacy import profiles
+from privacy.profiles.base import PrivacyProfile
 
 
-@dataclass(frozen=True, eq=False)
 class CompiledRun(RunSetup):
     """A run whose manifest was checked, with all that it names built. Both sides make their own.
 
-    private: silos reach examples through the doors of the run's profile alone.
+    Its guards are those of its profile, and silos open examples by `profile.data_factory` alone.
     """
 
-    private: bool = False
-
     @classmethod
-    def of(cls, manifest: RunManifest) -> CompiledRun:
-        """Check a manifest and build what it names; raises as `RunSetup.of` and `privacy.profiles.build`."""
-        plan = profiles.build(manifest)
-        return cls(manifest, RunSetup.of(manifest).method, plan.incoming, plan.silo, plan.private)
+    def of(cls, manifest: RunManifest) -> Self:
+        """Check a manifest and build what it names, so that neither side trusts the other's numbers.
+
+        Raises RefusedError (E-PRIV-01) for a profile that this version does not know: it must not be ignored;
+        ConfigError and RefusedError as `RunSetup.of` and as the profile's `check`.
+        """
+        run = cls(manifest)
+        run.profile.check()
+        _ = run.method, run.guards
+        return run
+
+    @cached_property
+    def profile(self) -> PrivacyProfile:
+        return profiles.profile_of(self)
+
+    @cached_property
+    def guards(self) -> Guards:
+        return self.profile.guards()
+
+    @property
+    def private(self) -> bool:
+        """Whether the run asks for noise."""
+        return self.profile.terms is not None

@@ -13,21 +13,20 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fl_core import validate
 from fl_core.converter import structure
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.suggest import nearest
-from privacy import policy_file, profiles
-from privacy.accounting.record_config import COUPLED, MOST_DELTA, RNG, WITHDRAWN, Terms
+from privacy import policy_file
+from privacy.accounting.accountant import Filter
+from privacy.accounting.record_config import COUPLED, MOST_DELTA, RNG, WITHDRAWN
+from privacy.accounting.release_plan import ReleasePlan
+from privacy.compiled_run import CompiledRun
 from privacy.policy_file import closed
-from privacy.silo_dp.config import SiloTerms
-
-if TYPE_CHECKING:  # the accountants take seconds to import: only for whoever has a private run
-    from privacy.accounting.accountant import Filter
-    from privacy.accounting.release_plan import Course
+from privacy.profiles import PROFILES
+from privacy.profiles.base import Config
 
 AUTOMATIC, BY_HAND = "automatic", "by hand"
 SHARE_OF_UNITS = 0.1
@@ -82,7 +81,7 @@ class Floors:
         validate.one_of(
             "E-POLICY-01",
             "privacy",
-            require=(self.require, ("", "dp_record", profiles.SILO_LEVEL)),
+            require=(self.require, ("", *(name for name in PROFILES if name != "none"))),
             unit=(self.unit, ("record", "group")),
             rng=(self.rng, RNG),
         )
@@ -163,8 +162,6 @@ class Policy:
 
     def caps(self) -> dict[str, Filter]:
         """Return its budgets as the ledger keeps them."""
-        from privacy.accounting.accountant import Filter
-
         return {name: Filter.of(*budget) for name, budget in self.budgets.items()}
 
     def require_collections(self, known: Iterable[str]) -> None:
@@ -180,14 +177,18 @@ class Policy:
 
     # ---- what it says about a run -------------------------------------------------------------------------------
 
-    def check(self, manifest: RunManifest) -> None:
-        """Raise RefusedError (E-POLICY-02 to E-POLICY-09) on a run that it does not allow; no data is near."""
-        runs, floors = self.runs, self.privacy
+    def check_request(self, manifest: RunManifest) -> None:
+        """Raise RefusedError (E-POLICY-02, E-POLICY-03) on a method or a lead that it does not allow."""
+        runs = self.runs
         if runs.methods and manifest.method.name not in runs.methods:
             raise RefusedError("E-POLICY-02", f"expected a method of {runs.methods}, found {manifest.method.name!r}")
         if runs.leads and manifest.lead not in runs.leads:
             raise RefusedError("E-POLICY-03", f"expected a lead of {runs.leads}, found {manifest.lead or 'no name'!r}")
-        private, terms = profiles.build(manifest).private, profiles.terms_of(manifest.privacy)
+
+    def check(self, run: CompiledRun) -> None:
+        """Raise RefusedError (E-POLICY-02 to -06, -09) on a run that it does not allow; no data is near."""
+        manifest, terms, runs, floors = run.manifest, run.profile.terms, self.runs, self.privacy
+        self.check_request(manifest)
         if runs.hide_size and (terms is None or terms.weights != "uniform"):
             raise RefusedError(
                 "E-POLICY-06",
@@ -200,15 +201,16 @@ class Policy:
                 f"expected the hidden classes in the label space {manifest.schema.classes}, found none called "
                 f"{strangers}: a misspelt name would hide nothing",
             )
-        found = manifest.privacy.name if private else "none"
+        found = manifest.privacy.name if run.private else "none"
         if floors.require not in ("", found):
             raise RefusedError(
                 "E-POLICY-05", f"expected the profile {floors.require!r} with a finite epsilon, found {found!r}"
             )
         if terms is not None:
             self._check_terms(terms)
+            run.profile.check_terms(floors)
 
-    def _check_terms(self, terms: Terms | SiloTerms) -> None:
+    def _check_terms(self, terms: Config) -> None:
         floors = self.privacy
         if not (terms.epsilon <= floors.epsilon and terms.delta <= floors.delta):
             raise RefusedError(
@@ -220,31 +222,24 @@ class Policy:
             raise RefusedError("E-POLICY-05", "expected noise that nobody can repeat, found privacy.rng=test")
         if terms.test_data == "public" and not floors.public_test:
             raise RefusedError("E-POLICY-05", "expected noise on evaluations, found privacy.test_data=public")
-        if isinstance(terms, SiloTerms):
-            if terms.placement == "central" and not floors.central:
-                raise RefusedError(
-                    "E-POLICY-05", "expected noise before anything leaves, found privacy.placement=central"
-                )
-        elif terms.coupled not in floors.coupled:
-            raise RefusedError("E-POLICY-05", f"expected a treatment of {floors.coupled}, found {terms.coupled!r}")
 
     def check_update(self, noise: float) -> None:
         """Raise RefusedError (E-POLICY-05) when the noise on a hospital's update is not allowed."""
         if not noise >= self.privacy.min_noise:
             raise RefusedError("E-POLICY-05", f"expected noise >= {self.privacy.min_noise:g}, found {noise:.4g}")
 
-    def check_course(self, course: Course, unit: str, declared: float = 0.0) -> None:
+    def check_plan(self, plan: ReleasePlan, unit: str, declared: float = 0.0) -> None:
         """Raise RefusedError (E-POLICY-05) when the noise, rate, delta or unit of a planned part is not allowed.
 
         declared: the size that the hospital declared, since the run's manifest may name a smaller one.
         """
-        floors, most = self.privacy, SHARE_OF_UNITS / max(course.units, declared)
-        if course.passes and not course.noise >= floors.min_noise:
-            raise RefusedError("E-POLICY-05", f"expected noise >= {floors.min_noise:g}, found {course.noise:.4g}")
-        if not course.rate <= floors.max_rate:
-            raise RefusedError("E-POLICY-05", f"expected a rate <= {floors.max_rate:g}, found {course.rate:.4g}")
-        if not course.terms.delta <= most:
-            raise RefusedError("E-POLICY-05", f"expected delta <= {most:.2g}, found {course.terms.delta:g}")
+        floors, most = self.privacy, SHARE_OF_UNITS / max(plan.units, declared)
+        if plan.passes and not plan.noise >= floors.min_noise:
+            raise RefusedError("E-POLICY-05", f"expected noise >= {floors.min_noise:g}, found {plan.noise:.4g}")
+        if not plan.rate <= floors.max_rate:
+            raise RefusedError("E-POLICY-05", f"expected a rate <= {floors.max_rate:g}, found {plan.rate:.4g}")
+        if not plan.terms.delta <= most:
+            raise RefusedError("E-POLICY-05", f"expected delta <= {most:.2g}, found {plan.terms.delta:g}")
         if floors.unit == "group" and unit != "group":
             raise RefusedError("E-POLICY-05", "expected data that names groups, found single records")
 

@@ -13,7 +13,7 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.types.values import Losses, RoundContext, TrainConfig
 from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Course, Spend
+from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
 from privacy.dp_sgd.private_data import PrivateData
 from privacy.noise.sources import SeededNoise
 
@@ -42,13 +42,13 @@ def model_of(seed: int = 0) -> nn.Module:
 
 def course_of(
     terms: Terms, train: TrainConfig = PLAIN, units: int = 24, method: str = "fedavg", **options: object
-) -> Course:
-    return Course.of(terms, train, 5, units, build_method(method, options), model_of(), SCHEMA)
+) -> ReleasePlan:
+    return ReleasePlan.of(terms, train, 5, units, build_method(method, options), model_of(), SCHEMA)
 
 
-def doors(course: Course, data: Given, noise: object = None, round: int = 0, **more: object) -> PrivateData:
+def doors(course: ReleasePlan, data: Given, noise: object = None, round: int = 0, **more: object) -> PrivateData:
     context = replace(TURN, round=round)
-    spend = Spend([r for _ in range(3) for r in course.releases(round, True)])
+    spend = ReleaseAllowance([r for _ in range(3) for r in course.releases(round, True)])
     source = Silent(1, "sampling") if noise is None else noise
     return PrivateData(data, data, course.rates.train, context, course, spend, source, **more)  # type: ignore[arg-type]
 

@@ -16,9 +16,9 @@ from fl_core.models.split_model import SplitModel, assemble
 from fl_core.rounds.manifest import Choice
 from fl_core.training.local_data import PlainData
 from fl_core.types.values import AS_SCHEDULED, Coupling, LossFn, Part, RoundContext, SgdOptions, TrainConfig
-from privacy import profiles as plan
+from privacy import profiles
 from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Course, Rates, Spend
+from privacy.accounting.release_plan import Rates, ReleaseAllowance, ReleasePlan
 from privacy.dp_sgd.private_data import PrivateData
 from privacy.noise.sources import SeededNoise
 
@@ -104,7 +104,7 @@ def extremes() -> list[tuple[str, Tensor, int]]:
 def captured(name: str, options: Mapping[str, object], dropout: bool, formed: bool = True) -> list[Call]:
     """Let a method train two rounds and return the calls of the second; formed: as a private run forms it."""
     privacy = Choice("dp_record" if formed else "none", {})
-    chosen, _ = plan.formed(Choice(name, dict(options)), privacy)  # type: ignore[arg-type]
+    chosen, _ = profiles.private_form(Choice(name, dict(options)), privacy)  # type: ignore[arg-type]
     method, model = build_method(name, chosen.options), network(dropout)
     x, y = records()
     data, fed = Given(x, y), RoundContext(1, CLASSES, 4, 0, 1)
@@ -143,7 +143,7 @@ class Force:
                       max_per_unit=2 if self.condition == "groups" else 0)  # fmt: skip
         config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=N, epochs=1,
                              augment=self.condition == "augmented")  # fmt: skip
-        self.course = Course(terms, Rates(config, N), 1, self.coupling, (1,), 0, False)
+        self.course = ReleasePlan(terms, Rates(config, N), 1, self.coupling, (1,), 0, False)
         self.course.__dict__["noise"] = 1.0  # where solving for an epsilon would put it
         self._without: Tensor | None = None
 
@@ -164,7 +164,7 @@ class Force:
             read.append(torch.cat([g.double().flatten() for g in found]))
 
         context = RoundContext(1, CLASSES, 4, 1, 1).for_silo(0, 0)
-        spend, source = Spend(self.course.training(1)), self.noise(11, "force")
+        spend, source = ReleaseAllowance(self.course.training(1)), self.noise(11, "force")
         doors = PrivateData(data, data, self.course.rates.train, context, self.course, spend, source, progress=watch)
         doors.sgd(
             model,

@@ -9,7 +9,7 @@ from helpers_silo import MEMBERS, manifest
 
 from fl_core import datasets
 from fl_core.rounds.manifest import Choice, RunManifest, members
-from privacy import profiles as plan
+from privacy import profiles
 from privacy.accounting.record_config import nominal
 from privacy.dp_sgd.class_sums import Units
 from privacy.ledger.ledger import Ledger
@@ -37,7 +37,7 @@ def hospital_level(method: str = "fedavg", options: dict | None = None, **terms)
     units = nominal(len(Units.of(datasets.load(DATA).train)))
     choice = Choice("dp_silo_small", {"rng": "test", "epsilon": 8.0, "allow_large": True, **terms})
     made = manifest(method=Choice(method, options or {}), members=members(MEMBERS, 3, 1.0, [units] * 3), privacy=choice)
-    return replace(made, layout={**made.layout, **plan.parts(choice)})
+    return replace(made, layout={**made.layout, **profiles.extra_parts(choice)})
 
 
 def budgeted(folder: Path, epsilon: float = 8.0, test_epsilon: float = 8.0, policy: str = SEEDED_POLICY) -> Ledger:

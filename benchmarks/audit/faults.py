@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fl_core import rng
 from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Course
+from privacy.accounting.release_plan import ReleasePlan
 from privacy.dp_sgd import class_sums as release
 from privacy.dp_sgd import layer_gradients as samplers
 from privacy.dp_sgd import per_sample_gradients as gradients
@@ -43,8 +43,8 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 def halved_noise() -> AbstractContextManager[None]:
     """Half of the noise that the ledger is charged for."""
-    honest = Course.std.fget
-    return replaced(Course, "std", property(lambda course: honest(course) / 2))
+    honest = ReleasePlan.std.fget
+    return replaced(ReleasePlan, "std", property(lambda course: honest(course) / 2))
 
 
 def small_sensitivity() -> AbstractContextManager[None]:
@@ -130,7 +130,7 @@ def rounding_removed() -> AbstractContextManager[None]:
     def released(doors: PrivateData, total: Gradients, params: Sequence[nn.Parameter], divisor: float) -> None:
         generator = torch.Generator().manual_seed(doors._noise.seed("floats"))
         for p, s in zip(params, total, strict=True):
-            drawn = torch.randn(p.shape, generator=generator, dtype=torch.float64) * doors._course.std
+            drawn = torch.randn(p.shape, generator=generator, dtype=torch.float64) * doors._plan.std
             p.grad = s.to(p).add_(drawn.to(p)).div_(divisor)
 
     return replaced(PrivateData, "_release", released)

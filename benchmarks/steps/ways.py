@@ -25,7 +25,7 @@ from fl_core.training import devices
 from fl_core.training.local_data import PlainData
 from fl_core.types.values import Examples, RoundContext, Schema, SgdOptions, State, TrainConfig
 from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Course, Spend
+from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
 from privacy.dp_sgd import per_sample_gradients as gradients
 from privacy.dp_sgd import private_data as example
 from privacy.dp_sgd.layer_gradients import conv_grad_sample
@@ -83,10 +83,10 @@ def message(method: FedAvg, model: nn.Module) -> State:
     return sent
 
 
-def course_of(setting: Setting) -> Course:
+def course_of(setting: Setting) -> ReleasePlan:
     """Plan a run of FedAvg over as many units as a batch has, clipped at 1, each physical batch a whole one."""
     terms = Terms(physical_batch=setting.batch)
-    return Course.of(terms, setting.train, TURN.rounds, setting.batch, FedAvg(), setting.build(), setting.schema)
+    return ReleasePlan.of(terms, setting.train, TURN.rounds, setting.batch, FedAvg(), setting.build(), setting.schema)
 
 
 class PlainSteps:
@@ -106,7 +106,7 @@ class PrivateSteps:
     """Steps through `PrivateData`; mode: of `gradients.MODES`, the model's own without one."""
 
     def __init__(
-        self, setting: Setting, examples: Examples, course: Course, mode: str | None = None, secure: bool = False
+        self, setting: Setting, examples: Examples, course: ReleasePlan, mode: str | None = None, secure: bool = False
     ) -> None:
         self.model = setting.build()
         self._setting, self._examples, self._course, self._mode, self._secure = setting, examples, course, mode, secure
@@ -120,7 +120,7 @@ class PrivateSteps:
             self._setting.train,
             TURN,
             self._course,
-            Spend(self._course.training(steps)),
+            ReleaseAllowance(self._course.training(steps)),
             noise,
             self._setting.device,
         )
@@ -135,7 +135,7 @@ class PrivateSteps:
 class OpacusSteps:
     """Steps with Opacus' own module, optimizer and samplers, on batches that are drawn and read as ours are."""
 
-    def __init__(self, setting: Setting, examples: Examples, course: Course) -> None:
+    def __init__(self, setting: Setting, examples: Examples, course: ReleasePlan) -> None:
         self._examples, self._course, self._setting = examples, course, setting
         self.model = setting.build()
         self._wrapped = GradSampleModule(self.model, loss_reduction="mean")

@@ -10,6 +10,7 @@ from coordinator.storage.records import EventRow, RoundRow, Run, Silo
 from coordinator.storage.store import Store
 from fl_core.errors import FederationError
 from fl_core.rounds.manifest import RunManifest
+from privacy import profiles
 from privacy.reports import uncertainty
 from privacy.reports.uncertainty import SILENT, UNKNOWN, RunNoise
 from protos.consilium.v1 import federation_pb2 as pb
@@ -20,7 +21,7 @@ from protos.wire.tasks import TO_WIRE
 def what_is_noisy(manifest: str) -> RunNoise:
     """Read off a run's manifest, as it is stored, which of its results are noisy; of one that nobody can read, all."""
     try:
-        return uncertainty.run_noise(RunManifest.from_json(manifest))
+        return profiles.result_noise(RunManifest.from_json(manifest))
     except (FederationError, ValueError):  # of another version: its runs are listed all the same
         return UNKNOWN
 

@@ -16,6 +16,7 @@ from fl_core.errors import StateError
 from fl_core.methods import build_method
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps as trees
+from privacy import profiles
 from privacy.reports import uncertainty
 from privacy.reports.uncertainty import NOTHING, Estimate, EvaluationNoise
 from protos.consilium.v1 import federation_pb2 as pb
@@ -53,7 +54,7 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
     trained = [r for r in rounds if r.kind == pb.TRAIN]
     took_part = Counter(name for r in trained for name in r.included)
     last = rounds[-1] if rounds else pb.RoundInfo()
-    noisy = uncertainty.run_noise(manifest)
+    noisy = profiles.result_noise(manifest)
     noise = noisy.of(last.included)
     best = (
         measured.best_of_run(info)

@@ -37,13 +37,14 @@ def preview(
 
     Sizes are those given, those that the silos online declare (--online), or those of the simulated federation.
     """
+    from privacy.compiled_run import CompiledRun
     from privacy.reports.projection import preview
 
     spec = compose_spec(overrides or [])
     if sizes is not None and online:
         raise ConfigError("E-CFG-01", "expected --sizes or --online, found both: leave one out")
     manifest = _online(spec, home) if online else _given(spec, sizes) if sizes else _simulated(spec, data_root)
-    found, form = preview(manifest), display.private_form(manifest.to_json())
+    found, form = preview(CompiledRun.of(manifest)), display.private_form(manifest.to_json())
     if as_json:
         print_json({**found, "private_form": dict(manifest.private_form)})
         return

@@ -27,6 +27,7 @@ from fl_core.rounds.engine import Observer, RoundRecord
 from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.ray import Cluster
 from fl_core.types.values import State, TaskKind
+from privacy import profiles
 from privacy.reports import uncertainty
 from protos.console import make_table, print_json
 
@@ -35,7 +36,7 @@ class _Lines(Observer):
     """One line per round on stderr, so that stdout holds the result alone."""
 
     def __init__(self, manifest: RunManifest) -> None:
-        self._noise = uncertainty.run_noise(manifest)
+        self._noise = profiles.result_noise(manifest)
 
     def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
         """Print the accuracy of the model that the round began with."""

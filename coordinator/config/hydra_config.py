@@ -21,9 +21,7 @@ from fl_core.methods import METHODS
 from fl_core.models import MODELS
 from fl_core.suggest import nearest
 from fl_core.types.records import TrainConfig
-from privacy.accounting.record_config import Terms
-from privacy.profiles import PROFILES, SILO_LEVEL
-from privacy.silo_dp.config import SiloTerms
+from privacy.profiles import PROFILES
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -57,9 +55,8 @@ def _store_dataclasses() -> None:
         store(name, {"method": {"name": name, **_defaults(method)}, **schedule}, group="method", package="_global_")
     for name, model in MODELS.items():
         store(name, {"name": name, **_defaults(model)}, group="model")
-    for name in PROFILES:
-        options = {"dp_record": Terms, SILO_LEVEL: SiloTerms}
-        store(name, {"name": name, **(_defaults(options[name]) if name in options else {})}, group="privacy")
+    for name, profile in PROFILES.items():
+        store(name, {"name": name, **(_defaults(profile.config) if profile.config else {})}, group="privacy")
     for name in PARTITIONS:
         store(name, {"name": name, "partition_seed": 0}, group="federation")
 

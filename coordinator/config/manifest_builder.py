@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-import privacy.profiles
 from coordinator.config.run_spec import RunSpec
 from fl_core import datasets
 from fl_core.aggregation.fixed_point import Grid
@@ -18,6 +17,8 @@ from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Choice, Member, RunManifest, members
 from fl_core.training import optimizers
 from fl_core.types.values import Schema
+from privacy import profiles
+from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.version import software
 
@@ -47,12 +48,12 @@ def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | 
     """
     schema = schema_of(spec)
     optimizers.check(spec.train)
-    method, was = privacy.profiles.formed(_method_choice(spec, names), _choice(spec.privacy))
+    privacy, method = _choice(spec.privacy), _method_choice(spec, names)
+    method, was = profiles.private_form(method, privacy)
+    built = build_method(method.name, method.options)
     model = _choice(spec.model)
-    built = build_model(model.name, model.options, schema, spec.seed)
-    layout = derive_layout(build_method(method.name, method.options), built, schema, spec.personal)
-    choice = _choice(spec.privacy)
-    layout = {**layout, **privacy.profiles.parts(choice)}
+    network = build_model(model.name, model.options, schema, spec.seed)
+    layout = {**derive_layout(built, network, schema, spec.personal), **profiles.extra_parts(privacy)}
     if max(spec.cohort, spec.quorum) > len(names):
         raise ConfigError(
             "E-CFG-02",
@@ -70,7 +71,7 @@ def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | 
         members=_members(spec, names, sizes),
         layout=layout,
         grid=Grid("ring64", len(names)),
-        privacy=choice,
+        privacy=privacy,
         cohort=spec.cohort,
         quorum=spec.quorum,
         deadline_s=spec.deadline_s,
@@ -80,7 +81,7 @@ def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | 
         software=software(),
         private_form=was,
     )
-    privacy.profiles.build(manifest)
+    CompiledRun.of(manifest)
     return RunManifest.from_json(manifest.to_json())
 
 
@@ -102,7 +103,7 @@ def _members(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None 
 
     Sizes are taken as they were declared: who typed one meant that one. What is no number is none (0).
     """
-    private = sizes is not None and privacy.profiles.is_private(_choice(spec.privacy))
+    private = sizes is not None and profiles.is_private(_choice(spec.privacy))
     declared = [int(n) if 0 < n < _LARGEST else 0 for n in sizes] if private and sizes else None
     return members(names, spec.seed, spec.prototype_share, declared)
 

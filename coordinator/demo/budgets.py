@@ -12,9 +12,9 @@ from pathlib import Path
 from fl_core import datasets
 from fl_core.rounds.manifest import RunManifest
 from privacy.accounting.release_plan import TRAIN
+from privacy.compiled_run import CompiledRun
 from privacy.ledger import registration as records
 from privacy.ledger.ledger import Ledger
-from privacy.reports.projection import project
 
 COLLECTION = "digits"
 EPSILON, DELTA = 8.0, 1e-5
@@ -57,7 +57,7 @@ def open_budget(home: Path, data: str) -> None:
 def spending(folder: Path, manifest: RunManifest) -> dict[str, Spending]:
     """Read each hospital's ledger, and put beside it what the run was projected to cost there."""
     found = {}
-    for member, planned in zip(manifest.members, project(manifest), strict=True):
+    for member, planned in zip(manifest.members, CompiledRun.of(manifest).profile.project(), strict=True):
         status = Ledger(folder / member.name / LEDGER_FILE).status(records.collection(COLLECTION, TRAIN), prv=False)
         delta = DELTA if status.delta is None else status.delta
         found[member.name] = Spending(

@@ -45,7 +45,7 @@ class How:
             raise ConfigError("E-CFG-08", f"expected --engine of {ENGINES}, found {self.engine!r}")
         states = FileStateStore(self.spill) if self.spill else InMemory()
         if self.engine == "ray":
-            if doors or run.silo_guards:
+            if doors or run.guards.silo:
                 raise ConfigError("E-CFG-08", "expected engine=local for a private run, found engine=ray: change one")
             if self.device != "cpu" or self.exact:
                 raise ConfigError(

@@ -35,7 +35,8 @@ from privacy.ablation import checks, plots, table
 from privacy.ablation.checks import Check
 from privacy.ablation.grid import Control, Grid, Run, Words, canonical, controls
 from privacy.accounting.record_config import Terms
-from privacy.reports.projection import Projection, project
+from privacy.compiled_run import CompiledRun
+from privacy.profiles.base import Projection
 from protos.version import software
 
 Row = Mapping[str, object]
@@ -196,7 +197,7 @@ def _row(words: Words) -> Row:
     summary, manifest = result.summary(), result.manifest
     terms = Terms.of(manifest.privacy.options)
     private = dict(result.privacy or {})
-    silos = project(manifest)
+    silos = CompiledRun.of(manifest).profile.project()
 
     def over(choose: Callable[[list[float]], float], of: Callable[[Projection], float]) -> float | str:
         return choose([of(s) for s in silos]) if silos else ""

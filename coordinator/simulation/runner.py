@@ -22,11 +22,9 @@ from fl_core.types.records import fairness
 from fl_core.types.values import RoundContext, State, TaskKind
 from privacy.accounting.record_config import nominal
 from privacy.compiled_run import CompiledRun
-from privacy.data_access import doors_of
 from privacy.dp_sgd.class_sums import Units
-from privacy.dp_sgd.data_opener import SimulatedBook
+from privacy.release_log import InMemoryReleaseLog
 from privacy.reports import uncertainty
-from privacy.reports.spending import report
 from privacy.reports.uncertainty import Estimate, RunNoise, Sums
 
 
@@ -34,20 +32,17 @@ from privacy.reports.uncertainty import Estimate, RunNoise, Sums
 class Result:
     """What a simulation found: the records of its rounds and the digest of its final model.
 
-    measured: the records with the counts of all silos' test sets, where a round's record covers its cohort alone
+    noise: what is noisy of the results   measured: the records with the counts of all silos' test sets, where a round's
+    record covers its cohort alone
     """
 
     manifest: RunManifest
+    noise: RunNoise
     records: Sequence[RoundRecord]
     model_digest: str
     tuned: FineTuned | None = None
     privacy: Mapping[str, object] | None = None
     measured: Sequence[RoundRecord] = ()
-
-    @property
-    def noise(self) -> RunNoise:
-        """Return what is noisy of the results."""
-        return uncertainty.run_noise(self.manifest)
 
     @property
     def accuracies(self) -> list[float]:
@@ -196,16 +191,24 @@ def run(
     """
     manifest, sets = frozen(spec, data_root)
     compiled = CompiledRun.of(manifest)
-    books = [SimulatedBook() for _ in manifest.members] if compiled.private else []
-    doors = [doors_of(manifest, k, book) for k, book in enumerate(books)]
+    logs = [InMemoryReleaseLog() for _ in manifest.members] if compiled.private else []
+    doors = [compiled.profile.data_factory(k, log) for k, log in enumerate(logs)]
     shares, how = [SiloShare(s.train, s.test, s.public) for s in sets], how or How()
     apart = 0 < manifest.cohort < len(shares) and not compiled.private
     told = tell(manifest) if callable(tell) else tell
     history = _Reporting(told, AllSilos(compiled, shares, choose_device(how.device)) if apart else None)
     final = how.simulate(compiled, shares, history, doors or None)
     tuned = fine_tuned(compiled, shares, history.best, history.best_round, fine_tune) if fine_tune else None
-    spent = report(manifest, [book.releases for book in books])
-    return Result(manifest, history.records, trees.digest(final["w"]), tuned, spent, history.measured if apart else ())
+    spent = compiled.profile.report([log.releases for log in logs])
+    return Result(
+        manifest,
+        compiled.profile.result_noise(),
+        history.records,
+        trees.digest(final["w"]),
+        tuned,
+        spent,
+        history.measured if apart else (),
+    )
 
 
 def frozen(spec: RunSpec, data_root: Path | None = None) -> tuple[RunManifest, list[datasets.SiloDataset]]:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple, Self
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.methods import build_method
 from fl_core.models import build_model
+from fl_core.rounds import sampling
 from fl_core.rounds.engine import Engine, Schedule
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import Bench
@@ -21,23 +23,36 @@ from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.values import RoundContext, State
 
 
+class Guards(NamedTuple):
+    """The guards of a run. silo: applied to each silo's bundle   incoming: undone on the sum, reversed."""
+
+    silo: Sequence[Guard]
+    incoming: Sequence[Guard]
+
+
 @dataclass(frozen=True, eq=False)
 class RunSetup:
-    """A manifest and what it names, built. It knows no privacy: services use `privacy.compiled_run.CompiledRun`.
+    """A manifest and what it names, built when it is first asked for and then kept.
 
-    incoming: guards undone on the sum, in the order of their application   silo_guards: of every silo's bundle.
+    It knows no privacy profile: services use `privacy.compiled_run.CompiledRun`.
     """
 
     manifest: RunManifest
-    method: Method
-    incoming: Sequence[Guard]
-    silo_guards: Sequence[Guard] = ()
 
     @classmethod
-    def of(cls, manifest: RunManifest) -> RunSetup:
-        """Build what a manifest names; raises ConfigError (E-CFG-01, E-CFG-02) on a method or options unknown."""
-        method = build_method(manifest.method.name, manifest.method.options)
-        return RunSetup(manifest, method, (FixedPoint(manifest.grid),))
+    def of(cls, manifest: RunManifest) -> Self:
+        """Take a manifest whose method is known; raises ConfigError (E-CFG-01, E-CFG-02)."""
+        run = cls(manifest)
+        _ = run.method
+        return run
+
+    @cached_property
+    def method(self) -> Method:
+        return build_method(self.manifest.method.name, self.manifest.method.options)
+
+    @cached_property
+    def guards(self) -> Guards:
+        return Guards((), (FixedPoint(self.manifest.grid),))
 
     @cached_property
     def model(self) -> nn.Module:
@@ -49,17 +64,27 @@ class RunSetup:
         """Copy the model with its initial weights; training and dry runs change what they are given."""
         return copy.deepcopy(self.model)
 
+    @cached_property
+    def training_rounds(self) -> list[list[int]]:
+        """The rounds in which each silo trains: cohorts follow from the seed."""
+        manifest = self.manifest
+        found = [list[int]() for _ in manifest.members]
+        for t in range(manifest.rounds):
+            for k in sampling.sample(manifest.seed, t, len(found), manifest.cohort):
+                found[k].append(t)
+        return found
+
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
         """The kinds of numbers in silos' bundles: floats; integers too where silos use the fixed-point grid."""
         plain = frozenset({torch.float32})
-        on_grid = self.manifest.grid.ring == "ring32" or self.silo_guards
+        on_grid = self.manifest.grid.ring == "ring32" or self.guards.silo
         return plain | {torch.int32, torch.int64} if on_grid else plain
 
     def silo_runtime(self) -> Bench:
         """Make what one silo works with."""
         initial = {name: v.detach() for name, v in trees.named(self.model).items() if v.is_floating_point()}
-        return Bench(self.method, self.new_model(), self.manifest.layout, self.silo_guards, initial)
+        return Bench(self.method, self.new_model(), self.manifest.layout, self.guards.silo, initial)
 
     def round_loop(self, ports: Sequence[SiloPort], parallel: int) -> Engine:
         """Make the round loop over given ports."""
@@ -67,7 +92,7 @@ class RunSetup:
         schedule = Schedule(
             manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum
         )
-        return Engine(self.method, schedule, manifest.layout, manifest.grid, self.incoming, ports, parallel)
+        return Engine(self.method, schedule, manifest.layout, manifest.grid, self.guards.incoming, ports, parallel)
 
     def initial_state(self) -> State:
         """Make the server state of round 0; equal manifests give equal bytes."""

@@ -7,7 +7,7 @@ begins. `text()` is what the explanation of E-PRIV-20 prints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -114,13 +114,15 @@ def text() -> str:
     return "; ".join(f"{', '.join(names)}: {found}" for found, names in _GROUPS)
 
 
-def check(manifest: RunManifest) -> None:
+def check(manifest: RunManifest, terms: Terms | SiloTerms, derived: Callable[[], Mapping[str, float]]) -> None:
     """Raise RefusedError (E-PRIV-20) on a number of a private run that is outside its range, or no number.
+
+    derived: computes more numbers that have a range; it is called when those that it is made of are known to be good.
 
     Raises ConfigError (E-CFG-02) on an optimizer that does not exist. The manifest is one that anybody may have made:
     its fields can hold values of any type.
     """
-    for name, value, key, kind in _numbers(manifest):
+    for name, value, key, kind in _numbers(manifest, terms, derived):
         allowed = RANGES[key]
         if value not in allowed or (kind == _WHOLE and not isinstance(value, int)):
             wanted = "a whole number" if kind == _WHOLE else "a number"
@@ -135,7 +137,9 @@ _Number = tuple[str, object, str, str]
 """What a message calls it, its value, its key in the table, and `_WHOLE` for whole numbers."""
 
 
-def _numbers(manifest: RunManifest) -> Iterator[_Number]:
+def _numbers(
+    manifest: RunManifest, terms: Terms | SiloTerms, derived: Callable[[], Mapping[str, float]]
+) -> Iterator[_Number]:
     """List the numbers of a manifest, single ones before what is computed from them."""
     whole: Mapping[str, object] = {
         "rounds": manifest.rounds,
@@ -154,8 +158,8 @@ def _numbers(manifest: RunManifest) -> Iterator[_Number]:
     yield from _of_train(manifest.train)
     yield from _of_method(manifest)
     yield from _of_model(manifest.model.options)
-    terms = (SiloTerms if manifest.privacy.name == "dp_silo_small" else Terms).of(manifest.privacy.options)
-    yield from _of_terms(terms, manifest.rounds)
+    yield from _of_terms(terms)
+    yield from ((name, value, name, "") for name, value in derived().items())
     yield from _of_steps(manifest)
 
 
@@ -186,20 +190,12 @@ def _of_model(options: Mapping[str, object]) -> Iterator[_Number]:
                 yield f"model.{option}", one, f"other {kind}", ""
 
 
-def _of_terms(terms: Terms | SiloTerms, rounds: int) -> Iterator[_Number]:
+def _of_terms(terms: Terms | SiloTerms) -> Iterator[_Number]:
     for f in fields(terms):
         if type(f.default) in (int, float):
             name, whole = f"privacy.{f.name}", type(f.default) is int
             other = "other counts of privacy" if whole else "other numbers of privacy"
             yield name, getattr(terms, f.name), name if name in RANGES else other, _WHOLE if whole else ""
-    if isinstance(terms, Terms):
-        made = {
-            "privacy.clip x privacy.coupled_clip_ratio": terms.coupled_clip,
-            "privacy.prototype_bound x privacy.count_weight": terms.prototype_bound * terms.count_weight,
-        }
-    else:
-        made = {"privacy.clip x privacy.clip_decay^rounds": terms.clip_at(rounds)}
-    yield from ((name, value, name, "") for name, value in made.items())
 
 
 def _of_steps(manifest: RunManifest) -> Iterator[_Number]:

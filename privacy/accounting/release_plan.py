@@ -1,4 +1,4 @@
-"""The course of a private run at one hospital: every release of every round, planned before any data is touched.
+"""The release plan of a private run at one hospital: every release of every round, planned before any data is touched.
 
 Rates and steps follow from the declared size of the hospital, never from a count: q = min(1, B / N), steps per call of
 `sgd` = round(epochs / q). Each hospital solves its own noise, so that all end at the same epsilon.
@@ -35,8 +35,8 @@ class Release:
     mechanism: Mechanism
 
 
-class Spend:
-    """The releases that a round may make; the doors take them one by one, before they touch an example.
+class ReleaseAllowance:
+    """The releases that a round may make; private data takes them one by one, before they touch an example.
 
     Guarantees: what was not planned is never released.
     """
@@ -74,7 +74,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Course:
+class ReleasePlan:
     """One hospital's part in a private run; passes: the steps of each call of `sgd` in a round.
 
     measured: the model received is evaluated, which the federation has one of   personal: so are personal models, on
@@ -102,7 +102,7 @@ class Course:
         model: nn.Module,
         schema: Schema,
         personal: bool = False,
-    ) -> Course:
+    ) -> ReleasePlan:
         """Plan a run from a rehearsal of its method. units: the hospital's declared number of records or groups.
 
         Raises RefusedError (E-PRIV-16) when a loss mixes examples that it declares to be apart, or in a way that is no

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fl_core import rng
 from fl_core.types.values import Coupling, Losses, RoundContext, SgdOptions, TrainConfig
 from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Course, Rates, Spend
+from privacy.accounting.release_plan import Rates, ReleaseAllowance, ReleasePlan
 from privacy.audit.epsilon_bounds import Floats, mu_bound
 from privacy.audit.target import InMemory
 from privacy.dp_sgd.private_data import PrivateData
@@ -76,7 +76,7 @@ class Step:
     groups: int = 1
     clip: float = 1.0
 
-    def course(self, steps: int = 1) -> Course:
+    def course(self, steps: int = 1) -> ReleasePlan:
         """Plan so many of these steps."""
         config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=self.units, epochs=1)
         terms = Terms(
@@ -84,7 +84,7 @@ class Step:
             microbatch=max(1, self.units // self.groups), test_data="public", physical_batch=512,
         )  # fmt: skip
         coupling = Coupling.EXAMPLE if self.kind == "example" else Coupling.BATCH
-        made = Course(terms, Rates(config, self.units), 1, coupling, (steps,), 0, False)
+        made = ReleasePlan(terms, Rates(config, self.units), 1, coupling, (steps,), 0, False)
         made.__dict__["noise"] = self.noise  # where solving for an epsilon would put it
         return made
 
@@ -106,7 +106,7 @@ class Step:
             InMemory(x, torch.zeros(len(x), dtype=torch.long), groups),
             RoundContext(1, 1, 1, 0, 1).for_silo(0, 0),
         )
-        spend = Spend(course.training(steps))
+        spend = ReleaseAllowance(course.training(steps))
         PrivateData(data, data, course.rates.train, context, course, spend, noise, progress=watch).sgd(
             model, loss, SgdOptions(steps=steps)
         )

@@ -11,7 +11,7 @@ from torch import nn
 from fl_core.training.local_data import PlainData
 from fl_core.types.values import Coupling, Examples, LossFn, RoundContext, SgdOptions, TrainConfig
 from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Course, Rates, Spend
+from privacy.accounting.release_plan import Rates, ReleaseAllowance, ReleasePlan
 from privacy.dp_sgd.private_data import PrivateData
 from privacy.noise.sources import Noise, SecureNoise
 
@@ -45,7 +45,7 @@ class Training:
             )
             return
         course = self.course(len(data))
-        spend = Spend(course.training(self.steps))
+        spend = ReleaseAllowance(course.training(self.steps))
         PrivateData(
             data, data, self.config, context, course, spend, noise or SecureNoise(), progress=progress
         ).sgd(model, loss, SgdOptions(steps=self.steps))  # fmt: skip
@@ -55,10 +55,10 @@ class Training:
         """Return the schedule."""
         return TrainConfig(lr=self.lr, momentum=self.momentum, weight_decay=0.0, batch_size=self.batch, epochs=1)
 
-    def course(self, units: int) -> Course:
+    def course(self, units: int) -> ReleasePlan:
         """Plan the training: its noise is solved for epsilon."""
         terms = Terms(epsilon=self.epsilon, delta=self.delta, clip=self.clip, test_data="public", physical_batch=512)
-        return Course(terms, Rates(self.config, units), 1, Coupling.EXAMPLE, (self.steps,), 0, False)
+        return ReleasePlan(terms, Rates(self.config, units), 1, Coupling.EXAMPLE, (self.steps,), 0, False)
 
 
 def memorising(steps: int = 1500) -> Training:

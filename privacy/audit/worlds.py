@@ -17,7 +17,7 @@ from fl_core import rng
 from fl_core.types.values import ClassSums, Coupling, Examples, Losses, LossFn, RoundContext, SgdOptions, TrainConfig
 from privacy.accounting.accountant import Mechanism, epsilon_rdp
 from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Course, Rates, Spend
+from privacy.accounting.release_plan import Rates, ReleaseAllowance, ReleasePlan
 from privacy.audit.epsilon_bounds import CONFIDENCE, Floats, epsilon_bound, mu_bound
 from privacy.audit.step_checks import Silent
 from privacy.dp_sgd.private_data import PrivateData
@@ -59,9 +59,9 @@ class Attack:
         data = self.both if with_record else self.others
         config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=128, augment=self.augment)
         terms = Terms(prototype_noise=self.noise, test_data="public")
-        course = Course(terms, Rates(config, 128), 1, Coupling.EXAMPLE, (1,), 1, False)
+        course = ReleasePlan(terms, Rates(config, 128), 1, Coupling.EXAMPLE, (1,), 1, False)
         course.__dict__["noise"] = self.noise  # where solving for an epsilon would put it
-        doors = PrivateData(data, data, config, TURN, course, Spend(course.releases(0, True)), noise)
+        doors = PrivateData(data, data, config, TURN, course, ReleaseAllowance(course.releases(0, True)), noise)
         if self.query is not None:
             sums = doors.sum(self.query)
             return torch.cat([sums["sum"].flatten(), sums["count"].flatten()])

@@ -40,7 +40,7 @@ from fl_core.types.values import (
     Tensors,
     TrainConfig,
 )
-from privacy.accounting.release_plan import Course, Spend
+from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
 from privacy.dp_sgd.class_sums import KeyedUnits, Units, class_counts, class_sums, filled
 from privacy.dp_sgd.draws import Draws, Place, is_stochastic
 from privacy.dp_sgd.model_check import validate
@@ -48,37 +48,47 @@ from privacy.dp_sgd.per_sample_gradients import PADDING, Gradients, PerUnit, cli
 from privacy.noise import grid
 from privacy.noise import sources as entropy
 from privacy.noise.sources import Noise
+from privacy.release_log import InMemoryReleaseLog, ReleaseLog
 
 
 class PrivateData:
     """`SiloData` under record-level differential privacy, for one round.
 
-    Guarantees: every release is taken from `spend` before an example is read; sizes and steps follow from the declared
-    size alone; an empty draw is noise and a step like any other; a unit whose numbers are not finite contributes zero
-    and changes nothing else, and raises nothing; batches have one shape, and what is drawn inside a unit is secret
-    (draws.py), so that no unit moves another's share; with infinite clips, no noise and the same batches the gradients
-    are those of `PlainData`.
+    Guarantees: every release is taken from `allowance` before an example is read; sizes and steps follow from the
+    declared size alone; an empty draw is noise and a step like any other; a unit whose numbers are not finite
+    contributes zero and changes nothing else, and raises nothing; batches have one shape, and what is drawn inside a
+    unit is secret (draws.py), so that no unit moves another's share; with infinite clips, no noise and the same batches
+    the gradients are those of `PlainData`.
     """
 
     def __init__(
-        self, train: Examples, test: Examples, config: TrainConfig, context: RoundContext, course: Course, spend: Spend,
-        noise: Noise, device: torch.device | None = None, counts: dict[str, Tensor] | None = None,
-        public: Examples | None = None, progress: Callable[[int, int], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        train: Examples,
+        test: Examples,
+        config: TrainConfig,
+        context: RoundContext,
+        plan: ReleasePlan,
+        allowance: ReleaseAllowance,
+        noise: Noise,
+        device: torch.device | None = None,
+        log: ReleaseLog | None = None,
+        public: Examples | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
         self.lr = config.lr * config.lr_decay**context.round
         self.batch_size = config.batch_size
         self._plain = PlainData(train, test, config, context, device, public=public)
         self._split = {Split.TRAIN: train, Split.TEST: test}
         self._units = {split: Units.of(examples) for split, examples in self._split.items()}
-        self._config, self._context, self._course, self._spend, self._noise = config, context, course, spend, noise
+        self._config, self._context, self._plan, self._allowance, self._noise = config, context, plan, allowance, noise
         self._device = device or torch.device("cpu")
-        self._counts = {} if counts is None else counts
+        self._log = log or InMemoryReleaseLog()
         self._progress = progress or (lambda *_: None)
         self._calls = 0
 
     def planned_steps(self, epochs: float | None = None) -> int:
         """Return the steps of an `sgd` call: round(epochs / q), a public constant."""
-        return self._course.rates.steps(self._config.epochs if epochs is None else epochs)
+        return self._plan.rates.steps(self._config.epochs if epochs is None else epochs)
 
     def effective_steps(self, steps: int, mu: float = 0.0) -> float:
         """Return how far so many steps reach, in units of -lr under the constant gradient 1; mu: a proximal term's."""
@@ -86,7 +96,7 @@ class PrivateData:
 
     def size(self) -> float:
         """Return the declared number of units, 1 with uniform weights: the true one never leaves."""
-        return 1.0 if self._course.terms.weights == "uniform" else float(self._course.units)
+        return 1.0 if self._plan.terms.weights == "uniform" else float(self._plan.units)
 
     def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
         """Train `model` in place with noisy clipped gradients and return the steps taken.
@@ -96,8 +106,8 @@ class PrivateData:
         """
         validate(model)
         planned = self.planned_steps(options.epochs) if options.steps is None else options.steps
-        for release in self._course.training(planned):
-            self._spend.take(release)
+        for release in self._plan.training(planned):
+            self._allowance.take(release)
         draws, grouped = self._draws(model, loss), self._split[Split.TRAIN].groups is not None
         with _moving(model, options.only) as named:
             optimizers = make_optimizers(named, options.lr_scale * self.lr, self._config, options.no_momentum)
@@ -124,7 +134,7 @@ class PrivateData:
 
     def _gradient(self, engine: PerUnit, model: nn.Module, loss: LossFn, step: int, draws: Draws) -> None:
         """Draw a sample, sum clipped gradients, add noise, divide by B, and put the result where an optimizer looks."""
-        course, terms, params = self._course, self._course.terms, trainable(model)
+        course, terms, params = self._plan, self._plan.terms, trainable(model)
         total = [torch.zeros_like(p, dtype=torch.float64) for p in params]
         units = KeyedUnits(self._units[Split.TRAIN], self._split[Split.TRAIN])
         about = (*draws.place, "step", step)
@@ -159,13 +169,13 @@ class PrivateData:
 
     def _release(self, total: Gradients, params: Sequence[nn.Parameter], divisor: float) -> None:
         """Round the sum to the grid, add noise, and put the mean where an optimizer looks."""
-        g = grid.step(self._course.terms.clip, sum(p.numel() for p in params))
+        g = grid.step(self._plan.terms.clip, sum(p.numel() for p in params))
         for p, s in zip(params, total, strict=True):
-            noisy = grid.add_noise(grid.rounded(s.cpu(), g), g, self._course.std, self._noise)
+            noisy = grid.add_noise(grid.rounded(s.cpu(), g), g, self._plan.std, self._noise)
             p.grad = (noisy / divisor).to(p)
 
     def _checked(self, losses: Losses) -> Losses:
-        if losses.coupled is not None and not self._course.coupled and self._course.terms.coupled != "off":
+        if losses.coupled is not None and not self._plan.coupled and self._plan.terms.coupled != "off":
             raise RefusedError(
                 "E-PRIV-16",
                 "the loss has a coupled term, and the method declares Coupling.EXAMPLE: its term would be left out",
@@ -194,19 +204,19 @@ class PrivateData:
         Raises RefusedError: E-PRIV-15 on a release that was not planned, E-PRIV-16 on a query without a joint bound.
         Of prototypes, rounds without a release give zeros of weight 0, which leave the last ones in force.
         """
-        public = split is Split.TEST and self._course.terms.test_data == "public"
+        public = split is Split.TEST and self._plan.terms.test_data == "public"
         if split is Split.GLOBAL or public:
             return self._plain.sum(query, bound=bound, split=split)
         if not isinstance(query, ClassSums):
             raise RefusedError(
                 "E-PRIV-16", "expected a joint sum per class under differential privacy, found a query without a bound"
             )
-        course, terms = self._course, self._course.terms
+        course, terms = self._plan, self._plan.terms
         if split is Split.TRAIN and not course.sends_prototypes(self._context.round):
             width = self._width(query)
             return {"sum": torch.zeros(query.n_classes, width), "count": torch.zeros(query.n_classes)}
         release = course.prototypes if split is Split.TRAIN else course.metrics
-        self._spend.take(release)
+        self._allowance.take(release)
         bound = terms.prototype_bound if bound is None else bound
         weight = terms.count_weight * bound if split is Split.TRAIN else bound
         few = terms.min_count if split is Split.TRAIN else 0.0
@@ -223,16 +233,18 @@ class PrivateData:
 
     def class_counts(self) -> Tensor:
         """Release the number of units per class (C,) once, with noise; the release is cached."""
-        if "class counts" not in self._counts:
-            self._spend.take(self._course.class_counts)
-            self._counts["class counts"] = class_counts(
+        found = self._log.kept("class counts")
+        if found is None:
+            self._allowance.take(self._plan.class_counts)
+            found = class_counts(
                 self._split[Split.TRAIN],
                 self._units[Split.TRAIN],
                 self._context.n_classes,
-                self._course.class_counts.mechanism.noise,
+                self._plan.class_counts.mechanism.noise,
                 self._noise,
             )
-        return self._counts["class counts"]
+            self._log.keep("class counts", found)
+        return found
 
 
 def _add(total: Gradients, more: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""A hospital's book over its ledger: what a task releases is reserved before any record is read, and stays charged.
+"""The release log over a hospital's ledger: what a task releases is reserved before any record is read.
 
 Reserved, started, and committed once the output is safe. A task that fails, or a process that is killed, leaves its
 entries charged; the same round made anew is another attempt, with fresh noise and a charge of its own.
@@ -15,86 +15,47 @@ from torch import Tensor
 
 from fl_core.datasets import SiloDataset
 from fl_core.errors import FederationError, RefusedError
-from fl_core.rounds.manifest import RunManifest
-from privacy import profiles as plan
 from privacy.accounting.accountant import Filter, Mechanism
-from privacy.accounting.release_plan import HOSPITAL, TRAIN, Release
-from privacy.accounting.run_limits import run_bounds
-from privacy.dp_sgd.data_opener import spent
+from privacy.accounting.release_plan import TRAIN, Release
+from privacy.compiled_run import CompiledRun
 from privacy.ledger import registration as records
 from privacy.ledger.ledger import Ledger, Planned, Task
-from privacy.silo_dp.config import SiloTerms
+from privacy.release_log import by_collection
 
 SEEDED = "seeded noise"
 """Marks an entry whose noise could be repeated: it is charged, and protects nobody."""
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
-    """What has a budget: the records of one split, or the hospital. The version of the data, and the collection."""
+class _Version:
+    """The version of the data of one split, or of the hospital, and the collection that it is charged to."""
 
     fingerprint: str
     collection: str
 
 
-class Kept(dict[str, Tensor]):
-    """What is released once per version of the data and label space; on the disk as soon as it is made.
-
-    Guarantees: what was made with repeatable noise is never taken for what was not.
-    """
-
-    def __init__(self, ledger: Ledger, fingerprint: str, about: str) -> None:
-        super().__init__()
-        self._ledger, self._fingerprint, self._about = ledger, fingerprint, about
-
-    def __contains__(self, name: object) -> bool:
-        """Tell whether it was released before, by this process or an earlier one."""
-        if not super().__contains__(name):
-            value = self._ledger.kept(self._fingerprint, self._named(name))
-            if value is None:
-                return False
-            super().__setitem__(str(name), torch.tensor(json.loads(value), dtype=torch.float32))
-        return True
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return a release; raises KeyError before it was made."""
-        if name not in self:
-            raise KeyError(name)
-        return super().__getitem__(name)
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        """Keep a release for ever."""
-        self._ledger.keep(self._fingerprint, self._named(name), json.dumps(value.tolist()))
-        super().__setitem__(name, value)
-
-    def _named(self, name: object) -> str:
-        return json.dumps([name, self._about])
-
-
-class LedgerBook:
-    """The book of one run at one hospital; see `privacy.dp_sgd.data_opener.Book`. One task at a time.
+class RunLedger:
+    """The `ReleaseLog` of one run at one hospital, over its ledger. One task at a time.
 
     caps: budgets of the hospital's policy by collection, beside those of the ledger   most: what the policy allows one
-    run; what the manifest announces bounds the run as well (limits.py).
+    run; what the manifest announces bounds the run as well (`PrivacyProfile.bounds`).
     Raises RefusedError (E-BUDGET-04) when a split is not registered in the ledger as it is.
     """
 
     def __init__(
         self,
         ledger: Ledger,
-        manifest: RunManifest,
+        run: CompiledRun,
         dataset: SiloDataset,
         caps: Mapping[str, Filter] | None = None,
         most: Filter | None = None,
     ) -> None:
-        self._ledger, self._manifest, self._caps = ledger, manifest.digest(), caps or {}
-        self._bounds = run_bounds(manifest, most)
-        terms = plan.terms_of(manifest.privacy)
-        needed = [*records.splits(dataset), *([HOSPITAL] if isinstance(terms, SiloTerms) else [])]
-        self._records = {split: _registered(ledger, dataset, split) for split in needed}
+        terms = run.profile.terms
+        self._ledger, self._manifest, self._caps = ledger, run.manifest.digest(), caps or {}
+        self._bounds = run.profile.bounds(most)
+        self._versions = {split: _registered(ledger, dataset, split) for split in run.profile.collections}
         self._seeded = terms is not None and terms.rng != "secure"
-        about = json.dumps([list(manifest.schema.classes), SEEDED if self._seeded else ""])
-        self._kept = Kept(ledger, self._records[TRAIN].fingerprint, about)
+        self._about = [list(run.manifest.schema.classes), SEEDED if self._seeded else ""]
         self._run = ""
         self._open: list[str] = []
 
@@ -102,9 +63,20 @@ class LedgerBook:
         """Turn to a task of a run; what an earlier one left open stays charged."""
         self._run, self._open = run, []
 
-    def counts(self) -> dict[str, Tensor]:
-        """Return what was released once and for all."""
-        return self._kept
+    def kept(self, purpose: str) -> Tensor | None:
+        """Return what was released once per version of the data and label space, by this process or an earlier one.
+
+        What was made with repeatable noise is never taken for what was not.
+        """
+        value = self._ledger.kept(*self._key(purpose))
+        return None if value is None else torch.tensor(json.loads(value), dtype=torch.float32)
+
+    def keep(self, purpose: str, value: Tensor) -> None:
+        """Keep a release for ever: it is on the disk when this returns."""
+        self._ledger.keep(*self._key(purpose), json.dumps(value.tolist()))
+
+    def _key(self, purpose: str) -> tuple[str, str]:
+        return self._versions[TRAIN].fingerprint, json.dumps([purpose, json.dumps(self._about)])
 
     def require(self, whole: Mapping[str, Sequence[Mechanism]]) -> None:
         """Raise RefusedError unless all that a run releases, by split, fits beside what is spent; nothing is reserved.
@@ -115,7 +87,7 @@ class LedgerBook:
         """
         asked: dict[str, list[Mechanism]] = {}
         for split, mechanisms in whole.items():
-            asked.setdefault(self._records[split].collection, []).extend(mechanisms)
+            asked.setdefault(self._versions[split].collection, []).extend(mechanisms)
         for collection, mechanisms in asked.items():
             budget, spent_before = self._ledger.budget(collection), self._ledger.history(collection)
             if budget is None:
@@ -133,7 +105,7 @@ class LedgerBook:
                     )
         for split, mechanisms in whole.items():
             task, bounds = self._task(0, True, split), self._bounds.get(split, ())
-            self._ledger.require_room(self._records[split].collection, task, mechanisms, None, bounds)
+            self._ledger.require_room(self._versions[split].collection, task, mechanisms, None, bounds)
 
     def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:
         """Set the releases of one task aside, collection by collection, and note that records are about to be read.
@@ -142,8 +114,8 @@ class LedgerBook:
         """
         made: list[str] = []
         try:
-            for split, planned in spent(releases).items():
-                of, task = self._records[split], self._task(round, train, split)
+            for split, planned in by_collection(releases).items():
+                of, task = self._versions[split], self._task(round, train, split)
                 wanted = [Planned(r.purpose, r.mechanism) for r in planned]
                 cap, bounds = self._caps.get(of.collection), self._bounds.get(split, ())
                 made.append(self._ledger.reserve(of.collection, task, wanted, cap, bounds))
@@ -157,7 +129,7 @@ class LedgerBook:
 
     def _task(self, round: int, train: bool, split: str) -> Task:
         kind = ("train" if train else "evaluate") + (f", {SEEDED}" if self._seeded else "")
-        return Task(self._run, self._manifest, round, kind, self._records[split].fingerprint)
+        return Task(self._run, self._manifest, round, kind, self._versions[split].fingerprint)
 
     def commit(self, output: str) -> None:
         """Note that the output of the task is safe; output: its digest."""
@@ -166,7 +138,7 @@ class LedgerBook:
         self._open = []
 
 
-def _registered(ledger: Ledger, dataset: SiloDataset, split: str) -> Records:
+def _registered(ledger: Ledger, dataset: SiloDataset, split: str) -> _Version:
     fingerprint = records.version(dataset, split)
     found = ledger.collection_of(fingerprint)
     if found is None:
@@ -175,4 +147,4 @@ def _registered(ledger: Ledger, dataset: SiloDataset, split: str) -> Records:
             f"expected the {split} data of {dataset.origin} as they are registered, found a version that the ledger "
             f"does not know: silo ledger register --data {dataset.origin}",
         )
-    return Records(fingerprint, found)
+    return _Version(fingerprint, found)

@@ -10,12 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from privacy.reports.ratio import interval
-
-if TYPE_CHECKING:
-    from fl_core.rounds.manifest import RunManifest
 
 NOISY = "noise larger than signal"
 IMPOSSIBLE = "no counts can be these"
@@ -143,32 +139,6 @@ def best(rounds: Sequence[Sums]) -> Estimate:
     return Estimate(withheld=NOISY) if noisy and high - low > WIDEST else Estimate(point, low, high)
 
 
-def evaluation_noise(manifest: RunManifest) -> EvaluationNoise | None:
-    """Return the noise on one hospital's evaluation as it is sent; None where it is sent as it was counted.
-
-    A run whose method has no global model measures none, so that all it sends of it is noise.
-    """
-    from fl_core.methods import build_method
-    from privacy.accounting.record_config import Terms
-    from privacy.profiles import terms_of
-
-    terms = terms_of(manifest.privacy)
-    if terms is None or terms.test_data == "public":
-        return None
-    measured = build_method(manifest.method.name, manifest.method.options).has_global_model
-    if isinstance(terms, Terms):
-        if not measured:
-            return None  # nothing is released
-        return EvaluationNoise(terms.metric_noise * math.hypot(1.0, 1.0) * GRID_SLACK, suppressed=True)
-    std = terms.metric_clip * terms.metric_noise * GRID_SLACK if measured else math.inf
-    return EvaluationNoise(std, central=terms.placement == "central")
-
-
-def own_noise(manifest: RunManifest) -> EvaluationNoise | None:
-    """Return the noise on what a hospital itself knows of its evaluation: silo-level noise comes after its notes."""
-    return evaluation_noise(manifest) if manifest.privacy.name == "dp_record" else None
-
-
 @dataclass(frozen=True, slots=True)
 class RunNoise:
     """What is noisy of a run's results.
@@ -188,17 +158,6 @@ class RunNoise:
 
 SILENT = RunNoise()
 UNKNOWN = RunNoise(EvaluationNoise(math.inf), frozenset({"pa", "pm_l", "pm_v"}))
-
-
-def run_noise(manifest: RunManifest) -> RunNoise:
-    """Read off a manifest what of its run is noisy."""
-    from privacy.profiles import terms_of
-
-    terms = terms_of(manifest.privacy)
-    if terms is None:
-        return SILENT
-    scores = {"pm_l", "pm_v"} | ({"pa"} if terms.test_data == "private" else set())
-    return RunNoise(evaluation_noise(manifest), frozenset(scores))
 
 
 def shown_scores(scores: Mapping[str, float], hidden: frozenset[str]) -> dict[str, float]:

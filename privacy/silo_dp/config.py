@@ -18,8 +18,6 @@ from scipy.special import log_ndtr, ndtr  # the normal distribution; scipy.stats
 from fl_core import validate
 from fl_core.converter import read_options
 from fl_core.errors import ConfigError
-from fl_core.rounds import sampling as cohort
-from fl_core.rounds.manifest import RunManifest
 from privacy.accounting.accountant import Mechanism, solve_noise
 from privacy.accounting.record_config import MOST_DELTA, MOST_RESERVED, RNG, TEST_DATA, WEIGHTS
 
@@ -154,15 +152,6 @@ def split_noise(noise: float, bit_noise: float) -> float:
             "E-PRIV-12", f"expected privacy.bit_noise > {noise * BIT:.4g}, found {bit_noise}: the bit takes the budget"
         )
     return float(left**-0.5)
-
-
-def participations(manifest: RunManifest) -> list[int]:
-    """Count the training rounds of each member: cohorts follow from the seed."""
-    counts = [0] * len(manifest.members)
-    for t in range(manifest.rounds):
-        for k in cohort.sample(manifest.seed, t, len(counts), manifest.cohort):
-            counts[k] += 1
-    return counts
 
 
 def analytic_delta(noise: float, epsilon: float) -> float:

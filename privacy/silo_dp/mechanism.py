@@ -23,16 +23,14 @@ from torch import Tensor
 
 from fl_core.aggregation.fixed_point import Grid
 from fl_core.errors import ConfigError, RefusedError
-from fl_core.methods import build_method
-from fl_core.models import build_model
-from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.training.evaluation import METRICS
 from fl_core.types.interfaces import Guard
 from fl_core.types.values import Bundle, Layout, Part, Tensors
 from privacy.accounting.dry_run import SIZE, rehearse
 from privacy.noise.sources import Noise, SecureNoise, SeededNoise
 from privacy.silo_dp import adaptive_clipping as adaptive
-from privacy.silo_dp.config import BIT, SiloTerms, participations
+from privacy.silo_dp.config import BIT, SiloTerms
 
 LARGEST = 20_000
 """Coordinates beyond which noise buries what a few silos can tell: it needs privacy.allow_large=true."""
@@ -213,13 +211,14 @@ def coordinates(layout: Layout) -> int:
     return sum(math.prod(s) for p in parts for s in (*p.shapes.values(), *([p.weight_shape] if p.weight_shape else [])))
 
 
-def silo_level(manifest: RunManifest) -> SiloLevel:
+def silo_level(run: RunSetup) -> SiloLevel:
     """Plan the guard of a run: noise from the member that takes part most often, weights from declared sizes.
 
     Raises ConfigError: E-PRIV-17 when a size that weighs was not declared, E-PRIV-16 on more coordinates than noise
     leaves useful, E-PRIV-16 on personal models, on weights that are no public constant, and on central noise where the
     coordinator sees silos one by one.
     """
+    manifest, method = run.manifest, run.method
     terms = SiloTerms.of(manifest.privacy.options)
     uniform = terms.weights == "uniform"
     if not uniform and (missing := [m.name for m in manifest.members if m.units < 1]):
@@ -235,7 +234,6 @@ def silo_level(manifest: RunManifest) -> SiloLevel:
             "many times the signal; send prototypes or a head alone (method=fedproto), choose privacy=dp_record, "
             "or accept it with privacy.allow_large=true",
         )
-    method = build_method(manifest.method.name, manifest.method.options)
     if terms.adaptive and not coordinates(manifest.layout):
         raise ConfigError(
             "E-PRIV-16",
@@ -244,15 +242,14 @@ def silo_level(manifest: RunManifest) -> SiloLevel:
     if manifest.personal or (method.apart and terms.placement == "central"):
         remedy = "personal=false" if manifest.personal else "privacy.placement=local"
         raise ConfigError("E-PRIV-16", f"silo-level privacy covers sums over silos alone: set {remedy}")
-    model = build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
-    weights = rehearse(method, model, manifest.schema, manifest.train, lambda _: 1, probe=False).weights
+    weights = rehearse(method, run.new_model(), manifest.schema, manifest.train, lambda _: 1, probe=False).weights
     if odd := sorted(name for name, w in weights.items() if w not in (0.0, 1.0, SIZE)):
         raise ConfigError(
             "E-PRIV-16",
             f"method {method.name} weighs {odd[0]!r} by what follows from data: set method.weights=uniform",
         )
     most = 1 if uniform else max(m.units for m in manifest.members)
-    trained = max(participations(manifest))
+    trained = max(map(len, run.training_rounds))
     return SiloLevel(
         terms,
         manifest.grid,

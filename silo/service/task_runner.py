@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError, StateError
 from fl_core.rounds.manifest import RunManifest
+from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from silo.connection.retry import StoppedError
@@ -23,7 +24,7 @@ from silo.storage.outbox import Outbox, Staging
 from silo.storage.tasks import Entry
 from silo.training import measured, preflight
 from silo.training.hospital_controls import Custody
-from silo.training.trainer import Seat, Trainer
+from silo.training.trainer import PreparedRun, Trainer
 
 IDLE_S = 1.0
 log = logging.getLogger(__name__)
@@ -86,17 +87,17 @@ class Worker:
         """Say before round 0 whether the whole run can be done here; nothing is charged and nothing released."""
         key, digest = check.key, check.asked.manifest_digest
         self.desk.note(check, pb.FETCHING)
-        manifest = self._agreement(check, digest)
-        seat = self.trainer.prepare(manifest)
+        run = self._agreement(check, digest)
+        prepared = self.trainer.prepare(run)
         try:
-            preflight.require(seat, self.outbox.objects.folder, self.trainer.device)
+            preflight.require(prepared, self.outbox.objects.folder, self.trainer.device)
         except RefusedError as error:
-            if seat.access.book is not None:
+            if run.private:
                 self.custody.note(key.run_id, error)
             raise
-        self.outbox.store.note_run(key.run_id, manifest.name, digest)
+        self.outbox.store.note_run(key.run_id, run.manifest.name, digest)
         self.desk.ready(check)
-        self.say(notice("ready", f"{key.run_id} of {manifest.name}: ready for all its rounds", key))
+        self.say(notice("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
 
     def _do(self, task: Task) -> None:
         """Send the update that is in the outbox, or make it first."""
@@ -118,17 +119,18 @@ class Worker:
         """Train, and write the result; of a private run all of it is on the disk before anything leaves."""
         offer, key = task.offer, task.key
         self.desk.note(task, pb.FETCHING)
-        seat = self._seat(task)
+        prepared = self._prepare(task)
+        name, private = prepared.run.manifest.name, prepared.run.private
         self.desk.accept(task)
         base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, self._meter(task, pb.FETCHING))
         msg = codec.read_state(base)
-        self.say(notice("training", f"{key} of {seat.manifest.name}: training", key, {"name": seat.manifest.name}))
+        self.say(notice("training", f"{key} of {name}: training", key, {"name": name}))
         self.desk.note(task, pb.TRAINING)
-        state, private = self.outbox.state(key.run_id), seat.access.book is not None
+        state = self.outbox.state(key.run_id)
         meter = self._meter(task, pb.TRAINING, quiet=private)
         self.pace.begin((key, offer.base_digest), private)
         try:
-            done = self.trainer.train(seat, key, offer.cohort, msg, state, meter)
+            done = self.trainer.train(prepared, key, offer.cohort, msg, state, meter)
         except StoppedError:
             raise
         except Exception:
@@ -142,19 +144,21 @@ class Worker:
             self.say(notice("staged", f"{key}: {measured.sentence(done.evaluation)}", key, facts))
 
         made = self.outbox.begin(key, offer.manifest_digest, offer.base_digest, done, attested, tell)
-        if seat.access.book:
+        if prepared.ledger is not None:
             made.finish()
-        seat.access.commit(made.entry.object_digest)
+            prepared.ledger.commit(made.entry.object_digest)
         return made
 
-    def _seat(self, task: Task) -> Seat:
+    def _prepare(self, task: Task) -> PreparedRun:
         """Take this silo's place in the run of a task; raises as `_agreement` and `Trainer.prepare`."""
-        manifest = self._agreement(task, task.offer.manifest_digest)
-        seat = self.trainer.prepare(manifest)
-        self.outbox.store.note_run(task.key.run_id, manifest.name, task.offer.manifest_digest, task.offer.base_digest)
-        return seat
+        run = self._agreement(task, task.offer.manifest_digest)
+        prepared = self.trainer.prepare(run)
+        self.outbox.store.note_run(
+            task.key.run_id, run.manifest.name, task.offer.manifest_digest, task.offer.base_digest
+        )
+        return prepared
 
-    def _agreement(self, task: Task | Check, digest: str) -> RunManifest:
+    def _agreement(self, task: Task | Check, digest: str) -> CompiledRun:
         """Fetch the manifest of a run that the hospital takes part in.
 
         Raises RefusedError (E-RUN-33) when a run comes back under another manifest, and as `Custody.admit` before any
@@ -167,10 +171,10 @@ class Worker:
                 "E-RUN-33", f"expected run {run_id} under the manifest {known[:16]}, found {digest[:16]}: ask the lead"
             )
         path = self.transfer.fetch(digest, 0, task.stop, self._meter(task, pb.FETCHING))
-        manifest = _read_manifest(path, digest)
-        if not self.custody.admit(run_id, manifest):
+        run = self.custody.admit(run_id, _read_manifest(path, digest))
+        if run is None:
             raise _UndecidedError
-        return manifest
+        return run
 
     def _send(self, task: Task, entry: Entry, ready: Callable[[], None]) -> None:
         """Upload until the receipt is here; what the coordinator refuses waits for the round's close.

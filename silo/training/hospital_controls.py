@@ -1,25 +1,23 @@
 """What the hospital allows and what it has spent: the policy file and the privacy ledger of one home, at work.
 
-The accountants are imported when a ledger is there or a private run comes: a plain silo starts without them.
+The ledger is imported when one is there or a private run comes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fl_core.datasets import SiloDataset
 from fl_core.errors import FederationError, RefusedError, StateError
 from fl_core.rounds.manifest import RunManifest
-from fl_core.training.local_data import PlainData
 from fl_core.types.interfaces import Doors
-from privacy import profiles as plan
+from privacy.accounting.accountant import Filter
+from privacy.compiled_run import CompiledRun
 from privacy.ledger.hash_chain import Head
 from privacy.policy import BY_HAND, Policy
-from privacy.prototype_filter import with_prototype_filter
+from privacy.release_log import InMemoryReleaseLog
 from protos.storage import private_files as keyfiles
 from silo.storage.home import Home
 from silo.storage.store import Store
@@ -28,28 +26,7 @@ from silo.training import policy_in_force
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger
-    from privacy.ledger.run_ledger import LedgerBook
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """How a run reaches the examples: its doors, and the book of a private run."""
-
-    doors: Doors
-    submits: bool = True
-    book: LedgerBook | None = None
-
-    @contextmanager
-    def turn(self, run_id: str) -> Iterator[None]:
-        """Charge what happens inside to this run."""
-        if self.book is not None:
-            self.book.begin(run_id)
-        yield
-
-    def commit(self, output: str) -> None:
-        """Note that what a task made is safe; output: its digest."""
-        if self.book is not None:
-            self.book.commit(output)
+    from privacy.ledger.run_ledger import RunLedger
 
 
 @dataclass(slots=True)
@@ -59,6 +36,7 @@ class Custody:
     home: Home
     store: Store
     _ledger: Ledger | None = field(default=None, init=False)
+    _last: CompiledRun | None = field(default=None, init=False)
 
     @property
     def ledger(self) -> Ledger:
@@ -147,58 +125,61 @@ class Custody:
         if seen.seq or self.home.ledger.exists():
             self.ledger.require(Head(seen.seq, seen.head))
 
-    def admit(self, run_id: str, manifest: RunManifest) -> bool:
-        """Hold a run against the policy; return False while the hospital has not decided about it.
+    def admit(self, run_id: str, manifest: RunManifest) -> CompiledRun | None:
+        """Hold a run against the policy and return what it is; None while the hospital has not decided about it.
 
-        Raises RefusedError (E-POLICY-..) on a run that is not allowed; the ledger has the record. No data is near.
+        Raises RefusedError (E-POLICY-..) on a run that is not allowed, and as `CompiledRun.of`; the ledger has the
+        record. No data is near.
         """
         try:
             policy = self.policy()
-            policy.check(manifest)
-            if policy.budgets and plan.build(manifest).private:
+            policy.check_request(manifest)
+            run = self._compiled(manifest)
+            policy.check(run)
+            if policy.budgets and run.private:
                 policy.require_collections(self.ledger.collections())
             if policy.runs.approve != BY_HAND:
-                return True
-            decided = self.store.approvals.ask(run_id, manifest.digest(), manifest.name, asks(manifest))
+                return run
+            decided = self.store.approvals.ask(run_id, manifest.digest(), manifest.name, asks(run))
             if decided is False:
                 raise RefusedError("E-POLICY-07", f"the hospital decided against run {run_id}")
         except RefusedError as error:
             self.note(run_id, error)
             raise
-        return decided is True
+        return run if decided else None
 
-    def access(self, manifest: RunManifest, index: int, dataset: SiloDataset, declared: float = 0.0) -> Access:
-        """Make the way to the examples that a run gets: plain doors, or private ones over the ledger.
+    def _compiled(self, manifest: RunManifest) -> CompiledRun:
+        """Compile a run, once for all its tasks."""
+        if self._last is None or self._last.manifest != manifest:
+            self._last = CompiledRun.of(manifest)
+        return self._last
+
+    def access(
+        self, run: CompiledRun, index: int, dataset: SiloDataset, declared: float = 0.0
+    ) -> tuple[Doors, RunLedger | None, bool]:
+        """Return what opens the examples to a run, the ledger of a private one, and whether prototypes may leave.
 
         declared: the size that this hospital declared, 0 where it declared none.
         Raises RefusedError: E-POLICY-05 on a part that the policy does not allow, E-BUDGET-04 on data that is not
-        registered; as `privacy.dp_sgd.data_opener.course_of`.
+        registered; as the profile's `data_factory`.
         """
-        policy = self.policy()
-        hidden, least = _positions(policy, manifest), policy.prototypes.min_count
-        if not plan.build(manifest).private:
-            return Access(with_prototype_filter(PlainData, hidden, least), policy.prototypes.submit)
-        from privacy.accounting.accountant import Filter
-        from privacy.data_access import SiloLevelDoors
-        from privacy.dp_sgd.data_opener import PrivateDoors
+        policy, profile = self.policy(), run.profile
+        hidden, least = _positions(policy, run.manifest), policy.prototypes.min_count
+        if not run.private:
+            factory = profile.data_factory(index, InMemoryReleaseLog(), hidden, least)
+            return factory, None, policy.prototypes.submit
         from privacy.ledger.registration import unit_of
-        from privacy.ledger.run_ledger import LedgerBook
+        from privacy.ledger.run_ledger import RunLedger
 
         most = Filter.of(policy.privacy.epsilon, policy.privacy.delta)
-        book = LedgerBook(self.ledger, manifest, dataset, policy.caps(), most)
+        ledger = RunLedger(self.ledger, run, dataset, policy.caps(), most)
         try:
-            if manifest.privacy.name == plan.SILO_LEVEL:
-                plain = SiloLevelDoors(manifest, book)
-                policy.check_update(plain.guard.noise)
-                return Access(with_prototype_filter(plain, hidden, least), policy.prototypes.submit, book)
-            doors = PrivateDoors(manifest, index, book)
-            terms = doors.course.terms
-            doors.course = replace(doors.course, terms=replace(terms, min_count=max(terms.min_count, least)))
-            policy.check_course(doors.course, unit_of(dataset.train), declared)
+            profile.check_part(index, policy, unit_of(dataset.train), declared)
+            factory = profile.data_factory(index, ledger, hidden, least)
         except RefusedError as error:
-            self.note(manifest.name, error)
+            self.note(run.manifest.name, error)
             raise
-        return Access(with_prototype_filter(doors, hidden, 0.0), policy.prototypes.submit, book)
+        return factory, ledger, policy.prototypes.submit
 
     def note(self, run: str, error: FederationError) -> None:
         """Write down in the ledger what a coordinator asked for and was refused."""
@@ -206,15 +187,14 @@ class Custody:
             self.ledger.note_refusal(run, error.code)
 
 
-def asks(manifest: RunManifest) -> str:
+def asks(run: CompiledRun) -> str:
     """Say what a run asks of the hospital, for whoever decides about it."""
+    manifest, profile = run.manifest, run.profile
     what = f"{manifest.method.name} on {manifest.data}, {manifest.rounds} rounds"
     lead = f", asked for by {manifest.lead}" if manifest.lead else ""
-    plan.build(manifest)
-    if (terms := plan.terms_of(manifest.privacy)) is None:
+    if profile.terms is None:
         return f"{what}{lead}, without differential privacy"
-    unit = "the whole hospital" if manifest.privacy.name == plan.SILO_LEVEL else "each record"
-    return f"{what}{lead}, epsilon {terms.epsilon:g} at delta {terms.delta:g} for {unit}"
+    return f"{what}{lead}, epsilon {profile.terms.epsilon:g} at delta {profile.terms.delta:g} for {profile.subject}"
 
 
 def _positions(policy: Policy, manifest: RunManifest) -> frozenset[int]:

@@ -1,7 +1,8 @@
 """What a hospital looks at before round 0 of a run, beside its place in it: the whole budget, memory and disk.
 
-Policy, software, data, its registration and the model's weights were looked at when the seat was made. Nothing is read
-of any record here, nothing charged and nothing released; what is said of a shortage follows from the manifest alone.
+Policy, software, data, its registration and the model's weights were looked at when the run was prepared. Nothing is
+read of any record here, nothing charged and nothing released; what is said of a shortage follows from the manifest
+alone.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from torch import nn
 
 from fl_core.errors import RefusedError
 from fl_core.training.devices import free_memory
-from privacy import profiles as plan
-from privacy.accounting.record_config import Terms
-from silo.training.trainer import Seat
+from silo.training.trainer import PreparedRun
 
 COPIES = 4
 """Of a model while it is trained: itself, what was received, its gradient, the optimizer's memory or the update."""
@@ -26,22 +25,21 @@ OBJECTS = 4
 _MIB = 1 << 20
 
 
-def require(seat: Seat, folder: Path, device: torch.device) -> None:
+def require(prepared: PreparedRun, folder: Path, device: torch.device) -> None:
     """Raise RefusedError unless the whole run fits here: E-BUDGET-01, E-BUDGET-02 or E-RUN-38.
 
     folder: where objects lie; device: where models are trained.
     """
-    _budget(seat)
-    _disk(seat.bench.model, folder)
-    _memory(seat, device)
+    _budget(prepared)
+    _disk(prepared.runtime.model, folder)
+    _memory(prepared, device)
 
 
-def _budget(seat: Seat) -> None:
-    book = seat.access.book
-    if book is not None:
-        from privacy.reports.projection import whole_run
-
-        book.require(whole_run(seat.manifest, seat.index, seat.submits, "class counts" not in book.counts()))
+def _budget(prepared: PreparedRun) -> None:
+    ledger, profile = prepared.ledger, prepared.run.profile
+    if ledger is not None:
+        anew = ledger.kept("class counts") is None
+        ledger.require(profile.charges(prepared.index, prepared.submits, anew))
 
 
 def _disk(model: nn.Module, folder: Path) -> None:
@@ -54,9 +52,9 @@ def _disk(model: nn.Module, folder: Path) -> None:
         )
 
 
-def _memory(seat: Seat, device: torch.device) -> None:
-    free, model = free_memory(device), seat.bench.model
-    rows = _rows(seat)
+def _memory(prepared: PreparedRun, device: torch.device) -> None:
+    free, model = free_memory(device), prepared.runtime.model
+    rows = prepared.run.profile.examples_at_once(prepared.index)
     need = training_bytes(model, rows)
     if free is None or need <= free:
         return
@@ -64,15 +62,6 @@ def _memory(seat: Seat, device: torch.device) -> None:
     if rows > 1:
         remedy = f"set privacy.physical_batch=1, which needs {_mib(training_bytes(model, 1))}, or a few, or {remedy}"
     raise RefusedError("E-RUN-38", f"expected about {_mib(need)} of free memory on {device}, found less: {remedy}")
-
-
-def _rows(seat: Seat) -> int:
-    """Return how many examples' gradients are computed at once, a public constant; 0 without record-level privacy."""
-    if not isinstance(plan.terms_of(seat.manifest.privacy), Terms):
-        return 0
-    from privacy.dp_sgd.data_opener import course_of
-
-    return course_of(seat.manifest, seat.index).rows
 
 
 def state_bytes(model: nn.Module) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,22 +17,23 @@ from fl_core.datasets import SiloDataset
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, StateError
 from fl_core.rounds import sampling as cohort
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import Bench, SiloRound, work
 from fl_core.training.devices import choose_device as choose_device
-from fl_core.types.interfaces import SiloData
+from fl_core.types.interfaces import Doors, SiloData
 from fl_core.types.values import Progress, RoundContext, State, TaskKind
-from privacy import profiles as plan
+from privacy import profiles
 from privacy.accounting.record_config import nominal
 from privacy.compiled_run import CompiledRun
 from privacy.dp_sgd.class_sums import Units
-from privacy.reports.uncertainty import own_noise
 from protos.version import software
 from protos.wire.tasks import TaskKey
 from silo.connection.retry import StoppedError
 from silo.storage.outbox import Finished
 from silo.storage.tasks import Evaluation
-from silo.training.hospital_controls import Access, Custody
+from silo.training.hospital_controls import Custody
+
+if TYPE_CHECKING:
+    from privacy.ledger.run_ledger import RunLedger
 
 log = logging.getLogger(__name__)
 
@@ -67,17 +69,19 @@ class DataSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """A silo's place in a run whose manifest fits: everything that is built once.
+class PreparedRun:
+    """A silo's place in a run that fits: everything that is built once.
 
-    submits: prototypes leave   broadcast: names, shapes and types of what the run's server sends.
+    data_factory: opens the examples, round by round   ledger: of a private run   submits: prototypes leave
+    broadcast: names, shapes and types of what the run's server sends.
     """
 
-    manifest: RunManifest
+    run: CompiledRun
     index: int
     dataset: SiloDataset
-    bench: Bench
-    access: Access
+    runtime: Bench
+    data_factory: Doors
+    ledger: RunLedger | None
     submits: bool
     broadcast: Mapping[str, object]
 
@@ -104,20 +108,18 @@ class Trainer:
         self.device = device
         self._prototypes = prototypes
         self._do = do
-        self._seat: tuple[str, Seat] | None = None
+        self._prepared: tuple[str, PreparedRun] | None = None
 
-    def prepare(self, manifest: RunManifest) -> Seat:
+    def prepare(self, run: CompiledRun) -> PreparedRun:
         """Check that this silo can do its part of a run, and build what it needs.
 
-        Raises RefusedError: E-PRIV-01 (before any data is touched) on a privacy profile unknown here, E-WIRE-01 on
-        another version of the software, as `Custody.access` for what the hospital does not allow; ConfigError
-        (E-RUN-05) when this silo is no member; DataError when the data cannot be loaded or is not what the run is about
-        (E-DATA-05); ProtocolError (E-WIRE-06) on another layout.
+        Raises RefusedError: E-WIRE-01 on another version of the software, as `Custody.access` for what the hospital
+        does not allow; ConfigError (E-RUN-05) when this silo is no member; DataError when the data cannot be loaded or
+        is not what the run is about (E-DATA-05); ProtocolError (E-WIRE-06) on another layout.
         """
-        policy = self._custody.policy_digest()
-        if self._seat is not None and (self._seat[0], self._seat[1].manifest) == (policy, manifest):
-            return self._seat[1]
-        run = CompiledRun.of(manifest)
+        policy, manifest = self._custody.policy_digest(), run.manifest
+        if self._prepared is not None and (self._prepared[0], self._prepared[1].run.manifest) == (policy, manifest):
+            return self._prepared[1]
         if not _compatible(manifest.software, software()):
             raise RefusedError(
                 "E-WIRE-01", f"expected a run of {software()}, found one of {manifest.software}: upgrade the older side"
@@ -132,24 +134,24 @@ class Trainer:
                 f"{dataset.origin}: serve the data that the run is about",
             )
         own = derive_layout(run.method, run.new_model(), manifest.schema, manifest.personal)
-        if {**own, **plan.parts(manifest.privacy)} != manifest.layout:
+        if {**own, **profiles.extra_parts(manifest.privacy)} != manifest.layout:
             raise ProtocolError(
                 "E-WIRE-06",
                 f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "
                 "both sides must run the same version",
             )
-        bench = run.silo_runtime()
-        bench.model.to(self.device)
+        runtime = run.silo_runtime()
+        runtime.model.to(self.device)
         with _discreet(run.private, ConfigError, RefusedError):
-            access = self._custody.access(manifest, index, dataset, self._data.nominal_size)
-        submits = self._prototypes and access.submits and manifest.members[index].prototypes
+            factory, ledger, submits = self._custody.access(run, index, dataset, self._data.nominal_size)
+        submits = self._prototypes and submits and manifest.members[index].prototypes
         broadcast = _form(run.method.broadcast(run.initial_state()))
-        seat = Seat(manifest, index, dataset, bench, access, submits, broadcast)
-        self._seat = (policy, seat)
-        return seat
+        prepared = PreparedRun(run, index, dataset, runtime, factory, ledger, submits, broadcast)
+        self._prepared = (policy, prepared)
+        return prepared
 
     def train(
-        self, seat: Seat, key: TaskKey, size: int, msg: State, state: State | None, progress: Progress
+        self, prepared: PreparedRun, key: TaskKey, size: int, msg: State, state: State | None, progress: Progress
     ) -> Finished:
         """Do one task. size: the cohort that the offer names; progress: told (steps done, steps in all).
 
@@ -160,62 +162,66 @@ class Trainer:
         Guarantees: equals `fl_core.simulation.in_process.LocalPort` for the same manifest and index, bit for bit on
         the CPU.
         """
-        manifest = seat.manifest
+        manifest = prepared.run.manifest
         try:
-            context = self._context(seat, key, size)
+            context = self._context(prepared, key, size)
         except ProtocolError as error:
-            if seat.access.book is not None:  # a round that the plan does not have would be one more release
+            if prepared.ledger is not None:  # a round that the plan does not have would be one more release
                 self._custody.note(key.run_id, error)
             raise
-        self._check_broadcast(seat, msg)
+        self._check_broadcast(prepared, msg)
         # A clip of the coordinator's own is refused before anything is charged.
-        adaptive_guards.guards_for_round(seat.bench.guards, msg)
-        with _threads(manifest.threads), seat.access.turn(key.run_id):
-            data = seat.access.doors(
-                seat.dataset.train,
-                seat.dataset.test,
+        adaptive_guards.guards_for_round(prepared.runtime.guards, msg)
+        if prepared.ledger is not None:
+            prepared.ledger.begin(key.run_id)
+        with _threads(manifest.threads):
+            data = prepared.data_factory(
+                prepared.dataset.train,
+                prepared.dataset.test,
                 manifest.train,
                 context,
                 device=self.device,
                 progress=progress,
             )
-            with _discreet(seat.access.book is not None):
-                outcome = self._do(seat.bench, msg, state, data, context, key.kind)
+            with _discreet(prepared.run.private):
+                outcome = self._do(prepared.runtime, msg, state, data, context, key.kind)
         correct, examples = outcome.metrics.total["correct"].tolist(), outcome.metrics.weight.tolist()
-        evaluation = Evaluation(manifest.schema.classes, tuple(correct), tuple(examples), own_noise(manifest))
-        return Finished(outcome.bundle, outcome.state, evaluation, seat.bench.method.mirrored)
+        noise, method = prepared.run.profile.own_noise(), prepared.run.method
+        evaluation = Evaluation(manifest.schema.classes, tuple(correct), tuple(examples), noise)
+        return Finished(outcome.bundle, outcome.state, evaluation, method.mirrored)
 
     @staticmethod
-    def _check_broadcast(seat: Seat, msg: State) -> None:
+    def _check_broadcast(prepared: PreparedRun, msg: State) -> None:
         """Refuse a message of another form before any example is read.
 
         With prototypes of one class less, for instance, a round would fail where a record of that class is there.
         """
-        found = _form(adaptive_guards.method_state(msg, adaptive_guards.groups(seat.bench.guards)))
-        if found != seat.broadcast:
-            apart = sorted(g for g in {*found, *seat.broadcast} if found.get(g) != seat.broadcast.get(g))
+        found = _form(adaptive_guards.method_state(msg, adaptive_guards.groups(prepared.runtime.guards)))
+        if found != prepared.broadcast:
+            apart = sorted(g for g in {*found, *prepared.broadcast} if found.get(g) != prepared.broadcast.get(g))
             raise ProtocolError(
                 "E-WIRE-06",
-                f"expected of the coordinator what the server of {seat.manifest.method.name} sends, found other names, "
+                f"expected of the coordinator what the server of {prepared.run.method.name} sends, found other names, "
                 f"shapes or types under {apart[0]!r}: both sides must run the same version",
             )
 
     @staticmethod
-    def _context(seat: Seat, key: TaskKey, size: int) -> RoundContext:
+    def _context(prepared: PreparedRun, key: TaskKey, size: int) -> RoundContext:
         """Check an offer against the public facts, which everybody can compute."""
-        manifest, train = seat.manifest, key.kind is TaskKind.TRAIN
+        manifest, train = prepared.run.manifest, key.kind is TaskKind.TRAIN
         drawn = cohort.sample(manifest.seed, key.round, len(manifest.members), manifest.cohort if train else 0)
         late = key.round >= manifest.rounds if train else key.round > manifest.rounds
-        if late or size != len(drawn) or seat.index not in drawn:
+        if late or size != len(drawn) or prepared.index not in drawn:
             raise ProtocolError(
                 "E-RUN-33",
                 f"expected a {key.kind.value} task for silos {drawn} in round {key.round + 1} of {manifest.rounds}, "
-                f"found one for silo {seat.index} in a cohort of {size}: the offer does not follow from the manifest",
+                f"found one for silo {prepared.index} in a cohort of {size}: the offer does not follow from the "
+                "manifest",
             )
         context = RoundContext(
             len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, len(drawn)
         )
-        return context.for_silo(seat.index, manifest.seed, seat.submits)
+        return context.for_silo(prepared.index, manifest.seed, prepared.submits)
 
 
 def _form(msg: State) -> dict[str, object]:

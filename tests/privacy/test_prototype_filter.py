@@ -19,8 +19,8 @@ from fl_core.simulation.in_process import History, LocalPort, simulate
 from fl_core.training.local_data import PlainData
 from fl_core.types.values import Bundle, State, TaskKind
 from privacy.compiled_run import CompiledRun
-from privacy.dp_sgd.data_opener import PrivateDoors, SimulatedBook
 from privacy.prototype_filter import with_prototype_filter
+from privacy.release_log import InMemoryReleaseLog
 
 TRAINED = {"fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"}, "fedproc": {}, "fednh": {}}
 WITHHELD = frozenset({1, 3})
@@ -33,10 +33,12 @@ def run_of(method: str, private: bool, **options: object) -> RunManifest:
     return replace(made, members=members, privacy=Choice("dp_record", terms)) if private else made
 
 
-def sent(method: str, private: bool, hidden: frozenset[int], **options: object) -> tuple[Bundle, SimulatedBook]:
+def sent(method: str, private: bool, hidden: frozenset[int], **options: object) -> tuple[Bundle, InMemoryReleaseLog]:
     """Run one round of silo 0, which holds classes 0 and 1 of four."""
-    run, book = run_of(method, private, **options), SimulatedBook()
-    factory = with_prototype_filter(PrivateDoors(run, 0, book) if private else PlainData, hidden, 0.0)
+    run, book = run_of(method, private, **options), InMemoryReleaseLog()
+    factory = with_prototype_filter(
+        CompiledRun.of(run).profile.data_factory(0, book) if private else PlainData, hidden, 0.0
+    )
     port = LocalPort("north", 0, shares()[0], RunSetup.of(run).silo_runtime(), run.train, 0, True, doors=factory)
     msg: State = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
     return port.round(msg, replace(FED, round=0), TaskKind.TRAIN), book
@@ -97,7 +99,7 @@ def test_t_29_share_of_silos_is_drawn_before_round_1() -> None:
 def final(run: RunManifest) -> State:
     if run.privacy.name == "none":
         return simulate(RunSetup.of(run), shares(), History())
-    doors = [PrivateDoors(run, k, SimulatedBook()) for k in range(3)]
+    doors = [CompiledRun.of(run).profile.data_factory(k, InMemoryReleaseLog()) for k in range(3)]
     return simulate(RunSetup.of(run), shares(), History(), doors)
 
 
@@ -122,8 +124,13 @@ def test_t_42_epsilon_infinity_is_the_plain_run_and_share_zero_holds_under_priva
     assert same(simulate(RunSetup.of(infinite), shares(), History())["w"], final(plain)["w"])
     private = run_of("fedmr", True)
     nobody = replace(private, members=tuple(replace(m, prototypes=False) for m in private.members))
-    books = [SimulatedBook() for _ in range(3)]
-    simulate(RunSetup.of(nobody), shares(), History(), [PrivateDoors(nobody, k, b) for k, b in enumerate(books)])
+    books = [InMemoryReleaseLog() for _ in range(3)]
+    simulate(
+        RunSetup.of(nobody),
+        shares(),
+        History(),
+        [CompiledRun.of(nobody).profile.data_factory(k, b) for k, b in enumerate(books)],
+    )
     assert all(r.purpose != "prototypes" for b in books for r in b.releases)
 
 

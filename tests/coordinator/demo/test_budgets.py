@@ -16,10 +16,10 @@ from fl_core.errors import RefusedError
 from fl_core.rounds.manifest import RunManifest
 from privacy.accounting.accountant import Mechanism
 from privacy.accounting.release_plan import TRAIN
+from privacy.compiled_run import CompiledRun
 from privacy.ledger import registration as records
 from privacy.ledger.ledger import Ledger, Planned, Task
 from privacy.policy import Policy
-from privacy.reports.projection import planned
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.storage.home import Home
 
@@ -64,17 +64,17 @@ def test_the_policy_allows_the_private_run_and_nothing_that_asks_for_more(
     file = tmp_path / budgets.POLICY_FILE
     file.write_text(budgets.POLICY)
     policy = Policy.read(file)
-    policy.check(manifest)
+    policy.check(CompiledRun.of(manifest))
     more = frozen(compose_spec([*RUNS[PRIVATE], "rounds=2", "privacy.epsilon=8.5"]))[0]
     with pytest.raises(RefusedError):
-        policy.check(more)
+        policy.check(CompiledRun.of(more))
 
 
 def test_the_ledger_of_a_run_says_what_was_projected(
     manifest: RunManifest, hospitals: dict[str, Ledger], tmp_path: Path
 ) -> None:
     for k, member in enumerate(manifest.members):
-        for release in planned(manifest, k):
+        for release in CompiledRun.of(manifest).profile.releases(k):
             assert release.collection == TRAIN  # test images are public: nothing is charged for them
             charge(hospitals[member.name], member.name, release.mechanism)
     found = budgets.spending(tmp_path, manifest)

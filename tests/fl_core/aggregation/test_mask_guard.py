@@ -20,12 +20,13 @@ from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, Grid
 from fl_core.methods import METHODS
 from fl_core.rounds.manifest import Choice, RunManifest
-from fl_core.rounds.run_setup import RunSetup
+from fl_core.rounds.run_setup import Guards, RunSetup
 from fl_core.simulation.in_process import History, LocalPort, SiloShare, local_ports, simulate
 from fl_core.types.interfaces import Guard
 from fl_core.types.values import Bundle, Part, RoundContext, TaskKind
-from privacy import profiles as plan
+from privacy import profiles
 from privacy.compiled_run import CompiledRun
+from privacy.profiles.plain import PlainProfile
 from protos.wire import codec
 from protos.wire.tasks import TaskKey
 
@@ -98,7 +99,7 @@ def test_the_masked_sum_on_the_grid_is_the_plain_sum(method: str, ring: str) -> 
 
 def masked_run(method: str, ring: str, monkeypatch: pytest.MonkeyPatch) -> RunManifest:
     """Freeze a run whose profile masks: the profile is registered like any other, the run knows only its name."""
-    monkeypatch.setitem(plan.PROFILES, "masked", _masked)  # type: ignore[arg-type]
+    monkeypatch.setitem(profiles.PROFILES, "masked", Masked)
     run = manifest(method, OPTIONS.get(method, {}), rounds=2)  # type: ignore[arg-type]
     msg = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
     ports = local_ports(RunSetup.of(run), shares())
@@ -106,9 +107,13 @@ def masked_run(method: str, ring: str, monkeypatch: pytest.MonkeyPatch) -> RunMa
     return replace(run, privacy=Choice("masked"), grid=grid_for(ring, run, sent, 8.0))
 
 
-def _masked(run: RunManifest) -> plan.Plan:
-    chain = (FixedPoint(run.grid), Mask(run.grid.ring, 3))
-    return plan.Plan("masked", chain, chain)
+class Masked(PlainProfile):
+    """A profile that masks: one class, and a line in the registry."""
+
+    def guards(self) -> Guards:
+        grid = self.run.manifest.grid
+        chain = (FixedPoint(grid), Mask(grid.ring, 3))
+        return Guards(chain, chain)
 
 
 @pytest.mark.parametrize("ring", ["ring64", "ring32"])
@@ -122,7 +127,7 @@ def test_a_masked_run_over_the_wire_is_the_plain_run_bit_for_bit(
 
     def guarded(k: int) -> Alter:
         def alter(key: TaskKey, bundle: Bundle) -> Bundle:
-            for guard in CompiledRun.of(run).silo_guards:
+            for guard in CompiledRun.of(run).guards.silo:
                 bundle = guard.outgoing(bundle, k, key.round)
             seen.append(bundle)
             return bundle
@@ -150,7 +155,7 @@ def test_a_hospital_sends_what_its_profiles_guards_made_of_its_update(
 ) -> None:
     """The silo's own service masks: its bytes are those of the same guards in one process, and say nothing alone."""
     run = hospital_manifest()
-    monkeypatch.setitem(plan.PROFILES, "masked", _masked)  # type: ignore[arg-type]
+    monkeypatch.setitem(profiles.PROFILES, "masked", Masked)
     run = replace(run, privacy=Choice("masked"), grid=Grid("ring64", 3))
     hospital = Hospital(tmp_path / "home", run)
     try:
@@ -174,7 +179,8 @@ def test_a_mask_goes_over_silo_level_noise() -> None:
     msg = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
     sums = []
     for more in ((), (FixedPoint(run.grid), Mask("ring64", 3))):
-        ports = local_ports(replace(compiled, silo_guards=(*compiled.silo_guards, *more)), shares())
+        bench = replace(compiled.silo_runtime(), guards=(*compiled.guards.silo, *more))
+        ports = [LocalPort(n, k, shares()[k], bench, run.train, run.seed, True) for k, n in enumerate(NAMES)]
         total = Aggregator(run.layout, run.grid)
         for k, port in enumerate(ports):
             total.add(port.round(msg, replace(FED, round=0), TaskKind.TRAIN), k)

@@ -17,7 +17,7 @@ from fl_core.models import build_model
 from fl_core.models.split_model import assemble
 from fl_core.rounds.manifest import Choice
 from fl_core.types.values import ClassSums, Losses, LossFn, TrainConfig
-from privacy import profiles as plan
+from privacy import profiles
 from privacy.accounting.dry_run import rehearse
 from privacy.dp_sgd.independence import check_independence, check_rows
 
@@ -210,7 +210,7 @@ def test_the_size_of_the_runs_batches_is_probed_up_to_a_limit(size: int) -> None
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "fedcd"])
 def test_every_method_passes_in_its_private_form(name: str) -> None:
-    choice, _ = plan.formed(Choice(name, {}), Choice("dp_record", {}))
+    choice, _ = profiles.private_form(Choice(name, {}), Choice("dp_record", {}))
     method = METHODS[name](**choice.options)  # type: ignore[arg-type]
     needs = rehearse(method, model_of(), SCHEMA, PLAIN, lambda _: 1, personal=True)
     assert needs.steps

@@ -11,26 +11,26 @@ from helpers_private import TRAIN, budgeted, hospital_level, private
 
 from fl_core import datasets
 from fl_core.errors import ConfigError, RefusedError
+from fl_core.rounds.run_setup import RunSetup
 from privacy.accounting.accountant import Filter, Mechanism, epsilon_rdp
 from privacy.accounting.release_plan import HOSPITAL, Release
-from privacy.accounting.run_limits import run_bounds
-from privacy.dp_sgd.data_opener import course_of
+from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import ATTEMPTS, Ledger, Planned, Task
 from privacy.ledger.registration import register
-from privacy.ledger.run_ledger import LedgerBook
-from privacy.reports.projection import planned, whole_run
+from privacy.ledger.run_ledger import RunLedger
+from privacy.profiles.record import release_plan
 from silo.storage.home import Home
 
 RECORDS = datasets.load("digits/p3c4/1")
 
 
-def book_of(ledger: Ledger, run, epsilon: float = 8.0, id: str = "run") -> LedgerBook:
-    book = LedgerBook(ledger, run, RECORDS, most=Filter.of(epsilon, 1e-5))
+def book_of(ledger: Ledger, run, epsilon: float = 8.0, id: str = "run") -> RunLedger:
+    book = RunLedger(ledger, CompiledRun.of(run), RECORDS, most=Filter.of(epsilon, 1e-5))
     book.begin(id)
     return book
 
 
-def asked(book: LedgerBook, round: int, releases: list[Release]) -> str:
+def asked(book: RunLedger, round: int, releases: list[Release]) -> str:
     """Ask for a round and do it; return the code of the refusal, or nothing."""
     try:
         book.reserve(round, True, releases)
@@ -43,21 +43,21 @@ def asked(book: LedgerBook, round: int, releases: list[Release]) -> str:
 def test_a_round_offered_again_and_again_is_charged_three_times_at_most(tmp_path: Path) -> None:
     ledger = budgeted(tmp_path, epsilon=500.0, test_epsilon=500.0)
     run = private(reserve_rounds=10, epsilon=8.0)
-    round0 = course_of(run, 1).releases(0, True)
+    round0 = release_plan(RunSetup.of(run), 1).releases(0, True)
     book = book_of(ledger, run)
     assert [asked(book, 0, round0) for _ in range(ATTEMPTS + 3)] == [""] * ATTEMPTS + ["E-BUDGET-12"] * 3
     assert sum(state == "SPENT" for _, state, _ in ledger.entries(TRAIN)) == ATTEMPTS
     assert [event[2] for event in ledger.events()][-3:] == ["REFUSED"] * 3
     other = book_of(ledger, run, id="the same manifest under another id")
     assert asked(other, 0, round0) == "E-BUDGET-12"
-    assert asked(other, 1, course_of(run, 1).releases(1, True)) == ""
+    assert asked(other, 1, release_plan(RunSetup.of(run), 1).releases(1, True)) == ""
 
 
 def test_a_run_never_passes_its_own_epsilon_however_it_is_asked(tmp_path: Path) -> None:
     """Every round as often as attempts allow, under fresh ids of one manifest: the sum is what it announced at most."""
     ledger = budgeted(tmp_path, epsilon=500.0, test_epsilon=500.0)
     run = replace(private(epsilon=0.5, test_data="public"), rounds=4)
-    course = course_of(run, 1)
+    course = release_plan(RunSetup.of(run), 1)
     for attempt in range(ATTEMPTS):
         book = book_of(ledger, run, id=f"run-{attempt}")
         said = [asked(book, t, course.releases(t, True)) for t in range(4)]
@@ -68,7 +68,10 @@ def test_a_run_never_passes_its_own_epsilon_however_it_is_asked(tmp_path: Path) 
 def test_a_policys_epsilon_holds_where_the_manifest_asks_for_more(tmp_path: Path) -> None:
     ledger = budgeted(tmp_path, epsilon=500.0, test_epsilon=500.0)
     run = private(epsilon=8.0, test_data="public")
-    assert asked(book_of(ledger, run, epsilon=0.5), 0, course_of(run, 1).releases(0, True)) == "E-BUDGET-12"
+    assert (
+        asked(book_of(ledger, run, epsilon=0.5), 0, release_plan(RunSetup.of(run), 1).releases(0, True))
+        == "E-BUDGET-12"
+    )
     assert ledger.history(TRAIN) == []
 
 
@@ -76,12 +79,12 @@ def test_what_one_run_may_not_spend_is_refused_before_its_round_0(tmp_path: Path
     """The whole run is held against the policy's bound of one run, and against what its manifest spent before."""
     ledger = budgeted(tmp_path, epsilon=500.0, test_epsilon=500.0)
     run = private(epsilon=2.0, reserve_rounds=0)
-    whole = whole_run(run, 1)
+    whole = CompiledRun.of(run).profile.charges(1)
     book_of(ledger, run, epsilon=2.0).require(whole)
     with pytest.raises(RefusedError, match="E-BUDGET-12"):
         book_of(ledger, run, epsilon=0.5).require(whole)
     book = book_of(ledger, run)
-    assert asked(book, 0, course_of(run, 1).releases(0, True)) == ""
+    assert asked(book, 0, release_plan(RunSetup.of(run), 1).releases(0, True)) == ""
     with pytest.raises(RefusedError, match="E-BUDGET-12"):
         book_of(ledger, run, id="the same again").require(whole)
     book_of(ledger, replace(run, seed=99), id="another").require(whole)
@@ -91,7 +94,7 @@ def test_what_one_run_may_not_spend_is_refused_before_its_round_0(tmp_path: Path
 def test_evaluations_stay_within_what_the_preview_says_of_them(tmp_path: Path) -> None:
     ledger = budgeted(tmp_path, epsilon=500.0, test_epsilon=500.0)
     run = private(epsilon=8.0)
-    look = [r for r in planned(run, 1) if r.collection == "test"]
+    look = [r for r in CompiledRun.of(run).profile.releases(1) if r.collection == "test"]
     reserve = 1
     book = book_of(ledger, run)
     codes = [asked(book, t, look[:1]) for t in range(20)]
@@ -103,7 +106,9 @@ def test_another_run_is_another_request_that_the_data_sets_budget_bounds(tmp_pat
     codes = []
     for seed in range(20):
         run = replace(private(epsilon=0.5, test_data="public"), seed=seed, rounds=1)
-        codes.append(asked(book_of(ledger, run, id=f"run-{seed}"), 0, course_of(run, 1).releases(0, True)))
+        codes.append(
+            asked(book_of(ledger, run, id=f"run-{seed}"), 0, release_plan(RunSetup.of(run), 1).releases(0, True))
+        )
     fit = codes.count("")
     assert 2 <= fit < 20
     assert codes == [""] * fit + ["E-BUDGET-01"] * (20 - fit)
@@ -113,7 +118,7 @@ def test_another_run_is_another_request_that_the_data_sets_budget_bounds(tmp_pat
 def test_a_crash_in_the_middle_leaves_room_to_repeat_that_round_and_a_second_one_does_not(tmp_path: Path) -> None:
     """Budget and epsilon are equal. Each round is reserved; a crash is one that is never committed."""
     run = replace(private(epsilon=2.0, test_data="public", reserve_rounds=1), rounds=3)
-    course = course_of(run, 1)
+    course = release_plan(RunSetup.of(run), 1)
     for crashes, last in ((0, ""), (1, ""), (2, "E-BUDGET-12")):
         home = tmp_path / str(crashes)
         ledger = budgeted(home, epsilon=2.0)
@@ -129,7 +134,7 @@ def test_a_crash_in_the_middle_leaves_room_to_repeat_that_round_and_a_second_one
         assert code == last or (last and code == "E-BUDGET-01")
         assert epsilon_rdp(ledger.history(TRAIN), 1e-5) <= 2.0
     without = replace(private(epsilon=2.0, test_data="public", reserve_rounds=0), rounds=3)
-    assert course_of(without, 1).noise < course.noise
+    assert release_plan(RunSetup.of(without), 1).noise < course.noise
 
 
 def test_a_run_with_silo_level_privacy_is_held_to_it_for_the_hospital_and_four_times_it_for_records(
@@ -199,6 +204,6 @@ def test_an_epsilon_below_what_floats_tell_apart_admits_nothing() -> None:
 
 
 def test_bounds_of_a_run_are_the_smaller_of_what_it_announced_and_what_the_policy_allows() -> None:
-    bounds = run_bounds(private(epsilon=3.0), Filter.of(2.0, 1e-6))
+    bounds = CompiledRun.of(private(epsilon=3.0)).profile.bounds(Filter.of(2.0, 1e-6))
     own, policy = bounds["train"]
     assert (own.epsilon, policy.epsilon) == (3.0, 2.0)  # type: ignore[union-attr]

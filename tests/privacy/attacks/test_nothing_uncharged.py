@@ -23,17 +23,15 @@ from fl_core.simulation.in_process import History, LocalPort, SiloShare, simulat
 from fl_core.simulation.silo_states import InMemory
 from fl_core.types.enums import Capability
 from fl_core.types.values import Bundle, ClassSums, TaskKind
-from privacy import profiles as plan
-from privacy.accounting.release_plan import Spend
+from privacy import profiles
+from privacy.accounting.release_plan import ReleaseAllowance
 from privacy.compiled_run import CompiledRun
-from privacy.data_access import doors_of
-from privacy.dp_sgd import data_opener as doors
 from privacy.dp_sgd import private_data as example
-from privacy.dp_sgd.data_opener import SimulatedBook
 from privacy.noise import grid
 from privacy.noise import sources as entropy
 from privacy.noise.sources import Noise
-from privacy.reports.spending import report
+from privacy.profiles import record
+from privacy.release_log import InMemoryReleaseLog
 from privacy.silo_dp.mechanism import SiloLevel
 
 OPTIONS = {
@@ -50,7 +48,7 @@ def run_of(method: str, profile: str = "dp_record", personal: bool = True, **ter
     made = manifest(method, OPTIONS.get(method, {}), personal=personal)  # type: ignore[arg-type]
     members = tuple(replace(m, units=14) for m in made.members)
     choice = Choice(profile, {"rng": "test", "epsilon": 50.0, **terms})  # type: ignore[arg-type]
-    return replace(made, members=members, privacy=choice, layout={**made.layout, **plan.parts(choice)})
+    return replace(made, members=members, privacy=choice, layout={**made.layout, **profiles.extra_parts(choice)})
 
 
 def other() -> SiloShare:
@@ -63,10 +61,10 @@ def other() -> SiloShare:
 PUBLIC = Given(torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(5)), torch.arange(6) % 4)
 
 
-def sent(run: RunManifest, share: SiloShare, public: bool = False) -> tuple[list[Bundle], SimulatedBook]:
+def sent(run: RunManifest, share: SiloShare, public: bool = False) -> tuple[list[Bundle], InMemoryReleaseLog]:
     """Let a hospital train and evaluate, and return all that leaves it."""
-    book, bench = SimulatedBook(), CompiledRun.of(run).silo_runtime()
-    opened, open_test = doors_of(run, 0, book), PUBLIC if public else None
+    book, bench = InMemoryReleaseLog(), CompiledRun.of(run).silo_runtime()
+    opened, open_test = CompiledRun.of(run).profile.data_factory(0, book), PUBLIC if public else None
     port = LocalPort(NAMES[0], 0, share, bench, run.train, 0, True, open_test, opened)
     msg = bench.method.broadcast(RunSetup.of(run).initial_state())
     rounds = [(0, TaskKind.TRAIN), (3, TaskKind.EVALUATE)]
@@ -162,8 +160,8 @@ def test_t_43_what_leaves_under_silo_level_privacy_depends_on_data_through_the_g
 
     monkeypatch.setattr(SiloLevel, "_rounded", blinded)
     if terms:
-        start = CompiledRun.of(run).silo_guards[0].start()  # type: ignore[attr-defined]
-        monkeypatch.setattr(SiloLevel, "at", lambda self, _: replace(self, told=float(start["clip"])))
+        start = CompiledRun.of(run).guards.silo[0].initial_setting()
+        monkeypatch.setattr(SiloLevel, "with_setting", lambda self, _: replace(self, told=float(start["clip"])))
     (mine, charged), (theirs, also) = sent(run, shares()[0]), sent(run, other())
     assert charged.releases == also.releases
     assert (adaptive.PART in mine[0]) is bool(terms)
@@ -176,13 +174,13 @@ def test_t_43_what_leaves_under_silo_level_privacy_depends_on_data_through_the_g
 def test_personal_models_are_rehearsed_every_release_is_planned_and_every_planned_one_is_made(
     method: str, public: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[Spend] = []
+    opened: list[ReleaseAllowance] = []
 
-    def spend(planned: list[object]) -> Spend:
-        opened.append(Spend(planned))  # type: ignore[arg-type]
+    def spend(planned: list[object]) -> ReleaseAllowance:
+        opened.append(ReleaseAllowance(planned))  # type: ignore[arg-type]
         return opened[-1]
 
-    monkeypatch.setattr(doors, "Spend", spend)
+    monkeypatch.setattr(record, "ReleaseAllowance", spend)
     run = run_of(method)
     _, book = sent(run, shares()[0], public)
     assert [r for s in opened for r in s.left] == []
@@ -205,7 +203,11 @@ def test_t_23_two_production_runs_differ_and_no_state_holds_a_generators(profile
     states = [InMemory(), InMemory()]
     finals = []
     for made, kept in ((run, states[0]), (replace(run, privacy=Choice("none")), states[1])):
-        opened = [doors_of(run, k, SimulatedBook()) for k in range(3)] if made is run else None
+        opened = (
+            [CompiledRun.of(run).profile.data_factory(k, InMemoryReleaseLog()) for k in range(3)]
+            if made is run
+            else None
+        )
         finals.append(simulate(CompiledRun.of(made), shares(), History(), opened, kept))
     assert {g: sorted(t) for g, t in finals[0].items()} == {g: sorted(t) for g, t in finals[1].items()}
     for k in range(3):
@@ -217,7 +219,7 @@ def test_t_23_two_production_runs_differ_and_no_state_holds_a_generators(profile
 @pytest.mark.parametrize("profile", ["dp_record", "dp_silo_small"])
 def test_t_45_the_report_names_what_its_epsilon_means(profile: str) -> None:
     run = run_of("fedavg", profile, False, **({"allow_large": True} if profile == "dp_silo_small" else {}))
-    found = report(run, [sent(run, shares()[0])[1].releases] * 3)
+    found = CompiledRun.of(run).profile.report([sent(run, shares()[0])[1].releases] * 3)
     assert found is not None
     for fact in (
         "unit",

@@ -15,7 +15,7 @@ from coordinator.runs import preflight
 from coordinator.storage.records import Run, RunState
 from fl_core.rounds.manifest import RunManifest
 from privacy.accounting.accountant import Filter, Mechanism
-from privacy.reports.projection import whole_run
+from privacy.compiled_run import CompiledRun
 
 DATA = {name: f"digits/p3c4/{k}" for k, name in enumerate(MEMBERS)}
 RUN = private(physical_batch=16)
@@ -119,7 +119,7 @@ def test_all_who_refuse_are_named_and_the_repaired_run_finishes_when_it_is_resum
         world.server.runs.resume(run.id)
         world.finished(run.id, 120)
         for k, name in enumerate(MEMBERS):
-            wanted = whole_run(RUN, k)
+            wanted = CompiledRun.of(RUN).profile.charges(k)
             for split in ("train", "test"):  # what is charged in the end is what was asked about before
                 collection, exact = f"{COLLECTION}/{split}", Filter.of(100.0, DELTA)
                 charged = sites[name].ledger.history(collection)
@@ -211,7 +211,7 @@ def test_approval_by_hand_is_waited_for_before_anybody_is_charged(tmp_path: Path
 
 def budget_for(run: RunManifest, rounds: int) -> float:
     """Find a budget on the training records that so many rounds fit and one more does not."""
-    each: list[Mechanism] = whole_run(run, 2)["train"]
+    each: list[Mechanism] = CompiledRun.of(run).profile.charges(2)["train"]
     per_round = len(each) // run.rounds
     for step in range(1, 2000):
         fits = [Filter.of(step / 50, DELTA).admits((), each[: per_round * t]) for t in (rounds, rounds + 1)]

@@ -19,7 +19,7 @@ from fl_core.methods import METHODS, build_method
 from fl_core.rounds import capabilities
 from fl_core.rounds.manifest import Choice, RunManifest
 from fl_core.types.enums import Capability
-from privacy import profiles as plan
+from privacy import profiles
 from privacy.compiled_run import CompiledRun
 
 NAMES = ["a", "b", "c"]
@@ -101,7 +101,7 @@ def variants(name: str) -> list[dict[str, object]]:
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "fedcd"])
 def test_every_form_leaves_nothing_lacking(name: str) -> None:
     for options in variants(name):
-        choice, was = plan.formed(Choice(name, options), Choice("dp_record", {"epsilon": 1.0}))  # type: ignore[arg-type]
+        choice, was = profiles.private_form(Choice(name, options), Choice("dp_record", {"epsilon": 1.0}))  # type: ignore[arg-type]
         method = build_method(name, choice.options)
         assert Capability.DIFFERENTIAL_PRIVACY not in method.lacks
         assert not method.private_form

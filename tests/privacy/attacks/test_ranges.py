@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,14 +20,15 @@ from fl_core.errors.catalogue import EXPLANATIONS
 from fl_core.methods import METHODS, build_method
 from fl_core.rounds.manifest import Choice, RunManifest
 from fl_core.types.records import TrainConfig
-from privacy import profiles as plan
+from privacy import profiles
 from privacy.accounting import ranges
 from privacy.accounting.record_config import Terms
 from privacy.compiled_run import CompiledRun
-from privacy.policy import Policy
 from privacy.silo_dp import adaptive_clipping as adaptive
 from privacy.silo_dp.config import SiloTerms
-from silo.training.trainer import Trainer
+from silo.storage.home import Home
+from silo.storage.store import Store
+from silo.training.hospital_controls import Custody
 
 BAD = [math.nan, math.inf, -math.inf, 1e38, 1e-40, -1.0, 10**400, "1", None, True, [1.0]]
 REFUSALS = {"E-PRIV-20", "E-CFG-02"}
@@ -158,23 +160,14 @@ def test_the_coordinator_refuses_before_anything_is_sent() -> None:
             manifest_from(compose_spec([*words, *bad.split()]), ["a"], [100.0])
 
 
-class Closed:
-    """Data and custody of a hospital that nothing may touch."""
-
-    def policy_digest(self) -> str:
-        return ""
-
-    def __getattr__(self, name: str) -> object:
-        raise AssertionError(f"{name} was touched")
-
-
-def test_a_silo_refuses_before_its_data_are_opened() -> None:
-    lying = with_terms(private(), clip=1e-30)
-    closed = Closed()
+def test_a_silo_refuses_before_its_data_are_opened_and_the_ledger_has_the_record(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home").make()
+    store = Store(home.database)
+    custody = Custody(home, store)
     with pytest.raises(RefusedError, match=r"E-PRIV-20.*privacy\.clip"):
-        Trainer("center1", closed, closed, torch.device("cpu")).prepare(lying)  # type: ignore[arg-type]
-    with pytest.raises(RefusedError, match="E-PRIV-20"):
-        Policy().check(lying)
+        custody.admit("run-1", with_terms(private(), clip=1e-30))
+    store.close_database()
+    assert "E-PRIV-20" in [detail for _, _, state, detail, _ in custody.ledger.events() if state == "REFUSED"]
 
 
 def test_plain_runs_may_have_any_number() -> None:
@@ -189,8 +182,8 @@ def test_the_defaults_are_in_range() -> None:
     CompiledRun.of(hospital_level())
     for name in METHODS:
         options = {f.name: f.default for f in fields(METHODS[name])}
-        choice, _ = plan.formed(Choice(name, options), Choice("dp_record", {}))
-        ranges.check(replace(private(), method=choice))
+        choice, _ = profiles.private_form(Choice(name, options), Choice("dp_record", {}))
+        ranges.check(replace(private(), method=choice), Terms(), dict)
         build_method(name, choice.options)
 
 

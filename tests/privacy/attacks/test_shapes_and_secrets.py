@@ -20,7 +20,7 @@ from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.values import Coupling, Losses, RoundContext, SgdOptions, TrainConfig
 from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Course, Rates, Spend
+from privacy.accounting.release_plan import Rates, ReleaseAllowance, ReleasePlan
 from privacy.dp_sgd.draws import Draws
 from privacy.dp_sgd.private_data import PrivateData
 from privacy.noise.sources import SecureNoise
@@ -51,7 +51,7 @@ def _step(groups: tuple[str, ...]) -> Tensor:
     train = Given(x[: len(groups)], torch.zeros(len(groups), dtype=torch.long))
     train.groups = groups
     config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=N, epochs=1)
-    course = Course(
+    course = ReleasePlan(
         Terms(clip=1.0, epsilon=8.0, physical_batch=N, rng="test"),
         Rates(config, N),
         1,
@@ -61,7 +61,13 @@ def _step(groups: tuple[str, ...]) -> Tensor:
         False,
     )
     data = PrivateData(
-        train, train, config, RoundContext(1, 2, 1).for_silo(0, 0), course, Spend(course.training(1)), Silent(0)
+        train,
+        train,
+        config,
+        RoundContext(1, 2, 1).for_silo(0, 0),
+        course,
+        ReleaseAllowance(course.training(1)),
+        Silent(0),
     )
     seen: list[Tensor] = []
     release = data._release

@@ -19,7 +19,7 @@ from fl_core.models import build_model
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import ClassSums, Coupling, Losses, Schema, Split, TrainConfig
 from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Course, Rates, Spend
+from privacy.accounting.release_plan import Rates, ReleaseAllowance, ReleasePlan
 from privacy.dp_sgd import layer_gradients as samplers
 from privacy.dp_sgd.class_sums import KeyedUnits, Units, class_sums, filled, unit_shares
 from privacy.dp_sgd.draws import Draws, is_stochastic, record_keys
@@ -97,7 +97,7 @@ def test_a_row_of_factor_zero_may_hold_anything_in_both_kinds_of_sum() -> None:
 
 def step_sum(data: Given, model: nn.Module, loss: Callable = ce, noise: object = None, **terms: object) -> Tensor:
     """Take one silent step of rate 1 and return the sum that is released, in float64."""
-    course = Course(Terms(**terms), Rates(STEP, 32), 1, _coupling(terms), (1,), 1, True)  # type: ignore[arg-type]
+    course = ReleasePlan(Terms(**terms), Rates(STEP, 32), 1, _coupling(terms), (1,), 1, True)  # type: ignore[arg-type]
     course.__dict__["noise"] = 1.0
     before = trees.trainable(model)
     doors(course, data, Silent(3, "s") if noise is None else noise).sgd(model, loss)
@@ -265,7 +265,7 @@ def test_every_number_of_a_step_is_a_whole_multiple_of_the_grid() -> None:
         def _correct(self, model: nn.Module, named: object, *more: object) -> None:
             seen.extend(p.grad.double() for p in model.parameters() if p.grad is not None)
 
-    spend = Spend(course.releases(0, True))
+    spend = ReleaseAllowance(course.releases(0, True))
     turn = doors(course, data)._turn
     Spied(data, data, STEP, turn, course, spend, SecureNoise()).sgd(
         model.double(), lambda m, x, y: ce(m, x.double(), y)

@@ -13,11 +13,12 @@ from torch import Tensor
 from fl_core.training.local_data import PlainData
 from fl_core.types.values import ClassSums
 from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Spend
+from privacy.accounting.release_plan import ReleaseAllowance
 from privacy.dp_sgd.class_sums import Units, class_sums, unit_shares
 from privacy.dp_sgd.private_data import PrivateData
 from privacy.noise import grid
 from privacy.noise.sources import SeededNoise
+from privacy.release_log import InMemoryReleaseLog
 
 FLAT = ClassSums(lambda x, y: x.flatten(1) - 0.5, 4)
 
@@ -89,9 +90,9 @@ def test_rounds_without_a_release_send_zeros_of_weight_zero() -> None:
 
 def test_class_counts_are_released_once() -> None:
     course = course_of(Terms(), method="fedrs")
-    cache: dict[str, Tensor] = {}
-    first = doors(course, examples(), SeededNoise(1, "n"), counts=cache)
+    log = InMemoryReleaseLog()
+    first = doors(course, examples(), SeededNoise(1, "n"), log=log)
     once = first.class_counts()
-    later = PrivateData(examples(), examples(), PLAIN, TURN, course, Spend([]), SeededNoise(2, "n"), counts=cache)
+    later = PrivateData(examples(), examples(), PLAIN, TURN, course, ReleaseAllowance([]), SeededNoise(2, "n"), log=log)
     assert torch.equal(later.class_counts(), once)
-    assert sum(r.purpose == "class counts" for r in first._spend.made) == 1
+    assert sum(r.purpose == "class counts" for r in first._allowance.made) == 1

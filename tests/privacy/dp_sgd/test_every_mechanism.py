@@ -24,12 +24,12 @@ from fl_core.training.local_data import PlainData
 from fl_core.types import tensor_maps as trees
 from fl_core.types.values import ClassSums, Coupling, Losses, RoundContext, Split, TrainConfig
 from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Course, Rates, Release, Spend
+from privacy.accounting.release_plan import Rates, Release, ReleaseAllowance, ReleasePlan
 from privacy.compiled_run import CompiledRun
-from privacy.dp_sgd.data_opener import PrivateDoors, SimulatedBook
 from privacy.dp_sgd.private_data import PrivateData
 from privacy.noise import grid
 from privacy.noise.sources import SecureNoise, SeededNoise
+from privacy.release_log import InMemoryReleaseLog
 
 TURN = RoundContext(1, 4, 1, 0, 1).for_silo(0, 0)
 TRAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=24, epochs=2)
@@ -66,9 +66,9 @@ def without(data: Given, gone: Tensor) -> Given:
 
 
 def doors(data: Given, noise: object, coupling: Coupling = Coupling.EXAMPLE, **terms: object) -> PrivateData:
-    course = Course(Terms(**terms), Rates(TRAIN, 24), 1, coupling, (2,), 1, True)  # type: ignore[arg-type]
+    course = ReleasePlan(Terms(**terms), Rates(TRAIN, 24), 1, coupling, (2,), 1, True)  # type: ignore[arg-type]
     course.__dict__["noise"] = 1.0
-    spend = Spend([r for _ in range(9) for r in course.releases(0, True)])
+    spend = ReleaseAllowance([r for _ in range(9) for r in course.releases(0, True)])
     return PrivateData(data, data, TRAIN, TURN, course, spend, noise)  # type: ignore[arg-type]
 
 
@@ -81,7 +81,7 @@ class Mechanism:
     """A sum over records: how it is asked for, whether it is clipped in one vector, and what it is charged as."""
 
     ask: Callable[[PrivateData], dict[str, Tensor]]
-    charged: Callable[[Course], Release]
+    charged: Callable[[ReleasePlan], Release]
     bound: float
     weight: float
 
@@ -132,10 +132,10 @@ def test_noise_of_every_sum_is_what_is_charged_and_not_two_thirds_or_three_halve
     def residuals(factor: float) -> Tensor:
         noise.factor = factor
         private = doors(data, noise)
-        z = mechanism.charged(private._course).mechanism.noise
+        z = mechanism.charged(private._plan).mechanism.noise
         found = []
         for _ in range(4):
-            private._counts.clear()
+            private._log = InMemoryReleaseLog()
             found.append((mechanism.vector(private) - exact) / (z * mechanism.delta))
         kept = torch.cat(found)
         return kept[kept != 0]
@@ -167,7 +167,7 @@ def test_noise_is_distinct_for_every_part_step_round_and_silo() -> None:
                 return self._out[-1].reshape(shape)
 
         for silo, share in enumerate(shares()):
-            opened = PrivateDoors(private, silo, SimulatedBook())
+            opened = CompiledRun.of(private).profile.data_factory(silo, InMemoryReleaseLog())
             for round in range(3):
                 context = RoundContext(3, 4, 5, round, 3).for_silo(silo, run.seed)
                 door = opened(share.train, share.test, run.train, context)

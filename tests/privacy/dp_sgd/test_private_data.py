@@ -19,7 +19,7 @@ from fl_core.types import tensor_maps as trees
 from fl_core.types.values import ClassSums, Coupling, Losses, SgdOptions, Split, TrainConfig
 from privacy.accounting.dry_run import check_independence, rehearse
 from privacy.accounting.record_config import Terms, nominal
-from privacy.accounting.release_plan import Course, Rates, Spend
+from privacy.accounting.release_plan import Rates, ReleaseAllowance, ReleasePlan
 from privacy.dp_sgd.per_sample_gradients import clipped
 from privacy.dp_sgd.private_data import PrivateData
 from privacy.noise import grid
@@ -69,7 +69,7 @@ def test_t_15_an_empty_draw_is_noise_and_a_step(coupled: str) -> None:
     divisor = course.groups if coupled == "micro" else course.batch
     std = float(moved.double().std()) * divisor
     assert std == pytest.approx(1.3 * course.terms.sensitivity(True), rel=0.02)
-    assert len(private._spend.made) == 1
+    assert len(private._allowance.made) == 1
 
 
 def test_t_20_steps_and_divisor_do_not_follow_the_true_number_of_records() -> None:
@@ -86,7 +86,7 @@ def test_units_are_declared_upward_to_two_digits_and_from_a_hundred_on() -> None
     assert [nominal(n) for n in (139, 1234, 1300, 1437, 12345, 99_001)] == [140, 1300, 1300, 1500, 13_000, 100_000]
 
 
-def moved_by(course: Course, loss, keep: list[int] | None) -> Tensor:  # type: ignore[no-untyped-def]
+def moved_by(course: ReleasePlan, loss, keep: list[int] | None) -> Tensor:  # type: ignore[no-untyped-def]
     """Return the sum of clipped gradients (times the divisor) over all but one record: q = 1, the same labels."""
     data = examples(12)
     whole = Given(data.x if keep is None else data.x[keep], data.labels if keep is None else data.labels[keep])
@@ -194,7 +194,7 @@ def test_t_13_every_per_example_method_passes_the_probe(name: str) -> None:
 
 def test_a_release_that_was_not_planned_is_refused_before_any_example_is_read() -> None:
     course = course_of(Terms())
-    spend = Spend([])
+    spend = ReleaseAllowance([])
 
     class Closed(Given):
         def batch(self, index, augment=None):  # type: ignore[no-untyped-def]
@@ -220,7 +220,7 @@ def test_evaluation_on_the_test_split_is_charged_to_its_own_collection() -> None
     course = course_of(Terms())
     private = doors(course, examples(), SeededNoise(1, "n"))
     private.sum(ClassSums(lambda x, y: torch.ones(len(x), 1), 4), bound=1.0, split=Split.TEST)
-    (made,) = private._spend.made
+    (made,) = private._allowance.made
     assert (made.purpose, made.collection) == ("evaluation", "test")
 
 

@@ -17,13 +17,15 @@ from helpers_private import TEST, TRAIN, budgeted, private
 
 from fl_core import datasets
 from fl_core.errors import RefusedError
+from fl_core.rounds.run_setup import RunSetup
 from privacy.accounting.accountant import Mechanism, aggregated
 from privacy.accounting.release_plan import Release
-from privacy.dp_sgd.data_opener import course_of
+from privacy.compiled_run import CompiledRun
 from privacy.ledger import hash_chain as chain
 from privacy.ledger.ledger import Ledger, Planned, Task
 from privacy.ledger.registration import version
-from privacy.ledger.run_ledger import LedgerBook
+from privacy.ledger.run_ledger import RunLedger
+from privacy.profiles.record import release_plan
 
 DATA = "digits/p3c4/1"
 READ = b"a record was read\n"
@@ -82,7 +84,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Release]]
     """A ledger with a budget, and what one round releases; every child starts from a copy of it."""
     folder = tmp_path_factory.mktemp("home")
     ledger = budgeted(folder, epsilon=20.0)
-    planned = course_of(RUN, 1).releases(0, True)
+    planned = release_plan(RunSetup.of(RUN), 1).releases(0, True)
     assert {r.collection for r in planned} == {"train", "test"}
     assert ledger.fits(TRAIN, [r.mechanism for r in planned if r.collection == "train"])  # loads the accountant once
     return folder / "ledger.db", planned
@@ -92,7 +94,7 @@ def round_of(file: Path, planned: list[Release]) -> Callable[[int], None]:
     """Do what a task does: reserve, read a record, commit."""
 
     def work(pipe: int) -> None:
-        book = LedgerBook(Ledger(file), RUN, RECORDS)
+        book = RunLedger(Ledger(file), CompiledRun.of(RUN), RECORDS)
         book.begin("run")
         book.reserve(0, True, planned)
         os.write(pipe, READ)
@@ -145,7 +147,7 @@ def test_t_40_kill_9_at_every_write_never_counts_too_little(
         entries = [e for name in (TRAIN, TEST) for e in ledger.entries(name)]
         states |= {state for _, state, _ in entries}
         assert all(state in ("SPENT", "SPENT_ON_RECOVERY") for _, state, _ in entries)
-        book = LedgerBook(ledger, RUN, RECORDS)
+        book = RunLedger(ledger, CompiledRun.of(RUN), RECORDS)
         book.begin("run")
         book.reserve(0, True, planned)  # the ledger goes on: the round anew is charged anew
         assert sum(m.steps for m in charged(ledger)) == sum(m.steps for m in (*before, *whole))
@@ -167,7 +169,9 @@ def test_t_40_kill_9_at_any_moment_never_counts_too_little(tmp_path: Path, home:
             for name in (TRAIN, TEST):
                 ledger.set_budget(name, 1e4, 1e-5, "dpo", "room for as many as fit into the time")
             for number in range(1000):
-                book = LedgerBook(ledger, replace(RUN, name=f"run {number}"), RECORDS)  # each its own bounds
+                book = RunLedger(
+                    ledger, CompiledRun.of(replace(RUN, name=f"run {number}")), RECORDS
+                )  # each its own bounds
                 book.begin(f"run{number}")
                 book.reserve(0, True, planned)
                 os.write(pipe, READ)

@@ -16,9 +16,10 @@ from fl_core.rounds.manifest import Choice
 from fl_core.types.values import Schema
 from privacy.accounting.accountant import Mechanism
 from privacy.accounting.release_plan import Release
+from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register, unit_names
-from privacy.ledger.run_ledger import LedgerBook
+from privacy.ledger.run_ledger import RunLedger
 
 STEPS = Release("training", "train", Mechanism(2.0, 0.1, 10))
 LOOK = Release("evaluation", "test", Mechanism(20.0))
@@ -26,7 +27,7 @@ LOOK = Release("evaluation", "test", Mechanism(20.0))
 
 def test_a_task_is_reserved_and_started_before_it_is_done_and_committed_after(tmp_path: Path) -> None:
     ledger = budgeted(tmp_path)
-    book = LedgerBook(ledger, private(), datasets.load(DATA))
+    book = RunLedger(ledger, CompiledRun.of(private()), datasets.load(DATA))
     book.begin("run")
     book.reserve(0, True, [STEPS, LOOK])
     assert [state for _, state, _ in ledger.entries(TRAIN)] == ["RUNNING"]
@@ -42,29 +43,28 @@ def test_a_task_is_reserved_and_started_before_it_is_done_and_committed_after(tm
 
 def test_what_was_released_once_is_kept_for_the_version_the_classes_and_the_kind_of_noise(tmp_path: Path) -> None:
     ledger, dataset, run = budgeted(tmp_path), datasets.load(DATA), private()
-    counts = LedgerBook(ledger, run, dataset).counts()
-    assert "class counts" not in counts
-    with pytest.raises(KeyError):
-        counts["class counts"]
+    log = RunLedger(ledger, CompiledRun.of(run), dataset)
+    assert log.kept("class counts") is None
     value = torch.rand(10) * 100 / 3
-    counts["class counts"] = value
-    counts["class counts"] = value + 1  # a second release would not replace the one that was paid for
-    again = LedgerBook(Ledger(tmp_path / "ledger.db"), replace(run, rounds=9), dataset).counts()
-    assert "class counts" in again
-    assert torch.equal(again["class counts"], value)
+    log.keep("class counts", value)
+    log.keep("class counts", value + 1)  # a second release does not replace the one that was paid for
+    again = RunLedger(Ledger(tmp_path / "ledger.db"), CompiledRun.of(replace(run, rounds=9)), dataset)
+    for found in (log.kept("class counts"), again.kept("class counts")):
+        assert found is not None
+        assert torch.equal(found, value)
     secure = replace(run, privacy=Choice("dp_record", {"rng": "secure"}))
-    assert "class counts" not in LedgerBook(ledger, secure, dataset).counts()
+    assert RunLedger(ledger, CompiledRun.of(secure), dataset).kept("class counts") is None
     turned = replace(run, schema=Schema(run.schema.shape, tuple(reversed(run.schema.classes))))
-    assert "class counts" not in LedgerBook(ledger, turned, dataset).counts()
+    assert RunLedger(ledger, CompiledRun.of(turned), dataset).kept("class counts") is None
 
 
 def test_a_book_needs_every_split_registered_as_it_is(tmp_path: Path) -> None:
     ledger, dataset = budgeted(tmp_path), datasets.load(DATA)
     grown = replace(dataset, fingerprint="another")
     with pytest.raises(RefusedError, match="E-BUDGET-04"):
-        LedgerBook(ledger, private(), grown)
+        RunLedger(ledger, CompiledRun.of(private()), grown)
     register(ledger, grown, "center1")
-    LedgerBook(ledger, private(), grown)
+    RunLedger(ledger, CompiledRun.of(private()), grown)
     assert ledger.collections() == [TEST, TRAIN, "hospital"]
 
 
@@ -72,7 +72,7 @@ def test_a_policys_budget_stands_beside_the_ledgers(tmp_path: Path) -> None:
     from privacy.accounting.accountant import Filter
 
     ledger = budgeted(tmp_path, epsilon=50.0)
-    book = LedgerBook(ledger, private(), datasets.load(DATA), {TRAIN: Filter.of(0.5, 1e-5)})
+    book = RunLedger(ledger, CompiledRun.of(private()), datasets.load(DATA), {TRAIN: Filter.of(0.5, 1e-5)})
     with pytest.raises(RefusedError, match="E-BUDGET-01"):
         book.reserve(0, True, [LOOK, STEPS])
     assert ledger.history(TRAIN) == ledger.history(TEST) == []

@@ -16,9 +16,9 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from privacy.accounting.accountant import epsilon_rdp
 from privacy.accounting.release_plan import TRAIN
-from privacy.dp_sgd.data_opener import PrivateDoors, SimulatedBook
-from privacy.reports.projection import planned, preview, project
-from privacy.reports.spending import privacy_report
+from privacy.compiled_run import CompiledRun
+from privacy.release_log import InMemoryReleaseLog
+from privacy.reports.projection import preview
 
 
 def run_of(profile: str = "dp_record", **terms: object) -> RunManifest:
@@ -31,16 +31,21 @@ def run_of(profile: str = "dp_record", **terms: object) -> RunManifest:
 
 def test_what_is_projected_is_what_the_books_then_hold() -> None:
     run = run_of()
-    books = [SimulatedBook() for _ in NAMES]
-    simulate(RunSetup.of(run), shares(), History(), [PrivateDoors(run, k, book) for k, book in enumerate(books)])
-    spent = privacy_report(run, [b.releases for b in books])
-    found = project(run)
+    books = [InMemoryReleaseLog() for _ in NAMES]
+    simulate(
+        RunSetup.of(run),
+        shares(),
+        History(),
+        [CompiledRun.of(run).profile.data_factory(k, book) for k, book in enumerate(books)],
+    )
+    spent = CompiledRun.of(run).profile.report([b.releases for b in books])
+    found = CompiledRun.of(run).profile.project()
     for k, silo in enumerate(found):
-        assert sorted(map(repr, planned(run, k))) == sorted(map(repr, books[k].releases))
+        assert sorted(map(repr, CompiledRun.of(run).profile.releases(k))) == sorted(map(repr, books[k].releases))
         assert silo.epsilon == spent["epsilon_by_silo"][silo.name]  # type: ignore[index]
         assert silo.epsilon == epsilon_rdp([r.mechanism for r in books[k].releases if r.collection == TRAIN], 1e-5)
         assert silo.epsilon <= 8
-    assert max(s.epsilon for s in found) == preview(run)["epsilon"]
+    assert max(s.epsilon for s in found) == preview(CompiledRun.of(run))["epsilon"]
     assert max(s.epsilon_test for s in found) == spent["epsilon_test_data"]
     assert all(s.epsilon_record == s.epsilon for s in found)
     assert sum(s.rounds for s in found) == 6

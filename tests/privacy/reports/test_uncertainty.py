@@ -14,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_core.rounds.manifest import Choice
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.training.evaluation import METRICS, evaluate
 from fl_core.types.values import Part
 from privacy.accounting.record_config import Terms
+from privacy.compiled_run import CompiledRun
 from privacy.noise.sources import SeededNoise
+from privacy.profiles import result_noise
 from privacy.reports.uncertainty import (
     IMPOSSIBLE,
     NOISY,
@@ -29,9 +32,6 @@ from privacy.reports.uncertainty import (
     balanced,
     best,
     by_class,
-    evaluation_noise,
-    own_noise,
-    run_noise,
 )
 from privacy.silo_dp.mechanism import silo_level
 
@@ -109,7 +109,7 @@ def test_the_best_of_noisy_rounds_is_not_taken_for_the_best_accuracy() -> None:
 def test_the_noise_is_what_the_doors_release_with(groups: bool) -> None:
     terms = Terms(metric_noise=3.0)
     manifest = private(metric_noise=3.0)
-    known = evaluation_noise(manifest)
+    known = CompiledRun.of(manifest).profile.evaluation_noise()
     assert known is not None
     data, model, course = examples(900, groups), model_of(), course_of(terms, units=900)
     silent = evaluate(model, doors(course, data), 4)
@@ -125,8 +125,8 @@ def test_the_noise_is_what_the_doors_release_with(groups: bool) -> None:
 @pytest.mark.parametrize("placement", ["local", "central"])
 def test_the_noise_is_what_a_hospitals_guard_adds(placement: str) -> None:
     manifest = hospital_level(placement=placement, metric_noise=2.0, metric_clip=50.0)
-    guard, grid = silo_level(manifest), manifest.grid
-    known = run_noise(manifest).of(("a", "b", "c"))
+    guard, grid = silo_level(RunSetup.of(manifest)), manifest.grid
+    known = result_noise(manifest).of(("a", "b", "c"))
     assert known is not None
     seen = []
     for t in range(100):
@@ -137,12 +137,16 @@ def test_the_noise_is_what_a_hospitals_guard_adds(placement: str) -> None:
         seen += [grid.decode(METRICS, summed.total["correct"].clone())]
         seen += [grid.decode(f"{METRICS}.weight", summed.weight.clone())]
     assert float(torch.cat(seen).std()) == pytest.approx(known.std * math.sqrt(known.draws), rel=0.08)
-    assert own_noise(manifest) is None  # the hospital notes its counts before
+    assert CompiledRun.of(manifest).profile.own_noise() is None  # the hospital notes its counts before
 
 
 def test_real_releases_of_three_hospitals_hold_the_true_accuracy() -> None:
     terms = Terms(metric_noise=1.0)
-    known, model, course = evaluation_noise(private(metric_noise=1.0)), model_of(), course_of(terms, units=200)
+    known, model, course = (
+        CompiledRun.of(private(metric_noise=1.0)).profile.evaluation_noise(),
+        model_of(),
+        course_of(terms, units=200),
+    )
     assert known is not None
     data, source = [examples(n) for n in (200, 220, 240)], SeededNoise(11, "t")
     exact = [evaluate(model, doors(course, d), 4) for d in data]
@@ -217,21 +221,21 @@ def test_a_balanced_accuracy_is_withheld_with_its_smallest_class() -> None:
 
 
 def test_which_runs_are_noisy_is_read_off_the_manifest() -> None:
-    assert run_noise(private()).evaluation is not None
-    assert run_noise(private()).scores == {"pa", "pm_l", "pm_v"}
-    published = run_noise(private(test_data="public"))
+    assert result_noise(private()).evaluation is not None
+    assert result_noise(private()).scores == {"pa", "pm_l", "pm_v"}
+    published = result_noise(private(test_data="public"))
     assert (published.evaluation, published.scores) == (None, {"pm_l", "pm_v"})  # class counts stay noisy
-    plain = run_noise(replace(private(), privacy=Choice("none")))
+    plain = result_noise(replace(private(), privacy=Choice("none")))
     assert (plain.evaluation, plain.scores) == (None, frozenset())
-    assert run_noise(private(epsilon=math.inf)) == plain
-    central = run_noise(hospital_level(placement="central"))
+    assert result_noise(private(epsilon=math.inf)) == plain
+    central = result_noise(hospital_level(placement="central"))
     assert central.of("abc") == central.of("a")
-    assert run_noise(hospital_level()).of("abc").draws == 3
+    assert result_noise(hospital_level()).of("abc").draws == 3
 
 
 def test_a_run_without_a_global_model_measures_none() -> None:
     """At silo level what it sends in its place is noise alone."""
-    assert evaluation_noise(private("fedproto")) is None
-    noise = run_noise(hospital_level("fedproto", {"weights": "uniform"})).of("abc")
+    assert CompiledRun.of(private("fedproto")).profile.evaluation_noise() is None
+    noise = result_noise(hospital_level("fedproto", {"weights": "uniform"})).of("abc")
     assert noise is not None
     assert accuracy([9e5], [1e6], noise) == Estimate(withheld=NOISY)

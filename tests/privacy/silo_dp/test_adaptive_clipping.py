@@ -22,9 +22,9 @@ from fl_core.rounds.manifest import Choice, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State, TaskKind
-from privacy import profiles as plan
+from privacy import profiles
 from privacy.compiled_run import CompiledRun
-from privacy.data_access import silo_releases
+from privacy.profiles.silo import silo_releases
 from privacy.silo_dp import adaptive_clipping as adaptive
 from privacy.silo_dp.config import SiloTerms
 from privacy.silo_dp.mechanism import SiloLevel, silo_level
@@ -187,7 +187,7 @@ def run_of(**terms: object) -> RunManifest:
     made = manifest("fedavg", {"weights": "uniform"})
     given = {"allow_large": True, **FOLLOWING, "bit_noise": 20.0, "weights": "uniform", **terms}
     choice = Choice("dp_silo_small", given)  # type: ignore[arg-type]
-    return replace(made, privacy=choice, layout={**made.layout, **plan.parts(choice)})
+    return replace(made, privacy=choice, layout={**made.layout, **profiles.extra_parts(choice)})
 
 
 @cache
@@ -210,12 +210,15 @@ def test_a_run_carries_its_clip_in_its_state_and_resumes_with_it(placement: str)
     assert again.clips == seen.clips[1:]
     assert same(end["w"], seen.states[-1]["w"])
     with pytest.raises(StateError, match="E-STATE-22"):
-        current_settings(built.incoming, {"w": end["w"]}, 1)
-    assert float(current_settings(built.incoming, RunSetup.of(run).initial_state(), 0)[adaptive.PART]["clip"]) == 1.0
+        current_settings(built.guards.incoming, {"w": end["w"]}, 1)
+    assert (
+        float(current_settings(built.guards.incoming, RunSetup.of(run).initial_state(), 0)[adaptive.PART]["clip"])
+        == 1.0
+    )
 
 
 def test_every_round_charges_the_bit_beside_the_update() -> None:
-    guard = silo_level(run_of(test_data="private"))
+    guard = silo_level(RunSetup.of(run_of(test_data="private")))
     made = [(r.purpose, r.collection, r.mechanism.noise) for r in silo_releases(guard, True)]
     z = guard.noise
     assert made == [
@@ -256,8 +259,8 @@ def test_a_round_with_a_clip_of_the_coordinators_own_is_refused_before_an_exampl
 
 def test_an_infinite_epsilon_is_the_plain_run_without_a_bit() -> None:
     run = run_of(epsilon=math.inf)
-    assert plan.parts(run.privacy) == {}
-    assert CompiledRun.of(run).silo_guards == ()
+    assert profiles.extra_parts(run.privacy) == {}
+    assert CompiledRun.of(run).guards.silo == ()
     plain, other = History(), History()
     assert same(
         simulate(RunSetup.of(replace(run, privacy=Choice("none"))), shares(), plain)["w"],

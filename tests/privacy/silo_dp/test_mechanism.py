@@ -18,14 +18,14 @@ from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.rounds.engine import RoundRecord
 from fl_core.rounds.manifest import Choice, Member, RunManifest
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import History, simulate
 from fl_core.types.values import Bundle, Part, PartSpec
 from privacy.accounting.accountant import Mechanism, epsilon_rdp
 from privacy.accounting.release_plan import Release
 from privacy.compiled_run import CompiledRun
-from privacy.data_access import silo_releases
-from privacy.reports.spending import report
-from privacy.silo_dp.config import SiloTerms, analytic_delta, analytic_epsilon, analytic_noise, participations
+from privacy.profiles.silo import silo_releases
+from privacy.silo_dp.config import SiloTerms, analytic_delta, analytic_epsilon, analytic_noise
 from privacy.silo_dp.mechanism import SiloLevel, coordinates, silo_level
 
 UNITS = (14, 7, 10)
@@ -177,27 +177,27 @@ def test_t_8_analytic_epsilon() -> None:
 
 def books_of(run: RunManifest) -> list[list[Release]]:
     """Write what each hospital's book holds at the end of a run."""
-    guard = silo_level(run)
+    guard = silo_level(RunSetup.of(run))
     return [
         [r for _ in range(trained) for r in silo_releases(guard, True)] + silo_releases(guard, False)
-        for trained in participations(run)
+        for trained in map(len, RunSetup(run).training_rounds)
     ]
 
 
 def test_each_participated_round_is_charged_at_rate_one() -> None:
     run = run_of(cohort=2, rounds=6, test_data="public", reserve_rounds=0)
-    found = report(run, books_of(run))
+    found = CompiledRun.of(run).profile.report(books_of(run))
     assert found is not None
-    taken = participations(run)
+    taken = [len(rounds) for rounds in RunSetup(run).training_rounds]
     assert sum(taken) == 12
-    z = silo_level(run).noise
+    z = silo_level(RunSetup.of(run)).noise
     for name, rounds in zip(NAMES, taken, strict=True):
         assert found["epsilon_by_silo"][name] == epsilon_rdp([Mechanism(z, 1.0, rounds)], 1e-5)  # type: ignore[index]
     assert 0.85 * 8 < found["epsilon"] <= 8  # type: ignore[operator]
     assert found["epsilon_analytic"] < found["epsilon"]  # type: ignore[operator]
     assert found["private"] is False
     private_tests = run_of(rounds=6, reserve_rounds=0)
-    charged = report(private_tests, books_of(private_tests))
+    charged = CompiledRun.of(private_tests).profile.report(books_of(private_tests))
     assert charged is not None
     assert 0.9 * 8 < charged["epsilon"] <= 8  # type: ignore[operator]
     assert charged["noise_multiplier"] > z  # type: ignore[operator]

@@ -8,7 +8,8 @@ from helpers_private import SEEDED_POLICY, TRAIN, budgeted, private
 from helpers_silo import until
 
 from fl_core import datasets
-from privacy.dp_sgd.data_opener import course_of
+from fl_core.rounds.run_setup import RunSetup
+from privacy.profiles.record import release_plan
 from protos.consilium.v1 import federation_pb2 as pb
 
 
@@ -79,7 +80,9 @@ def test_a_round_asked_for_again_and_again_is_charged_each_time_and_three_times_
     are used up."""
     ledger = budgeted(tmp_path / "home")
     hospital = make(private())
-    once = course_of(private(), 1).training(course_of(private(), 1).passes[0])[0].mechanism
+    once = (
+        release_plan(RunSetup.of(private()), 1).training(release_plan(RunSetup.of(private()), 1).passes[0])[0].mechanism
+    )
     for attempt in range(4):
         moved = {n: v + attempt for n, v in hospital.server["w"].items()}
         hospital.offer(0, pb.TRAIN, {"w": moved})
@@ -97,7 +100,7 @@ def test_more_rounds_are_more_noise_per_round_and_no_more_epsilon(tmp_path):
     """The hospital solves the noise for the rounds of the manifest: who asks for more gets less of each."""
     from dataclasses import replace
 
-    few, many = (course_of(replace(private(), rounds=rounds), 1) for rounds in (2, 40))
+    few, many = (release_plan(RunSetup.of(replace(private(), rounds=rounds)), 1) for rounds in (2, 40))
     assert many.noise > 1.5 * few.noise
     ledger = budgeted(tmp_path / "home", policy=SEEDED_POLICY)
     for course in (few, many):

@@ -13,10 +13,11 @@ from helpers_silo import until
 
 from fl_core.models import build_model
 from fl_core.rounds.manifest import Choice
+from fl_core.rounds.run_setup import RunSetup
 from privacy.accounting.accountant import aggregated
-from privacy.data_access import silo_releases
-from privacy.dp_sgd.data_opener import course_of
-from privacy.reports.projection import whole_run
+from privacy.compiled_run import CompiledRun
+from privacy.profiles.record import release_plan
+from privacy.profiles.silo import silo_releases
 from privacy.silo_dp.mechanism import silo_level
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.training import preflight as checks
@@ -108,20 +109,23 @@ def test_the_whole_run_must_fit_the_budget_that_a_round_fits(make, tmp_path, lev
 
 def test_the_whole_of_a_silo_level_run_is_every_round_and_the_last_evaluation():
     run = hospital_level(clipping="adaptive", bit_noise=20.0)
-    guard = silo_level(run)
+    guard = silo_level(RunSetup.of(run))
     releases = [r for t in range(run.rounds + 1) for r in silo_releases(guard, t < run.rounds)]
-    found = whole_run(run, 1)
+    found = CompiledRun.of(run).profile.charges(1)
     assert set(found) == {"hospital", "train", "test"}
     for split, mechanisms in found.items():
         assert aggregated(mechanisms) == aggregated([r.mechanism for r in releases if r.collection == split])
-    assert whole_run(replace(run, privacy=Choice("none", {})), 1) == {}
+    assert CompiledRun.of(replace(run, privacy=Choice("none", {}))).profile.charges(1) == {}
 
 
 def test_class_counts_that_were_released_before_are_not_asked_for_again():
     run = private("fedgela")
-    fewer, more = whole_run(run, 1, counts=False)["train"], whole_run(run, 1)["train"]
+    fewer, more = (
+        CompiledRun.of(run).profile.charges(1, counts=False)["train"],
+        CompiledRun.of(run).profile.charges(1)["train"],
+    )
     assert len(more) == len(fewer) + 1
-    assert whole_run(run, 1, prototypes=False)["train"] == more  # this method sends none
+    assert CompiledRun.of(run).profile.charges(1, prototypes=False)["train"] == more  # this method sends none
 
 
 @pytest.mark.parametrize(
@@ -162,7 +166,7 @@ def test_too_little_memory_names_the_physical_batch_and_too_little_disk_the_need
     hospital = make(private())
     hospital.start()
     built = build_model("digits_cnn", {}, hospital.manifest.schema, 3)
-    rows = course_of(hospital.manifest, 1).rows
+    rows = release_plan(RunSetup.of(hospital.manifest), 1).rows
     for free in (0, checks.training_bytes(built, rows) - 1):
         monkeypatch.setattr(checks, "free_memory", lambda _, free=free: free)
         ask(hospital)

@@ -14,7 +14,9 @@ from fl_core.rounds.silo_round import work
 from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.values import RoundContext, TaskKind
 from privacy.accounting.accountant import aggregated, epsilon_rdp
-from privacy.dp_sgd.data_opener import PrivateDoors, SimulatedBook, course_of
+from privacy.compiled_run import CompiledRun
+from privacy.profiles.record import release_plan
+from privacy.release_log import InMemoryReleaseLog
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 
@@ -26,8 +28,8 @@ def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make
     hospital = make(run)
     hospital.start()
     shares = [SiloShare(d.train, d.test) for d in (datasets.load(f"digits/p3c4/{k}") for k in range(3))]
-    book = SimulatedBook()
-    doors = [PrivateDoors(run, k, book if k == 1 else SimulatedBook()) for k in range(3)]
+    book = InMemoryReleaseLog()
+    doors = [CompiledRun.of(run).profile.data_factory(k, book if k == 1 else InMemoryReleaseLog()) for k in range(3)]
     port = local_ports(RunSetup.of(run), shares, doors)[1]
     msg = build_method(method, {}).broadcast(RunSetup.of(run).initial_state())
     for round, kind in ((0, TaskKind.TRAIN), (1, TaskKind.TRAIN), (2, TaskKind.EVALUATE)):
@@ -39,7 +41,7 @@ def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make
         assert found == codec.pack_bundle(port.round(msg, RoundContext(3, 10, 2, round, 3), kind))
         hospital.close(round, kind=wire)
         hospital.settled(round + 1)
-    course = course_of(run, 1)
+    course = release_plan(RunSetup.of(run), 1)
     planned = [r for t in range(3) for r in course.releases(t, t < 2, True, counts=t == 0)]
     assert planned == book.releases
     for collection, split in ((TRAIN, "train"), (TEST, "test")):

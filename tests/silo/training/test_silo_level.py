@@ -19,10 +19,10 @@ from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.values import RoundContext, TaskKind
 from privacy.accounting.accountant import aggregated, epsilon_rdp
 from privacy.compiled_run import CompiledRun
-from privacy.data_access import SiloLevelDoors, silo_releases
-from privacy.dp_sgd.data_opener import SimulatedBook
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
+from privacy.profiles.silo import silo_releases
+from privacy.release_log import InMemoryReleaseLog
 from privacy.silo_dp import adaptive_clipping as adaptive
 from privacy.silo_dp.mechanism import silo_level
 from protos.consilium.v1 import federation_pb2 as pb
@@ -66,8 +66,8 @@ def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make
     hospital = make(run)
     hospital.start()
     shares = [SiloShare(d.train, d.test) for d in (datasets.load(f"digits/p3c4/{k}") for k in range(3))]
-    book = SimulatedBook()
-    doors = [SiloLevelDoors(run, book if k == 1 else SimulatedBook()) for k in range(3)]
+    book = InMemoryReleaseLog()
+    doors = [CompiledRun.of(run).profile.data_factory(0, book if k == 1 else InMemoryReleaseLog()) for k in range(3)]
     port = local_ports(CompiledRun.of(run), shares, doors)[1]
     for round, kind, clip in ((0, TaskKind.TRAIN, 1.0), (1, TaskKind.TRAIN, 0.7), (2, TaskKind.EVALUATE, 0.5)):
         msg = message(run, clip if terms is ADAPTIVE else None)
@@ -79,7 +79,7 @@ def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make
         assert found == codec.pack_bundle(port.round(msg, RoundContext(3, 10, 2, round, 3), kind))
         hospital.close(round, kind=wire)
         hospital.settled(round + 1)
-    guard = silo_level(run)
+    guard = silo_level(RunSetup.of(run))
     planned = [r for t in range(3) for r in silo_releases(guard, t < 2)]
     assert planned == book.releases
     for collection, of in ((HOSPITAL, "hospital"), (TRAIN, "train"), (TEST, "test")):
@@ -215,8 +215,8 @@ def test_a_clip_of_the_coordinators_own_is_refused_before_an_example_is_read(mak
 
 
 def test_an_approval_says_whom_epsilon_is_for():
-    assert asks(hospital_level()).endswith("epsilon 8 at delta 1e-05 for the whole hospital")
-    assert asks(private()).endswith("epsilon 8 at delta 1e-05 for each record")
+    assert asks(CompiledRun.of(hospital_level())).endswith("epsilon 8 at delta 1e-05 for the whole hospital")
+    assert asks(CompiledRun.of(private())).endswith("epsilon 8 at delta 1e-05 for each record")
 
 
 HIDING = f"{SEEDED_POLICY}[runs]\nhide_size = true\n"
@@ -262,4 +262,4 @@ def test_a_policy_that_cannot_be_read_hides_the_size(make, tmp_path):
 def test_members_without_a_size_count_once_in_a_run_with_uniform_weights():
     run = hospital_level(weights="uniform")
     unknown = replace(run, members=tuple(replace(m, units=0) for m in run.members))
-    assert silo_level(unknown).shares == (1.0, 1.0, 1.0)
+    assert silo_level(RunSetup.of(unknown)).shares == (1.0, 1.0, 1.0)

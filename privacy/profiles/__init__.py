@@ -1,0 +1,70 @@
+"""Privacy profiles: what each protects and how, as one object per run. A new one is a module here and a line below."""
+
+from __future__ import annotations
+
+import math
+
+from fl_core.converter import Option
+from fl_core.errors import RefusedError
+from fl_core.methods import build_method
+from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.types.values import Layout
+from privacy.profiles.base import Config, PrivacyProfile
+from privacy.profiles.plain import PlainProfile
+from privacy.profiles.record import RecordProfile
+from privacy.profiles.silo import SiloProfile
+from privacy.reports.uncertainty import RunNoise
+
+PROFILES: dict[str, type[PrivacyProfile]] = {
+    "none": PlainProfile,
+    "dp_record": RecordProfile,
+    "dp_silo_small": SiloProfile,
+}
+
+
+def _resolve(privacy: Choice) -> tuple[type[PrivacyProfile], Config | None]:
+    """Find a profile and read its options; with epsilon = inf it is the run without privacy.
+
+    Raises RefusedError (E-PRIV-01) for an unknown one; ConfigError (E-CFG-01, E-CFG-02, E-PRIV-20).
+    """
+    if privacy.name not in PROFILES:
+        raise RefusedError(
+            "E-PRIV-01",
+            f"expected a privacy profile of {sorted(PROFILES)}, found {privacy.name!r}: "
+            "this version cannot give what it promises; upgrade it or choose another profile",
+        )
+    kind = PROFILES[privacy.name]
+    terms = kind.read(privacy.options)
+    return (PlainProfile, None) if terms is not None and terms.epsilon == math.inf else (kind, terms)
+
+
+def profile_of(run: RunSetup) -> PrivacyProfile:
+    """Make the profile of a run; nothing is checked yet but its options."""
+    kind, terms = _resolve(run.manifest.privacy)
+    return kind(run, terms)
+
+
+def result_noise(manifest: RunManifest) -> RunNoise:
+    """Return what of a run's results is noisy; of the run nothing is built but its method."""
+    return profile_of(RunSetup(manifest)).result_noise()
+
+
+def is_private(privacy: Choice) -> bool:
+    """Tell whether a profile asks for noise."""
+    return _resolve(privacy)[1] is not None
+
+
+def private_form(method: Choice, privacy: Choice) -> tuple[Choice, dict[str, Option]]:
+    """Give a method the options that it takes under a profile, and the values that these replaced; none as it is."""
+    kind, terms = _resolve(privacy)
+    built = build_method(method.name, method.options)
+    form = {} if terms is None else kind.private_form(built)
+    was: dict[str, Option] = {option: getattr(built, option) for option in form}
+    return Choice(method.name, {**method.options, **form}), was
+
+
+def extra_parts(privacy: Choice) -> Layout:
+    """Return what a profile adds to the layout of the method's bundles."""
+    kind, terms = _resolve(privacy)
+    return {} if terms is None else kind.extra_parts(terms)

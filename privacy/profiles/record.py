@@ -1,0 +1,226 @@
+"""Record-level differential privacy at each hospital: DP-SGD, noisy prototypes, noisy evaluations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from fl_core.aggregation.fixed_point import FixedPoint
+from fl_core.converter import Option
+from fl_core.errors import ConfigError, RefusedError
+from fl_core.rounds import capabilities
+from fl_core.rounds.run_setup import Guards, RunSetup
+from fl_core.types.enums import Capability
+from fl_core.types.interfaces import Doors, Method
+from fl_core.types.values import Examples, Progress, RoundContext, TrainConfig
+from privacy.accounting.accountant import Bound, Filter, Mechanism, Most, epsilon_prv, epsilon_rdp, replace_one
+from privacy.accounting.record_config import Terms
+from privacy.accounting.release_plan import TEST, TRAIN, Release, ReleaseAllowance, ReleasePlan
+from privacy.noise.sources import Noise, SecureNoise, SeededNoise
+from privacy.profiles.base import PrivacyProfile, Projection, mechanisms
+from privacy.prototype_filter import with_prototype_filter
+from privacy.release_log import ReleaseLog
+from privacy.reports.uncertainty import GRID_SLACK, EvaluationNoise
+
+if TYPE_CHECKING:
+    from privacy.dp_sgd.private_data import PrivateData
+    from privacy.policy import Floors, Policy
+
+CLASSES_SHOW = (
+    "Record-level privacy does not hide which classes a hospital treats: "
+    "without secure aggregation its update shows them."
+)
+
+
+def release_plan(run: RunSetup, index: int) -> ReleasePlan:
+    """Plan the part of one member in a private run; raises ConfigError (E-PRIV-17) when its size was not declared."""
+    manifest, member = run.manifest, run.manifest.members[index]
+    if member.units < 1:
+        raise ConfigError(
+            "E-PRIV-17",
+            f"expected a declared size of {member.name} in a private run, found none: silo serve --nominal-size N",
+        )
+    return ReleasePlan.of(
+        Terms.of(manifest.privacy.options),
+        manifest.train,
+        manifest.rounds,
+        member.units,
+        run.method,
+        run.new_model(),
+        manifest.schema,
+        manifest.personal,
+    )
+
+
+class RecordProfile(PrivacyProfile):
+    """Profile "dp_record": the epsilon of a run is each record's, or each group's where the data names groups."""
+
+    config = Terms
+    subject = "each record"
+    terms: Terms
+
+    def __init__(self, run: RunSetup, terms: Terms) -> None:
+        super().__init__(run, terms)
+        self._plans: dict[int, ReleasePlan] = {}
+
+    @classmethod
+    def read(cls, options: Mapping[str, object]) -> Terms:
+        return Terms.of(options)
+
+    @classmethod
+    def private_form(cls, method: Method) -> Mapping[str, Option]:
+        return method.private_form
+
+    def check(self) -> None:
+        super().check()
+        capabilities.refuse(self.run.method, {Capability.DIFFERENTIAL_PRIVACY})
+
+    def derived_numbers(self) -> Mapping[str, float]:
+        return {
+            "privacy.clip x privacy.coupled_clip_ratio": self.terms.coupled_clip,
+            "privacy.prototype_bound x privacy.count_weight": self.terms.prototype_bound * self.terms.count_weight,
+        }
+
+    def plan(self, index: int) -> ReleasePlan:
+        """Plan a member's part, once; raises as `release_plan` and `ReleasePlan.of`."""
+        if index not in self._plans:
+            self._plans[index] = release_plan(self.run, index)
+        return self._plans[index]
+
+    def guards(self) -> Guards:
+        return Guards((), (FixedPoint(self.run.manifest.grid),))
+
+    def data_factory(
+        self, index: int, log: ReleaseLog, hidden: frozenset[int] = frozenset(), min_count: float = 0.0
+    ) -> Doors:
+        plan, rounds = self.plan(index), self.run.manifest.rounds
+        if min_count > plan.terms.min_count:
+            plan = replace(plan, terms=replace(plan.terms, min_count=min_count))
+
+        def open_private(
+            train: Examples,
+            test: Examples,
+            config: TrainConfig,
+            context: RoundContext,
+            *,
+            device: torch.device | None = None,
+            progress: Progress | None = None,
+            public: Examples | None = None,
+        ) -> PrivateData:
+            from privacy.dp_sgd.private_data import PrivateData
+
+            training = context.round < rounds
+            anew, shared = log.kept("class counts") is None, public is not None and len(public) > 0
+            planned = plan.releases(context.round, training, context.prototypes, anew, shared)
+            log.reserve(context.round, training, planned)
+            return PrivateData(
+                train,
+                test,
+                config,
+                context,
+                plan,
+                ReleaseAllowance(planned),
+                self._noise(context),
+                device=device,
+                log=log,
+                public=public,
+                progress=progress,
+            )
+
+        return with_prototype_filter(open_private, hidden, 0.0)
+
+    def _noise(self, context: RoundContext) -> Noise:
+        if self.terms.rng == "secure":
+            return SecureNoise()
+        return SeededNoise(context.seed, "round", context.round, "silo", context.silo, "privacy")
+
+    def releases(self, index: int, prototypes: bool = True, counts: bool = True) -> list[Release]:
+        plan, member, found = self.plan(index), self.run.manifest.members[index], list[Release]()
+        for t in self.run.training_rounds[index]:
+            found += plan.releases(t, True, prototypes and member.prototypes, counts)
+            counts = False
+        return found + plan.releases(self.run.manifest.rounds, False)
+
+    def project(self) -> list[Projection]:
+        terms, found = self.terms, []
+        for k, rounds in enumerate(self.run.training_rounds):
+            releases, member = self.releases(k), self.run.manifest.members[k]
+            train, test = mechanisms(releases, TRAIN), mechanisms(releases, TEST)
+            steps = [r.mechanism for r in releases if r.purpose == "training"]
+            again = mechanisms(self.plan(k).costliest, TRAIN)
+            epsilon = epsilon_rdp(train, terms.delta)
+            found.append(
+                Projection(
+                    name=member.name,
+                    units=member.units,
+                    rate=steps[0].rate if steps else 0.0,
+                    steps=sum(m.steps for m in steps),
+                    rounds=len(rounds),
+                    noise=min((m.noise for m in steps), default=0.0),
+                    epsilon=epsilon,
+                    epsilon_tight=epsilon_prv(train, terms.delta),
+                    epsilon_record=epsilon,
+                    epsilon_test=epsilon_rdp(test, terms.delta),
+                    used=Filter.of(terms.epsilon, terms.delta).used(train),
+                    epsilon_most=epsilon_rdp([*train, *again * terms.reserve_rounds], terms.delta),
+                )
+            )
+        return found
+
+    def report(self, logs: Sequence[Sequence[Release]]) -> Mapping[str, object]:
+        """`private` is False where noise came from a seed, as `rng` says."""
+        terms, members = self.terms, self.run.manifest.members
+        train = [epsilon_rdp(mechanisms(log, TRAIN), terms.delta) for log in logs]
+        largest = max(train)
+        twice, more = replace_one(largest, terms.delta)
+        return {
+            "profile": self.run.manifest.privacy.name,
+            "private": terms.rng == "secure",
+            "rng": terms.rng,
+            "unit": "record, or the group that the data names",
+            "adjacency": "add or remove one unit",
+            "accountant": "RDP; PRV for information",
+            "noise": "at the hospital, before anything leaves",
+            "delta": terms.delta,
+            "epsilon_target": terms.epsilon,
+            "epsilon": largest,
+            "epsilon_prv": epsilon_prv(mechanisms(logs[train.index(largest)], TRAIN), terms.delta),
+            "epsilon_replace_one": {"epsilon": twice, "delta": more},
+            "epsilon_by_silo": dict(zip([m.name for m in members], train, strict=True)),
+            "epsilon_test_data": max(epsilon_rdp(mechanisms(log, TEST), terms.delta) for log in logs),
+            "note": CLASSES_SHOW,
+        }
+
+    def bounds(self, policy: Filter | None = None) -> Mapping[str, tuple[Bound, ...]]:
+        """Hold records to the epsilon of the run, test records to the evaluations of the whole run, reserve included.
+
+        The latter is what the preview says of them. Both are held to the policy's epsilon.
+        """
+        own, terms = Filter.of(self.terms.epsilon, self.terms.delta), self.terms
+        measured, manifest = self.run.method.has_global_model, self.run.manifest
+        times = (manifest.rounds + terms.reserve_rounds) * (measured + manifest.personal) + measured
+        released = [Mechanism(terms.metric_noise, 1.0, times)] if times and terms.test_data == "private" else []
+        more = (policy,) if policy else ()
+        return {TRAIN: (own, *more), TEST: (Most.of(released, own.order), *more)}
+
+    def evaluation_noise(self) -> EvaluationNoise | None:
+        if self.terms.test_data == "public" or not self.run.method.has_global_model:
+            return None  # without a global model nothing is released
+        return EvaluationNoise(self.terms.metric_noise * math.hypot(1.0, 1.0) * GRID_SLACK, suppressed=True)
+
+    def own_noise(self) -> EvaluationNoise | None:
+        return self.evaluation_noise()
+
+    def examples_at_once(self, index: int) -> int:
+        return self.plan(index).rows
+
+    def check_terms(self, floors: Floors) -> None:
+        if self.terms.coupled not in floors.coupled:
+            raise RefusedError("E-POLICY-05", f"expected a treatment of {floors.coupled}, found {self.terms.coupled!r}")
+
+    def check_part(self, index: int, policy: Policy, unit: str, declared: float) -> None:
+        policy.check_plan(self.plan(index), unit, declared)

@@ -1,0 +1,194 @@
+"""Silo-level differential privacy of small payloads: what all data of a hospital change is hidden.
+
+Examples are read as in a plain run: everything is bounded and noised on its way out, by the guard of
+`privacy.silo_dp.mechanism`. What is charged is the guard's release, to two budgets at once. All data of a hospital,
+there or not, move a clipped vector by C: a Gaussian release of noise z on the hospital. One record moves it from one
+place in the ball of radius C to another, by at most 2 C: a release of noise z / 2 on the collection of records that was
+read, whose RDP is at most four times the hospital's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from fl_core.aggregation.fixed_point import FixedPoint
+from fl_core.errors import RefusedError
+from fl_core.rounds.run_setup import Guards
+from fl_core.training.local_data import PlainData
+from fl_core.types.interfaces import Doors
+from fl_core.types.values import Examples, Layout, Progress, RoundContext, TrainConfig
+from privacy.accounting.accountant import Bound, Filter, Mechanism, Most, epsilon_rdp, replace_one
+from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN, Release
+from privacy.profiles.base import Config, PrivacyProfile, Projection, mechanisms
+from privacy.prototype_filter import with_prototype_filter
+from privacy.release_log import ReleaseLog
+from privacy.reports.uncertainty import GRID_SLACK, EvaluationNoise
+from privacy.silo_dp import adaptive_clipping
+from privacy.silo_dp.config import SiloTerms, analytic_epsilon
+from privacy.silo_dp.mechanism import SiloLevel, coordinates, silo_level
+
+if TYPE_CHECKING:
+    from privacy.policy import Floors, Policy
+
+RECORD_OF_A_SILO = 4.0
+"""RDP of a record per RDP of its hospital: alpha / (2 (z/2)^2) over alpha / (2 z^2)."""
+HOSPITAL_HIDDEN = (
+    "Silo-level privacy hides, within epsilon, what all data of a hospital change, and so which classes it treats; "
+    "that it takes part is not hidden."
+)
+
+
+def silo_releases(guard: SiloLevel, train: bool) -> list[Release]:
+    """List what one round of a run with silo-level privacy releases: update, its bit, evaluation."""
+    terms, made = guard.terms, list[tuple[str, str, Mechanism]]()
+    train = train and coordinates(guard.layout) > 0  # a method may send nothing
+    if train:
+        made.append(("update", TRAIN, Mechanism(guard.noise)))
+    if train and terms.adaptive:
+        made.append(("clip bit", TRAIN, terms.bit))
+    if terms.test_data == "private":
+        made.append(("evaluation", TEST, Mechanism(terms.metric_noise)))
+    whole = [Release(purpose, HOSPITAL, m) for purpose, _, m in made]
+    return whole + [Release(purpose, read, replace(m, noise=m.noise / 2)) for purpose, read, m in made]
+
+
+class SiloProfile(PrivacyProfile):
+    """Profile "dp_silo_small": the epsilon of a run is the hospital's."""
+
+    config = SiloTerms
+    subject = "the whole hospital"
+    collections = (TRAIN, TEST, HOSPITAL)
+    terms: SiloTerms
+
+    @classmethod
+    def read(cls, options: Mapping[str, object]) -> SiloTerms:
+        return SiloTerms.of(options)
+
+    @classmethod
+    def extra_parts(cls, terms: Config) -> Layout:
+        adaptive = isinstance(terms, SiloTerms) and terms.adaptive
+        return {adaptive_clipping.PART: adaptive_clipping.SPEC} if adaptive else {}
+
+    def derived_numbers(self) -> Mapping[str, float]:
+        return {"privacy.clip x privacy.clip_decay^rounds": self.terms.clip_at(self.run.manifest.rounds)}
+
+    @cached_property
+    def guard(self) -> SiloLevel:
+        """The guard of the run, planned once; raises as `silo_level`."""
+        return silo_level(self.run)
+
+    def guards(self) -> Guards:
+        return Guards((self.guard,), (FixedPoint(self.run.manifest.grid), self.guard))
+
+    def data_factory(
+        self, index: int, log: ReleaseLog, hidden: frozenset[int] = frozenset(), min_count: float = 0.0
+    ) -> Doors:
+        """No progress is told of a round's steps, whose number follows from the number of records."""
+        rounds = self.run.manifest.rounds
+
+        def open_plain(
+            train: Examples,
+            test: Examples,
+            config: TrainConfig,
+            context: RoundContext,
+            *,
+            device: torch.device | None = None,
+            progress: Progress | None = None,
+            public: Examples | None = None,
+        ) -> PlainData:
+            training = context.round < rounds
+            log.reserve(context.round, training, silo_releases(self.guard, training))
+
+            def silent(done: int, total: int) -> None:  # noqa: ARG001
+                if progress is not None:
+                    progress(0, 0)
+
+            return PlainData(train, test, config, context, device, silent, public)
+
+        return with_prototype_filter(open_plain, hidden, min_count)
+
+    def releases(self, index: int, prototypes: bool = True, counts: bool = True) -> list[Release]:
+        rounds = len(self.run.training_rounds[index])
+        return silo_releases(self.guard, True) * rounds + silo_releases(self.guard, False)
+
+    def project(self) -> list[Projection]:
+        terms, found = self.terms, []
+        again = mechanisms(silo_releases(self.guard, True), HOSPITAL)
+        for k, taken in enumerate(self.run.training_rounds):
+            releases, member = self.releases(k), self.run.manifest.members[k]
+            hospital, train, test = (mechanisms(releases, c) for c in (HOSPITAL, TRAIN, TEST))
+            found.append(
+                Projection(
+                    name=member.name,
+                    units=member.units,
+                    rate=1.0,
+                    steps=len(taken),
+                    rounds=len(taken),
+                    noise=self.guard.noise,
+                    epsilon=epsilon_rdp(hospital, terms.delta),
+                    epsilon_tight=analytic_epsilon(hospital, terms.delta),
+                    epsilon_record=epsilon_rdp(train, terms.delta),
+                    epsilon_test=epsilon_rdp(test, terms.delta),
+                    used=Filter.of(terms.epsilon, terms.delta).used(hospital),
+                    epsilon_most=epsilon_rdp([*hospital, *again * terms.reserve_rounds], terms.delta),
+                )
+            )
+        return found
+
+    def report(self, logs: Sequence[Sequence[Release]]) -> Mapping[str, object]:
+        """epsilon_record: what it cost a single training record, for which the same noise is half as large."""
+        terms, names = self.terms, [m.name for m in self.run.manifest.members]
+        histories = [mechanisms(log, HOSPITAL) for log in logs]
+        spent = [epsilon_rdp(h, terms.delta) for h in histories]
+        twice, more = replace_one(max(spent), terms.delta)
+        central = terms.placement == "central"
+        return {
+            "profile": self.run.manifest.privacy.name,
+            "private": terms.rng == "secure",
+            "rng": terms.rng,
+            "unit": "hospital: all its records",
+            "adjacency": "add or remove one hospital's data; its place in the roster stays",
+            "accountant": "RDP, q = 1 per round taken part in; exact Gaussian curve for information",
+            "noise": "at the coordinator, who is trusted" if central else "at the hospital, before anything leaves",
+            "noise_multiplier": self.guard.noise,
+            "coordinates": coordinates(self.run.manifest.layout),
+            "delta": terms.delta,
+            "epsilon_target": terms.epsilon,
+            "epsilon": max(spent),
+            "epsilon_analytic": analytic_epsilon(histories[spent.index(max(spent))], terms.delta),
+            "epsilon_replace_one": {"epsilon": twice, "delta": more},
+            "epsilon_by_silo": dict(zip(names, spent, strict=True)),
+            "epsilon_record": max(epsilon_rdp(mechanisms(log, TRAIN), terms.delta) for log in logs),
+            "clipping": terms.clipping,
+            "rounds_by_silo": dict(zip(names, map(len, self.run.training_rounds), strict=True)),
+            "test_data": terms.test_data,
+            "note": HOSPITAL_HIDDEN,
+        }
+
+    def bounds(self, policy: Filter | None = None) -> Mapping[str, tuple[Bound, ...]]:
+        """Hold the hospital to the run's epsilon and the policy's, its records to what follows for them."""
+        own = Filter.of(self.terms.epsilon, self.terms.delta)
+        promised = (own, policy) if policy else (own,)
+        record = tuple(Most(f.order, RECORD_OF_A_SILO * f.bound) for f in promised)
+        return {HOSPITAL: promised, TRAIN: record, TEST: record}
+
+    def evaluation_noise(self) -> EvaluationNoise | None:
+        """Return the noise; all is noise where the method has no global model, so that nothing is measured."""
+        if self.terms.test_data == "public":
+            return None
+        measured = self.run.method.has_global_model
+        std = self.terms.metric_clip * self.terms.metric_noise * GRID_SLACK if measured else math.inf
+        return EvaluationNoise(std, central=self.terms.placement == "central")
+
+    def check_terms(self, floors: Floors) -> None:
+        if self.terms.placement == "central" and not floors.central:
+            raise RefusedError("E-POLICY-05", "expected noise before anything leaves, found privacy.placement=central")
+
+    def check_part(self, index: int, policy: Policy, unit: str, declared: float) -> None:
+        policy.check_update(self.guard.noise)
