@@ -20,7 +20,7 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.identity import Address
 from protos.storage.digests import file_digest
 from protos.storage.private_files import Credentials
-from protos.tls import connect as tls
+from protos.tls import connect
 from protos.wire import status
 from protos.wire.channel_options import CLIENT_OPTIONS
 from protos.wire.chunks import append_chunk
@@ -152,5 +152,5 @@ class LeadClient:
         if answer.code != "E-NET-01" or error.code() is not grpc.StatusCode.UNAVAILABLE:
             return answer
         own = self._credentials
-        found = tls.diagnose(self.address.host, self.address.port, own.ca_pem, own.cert_pem, own.key_pem)
+        found = connect.diagnose(self.address.host, self.address.port, own.ca_pem, own.cert_pem, own.key_pem)
         return answer if found.ok else found.error()

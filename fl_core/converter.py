@@ -18,7 +18,7 @@ from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn, override
 
 from fl_core.errors import ConfigError, FederationError
-from fl_core.suggest import nearest
+from fl_core.suggest import suggest
 
 T = TypeVar("T")
 Option = str | int | float | bool | list[int] | None
@@ -121,7 +121,7 @@ def _said(error: BaseException, where: str) -> Exception:
         return error
     if isinstance(error, ForbiddenExtraKeysError):
         valid, name = [f.name for f in fields(error.cl)], sorted(map(str, error.extra_fields))[0]
-        return ConversionError(where, f"there is no {shown(name)}: {nearest(name, valid)}", unknown=True)
+        return ConversionError(where, f"there is no {shown(name)}: {suggest(name, valid)}", unknown=True)
     return ConversionError(where, "expected a value, found none" if isinstance(error, KeyError) else str(error))
 
 

@@ -12,7 +12,7 @@ def did_you_mean(word: str, valid: Collection[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else ""
 
 
-def nearest(word: str, valid: Collection[str]) -> str:
+def suggest(word: str, valid: Collection[str]) -> str:
     """Name the valid words, after the nearest one when it is near enough: "did you mean 'a'? valid: a, b"."""
     hint = did_you_mean(word, valid)
     return f"{hint}{hint and ' '}valid: {', '.join(sorted(valid)) or 'none'}"

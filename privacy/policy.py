@@ -18,7 +18,7 @@ from fl_core import validate
 from fl_core.converter import structure
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.manifest import RunManifest
-from fl_core.suggest import nearest
+from fl_core.suggest import suggest
 from privacy import policy_file
 from privacy.accounting.accountant import Filter
 from privacy.accounting.record_config import COUPLED, MOST_DELTA, RNG, WITHDRAWN
@@ -172,7 +172,7 @@ class Policy:
                 raise RefusedError(
                     "E-POLICY-09",
                     f"[budget.{name!r}]: expected one of the ledger's collections {known}, found another name: "
-                    f"{nearest(name, known)}, or run `silo ledger register` first",
+                    f"{suggest(name, known)}, or run `silo ledger register` first",
                 )
 
     # ---- what it says about a run -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import ParamSpec
 import torch
 
 from fl_core.training.local_data import LocalDataWrapper
-from fl_core.types.interfaces import SiloData
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import ClassSums, Query, Split, Tensors
 
 
@@ -19,7 +19,7 @@ class PrototypeFilter(LocalDataWrapper):
     fewer examples are hidden as well.
     """
 
-    def __init__(self, data: SiloData, hidden: frozenset[int], least: float) -> None:
+    def __init__(self, data: LocalData, hidden: frozenset[int], least: float) -> None:
         super().__init__(data)
         self._hidden, self._least = sorted(hidden), least
 
@@ -39,13 +39,13 @@ P = ParamSpec("P")
 
 
 def with_prototype_filter(
-    factory: Callable[P, SiloData], hidden: frozenset[int], least: float
-) -> Callable[P, SiloData]:
+    factory: Callable[P, LocalData], hidden: frozenset[int], least: float
+) -> Callable[P, LocalData]:
     """Let a data factory hide classes; the factory itself where nothing is hidden."""
     if not hidden and least <= 0:
         return factory
 
-    def filtered(*args: P.args, **kwargs: P.kwargs) -> SiloData:
+    def filtered(*args: P.args, **kwargs: P.kwargs) -> LocalData:
         return PrototypeFilter(factory(*args, **kwargs), hidden, least)
 
     return filtered

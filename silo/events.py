@@ -12,7 +12,7 @@ Fact = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class Event:
     """An event: its kind (a word), a line for people, and facts for machines."""
 
     event: str
@@ -20,17 +20,17 @@ class Notice:
     facts: Mapping[str, Fact]
 
 
-Say = Callable[[Notice], None]
+EmitEvent = Callable[[Event], None]
 
 
-def notice(event: str, text: str, key: TaskKey | None = None, facts: Mapping[str, Fact] | None = None) -> Notice:
+def event(event: str, text: str, key: TaskKey | None = None, facts: Mapping[str, Fact] | None = None) -> Event:
     """Make a notice; that of a task names its run, round and kind."""
     about: dict[str, Fact] = {}
     if key is not None:
         about = {"run": key.run_id, "round": key.round, "kind": key.kind.value}
-    return Notice(event, text, about | dict(facts or {}))
+    return Event(event, text, about | dict(facts or {}))
 
 
-def trouble(error: FederationError) -> Notice:
+def error_event(error: FederationError) -> Event:
     """Make the notice of an error that does not end the service."""
-    return notice("trouble", str(error), facts={"code": error.code})
+    return event("trouble", str(error), facts={"code": error.code})

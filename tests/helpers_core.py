@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fl_core.aggregation.fixed_point import Grid
+from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import Option
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import Choice, RunManifest, members
+from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
 from fl_core.simulation.in_process import SiloShare
 from fl_core.training.optimizers import effective_steps
 from fl_core.types.values import (
@@ -141,17 +141,17 @@ def manifest(
     built = build_model(model, model_options or {}, SCHEMA, seed)
     return RunManifest(
         name="test",
-        method=Choice(method, options or {}),
-        model=Choice(model, model_options or {}),
+        method=NamedOptions(method, options or {}),
+        model=NamedOptions(model, model_options or {}),
         data="made-up",
         schema=SCHEMA,
         train=train or TrainConfig(batch_size=5, epochs=1),
         rounds=rounds,
         seed=seed,
-        members=members(names, seed, share),
+        members=make_members(names, seed, share),
         layout=derive_layout(build_method(method, options or {}), built, SCHEMA, personal),
-        grid=Grid("ring64", len(names)),
-        privacy=Choice("none"),
+        grid=FixedPointFormat("ring64", len(names)),
+        privacy=NamedOptions("none"),
         cohort=cohort,
         quorum=quorum,
         threads=1,

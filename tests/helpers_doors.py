@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.types.values import Losses, RoundContext, TrainConfig
-from privacy.accounting.record_config import Terms
+from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
-from privacy.dp_sgd.private_data import PrivateData
+from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise.sources import SeededNoise
 
 TURN = RoundContext(3, 4, rounds=5, round=0, cohort=3).for_silo(0, 7)
@@ -41,16 +41,16 @@ def model_of(seed: int = 0) -> nn.Module:
 
 
 def course_of(
-    terms: Terms, train: TrainConfig = PLAIN, units: int = 24, method: str = "fedavg", **options: object
+    terms: RecordDpConfig, train: TrainConfig = PLAIN, units: int = 24, method: str = "fedavg", **options: object
 ) -> ReleasePlan:
     return ReleasePlan.of(terms, train, 5, units, build_method(method, options), model_of(), SCHEMA)
 
 
-def doors(course: ReleasePlan, data: Given, noise: object = None, round: int = 0, **more: object) -> PrivateData:
+def doors(course: ReleasePlan, data: Given, noise: object = None, round: int = 0, **more: object) -> DpSgdLocalData:
     context = replace(TURN, round=round)
     spend = ReleaseAllowance([r for _ in range(3) for r in course.releases(round, True)])
     source = Silent(1, "sampling") if noise is None else noise
-    return PrivateData(data, data, course.rates.train, context, course, spend, source, **more)  # type: ignore[arg-type]
+    return DpSgdLocalData(data, data, course.rates.train, context, course, spend, source, **more)  # type: ignore[arg-type]
 
 
 def ce(model: nn.Module, x: Tensor, y: Tensor) -> Losses:

@@ -12,7 +12,7 @@ from fl_core.converter import Option
 from fl_core.errors import UnavailableError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, LocalPort, local_ports
+from fl_core.simulation.in_process import InProcessSilo, RoundHistory, local_ports
 from fl_core.types.values import AS_SCHEDULED, Bundle, RoundContext, State, TaskKind, TrainConfig
 
 
@@ -102,7 +102,7 @@ def alternating(t: int) -> list[int]:
 class Lossy:
     """A port whose update of given rounds is made and then does not arrive."""
 
-    def __init__(self, inner: LocalPort, rounds: Collection[int]) -> None:
+    def __init__(self, inner: InProcessSilo, rounds: Collection[int]) -> None:
         self.name, self.inner, self.rounds = inner.name, inner, rounds
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
@@ -127,7 +127,7 @@ def run_and_lose(
         Lossy(port, [t for t, name in lost.items() if name == port.name])
         for port in local_ports(RunSetup.of(run), shares())
     ]
-    history = History()
+    history = RoundHistory()
     server = RunSetup.of(run).round_loop(ports, 1).run(RunSetup.of(run).initial_state(), history)
     for record in history.records[:rounds]:
         assert list(record.missing) == ([lost[record.round]] if record.round in lost else [])

@@ -17,13 +17,13 @@ from privacy.ledger.registration import register
 from protos.pki.identity import identity_of
 from protos.pki.invitation import InvitationToken
 from protos.tls.diagnosis import Diagnosis
-from silo.connection.transfer import Patience
-from silo.events import Notice
+from silo.connection.transfer import RetryPolicy
+from silo.events import Event
 from silo.identity.identity import SiloIdentity
 from silo.service.service import Service, Settings
 from silo.storage.home import Home
 
-PATIENCE = Patience(idle_s=5.0, backoff_s=0.01, backoff_cap_s=0.1, tries=3)
+PATIENCE = RetryPolicy(idle_s=5.0, backoff_s=0.01, backoff_cap_s=0.1, tries=3)
 COLLECTION = "records"
 DELTA = 1e-5
 
@@ -35,7 +35,7 @@ class Site:
     world: World
     home: Home
     data: str
-    notices: list[Notice] = field(default_factory=list)
+    notices: list[Event] = field(default_factory=list)
     service: Service | None = None
 
     @property

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from fl_core.methods import build_method
 from fl_core.models.split_model import SplitModel, assemble
-from fl_core.rounds.manifest import Choice
-from fl_core.training.local_data import PlainData
+from fl_core.rounds.manifest import NamedOptions
+from fl_core.training.local_data import PlainLocalData
 from fl_core.types.values import AS_SCHEDULED, Coupling, LossFn, Part, RoundContext, SgdOptions, TrainConfig
 from privacy import profiles
-from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Rates, ReleaseAllowance, ReleasePlan
-from privacy.dp_sgd.private_data import PrivateData
+from privacy.accounting.record_config import RecordDpConfig
+from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
+from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise.sources import SeededNoise
 
 N, CLASSES = 10, 4
@@ -52,7 +52,7 @@ class Call(NamedTuple):
     options: SgdOptions
 
 
-class Capturing(PlainData):
+class Capturing(PlainLocalData):
     """Plain doors that write down each training before they do it."""
 
     calls: list[Call]
@@ -103,8 +103,8 @@ def extremes() -> list[tuple[str, Tensor, int]]:
 
 def captured(name: str, options: Mapping[str, object], dropout: bool, formed: bool = True) -> list[Call]:
     """Let a method train two rounds and return the calls of the second; formed: as a private run forms it."""
-    privacy = Choice("dp_record" if formed else "none", {})
-    chosen, _ = profiles.private_form(Choice(name, dict(options)), privacy)  # type: ignore[arg-type]
+    privacy = NamedOptions("dp_record" if formed else "none", {})
+    chosen, _ = profiles.private_form(NamedOptions(name, dict(options)), privacy)  # type: ignore[arg-type]
     method, model = build_method(name, chosen.options), network(dropout)
     x, y = records()
     data, fed = Given(x, y), RoundContext(1, CLASSES, 4, 0, 1)
@@ -119,7 +119,7 @@ def captured(name: str, options: Mapping[str, object], dropout: bool, formed: bo
         msg, turn = method.broadcast(server), now.for_silo(0, 3)
         bundle, silo = method.local(model, msg, silo, doors, turn)
         method.personal(model, msg, silo, doors, turn)
-        alone = {n: _alone(p) if n in method.apart else p for n, p in bundle.items()}
+        alone = {n: _alone(p) if n in method.unsummed_parts else p for n, p in bundle.items()}
         server = method.merge(server, alone, now)
     return calls
 
@@ -139,11 +139,11 @@ class Force:
     noise: type[Silent] = Silent
 
     def __post_init__(self) -> None:
-        terms = Terms(clip=CLIP, coupled=self.treatment, microbatch=3, physical_batch=8,
+        terms = RecordDpConfig(clip=CLIP, coupled=self.treatment, microbatch=3, physical_batch=8,
                       max_per_unit=2 if self.condition == "groups" else 0)  # fmt: skip
         config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=N, epochs=1,
                              augment=self.condition == "augmented")  # fmt: skip
-        self.course = ReleasePlan(terms, Rates(config, N), 1, self.coupling, (1,), 0, False)
+        self.course = ReleasePlan(terms, SamplingSchedule(config, N), 1, self.coupling, (1,), 0, False)
         self.course.__dict__["noise"] = 1.0  # where solving for an epsilon would put it
         self._without: Tensor | None = None
 
@@ -165,7 +165,7 @@ class Force:
 
         context = RoundContext(1, CLASSES, 4, 1, 1).for_silo(0, 0)
         spend, source = ReleaseAllowance(self.course.training(1)), self.noise(11, "force")
-        doors = PrivateData(data, data, self.course.rates.train, context, self.course, spend, source, progress=watch)
+        doors = DpSgdLocalData(data, data, self.course.rates.train, context, self.course, spend, source, progress=watch)
         doors.sgd(
             model,
             self.call.loss,

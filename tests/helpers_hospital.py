@@ -8,7 +8,7 @@ from helpers_silo import until
 
 from fl_core import datasets
 from fl_core.methods import build_method
-from fl_core.rounds.silo_round import work
+from fl_core.rounds.silo_round import run_silo_round
 from fl_core.types.values import TaskKind
 from protos.wire.tasks import TaskKey
 
@@ -29,7 +29,7 @@ class Slow:
             data._progress(1, 5)
         if self.fail is not None:
             raise self.fail
-        return work(bench, msg, state, data, context, kind)
+        return run_silo_round(bench, msg, state, data, context, kind)
 
 
 class Watched:

@@ -11,9 +11,9 @@ from torch import nn
 
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.training.local_data import PlainData
+from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import Method
-from fl_core.types.values import Bundle, Outcome, Part, RoundContext, State, TrainConfig
+from fl_core.types.values import Bundle, LocalResult, Part, RoundContext, State, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=5, epochs=1)
 FED = RoundContext(n_silos=3, n_classes=4, rounds=5, round=2, cohort=3)
@@ -52,7 +52,7 @@ def answers(name: str) -> list[Bundle]:
 
 def merged_total(method: Method, bundles: list[Bundle]) -> Bundle:
     """Sum over silos, except for the parts that `merge` sees one by one."""
-    return {name: stacked([b[name] for b in bundles]) if name in method.apart else part
+    return {name: stacked([b[name] for b in bundles]) if name in method.unsummed_parts else part
             for name, part in total_of(bundles).items()}  # fmt: skip
 
 
@@ -63,12 +63,14 @@ def stacked(parts: list[Part]) -> Part:
     )
 
 
-def local(method: Method, server: State, k: int, model: nn.Module | None = None, silo: State | None = None) -> Outcome:
+def local(
+    method: Method, server: State, k: int, model: nn.Module | None = None, silo: State | None = None
+) -> LocalResult:
     model = model_of() if model is None else model
     share, context = shares()[k], FED.for_silo(k, 0)
     silo = method.init_silo(model_of(), FED) if silo is None else silo
     return method.local(
-        model, method.broadcast(server), silo, PlainData(share.train, share.test, TRAIN, context), context
+        model, method.broadcast(server), silo, PlainLocalData(share.train, share.test, TRAIN, context), context
     )
 
 

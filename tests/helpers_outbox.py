@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from fl_core.types.values import Part, TaskKind
-from protos.storage.object_store import ObjectStore
+from protos.storage.object_store import ContributionStore
 from protos.wire.tasks import TaskKey
-from silo.storage.outbox import Finished, Outbox
+from silo.storage.outbox import Outbox, TrainingResult
 from silo.storage.store import Store
 from silo.storage.tasks import Evaluation
 
@@ -21,17 +21,17 @@ def key(round=0, run="run-1", kind=TaskKind.TRAIN):
     return TaskKey(run, round, kind)
 
 
-def finished(value: float, mirrored: bool = True) -> Finished:
+def finished(value: float, mirrored: bool = True) -> TrainingResult:
     bundle = {
         "metrics": Part({"correct": torch.ones(2)}, torch.ones(2)),
         "delta": Part.of({"w": torch.ones(3) * value}),
     }
-    return Finished(bundle, {"own": {"w": torch.full((2,), value)}}, FACTS, mirrored)
+    return TrainingResult(bundle, {"own": {"w": torch.full((2,), value)}}, FACTS, mirrored)
 
 
 def opened(home: Path) -> Outbox:
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return Outbox(Store(home / "silo.db"), ObjectStore(home / "objects"), "center1")
+    return Outbox(Store(home / "silo.db"), ContributionStore(home / "objects"), "center1")
 
 
 def value(outbox: Outbox, run="run-1") -> float | None:

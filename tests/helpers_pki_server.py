@@ -80,7 +80,7 @@ def main() -> None:
 
     import grpc
 
-    from coordinator.api.authorise import Standing, authorise
+    from coordinator.api.authorise import MembershipStatus, authorize
     from coordinator.pki.server_certificate import server_credentials
     from fl_core.errors import RefusedError
     from protos.pki.identity import Kind, peer_of
@@ -102,11 +102,11 @@ def main() -> None:
             def call(request, context):
                 try:
                     peer = peer_of(context.auth_context())
-                    error = authorise(
+                    error = authorize(
                         peer,
                         kinds,
                         "demo",
-                        lambda p: Standing(
+                        lambda p: MembershipStatus(
                             "left" if p.serial in listed("revoked") else None, p.fingerprint in listed("members")
                         ),
                     )

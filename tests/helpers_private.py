@@ -8,10 +8,10 @@ from pathlib import Path
 from helpers_silo import MEMBERS, manifest
 
 from fl_core import datasets
-from fl_core.rounds.manifest import Choice, RunManifest, members
+from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
 from privacy import profiles
-from privacy.accounting.record_config import nominal
-from privacy.dp_sgd.class_sums import Units
+from privacy.accounting.record_config import round_to_two_digits
+from privacy.dp_sgd.class_sums import PrivacyUnits
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from silo.storage.home import Home
@@ -23,20 +23,22 @@ SEEDED_POLICY = '[privacy]\nrng = "test"\n'
 
 def private(method: str = "fedavg", options: dict | None = None, **terms) -> RunManifest:
     """Freeze a small private run; noise is seeded unless the test says otherwise."""
-    units = nominal(len(Units.of(datasets.load(DATA).train)))
+    units = round_to_two_digits(len(PrivacyUnits.of(datasets.load(DATA).train)))
     facts = {"rng": "test", "epsilon": 8.0, **terms}
     return manifest(
-        method=Choice(method, options or {}),
-        members=members(MEMBERS, 3, 1.0, [units] * 3),
-        privacy=Choice("dp_record", facts),
+        method=NamedOptions(method, options or {}),
+        members=make_members(MEMBERS, 3, 1.0, [units] * 3),
+        privacy=NamedOptions("dp_record", facts),
     )
 
 
 def hospital_level(method: str = "fedavg", options: dict | None = None, **terms) -> RunManifest:
     """Freeze a small run that hides what a whole hospital changes; the digits' network is large for it."""
-    units = nominal(len(Units.of(datasets.load(DATA).train)))
-    choice = Choice("dp_silo_small", {"rng": "test", "epsilon": 8.0, "allow_large": True, **terms})
-    made = manifest(method=Choice(method, options or {}), members=members(MEMBERS, 3, 1.0, [units] * 3), privacy=choice)
+    units = round_to_two_digits(len(PrivacyUnits.of(datasets.load(DATA).train)))
+    choice = NamedOptions("dp_silo_small", {"rng": "test", "epsilon": 8.0, "allow_large": True, **terms})
+    made = manifest(
+        method=NamedOptions(method, options or {}), members=make_members(MEMBERS, 3, 1.0, [units] * 3), privacy=choice
+    )
     return replace(made, layout={**made.layout, **profiles.extra_parts(choice)})
 
 

@@ -10,12 +10,12 @@ from fl_core.errors import UnavailableError
 from fl_core.rounds.engine import RoundRecord
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, local_ports
+from fl_core.simulation.in_process import RoundHistory, local_ports
 from fl_core.types.interfaces import SiloPort
 from fl_core.types.values import Bundle, Part, RoundContext, State, TaskKind
 
 
-class Kept(History):
+class Kept(RoundHistory):
     """Keeps the state after every round, and what was announced."""
 
     def __init__(self) -> None:

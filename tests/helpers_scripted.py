@@ -15,9 +15,9 @@ from helpers_wire import fetch, send
 
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.rounds.silo_round import work
+from fl_core.rounds.silo_round import run_silo_round
 from fl_core.simulation.in_process import SiloShare
-from fl_core.training.local_data import PlainData
+from fl_core.training.local_data import PlainLocalData
 from fl_core.types.values import Bundle, RoundContext, State, TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
@@ -192,9 +192,9 @@ class ScriptedSilo:
             len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, offer.cohort
         )
         turn = fed.for_silo(me, manifest.seed, manifest.members[me].prototypes)
-        data = PlainData(self.share.train, self.share.test, manifest.train, turn)
+        data = PlainLocalData(self.share.train, self.share.test, manifest.train, turn)
         with _ONE_MODEL_AT_A_TIME:
-            outcome = work(
+            outcome = run_silo_round(
                 RunSetup.of(manifest).silo_runtime(), msg, self.memory.states.get(key.run_id), data, turn, key.kind
             )
         self.memory.trained.append(key)

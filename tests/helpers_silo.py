@@ -15,13 +15,13 @@ import grpc
 from helpers_transfer import FakeTransfer, authority
 
 from fl_core import datasets
-from fl_core.aggregation.fixed_point import Grid
+from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import Choice, RunManifest, members
+from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.rounds.silo_round import work
+from fl_core.rounds.silo_round import run_silo_round
 from fl_core.types.values import State, TrainConfig
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
@@ -29,14 +29,14 @@ from protos.pki.invitation import InvitationToken
 from protos.tls.diagnosis import Diagnosis
 from protos.version import PROTOCOL, software
 from protos.wire.codec import pack_state
-from silo.connection.transfer import Patience
-from silo.events import Notice
+from silo.connection.transfer import RetryPolicy
+from silo.events import Event
 from silo.identity.identity import SiloIdentity
 from silo.service.service import Service, Settings
 from silo.storage.home import Home
-from silo.training.trainer import Work
+from silo.training.trainer import RunRound
 
-PATIENCE = Patience(idle_s=5.0, backoff_s=0.001, backoff_cap_s=0.01, tries=3)
+PATIENCE = RetryPolicy(idle_s=5.0, backoff_s=0.001, backoff_cap_s=0.01, tries=3)
 
 
 def until(condition: Callable[[], object], seconds: float = 20.0, what: str = "") -> None:
@@ -174,21 +174,21 @@ def enrolled(folder: Path, name: str = "center1") -> Home:
 def manifest(**other) -> RunManifest:
     """Freeze a small run on the digits."""
     schema = datasets.schema_of("digits")
-    method = other.pop("method", Choice("fedavg", {}))
+    method = other.pop("method", NamedOptions("fedavg", {}))
     built = build_model("digits_cnn", {}, schema, 3)
     facts = {
         "name": "small",
         "method": method,
-        "model": Choice("digits_cnn", {}),
+        "model": NamedOptions("digits_cnn", {}),
         "data": "digits",
         "schema": schema,
         "train": TrainConfig(epochs=1, batch_size=64),
         "rounds": 2,
         "seed": 3,
-        "members": members(MEMBERS, 3, 1.0),
+        "members": make_members(MEMBERS, 3, 1.0),
         "layout": derive_layout(build_method(method.name, method.options), built, schema),
-        "grid": Grid("ring64", len(MEMBERS)),
-        "privacy": Choice("none", {}),
+        "grid": FixedPointFormat("ring64", len(MEMBERS)),
+        "privacy": NamedOptions("none", {}),
         "threads": 1,
         "software": software(),
     }
@@ -198,7 +198,7 @@ def manifest(**other) -> RunManifest:
 class Hospital:
     """A service at work, the coordinator that it talks to, and a run."""
 
-    def __init__(self, folder: Path, run: RunManifest | None = None, do: Work = work, **settings) -> None:
+    def __init__(self, folder: Path, run: RunManifest | None = None, do: RunRound = run_silo_round, **settings) -> None:
         self.do = do
         self.folder, self.settings = folder, settings
         self.control, self.transfer = FakeControl(), FakeTransfer()
@@ -207,7 +207,7 @@ class Hospital:
         self.manifest = run or manifest()
         self.digest = self.transfer.offer(self.manifest.to_json().encode())
         self.server = RunSetup.of(self.manifest).initial_state()
-        self.notices: list[Notice] = []
+        self.notices: list[Event] = []
         self.service: Service | None = None
 
     def start(self) -> Service:

@@ -11,12 +11,12 @@ from helpers_transfer import BYTES, CONSORTIUM, FakeTransfer, authority
 from fl_core.errors import FederationError
 from fl_core.types.values import TaskKind
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.storage.object_store import ObjectStore
+from protos.storage.object_store import ContributionStore
 from protos.wire.chunks import CHUNK_BYTES
 from protos.wire.tasks import TaskKey, contribution_id
-from silo.connection.retry import Stop, StoppedError
-from silo.connection.transfer import Transfer, Witness
-from silo.storage.tasks import Entry
+from silo.connection.retry import CancelledError, CancelToken
+from silo.connection.transfer import ReceiptVerifier, Transfer
+from silo.storage.tasks import OutboxEntry
 
 KEY = TaskKey("run-1", 2, TaskKind.TRAIN)
 CUTS = [0, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES, 17, CHUNK_BYTES + 5, len(BYTES) - 1]
@@ -33,14 +33,14 @@ class Rig:
         self.host = Host(self.fake)
         self.channel = self.host.channel()
         self.told: list[FederationError] = []
-        self.objects = ObjectStore(folder / "objects")
-        self.stop = Stop()
-        self.witness = Witness(authority().ca_pem, CONSORTIUM, "center1")
+        self.objects = ContributionStore(folder / "objects")
+        self.stop = CancelToken()
+        self.witness = ReceiptVerifier(authority().ca_pem, CONSORTIUM, "center1")
         self.transfer = Transfer(lambda: rpc.TransferStub(self.channel), self.objects, patience, self.told.append)
 
     def entry(self, data=BYTES):
         name = contribution_id(*KEY, "center1", "b" * 64)
-        return Entry(KEY, "a" * 64, "b" * 64, name, self.objects.put(data), len(data))
+        return OutboxEntry(KEY, "a" * 64, "b" * 64, name, self.objects.put(data), len(data))
 
     def upload(self, entry=None, moved=still):
         entry = entry or self.entry()
@@ -54,7 +54,7 @@ class Rig:
         def send():
             try:
                 found.append(self.upload())
-            except StoppedError as error:
+            except CancelledError as error:
                 found.append(error.reason)
 
         sender = threading.Thread(target=send)

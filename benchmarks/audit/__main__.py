@@ -15,8 +15,7 @@ import torch
 
 from benchmarks.audit.faults import FAULTS, Missing, Repeated
 from privacy.audit import __main__ as program
-from privacy.audit import canaries
-from privacy.audit import step_checks as step
+from privacy.audit import canaries, step_checks
 from privacy.audit.step_checks import Step
 from privacy.audit.training import Training
 from privacy.noise.sources import SeededNoise
@@ -37,17 +36,17 @@ CASES: dict[str, tuple[str, str, type[SeededNoise]]] = {
 
 def scale(kind: str, source: type[SeededNoise], seed: int) -> float:
     """AU-1: noise over the claim's."""
-    return step.noise_scale(Step(kind), source(seed, "noise")).ratio
+    return step_checks.noise_scale(Step(kind), source(seed, "noise")).ratio
 
 
 def moved(kind: str, source: type[SeededNoise], seed: int) -> float:  # noqa: ARG001
     """AU-2: the furthest move over the sensitivity."""
-    return step.sensitivity(kind, trials=60, seed=seed).furthest
+    return step_checks.sensitivity(kind, trials=60, seed=seed).furthest
 
 
 def mu(kind: str, source: type[SeededNoise], seed: int) -> float:
     """AU-3: the lower bound on mu over the claim's."""
-    return step.mu(Step(kind), SHORT, (source(seed, "mu", 0), source(seed, "mu", 1)))
+    return step_checks.mu(Step(kind), SHORT, (source(seed, "mu", 0), source(seed, "mu", 1)))
 
 
 def dirac(kind: str, source: type[SeededNoise], seed: int) -> float:  # noqa: ARG001

@@ -10,18 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fl_core import rng
-from privacy.accounting.record_config import Terms
+from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleasePlan
-from privacy.dp_sgd import class_sums as release
-from privacy.dp_sgd import layer_gradients as samplers
-from privacy.dp_sgd import per_sample_gradients as gradients
-from privacy.dp_sgd import private_data as example
+from privacy.dp_sgd import class_sums, layer_gradients, per_sample_gradients, private_data
 from privacy.dp_sgd.draws import Draws
-from privacy.dp_sgd.per_sample_gradients import Gradients, PerUnit, clipped, per_unit
-from privacy.dp_sgd.private_data import PrivateData
-from privacy.noise import grid
-from privacy.noise import sources as entropy
-from privacy.noise.sources import Noise, SeededNoise
+from privacy.dp_sgd.per_sample_gradients import ClippedGradientEngine, Gradients, clipped, per_unit
+from privacy.dp_sgd.private_data import DpSgdLocalData
+from privacy.noise import grid, sources
+from privacy.noise.sources import NoiseSource, SeededNoise
 
 OPEN = 1e12
 
@@ -49,13 +45,13 @@ def halved_noise() -> AbstractContextManager[None]:
 
 def small_sensitivity() -> AbstractContextManager[None]:
     """Take the clip for the sensitivity: what a unit does to its microbatch is forgotten."""
-    return replaced(Terms, "sensitivity", lambda terms, coupled: terms.clip)  # noqa: ARG005
+    return replaced(RecordDpConfig, "sensitivity", lambda terms, coupled: terms.clip)  # noqa: ARG005
 
 
 class _Open:
     """Sums gradients without a bound."""
 
-    def __init__(self, engine: PerUnit) -> None:
+    def __init__(self, engine: ClippedGradientEngine) -> None:
         self._engine = engine
 
     def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:  # noqa: ARG002
@@ -73,16 +69,16 @@ def missing_clip() -> Iterator[None]:
             yield _Open(found)
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(example, "per_unit", engine))
+        stack.enter_context(replaced(private_data, "per_unit", engine))
         unbounded = lambda loss, params, clip: clipped(loss, params, OPEN)  # noqa: E731, ARG005
-        stack.enter_context(replaced(example, "clipped", unbounded))
+        stack.enter_context(replaced(private_data, "clipped", unbounded))
         yield
 
 
 def dealt_by_place() -> AbstractContextManager[None]:
     """Microbatches by place in the sample, two by two: one unit in front moves all the others on."""
     dealt = lambda noise, units, groups, *about: (torch.arange(len(units)) // 2).clamp(max=groups - 1)  # noqa: E731, ARG005
-    return replaced(entropy, "labels", dealt)
+    return replaced(sources, "labels", dealt)
 
 
 @contextmanager
@@ -96,29 +92,29 @@ def finite_check_removed() -> Iterator[None]:
         return (factor @ rows.flatten(1).double()).view(rows.shape[1:])
 
     def weighted(layer: nn.Module, x: Tensor, dy: Tensor, factor: Tensor) -> dict[nn.Parameter, Tensor]:
-        inputs, grads = samplers._places(layer, x, dy)
+        inputs, grads = layer_gradients._places(layer, x, dy)
         found = {layer.weight: torch.einsum("n,nop->op", factor, grads @ inputs.mT).view(layer.weight.shape)}
         if layer.bias is not None:
             found[layer.bias] = torch.einsum("n,no->o", factor, grads.sum(2))
         return found
 
-    def add_noise(values: Tensor, g: float, std: float, noise: Noise) -> Tensor:
+    def add_noise(values: Tensor, g: float, std: float, noise: NoiseSource) -> Tensor:
         return values * g + noise.discrete_gaussian(tuple(values.shape), std / g).double() * g
 
-    def shares(*given: object) -> release.Shares:
+    def shares(*given: object) -> class_sums.Shares:
         found = honest(*given)
-        return replace(found, vectors=release._vectors(given[0], given[1], None))
+        return replace(found, vectors=class_sums._vectors(given[0], given[1], None))
 
-    honest = release.unit_shares
+    honest = class_sums.unit_shares
     with ExitStack() as stack:
         for owner, name, value in (
             (grid, "factors", factors),
             (grid, "weighted_sum", weighted_sum),
-            (samplers, "weighted", weighted),
+            (layer_gradients, "weighted", weighted),
             (grid, "rounded", lambda values, g: values / g),
             (grid, "truncated", lambda values, g: values / g),
             (grid, "add_noise", add_noise),
-            (release, "unit_shares", shares),
+            (class_sums, "unit_shares", shares),
         ):
             stack.enter_context(replaced(owner, name, value))
         yield
@@ -127,13 +123,13 @@ def finite_check_removed() -> Iterator[None]:
 def rounding_removed() -> AbstractContextManager[None]:
     """Gaussian floats on a sum in float32, where integers belong."""
 
-    def released(doors: PrivateData, total: Gradients, params: Sequence[nn.Parameter], divisor: float) -> None:
+    def released(doors: DpSgdLocalData, total: Gradients, params: Sequence[nn.Parameter], divisor: float) -> None:
         generator = torch.Generator().manual_seed(doors._noise.seed("floats"))
         for p, s in zip(params, total, strict=True):
             drawn = torch.randn(p.shape, generator=generator, dtype=torch.float64) * doors._plan.std
             p.grad = s.to(p).add_(drawn.to(p)).div_(divisor)
 
-    return replaced(PrivateData, "_release", released)
+    return replaced(DpSgdLocalData, "_release", released)
 
 
 @contextmanager
@@ -155,12 +151,12 @@ def drawn_by_position() -> Iterator[None]:
 class _Trimmed:
     """Sums gradients over the rows that there are."""
 
-    def __init__(self, engine: PerUnit) -> None:
+    def __init__(self, engine: ClippedGradientEngine) -> None:
         self._engine = engine
 
     def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:
         """Sum as usual, of a batch without padding."""
-        return self._engine.clipped_sum(losses, units[units != gradients.PADDING], clip, in_all)
+        return self._engine.clipped_sum(losses, units[units != per_sample_gradients.PADDING], clip, in_all)
 
 
 @contextmanager
@@ -172,18 +168,18 @@ def any_shape() -> Iterator[None]:
         with per_unit(*given, **named) as found:  # type: ignore[arg-type]
             yield _Trimmed(found)
 
-    with replaced(example, "filled", lambda x, rows: x), replaced(example, "per_unit", engine):  # noqa: ARG005
+    with replaced(private_data, "filled", lambda x, rows: x), replaced(private_data, "per_unit", engine):  # noqa: ARG005
         yield
 
 
 def clip_without_convolutions() -> AbstractContextManager[None]:
     """Leave convolutions out of the norm that is clipped."""
-    honest = gradients.grid.square_norms
+    honest = per_sample_gradients.grid.square_norms
 
     def square_norms(samples: Sequence[Tensor]) -> Tensor:
         return honest([s if s.dim() != 5 else s * 0 for s in samples])
 
-    return replaced(gradients.grid, "square_norms", square_norms)
+    return replaced(per_sample_gradients.grid, "square_norms", square_norms)
 
 
 class Missing(SeededNoise):

@@ -16,7 +16,7 @@ import torch
 from benchmarks.audit.faults import FAULTS
 from privacy.audit import hostile
 from privacy.audit.worlds import measure
-from privacy.noise.sources import Noise, SeededNoise
+from privacy.noise.sources import NoiseSource, SeededNoise
 
 HERE = Path(__file__).parent
 FAULT_OF: Mapping[str, str] = {
@@ -41,7 +41,7 @@ class Repeating(SeededNoise):
     private = True
 
 
-def source(world: bool, trial: int) -> Noise:
+def source(world: bool, trial: int) -> NoiseSource:
     """Open the noise of one trial."""
     return Repeating(0, "hostile", int(world), trial)
 

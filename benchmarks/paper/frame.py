@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.paper import images, tables
 from benchmarks.paper.study import Watch, bench_and_tests, seeded, whole
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation import runner as simulation
+from coordinator.simulation import runner
 from fl_core.methods.disjoint.fedgela import adaptation
 
 TABLE, SETTING, BATCH = "fedgela_3", "ISIC2019 subset, centres 1, 2, 3, 5", 500
@@ -65,13 +65,13 @@ def answers(words: Sequence[str], seed: int, data_root: Path | None) -> dict[str
     spec = seeded(compose_spec(images.resolved(words, data_root)), seed)
     root = images.root_of(words, data_root)
     watch = Watch(spec, root)
-    simulation.run(spec, root, watch)
+    runner.run(spec, root, watch)
     assert watch.server is not None
     bench, tests = bench_and_tests(spec, root)
-    model = bench.method.global_model(bench.fresh(), bench.method.broadcast(watch.server)).eval()
+    model = bench.method.global_model(bench.reset_model(), bench.method.broadcast(watch.server)).eval()
     with torch.no_grad():
         logits = torch.cat([model(tests.batch(part)[0]) for part in whole(tests).split(BATCH)])
-    counts = sum(_counts(part.train.labels, logits.shape[1]) for part in simulation.frozen(spec, root)[1])
+    counts = sum(_counts(part.train.labels, logits.shape[1]) for part in runner.build_simulation(spec, root)[1])
     assert isinstance(counts, Tensor)
     return {name: score(found, tests.labels, counts) for name, found in ways(logits, counts).items()}
 

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.paper import curves, report, study, tables
-from coordinator.simulation.engine import How
+from coordinator.simulation.engine import SimulationEngine
 from fl_core.errors import ConfigError, FederationError
-from fl_core.suggest import nearest
+from fl_core.suggest import suggest
 
 RESULTS = Path(__file__).parent / "results"
 KEYS = ("table", "scale", "seeds", "methods", "settings", "jobs", "device", "out", "run")
@@ -60,7 +60,7 @@ def parsed(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in KEYS:
-            raise ConfigError("E-CFG-01", f"expected KEY=VALUE, found {word!r}: {nearest(key, KEYS)}")
+            raise ConfigError("E-CFG-01", f"expected KEY=VALUE, found {word!r}: {suggest(key, KEYS)}")
         found[key] = value
     if "table" not in found:
         raise ConfigError("E-CFG-01", f"expected table=NAME, found none: valid: {', '.join(tables.names())}")
@@ -80,7 +80,7 @@ def run(words: dict[str, str], data_root: Path | None = None) -> None:
     seeds, out = [int(s) for s in words["seeds"].split(",")], Path(words["out"])
     for table in loaded:
         jobs = None if words["run"] == "false" else int(words["jobs"])
-        write(table, seeds, out, jobs, data_root, How(device=words["device"]))
+        write(table, seeds, out, jobs, data_root, SimulationEngine(device=words["device"]))
 
 
 def write(
@@ -89,7 +89,7 @@ def write(
     out: Path,
     jobs: int | None,
     data_root: Path | None,
-    how: How | None = None,
+    how: SimulationEngine | None = None,
 ) -> report.Results:
     """Compute what a table lacks (nothing without jobs), then write NAME_SCALE.csv, .md and .png into `out`."""
     out.mkdir(parents=True, exist_ok=True)

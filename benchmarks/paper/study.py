@@ -25,16 +25,16 @@ from benchmarks.paper.tables import Setting, Table
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from, schema_of
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulation import runner as simulation
-from coordinator.simulation.engine import How
+from coordinator.simulation import runner
+from coordinator.simulation.engine import SimulationEngine
 from fl_core import datasets, rng
 from fl_core.methods import build_method
 from fl_core.models import describe
 from fl_core.rounds.engine import RoundRecord
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.rounds.silo_round import Bench
-from fl_core.training import paper_metrics as metrics
-from fl_core.training.evaluation import Joined
+from fl_core.rounds.silo_round import SiloRuntime
+from fl_core.training import paper_metrics
+from fl_core.training.evaluation import ConcatExamples
 from fl_core.types.values import State
 
 HOLD_OUT = ("persilo", "label", "map")
@@ -54,21 +54,22 @@ class Point:
     eigenvalues: bool = False
     numbers: bool = False
     data_root: Path | None = None
-    how: How = How()  # noqa: RUF009
+    how: SimulationEngine = SimulationEngine()  # noqa: RUF009
 
 
 Grid = Mapping[tuple[str, str], Mapping[int, tuple[Point, ...]]]
 """The runs behind each cell: by (method, setting), by seed."""
 
 
-def grid(table: Table, seeds: Sequence[int], data_root: Path | None, how: How | None = None) -> Grid:
+def grid(table: Table, seeds: Sequence[int], data_root: Path | None, how: SimulationEngine | None = None) -> Grid:
     """Compose all runs of a table; raises ConfigError where one does not compose."""
     drawn, found = seeds[:1] if table.measures == ("numbers",) else seeds, {}
     for setting in table.settings:
         for method, own in table.methods.items():
             if own is not None:
                 runs = [
-                    point_of(table, method, (*w, *own), drawn, data_root, how or How(), setting) for w in setting.runs
+                    point_of(table, method, (*w, *own), drawn, data_root, how or SimulationEngine(), setting)
+                    for w in setting.runs
                 ]
                 found[method, setting.name] = {seed: tuple(run[seed] for run in runs) for seed in drawn}
     return found
@@ -95,7 +96,7 @@ def point_of(
     words: Sequence[str],
     seeds: Sequence[int],
     data_root: Path | None,
-    how: How,
+    how: SimulationEngine,
     setting: Setting,
 ) -> dict[int, Point]:
     """Compose one run of a cell, at every seed.
@@ -108,7 +109,7 @@ def point_of(
     eigen, numbers = "eigenvalues" in table.measures, table.measures == ("numbers",)
     told = [w for w in words if w.startswith("images=")]
     silos = (
-        [] if numbers else datasets.federation(simulation.dealt_from(spec), datasets.federation_text(spec.federation))
+        [] if numbers else datasets.federation(runner.data_reference(spec), datasets.federation_text(spec.federation))
     )
     # One manifest per cell: what seeds change of it is drawn from them, and making it costs as much as a short run.
     manifest = "" if numbers else manifest_from(seeded(spec, 0), [f"hospital{k}" for k in range(len(silos))]).digest()
@@ -139,7 +140,7 @@ class Watch:
         self.accuracies: list[float] = []
         self._spec = spec
         self._root = data_root
-        self._all: tuple[Bench, Joined] | None = None
+        self._all: tuple[SiloRuntime, ConcatExamples] | None = None
 
     def closed(self, record: RoundRecord, server: State) -> None:
         """Keep the state, and measure it where the record does not; the closing evaluation is over all silos."""
@@ -148,25 +149,25 @@ class Watch:
             return
         bench, tests = self._all = self._all or bench_and_tests(self._spec, self._root)
         if bench.method.has_global_model:
-            model = bench.method.global_model(bench.fresh(), bench.method.broadcast(server)).eval()
+            model = bench.method.global_model(bench.reset_model(), bench.method.broadcast(server)).eval()
             with torch.no_grad():
                 right = [(model(x).argmax(1) == y).sum() for x, y in map(tests.batch, whole(tests).split(500))]
             self.accuracies.append(float(sum(right)) / len(tests.labels))
 
 
-def bench_and_tests(spec: RunSpec, data_root: Path | None) -> tuple[Bench, Joined]:
+def bench_and_tests(spec: RunSpec, data_root: Path | None) -> tuple[SiloRuntime, ConcatExamples]:
     """Build a run's bench, and the global test set: the official one, or the union of the silos' own."""
-    dealt = datasets.federation(simulation.dealt_from(spec), datasets.federation_text(spec.federation))
+    dealt = datasets.federation(runner.data_reference(spec), datasets.federation_text(spec.federation))
     size, classes = spec.data.get("image_size"), spec.data.get("classes")
     labels = [str(c) for c in classes] if isinstance(classes, list | tuple) else None
     pixels = size if isinstance(size, int) else None
     sets = [datasets.load(r, data_root=data_root, classes=labels, image_size=pixels) for r in dealt]
     tests = [sets[0].public] if sets[0].public is not None else [s.test for s in sets]
     manifest = manifest_from(spec, [f"hospital{k}" for k in range(len(dealt))])
-    return RunSetup.of(manifest).silo_runtime(), Joined(tests)
+    return RunSetup.of(manifest).silo_runtime(), ConcatExamples(tests)
 
 
-def whole(examples: Joined) -> torch.Tensor:
+def whole(examples: ConcatExamples) -> torch.Tensor:
     """Return the index of all examples."""
     return torch.arange(len(examples.labels))
 
@@ -180,7 +181,7 @@ def measure(point: Point) -> dict[str, object]:
     if point.numbers:
         return {**found, "numbers": _numbers(spec)}
     watch = Watch(spec, root)
-    result = simulation.run(spec, root, watch, point.how, point.fine_tune)
+    result = runner.run(spec, root, watch, point.how, point.fine_tune)
     said = result.summary()
     scores = [dict(s) for s in said.get("personal_by_round", [])]  # type: ignore[attr-defined]
     accuracies = list(said["accuracy_by_round"])  # type: ignore[call-overload]
@@ -203,10 +204,12 @@ def _eigenvalues(spec: RunSpec, server: State, data_root: Path | None) -> float:
     """Return Table 7's number for the final model, on one batch of 128 test examples."""
     bench, tests = bench_and_tests(spec, data_root)
     order = torch.from_numpy(rng.numpy_stream(spec.seed, "paper", "eigenvalues").permutation(len(tests.labels)))
-    model = bench.method.global_model(bench.fresh(), bench.method.broadcast(server)).eval()
+    model = bench.method.global_model(bench.reset_model(), bench.method.broadcast(server)).eval()
     with torch.no_grad():
-        z = model.features(tests.batch(order[: metrics.BATCH])[0])
-    return round(metrics.eigenvalue_variance(metrics.correlation_eigenvalues(z), min(metrics.BATCH, len(z))), 3)
+        z = model.features(tests.batch(order[: paper_metrics.BATCH])[0])
+    return round(
+        paper_metrics.eigenvalue_variance(paper_metrics.correlation_eigenvalues(z), min(paper_metrics.BATCH, len(z))), 3
+    )
 
 
 def _numbers(spec: RunSpec) -> float:

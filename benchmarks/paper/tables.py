@@ -28,7 +28,7 @@ import yaml
 
 from benchmarks.paper.measures import MEASURES
 from fl_core.errors import ConfigError
-from fl_core.suggest import nearest
+from fl_core.suggest import suggest
 
 FOLDER = Path(__file__).parent / "tables"
 SCALES = ("paper", "small")
@@ -77,9 +77,9 @@ def load(name: str, scale: str, folder: Path = FOLDER) -> Table:
     """Read a table; raises ConfigError (E-CFG-01) on an unknown name, scale or key, with the nearest one."""
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in known:
-        raise ConfigError("E-CFG-01", f"there is no table={name}: {nearest(name, known)}")
+        raise ConfigError("E-CFG-01", f"there is no table={name}: {suggest(name, known)}")
     if scale not in SCALES:
-        raise ConfigError("E-CFG-01", f"there is no scale={scale}: {nearest(scale, SCALES)}")
+        raise ConfigError("E-CFG-01", f"there is no scale={scale}: {suggest(scale, SCALES)}")
     raw = _mapping(yaml.safe_load((folder / f"{name}.yaml").read_text()), name, _KEYS)
     methods = {m: None if w is None else tuple(str(w).split()) for m, w in _mapping(raw["methods"], name).items()}
     order, settings = list(methods), _mapping(raw["settings"], name)
@@ -89,7 +89,7 @@ def load(name: str, scale: str, folder: Path = FOLDER) -> Table:
     }
     if strangers := set(printed) - set(settings):
         raise ConfigError(
-            "E-CFG-01", f"{name}: there is no setting {min(strangers)!r}: {nearest(min(strangers), settings)}"
+            "E-CFG-01", f"{name}: there is no setting {min(strangers)!r}: {suggest(min(strangers), settings)}"
         )
     if scale == "small":
         small = _mapping(raw["small"], name, _SMALL)
@@ -119,7 +119,7 @@ def chosen(table: Table, methods: Sequence[str], settings: Sequence[str]) -> Tab
     for wanted, valid in ((methods, list(table.methods)), (settings, have)):
         for name in wanted:
             if name not in valid:
-                raise ConfigError("E-CFG-01", f"table {table.name} has no {name!r}: {nearest(name, valid)}")
+                raise ConfigError("E-CFG-01", f"table {table.name} has no {name!r}: {suggest(name, valid)}")
     return Table(**{
         **{f: getattr(table, f) for f in Table.__dataclass_fields__},
         "methods": {m: w for m, w in table.methods.items() if not methods or m in methods},
@@ -131,7 +131,7 @@ def _measures(raw: object, name: str) -> tuple[str, ...]:
     found = tuple(str(m) for m in raw)  # type: ignore[attr-defined]
     for measure in found:
         if measure not in MEASURES:
-            raise ConfigError("E-CFG-01", f"{name}: there is no measure {measure!r}: {nearest(measure, MEASURES)}")
+            raise ConfigError("E-CFG-01", f"{name}: there is no measure {measure!r}: {suggest(measure, MEASURES)}")
     return found
 
 
@@ -143,7 +143,7 @@ def _small_methods(
     extra = dict.fromkeys(map(str, kept), "") if isinstance(kept, list) else _mapping(kept, name)
     if strangers := set(extra) - set(methods):
         raise ConfigError(
-            "E-CFG-01", f"{name}: there is no method {min(strangers)!r}: {nearest(min(strangers), methods)}"
+            "E-CFG-01", f"{name}: there is no method {min(strangers)!r}: {suggest(min(strangers), methods)}"
         )
     return {m: (*words, *str(extra[m] or "").split()) if (words := methods[m]) is not None else None for m in extra}
 
@@ -153,7 +153,7 @@ def _setting(name: str, value: object, shared: tuple[str, ...], printed: Mapping
     words = given["words"] if isinstance(given["words"], list) else [given["words"]]
     beside = str(given.get("beside") or "")
     if beside and beside not in printed:
-        raise ConfigError("E-CFG-01", f"{name}: nothing is printed for {beside!r}: {nearest(beside, printed)}")
+        raise ConfigError("E-CFG-01", f"{name}: nothing is printed for {beside!r}: {suggest(beside, printed)}")
     return Setting(name, tuple((*shared, *str(w).split()) for w in words), int(str(given.get("at") or 0)), beside)
 
 
@@ -172,5 +172,5 @@ def _mapping(raw: object, where: str, valid: Sequence[str] = ()) -> dict[str, ob
         raise ConfigError("E-CFG-01", f"{where}: expected a mapping, found {raw!r}: correct the table's file")
     for key in raw:
         if valid and key not in valid:
-            raise ConfigError("E-CFG-01", f"{where}: there is no key {key!r}: {nearest(str(key), valid)}")
+            raise ConfigError("E-CFG-01", f"{where}: there is no key {key!r}: {suggest(str(key), valid)}")
     return {str(k): v for k, v in raw.items()}

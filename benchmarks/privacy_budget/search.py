@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from fl_core import datasets
 from fl_core.models import build_model
 from privacy.accounting.accountant import Mechanism, solve_noise
-from privacy.accounting.record_config import nominal
+from privacy.accounting.record_config import round_to_two_digits
 
 Array = NDArray[np.float64]
 Split = tuple[Array, NDArray[np.int64]]
@@ -74,7 +74,7 @@ def run(setting: Setting, seed: int, noisy: bool = True) -> list[float]:
     silos, test = _data(setting.federation)
     draw = np.random.default_rng(seed)
     weights = _initial(setting.d, seed)
-    sizes = [nominal(len(y)) for _, y in silos]
+    sizes = [round_to_two_digits(len(y)) for _, y in silos]
     found = []
     for _ in range(setting.rounds):
         total = [np.zeros_like(w) for w in weights]

@@ -6,10 +6,10 @@ python -m benchmarks.round_trip --silos 3,12 --params 11183582 --rounds 3 --json
 
 from __future__ import annotations
 
-from protos.tls.connect import hush_core, require_tls13
+from protos.tls.connect import require_tls13, silence_grpc_logs
 
 require_tls13()  # before anything imports gRPC
-hush_core()
+silence_grpc_logs()
 
 import argparse  # noqa: E402
 import json  # noqa: E402

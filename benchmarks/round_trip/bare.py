@@ -6,10 +6,10 @@ round: every client reads `down` bytes as a stream and then sends `up` bytes as 
 
 from __future__ import annotations
 
-from protos.tls.connect import hush_core, require_tls13
+from protos.tls.connect import require_tls13, silence_grpc_logs
 
 require_tls13()  # before anything imports gRPC
-hush_core()
+silence_grpc_logs()
 
 import argparse  # noqa: E402
 import os  # noqa: E402

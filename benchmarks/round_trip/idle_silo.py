@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from protos.tls.connect import hush_core, require_tls13
+from protos.tls.connect import require_tls13, silence_grpc_logs
 
 require_tls13()  # before anything imports gRPC
-hush_core()
+silence_grpc_logs()
 
 import argparse  # noqa: E402
 from functools import cache  # noqa: E402
@@ -13,10 +13,10 @@ from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
-from fl_core.rounds.silo_round import METRICS, Bench, SiloRound  # noqa: E402
-from fl_core.types.interfaces import SiloData  # noqa: E402
+from fl_core.rounds.silo_round import METRICS, SiloRound, SiloRuntime  # noqa: E402
+from fl_core.types.interfaces import LocalData  # noqa: E402
 from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State, TaskKind  # noqa: E402
-from silo.cli import foreground as serving  # noqa: E402
+from silo.cli import foreground  # noqa: E402
 from silo.service.service import Settings  # noqa: E402
 from silo.storage.home import Home  # noqa: E402
 
@@ -25,7 +25,7 @@ CHANGE = 1e-4
 
 
 def idle(
-    bench: Bench, msg: State, state: State | None, data: SiloData, context: RoundContext, kind: TaskKind
+    bench: SiloRuntime, msg: State, state: State | None, data: LocalData, context: RoundContext, kind: TaskKind
 ) -> SiloRound:
     """Answer a bundle of the run's layout at once: nearly constant tensors of weight 1, no test examples.
 
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--data", required=True)
     words = parser.parse_args()
-    serving.serve(Settings(Home(words.home), words.data, device="cpu"), as_json=True, do=idle)
+    foreground.serve(Settings(Home(words.home), words.data, device="cpu"), as_json=True, do=idle)
 
 
 if __name__ == "__main__":

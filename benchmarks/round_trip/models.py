@@ -11,7 +11,7 @@ from torch import nn
 
 from fl_core import datasets
 from fl_core.models import build_model
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.values import Schema
 
 CLASSES = tuple(f"class{k}" for k in range(10))
@@ -58,7 +58,7 @@ def _digits(folder: Path, silos: int, k: int) -> str:
 
 
 def _workload(model: nn.Module, words: Sequence[str], data: Callable[[Path, int, int], str]) -> Workload:
-    return Workload(_size(model), trees.count(trees.read(model)), words, data)
+    return Workload(_size(model), tensor_maps.count(tensor_maps.copy_state(model)), words, data)
 
 
 def _size(model: nn.Module) -> int:

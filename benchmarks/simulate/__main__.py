@@ -16,10 +16,10 @@ from benchmarks import timing
 from benchmarks.simulate.plain import Plain
 from benchmarks.timing import Timed
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation.runner import frozen
+from coordinator.simulation.runner import build_simulation
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, SiloShare, local_ports
+from fl_core.simulation.in_process import RoundHistory, SiloShare, local_ports
 from fl_core.types.values import State, TaskKind
 
 
@@ -27,7 +27,7 @@ class Federated:
     """What `fl_core.simulation.in_process.simulate` does, round by round."""
 
     def __init__(self, manifest: RunManifest, shares: Sequence[SiloShare]) -> None:
-        self.history = History()
+        self.history = RoundHistory()
         run = RunSetup.of(manifest)
         self._engine = run.round_loop(local_ports(run, shares), parallel=1)
         self.server: State = run.initial_state()
@@ -44,7 +44,7 @@ class Federated:
 
 def measure(words: Sequence[str]) -> timing.Found:
     """Run both, a round of one and a round of the other in turn, and compare what they took and where they end."""
-    manifest, sets = frozen(compose_spec(["method=fedavg", "data=digits", *words]))
+    manifest, sets = build_simulation(compose_spec(["method=fedavg", "data=digits", *words]))
     shares = [SiloShare(s.train, s.test, s.public) for s in sets]
     torch.set_num_threads(manifest.threads or torch.get_num_threads())
     times = {name: Timed() for name in ("federation", "plain", "plain_evaluation")}

@@ -15,7 +15,7 @@ import torch
 from benchmarks import timing
 from benchmarks.steps.ways import Setting, ways
 from fl_core.training.devices import choose_device
-from privacy.dp_sgd import per_sample_gradients as gradients
+from privacy.dp_sgd import per_sample_gradients
 
 SETTINGS = {
     "digits_cnn": Setting("digits_cnn", {}, (1, 8, 8), batch=96),
@@ -33,7 +33,7 @@ def measure(setting: Setting, turns: int, steps: int) -> timing.Found:
     private = [name for name in timed if name not in ("plain", "fedmr", "opacus")]
     return {
         "batch": setting.batch,
-        "mode": gradients.mode_of(setting.build()),
+        "mode": per_sample_gradients.mode_of(setting.build()),
         **timing.milliseconds(timed, steps),
         "to_opacus": {name: timing.ratio(timed[name], timed["opacus"]) for name in private},
         "to_plain": {name: timing.ratio(timed[name], timed["plain"]) for name in ("fedmr", *private, "opacus")},

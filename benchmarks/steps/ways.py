@@ -22,14 +22,13 @@ from fl_core.methods.disjoint.fedmr import FedMR
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.training import devices
-from fl_core.training.local_data import PlainData
+from fl_core.training.local_data import PlainLocalData
 from fl_core.types.values import Examples, RoundContext, Schema, SgdOptions, State, TrainConfig
-from privacy.accounting.record_config import Terms
+from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
-from privacy.dp_sgd import per_sample_gradients as gradients
-from privacy.dp_sgd import private_data as example
+from privacy.dp_sgd import per_sample_gradients, private_data
 from privacy.dp_sgd.layer_gradients import conv_grad_sample
-from privacy.noise.sources import Noise, SecureNoise, SeededNoise
+from privacy.noise.sources import NoiseSource, SecureNoise, SeededNoise
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TURN = RoundContext(n_silos=10, n_classes=10, rounds=100, round=1, cohort=10).for_silo(silo=0, seed=0)
@@ -85,7 +84,7 @@ def message(method: FedAvg, model: nn.Module) -> State:
 
 def course_of(setting: Setting) -> ReleasePlan:
     """Plan a run of FedAvg over as many units as a batch has, clipped at 1, each physical batch a whole one."""
-    terms = Terms(physical_batch=setting.batch)
+    terms = RecordDpConfig(physical_batch=setting.batch)
     return ReleasePlan.of(terms, setting.train, TURN.rounds, setting.batch, FedAvg(), setting.build(), setting.schema)
 
 
@@ -94,7 +93,7 @@ class PlainSteps:
 
     def __init__(self, setting: Setting, examples: Examples, method: FedAvg) -> None:
         self.model = setting.build()
-        self._data = PlainData(examples, examples, setting.train, TURN, setting.device)
+        self._data = PlainLocalData(examples, examples, setting.train, TURN, setting.device)
         self._loss = method.objective(self.model, message(method, self.model), self._data, TURN)
 
     def take(self, steps: int) -> None:
@@ -103,7 +102,7 @@ class PlainSteps:
 
 
 class PrivateSteps:
-    """Steps through `PrivateData`; mode: of `gradients.MODES`, the model's own without one."""
+    """Steps through `DpSgdLocalData`; mode: of `gradients.MODES`, the model's own without one."""
 
     def __init__(
         self, setting: Setting, examples: Examples, course: ReleasePlan, mode: str | None = None, secure: bool = False
@@ -113,8 +112,8 @@ class PrivateSteps:
 
     def take(self, steps: int) -> None:
         """Take so many steps in one turn, whose releases are planned for it."""
-        noise: Noise = SecureNoise() if self._secure else SeededNoise(0, "benchmark")
-        doors = example.PrivateData(
+        noise: NoiseSource = SecureNoise() if self._secure else SeededNoise(0, "benchmark")
+        doors = private_data.DpSgdLocalData(
             self._examples,
             self._examples,
             self._setting.train,
@@ -124,12 +123,12 @@ class PrivateSteps:
             noise,
             self._setting.device,
         )
-        usual = example.per_unit
-        example.per_unit = partial(gradients.per_unit, mode=self._mode)
+        usual = private_data.per_unit
+        private_data.per_unit = partial(per_sample_gradients.per_unit, mode=self._mode)
         try:
             doors.sgd(self.model, FedAvg.loss, SgdOptions(steps=steps))
         finally:
-            example.per_unit = usual
+            private_data.per_unit = usual
 
 
 class OpacusSteps:
@@ -168,8 +167,8 @@ class OpacusSteps:
 def ways(setting: Setting) -> dict[str, Callable[[int], None]]:
     """Make every way: FedAvg (plain), FedMR, Opacus, each gradient mode that the model allows, secure noise."""
     examples, course = setting.examples(), course_of(setting)
-    chosen = gradients.mode_of(setting.build())
-    modes = gradients.MODES[gradients.MODES.index(chosen) :]
+    chosen = per_sample_gradients.mode_of(setting.build())
+    modes = per_sample_gradients.MODES[per_sample_gradients.MODES.index(chosen) :]
     return {
         "plain": PlainSteps(setting, examples, FedAvg()).take,
         "fedmr": PlainSteps(setting, examples, FedMR()).take,

@@ -14,7 +14,7 @@ from protos.pki.certificates import utc_now
 from protos.pki.identity import Kind, PeerCertificate
 
 
-class Standing(NamedTuple):
+class MembershipStatus(NamedTuple):
     """What the lists say of a certificate at one moment.
 
     revoked: the reason on the list of revocations, None off it. member: whether a silo or lead of this name and key is
@@ -25,11 +25,11 @@ class Standing(NamedTuple):
     member: bool
 
 
-def authorise(
+def authorize(
     peer: PeerCertificate,
     allowed_kinds: Collection[Kind],
     consortium: str,
-    standing: Callable[[PeerCertificate], Standing],
+    standing: Callable[[PeerCertificate], MembershipStatus],
     now: datetime | None = None,
 ) -> RefusedError | None:
     """Return why `peer` may not make this call, or None; call it per call and per heartbeat.

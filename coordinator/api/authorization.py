@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from coordinator.api.authorise import Standing, authorise
+from coordinator.api.authorise import MembershipStatus, authorize
 from coordinator.storage.members import MemberStore
 from fl_core.errors import FederationError, RefusedError
 from protos.pki.identity import Kind, PeerCertificate, peer_of
@@ -17,7 +17,7 @@ audit = logging.getLogger("consilium.audit")
 
 _SERVICE = "/consilium.v1."
 SILO, LEAD, INVITE = frozenset({Kind.SILO}), frozenset({Kind.LEAD}), frozenset({Kind.INVITE})
-RULES: Mapping[str, frozenset[Kind]] = {
+ALLOWED_ROLES: Mapping[str, frozenset[Kind]] = {
     "Enrolment/Join": INVITE,
     "Enrolment/Renew": SILO,
     "Control/Session": SILO,
@@ -33,12 +33,12 @@ RULES: Mapping[str, frozenset[Kind]] = {
     "Lead/Resume": LEAD,
     "Lead/Silos": LEAD,
 }
-OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+PUBLIC_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 """Services that any certificate of the consortium may call."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class Authorizer:
     """Decides about each call from its certificate and the store, as they are at that moment.
 
     refused: told of every refusal of a peer whose certificate could be read.
@@ -53,37 +53,39 @@ class Gate:
         """Read who makes a call that was let in."""
         return _peer(context)
 
-    def admit(self, method: str, context: grpc.ServicerContext) -> PeerCertificate:
+    def authorize_call(self, method: str, context: grpc.ServicerContext) -> PeerCertificate:
         """Return the caller of a method; raises RefusedError, after writing it to the audit log."""
         try:
             peer = _peer(context)
         except RefusedError as error:
             audit.warning("refused %s from %s: %s", method, context.peer(), error)
             raise
-        self.check(peer, method, context.peer())
+        self.authorize_peer(peer, method, context.peer())
         return peer
 
-    def check(self, peer: PeerCertificate, method: str = _SERVICE + "Control/Session", place: str = "") -> None:
+    def authorize_peer(
+        self, peer: PeerCertificate, method: str = _SERVICE + "Control/Session", place: str = ""
+    ) -> None:
         """Raise RefusedError unless this peer may call this method now; also for each heartbeat of a session."""
-        if method.startswith(OPEN):
-            error = authorise(peer, list(Kind), self.consortium, self._unrevoked)
+        if method.startswith(PUBLIC_SERVICES):
+            error = authorize(peer, list(Kind), self.consortium, self._unrevoked)
         else:
-            allowed = RULES.get(method.removeprefix(_SERVICE), frozenset())
-            error = authorise(peer, allowed, self.consortium, self._standing)
+            allowed = ALLOWED_ROLES.get(method.removeprefix(_SERVICE), frozenset())
+            error = authorize(peer, allowed, self.consortium, self._standing)
         if error is not None:
             audit.warning("refused %s to %s (certificate %s) %s: %s", method, peer.identity, peer.serial, place, error)
             self.refused(peer, error)
             raise error
 
-    def _unrevoked(self, peer: PeerCertificate) -> Standing:
-        return Standing(self.members.why_revoked(peer.serial), member=True)
+    def _unrevoked(self, peer: PeerCertificate) -> MembershipStatus:
+        return MembershipStatus(self.members.why_revoked(peer.serial), member=True)
 
-    def _standing(self, peer: PeerCertificate) -> Standing:
+    def _standing(self, peer: PeerCertificate) -> MembershipStatus:
         if peer.identity.kind is Kind.SILO:
             return self.members.standing(peer.identity.name, peer.serial)
         if peer.identity.kind is Kind.INVITE:
-            return Standing(self.members.why_revoked(peer.serial), self.members.is_invited(peer.serial))
-        return Standing(self.members.why_revoked(peer.serial), peer.identity.kind is Kind.LEAD)
+            return MembershipStatus(self.members.why_revoked(peer.serial), self.members.is_invited(peer.serial))
+        return MembershipStatus(self.members.why_revoked(peer.serial), peer.identity.kind is Kind.LEAD)
 
 
 def _peer(context: grpc.ServicerContext) -> PeerCertificate:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import grpc
 
-from coordinator.api.authorization import Gate
+from coordinator.api.authorization import Authorizer
 from coordinator.pki.membership import Membership
-from coordinator.runs.dispatcher import MISSED_PULSES, Hub, negotiate, silent
+from coordinator.runs.dispatcher import MISSED_PULSES, Dispatcher, negotiate, silent
 from coordinator.runs.session import Session as Stream
 from coordinator.storage.records import DataOffer
 from fl_core.errors import FederationError, ProtocolError, UnavailableError
@@ -26,7 +26,9 @@ _SIZE = 2.0**53
 class ControlService(rpc.ControlServicer):
     """Session."""
 
-    def __init__(self, gate: Gate, hub: Hub, membership: Membership, software: str, recycle_s: float) -> None:
+    def __init__(
+        self, gate: Authorizer, hub: Dispatcher, membership: Membership, software: str, recycle_s: float
+    ) -> None:
         self._gate = gate
         self._hub = hub
         self._membership = membership
@@ -64,7 +66,7 @@ class ControlService(rpc.ControlServicer):
             if message := session.next(due):
                 yield message
             elif not session.over and time.monotonic() >= due:
-                self._gate.check(session.peer)
+                self._gate.authorize_peer(session.peer)
                 if (quiet := time.monotonic() - session.heard) > MISSED_PULSES * pulse:
                     raise silent(quiet)
                 yield pb.CoordinatorMessage(pulse=pb.Pulse())
@@ -110,9 +112,9 @@ class ControlService(rpc.ControlServicer):
         if (kind == "hello") is not (session.hello is None):
             raise ProtocolError("E-WIRE-06", f"expected a Hello first and once in a session, found {kind}")
         if kind == "hello":
-            session.greet(message.hello)
+            session.receive_hello(message.hello)
         elif kind == "pulse":
-            self._gate.check(session.peer)
+            self._gate.authorize_peer(session.peer)
             self._hub.pulse(session, message.pulse)
         elif kind == "answer":
             self._hub.answer(session, message.answer)

@@ -6,7 +6,7 @@ import logging
 
 import grpc
 
-from coordinator.api.authorization import Gate
+from coordinator.api.authorization import Authorizer
 from coordinator.pki.membership import Membership
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
@@ -17,7 +17,7 @@ audit = logging.getLogger("consilium.audit")
 class EnrolmentService(rpc.EnrolmentServicer):
     """Join and Renew."""
 
-    def __init__(self, gate: Gate, membership: Membership) -> None:
+    def __init__(self, gate: Authorizer, membership: Membership) -> None:
         self._gate = gate
         self._membership = membership
 

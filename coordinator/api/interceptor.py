@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from coordinator.api.authorization import Gate
+from coordinator.api.authorization import Authorizer
 from fl_core.errors import FederationError
 from protos.wire import status
 
@@ -26,7 +26,7 @@ class Interceptor(grpc.ServerInterceptor):
     was not foreseen is E-RUN-99 there and a traceback in the log here.
     """
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Authorizer) -> None:
         self._gate = gate
 
     def intercept_service(
@@ -67,7 +67,7 @@ class Interceptor(grpc.ServerInterceptor):
     @contextmanager
     def _answering(self, method: str, context: grpc.ServicerContext) -> Iterator[None]:
         try:
-            self._gate.admit(method, context)
+            self._gate.authorize_call(method, context)
             yield
         except FederationError as error:
             name, text = status.to_status(error)

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import grpc
 
-from coordinator.api import messages as views
-from coordinator.api.authorization import Gate
-from coordinator.runs.dispatcher import Hub
-from coordinator.runs.scheduler import RunService
+from coordinator.api import messages
+from coordinator.api.authorization import Authorizer
+from coordinator.runs.dispatcher import Dispatcher
+from coordinator.runs.scheduler import RunScheduler
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError
@@ -29,7 +29,7 @@ _LOOK_EVERY_S = 5.0
 class LeadService(rpc.LeadServicer):
     """Submit, Runs, Show, Watch, Abort, Resume and Silos."""
 
-    def __init__(self, gate: Gate, store: Store, hub: Hub, runs: RunService, compose: Compose) -> None:
+    def __init__(self, gate: Authorizer, store: Store, hub: Dispatcher, runs: RunScheduler, compose: Compose) -> None:
         self._gate = gate
         self._store = store
         self._hub = hub
@@ -50,13 +50,13 @@ class LeadService(rpc.LeadServicer):
 
     def Runs(self, request: pb.RunsRequest, context: grpc.ServicerContext) -> pb.RunList:  # noqa: ARG002, N802
         """List all runs, newest first."""
-        return pb.RunList(runs=[self._info(self._runs.named(run)) for run in self._store.runs.all()])
+        return pb.RunList(runs=[self._info(self._runs.with_model_digest(run)) for run in self._store.runs.all()])
 
     def Show(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunDetail:  # noqa: ARG002, N802
         """Show one run with its manifest and its closed rounds."""
-        run = self._runs.named(self._store.runs.find(request.run_id))
-        noise = views.what_is_noisy(run.manifest)
-        rounds = [views.round_info(row, noise) for row in self._store.runs.rounds(run.id)]
+        run = self._runs.with_model_digest(self._store.runs.find(request.run_id))
+        noise = messages.what_is_noisy(run.manifest)
+        rounds = [messages.round_info(row, noise) for row in self._store.runs.rounds(run.id)]
         return pb.RunDetail(info=self._info(run), manifest_json=run.manifest, rounds=rounds)
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Event]:  # noqa: N802
@@ -71,7 +71,7 @@ class LeadService(rpc.LeadServicer):
             run = self._store.runs.get(run.id)
             for row in self._store.runs.events(run.id, last):
                 last = row.number
-                yield views.event(row, self._store)
+                yield messages.event(row, self._store)
             if run.state.ended:
                 return
             live = self._members(run)
@@ -90,11 +90,11 @@ class LeadService(rpc.LeadServicer):
 
     def Abort(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: ARG002, N802
         """End a run for good."""
-        return self._info(self._runs.named(self._runs.abort(request.run_id)))
+        return self._info(self._runs.with_model_digest(self._runs.abort(request.run_id)))
 
     def Resume(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: ARG002, N802
         """Let a failed run go on at its last closed round."""
-        return self._info(self._runs.named(self._runs.resume(request.run_id)))
+        return self._info(self._runs.with_model_digest(self._runs.resume(request.run_id)))
 
     def Silos(self, request: pb.SilosRequest, context: grpc.ServicerContext) -> pb.SiloList:  # noqa: ARG002, N802
         """List the silos, who is here, and the open invitations."""
@@ -104,12 +104,12 @@ class LeadService(rpc.LeadServicer):
         return pb.SiloList(silos=self._silos(revoked=True), invitations=invitations)
 
     def _info(self, run: Run) -> pb.RunInfo:
-        return views.run_info(run, self._store)
+        return messages.run_info(run, self._store)
 
     def _silos(self, revoked: bool) -> list[pb.SiloInfo]:
         now = time.time()
         silos = self._store.members.silos()
-        return [views.silo_info(s, self._hub, now) for s in silos if revoked or not s.revoked]
+        return [messages.silo_info(s, self._hub, now) for s in silos if revoked or not s.revoked]
 
     def _members(self, run: Run) -> list[pb.SiloInfo]:
         return [s for s in self._silos(revoked=True) if s.name in run.members]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from coordinator.api import measured
-from coordinator.runs.dispatcher import Hub
+from coordinator.runs.dispatcher import Dispatcher
 from coordinator.storage.records import EventRow, RoundRow, Run, Silo
 from coordinator.storage.store import Store
 from fl_core.errors import FederationError
@@ -54,7 +54,7 @@ def round_info(row: RoundRow, noise: RunNoise = SILENT) -> pb.RoundInfo:
     return message
 
 
-def silo_info(silo: Silo, hub: Hub, now: float) -> pb.SiloInfo:
+def silo_info(silo: Silo, hub: Dispatcher, now: float) -> pb.SiloInfo:
     """Write a silo, with what it is doing now."""
     found = hub.live(silo.name)
     offer = pb.DataOffer(

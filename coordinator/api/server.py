@@ -17,7 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from coordinator.api.authorization import Gate
+from coordinator.api.authorization import Authorizer
 from coordinator.api.control import ControlService
 from coordinator.api.enrolment import EnrolmentService
 from coordinator.api.interceptor import Interceptor
@@ -27,16 +27,16 @@ from coordinator.paths import ADDRESS_FILE, LOCK_FILE
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
 from coordinator.pki.server_certificate import ServerCertificate, server_credentials
-from coordinator.runs.dispatcher import Hub
-from coordinator.runs.scheduler import PARALLEL_RUNS, RunService
+from coordinator.runs.dispatcher import Dispatcher
+from coordinator.runs.scheduler import PARALLEL_RUNS, RunScheduler
 from coordinator.storage.store import Store
-from coordinator.storage.uploads import QUOTA_BYTES, Uploads
+from coordinator.storage.uploads import QUOTA_BYTES, UploadRegistry
 from fl_core.errors import StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.identity import Address
-from protos.storage import private_files as keyfiles
-from protos.storage.object_store import ObjectStore
+from protos.storage import private_files
+from protos.storage.object_store import ContributionStore
 from protos.wire.channel_options import SERVER_OPTIONS
 
 log = logging.getLogger(__name__)
@@ -84,10 +84,10 @@ class CoordinatorServer:
         self._lock = _lock(self.home / LOCK_FILE)
         try:
             self.store = Store(self.home)
-            self.blobs = ObjectStore(self.home / "blobs" / "objects", sharded=True)
-            self.uploads = Uploads(self.home / "blobs", self.settings.quota)
-            self.hub = Hub(self.store, self.settings.pulse_s)
-            self.runs = RunService(self.store, self.blobs, self.uploads, self.hub, self.settings.parallel_runs)
+            self.blobs = ContributionStore(self.home / "blobs" / "objects", sharded=True)
+            self.uploads = UploadRegistry(self.home / "blobs", self.settings.quota)
+            self.hub = Dispatcher(self.store, self.settings.pulse_s)
+            self.runs = RunScheduler(self.store, self.blobs, self.uploads, self.hub, self.settings.parallel_runs)
             self.grpc = self._build(consortium)
             port = self._listen()
         except BaseException:
@@ -95,10 +95,10 @@ class CoordinatorServer:
             raise
         self.grpc.start()
         self.runs.resume_all()
-        self._patrol = threading.Thread(target=self._walk, name="patrol", daemon=True)
+        self._patrol = threading.Thread(target=self._run_maintenance, name="patrol", daemon=True)
         self._patrol.start()
         about = {"address": _with_port(self.bind, port), "port": port, "pid": os.getpid(), "started": time.time()}
-        keyfiles.write_public(self.home / ADDRESS_FILE, json.dumps(about).encode())
+        private_files.write_public(self.home / ADDRESS_FILE, json.dumps(about).encode())
         log.info("listening on %s", about["address"])
         return port
 
@@ -117,7 +117,7 @@ class CoordinatorServer:
             self._lock.close()
 
     def _build(self, consortium: str) -> grpc.Server:
-        gate = Gate(consortium, self.store.members, self.hub.note_refusal)
+        gate = Authorizer(consortium, self.store.members, self.hub.note_refusal)
         membership = Membership(self.home, self.store)
         # A session, a watch or a transfer holds a thread each: 4 per silo, and room for those that will be invited.
         threads = max(_MIN_THREADS, 32 + 4 * len(self.store.members.silos()))
@@ -156,11 +156,11 @@ class CoordinatorServer:
             )
         return int(port)
 
-    def _walk(self) -> None:
+    def _run_maintenance(self) -> None:
         """Look after tasks of silos that are not here, once per pulse."""
         while not self._stopping.wait(self.settings.pulse_s):
             try:
-                self.hub.patrol()
+                self.hub.fail_revoked_tasks()
             except Exception:  # the next walk may do better; a patrol that has died would go unnoticed
                 log.exception("the patrol met an unexpected error")
 

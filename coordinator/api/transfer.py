@@ -12,20 +12,20 @@ from itertools import chain
 
 import grpc
 
-from coordinator.api.authorization import Gate
-from coordinator.api.upload_limits import object_limit
+from coordinator.api.authorization import Authorizer
+from coordinator.api.upload_limits import max_update_bytes
 from coordinator.pki.server_certificate import ServerCertificate
-from coordinator.runs.dispatcher import Hub
+from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.tasks import SiloTaskKey
 from coordinator.storage.records import Contribution
 from coordinator.storage.store import Store
-from coordinator.storage.uploads import Upload, Uploads
+from coordinator.storage.uploads import Upload, UploadRegistry
 from fl_core.errors import FederationError, ProtocolError, StateError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.identity import Kind
 from protos.storage.digests import file_digest
-from protos.storage.object_store import ObjectStore
+from protos.storage.object_store import ContributionStore
 from protos.storage.partial_file import open_partial
 from protos.wire import receipts
 from protos.wire.chunks import append_chunk, read_chunks
@@ -40,11 +40,11 @@ class TransferService(rpc.TransferServicer):
 
     def __init__(
         self,
-        gate: Gate,
+        gate: Authorizer,
         store: Store,
-        blobs: ObjectStore,
-        uploads: Uploads,
-        hub: Hub,
+        blobs: ContributionStore,
+        uploads: UploadRegistry,
+        hub: Dispatcher,
         certificate: ServerCertificate,
     ) -> None:
         self._gate = gate
@@ -121,7 +121,7 @@ class TransferService(rpc.TransferServicer):
         return receipt
 
     def _take(self, c: Contribution, upload: Upload) -> pb.Receipt:
-        if not self._store.objects.is_wanted(c.id):
+        if not self._store.objects.is_open(c.id):
             raise _forgotten(c)
         have, partial = self._uploads.size(c.silo, c.id), self._uploads.path(c.silo, c.id)
         if have != c.size:
@@ -133,7 +133,7 @@ class TransferService(rpc.TransferServicer):
             try:
                 self._store.objects.commit(c, receipt.at_unix, receipt.SerializeToString(deterministic=True))
             except FederationError:
-                if c.object_digest not in self._store.objects.named():
+                if c.object_digest not in self._store.objects.referenced_digests():
                     self._blobs.remove(c.object_digest)
                 raise
         return receipt
@@ -185,7 +185,7 @@ class TransferService(rpc.TransferServicer):
         with self._limits_lock:
             limit = self._limits.get(c.run_id)
         if limit is None:
-            limit = object_limit(self._store.runs.get(c.run_id).manifest)
+            limit = max_update_bytes(self._store.runs.get(c.run_id).manifest)
             with self._limits_lock:
                 self._limits[c.run_id] = limit
         if not 0 < c.size <= limit:

@@ -11,7 +11,7 @@ _HEADER_BYTES = 1 << 20
 _HEADER_PER_TENSOR = 512
 
 
-def object_limit(manifest_json: str) -> int:
+def max_update_bytes(manifest_json: str) -> int:
     """Bound the bytes of a bundle of this run: 8 per number of its layout, and room for the header."""
     layout = RunManifest.from_json(manifest_json).layout
     shapes = [s for spec in layout.values() for s in (*spec.shapes.values(), spec.weight_shape)]

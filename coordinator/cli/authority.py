@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from coordinator import console as display
+from coordinator import console
 from coordinator.cli.options import Home, Json, home_of
-from coordinator.pki import offline_authority as offline
+from coordinator.pki import offline_authority
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import Store
@@ -20,7 +20,7 @@ from protos.console import print_json
 from protos.pki.identity import certificate_fingerprint, colons
 from protos.pki.offline_signing import Admission, SigningRequest
 from protos.pki.roster import Roster
-from protos.storage import private_files as keyfiles
+from protos.storage import private_files
 
 Out = Annotated[Path | None, typer.Option(help="Where to write; default NAME.admission or roster.admission here.")]
 
@@ -58,7 +58,7 @@ def service(
     if as_json:
         print_json({"folder": str(out), "authority_fingerprint": fingerprint})
         return
-    display.OUT.print(f"wrote {out}: copy it to the service's machine as HOME/pki, and delete it here", soft_wrap=True)
+    console.OUT.print(f"wrote {out}: copy it to the service's machine as HOME/pki, and delete it here", soft_wrap=True)
 
 
 @ca.command()
@@ -71,7 +71,7 @@ def sign(
 ) -> None:
     """Certify a hospital's key. The answer goes back to the hospital, and to the service (`coordinator ca admit`)."""
     with _authority(home) as (authority, members, _):
-        answer = offline.sign(authority, members, name, SigningRequest.unpack(_read(request)))
+        answer = offline_authority.sign(authority, members, name, SigningRequest.from_json(_read(request)))
     _write(answer, out or Path(f"{name}.admission"), as_json)
 
 
@@ -79,18 +79,18 @@ def sign(
 def roster(out: Out = None, home: Home = None, as_json: Json = False) -> None:
     """Write the newest list of members, for instance after `coordinator revoke` on this machine."""
     with _authority(home) as (authority, members, _):
-        answer = offline.admission(authority, members)
+        answer = offline_authority.export_roster(authority, members)
     _write(answer, out or Path("roster.admission"), as_json)
 
 
 def _write(answer: Admission, out: Path, as_json: bool) -> None:
-    keyfiles.write_public(out, answer.pack().encode())
+    private_files.write_public(out, answer.to_json().encode())
     fingerprint = certificate_fingerprint(answer.ca_pem)
     if as_json:
         print_json({"file": str(out), "authority_fingerprint": fingerprint})
         return
-    display.OUT.print(f"wrote {out}; on the service's machine: coordinator ca admit {out.name}", soft_wrap=True)
-    display.ERR.print(f"read the authority's fingerprint to a new hospital: {colons(fingerprint)}", soft_wrap=True)
+    console.OUT.print(f"wrote {out}; on the service's machine: coordinator ca admit {out.name}", soft_wrap=True)
+    console.ERR.print(f"read the authority's fingerprint to a new hospital: {colons(fingerprint)}", soft_wrap=True)
 
 
 @ca.command()
@@ -101,9 +101,9 @@ def admit(
 ) -> None:
     """Let the service on this machine take over what its authority has signed; also while it runs."""
     with _authority(home) as (_, _, store):
-        found: Roster = offline.admit(home_of(home), store, Admission.unpack(_read(file)))
+        found: Roster = offline_authority.import_roster(home_of(home), store, Admission.from_json(_read(file)))
     names = [member.name for member in found.members]
     if as_json:
         print_json({"version": found.version, "members": names})
         return
-    display.OUT.print(f"members by roster {found.version}: {', '.join(names) or 'none'}", soft_wrap=True)
+    console.OUT.print(f"members by roster {found.version}: {', '.join(names) or 'none'}", soft_wrap=True)

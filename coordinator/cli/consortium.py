@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator import console as display
+from coordinator import console
 from coordinator.cli.options import Home, Json, home_of
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
@@ -40,9 +40,9 @@ def init(
     if as_json:
         print_json({"consortium": consortium, "home": str(place), "fingerprint": authority.fingerprint()})
         return
-    display.OUT.print(f"created the consortium {consortium} in {place}", soft_wrap=True)
-    display.OUT.print(f"authority  {colons(authority.fingerprint())}", soft_wrap=True)
-    display.OUT.print("next: coordinator serve, and coordinator invite NAME for each hospital")
+    console.OUT.print(f"created the consortium {consortium} in {place}", soft_wrap=True)
+    console.OUT.print(f"authority  {colons(authority.fingerprint())}", soft_wrap=True)
+    console.OUT.print("next: coordinator serve, and coordinator invite NAME for each hospital")
 
 
 def invite(
@@ -75,8 +75,8 @@ def invite(
         })  # fmt: skip
         return
     typer.echo(made.token)
-    display.ERR.print(f"for {name}, once, until {local_time(made.expires.timestamp())}: silo join TOKEN")
-    display.ERR.print(f"tell them the authority's fingerprint by another way: {colons(authority.fingerprint())}")
+    console.ERR.print(f"for {name}, once, until {local_time(made.expires.timestamp())}: silo join TOKEN")
+    console.ERR.print(f"tell them the authority's fingerprint by another way: {colons(authority.fingerprint())}")
 
 
 def revoke(
@@ -93,7 +93,7 @@ def revoke(
     if as_json:
         print_json({"name": name, "revoked": True, "reason": reason})
     else:
-        display.OUT.print(f"{name} is revoked: {reason}")
+        console.OUT.print(f"{name} is revoked: {reason}")
 
 
 def serve(
@@ -102,7 +102,7 @@ def serve(
 ) -> None:
     """Run the service until it is told to stop (SIGTERM, Ctrl-C). Runs that were under way continue."""
     from coordinator.api.server import CoordinatorServer, Settings
-    from coordinator.config.manifest_builder import compose
+    from coordinator.config.manifest_builder import build_manifest
 
     place = home_of(home)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
@@ -110,10 +110,10 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
 
-    server = CoordinatorServer(place, bind, compose, Settings(software=software()))
+    server = CoordinatorServer(place, bind, build_manifest, Settings(software=software()))
     port = server.start()
-    display.ERR.print(f"serving on {bind.rsplit(':', 1)[0]}:{port}; stop with Ctrl-C")
+    console.ERR.print(f"serving on {bind.rsplit(':', 1)[0]}:{port}; stop with Ctrl-C")
     while not stop.wait(3600):
         pass
-    display.ERR.print("stopping: runs continue when the service is started again")
+    console.ERR.print("stopping: runs continue when the service is started again")
     server.stop()

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from coordinator import console as display
+from coordinator import console
 from coordinator.cli.options import Json
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation import partition_plot as splits
+from coordinator.simulation import partition_plot
 from protos.console import make_table, print_json
 
 data = typer.Typer(no_args_is_help=True, help="Look at data before a run.")
@@ -29,21 +29,21 @@ def split(
 ) -> None:
     """Show which silo gets how many training examples of which class, as a table and as a picture."""
     spec = compose_spec(overrides or [])
-    found = splits.published(spec) if published else splits.on_disk(spec, data_root)
+    found = partition_plot.published(spec) if published else partition_plot.on_disk(spec, data_root)
     if plot is not None:
-        splits.draw(found, plot)
+        partition_plot.draw(found, plot)
     if as_json:
         print_json(found.as_json() | ({"plot": str(plot)} if plot else {}))
         return
-    wide = len(found.classes) > splits.SHOWN
+    wide = len(found.classes) > partition_plot.SHOWN
     head = ("silo", "train", "test", "classes", *(() if wide else found.classes))
     rows = [
         (name, f"{sum(train)}", f"{sum(test)}", str(sum(n > 0 for n in train)), *([] if wide else map(_cell, train)))
         for name, train, test in zip(found.silos, found.train, found.test, strict=True)
     ]
-    display.OUT.print(make_table(found.title, head, rows))
+    console.OUT.print(make_table(found.title, head, rows))
     if plot is not None:
-        display.OUT.print(f"drawn: {plot}")
+        console.OUT.print(f"drawn: {plot}")
 
 
 def _cell(count: int) -> str:

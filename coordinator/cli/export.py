@@ -15,7 +15,7 @@ from coordinator.console import private_form
 from fl_core.errors import StateError
 from fl_core.methods import build_method
 from fl_core.rounds.manifest import RunManifest
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from privacy import profiles
 from privacy.reports import uncertainty
 from privacy.reports.uncertainty import NOTHING, Estimate, EvaluationNoise
@@ -31,7 +31,7 @@ def export(detail: pb.RunDetail, state_file: Path, out: Path) -> tuple[Path, Pat
     """
     info, manifest = detail.info, RunManifest.from_json(detail.manifest_json)
     server = read_state(state_file)
-    if (found := trees.digest(server["w"])) != info.model_digest:
+    if (found := tensor_maps.digest(server["w"])) != info.model_digest:
         raise StateError(
             "E-STATE-22", f"expected the model {info.model_digest[:16]}, found {found[:16]}: fetch it again"
         )

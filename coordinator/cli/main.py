@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from protos.tls.connect import hush_core, require_tls13
+from protos.tls.connect import require_tls13, silence_grpc_logs
 
 require_tls13()  # before anything imports gRPC
 if "serve" not in sys.argv[1:2]:
-    hush_core()  # the service's log keeps the core's lines: they say why a handshake was refused
+    silence_grpc_logs()  # the service's log keeps the core's lines: they say why a handshake was refused
 
 import gc  # noqa: E402
 import importlib  # noqa: E402

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator import console as display
+from coordinator import console
 from coordinator.cli.options import Home, Json, home_of
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.run_spec import RunSpec
@@ -44,12 +44,12 @@ def preview(
     if sizes is not None and online:
         raise ConfigError("E-CFG-01", "expected --sizes or --online, found both: leave one out")
     manifest = _online(spec, home) if online else _given(spec, sizes) if sizes else _simulated(spec, data_root)
-    found, form = preview(CompiledRun.of(manifest)), display.private_form(manifest.to_json())
+    found, form = preview(CompiledRun.of(manifest)), console.private_form(manifest.to_json())
     if as_json:
         print_json({**found, "private_form": dict(manifest.private_form)})
         return
     if form:
-        display.OUT.print(form)
+        console.OUT.print(form)
     rows = [
         (
             str(s["name"]), str(s["units"]), f"{s['rate']:.4f}", str(s["steps"]), str(s["rounds"]),
@@ -59,13 +59,13 @@ def preview(
         for s in found["silos"]
     ]  # fmt: skip
     if not rows:
-        display.OUT.print(f"privacy={found['profile']} adds no noise: no epsilon bounds what this run shows")
+        console.OUT.print(f"privacy={found['profile']} adds no noise: no epsilon bounds what this run shows")
         return
     head = ("hospital", "size", "q", "steps", "rounds", "noise z", "epsilon", "with reserve", "tighter bound",
             "of a record", "of a test record")  # fmt: skip
     title = f"{found['method']}, {found['rounds']} rounds, delta {found['delta']:g}"
-    display.OUT.print(make_table(title, head, rows))
-    display.OUT.print(f"drawing the noise with finite precision adds at most {found['delta_of_sampling']:.1e} to delta")
+    console.OUT.print(make_table(title, head, rows))
+    console.OUT.print(f"drawing the noise with finite precision adds at most {found['delta_of_sampling']:.1e} to delta")
 
 
 def _given(spec: RunSpec, sizes: str) -> RunManifest:
@@ -84,17 +84,17 @@ def _given(spec: RunSpec, sizes: str) -> RunManifest:
 
 
 def _simulated(spec: RunSpec, data_root: Path | None) -> RunManifest:
-    from coordinator.simulation.runner import frozen
+    from coordinator.simulation.runner import build_simulation
 
-    return frozen(replace(spec, silos=None), data_root)[0]
+    return build_simulation(replace(spec, silos=None), data_root)[0]
 
 
 def _online(spec: RunSpec, home: Path | None) -> RunManifest:
-    from coordinator.config.manifest_builder import compose
+    from coordinator.config.manifest_builder import build_manifest
     from coordinator.lead_client import LeadClient
 
     client = LeadClient.open(home_of(home))
     try:
-        return compose(spec.to_json(), list(client.silos().silos))
+        return build_manifest(spec.to_json(), list(client.silos().silos))
     finally:
         client.close()

@@ -11,13 +11,13 @@ from typing import Annotated, TypedDict
 
 import typer
 
-from coordinator import console as display
+from coordinator import console
 from coordinator.cli.options import Json
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulation import runner as simulation
-from coordinator.simulation.engine import How
+from coordinator.simulation import runner
+from coordinator.simulation.engine import SimulationEngine
 from coordinator.simulation.sweep import Job, combinations, is_sweep, sweep
 from fl_core.errors import ConfigError
 from fl_core.errors.catalogue import EXPLANATIONS, explain_text
@@ -41,11 +41,11 @@ class _Lines(Observer):
     def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
         """Print the accuracy of the model that the round began with."""
         hidden = self._noise.scores
-        scores = display.personal_text(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))
+        scores = console.personal_text(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))
         found = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))
         trained = record.kind is TaskKind.TRAIN
         when = f"before round {record.round + 1:>3}" if trained else f"after round  {record.round:>3}"
-        display.ERR.print(f"{when}  accuracy {found.text()}{scores}")
+        console.ERR.print(f"{when}  accuracy {found.text()}{scores}")
 
 
 def simulate(
@@ -68,34 +68,36 @@ def simulate(
     On your own images, dealt to simulated hospitals: data=folder data.path=/data/images (one folder per class), or
     data=manifest data.path=/data/images.csv (columns path, label, group, split), with federation=p5c2 or another.
     """
-    how = How(engine, device, spill, deterministic, Cluster(ray_address, ray_actors, gpus=ray_gpus))
+    how = SimulationEngine(engine, device, spill, deterministic, Cluster(ray_address, ray_actors, gpus=ray_gpus))
     words = overrides or []
     if multirun:
         _sweep(words, partial(_summary, data_root, how, fine_tune), jobs)
         return
     if is_sweep(words):
         raise ConfigError("E-CFG-08", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
-    result = simulation.run(compose_spec(words), data_root, None if as_json else _Lines, how, fine_tune)
+    result = runner.run(compose_spec(words), data_root, None if as_json else _Lines, how, fine_tune)
     summary = result.summary()
     if as_json:
         print_json(summary)
         return
-    if form := display.private_form(result.manifest.to_json()):
-        display.OUT.print(form)
+    if form := console.private_form(result.manifest.to_json()):
+        console.OUT.print(form)
     rows = [(name, found.text()) for name, found in result.by_class().items()]
-    display.OUT.print(make_table("Accuracy by class", ("class", "accuracy"), rows))
-    display.OUT.print(
+    console.OUT.print(make_table("Accuracy by class", ("class", "accuracy"), rows))
+    console.OUT.print(
         f"global accuracy {result.estimates[-1].text()}, best {result.best.text()}, model {result.model_digest[:16]}"
     )
     if scores := next((r.personal for r in reversed(result.records) if r.personal), None):
         hidden = result.noise.scores
-        shown = display.personal_text(uncertainty.shown_scores(scores, hidden), hidden & set(scores))
-        display.OUT.print(f"personal models of the last round:{shown}")
+        shown = console.personal_text(uncertainty.shown_scores(scores, hidden), hidden & set(scores))
+        console.OUT.print(f"personal models of the last round:{shown}")
 
 
-def _summary(data_root: Path | None, how: How, fine_tune: int, words: Sequence[str]) -> Mapping[str, object]:
+def _summary(
+    data_root: Path | None, how: SimulationEngine, fine_tune: int, words: Sequence[str]
+) -> Mapping[str, object]:
     spill = how.spill / "_".join(words).replace("/", "-") if how.spill else None
-    return simulation.run(compose_spec(words), data_root, None, replace(how, spill=spill), fine_tune).summary()
+    return runner.run(compose_spec(words), data_root, None, replace(how, spill=spill), fine_tune).summary()
 
 
 def _sweep(words: Sequence[str], job: Job, jobs: int) -> None:
@@ -104,7 +106,7 @@ def _sweep(words: Sequence[str], job: Job, jobs: int) -> None:
     for done, result in enumerate(sweep(words, job, jobs), start=1):
         print_json(result)
         spent = time.monotonic() - started
-        display.ERR.print(f"{done} of {number} done, left {display.span(spent / done * (number - done))}")
+        console.ERR.print(f"{done} of {number} done, left {console.span(spent / done * (number - done))}")
 
 
 def methods(as_json: Json = False) -> None:
@@ -126,7 +128,7 @@ def methods(as_json: Json = False) -> None:
          "yes" if r["personal_model"] else "no", str(r["summary"]))
         for r in rows
     ]  # fmt: skip
-    display.OUT.print(make_table("Methods", head, lines))
+    console.OUT.print(make_table("Methods", head, lines))
 
 
 def models(
@@ -147,7 +149,7 @@ def models(
         )
         for r in rows
     ]  # fmt: skip
-    display.OUT.print(make_table("Models", head, lines))
+    console.OUT.print(make_table("Models", head, lines))
 
 
 class _ModelRow(TypedDict):
@@ -208,6 +210,6 @@ def explain(
     """Explain an error code: what it means, why it happens, what to do. Works offline."""
     if code is None:
         rows = [(c, e.title) for c, e in sorted(EXPLANATIONS.items())]
-        display.OUT.print(make_table("Error codes", ("code", "meaning"), rows))
+        console.OUT.print(make_table("Error codes", ("code", "meaning"), rows))
         return
-    display.OUT.print(explain_text(code), soft_wrap=True)
+    console.OUT.print(explain_text(code), soft_wrap=True)

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator import console as display
+from coordinator import console
 from coordinator.api import measured
 from coordinator.cli.options import Home, Json, home_of
 from coordinator.lead_client import LeadClient
@@ -53,9 +53,9 @@ def run(
     with _client(home) as client:
         info = client.submit(spec.to_json(), uuid.uuid4().hex)
         if not as_json:
-            display.ERR.print(f"submitted {info.run_id} ({info.rounds} rounds); manifest {info.manifest_digest[:16]}")
-            if form := display.private_form(client.show(info.run_id).manifest_json):
-                display.ERR.print(form)
+            console.ERR.print(f"submitted {info.run_id} ({info.rounds} rounds); manifest {info.manifest_digest[:16]}")
+            if form := console.private_form(client.show(info.run_id).manifest_json):
+                console.ERR.print(form)
         if detach:
             _show_info(info, as_json)
             return
@@ -75,11 +75,11 @@ def _follow(client: LeadClient, run: str, as_json: bool) -> None:
                 if event.kind != "silo":
                     print_json(_event_json(event))
         else:
-            with display.Watcher() as watcher:
+            with console.Watcher() as watcher:
                 for event in client.watch(run):
                     watcher.show(event)
     except KeyboardInterrupt:
-        display.ERR.print(f"the run goes on; follow it again with: coordinator watch {run}")
+        console.ERR.print(f"the run goes on; follow it again with: coordinator watch {run}")
         raise typer.Exit(130) from None
     info = client.show(run).info
     _show_info(info, as_json)
@@ -96,17 +96,17 @@ def _event_json(event: pb.Event) -> dict[str, object]:
     if event.text:
         line["text"] = event.text
     if event.HasField("closed"):
-        line["closed"] = display.round_json(event.closed)
+        line["closed"] = console.round_json(event.closed)
     return line
 
 
 def _show_info(info: pb.RunInfo, as_json: bool) -> None:
     if as_json:
-        print_json(display.run_json(info))
+        print_json(console.run_json(info))
     else:
-        display.OUT.print(display.runs_table([info]))
+        console.OUT.print(console.runs_table([info]))
         if info.reason:
-            display.OUT.print(info.reason, soft_wrap=True)
+            console.OUT.print(info.reason, soft_wrap=True)
 
 
 def status(home: Home = None, as_json: Json = False) -> None:
@@ -115,13 +115,13 @@ def status(home: Home = None, as_json: Json = False) -> None:
         silos, runs = client.silos(), [r for r in client.runs() if r.state in ("waiting", "running")]
     if as_json:
         print_json({
-            "silos": [display.silo_json(s) for s in silos.silos],
+            "silos": [console.silo_json(s) for s in silos.silos],
             "invitations": [{"name": i.name, "expires": i.expires_unix} for i in silos.invitations],
-            "runs": [display.run_json(r) for r in runs],
+            "runs": [console.run_json(r) for r in runs],
         })  # fmt: skip
         return
-    display.OUT.print(display.silos_table(silos.silos))
-    display.OUT.print(display.runs_table(runs) if runs else "no run is under way")
+    console.OUT.print(console.silos_table(silos.silos))
+    console.OUT.print(console.runs_table(runs) if runs else "no run is under way")
 
 
 def runs(home: Home = None, as_json: Json = False) -> None:
@@ -129,9 +129,9 @@ def runs(home: Home = None, as_json: Json = False) -> None:
     with _client(home) as client:
         found = client.runs()
     if as_json:
-        print_json([display.run_json(r) for r in found])
+        print_json([console.run_json(r) for r in found])
     else:
-        display.OUT.print(display.runs_table(found) if found else "no run yet: coordinator run method=fedmr ...")
+        console.OUT.print(console.runs_table(found) if found else "no run yet: coordinator run method=fedmr ...")
 
 
 def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
@@ -139,20 +139,20 @@ def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
     with _client(home) as client:
         detail = client.show(run)
     if as_json:
-        rounds = [display.round_json(r) for r in detail.rounds]
-        print_json({**display.run_json(detail.info), "round": rounds, "manifest": detail.manifest_json})
+        rounds = [console.round_json(r) for r in detail.rounds]
+        print_json({**console.run_json(detail.info), "round": rounds, "manifest": detail.manifest_json})
         return
-    display.OUT.print(display.runs_table([detail.info]))
-    if form := display.private_form(detail.manifest_json):
-        display.OUT.print(form)
+    console.OUT.print(console.runs_table([detail.info]))
+    if form := console.private_form(detail.manifest_json):
+        console.OUT.print(form)
     rows = []
     for r in detail.rounds:
         rows.append((
-            display.round_text(r.round, r.kind), pb.TaskKind.Name(r.kind).lower(), measured.of_round(r).text(),
+            console.round_text(r.round, r.kind), pb.TaskKind.Name(r.kind).lower(), measured.of_round(r).text(),
             ", ".join(r.included), "; ".join(f"{k}: {v}" for k, v in r.missing.items()) or "-", str(r.clipped),
         ))  # fmt: skip
     head = ("round", "kind", "accuracy before it", "took part", "missing", "clipped")
-    display.OUT.print(make_table("Rounds", head, rows))
+    console.OUT.print(make_table("Rounds", head, rows))
 
 
 def abort(run: Run, home: Home = None, as_json: Json = False) -> None:
@@ -174,7 +174,7 @@ def resume(
     with _client(home) as client:
         info = client.resume(run)
         if not as_json:
-            display.ERR.print(f"{info.run_id} goes on after {info.closed} of {info.rounds} rounds")
+            console.ERR.print(f"{info.run_id} goes on after {info.closed} of {info.rounds} rounds")
         if detach:
             _show_info(info, as_json)
             return
@@ -202,7 +202,7 @@ def export(
     if as_json:
         print_json({"model": str(tensors), "card": str(card), "model_digest": detail.info.model_digest})
     else:
-        display.OUT.print(f"wrote {tensors} and {card}", soft_wrap=True)
+        console.OUT.print(f"wrote {tensors} and {card}", soft_wrap=True)
 
 
 def silos(home: Home = None, as_json: Json = False) -> None:
@@ -211,10 +211,10 @@ def silos(home: Home = None, as_json: Json = False) -> None:
         found = client.silos()
     if as_json:
         print_json({
-            "silos": [display.silo_json(s) for s in found.silos],
+            "silos": [console.silo_json(s) for s in found.silos],
             "invitations": [{"name": i.name, "expires": i.expires_unix} for i in found.invitations],
         })  # fmt: skip
         return
-    display.OUT.print(display.silos_table(found.silos))
+    console.OUT.print(console.silos_table(found.silos))
     for invitation in found.invitations:
-        display.OUT.print(f"{invitation.name} is invited until {local_time(invitation.expires_unix)}")
+        console.OUT.print(f"{invitation.name} is invited until {local_time(invitation.expires_unix)}")

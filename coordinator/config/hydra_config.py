@@ -19,7 +19,7 @@ from coordinator.config.run_spec import RunSpec
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.models import MODELS
-from fl_core.suggest import nearest
+from fl_core.suggest import suggest
 from fl_core.types.records import TrainConfig
 from privacy.profiles import PROFILES
 
@@ -82,7 +82,7 @@ def compose_spec(overrides: Sequence[str]) -> RunSpec:
     Raises ConfigError: E-CFG-01 for a word that is no override, a key or a choice that does not exist, E-CFG-02 for a
     value of the wrong type or range; each names the nearest valid word.
     """
-    words = [checked for word in overrides for checked in _checked(word)]
+    words = [checked for word in overrides for checked in _validate_override(word)]
     try:
         raw = _compose(words)
     except (ConfigCompositionException, HydraException, OmegaConfBaseException) as error:
@@ -101,7 +101,7 @@ def _compose(words: Sequence[str]) -> Mapping[str, object]:
     return {str(k): v for k, v in raw.items()}
 
 
-def _checked(word: str) -> list[str]:
+def _validate_override(word: str) -> list[str]:
     """Check that a word is `key=value`, that its first key exists, and that a choice of a group does."""
     match = re.fullmatch(r"([+~]{0,2})([\w./@]+)=(.*)", word, re.DOTALL)
     if match is None:
@@ -111,7 +111,7 @@ def _checked(word: str) -> list[str]:
         raise ConfigError("E-CFG-01", f"keys can be changed, not added or removed: write {key}={value}")
     first, known = key.split(".")[0], {*GROUPS, *(f.name for f in fields(RunSpec))}
     if first not in known:
-        raise ConfigError("E-CFG-01", f"there is no key {first!r}: {nearest(first, known)}")
+        raise ConfigError("E-CFG-01", f"there is no key {first!r}: {suggest(first, known)}")
     if key not in GROUPS or value in choices(key):
         return [word]
     if key == "federation" and (short := _federation(value)):
@@ -130,7 +130,7 @@ def _federation(value: str) -> list[str]:
 
 
 def _no_choice(group: str, value: str) -> ConfigError:
-    return ConfigError("E-CFG-01", f"there is no {group}={value}: {nearest(value, choices(group))}")
+    return ConfigError("E-CFG-01", f"there is no {group}={value}: {suggest(value, choices(group))}")
 
 
 def _explain(error: Exception, words: Sequence[str]) -> str:
@@ -143,4 +143,4 @@ def _explain(error: Exception, words: Sequence[str]) -> str:
     for step in match[2].split(".")[:-1]:
         beside = beside.get(step) if isinstance(beside, dict) else None
     valid = sorted(beside) if isinstance(beside, dict) else []
-    return f"there is no key {match[2]!r}: {nearest(match[1], valid)}"
+    return f"there is no key {match[2]!r}: {suggest(match[1], valid)}"

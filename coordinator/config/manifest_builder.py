@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from coordinator.config.run_spec import RunSpec
 from fl_core import datasets
-from fl_core.aggregation.fixed_point import Grid
+from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import Option
 from fl_core.errors import ConfigError
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds import capabilities
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import Choice, Member, RunManifest, members
+from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, make_members
 from fl_core.training import optimizers
 from fl_core.types.values import Schema
 from privacy import profiles
@@ -70,7 +70,7 @@ def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | 
         seed=spec.seed,
         members=_members(spec, names, sizes),
         layout=layout,
-        grid=Grid("ring64", len(names)),
+        grid=FixedPointFormat("ring64", len(names)),
         privacy=privacy,
         cohort=spec.cohort,
         quorum=spec.quorum,
@@ -85,16 +85,18 @@ def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | 
     return RunManifest.from_json(manifest.to_json())
 
 
-def _method_choice(spec: RunSpec, names: Sequence[str]) -> Choice:
+def _method_choice(spec: RunSpec, names: Sequence[str]) -> NamedOptions:
     """Name the method; with a share that selects nobody, prototypes are off and do not travel at all.
 
     Raises ConfigError (E-CFG-08) when the method lacks what the run asks of it.
     """
     choice = _choice(spec.method)
     method = build_method(choice.name, choice.options)
-    capabilities.refuse(method, capabilities.asked_by(spec.train, len(names), spec.cohort, spec.quorum))
+    capabilities.check_supported(
+        method, capabilities.required_capabilities(spec.train, len(names), spec.cohort, spec.quorum)
+    )
     if method.without_prototypes and not any(m.prototypes for m in _members(spec, names)):
-        return Choice(choice.name, {**choice.options, **method.without_prototypes})
+        return NamedOptions(choice.name, {**choice.options, **method.without_prototypes})
     return choice
 
 
@@ -105,10 +107,10 @@ def _members(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None 
     """
     private = sizes is not None and profiles.is_private(_choice(spec.privacy))
     declared = [int(n) if 0 < n < _LARGEST else 0 for n in sizes] if private and sizes else None
-    return members(names, spec.seed, spec.prototype_share, declared)
+    return make_members(names, spec.seed, spec.prototype_share, declared)
 
 
-def _choice(group: Mapping[str, object]) -> Choice:
+def _choice(group: Mapping[str, object]) -> NamedOptions:
     options: dict[str, Option] = {}
     for key, value in group.items():
         if key == "name":
@@ -118,17 +120,17 @@ def _choice(group: Mapping[str, object]) -> Choice:
         if not isinstance(value, str | int | float | bool | list | None):
             raise ConfigError("E-CFG-02", f"expected a plain value for {group['name']}.{key}, found {value!r}")
         options[key] = value
-    return Choice(str(group["name"]), options)
+    return NamedOptions(str(group["name"]), options)
 
 
-def compose(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
+def build_manifest(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
     """Freeze what a lead submitted over the silos that fit; what `Lead.Submit` calls."""
     spec = RunSpec.from_json(spec_json)
-    names, declared = roster(spec, silos), {s.name: s.data.nominal_size for s in silos}
+    names, declared = select_silos(spec, silos), {s.name: s.data.nominal_size for s in silos}
     return manifest_from(spec, names, [declared[name] for name in names])
 
 
-def roster(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:
+def select_silos(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:
     """Choose the run's silos, in the natural order of their names.
 
     They are those that the spec names (they may be away and join later), or all that are online with data of the
@@ -149,9 +151,9 @@ def roster(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:
             f"expected at least one silo online that serves {kind!r} data, found none: invite hospitals (coordinator "
             "invite NAME) and start them (silo serve --data ...); `coordinator silos` shows who is here",
         )
-    return sorted(chosen, key=natural)
+    return sorted(chosen, key=natural_sort_key)
 
 
-def natural(name: str) -> list[tuple[int, str]]:
+def natural_sort_key(name: str) -> list[tuple[int, str]]:
     """Order names as people do: hospital2 before hospital10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 
-from coordinator import console as display
+from coordinator import console
 from coordinator.config.hydra_config import compose_spec
 from coordinator.demo.budgets import open_budget, spending
 from coordinator.demo.processes import Processes, Signals, free_port
@@ -63,7 +63,7 @@ def _train(client: LeadClient, processes: Processes, name: str, rounds: int, qui
         for _ in client.watch(run):
             processes.check()
     else:
-        with display.Watcher() as watcher:
+        with console.Watcher() as watcher:
             for event in client.watch(run):
                 watcher.show(event)
                 processes.check()
@@ -103,7 +103,7 @@ def run_demo(out: Path, rounds: int, quiet: bool) -> int:
                 scores = _local_scores(folder, processes, {name: d.info.run_id for name, d in details.items()})
                 spent = spending(folder, RunManifest.from_json(details[PRIVATE].manifest_json))
         except KeyboardInterrupt:
-            display.ERR.print("interrupted: the processes of the demo are being ended")
+            console.ERR.print("interrupted: the processes of the demo are being ended")
         finally:
             processes.stop()
             shutil.rmtree(folder)

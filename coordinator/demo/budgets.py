@@ -13,7 +13,7 @@ from fl_core import datasets
 from fl_core.rounds.manifest import RunManifest
 from privacy.accounting.release_plan import TRAIN
 from privacy.compiled_run import CompiledRun
-from privacy.ledger import registration as records
+from privacy.ledger import registration
 from privacy.ledger.ledger import Ledger
 
 COLLECTION = "digits"
@@ -49,8 +49,8 @@ def open_budget(home: Path, data: str) -> None:
     policy.write_text(POLICY)
     policy.chmod(0o600)  # whatever the umask: a file that others can write allows nothing
     ledger = Ledger(home / LEDGER_FILE)
-    records.register(ledger, datasets.load(data), COLLECTION)
-    training = records.collection(COLLECTION, TRAIN)
+    registration.register(ledger, datasets.load(data), COLLECTION)
+    training = registration.collection(COLLECTION, TRAIN)
     ledger.set_budget(training, EPSILON, DELTA, "demo", "the one private run of the demo")
 
 
@@ -58,7 +58,9 @@ def spending(folder: Path, manifest: RunManifest) -> dict[str, Spending]:
     """Read each hospital's ledger, and put beside it what the run was projected to cost there."""
     found = {}
     for member, planned in zip(manifest.members, CompiledRun.of(manifest).profile.project(), strict=True):
-        status = Ledger(folder / member.name / LEDGER_FILE).status(records.collection(COLLECTION, TRAIN), prv=False)
+        status = Ledger(folder / member.name / LEDGER_FILE).status(
+            registration.collection(COLLECTION, TRAIN), prv=False
+        )
         delta = DELTA if status.delta is None else status.delta
         found[member.name] = Spending(
             status.spent_rdp, delta, planned.epsilon, planned.epsilon_tight, planned.noise, member.prototypes

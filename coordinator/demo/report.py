@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from coordinator import console as display
+from coordinator import console
 from coordinator.api import measured
 from coordinator.demo.budgets import COLLECTION, EPSILON, Spending
 from privacy.reports.uncertainty import Estimate
@@ -84,7 +84,7 @@ def report(
         return
     _tables(details, scores, silos)
     _spending(spent)
-    display.OUT.print(f"{seconds:.0f} s; wrote {out / 'summary.json'} and {out / 'accuracy.png'}", soft_wrap=True)
+    console.OUT.print(f"{seconds:.0f} s; wrote {out / 'summary.json'} and {out / 'accuracy.png'}", soft_wrap=True)
 
 
 def _tables(
@@ -94,23 +94,23 @@ def _tables(
 ) -> None:
     rows = [
         (LABELS[m], _model(d), measured.of_run(d.info).text(), measured.best_of_run(d.info).text(),
-         str(d.info.rounds), display.size(d.info.bytes_up), display.size(d.info.bytes_down),
-         display.span(d.info.ended_unix - d.info.created_unix))
+         str(d.info.rounds), console.size(d.info.bytes_up), console.size(d.info.bytes_down),
+         console.span(d.info.ended_unix - d.info.created_unix))
         for m, d in details.items()
     ]  # fmt: skip
     head = ("method", "model", "global accuracy", "best", "rounds", "bytes up", "bytes down", "time")
-    display.OUT.print(make_table("One model for six hospitals, no image moved", head, rows))
+    console.OUT.print(make_table("One model for six hospitals, no image moved", head, rows))
     last = {m: measured.classes_of_round(d.rounds[-1]) for m, d in details.items()}
     names = json.loads(details["fedmr"].manifest_json)["schema"]["classes"]
     by_class = [(name, *(found[c].text() for found in last.values())) for c, name in enumerate(names)]
-    display.OUT.print(make_table("Accuracy by class", ("class", *(LABELS[m] for m in last)), by_class))
+    console.OUT.print(make_table("Accuracy by class", ("class", *(LABELS[m] for m in last)), by_class))
     by_silo = [
         (s.name, f"silo://demo/{s.name}", s.fingerprint[:23],
-         *(display.percent(-1 if scores[m][s.name] is None else float(scores[m][s.name] or 0)) for m in details))
+         *(console.percent(-1 if scores[m][s.name] is None else float(scores[m][s.name] or 0)) for m in details))
         for s in silos
     ]  # fmt: skip
     columns = ("hospital", "certificate identity", "key fingerprint", *(LABELS[m] for m in details))
-    display.OUT.print(make_table("Accuracy by hospital, on its own test images", columns, by_silo))
+    console.OUT.print(make_table("Accuracy by hospital, on its own test images", columns, by_silo))
 
 
 def _spending(spent: Mapping[str, Spending]) -> None:
@@ -122,7 +122,7 @@ def _spending(spent: Mapping[str, Spending]) -> None:
     ]  # fmt: skip
     head = ("hospital", "sends prototypes", "noise z", "epsilon by its ledger", "projected", "tighter bound", "delta")
     title = f"What the private run cost the training images ({COLLECTION}/train), budget epsilon {EPSILON:g}"
-    display.OUT.print(make_table(title, head, rows))
+    console.OUT.print(make_table(title, head, rows))
 
 
 def _picture(path: Path, details: Mapping[str, pb.RunDetail]) -> None:

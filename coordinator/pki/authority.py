@@ -24,7 +24,7 @@ from protos.pki.certificates import Clock, utc_now
 from protos.pki.identity import Address, Identity, Kind, certificate_fingerprint, check_name, identity_of, serial_of
 from protos.pki.invitation import InvitationToken
 from protos.pki.roster import Member, Revocation, Roster, SignedRoster
-from protos.storage import private_files as keyfiles
+from protos.storage import private_files
 from protos.storage.private_files import Credentials
 
 FOLDER = "pki"
@@ -86,11 +86,11 @@ class Authority:
         check_name(consortium, "consortium")
         where = tuple(Address.parse(a) for a in addresses)
         shutil.rmtree(aside, ignore_errors=True)  # a creation that was interrupted: nothing was ever signed with it
-        keyfiles.private_folder(aside)
+        private_files.private_folder(aside)
         key = certificates.load_key(key_pem := certificates.new_key(), "the new authority")
-        ca = issuing.authority(key, consortium, clock(), timedelta(days=limits.ca_days))
-        keyfiles.write_private(aside / "ca.key", key_pem)
-        keyfiles.write_public(aside / "ca.crt", certificates.to_pem(ca))
+        ca = issuing.build_ca_certificate(key, consortium, clock(), timedelta(days=limits.ca_days))
+        private_files.write_private(aside / "ca.key", key_pem)
+        private_files.write_public(aside / "ca.crt", certificates.to_pem(ca))
         building = cls(home, consortium, where, limits, clock)
         building._write_about(aside)
         building._write_server(aside, ca, key)
@@ -113,7 +113,7 @@ class Authority:
                 f"expected a consortium's authority in {home}, found none that can be read ({type(error).__name__} at "
                 f"{about}); run `coordinator init` once, or name its home",
             ) from None
-        keyfiles.private_folder(about.parent)
+        private_files.private_folder(about.parent)
         return authority
 
     @property
@@ -130,7 +130,7 @@ class Authority:
         """Hash the CA's certificate, lower-case hex: what the lead reads out and each silo compares."""
         return certificate_fingerprint(self.ca_pem)
 
-    def readdress(self, addresses: Sequence[str]) -> Authority:
+    def change_addresses(self, addresses: Sequence[str]) -> Authority:
         """Change the addresses that new invitations carry, and issue the service a certificate for their names."""
         moved = replace(self, addresses=tuple(Address.parse(a) for a in addresses))
         moved._write_about(self.folder)
@@ -151,7 +151,7 @@ class Authority:
         identity = Identity(Kind.LEAD, self.consortium, name)
         key = certificates.new_key()
         cert = self._issue(identity, certificates.load_key(key, "the new key").public_key(), self.lifetimes.lead_days)
-        keyfiles.write_private(self.folder / f"lead-{name}.pem", key + cert)
+        private_files.write_private(self.folder / f"lead-{name}.pem", key + cert)
         return self.lead_credentials(name)
 
     def lead_credentials(self, name: str) -> Credentials:
@@ -173,7 +173,7 @@ class Authority:
 
         Guarantees: of the request only the key counts; the names are this authority's.
         """
-        public = certificates.p256(certificates.load_request(csr_pem))
+        public = certificates.public_key(certificates.load_request(csr_pem))
         return self._issue(Identity(Kind.SILO, self.consortium, name), public, self.lifetimes.silo_days)
 
     def renew(self, csr_pem: bytes, old_cert_pem: bytes, proof: bytes) -> bytes:
@@ -185,7 +185,7 @@ class Authority:
         ca, _ = self._ca()
         old = certificates.load_certificate(old_cert_pem, "the certificate to renew")
         peer = identity_of(old)
-        new = certificates.p256(certificates.load_request(csr_pem))
+        new = certificates.public_key(certificates.load_request(csr_pem))
         if peer.identity.kind is not Kind.SILO or peer.identity.consortium != self.consortium:
             raise _no_renewal(f"a certificate of {peer.identity}")
         if not certificates.issued_by(old, ca):
@@ -193,7 +193,7 @@ class Authority:
         if self.clock() > peer.not_after:
             raise _no_renewal(f"one that expired on {peer.not_after:%Y-%m-%d %H:%M} UTC (invite the silo anew)")
         message = certificates.renewal_message(peer.identity, new)
-        if not certificates.verify(certificates.p256(old), certificates.RENEWAL, message, proof):
+        if not certificates.verify(certificates.public_key(old), certificates.RENEWAL, message, proof):
             raise _no_renewal("no signature of the old key over the new one")
         return self._issue(peer.identity, new, self.lifetimes.silo_days)
 
@@ -216,11 +216,11 @@ class Authority:
         Its certificate is a new one, also when one was written before: this is how it is renewed.
         """
         ca, key = self._ca()
-        keyfiles.private_folder(folder)
-        keyfiles.write_public(folder / "ca.crt", self.ca_pem)
+        private_files.private_folder(folder)
+        private_files.write_public(folder / "ca.crt", self.ca_pem)
         self._write_about(folder)
         for lead in self.folder.glob("lead-*.pem"):
-            keyfiles.write_private(folder / lead.name, keyfiles.read_private(lead))
+            private_files.write_private(folder / lead.name, private_files.read_private(lead))
         self._write_server(folder, ca, key)
 
     def _ca(self) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -230,12 +230,14 @@ class Authority:
                 "expected the authority's key on this machine, found that it is kept on another one: have the request "
                 "signed there (silo request, coordinator ca sign, coordinator ca admit)",
             )
-        key = certificates.load_key(keyfiles.read_private(self.folder / "ca.key"), str(self.folder / "ca.key"))
+        key = certificates.load_key(private_files.read_private(self.folder / "ca.key"), str(self.folder / "ca.key"))
         return certificates.load_certificate(self.ca_pem, str(self.folder / "ca.crt")), key
 
     def _issue(self, identity: Identity, public: ec.EllipticCurvePublicKey, days: float) -> bytes:
         ca, key = self._ca()
-        return certificates.to_pem(issuing.leaf(ca, key, identity, public, self.clock(), timedelta(days=days)))
+        return certificates.to_pem(
+            issuing.build_leaf_certificate(ca, key, identity, public, self.clock(), timedelta(days=days))
+        )
 
     def _write_about(self, folder: Path) -> None:
         about = {
@@ -243,11 +245,11 @@ class Authority:
             "addresses": list(map(str, self.addresses)),
             "lifetimes": asdict(self.lifetimes),
         }
-        keyfiles.write_public(folder / "authority.json", json.dumps(about, indent=2).encode())
+        private_files.write_public(folder / "authority.json", json.dumps(about, indent=2).encode())
 
     def _write_server(self, folder: Path, ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey) -> None:
         key = certificates.new_key()
-        cert = issuing.leaf(
+        cert = issuing.build_leaf_certificate(
             ca,
             ca_key,
             Identity(Kind.COORDINATOR, self.consortium),
@@ -256,7 +258,7 @@ class Authority:
             timedelta(days=self.lifetimes.server_days),
             self.addresses,
         )
-        keyfiles.write_private(folder / "server.pem", key + certificates.to_pem(cert))
+        private_files.write_private(folder / "server.pem", key + certificates.to_pem(cert))
 
 
 def _no_renewal(found: str) -> RefusedError:

@@ -55,7 +55,7 @@ class Membership:
         Raises RefusedError (E-ID-13) when the proof is not by the newest key of this member.
         """
         authority, name = self._authority(), peer.identity.name
-        public = certificates.p256(certificates.load_request(csr_pem))
+        public = certificates.public_key(certificates.load_request(csr_pem))
         made = self.store.members.enrol(
             peer.serial,
             name,
@@ -76,7 +76,7 @@ class Membership:
             return ()
         old = certificates.load_certificate(silo.certificate.pem.encode(), "the store")
         message = certificates.renewal_message(identity_of(old).identity, public)
-        if not certificates.verify(certificates.p256(old), certificates.RENEWAL, message, proof):
+        if not certificates.verify(certificates.public_key(old), certificates.RENEWAL, message, proof):
             raise RefusedError(
                 "E-ID-13",
                 f"expected the proof of {name!r} to be by its newest key {silo.certificate.fingerprint[:16]}..., found "
@@ -89,7 +89,7 @@ class Membership:
     def renew(self, peer: PeerCertificate, csr_pem: bytes, proof: bytes) -> pb.Membership:
         """Certify a silo's next key; for a key that was certified before the same certificate comes back."""
         authority, name = self._authority(), peer.identity.name
-        key = certificates.fingerprint_of(certificates.p256(certificates.load_request(csr_pem)))
+        key = certificates.fingerprint_of(certificates.public_key(certificates.load_request(csr_pem)))
         silo = self.store.members.silo(name)
         if silo is None:
             raise RefusedError("E-ID-13", f"expected a member of the consortium, found {peer.identity}")
@@ -115,7 +115,7 @@ class Membership:
         (E-ID-13) for a proof by another key.
         """
         authority, silo = self._authority(), self.store.members.silo(check_name(name))
-        public = certificates.p256(certificates.load_request(csr_pem))
+        public = certificates.public_key(certificates.load_request(csr_pem))
         if silo is not None and not silo.revoked:
             if silo.certificate.fingerprint == certificates.fingerprint_of(public):
                 return silo.certificate

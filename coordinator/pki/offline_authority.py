@@ -21,15 +21,15 @@ from protos.pki.roster import Member, Roster, SignedRoster
 def sign(authority: Authority, members: Membership, name: str, request: SigningRequest) -> Admission:
     """Certify the key of a request as silo `name` and write the roster that says so; see `Membership.certify`."""
     made = members.certify(name, request.csr_pem, request.proof)
-    return admission(authority, members, made.pem.encode())
+    return export_roster(authority, members, made.pem.encode())
 
 
-def admission(authority: Authority, members: Membership, certificate_pem: bytes = b"") -> Admission:
+def export_roster(authority: Authority, members: Membership, certificate_pem: bytes = b"") -> Admission:
     """Write the newest roster, signed, with whatever certificate it was made for."""
     return Admission(authority.addresses, authority.ca_pem, SignedRoster.unpack(members.roster()), certificate_pem)
 
 
-def admit(home: Path, store: Store, answer: Admission) -> Roster:
+def import_roster(home: Path, store: Store, answer: Admission) -> Roster:
     """Let the service on `home` take over what its authority has signed elsewhere, and return the roster.
 
     Raises RefusedError: E-ID-10 when it is another authority's, E-ID-14 on an unsound roster, or an older one than

@@ -18,7 +18,9 @@ SKEW = timedelta(hours=1)
 _LOCAL = ("localhost:1", "127.0.0.1:1", "[::1]:1")
 
 
-def authority(key: ec.EllipticCurvePrivateKey, consortium: str, now: datetime, lifetime: timedelta) -> x509.Certificate:
+def build_ca_certificate(
+    key: ec.EllipticCurvePrivateKey, consortium: str, now: datetime, lifetime: timedelta
+) -> x509.Certificate:
     """Make the self-signed certificate of a CA that may sign leaves and nothing below it."""
     name = _name(consortium, f"Consilium authority of {consortium}")
     public = key.public_key()
@@ -32,7 +34,7 @@ def authority(key: ec.EllipticCurvePrivateKey, consortium: str, now: datetime, l
     )
 
 
-def leaf(
+def build_leaf_certificate(
     ca: x509.Certificate,
     ca_key: ec.EllipticCurvePrivateKey,
     identity: Identity,

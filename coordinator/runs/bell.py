@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Bell:
+class ChangeCounter:
     """Wakes whoever watches; a count instead of a flag, so that nobody misses a ring."""
 
     _count: int = 0
     _rung: threading.Condition = field(default_factory=threading.Condition)
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Say that something has changed."""
         with self._rung:
             self._count += 1

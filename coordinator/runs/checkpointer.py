@@ -5,38 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from coordinator.runs.dispatcher import Hub
-from coordinator.runs.grpc_port import Base, Broadcasts
-from coordinator.runs.tasks import Interrupted
+from coordinator.runs.dispatcher import Dispatcher
+from coordinator.runs.grpc_port import BroadcastCache, StoredObject
+from coordinator.runs.tasks import RunInterrupted
 from coordinator.storage.store import Store
 from fl_core.errors import StateError
 from fl_core.rounds.engine import Observer, RoundRecord
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.values import RoundContext, State, TaskKind
-from protos.storage.object_store import ObjectStore
+from protos.storage.object_store import ContributionStore
 
 
 @dataclass(frozen=True, slots=True)
-class Keeper(Observer):
+class RunCheckpointer(Observer):
     """The observer of one run: what is closed is on the disk before any silo hears of it."""
 
     run_id: str
-    broadcasts: Broadcasts
+    broadcasts: BroadcastCache
     store: Store
-    blobs: ObjectStore
-    hub: Hub
+    blobs: ContributionStore
+    hub: Dispatcher
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         """Note the open round before anything is sent."""
-        self._in_time(lambda: self.store.runs.open_round(self.run_id, context.round, kind, names))
+        self._unless_aborted(lambda: self.store.runs.open_round(self.run_id, context.round, kind, names))
 
     def closed(self, record: RoundRecord, server: State) -> None:
         """Store the state, close the round, tell the silos: in this order."""
         close, train = self.store.runs.close_round, record.kind is TaskKind.TRAIN
-        model = "" if train else trees.digest(server["w"])  # between rounds: when somebody asks, see `RunService.named`
+        model = (
+            "" if train else tensor_maps.digest(server["w"])
+        )  # between rounds: when somebody asks, see `RunScheduler.named`
         with self.blobs.lock:
-            base = Base.stored(server, self.blobs) if train else None
-            self._in_time(lambda: close(self.run_id, record, base, model))
+            base = StoredObject.stored(server, self.blobs) if train else None
+            self._unless_aborted(lambda: close(self.run_id, record, base, model))
         if base is not None:
             self.broadcasts.remember(server, base)
         row = self.store.runs.round(self.run_id, record.round)
@@ -45,9 +47,9 @@ class Keeper(Observer):
         if record.kind is TaskKind.EVALUATE:
             self.hub.announce_end(self.store.runs.get(self.run_id))
 
-    def _in_time(self, write: Callable[[], object]) -> None:
+    def _unless_aborted(self, write: Callable[[], object]) -> None:
         """Write, unless the run was aborted meanwhile."""
         try:
             write()
         except StateError as error:
-            raise Interrupted(str(error)) from error
+            raise RunInterrupted(str(error)) from error

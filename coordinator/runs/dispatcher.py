@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from coordinator.runs.bell import Bell
-from coordinator.runs.session import Live, Session
-from coordinator.runs.tasks import Interrupted, Pending, Preflight, PreflightKey, SiloTaskKey, Task
+from coordinator.runs.bell import ChangeCounter
+from coordinator.runs.session import Session, SiloActivity
+from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey, RunInterrupted, SiloTaskKey, Task
 from coordinator.storage.records import RoundRow, Run, RunState
 from coordinator.storage.store import Store
 from fl_core.errors import REASON_CHARS, FederationError, RefusedError, UnavailableError
@@ -32,7 +32,7 @@ _LOST_MESSAGES_S = 300.0
 """A run's end is told again to a silo whose last sign of life is not this much younger."""
 
 
-class Hub:
+class Dispatcher:
     """The registry of sessions and open tasks.
 
     Guarantees: a silo has at most one session; a task that is open is offered on every new session of its silo; a
@@ -42,10 +42,10 @@ class Hub:
     def __init__(self, store: Store, pulse_s: float) -> None:
         self.store = store
         self.pulse_s = pulse_s
-        self.bell = Bell()
+        self.bell = ChangeCounter()
         self._lock = threading.RLock()
         self._sessions: dict[str, Session] = {}
-        self._pending: dict[SiloTaskKey | PreflightKey, Pending] = {}
+        self._pending: dict[SiloTaskKey | PreflightKey, PendingTask] = {}
         self._stopped: set[str] = set()
         self._told: dict[tuple[str, str], str] = {}
 
@@ -59,7 +59,7 @@ class Hub:
         """
         with self._lock:
             older = self._sessions.get(session.name)
-            found = None if older is None else older.stands_against(session, _ALIVE_PULSES * self.pulse_s)
+            found = None if older is None else older.conflict_with(session, _ALIVE_PULSES * self.pulse_s)
             if found is None:
                 self._sessions[session.name] = session
         if found is not None:
@@ -72,11 +72,11 @@ class Hub:
             self.note_refusal(session.peer, error)
             raise error
         if older is None:
-            self._tell(session.name, "here")
+            self._send_to(session.name, "here")
         else:
-            for message in older.hand_over():
+            for message in older.close_and_drain():
                 session.send(message)
-        self.bell.ring()
+        self.bell.notify()
 
     def catch_up(self, session: Session, hello: pb.Hello, last_seen: float) -> None:
         """Tell a silo what it missed: closed rounds, ended runs, open tasks."""
@@ -107,8 +107,8 @@ class Hub:
                 return
             del self._sessions[session.name]
         self.store.members.seen(session.name)
-        self._tell(session.name, "away" if session.error is None else f"away: {session.error}")
-        self.bell.ring()
+        self._send_to(session.name, "away" if session.error is None else f"away: {session.error}")
+        self.bell.notify()
 
     def close(self) -> None:
         """End all sessions: the service stops."""
@@ -121,8 +121,8 @@ class Hub:
 
     def pulse(self, session: Session, pulse: pb.Pulse) -> None:
         """Take a heartbeat."""
-        if session.live.take(pulse):
-            self.bell.ring()
+        if session.live.update(pulse):
+            self.bell.notify()
 
     def answer(self, session: Session, answer: pb.Answer) -> None:
         """Take a silo's yes or no to an offer; a no settles the task."""
@@ -153,7 +153,7 @@ class Hub:
         else:
             self._refuse(pending, answer.code, answer.reason)
 
-    def _refuse(self, pending: Pending, code: str, reason: str) -> None:
+    def _refuse(self, pending: PendingTask, code: str, reason: str) -> None:
         """Settle what a silo was asked with its no."""
         code = code if _CODE.fullmatch(code) else "E-RUN-14"
         error = RefusedError(code, f"the hospital refused: {reason[:REASON_CHARS] or 'it gave no reason'}")
@@ -163,12 +163,12 @@ class Hub:
     # ---- tasks -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def awaited(self, task: Task | Preflight) -> Iterator[Pending]:
+    def pending_task(self, task: Task | Preflight) -> Iterator[PendingTask]:
         """Keep a task open inside the block; raises Interrupted when its run is."""
-        pending = Pending(task)
+        pending = PendingTask(task)
         with self._lock:
             if task.key.run_id in self._stopped:
-                raise Interrupted(task.key.run_id)
+                raise RunInterrupted(task.key.run_id)
             self._pending[task.key] = pending
         try:
             yield pending
@@ -192,7 +192,7 @@ class Hub:
             pending = self._pending.get(key)
         if pending is not None:
             pending.settle(digest)
-        self.bell.ring()
+        self.bell.notify()
 
     def interrupt(self, run_id: str) -> None:
         """Let nobody wait for a run any more."""
@@ -200,15 +200,15 @@ class Hub:
             self._stopped.add(run_id)
             mine = [p for key, p in self._pending.items() if key.run_id == run_id]
         for pending in mine:
-            pending.settle(Interrupted(run_id))
-        self.bell.ring()
+            pending.settle(RunInterrupted(run_id))
+        self.bell.notify()
 
     def allow(self, run_id: str) -> None:
         """Let a run wait for silos (again)."""
         with self._lock:
             self._stopped.discard(run_id)
 
-    def patrol(self) -> None:
+    def fail_revoked_tasks(self) -> None:
         """Settle the tasks of silos that are no longer members; called once per pulse."""
         with self._lock:
             waiting = {key.silo for key in self._pending}
@@ -228,13 +228,13 @@ class Hub:
         """Tell a closed round to its cohort; whoever is away hears it when it is back."""
         for name in row.cohort:
             self._send(name, round_closed(row.run_id, row.round, TO_WIRE[row.kind], name in row.included))
-        self.bell.ring()
+        self.bell.notify()
 
     def announce_end(self, run: Run) -> None:
         """Tell a run's end to its members."""
         for name in run.members:
             self._send(name, run_ended(run))
-        self.bell.ring()
+        self.bell.notify()
 
     def _send(self, name: str, message: pb.CoordinatorMessage) -> None:
         with self._lock:
@@ -244,7 +244,7 @@ class Hub:
 
     # ---- what the lead sees ----------------------------------------------------------------------------------------
 
-    def live(self, name: str) -> tuple[Live, float] | None:
+    def live(self, name: str) -> tuple[SiloActivity, float] | None:
         """Return what a silo is doing, and how many seconds ago it was heard; None when it is not here."""
         with self._lock:
             session = self._sessions.get(name)
@@ -252,9 +252,9 @@ class Hub:
 
     def note_refusal(self, peer: PeerCertificate, error: FederationError) -> None:
         """Show a refused call of a silo in the runs that wait for it, once per reason."""
-        self._tell(peer.identity.name, str(error), kind="refused")
+        self._send_to(peer.identity.name, str(error), kind="refused")
 
-    def _tell(self, name: str, text: str, kind: str = "silo") -> None:
+    def _send_to(self, name: str, text: str, kind: str = "silo") -> None:
         with self._lock:
             keys = [key for key in self._pending if key.silo == name]
             fresh = [key for key in keys if self._told.get((key.run_id, name)) != text]
@@ -264,7 +264,7 @@ class Hub:
 
     def _event(self, key: SiloTaskKey | PreflightKey, kind: str, text: str = "") -> None:
         self.store.runs.event(key.run_id, kind, key.round, key.silo, text)
-        self.bell.ring()
+        self.bell.notify()
 
 
 def negotiate(hello: pb.Hello, ours: int) -> None:

@@ -10,29 +10,29 @@ from typing import NamedTuple
 
 import torch
 
-from coordinator.runs.dispatcher import Hub
+from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.tasks import SiloTaskKey, Task
 from coordinator.storage.store import Store
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Bundle, RoundContext, State, TaskKind
-from protos.storage.object_store import ObjectStore
+from protos.storage.object_store import ContributionStore
 from protos.wire import codec
-from protos.wire.bundle_file import FileBundle
+from protos.wire.bundle_file import BundleFile
 
 
-class Base(NamedTuple):
+class StoredObject(NamedTuple):
     """What a round broadcasts, as an object."""
 
     digest: str
     size: int
 
     @classmethod
-    def stored(cls, state: State, blobs: ObjectStore) -> Base:
+    def stored(cls, state: State, blobs: ContributionStore) -> StoredObject:
         """Store a state as an object, on the disk on return."""
         return cls(*blobs.put_file(lambda file: codec.write_state(state, file)))
 
 
-def checked(bundle: FileBundle, allowed: frozenset[torch.dtype]) -> FileBundle:
+def checked(bundle: BundleFile, allowed: frozenset[torch.dtype]) -> BundleFile:
     """Return an update whose parts hold numbers of the kinds that this run's silos send.
 
     Raises ProtocolError (E-WIRE-06) when a part holds others.
@@ -44,7 +44,7 @@ def checked(bundle: FileBundle, allowed: frozenset[torch.dtype]) -> FileBundle:
     return bundle
 
 
-class Broadcasts:
+class BroadcastCache:
     """What each round of one run broadcasts: written and hashed once, for all silos of the cohort.
 
     collect: deletes what the run no longer needs. Called when a round's base is in the record: beside the downloads
@@ -53,7 +53,7 @@ class Broadcasts:
     """
 
     def __init__(
-        self, run_id: str, deadline_s: float, store: Store, blobs: ObjectStore, collect: Callable[[str], None]
+        self, run_id: str, deadline_s: float, store: Store, blobs: ContributionStore, collect: Callable[[str], None]
     ) -> None:
         self._run_id = run_id
         self._deadline_s = deadline_s
@@ -61,15 +61,15 @@ class Broadcasts:
         self._blobs = blobs
         self._collect = collect
         self._lock = threading.Lock()
-        self._stored: tuple[State, Base] | None = None
-        self._round: tuple[int, Base, float] | None = None
+        self._stored: tuple[State, StoredObject] | None = None
+        self._round: tuple[int, StoredObject, float] | None = None
 
-    def remember(self, state: State, base: Base) -> None:
+    def remember(self, state: State, base: StoredObject) -> None:
         """Note that a state is on the disk as this object."""
         with self._lock:
             self._stored = (state, base)
 
-    def base(self, msg: State, round: int) -> tuple[Base, float]:
+    def base(self, msg: State, round: int) -> tuple[StoredObject, float]:
         """Return a round's object and its deadline (time.monotonic()).
 
         The first caller makes both.
@@ -81,15 +81,15 @@ class Broadcasts:
                 self._collect(self._run_id)
             return self._round[1:]
 
-    def _write(self, msg: State, round: int) -> Base:
+    def _write(self, msg: State, round: int) -> StoredObject:
         with self._blobs.lock:
             base = self._known(msg)
             if base is None:
-                base = Base.stored(msg, self._blobs)
+                base = StoredObject.stored(msg, self._blobs)
             self._store.runs.set_base(self._run_id, round, base.digest, base.size)
         return base
 
-    def _known(self, msg: State) -> Base | None:
+    def _known(self, msg: State) -> StoredObject | None:
         if self._stored is None or set(msg) != set(self._stored[0]):
             return None
         state, base = self._stored
@@ -108,10 +108,10 @@ class GrpcPort:
     run_id: str
     manifest_digest: str
     allowed: frozenset[torch.dtype]
-    broadcasts: Broadcasts
+    broadcasts: BroadcastCache
     store: Store
-    blobs: ObjectStore
-    hub: Hub
+    blobs: ContributionStore
+    hub: Dispatcher
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         """Ask the silo for its update and return it, to be read when it is folded.
@@ -122,12 +122,12 @@ class GrpcPort:
         base, due = self.broadcasts.base(msg, context.round)
         key = SiloTaskKey(self.run_id, context.round, kind, self.name)
         task = Task(key, self.manifest_digest, base.digest, base.size, context.cohort, due)
-        with self.hub.awaited(task) as pending:  # before the look: what comes after it is told to us
+        with self.hub.pending_task(task) as pending:  # before the look: what comes after it is told to us
             digest = self._taken(task)
             if digest is None:
                 self.hub.offer(task)
                 digest = pending.wait()
-        return checked(FileBundle(self.blobs.path(digest)), self.allowed)
+        return checked(BundleFile(self.blobs.path(digest)), self.allowed)
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
         """Do nothing: the close that was stored is announced to every silo."""

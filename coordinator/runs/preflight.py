@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 
-from coordinator.runs.dispatcher import Hub
-from coordinator.runs.tasks import Pending, Preflight, PreflightKey
+from coordinator.runs.dispatcher import Dispatcher
+from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
 from fl_core.errors import FederationError, RefusedError, UnavailableError
@@ -32,7 +32,7 @@ def is_due(run: Run, compiled: CompiledRun, store: Store) -> bool:
     return not opened and compiled.private
 
 
-def ask(run: Run, manifest: RunManifest, hub: Hub) -> None:
+def ask(run: Run, manifest: RunManifest, hub: Dispatcher) -> None:
     """Ask all silos of a run at once, and return when all are ready; one that is away is asked when it comes.
 
     Raises RefusedError (E-RUN-36) that names every silo that refused, with its code; UnavailableError (E-RUN-37) that
@@ -43,10 +43,10 @@ def ask(run: Run, manifest: RunManifest, hub: Hub) -> None:
     away = [name for name in names if hub.live(name) is None]
     said = f"{len(names)} silos are asked whether they are ready" + (f"; away: {', '.join(away)}" if away else "")
     hub.store.runs.event(run.id, "preflight", text=said)
-    hub.bell.ring()
+    hub.bell.notify()
     with ExitStack() as stack:
         asked = {
-            name: stack.enter_context(hub.awaited(Preflight(PreflightKey(run.id, name), run.manifest_digest, due)))
+            name: stack.enter_context(hub.pending_task(Preflight(PreflightKey(run.id, name), run.manifest_digest, due)))
             for name in names
         }
         for pending in asked.values():
@@ -56,7 +56,7 @@ def ask(run: Run, manifest: RunManifest, hub: Hub) -> None:
         raise _verdict(failures, len(names))
 
 
-def _failures(asked: Mapping[str, Pending]) -> Mapping[str, FederationError]:
+def _failures(asked: Mapping[str, PendingTask]) -> Mapping[str, FederationError]:
     """Wait for all answers, after the first refusal not much longer; raises Interrupted when the run was."""
     with ThreadPoolExecutor(len(asked), thread_name_prefix="preflight") as pool:
         answers: dict[str, Future[str]] = {name: pool.submit(pending.wait) for name, pending in asked.items()}

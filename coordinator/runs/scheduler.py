@@ -11,19 +11,19 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from coordinator.runs import preflight
-from coordinator.runs.checkpointer import Keeper
-from coordinator.runs.dispatcher import Hub
-from coordinator.runs.grpc_port import Base, Broadcasts, GrpcPort
-from coordinator.runs.tasks import Interrupted
+from coordinator.runs.checkpointer import RunCheckpointer
+from coordinator.runs.dispatcher import Dispatcher
+from coordinator.runs.grpc_port import BroadcastCache, GrpcPort, StoredObject
+from coordinator.runs.tasks import RunInterrupted
 from coordinator.storage.records import Run, RunState
 from coordinator.storage.store import Store
-from coordinator.storage.uploads import Uploads
+from coordinator.storage.uploads import UploadRegistry
 from fl_core.errors import ConfigError, FederationError, StateError
 from fl_core.rounds.manifest import RunManifest
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.values import State
 from privacy.compiled_run import CompiledRun
-from protos.storage.object_store import ObjectStore
+from protos.storage.object_store import ContributionStore
 from protos.wire.codec import read_state
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ PARALLEL_RUNS = 4
 _LIVE = (RunState.WAITING, RunState.RUNNING)
 
 
-class RunService:
+class RunScheduler:
     """All runs of a coordinator: each on a thread of its own, at most `parallel` at a time, the others waiting.
 
     Guarantees: a run goes on after a restart at its last closed round; ending the process at any moment changes no
@@ -39,7 +39,12 @@ class RunService:
     """
 
     def __init__(
-        self, store: Store, blobs: ObjectStore, uploads: Uploads, hub: Hub, parallel: int = PARALLEL_RUNS
+        self,
+        store: Store,
+        blobs: ContributionStore,
+        uploads: UploadRegistry,
+        hub: Dispatcher,
+        parallel: int = PARALLEL_RUNS,
     ) -> None:
         self._store = store
         self._blobs = blobs
@@ -70,7 +75,7 @@ class RunService:
         with self._blobs.lock:
             digest = self._blobs.put(text)
             run = self._store.runs.add(_new_run(manifest, digest, spec, request_id), len(text))
-        self._hub.bell.ring()
+        self._hub.bell.notify()
         self._enqueue(run)
         return run
 
@@ -82,34 +87,34 @@ class RunService:
         self._hub.announce_end(run)
         with self._lock:
             if run.id not in self._active:
-                self._collect(run.id)
+                self._schedule_cleanup(run.id)
         return run
 
     def resume(self, query: str) -> Run:
         """Let a failed run go on at its last closed round; raises StateError (E-RUN-11) when it has not failed."""
-        run = self._store.runs.revive(self._store.runs.find(query).id)
-        self._hub.bell.ring()
+        run = self._store.runs.resume(self._store.runs.find(query).id)
+        self._hub.bell.notify()
         self._enqueue(run)
         return run
 
-    def named(self, run: Run) -> Run:
+    def with_model_digest(self, run: Run) -> Run:
         """Return a run with the digest of its newest model, which is computed when it is first asked for."""
         if run.model_digest or not run.closed or run.state_object is None:
             return run
         try:
-            model = trees.digest(read_state(self._blobs.path(run.state_object))["w"])
+            model = tensor_maps.digest(read_state(self._blobs.path(run.state_object))["w"])
         except (StateError, FileNotFoundError):  # rounds were closed meanwhile: there is a newer one
             newer = self._store.runs.get(run.id)
             if newer.state_object == run.state_object:
                 raise
-            return self.named(newer)
+            return self.with_model_digest(newer)
         self._store.runs.note_model(run.id, run.state_object, model)
         return replace(run, model_digest=model)
 
     def resume_all(self) -> None:
         """Go on with every run that has not ended: what a start of the service does."""
         with self._blobs.lock:
-            self._blobs.sweep(self._store.objects.named())
+            self._blobs.sweep(self._store.objects.referenced_digests())
         self._drop_uploads()
         for run in self._store.runs.unfinished():
             self._enqueue(run)
@@ -134,9 +139,9 @@ class RunService:
                 return
             self._hub.allow(run.id)
             self._queue.append(run.id)
-            self._pump()
+            self._start_queued()
 
-    def _pump(self) -> None:
+    def _start_queued(self) -> None:
         with self._lock:
             while self._queue and len(self._active) < self._parallel and not self._stopping:
                 run_id = self._queue.popleft()
@@ -147,7 +152,7 @@ class RunService:
     def _execute(self, run_id: str) -> None:
         try:
             self._run(run_id)
-        except Interrupted:
+        except RunInterrupted:
             log.info("run %s was interrupted", run_id)
         except FederationError as error:
             self._fail(run_id, str(error))
@@ -155,16 +160,16 @@ class RunService:
             log.exception("run %s met an unforeseen error", run_id)
             self._fail(run_id, f"E-RUN-99: unforeseen error ({type(error).__name__}); the coordinator's log has it")
         finally:
-            self._leave(run_id)
+            self._on_thread_exit(run_id)
 
-    def _leave(self, run_id: str) -> None:
+    def _on_thread_exit(self, run_id: str) -> None:
         with self._lock:
             del self._active[run_id]
             if not self._stopping:
-                self._collect(run_id)
+                self._schedule_cleanup(run_id)
                 # A run that was resumed before this thread had left is waiting again.
                 self._enqueue(self._store.runs.get(run_id))
-                self._pump()
+                self._start_queued()
 
     def _run(self, run_id: str) -> None:
         run = self._store.runs.get(run_id)
@@ -175,7 +180,7 @@ class RunService:
             compiled = CompiledRun.of(manifest)
         if preflight.is_due(run, compiled, self._store):
             preflight.ask(run, manifest, self._hub)
-        broadcasts = Broadcasts(run_id, manifest.deadline_s, self._store, self._blobs, self._collect)
+        broadcasts = BroadcastCache(run_id, manifest.deadline_s, self._store, self._blobs, self._schedule_cleanup)
         server = self._begin(run, compiled, broadcasts)
         ports = [
             GrpcPort(
@@ -190,20 +195,20 @@ class RunService:
             )
             for m in manifest.members
         ]
-        keeper = Keeper(run_id, broadcasts, self._store, self._blobs, self._hub)
+        keeper = RunCheckpointer(run_id, broadcasts, self._store, self._blobs, self._hub)
         compiled.round_loop(ports, parallel=len(ports)).run(server, keeper, start=run.closed)
 
-    def _begin(self, run: Run, compiled: CompiledRun, broadcasts: Broadcasts) -> State:
+    def _begin(self, run: Run, compiled: CompiledRun, broadcasts: BroadcastCache) -> State:
         """Return the server state to go on from: the stored one, or that of round 0, which is stored first."""
         if run.state_object is None:
             with self.seeding:
                 state = compiled.initial_state()
             with self._blobs.lock:
-                base = Base.stored(state, self._blobs)
+                base = StoredObject.stored(state, self._blobs)
                 self._store.runs.begin(run.id, base.digest, base.size)
         else:
             file = self._blobs.path(run.state_object)
-            state, base = read_state(file), Base(run.state_object, file.stat().st_size)
+            state, base = read_state(file), StoredObject(run.state_object, file.stat().st_size)
             self._store.runs.begin(run.id, base.digest, base.size)
         broadcasts.remember(state, base)
         return state
@@ -214,23 +219,23 @@ class RunService:
             self._store.runs.end(run_id, RunState.FAILED, reason, _LIVE)
         except StateError as error:
             log.info("run %s had ended already: %s", run_id, error)
-        self._hub.bell.ring()
+        self._hub.bell.notify()
 
-    def _collect(self, run_id: str) -> None:
+    def _schedule_cleanup(self, run_id: str) -> None:
         """Delete what nothing needs any more, beside whatever comes next: nothing waits for it."""
-        self._tidier.submit(self._tidy, run_id)
+        self._tidier.submit(self._delete_unused, run_id)
 
-    def _tidy(self, run_id: str) -> None:
+    def _delete_unused(self, run_id: str) -> None:
         try:
             with self._blobs.lock:
-                self._store.objects.collect(run_id, self._blobs.remove)
+                self._store.objects.delete_unreferenced(run_id, self._blobs.remove)
             self._drop_uploads()
         except Exception:  # no run fails for it: what stays is deleted at the next round's end, or at the next start
             log.exception("what run %s no longer needs could not be deleted", run_id)
 
     def _drop_uploads(self) -> None:
         for silo, contribution in self._uploads.all():
-            if not self._store.objects.is_wanted(contribution):
+            if not self._store.objects.is_open(contribution):
                 self._uploads.discard(silo, contribution)
 
 

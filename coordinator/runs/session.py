@@ -13,7 +13,7 @@ from protos.pki.identity import PeerCertificate
 
 
 @dataclass(slots=True)
-class Live:
+class SiloActivity:
     """What a silo is doing now, from its newest pulse."""
 
     activity: pb.Activity.ValueType = pb.IDLE
@@ -22,7 +22,7 @@ class Live:
     done: int = 0
     total: int = 0
 
-    def take(self, pulse: pb.Pulse) -> bool:
+    def update(self, pulse: pb.Pulse) -> bool:
         """Take over a pulse; tell whether anything has changed."""
         before = (self.activity, self.run_id, self.round, self.done, self.total)
         now = (pulse.activity, pulse.run_id, pulse.round, pulse.done, pulse.total)
@@ -35,7 +35,7 @@ class Session:
     """A control stream. Any thread sends; one thread, the stream's own, takes messages out."""
 
     peer: PeerCertificate
-    live: Live = field(default_factory=Live)
+    live: SiloActivity = field(default_factory=SiloActivity)
     heard: float = field(default_factory=time.monotonic)
     over: bool = False
     error: FederationError | None = None
@@ -48,7 +48,7 @@ class Session:
         """Name the silo."""
         return self.peer.identity.name
 
-    def stands_against(self, other: Session, alive_s: float) -> str | None:
+    def conflict_with(self, other: Session, alive_s: float) -> str | None:
         """Say why this session does not make place for a newer one of its name; None when it does.
 
         It does for a newer certificate, for its own process, for the next one on its home, and when nothing was heard
@@ -70,7 +70,7 @@ class Session:
             self._out.append(message)
             self._changed.notify_all()
 
-    def greet(self, hello: pb.Hello) -> None:
+    def receive_hello(self, hello: pb.Hello) -> None:
         """Take the silo's first message."""
         with self._changed:
             self.hello = hello
@@ -83,7 +83,7 @@ class Session:
                 self.over, self.error = True, error
                 self._changed.notify_all()
 
-    def hand_over(self) -> list[pb.CoordinatorMessage]:
+    def close_and_drain(self) -> list[pb.CoordinatorMessage]:
         """End the session and give back what was never taken out of it."""
         with self._changed:
             left = list(self._out)

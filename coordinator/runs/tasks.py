@@ -13,7 +13,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TO_WIRE, contribution_id
 
 
-class Interrupted(Exception):  # noqa: N818 - no error: the run was aborted, or the service stops
+class RunInterrupted(Exception):  # noqa: N818 - no error: the run was aborted, or the service stops
     """Ends a run's loop where it is; unlike an error it is no silo's fault and closes no round."""
 
 
@@ -101,12 +101,12 @@ class Preflight:
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingTask:
     """What a silo was asked. It is settled once: by a delivery or an answer, a failure or an interruption."""
 
     task: Task | Preflight
     accepted: bool = False
-    _outcome: str | FederationError | Interrupted | None = None
+    _outcome: str | FederationError | RunInterrupted | None = None
     _settled: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -115,7 +115,7 @@ class Pending:
         """Tell whether it is known what came of it."""
         return self._settled.is_set()
 
-    def settle(self, outcome: str | FederationError | Interrupted) -> None:
+    def settle(self, outcome: str | FederationError | RunInterrupted) -> None:
         """Say what came of it (a digest: delivered, or ready for this manifest); later words do not count."""
         with self._lock:
             if self._outcome is None:

@@ -12,16 +12,16 @@ from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import SiloShare, simulate
 from fl_core.simulation.ray import Cluster, simulate_ray
-from fl_core.simulation.silo_states import InMemory
+from fl_core.simulation.silo_states import MemoryStateStore
 from fl_core.training.devices import choose_device, deterministic
-from fl_core.types.interfaces import Doors
+from fl_core.types.interfaces import DataFactory
 from fl_core.types.values import State
 
 ENGINES = ("local", "ray")
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class SimulationEngine:
     """The way to run a simulation.
 
     engine: "local" (this process) or "ray" (actors of `cluster`)   device: cpu, cuda, cuda:N or auto, of engine=local
@@ -35,7 +35,7 @@ class How:
     cluster: Cluster = Cluster()  # noqa: RUF009
 
     def simulate(
-        self, run: RunSetup, shares: Sequence[SiloShare], observer: Observer, doors: Sequence[Doors] | None
+        self, run: RunSetup, shares: Sequence[SiloShare], observer: Observer, doors: Sequence[DataFactory] | None
     ) -> State:
         """Do a run; raises ConfigError (E-CFG-02, E-CFG-08) where it cannot.
 
@@ -43,7 +43,7 @@ class How:
         """
         if self.engine not in ENGINES:
             raise ConfigError("E-CFG-08", f"expected --engine of {ENGINES}, found {self.engine!r}")
-        states = FileStateStore(self.spill) if self.spill else InMemory()
+        states = FileStateStore(self.spill) if self.spill else MemoryStateStore()
         if self.engine == "ray":
             if doors or run.guards.silo:
                 raise ConfigError("E-CFG-08", "expected engine=local for a private run, found engine=ray: change one")

@@ -11,11 +11,11 @@ import numpy as np
 
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulation.runner import dealt_from
+from coordinator.simulation.runner import data_reference
 from fl_core import datasets
 from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.partition.by_class import Labels
-from fl_core.datasets.partition.federations import Dealt
+from fl_core.datasets.partition.federations import PartitionSpec
 from fl_core.datasets.sources import isic2019
 from fl_core.errors import ConfigError
 from fl_core.types.values import Split
@@ -62,7 +62,7 @@ def on_disk(spec: RunSpec, data_root: Path | None) -> SplitTable:
             classes=[str(c) for c in classes] if isinstance(classes, list | tuple) else None,
             image_size=size if isinstance(size, int) else None,
         )
-        for reference in datasets.federation(dealt_from(spec), text)
+        for reference in datasets.federation(data_reference(spec), text)
     ]
     for report in reports:
         report.require_sound()
@@ -105,7 +105,7 @@ def published(spec: RunSpec) -> SplitTable:
     )
 
 
-def _counts(share: Dealt, train: Labels, test: Labels, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _counts(share: PartitionSpec, train: Labels, test: Labels, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Count one share's train and test examples per class."""
     own = train[share.held_out] if len(share.held_out) else test[share.test]
     rows = [np.bincount(y, minlength=n).tolist() for y in (train[share.train], own)]

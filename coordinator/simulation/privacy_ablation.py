@@ -27,14 +27,14 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 
-from coordinator import console as display
+from coordinator import console
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation import runner as simulation
+from coordinator.simulation import runner
 from fl_core.errors import ConfigError, FederationError
 from privacy.ablation import checks, plots, table
 from privacy.ablation.checks import Check
 from privacy.ablation.grid import Control, Grid, Run, Words, canonical, controls
-from privacy.accounting.record_config import Terms
+from privacy.accounting.record_config import RecordDpConfig
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.base import Projection
 from protos.version import software
@@ -93,12 +93,12 @@ def composed(words: Sequence[str]) -> Plan:
 def main(words: Sequence[str]) -> int:
     """Run the ablation; the exit status is 1 when a check does not hold, 2 on a wrong word."""
     try:
-        found = ablate(composed(words), display.ERR.print)
+        found = ablate(composed(words), console.ERR.print)
     except FederationError as error:
         sys.stderr.write(f"{error}\n")
         return 2 if isinstance(error, ConfigError) else 1
     for check in found:
-        display.OUT.print(f"{'holds ' if check.holds else 'FAILS '} {check.name}: {check.found}", soft_wrap=True)
+        console.OUT.print(f"{'holds ' if check.holds else 'FAILS '} {check.name}: {check.found}", soft_wrap=True)
     return 0 if all(check.holds for check in found) else 1
 
 
@@ -118,7 +118,7 @@ def ablate(plan: Plan, tell: Callable[[str], None]) -> list[Check]:
         table.append(file, {**row, "config_hash": plan.key(run), "method": run.variant})
         left = (time.monotonic() - started) / count * (len(missing) - count)
         tell(f"{count} of {len(missing)}: {run.variant} epsilon {run.epsilon:g} share {run.share:g} seed {run.seed}, "
-             f"accuracy {float(str(row['acc_final'])):.4f}; left {display.span(left)}")  # fmt: skip
+             f"accuracy {float(str(row['acc_final'])):.4f}; left {console.span(left)}")  # fmt: skip
     return _report(plan)
 
 
@@ -186,16 +186,16 @@ def _all(wordings: Sequence[Words], jobs: int, job: Callable[[Words], T]) -> Ite
 
 
 def _digest(words: Words) -> str:
-    return simulation.run(replace(compose_spec(words), threads=1)).model_digest
+    return runner.run(replace(compose_spec(words), threads=1)).model_digest
 
 
 def _row(words: Words) -> Row:
     """Simulate one run and say what it found."""
     spec = replace(compose_spec(words), threads=1)
     started = time.monotonic()
-    result = simulation.run(spec)
+    result = runner.run(spec)
     summary, manifest = result.summary(), result.manifest
-    terms = Terms.of(manifest.privacy.options)
+    terms = RecordDpConfig.of(manifest.privacy.options)
     private = dict(result.privacy or {})
     silos = CompiledRun.of(manifest).profile.project()
 

@@ -8,21 +8,21 @@ from pathlib import Path
 
 from coordinator.config.manifest_builder import IMAGES, manifest_from
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulation.engine import How
+from coordinator.simulation.engine import SimulationEngine
 from fl_core import datasets
 from fl_core.errors import ConfigError
 from fl_core.rounds.engine import Observer, RoundRecord
 from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.fine_tuning import BestHistory, FineTuned, fine_tuned
-from fl_core.simulation.global_test import AllSilos
+from fl_core.simulation.global_test import GlobalTestEvaluator
 from fl_core.simulation.in_process import SiloShare
 from fl_core.training.devices import choose_device
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.records import fairness
 from fl_core.types.values import RoundContext, State, TaskKind
-from privacy.accounting.record_config import nominal
+from privacy.accounting.record_config import round_to_two_digits
 from privacy.compiled_run import CompiledRun
-from privacy.dp_sgd.class_sums import Units
+from privacy.dp_sgd.class_sums import PrivacyUnits
 from privacy.release_log import InMemoryReleaseLog
 from privacy.reports import uncertainty
 from privacy.reports.uncertainty import Estimate, RunNoise, Sums
@@ -140,10 +140,10 @@ def _ends(found: Estimate) -> tuple[float, float] | None:
     return None if found.low is None or found.high is None else (found.low, found.high)
 
 
-class _Reporting(BestHistory):
+class ReportingHistory(BestHistory):
     """A history that also tells somebody."""
 
-    def __init__(self, tell: Observer | None, measure: AllSilos | None) -> None:
+    def __init__(self, tell: Observer | None, measure: GlobalTestEvaluator | None) -> None:
         super().__init__(measure)
         self._tell = tell or Observer()
 
@@ -155,7 +155,7 @@ class _Reporting(BestHistory):
         self._tell.closed(record, server)
 
 
-def dealt_from(spec: RunSpec) -> str:
+def data_reference(spec: RunSpec) -> str:
     """Name what is dealt to the silos: a data set, or with its path a folder or a manifest of images.
 
     Raises ConfigError (E-CFG-23) on images without a path: in a real run each hospital names its own.
@@ -177,7 +177,7 @@ def run(
     spec: RunSpec,
     data_root: Path | None = None,
     tell: Observer | Callable[[RunManifest], Observer] | None = None,
-    how: How | None = None,
+    how: SimulationEngine | None = None,
     fine_tune: int = 0,
 ) -> Result:
     """Simulate a run over all silos of the spec's federation, named hospital0, hospital1, ...
@@ -189,14 +189,16 @@ def run(
     Guarantees: equal specs give equal model digests; the digest equals that of the same run over real silo
     processes with these names.
     """
-    manifest, sets = frozen(spec, data_root)
+    manifest, sets = build_simulation(spec, data_root)
     compiled = CompiledRun.of(manifest)
     logs = [InMemoryReleaseLog() for _ in manifest.members] if compiled.private else []
     doors = [compiled.profile.data_factory(k, log) for k, log in enumerate(logs)]
-    shares, how = [SiloShare(s.train, s.test, s.public) for s in sets], how or How()
+    shares, how = [SiloShare(s.train, s.test, s.public) for s in sets], how or SimulationEngine()
     apart = 0 < manifest.cohort < len(shares) and not compiled.private
     told = tell(manifest) if callable(tell) else tell
-    history = _Reporting(told, AllSilos(compiled, shares, choose_device(how.device)) if apart else None)
+    history = ReportingHistory(
+        told, GlobalTestEvaluator(compiled, shares, choose_device(how.device)) if apart else None
+    )
     final = how.simulate(compiled, shares, history, doors or None)
     tuned = fine_tuned(compiled, shares, history.best, history.best_round, fine_tune) if fine_tune else None
     spent = compiled.profile.report([log.releases for log in logs])
@@ -204,14 +206,14 @@ def run(
         manifest,
         compiled.profile.result_noise(),
         history.records,
-        trees.digest(final["w"]),
+        tensor_maps.digest(final["w"]),
         tuned,
         spent,
         history.measured if apart else (),
     )
 
 
-def frozen(spec: RunSpec, data_root: Path | None = None) -> tuple[RunManifest, list[datasets.SiloDataset]]:
+def build_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[RunManifest, list[datasets.SiloDataset]]:
     """Deal the spec's data to its silos and freeze the run over them."""
     size, classes = spec.data.get("image_size"), spec.data.get("classes")
     sets = [
@@ -221,9 +223,9 @@ def frozen(spec: RunSpec, data_root: Path | None = None) -> tuple[RunManifest, l
             classes=[str(c) for c in classes] if isinstance(classes, list | tuple) else None,
             image_size=size if isinstance(size, int) else None,
         )
-        for reference in datasets.federation(dealt_from(spec), datasets.federation_text(spec.federation))
+        for reference in datasets.federation(data_reference(spec), datasets.federation_text(spec.federation))
     ]
     if not classes and spec.data["name"] in IMAGES:
         spec = replace(spec, data={**spec.data, "classes": list(sets[0].schema.classes)})
-    sizes = [nominal(len(Units.of(s.train))) for s in sets]
+    sizes = [round_to_two_digits(len(PrivacyUnits.of(s.train))) for s in sets]
     return manifest_from(spec, [f"hospital{k}" for k in range(len(sets))], sizes), sets

@@ -23,7 +23,7 @@ _OPEN_TO_SILOS = (ObjectKind.MANIFEST.value, ObjectKind.BASE.value)
 _PASSING = (ObjectKind.BASE.value, ObjectKind.BUNDLE.value)
 
 
-class ObjectStore:
+class ContributionStore:
     """The part of the store that names objects."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
@@ -78,7 +78,7 @@ class ObjectStore:
             db.execute(update(runs).where(runs.c.id == c.run_id).values(bytes_up=runs.c.bytes_up + c.size))
             add_event(db, self._clock(), c.run_id, "arrived", c.round, c.silo, f"{c.size} bytes")
 
-    def is_wanted(self, contribution_id: str) -> bool:
+    def is_open(self, contribution_id: str) -> bool:
         """Tell whether an upload under way still belongs to an open round of a run that goes on."""
         with self._db.read() as db:
             found = _contribution(db, contribution_id)
@@ -105,14 +105,14 @@ class ObjectStore:
                 return str(row.run_id)
         return None
 
-    def named(self) -> set[str]:
+    def referenced_digests(self) -> set[str]:
         """Return the digests of all objects that something still needs."""
         with self._db.read() as db:
             return set(db.scalars(select(objects.c.digest)))
 
     # ---- what is no longer needed ----------------------------------------------------------------------------------
 
-    def collect(self, run_id: str, release: Callable[[str], None]) -> None:
+    def delete_unreferenced(self, run_id: str, release: Callable[[str], None]) -> None:
         """Forget the objects of a run that nothing needs any more, and `release` those that no run needs.
 
         Bundles and bases go when their round is closed or their run is over (a failed one may be resumed and keeps

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from sqlalchemy import Connection, Integer, RowMapping, func, insert, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from coordinator.api.authorise import Standing
+from coordinator.api.authorise import MembershipStatus
 from coordinator.storage.records import Certificate, DataOffer, InvitationRow, Silo
-from coordinator.storage.rosters import VERSION_OF_MEMBERSHIP as _VERSION
-from coordinator.storage.rosters import adopt, revoke_certificate
+from coordinator.storage.rosters import VERSION_OF_MEMBERSHIP, adopt, revoke_certificate
 from coordinator.storage.schema import certificates, counters, invitations, revocations, rosters, silos
 from fl_core.errors import RefusedError
 from protos.pki.roster import Revocation, Roster, SignedRoster
@@ -32,7 +31,7 @@ class MemberStore:
         with self._db.read() as db:
             return _why_revoked(db, serial)
 
-    def standing(self, name: str, serial: str) -> Standing:
+    def standing(self, name: str, serial: str) -> MembershipStatus:
         """Tell whether a certificate is revoked, and whether it was given to a silo of this name that is a member.
 
         Notes that a certificate in force is in use. The first use of one that came by an invitation ends all older ones
@@ -47,10 +46,10 @@ class MemberStore:
                 .where(*mine)
             ).first()
         if reason is not None or held is None:
-            return Standing(reason, member=False)
+            return MembershipStatus(reason, member=False)
         if held.first_used is None:
             self._first_use(serial, name, bool(held.enrolled))
-        return Standing(None, member=True)
+        return MembershipStatus(None, member=True)
 
     def _first_use(self, serial: str, name: str, enrolled: bool) -> None:
         now = self._clock()
@@ -270,11 +269,14 @@ def _certify(db: Connection, made: Certificate, proofs: tuple[tuple[str, str], .
 
 
 def _version(db: Connection) -> int:
-    return int(db.scalar(select(func.coalesce(func.max(counters.c.value), 0)).where(counters.c.name == _VERSION)) or 0)
+    return int(
+        db.scalar(select(func.coalesce(func.max(counters.c.value), 0)).where(counters.c.name == VERSION_OF_MEMBERSHIP))
+        or 0
+    )
 
 
 def _bump(db: Connection) -> None:
-    row = upsert(counters).values(name=_VERSION, value=1)
+    row = upsert(counters).values(name=VERSION_OF_MEMBERSHIP, value=1)
     db.execute(row.on_conflict_do_update(index_elements=["name"], set_={"value": counters.c.value + 1}))
 
 

@@ -105,7 +105,7 @@ class RunStore:
             self._event(db, run_id, "ended", run.closed, text=f"{state.value}: {reason}" if reason else state.value)
             return _run(db, run_id)
 
-    def revive(self, run_id: str) -> Run:
+    def resume(self, run_id: str) -> Run:
         """Let a failed run wait again; raises StateError (E-RUN-11) when it has not failed."""
         with self._db.write() as db:
             _expect(run := _run(db, run_id), [RunState.FAILED], "resumed")

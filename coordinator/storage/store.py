@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coordinator.storage.attestations import AttestationStore
-from coordinator.storage.contributions import ObjectStore
+from coordinator.storage.contributions import ContributionStore
 from coordinator.storage.members import MemberStore
 from coordinator.storage.runs import RunStore
 from coordinator.storage.schema import IN_EVERY_VERSION, MIGRATIONS, metadata
@@ -27,7 +27,7 @@ class Store:
         self.database = Database(home / FILE, metadata, MIGRATIONS, IN_EVERY_VERSION)
         self.members = MemberStore(self.database, clock)
         self.runs = RunStore(self.database, clock)
-        self.objects = ObjectStore(self.database, clock)
+        self.objects = ContributionStore(self.database, clock)
         self.attested = AttestationStore(self.database)
 
     def close(self) -> None:

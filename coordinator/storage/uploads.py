@@ -26,7 +26,7 @@ class Upload:
     """Ends the stream that writes it now."""
 
 
-class Uploads:
+class UploadRegistry:
     """The uploads of all silos, in files `partial/<silo>/<contribution>` of a folder. quota: bytes for each silo."""
 
     def __init__(self, folder: Path, quota: int = QUOTA_BYTES) -> None:

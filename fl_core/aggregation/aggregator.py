@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
-from fl_core.aggregation.fixed_point import Grid, check_finite, check_layout
+from fl_core.aggregation.fixed_point import FixedPointFormat, check_finite, check_layout
 from fl_core.types.values import Bundle, Layout, Part, PartSpec
 
 BLOCK = 1 << 15
@@ -23,7 +23,7 @@ class Aggregator:
     is kept one by one, whatever the number of silos.
     """
 
-    def __init__(self, layout: Layout, grid: Grid, unsummed: Collection[str] = ()) -> None:
+    def __init__(self, layout: Layout, grid: FixedPointFormat, unsummed: Collection[str] = ()) -> None:
         self.layout = layout
         self.grid = grid
         self.clipped = 0

@@ -34,7 +34,7 @@ Ring = Literal["ring64", "ring32"]
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class FixedPointFormat:
     """The public grid of a run, frozen in its manifest.
 
     bounds: segment -> B_s, where a segment is a part's name or "<part>.weight"; a segment that is not named takes
@@ -98,7 +98,7 @@ def _frac_bits(ring: Ring, n_max: int, bound: float) -> int:
 class FixedPoint(Guard):
     """The guard that encodes: at the silo when a mask follows, on arrival in a plain run."""
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: FixedPointFormat) -> None:
         self.grid = grid
         self.clipped = 0
 

@@ -11,27 +11,33 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fl_core.datasets.catalogue import KNOWN
-from fl_core.datasets.checks import Problem, Report, Scan
+from fl_core.datasets.checks import CheckProblem, CheckReport, SourceIndex
 from fl_core.datasets.examples import ArrayExamples, SiloDataset, TensorExamples
 from fl_core.datasets.image_files import ImageExamples, ImageTransform
-from fl_core.datasets.partition.federations import Federated, federation_text, parse_federation
+from fl_core.datasets.partition.federations import PartitionedData, federation_text, parse_federation
 from fl_core.datasets.references import DataRef, Source, federation, parse
-from fl_core.datasets.sources import arrays, digits, isic2019, leaf, spiral
-from fl_core.datasets.sources import class_folders as folder
-from fl_core.datasets.sources import csv_manifest as manifest_csv
-from fl_core.datasets.sources import image_folders as trees_of_images
-from fl_core.datasets.sources import torchvision as readers
+from fl_core.datasets.sources import (
+    arrays,
+    class_folders,
+    csv_manifest,
+    digits,
+    image_folders,
+    isic2019,
+    leaf,
+    spiral,
+    torchvision,
+)
 from fl_core.errors import ConfigError, DataError
-from fl_core.suggest import nearest
+from fl_core.suggest import suggest
 from fl_core.types.values import Schema
 
 __all__ = [
     "DATA_ROOT",
     "ArrayExamples",
+    "CheckProblem",
+    "CheckReport",
     "DataRef",
     "ImageExamples",
-    "Problem",
-    "Report",
     "SiloDataset",
     "Source",
     "TensorExamples",
@@ -50,7 +56,7 @@ READERS: Mapping[Source, arrays.Reader] = {
     Source.SPIRAL: spiral.read,
     Source.FEMNIST: leaf.read,
     Source.SHAKESPEARE: leaf.read,
-    **dict.fromkeys((Source(name) for name in readers.MARKS), readers.read),
+    **dict.fromkeys((Source(name) for name in torchvision.MARKS), torchvision.read),
 }
 FIXED: Mapping[Source, Schema] = {
     Source.DIGITS: Schema(digits.SHAPE, digits.CLASSES),
@@ -91,7 +97,7 @@ def check(
     classes: Sequence[str] | None = None,
     image_size: int | None = None,
     deep: bool = False,
-) -> Report:
+) -> CheckReport:
     """Look at a silo's data without training; the same settings as `load`.
 
     deep: decode every image to its end. Raises where there is nothing to look at (E-DATA-02, E-DATA-07); all other
@@ -114,7 +120,7 @@ def schema_of(data: str, *, classes: Sequence[str] | None = None, image_size: in
     Raises ConfigError: E-CFG-01 for an unknown name, E-CFG-23 for a folder or manifest without `classes`.
     """
     if data not in {source.value for source in Source}:
-        raise ConfigError("E-CFG-01", f"there is no data {data!r}: {nearest(data, [s.value for s in Source])}")
+        raise ConfigError("E-CFG-01", f"there is no data {data!r}: {suggest(data, [s.value for s in Source])}")
     source = Source(data)
     _settings(source, classes, image_size)
     fixed = FIXED.get(source)
@@ -149,11 +155,11 @@ def _settings(source: Source, classes: Sequence[str] | None, image_size: int | N
 
 def _transform(source: Source, image_size: int | None) -> ImageTransform:
     if source in FIXED:
-        return trees_of_images.transform(source.value)
-    return isic2019.transform(image_size) if source is Source.ISIC2019 else folder.transform(image_size)
+        return image_folders.transform(source.value)
+    return isic2019.transform(image_size) if source is Source.ISIC2019 else class_folders.transform(image_size)
 
 
-def _place(ref: DataRef) -> tuple[Federated, int]:
+def _place(ref: DataRef) -> tuple[PartitionedData, int]:
     assert ref.federation is not None
     assert ref.silo is not None
     return ref.federation, ref.silo
@@ -164,24 +170,26 @@ def _reader(source: Source, root: Path | None) -> arrays.Reader | None:
 
     CIFAR10 may lie there in either form; the published arrays win, and name themselves when neither is there.
     """
-    if source is Source.CIFAR10 and root and not readers.located("cifar10", root):
-        return None if trees_of_images.located("cifar10", root) else readers.read
+    if source is Source.CIFAR10 and root and not torchvision.located("cifar10", root):
+        return None if image_folders.located("cifar10", root) else torchvision.read
     return READERS.get(source)
 
 
-def _scan(ref: DataRef, root: Path | None, classes: Sequence[str] | None) -> Scan:
+def _scan(ref: DataRef, root: Path | None, classes: Sequence[str] | None) -> SourceIndex:
     if ref.source is Source.ISIC2019:
         assert ref.silo is not None
         assert root is not None
         if not ref.clients:
             return isic2019.scan(root, ref.silo, classes)
-        center, place, count = isic2019.seat(ref.clients, ref.silo)
-        return isic2019.cut(isic2019.scan(root, center, classes), place, count, ref.seed, str(ref))
+        center, place, count = isic2019.center_of(ref.clients, ref.silo)
+        return isic2019.split_center(isic2019.scan(root, center, classes), place, count, ref.seed, str(ref))
     if ref.source in FIXED:
         assert root is not None
-        return trees_of_images.take(ref.source.value, root, *_place(ref), classes)
+        return image_folders.take(ref.source.value, root, *_place(ref), classes)
     assert ref.path is not None
-    found = folder.scan(ref.path, classes) if ref.source is Source.FOLDER else manifest_csv.scan(ref.path, classes)
+    found = (
+        class_folders.scan(ref.path, classes) if ref.source is Source.FOLDER else csv_manifest.scan(ref.path, classes)
+    )
     if ref.federation is None or ref.silo is None:
         return found
     return found.dealt(ref.federation, ref.silo, str(ref))

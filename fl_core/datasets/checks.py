@@ -13,7 +13,7 @@ import torch
 
 from fl_core.datasets.examples import SPLITS, SiloDataset, fingerprint
 from fl_core.datasets.image_files import ImageExamples, ImageTransform, UnreadableError, open_image
-from fl_core.datasets.partition.federations import Dealt, Federated
+from fl_core.datasets.partition.federations import PartitionedData, PartitionSpec
 from fl_core.errors import DataError
 from fl_core.types.values import Schema, Split
 
@@ -21,7 +21,7 @@ SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class CheckProblem:
     """One kind of fault: its error code, what was expected and found, how often, the first few names, what to do."""
 
     code: str
@@ -37,7 +37,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CheckReport:
     """What was found in a source; `problems` is empty when a run may use it.
 
     counts: examples per split and class, in the order of `classes`
@@ -49,7 +49,7 @@ class Report:
     origin: str
     classes: tuple[str, ...]
     counts: Mapping[Split, tuple[int, ...]]
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[CheckProblem, ...] = ()
     notes: tuple[str, ...] = ()
     sizes: Mapping[tuple[int, int], int] = field(default_factory=dict)
     groups: int | None = None
@@ -74,7 +74,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Scan:
+class SourceIndex:
     """All that a source says of itself, before any pixel is read; items of unknown classes are left in.
 
     public: the official test images, where a silo's own test images were held out of its training images
@@ -83,16 +83,16 @@ class Scan:
     origin: str
     classes: tuple[str, ...]
     items: tuple[Item, ...]
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[CheckProblem, ...] = ()
     notes: tuple[str, ...] = ()
     public: tuple[Item, ...] = ()
 
-    def report(self) -> Report:
+    def report(self) -> CheckReport:
         """Count, and find what every kind of source can have wrong: unknown classes, empty splits, split groups."""
         tally = Counter((item.split, item.label) for item in self.items)
         counts = {split: tuple(tally[split, c] for c in self.classes) for split in SPLITS}
         named = {item.group for item in self.items} - {None}
-        return Report(
+        return CheckReport(
             self.origin,
             self.classes,
             counts,
@@ -102,7 +102,7 @@ class Scan:
             fingerprint=self._fingerprint(),
         )
 
-    def deep_report(self, threads: int = 2) -> Report:
+    def deep_report(self, threads: int = 2) -> CheckReport:
         """Report after decoding every image."""
         report = self.report()
         sizes: Counter[tuple[int, int]] = Counter()
@@ -127,13 +127,13 @@ class Scan:
         public = self._examples(self.public, transform) if self.public else None
         return SiloDataset(Schema((3, size, size), self.classes), train, test, self.origin, report.fingerprint, public)
 
-    def dealt(self, federation: Federated, silo: int, origin: str) -> Scan:
+    def dealt(self, federation: PartitionedData, silo: int, origin: str) -> SourceIndex:
         """Keep one silo's share, dealt by label; everything, for the report, when there is a problem."""
         if self.report().problems:
             return replace(self, origin=origin)
         return self.taken(self.shares(federation)[silo], origin)
 
-    def shares(self, federation: Federated) -> list[Dealt]:
+    def shares(self, federation: PartitionedData) -> list[PartitionSpec]:
         """Deal both splits by label; all labels must be known."""
         labels = [
             np.array([self.classes.index(i.label) for i in self.items if i.split is split], dtype=np.int64)
@@ -141,7 +141,7 @@ class Scan:
         ]
         return federation.deal(labels[0], labels[1], len(self.classes))
 
-    def taken(self, share: Dealt, origin: str) -> Scan:
+    def taken(self, share: PartitionSpec, origin: str) -> SourceIndex:
         """Keep one share of `shares`; where it holds out training images as its own test, the test split is public."""
         train, test = ([item for item in self.items if item.split is split] for split in SPLITS)
         kept = [train[i] for i in share.train] + [test[i] for i in share.test]
@@ -162,7 +162,7 @@ class Scan:
         )
         return fingerprint(*rows)
 
-    def _unknown(self) -> tuple[Problem, ...]:
+    def _unknown(self) -> tuple[CheckProblem, ...]:
         strange = Counter(item.label for item in self.items if item.label not in self.classes)
         return problem(
             "E-DATA-05",
@@ -172,11 +172,11 @@ class Scan:
             sum(strange.values()),
         )
 
-    def _empty(self, counts: Mapping[Split, tuple[int, ...]]) -> tuple[Problem, ...]:
+    def _empty(self, counts: Mapping[Split, tuple[int, ...]]) -> tuple[CheckProblem, ...]:
         empty = [split.value for split in SPLITS if not sum(counts[split])]
         return problem("E-DATA-08", "splits without any usable image", empty, "Give both splits images")
 
-    def _ungrouped(self) -> tuple[Problem, ...]:
+    def _ungrouped(self) -> tuple[CheckProblem, ...]:
         """Refuse groups for some images only: the privacy unit of the others would be unknown."""
         bare = [item.name for item in self.items if item.group is None]
         if len(bare) == len(self.items):
@@ -184,9 +184,15 @@ class Scan:
         return problem("E-DATA-07", "images without a group among images that have one", bare, "Name every group")
 
 
-def problem(code: str, what: str, names: Sequence[str], remedy: str, count: int | None = None) -> tuple[Problem, ...]:
+def problem(
+    code: str, what: str, names: Sequence[str], remedy: str, count: int | None = None
+) -> tuple[CheckProblem, ...]:
     """Make a problem of these names, or nothing when there are none; count: when a name stands for several."""
-    return (Problem(code, what, len(names) if count is None else count, tuple(names[:SHOWN]), remedy),) if names else ()
+    return (
+        (CheckProblem(code, what, len(names) if count is None else count, tuple(names[:SHOWN]), remedy),)
+        if names
+        else ()
+    )
 
 
 def straddling(items: Sequence[Item]) -> list[str]:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from fl_core.datasets.partition.federations import FORMS, Federated, parse_federation
+from fl_core.datasets.partition.federations import FORMS, PartitionedData, parse_federation
 from fl_core.datasets.sources.isic2019 import CENTERS, parts
 from fl_core.errors import ConfigError
-from fl_core.suggest import nearest
+from fl_core.suggest import suggest
 
 
 class Source(Enum):
@@ -74,7 +74,7 @@ class DataRef:
 
     source: Source
     silo: int | None = None
-    federation: Federated | None = None
+    federation: PartitionedData | None = None
     path: Path | None = None
     clients: int = 0
     seed: int = 0
@@ -96,7 +96,7 @@ def parse(reference: str) -> DataRef:
 
     Guarantees: parse(str(parse(r))) == parse(r).
     """
-    federation: Federated | None = None
+    federation: PartitionedData | None = None
     silo: int | None = None
     kind, colon, rest = reference.partition(":")
     if colon and kind in (Source.FOLDER.value, Source.MANIFEST.value):
@@ -125,7 +125,7 @@ def parse(reference: str) -> DataRef:
     raise ConfigError("E-CFG-01", f"there is no data {reference!r}: {_hint(reference)}valid forms: {VALID_FORMS}")
 
 
-def _dealt(text: str, reference: str) -> tuple[Federated, int]:
+def _dealt(text: str, reference: str) -> tuple[PartitionedData, int]:
     """Read FEDERATION/SILO."""
     name, slash, silo = text.partition("/")
     federation = parse_federation(name)
@@ -138,7 +138,7 @@ def _dealt(text: str, reference: str) -> tuple[Federated, int]:
 
 
 def _hint(reference: str) -> str:
-    hint = nearest(reference, _KNOWN)
+    hint = suggest(reference, _KNOWN)
     return f"{hint.split('? ')[0]}? " if hint.startswith("did you mean") else ""
 
 
@@ -159,7 +159,7 @@ def federation(data: str, federation: str) -> list[str]:
         join = f"{data}#"
     else:
         valid = (*DEALT, "isic2019", "folder:PATH", "manifest:FILE.csv")
-        raise ConfigError("E-CFG-01", f"there is no data {data!r} to be dealt: {nearest(data, valid)}")
+        raise ConfigError("E-CFG-01", f"there is no data {data!r} to be dealt: {suggest(data, valid)}")
     dealt = parse_federation(federation)
     return [f"{join}{dealt.text}/{k}" for k in range(dealt.silos)]
 
@@ -170,7 +170,7 @@ def _centers(text: str) -> list[int]:
         return list(range(CENTERS))
     if not re.fullmatch(r"centers(-\d)+", text):
         valid = ("centers", "centers-1-2-5", "clients20")
-        raise ConfigError("E-CFG-01", f"isic2019 has no federation {text!r}: {nearest(text, valid)}")
+        raise ConfigError("E-CFG-01", f"isic2019 has no federation {text!r}: {suggest(text, valid)}")
     chosen = [int(k) for k in text.split("-")[1:]]
     if len(set(chosen)) != len(chosen) or max(chosen) >= CENTERS:
         raise ConfigError("E-CFG-01", f"expected different centres of 0 to {CENTERS - 1}, found {text!r}")

@@ -38,7 +38,7 @@ from fl_core.methods.personal.fedrep import FedRep
 from fl_core.methods.personal.fedrod import FedROD
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.methods.personal.map_ import Map
-from fl_core.suggest import nearest
+from fl_core.suggest import suggest
 
 METHODS: Mapping[str, type[FedAvg]] = {
     "fedavg": FedAvg,
@@ -76,5 +76,5 @@ def build_method(name: str, options: Mapping[str, object]) -> FedAvg:
     with the nearest valid name or the expected type; E-CFG-02 on a value out of range.
     """
     if name not in METHODS:
-        raise ConfigError("E-CFG-01", f"there is no method {name!r}: {nearest(name, METHODS)}")
+        raise ConfigError("E-CFG-01", f"there is no method {name!r}: {suggest(name, METHODS)}")
     return read_options(METHODS[name], name, options)

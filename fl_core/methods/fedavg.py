@@ -22,9 +22,9 @@ from torch.nn.functional import cross_entropy
 
 from fl_core import validate
 from fl_core.methods.traits import Traits
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Losses, LossFn, Outcome, Part, RoundContext, State, Tensors
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import Bundle, LocalResult, Losses, LossFn, Part, RoundContext, State, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +49,17 @@ class FedAvg(Traits):
         """Return the cross entropy of each example."""
         return Losses(cross_entropy(model(x), y, reduction="none"))
 
-    def objective(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> LossFn:  # noqa: ARG002
+    def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:  # noqa: ARG002
         """Make the loss of one silo's round; `model` holds the received weights."""
         return self.loss
 
-    def extras(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> dict[str, Part]:  # noqa: ARG002
+    def extras(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> dict[str, Part]:  # noqa: ARG002
         """Make what goes up beside the delta, from the trained model."""
         return {}
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Start from the initialised model."""
-        return {"w": trees.only(trees.read(model), self.shared)}
+        return {"w": tensor_maps.select(tensor_maps.copy_state(model), self.shared)}
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Keep nothing between rounds."""
@@ -69,29 +69,29 @@ class FedAvg(Traits):
         """Send the model."""
         return {"w": server["w"]}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train from the received model and send the weighed difference."""
-        trees.write(model, msg["w"])
+        tensor_maps.load_state(model, msg["w"])
         data.sgd(model, self.objective(model, msg, data, context))
-        return Outcome({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}, silo)
+        return LocalResult({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}, silo)
 
-    def weight(self, data: SiloData) -> float:
+    def weight(self, data: LocalData) -> float:
         """Return what this silo counts in an average of models."""
         return data.size() if self.weights == "samples" else 1.0
 
-    def delta(self, model: nn.Module, msg: State, data: SiloData) -> Part:
+    def delta(self, model: nn.Module, msg: State, data: LocalData) -> Part:
         """Weigh what training changed in the tensors that travel."""
         return Part.of(self.moved(model, msg), self.weight(data))
 
     @staticmethod
     def moved(model: nn.Module, msg: State) -> dict[str, Tensor]:
         """Return trained minus received, for the tensors that travel."""
-        trained = trees.named(model)
+        trained = tensor_maps.named_tensors(model)
         return {name: trained[name].detach().cpu() - received for name, received in msg["w"].items()}
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:  # noqa: ARG002
         """Add the mean difference; without any update the model stays as it is."""
-        return {**server, "w": trees.add(server["w"], total["delta"].mean())}
+        return {**server, "w": tensor_maps.add(server["w"], total["delta"].mean())}
 
     def exported(self, server: State) -> Tensors:
         """Export the tensors that travel."""
@@ -99,9 +99,9 @@ class FedAvg(Traits):
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
         """Load the received model; what does not travel keeps its initial value."""
-        trees.write(model, msg["w"])
+        tensor_maps.load_state(model, msg["w"])
         return model
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Return the model after local training, the personal model of a method that has none of its own."""
         return model

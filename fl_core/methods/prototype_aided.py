@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy, normalize
 from fl_core import validate
 from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.fedavg import FedAvg
-from fl_core.types.interfaces import SiloData
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, Losses, LossFn, Part, RoundContext, State
 
 FORMS = ("off", "mixture", "additive")
@@ -65,7 +65,7 @@ class PrototypeAided(FedAvg):
     @property
     def sends(self) -> tuple[str, ...]:
         """Name what goes up, part by part."""
-        return (*super().sends, prototypes.PART) if self.aided else super().sends
+        return (*super().sends, prototypes.PROTOTYPES) if self.aided else super().sends
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start with no prototype known."""
@@ -74,24 +74,26 @@ class PrototypeAided(FedAvg):
             return start
         return {
             **start,
-            prototypes.PART: prototypes.unknown(context.n_classes, prototypes.features_of(model).feature_dim),
+            prototypes.PROTOTYPES: prototypes.initial_prototypes(
+                context.n_classes, prototypes.features_of(model).feature_dim
+            ),
         }
 
     def broadcast(self, server: State) -> State:
         """Send the prototypes beside what the method sends."""
         msg = super().broadcast(server)
-        return {**msg, prototypes.PART: server[prototypes.PART]} if self.aided else msg
+        return {**msg, prototypes.PROTOTYPES: server[prototypes.PROTOTYPES]} if self.aided else msg
 
-    def objective(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> LossFn:
+    def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:
         """Make the mixture for this round; cross entropy alone while no prototype is known."""
         plain = super().objective(model, msg, data, context)
-        if not self.aided or not bool((msg[prototypes.PART]["known"] > 0).any()):
+        if not self.aided or not bool((msg[prototypes.PROTOTYPES]["known"] > 0).any()):
             return plain
         share = max(0.0, 1.0 - context.round / context.rounds)
         of_ce, of_gpc = (1.0 - share, share) if self.prototypes == "mixture" else (1.0, self.lambda_p)
         if not of_gpc:
             return plain
-        g, known = msg[prototypes.PART]["g"], msg[prototypes.PART]["known"] > 0
+        g, known = msg[prototypes.PROTOTYPES]["g"], msg[prototypes.PROTOTYPES]["known"] > 0
 
         def mixture(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
             split = prototypes.features_of(model)
@@ -101,14 +103,21 @@ class PrototypeAided(FedAvg):
 
         return mixture
 
-    def extras(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> dict[str, Part]:
+    def extras(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> dict[str, Part]:
         """Measure prototypes with the trained model."""
         extra = super().extras(model, msg, data, context)
-        return {**extra, prototypes.PART: prototypes.submitted(model, msg, data, context)} if self.aided else extra
+        return (
+            {**extra, prototypes.PROTOTYPES: prototypes.part_to_send(model, msg, data, context)}
+            if self.aided
+            else extra
+        )
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Merge prototypes by class counts beside what the method merges."""
         after = super().merge(server, total, context)
         if not self.aided:
             return after
-        return {**after, prototypes.PART: prototypes.merged(server[prototypes.PART], total[prototypes.PART])}
+        return {
+            **after,
+            prototypes.PROTOTYPES: prototypes.update(server[prototypes.PROTOTYPES], total[prototypes.PROTOTYPES]),
+        }

@@ -22,10 +22,10 @@ class Traits:
     @property
     def exposure(self) -> Exposure:
         """Say that the sum over silos is enough, unless parts are named to be seen apart."""
-        return Exposure.EACH if self.apart else Exposure.SUM
+        return Exposure.EACH if self.unsummed_parts else Exposure.SUM
 
     @property
-    def apart(self) -> frozenset[str]:
+    def unsummed_parts(self) -> frozenset[str]:
         """Name no part: none has to be seen apart from the sum."""
         return frozenset()
 
@@ -35,7 +35,7 @@ class Traits:
         return {}
 
     @property
-    def lacks(self) -> Mapping[Capability, str]:
+    def unsupported(self) -> Mapping[Capability, str]:
         """Lack what the private form brings, and nothing else; methods that lack more name the remedy."""
         wanted = " and ".join(f"method.{option}={value}" for option, value in self.private_form.items())
         return {Capability.DIFFERENTIAL_PRIVACY: f"set {wanted}"} if wanted else {}

@@ -27,7 +27,7 @@ from fl_core.models.small.simple_cnn import SimpleCnn
 from fl_core.models.split_model import SplitModel
 from fl_core.models.vgg import Vgg8, Vgg11, Vgg16
 from fl_core.models.wide_resnet import WideResNet2810
-from fl_core.suggest import nearest
+from fl_core.suggest import suggest
 from fl_core.types.values import Schema
 
 __all__ = ["MODELS", "ModelFacts", "ModelOptions", "SplitModel", "build_model", "describe", "model_options"]
@@ -82,7 +82,7 @@ class ModelFacts:
 def model_options(name: str, options: Mapping[str, object]) -> ModelOptions:
     """Check a model's name and options; raises ConfigError (E-CFG-01, E-CFG-02) with the nearest name."""
     if name not in MODELS:
-        raise ConfigError("E-CFG-01", f"there is no model {name!r}: {nearest(name, MODELS)}")
+        raise ConfigError("E-CFG-01", f"there is no model {name!r}: {suggest(name, MODELS)}")
     return read_options(MODELS[name], name, options)
 
 

@@ -10,7 +10,7 @@ from fl_core.types.interfaces import Method
 from fl_core.types.records import TrainConfig
 
 
-def asked_by(train: TrainConfig, silos: int, cohort: int, quorum: int) -> set[Capability]:
+def required_capabilities(train: TrainConfig, silos: int, cohort: int, quorum: int) -> set[Capability]:
     """Name what a run asks of its method apart from privacy."""
     asked = set[Capability]()
     if train.optimizer != "sgd":
@@ -20,8 +20,8 @@ def asked_by(train: TrainConfig, silos: int, cohort: int, quorum: int) -> set[Ca
     return asked
 
 
-def refuse(method: Method, asked: Collection[Capability]) -> None:
+def check_supported(method: Method, asked: Collection[Capability]) -> None:
     """Raise ConfigError (E-CFG-08) that names the method, what it lacks and the remedy."""
     for capability in sorted(asked, key=lambda c: c.value):
-        if remedy := method.lacks.get(capability):
+        if remedy := method.unsupported.get(capability):
             raise ConfigError("E-CFG-08", f"method {method.name} does not go with {capability.value}: {remedy}")

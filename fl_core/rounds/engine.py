@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.aggregator import Aggregator
-from fl_core.aggregation.fixed_point import Grid
+from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import REASON_CHARS, FederationError, UnavailableError
 from fl_core.rounds import sampling as cohort
-from fl_core.training.evaluation import MEASURED, METRICS, personal_scores
+from fl_core.training.evaluation import METRIC_PARTS, METRICS, personal_scores
 from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.records import RoundRecord as RoundRecord
 from fl_core.types.values import Bundle, Layout, RoundContext, State, TaskKind
@@ -47,7 +47,7 @@ class Observer:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class RoundLoop:
     """Everything that a round needs besides the state: the loop holds no state of its own, so it can be resumed.
 
     arrival: guards whose outgoing half runs on arrival (the fixed-point grid of a plain run is folded by the
@@ -58,7 +58,7 @@ class Engine:
     method: Method
     schedule: Schedule
     layout: Layout
-    grid: Grid
+    grid: FixedPointFormat
     incoming: Sequence[Guard]
     ports: Sequence[SiloPort]
     parallel: int = 1
@@ -77,7 +77,7 @@ class Engine:
         """Run one round and return the state after it."""
         plan = self.schedule
         train = kind is TaskKind.TRAIN
-        ids = cohort.sample(plan.seed, t, len(self.ports), plan.cohort if train else 0)
+        ids = cohort.sample_cohort(plan.seed, t, len(self.ports), plan.cohort if train else 0)
         context = RoundContext(len(self.ports), plan.n_classes, plan.rounds, t, len(ids))
         names = [self.ports[k].name for k in ids]
         observer.opened(context, kind, names)
@@ -86,7 +86,7 @@ class Engine:
         model = adaptive_guards.method_state(server, own)
         server = {**model, **now}
         msg = {**self.method.broadcast(model), **now}
-        total, included, missing, clipped = self._gather(msg, context, kind, ids, layout, observer)
+        total, included, missing, clipped = self._collect_updates(msg, context, kind, ids, layout, observer)
         needed = min(plan.quorum or len(ids), len(ids))
         if len(included) < needed:
             raise UnavailableError(
@@ -106,7 +106,7 @@ class Engine:
             personal_scores(total),
         )
         if train:
-            rest = {name: part for name, part in total.items() if name not in MEASURED | own}
+            rest = {name: part for name, part in total.items() if name not in METRIC_PARTS | own}
             following = adaptive_guards.next_settings(self.incoming, now, total)
             server = {**self.method.merge(model, rest, context), **following}
             del rest
@@ -116,7 +116,7 @@ class Engine:
             self.ports[k].settle(context, kind, self.ports[k].name in included)
         return server
 
-    def _gather(
+    def _collect_updates(
         self, msg: State, context: RoundContext, kind: TaskKind, ids: Sequence[int], layout: Layout, observer: Observer
     ) -> tuple[Bundle, list[str], dict[str, str], int]:
         """Fold bundles as they arrive, one at a time; a bundle that does not fit is refused and the round survives.
@@ -125,7 +125,7 @@ class Engine:
         """
         places = {self.ports[k].name: k for k in ids}
         sums, included, missing = (
-            Aggregator(layout, self.grid, self.method.apart), list[str](), dict[str, str]()
+            Aggregator(layout, self.grid, self.method.unsummed_parts), list[str](), dict[str, str]()
         )  # fmt: skip
         for name, reply in self._replies([self.ports[k] for k in ids], msg, context, kind):
             try:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fl_core.rounds.silo_round import Bench, measure_global, work
+from fl_core.rounds.silo_round import SiloRuntime, measure_global, run_silo_round
 from fl_core.training.evaluation import METRICS, evaluate_personal
-from fl_core.training.local_data import PlainData
+from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import Method
 from fl_core.types.values import Bundle, Examples, Layout, PartSpec, RoundContext, Schema, TaskKind, TrainConfig
 
 __all__ = ["derive_layout"]
 
 
-class BlankExamples(Examples):
+class DummyExamples(Examples):
     """Two blank examples of the right shape."""
 
     def __init__(self, schema: Schema) -> None:
@@ -34,8 +34,8 @@ def derive_layout(method: Method, model: nn.Module, schema: Schema, personal: bo
     Guarantees: the layout does not depend on any silo's data; `model` is used as scratch.
     """
     context = RoundContext(n_silos=1, n_classes=len(schema.classes), cohort=1).for_silo(silo=0, seed=0)
-    blank = BlankExamples(schema)
-    data = PlainData(blank, blank, TrainConfig(batch_size=2, epochs=1), context)
+    blank = DummyExamples(schema)
+    data = PlainLocalData(blank, blank, TrainConfig(batch_size=2, epochs=1), context)
     server = method.init_server(model, context)
     msg = method.broadcast(server)
     layout = _layout(method.local(model, msg, method.init_silo(model, context), data, context).bundle)
@@ -43,7 +43,9 @@ def derive_layout(method: Method, model: nn.Module, schema: Schema, personal: bo
         layout |= _layout(evaluate_personal(model, data, context.n_classes))
     layout |= _layout({METRICS: measure_global(method, model, msg, data, context.n_classes)})
     layout = dict(sorted(layout.items()))
-    work(Bench(method, model, layout), msg, None, data, context, TaskKind.TRAIN)  # the layout is stable: it fits itself
+    run_silo_round(
+        SiloRuntime(method, model, layout), msg, None, data, context, TaskKind.TRAIN
+    )  # the layout is stable: it fits itself
     return layout
 
 

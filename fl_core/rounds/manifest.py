@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from blake3 import blake3
 
-from fl_core.aggregation.fixed_point import Grid
+from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import ConversionError, Option, parse_json, rename, shown, structure
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.rounds import sampling as cohort
@@ -19,7 +19,7 @@ rename(PartSpec, shapes="tensors", weight_shape="weight")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class NamedOptions:
     """A named entry of a registry (method, model, privacy profile) with its options."""
 
     name: str
@@ -51,8 +51,8 @@ class RunManifest:
     """
 
     name: str
-    method: Choice
-    model: Choice
+    method: NamedOptions
+    model: NamedOptions
     data: str
     schema: Schema
     train: TrainConfig
@@ -60,8 +60,8 @@ class RunManifest:
     seed: int
     members: tuple[Member, ...]
     layout: Layout
-    grid: Grid
-    privacy: Choice
+    grid: FixedPointFormat
+    privacy: NamedOptions
     cohort: int = 0
     quorum: int = 0
     deadline_s: float = 86400.0
@@ -112,7 +112,7 @@ class RunManifest:
         raise ConfigError("E-RUN-05", f"expected one of {[m.name for m in self.members]}, found {silo!r}")
 
 
-def members(
+def make_members(
     names: Sequence[str], seed: int, prototype_share: float, units: Sequence[int] | None = None
 ) -> tuple[Member, ...]:
     """Freeze a roster, with the silos that submit prototypes drawn from the seed; units: declared sizes, if any."""

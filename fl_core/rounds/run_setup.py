@@ -15,10 +15,10 @@ from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds import sampling
-from fl_core.rounds.engine import Engine, Schedule
+from fl_core.rounds.engine import RoundLoop, Schedule
 from fl_core.rounds.manifest import RunManifest
-from fl_core.rounds.silo_round import Bench
-from fl_core.types import tensor_maps as trees
+from fl_core.rounds.silo_round import SiloRuntime
+from fl_core.types import tensor_maps
 from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.values import RoundContext, State
 
@@ -70,7 +70,7 @@ class RunSetup:
         manifest = self.manifest
         found = [list[int]() for _ in manifest.members]
         for t in range(manifest.rounds):
-            for k in sampling.sample(manifest.seed, t, len(found), manifest.cohort):
+            for k in sampling.sample_cohort(manifest.seed, t, len(found), manifest.cohort):
                 found[k].append(t)
         return found
 
@@ -81,18 +81,20 @@ class RunSetup:
         on_grid = self.manifest.grid.ring == "ring32" or self.guards.silo
         return plain | {torch.int32, torch.int64} if on_grid else plain
 
-    def silo_runtime(self) -> Bench:
+    def silo_runtime(self) -> SiloRuntime:
         """Make what one silo works with."""
-        initial = {name: v.detach() for name, v in trees.named(self.model).items() if v.is_floating_point()}
-        return Bench(self.method, self.new_model(), self.manifest.layout, self.guards.silo, initial)
+        initial = {
+            name: v.detach() for name, v in tensor_maps.named_tensors(self.model).items() if v.is_floating_point()
+        }
+        return SiloRuntime(self.method, self.new_model(), self.manifest.layout, self.guards.silo, initial)
 
-    def round_loop(self, ports: Sequence[SiloPort], parallel: int) -> Engine:
+    def round_loop(self, ports: Sequence[SiloPort], parallel: int) -> RoundLoop:
         """Make the round loop over given ports."""
         manifest = self.manifest
         schedule = Schedule(
             manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum
         )
-        return Engine(self.method, schedule, manifest.layout, manifest.grid, self.guards.incoming, ports, parallel)
+        return RoundLoop(self.method, schedule, manifest.layout, manifest.grid, self.guards.incoming, ports, parallel)
 
     def initial_state(self) -> State:
         """Make the server state of round 0; equal manifests give equal bytes."""

@@ -11,7 +11,7 @@ from fl_core import rng
 from fl_core.errors import ConfigError
 
 
-def sample(seed: int, round: int, n_silos: int, size: int) -> list[int]:
+def sample_cohort(seed: int, round: int, n_silos: int, size: int) -> list[int]:
     """Draw the cohort of a round without replacement, sorted; all silos when size is 0 or n_silos."""
     if not 0 <= size <= n_silos:
         raise ConfigError("E-CFG-02", f"expected a cohort between 0 (all) and {n_silos} silos, found cohort={size}")

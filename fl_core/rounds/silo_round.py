@@ -14,13 +14,13 @@ from fl_core.aggregation.fixed_point import check_layout
 from fl_core.training.evaluation import METRICS as METRICS
 from fl_core.training.evaluation import PERSONAL, evaluate_personal
 from fl_core.training.evaluation import evaluate as evaluate
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import Guard, Method, SiloData
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import Guard, LocalData, Method
 from fl_core.types.values import Bundle, Layout, Part, RoundContext, State, TaskKind, Tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class SiloRuntime:
     """What a silo works with in one run: the method, a scratch model, its outgoing guards and the agreed layout.
 
     initial: the run's initial weights, read off `model` when they are not given.
@@ -34,11 +34,13 @@ class Bench:
 
     def __post_init__(self) -> None:
         if not self.initial:
-            object.__setattr__(self, "initial", {name: v.cpu() for name, v in trees.read(self.model).items()})
+            object.__setattr__(
+                self, "initial", {name: v.cpu() for name, v in tensor_maps.copy_state(self.model).items()}
+            )
 
-    def fresh(self) -> nn.Module:
+    def reset_model(self) -> nn.Module:
         """Return the scratch model with the run's initial weights."""
-        trees.write(self.model, self.initial)
+        tensor_maps.load_state(self.model, self.initial)
         return self.model
 
 
@@ -50,8 +52,8 @@ class SiloRound(NamedTuple):
     metrics: Part
 
 
-def work(
-    bench: Bench, msg: State, state: State | None, data: SiloData, context: RoundContext, kind: TaskKind
+def run_silo_round(
+    bench: SiloRuntime, msg: State, state: State | None, data: LocalData, context: RoundContext, kind: TaskKind
 ) -> SiloRound:
     """Evaluate what was broadcast, train if asked to, measure the personal model if the layout has it, guard all.
 
@@ -64,11 +66,11 @@ def work(
     method = bench.method
     guards, theirs = adaptive_guards.guards_for_round(bench.guards, msg), adaptive_guards.groups(bench.guards)
     msg = adaptive_guards.method_state(msg, theirs)
-    state = method.init_silo(bench.fresh(), context) if state is None else state
-    bundle: dict[str, Part] = {METRICS: measure_global(method, bench.fresh(), msg, data, context.n_classes)}
+    state = method.init_silo(bench.reset_model(), context) if state is None else state
+    bundle: dict[str, Part] = {METRICS: measure_global(method, bench.reset_model(), msg, data, context.n_classes)}
     layout = {METRICS: bench.layout[METRICS]}
     if kind is TaskKind.TRAIN:
-        local, trained = method.local(bench.fresh(), msg, state, data, context)
+        local, trained = method.local(bench.reset_model(), msg, state, data, context)
         bundle |= local
         state = trained if trained is state or _finite(local, trained) else state
         if PERSONAL in bench.layout:
@@ -82,7 +84,7 @@ def work(
     return SiloRound(guarded, state, bundle[METRICS])
 
 
-def measure_global(method: Method, model: nn.Module, msg: State, data: SiloData, n_classes: int) -> Part:
+def measure_global(method: Method, model: nn.Module, msg: State, data: LocalData, n_classes: int) -> Part:
     """Evaluate the federation's own model; without one the part has weight 0, and no accuracy is made up."""
     if method.has_global_model:
         return evaluate(method.global_model(model, msg), data, n_classes)
@@ -91,4 +93,4 @@ def measure_global(method: Method, model: nn.Module, msg: State, data: SiloData,
 
 def _finite(bundle: Bundle, state: State) -> bool:
     parts = (part.total for part in bundle.values())
-    return all(trees.all_finite(values) for values in (*parts, *state.values()))
+    return all(tensor_maps.all_finite(values) for values in (*parts, *state.values()))

@@ -15,16 +15,16 @@ from torch.nn import Module
 from fl_core import rng
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, SiloShare
+from fl_core.simulation.in_process import RoundHistory, SiloShare
 from fl_core.training.evaluation import evaluate, weighted_accuracy
-from fl_core.training.local_data import PlainData
+from fl_core.training.local_data import PlainLocalData
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext, SgdOptions, State
 
 EPOCHS = 10
 
 
-class BestHistory(History):
+class BestHistory(RoundHistory):
     """A history that keeps the server state of the best round.
 
     A record measures the model from before its round, so the state of the close before it is the one that was best;
@@ -87,9 +87,9 @@ def fine_tuned(
     context = RoundContext(len(shares), n_classes, manifest.rounds, round, len(shares))
     found: list[float] = []
     for k, share in enumerate(shares):
-        model: Module = bench.method.global_model(bench.fresh(), msg)
+        model: Module = bench.method.global_model(bench.reset_model(), msg)
         at_silo = context.for_silo(k, rng.derive(manifest.seed, "fine-tune"))
-        data = PlainData(share.train, share.test, manifest.train, at_silo)
+        data = PlainLocalData(share.train, share.test, manifest.train, at_silo)
         if len(share.train):
             data.sgd(model, FedAvg.loss, SgdOptions(epochs=epochs))
         part = evaluate(model, data, n_classes)

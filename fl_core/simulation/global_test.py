@@ -15,13 +15,13 @@ import torch
 
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import SiloShare
-from fl_core.training.evaluation import Joined, evaluate
-from fl_core.training.local_data import PlainData
+from fl_core.training.evaluation import ConcatExamples, evaluate
+from fl_core.training.local_data import PlainLocalData
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext, State
 
 
-class AllSilos:
+class GlobalTestEvaluator:
     """Measures server states of one run on the union of its silos' test sets.
 
     device: where models are evaluated
@@ -33,9 +33,9 @@ class AllSilos:
         self._bench.model.to(self._device)
         self._n_classes, self._silos = len(manifest.schema.classes), len(shares)
         self._initial = run.initial_state()
-        tests = Joined([share.test for share in shares])
+        tests = ConcatExamples([share.test for share in shares])
         context = RoundContext(self._silos, self._n_classes, manifest.rounds).for_silo(0, manifest.seed)
-        self._data = PlainData(tests, tests, manifest.train, context, self._device)
+        self._data = PlainLocalData(tests, tests, manifest.train, context, self._device)
 
     def __call__(self, record: RoundRecord, before: State | None) -> RoundRecord:
         """Return a record with the counts of all silos for the state before its round; before: None for the first.
@@ -46,6 +46,6 @@ class AllSilos:
         if len(record.included) == self._silos or not method.has_global_model:
             return record
         msg = method.broadcast(self._initial if before is None else before)
-        part = evaluate(method.global_model(self._bench.fresh(), msg), self._data, self._n_classes)
+        part = evaluate(method.global_model(self._bench.reset_model(), msg), self._data, self._n_classes)
         correct, examples = part.total["correct"].tolist(), part.weight.tolist()
         return replace(record, correct=tuple(correct), examples=tuple(examples))

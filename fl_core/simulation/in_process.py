@@ -1,4 +1,4 @@
-"""Simulation in one process: `LocalPort` runs the hospital's own code without a network."""
+"""Simulation in one process: `InProcessSilo` runs the hospital's own code without a network."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from fl_core.rounds.engine import Observer, RoundRecord
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.rounds.silo_round import Bench, work
-from fl_core.simulation.silo_states import InMemory, States
+from fl_core.rounds.silo_round import SiloRuntime, run_silo_round
+from fl_core.simulation.silo_states import MemoryStateStore, StateStore
 from fl_core.training import devices
-from fl_core.training.evaluation import Joined
-from fl_core.training.local_data import PlainData
-from fl_core.types.interfaces import Doors
+from fl_core.training.evaluation import ConcatExamples
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types.interfaces import DataFactory
 from fl_core.types.values import Bundle, Examples, RoundContext, State, TaskKind, TrainConfig
 
 
@@ -27,7 +27,7 @@ class SiloShare:
     public: Examples | None = None
 
 
-class LocalPort:
+class InProcessSilo:
     """A silo in this process. All ports of a run share one scratch model: 100 silos do not hold 100 models."""
 
     def __init__(
@@ -35,13 +35,13 @@ class LocalPort:
         name: str,
         index: int,
         share: SiloShare,
-        bench: Bench,
+        bench: SiloRuntime,
         train: TrainConfig,
         seed: int,
         prototypes: bool,
         public: Examples | None = None,
-        doors: Doors = PlainData,
-        states: States | None = None,
+        doors: DataFactory = PlainLocalData,
+        states: StateStore | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.name = name
@@ -53,7 +53,7 @@ class LocalPort:
         self._prototypes = prototypes
         self._public = public
         self._doors = doors
-        self._states = states or InMemory()
+        self._states = states or MemoryStateStore()
         self._device = device
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
@@ -62,7 +62,7 @@ class LocalPort:
         data = self._doors(
             self._share.train, self._share.test, self._train, context, device=self._device, public=self._public
         )
-        outcome = work(self._bench, msg, self.state, data, context, kind)
+        outcome = run_silo_round(self._bench, msg, self.state, data, context, kind)
         if kind is TaskKind.TRAIN:
             self._states.stage(self._index, outcome.state)
         return outcome.bundle
@@ -91,10 +91,10 @@ def on_device(shares: Sequence[SiloShare], device: torch.device) -> list[SiloSha
 def local_ports(
     run: RunSetup,
     shares: Sequence[SiloShare],
-    doors: Sequence[Doors] | None = None,
-    states: States | None = None,
+    doors: Sequence[DataFactory] | None = None,
+    states: StateStore | None = None,
     device: torch.device | None = None,
-) -> list[LocalPort]:
+) -> list[InProcessSilo]:
     """Make one port per member, all sharing one scratch model; the official test set is public here.
 
     doors: of each member; plain ones where there are none   states: where silos' states lie between rounds
@@ -104,13 +104,13 @@ def local_ports(
         run.manifest,
         run.silo_runtime(),
         device or torch.device("cpu"),
-        states or InMemory(),
+        states or MemoryStateStore(),
     )
     bench.model.to(device)
     shares = on_device(shares, device)
     public = public_test(shares) if manifest.personal else None
     return [
-        LocalPort(
+        InProcessSilo(
             m.name,
             k,
             share,
@@ -119,7 +119,7 @@ def local_ports(
             manifest.seed,
             m.prototypes,
             public,
-            doors[k] if doors else PlainData,
+            doors[k] if doors else PlainLocalData,
             states,
             device,
         )
@@ -130,15 +130,15 @@ def local_ports(
 def public_test(shares: Sequence[SiloShare]) -> Examples:
     """Return the official test set where the data has one apart from the silos', else the union of theirs."""
     official = [s.public for s in shares if s.public is not None]
-    return official[0] if official else Joined([s.test for s in shares])
+    return official[0] if official else ConcatExamples([s.test for s in shares])
 
 
 def simulate(
     run: RunSetup,
     shares: Sequence[SiloShare],
     observer: Observer,
-    doors: Sequence[Doors] | None = None,
-    states: States | None = None,
+    doors: Sequence[DataFactory] | None = None,
+    states: StateStore | None = None,
     device: torch.device | None = None,
 ) -> State:
     """Do a run in this process and return the final server state; doors: of each member, plain ones by default.
@@ -156,7 +156,7 @@ def simulate(
         torch.set_num_threads(before)
 
 
-class History(Observer):
+class RoundHistory(Observer):
     """An observer that keeps the record of every round."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Simulation on several processes, GPUs and machines: the silos' rounds run in Ray actors.
 
 Ray is an extra (`consilium-fl[ray]`) and is imported only here, when a simulation asks for it. Each actor builds what a
-silo works with from the manifest and runs the same `LocalPort` as a simulation in one process. A silo's rounds always
+silo works with from the manifest and runs the same `InProcessSilo` as a simulation in one process. A silo's rounds always
 run in the same actor, so its examples lie there alone; its private state stays with the caller.
 """
 
@@ -21,12 +21,12 @@ from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import (
-    LocalPort,
+    InProcessSilo,
     SiloShare,
     on_device,
     public_test,
 )
-from fl_core.simulation.silo_states import InMemory, States
+from fl_core.simulation.silo_states import MemoryStateStore, StateStore
 from fl_core.types.values import Bundle, Examples, RoundContext, State, TaskKind
 
 Handle: TypeAlias = Any
@@ -47,7 +47,7 @@ class Cluster:
     gpus: float = 0.0
 
 
-class Seats:
+class SiloActor:
     """The silos of one actor; every method runs there."""
 
     def __init__(
@@ -55,13 +55,13 @@ class Seats:
     ) -> None:
         torch.set_num_threads(threads)
         manifest = RunManifest.from_json(manifest_json)
-        self._states = _Handed()
+        self._states = _PassedState()
         device, bench = torch.device("cuda" if cuda else "cpu"), RunSetup.of(manifest).silo_runtime()
         bench.model.to(device)
-        self._ports: dict[int, LocalPort] = {}
+        self._ports: dict[int, InProcessSilo] = {}
         for k, share in zip(shares, on_device(list(shares.values()), device), strict=True):
             m, seed = manifest.members[k], manifest.seed
-            self._ports[k] = LocalPort(
+            self._ports[k] = InProcessSilo(
                 m.name, k, share, bench, manifest.train, seed, m.prototypes, public, states=self._states, device=device
             )
 
@@ -73,7 +73,7 @@ class Seats:
         return self._ports[silo].round(msg, context, kind), self._states.made
 
 
-class _Handed:
+class _PassedState:
     """A silo's state for one round: handed in, and handed back."""
 
     given: State | None = None
@@ -92,7 +92,9 @@ class _Handed:
 class RayPort:
     """A silo whose rounds run in an actor."""
 
-    def __init__(self, name: str, index: int, actor: Handle, post: _Post, states: States, mirrored: bool) -> None:
+    def __init__(
+        self, name: str, index: int, actor: Handle, post: _ActorPool, states: StateStore, mirrored: bool
+    ) -> None:
         self.name = name
         self._index = index
         self._actor = actor
@@ -114,7 +116,7 @@ class RayPort:
         self._states.settle(self._index, included or not self._mirrored)
 
 
-class _Post:
+class _ActorPool:
     """Puts a round's message into the cluster once, for all silos."""
 
     def __init__(self, ray: ModuleType) -> None:
@@ -145,14 +147,14 @@ def simulate_ray(
     shares: Sequence[SiloShare],
     observer: Observer,
     cluster: Cluster | None = None,
-    states: States | None = None,
+    states: StateStore | None = None,
 ) -> State:
     """Do a run on a Ray cluster and return the final server state.
 
     Guarantees: equals `simulate` with the same number of threads bit for bit, on one kind of machine; Ray is shut down
     afterwards when it was started here. Raises ConfigError (E-CFG-08) without Ray.
     """
-    ray, where, states, manifest = library(), cluster or Cluster(), states or InMemory(), run.manifest
+    ray, where, states, manifest = library(), cluster or Cluster(), states or MemoryStateStore(), run.manifest
     threads = manifest.threads or torch.get_num_threads()
     started = not ray.is_initialized()
     if started:
@@ -161,13 +163,13 @@ def simulate_ray(
     torch.set_num_threads(threads)
     actors: list[Handle] = []
     try:
-        kind = ray.remote(num_cpus=where.cpus, num_gpus=where.gpus)(Seats)
+        kind = ray.remote(num_cpus=where.cpus, num_gpus=where.gpus)(SiloActor)
         public = ray.put(public_test(shares)) if manifest.personal else None
         number = min(where.actors, len(shares))
         for j in range(number):
             own = {k: shares[k] for k in range(j, len(shares), number)}
             actors.append(kind.remote(manifest.to_json(), own, public, threads, where.gpus > 0))
-        post = _Post(ray)
+        post = _ActorPool(ray)
         ports = [
             RayPort(m.name, k, actors[k % number], post, states, run.method.mirrored)
             for k, m in enumerate(manifest.members)

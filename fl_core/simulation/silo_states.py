@@ -7,7 +7,7 @@ from typing import Protocol
 from fl_core.types.values import State
 
 
-class States(Protocol):
+class StateStore(Protocol):
     """A place for each silo's state, and for the next one until its round is closed."""
 
     def get(self, silo: int) -> State | None:
@@ -23,7 +23,7 @@ class States(Protocol):
         ...
 
 
-class InMemory:
+class MemoryStateStore:
     """States as they are."""
 
     def __init__(self) -> None:

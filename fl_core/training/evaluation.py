@@ -25,19 +25,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fl_core.types.interfaces import SiloData
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, ClassSums, Examples, Part, Split
 
 METRICS = "metrics"
 """The part that every bundle carries: correct answers over test examples, per class."""
 PERSONAL = "personal"
 PERSONAL_PUBLIC = "personal_public"
-MEASURED = frozenset({METRICS, PERSONAL, PERSONAL_PUBLIC})
+METRIC_PARTS = frozenset({METRICS, PERSONAL, PERSONAL_PUBLIC})
 """Parts that measure: no method's `merge` sees them."""
 _SCORES = {PERSONAL: ("pa",), PERSONAL_PUBLIC: ("pm_l", "pm_v", "ga")}
 
 
-def evaluate(model: nn.Module, data: SiloData, n_classes: int, split: Split = Split.TEST) -> Part:
+def evaluate(model: nn.Module, data: LocalData, n_classes: int, split: Split = Split.TEST) -> Part:
     """Count correct answers per class on the silo's test split, as one joint query.
 
     Returns Part({"correct": (C,)}, weight = test examples per class (C,)): an accuracy is a mean of parts, taken
@@ -54,7 +54,7 @@ def evaluate(model: nn.Module, data: SiloData, n_classes: int, split: Split = Sp
     return Part({"correct": sums["sum"].squeeze(1)}, sums["count"])
 
 
-def evaluate_personal(model: nn.Module, data: SiloData, n_classes: int) -> dict[str, Part]:
+def evaluate_personal(model: nn.Module, data: LocalData, n_classes: int) -> dict[str, Part]:
     """Measure a personal model on the silo's own test split and, where there is one, on the public test set.
 
     Class counts are asked for only where there is a public test set.
@@ -108,7 +108,7 @@ def personal_scores(total: Bundle) -> dict[str, float]:
     return found
 
 
-class Joined(Examples):
+class ConcatExamples(Examples):
     """The examples of several silos as one: the public test set of a simulation."""
 
     def __init__(self, parts: Sequence[Examples]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fl_core import rng
 from fl_core.errors import DataError
 from fl_core.training import optimizers
-from fl_core.types.interfaces import SiloData
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import (
     AS_SCHEDULED,
     Examples,
@@ -31,7 +31,7 @@ from fl_core.types.values import (
 EVAL_BATCH = 512
 
 
-class _None(Examples):
+class _EmptyExamples(Examples):
     """No example, of the shape of others."""
 
     def __init__(self, like: Examples) -> None:
@@ -42,8 +42,8 @@ class _None(Examples):
         return self._like.batch(index, augment)
 
 
-class PlainData:
-    """`SiloData` over one silo's examples, for one round; public: the public test set, where there is one.
+class PlainLocalData:
+    """`LocalData` over one silo's examples, for one round; public: the public test set, where there is one.
 
     Every call of `sgd` draws its batches from a stream of its own, so an extra pass of a method does not change
     the batches of the others (a method with its extra term at 0 stays bit-identical to FedAvg).
@@ -61,7 +61,7 @@ class PlainData:
     ) -> None:
         self.lr = config.lr * config.lr_decay**context.round
         self.batch_size = config.batch_size
-        self._examples = {Split.TRAIN: train, Split.TEST: test, Split.GLOBAL: public or _None(test)}
+        self._examples = {Split.TRAIN: train, Split.TEST: test, Split.GLOBAL: public or _EmptyExamples(test)}
         self._config = config
         self._context = context
         self._device = device or torch.device("cpu")
@@ -131,23 +131,23 @@ class PlainData:
         """
         if not self._ahead:
             for index in batches:
-                yield self._ordered(*self._read(Split.TRAIN, index, augment))
+                yield self._to_memory_format(*self._read(Split.TRAIN, index, augment))
             return
         with ThreadPoolExecutor(1, thread_name_prefix="reader") as reader:
             waiting: deque[Future[tuple[Tensor, Tensor]]] = deque()
             for index in batches:
                 waiting.append(reader.submit(self._examples[Split.TRAIN].batch, index, augment))
                 if len(waiting) > self._ahead:
-                    yield self._ordered(*self._sent(*waiting.popleft().result()))
+                    yield self._to_memory_format(*self._to_device(*waiting.popleft().result()))
             while waiting:
-                yield self._ordered(*self._sent(*waiting.popleft().result()))
+                yield self._to_memory_format(*self._to_device(*waiting.popleft().result()))
 
-    def _sent(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def _to_device(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if self._device.type == "cuda" and x.device.type == "cpu":
             x, y = x.pin_memory(), y.pin_memory()
         return x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
 
-    def _ordered(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def _to_memory_format(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if self._config.channels_last and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         return x, y
@@ -204,7 +204,7 @@ class PlainData:
 class LocalDataWrapper:
     """Passes everything to the data that it holds; a subclass overrides what it changes."""
 
-    def __init__(self, data: SiloData) -> None:
+    def __init__(self, data: LocalData) -> None:
         self.lr, self.batch_size = data.lr, data.batch_size
         self._data = data
 

@@ -15,8 +15,8 @@ from fl_core.types.values import (
     Coupling,
     Examples,
     Exposure,
+    LocalResult,
     LossFn,
-    Outcome,
     Part,
     Progress,
     Query,
@@ -30,10 +30,10 @@ from fl_core.types.values import (
 )
 
 
-class SiloData(Protocol):
+class LocalData(Protocol):
     """The two doors to a silo's examples, `sgd` and `sum`; a method reaches no example past them.
 
-    `PlainData` and the private doors implement it; a method cannot tell which one it holds.
+    `PlainLocalData` and the private doors implement it; a method cannot tell which one it holds.
     """
 
     lr: float
@@ -70,8 +70,8 @@ class SiloData(Protocol):
         ...
 
 
-class Doors(Protocol):
-    """Opens a silo's examples for one round: `PlainData`, or what a privacy profile puts in its place."""
+class DataFactory(Protocol):
+    """Opens a silo's examples for one round: `PlainLocalData`, or what a privacy profile puts in its place."""
 
     def __call__(
         self,
@@ -83,7 +83,7 @@ class Doors(Protocol):
         device: torch.device | None = None,
         progress: Progress | None = None,
         public: Examples | None = None,
-    ) -> SiloData:
+    ) -> LocalData:
         """Open them; a private profile reserves what the round will release, before any example is read.
 
         device: where the model is, the CPU by default   public: the public test set, where there is one.
@@ -113,12 +113,12 @@ class Method(Protocol):
         ...
 
     @property
-    def apart(self) -> frozenset[str]:
+    def unsummed_parts(self) -> frozenset[str]:
         """Name the parts that `merge` sees one by one: total (n, ...) and weight (n, ...) in the roster's order."""
         ...
 
     @property
-    def lacks(self) -> Mapping[Capability, str]:
+    def unsupported(self) -> Mapping[Capability, str]:
         """Say what the method cannot do, with the remedy; a run that asks for it is refused before round 0."""
         ...
 
@@ -144,7 +144,7 @@ class Method(Protocol):
         """Choose what goes down to every silo of the cohort."""
         ...
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Do the silo's half of a round."""
         ...
 
@@ -160,7 +160,7 @@ class Method(Protocol):
         """Choose the tensors of an exported model: all that was learnt or drawn for classification."""
         ...
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:
+    def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:
         """Make the silo's personal model after a round, from what `local` left in `model` and the silo's new state."""
         ...
 

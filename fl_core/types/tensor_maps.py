@@ -12,7 +12,7 @@ from fl_core.errors import ProtocolError
 from fl_core.types.values import Tensors
 
 
-def named(model: nn.Module) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by the names that `state_dict` gives them, as they are: not copies, nor detached.
 
     In a quarter of its time, which small models feel: no hooks are asked, and no module of our models has any.
@@ -34,13 +34,13 @@ def _collect(module: nn.Module, prefix: str, found: dict[str, Tensor]) -> None:
             _collect(child, f"{prefix}{name}.", found)
 
 
-def read(model: nn.Module) -> dict[str, Tensor]:
+def copy_state(model: nn.Module) -> dict[str, Tensor]:
     """Copy every floating-point parameter and buffer of `model`.
 
     Integer buffers (BatchNorm's `num_batches_tracked`) are left out: they are counters, an average of them means
     nothing, and no forward pass of ours reads them.
     """
-    return {name: v.detach().clone() for name, v in named(model).items() if v.is_floating_point()}
+    return {name: v.detach().clone() for name, v in named_tensors(model).items() if v.is_floating_point()}
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
@@ -48,12 +48,12 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def write(model: nn.Module, values: Tensors) -> None:
+def load_state(model: nn.Module, values: Tensors) -> None:
     """Overwrite parameters and buffers by name, in place; raises ProtocolError (E-WIRE-06) on a name or shape apart.
 
     Guarantees: everything that `read` returns is overwritten when `values` came from a `read` of the same model.
     """
-    state = named(model)
+    state = named_tensors(model)
     with torch.no_grad():
         for name, value in values.items():
             if (place := state.get(name)) is None or place.shape != value.shape:
@@ -82,12 +82,12 @@ def zeros(a: Tensors) -> dict[str, Tensor]:
     return {name: torch.zeros_like(v) for name, v in a.items()}
 
 
-def only(a: Tensors, keep: Callable[[str], bool]) -> dict[str, Tensor]:
+def select(a: Tensors, keep: Callable[[str], bool]) -> dict[str, Tensor]:
     """Return the entries whose name `keep` accepts."""
     return {name: v for name, v in a.items() if keep(name)}
 
 
-def sq_dist(a: Mapping[str, Tensor], b: Tensors) -> Tensor:
+def squared_distance(a: Mapping[str, Tensor], b: Tensors) -> Tensor:
     """Return sum ||a - b||_2^2 over all entries of `a`, differentiable."""
     return torch.stack([(v - b[name]).square().sum() for name, v in a.items()]).sum()
 

@@ -153,7 +153,7 @@ Progress = Callable[[int, int], None]
 """Told (done, in all) after every step and every batch; it may raise to end the work there."""
 
 
-class Outcome(NamedTuple):
+class LocalResult(NamedTuple):
     """What `Method.local` returns: the bundle leaves the silo, the state stays."""
 
     bundle: Bundle

@@ -37,7 +37,7 @@ _PROBED: set[Hashable] = set()
 
 
 @dataclass(slots=True)
-class Needs:
+class DataRequirements:
     """The calls of one round: steps of each training, sums over training examples, and whether counts are asked for.
 
     weights: of the parts that one number weighs, for a silo of `SIZE` examples.
@@ -53,7 +53,9 @@ class Needs:
 class _RecordingLocalData:
     """Has no example, and writes down what it is asked for."""
 
-    def __init__(self, schema: Schema, train: TrainConfig, steps_of: StepsOf, needs: Needs, probe: bool) -> None:
+    def __init__(
+        self, schema: Schema, train: TrainConfig, steps_of: StepsOf, needs: DataRequirements, probe: bool
+    ) -> None:
         self.lr, self.batch_size = train.lr, train.batch_size
         self._schema, self._train, self._steps_of, self._needs, self._probe = schema, train, steps_of, needs, probe
 
@@ -90,7 +92,7 @@ class _RecordingLocalData:
         return torch.full((len(self._schema.classes),), SIZE / len(self._schema.classes))
 
 
-def rehearse(
+def dry_run(
     method: Method,
     model: nn.Module,
     schema: Schema,
@@ -98,7 +100,7 @@ def rehearse(
     steps_of: StepsOf,
     probe: bool = True,
     personal: bool = False,
-) -> Needs:
+) -> DataRequirements:
     """Run two rounds of a method, the first of which gives it prototypes, and return what the second asked for.
 
     steps_of: epochs -> steps of the course that is planned   probe: check that examples' losses are apart, once per
@@ -108,11 +110,11 @@ def rehearse(
     Raises as `check_independence` when a loss that is declared per example mixes examples.
     """
     context = RoundContext(n_silos=1, n_classes=len(schema.classes), rounds=4, cohort=1)
-    needs, subject = Needs(), (type(method), method, str(model), schema, train.batch_size, personal)
+    needs, subject = DataRequirements(), (type(method), method, str(model), schema, train.batch_size, personal)
     probe = probe and subject not in _PROBED
     server, silo = method.init_server(model, context), method.init_silo(model, context)
     for t in range(2):
-        needs = Needs()
+        needs = DataRequirements()
         at_server = replace(context, round=t)
         at_silo = at_server.for_silo(0, 0)
         data = _RecordingLocalData(schema, train, steps_of, needs, probe)
@@ -121,7 +123,9 @@ def rehearse(
         if personal:
             method.personal(model, msg, silo, data, at_silo)
         needs.weights = {name: float(part.weight) for name, part in bundle.items() if not part.weight.dim()}
-        server = method.merge(server, {n: _alone(p) if n in method.apart else p for n, p in bundle.items()}, at_server)
+        server = method.merge(
+            server, {n: _alone(p) if n in method.unsummed_parts else p for n, p in bundle.items()}, at_server
+        )
     if probe:
         _PROBED.add(subject)
     return needs

@@ -16,8 +16,8 @@ from fl_core.methods import METHODS
 from fl_core.rounds.manifest import RunManifest
 from fl_core.training import optimizers
 from fl_core.types.records import TrainConfig
-from privacy.accounting.record_config import Terms
-from privacy.silo_dp.config import SiloTerms
+from privacy.accounting.record_config import RecordDpConfig
+from privacy.silo_dp.config import SiloDpConfig
 
 
 class Range(NamedTuple):
@@ -114,7 +114,9 @@ def text() -> str:
     return "; ".join(f"{', '.join(names)}: {found}" for found, names in _GROUPS)
 
 
-def check(manifest: RunManifest, terms: Terms | SiloTerms, derived: Callable[[], Mapping[str, float]]) -> None:
+def check(
+    manifest: RunManifest, terms: RecordDpConfig | SiloDpConfig, derived: Callable[[], Mapping[str, float]]
+) -> None:
     """Raise RefusedError (E-PRIV-20) on a number of a private run that is outside its range, or no number.
 
     derived: computes more numbers that have a range; it is called when those that it is made of are known to be good.
@@ -138,7 +140,7 @@ _Number = tuple[str, object, str, str]
 
 
 def _numbers(
-    manifest: RunManifest, terms: Terms | SiloTerms, derived: Callable[[], Mapping[str, float]]
+    manifest: RunManifest, terms: RecordDpConfig | SiloDpConfig, derived: Callable[[], Mapping[str, float]]
 ) -> Iterator[_Number]:
     """List the numbers of a manifest, single ones before what is computed from them."""
     whole: Mapping[str, object] = {
@@ -190,7 +192,7 @@ def _of_model(options: Mapping[str, object]) -> Iterator[_Number]:
                 yield f"model.{option}", one, f"other {kind}", ""
 
 
-def _of_terms(terms: Terms | SiloTerms) -> Iterator[_Number]:
+def _of_terms(terms: RecordDpConfig | SiloDpConfig) -> Iterator[_Number]:
     for f in fields(terms):
         if type(f.default) in (int, float):
             name, whole = f"privacy.{f.name}", type(f.default) is int

@@ -19,7 +19,7 @@ MOST_DELTA = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class RecordDpConfig:
     """Record-level differential privacy of one run.
 
     epsilon, delta: the budget of the whole run, for each hospital on its own; the noise of training is solved from it;
@@ -101,7 +101,7 @@ class Terms:
         )
 
     @classmethod
-    def of(cls, options: Mapping[str, object]) -> Terms:
+    def of(cls, options: Mapping[str, object]) -> RecordDpConfig:
         """Read the options of the profile; raises ConfigError (E-CFG-01, E-CFG-02, E-PRIV-20)."""
         return read_options(cls, "privacy profile dp_record", options)
 
@@ -121,7 +121,7 @@ LEAST_NOMINAL = 100
 """What every hospital of at most so many units declares of its size."""
 
 
-def nominal(n: int) -> int:
+def round_to_two_digits(n: int) -> int:
     """Round a number of units up to two significant digits, to at least 100: what a hospital declares of its size.
 
     One unit more or less moves it only where the number passes a multiple of ten, of a hundred, and so on; what is

@@ -17,8 +17,8 @@ from fl_core.errors import RefusedError
 from fl_core.types.interfaces import Method
 from fl_core.types.values import Coupling, Schema, TrainConfig
 from privacy.accounting.accountant import History, Mechanism, solve_noise
-from privacy.accounting.dry_run import rehearse, treatment
-from privacy.accounting.record_config import COUPLED, WITHDRAWN, Terms
+from privacy.accounting.dry_run import dry_run, treatment
+from privacy.accounting.record_config import COUPLED, WITHDRAWN, RecordDpConfig
 from privacy.noise import grid
 
 TRAIN, TEST = "train", "test"
@@ -56,7 +56,7 @@ class ReleaseAllowance:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class SamplingSchedule:
     """How a hospital of a declared number of units samples: q = min(1, B / N), and the steps of so many epochs."""
 
     train: TrainConfig
@@ -81,8 +81,8 @@ class ReleasePlan:
     the test records, and on a public test set with class counts.
     """
 
-    terms: Terms
-    rates: Rates
+    terms: RecordDpConfig
+    rates: SamplingSchedule
     rounds: int
     coupling: Coupling
     passes: tuple[int, ...]
@@ -94,7 +94,7 @@ class ReleasePlan:
     @classmethod
     def of(
         cls,
-        terms: Terms,
+        terms: RecordDpConfig,
         train: TrainConfig,
         rounds: int,
         units: int,
@@ -108,8 +108,8 @@ class ReleasePlan:
         Raises RefusedError (E-PRIV-16) when a loss mixes examples that it declares to be apart, or in a way that is no
         longer offered, and when the method asks for a sum that has no bound.
         """
-        rates = Rates(train, max(units, 1))
-        needs = rehearse(method, model, schema, train, rates.steps, personal=personal)
+        rates = SamplingSchedule(train, max(units, 1))
+        needs = dry_run(method, model, schema, train, rates.steps, personal=personal)
         if needs.example_sums:
             raise RefusedError(
                 "E-PRIV-16",

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from privacy.audit import plots
-from privacy.audit import step_checks as step
-from privacy.audit.runner import AUDITS, Outcome, Setting, Verdict, keep
+from privacy.audit import plots, step_checks
+from privacy.audit.runner import AUDITS, Outcome, Setting, Verdict, save
 from privacy.audit.step_checks import Step
-from privacy.audit.target import Subject
+from privacy.audit.target import AuditTarget
 
 STEPS = {
     "per unit": Step("example"), "split": Step("split"), "micro": Step("micro"), "z = 0.5": Step("example", 0.5),
@@ -39,11 +38,11 @@ def main(words: Sequence[str]) -> int:
     if given.seeds < 1 or given.runs < 100:
         parser.error(f"expected at least 1 seed and 100 runs, found {given.seeds} and {given.runs}")
     given.out.mkdir(parents=True, exist_ok=True)
-    setting, subject = Setting(seeds=given.seeds), Subject.digits()
+    setting, subject = Setting(seeds=given.seeds), AuditTarget.digits()
     failed = False
     for name in given.audits or valid:
         outcome = steps(setting, given.runs, given.out) if name == "step" else AUDITS[name](subject, setting, given.out)
-        keep(given.out / "audit.json", name, outcome.json())
+        save(given.out / "audit.json", name, outcome.json())
         failed |= any(v.holds is False for v in outcome.verdicts)
         sys.stdout.write("".join(f"{v.line()}\n" for v in outcome.verdicts))
         sys.stdout.flush()
@@ -52,11 +51,13 @@ def main(words: Sequence[str]) -> int:
 
 def steps(setting: Setting, runs: int, out: Path) -> Outcome:
     """AU-1 to AU-3: one step of every kind against what the ledger is charged for it."""
-    scales = {k: step.noise_scale(Step(k, 1.3), setting.noise("scale", k)) for k in step.KINDS}
-    moved = {f"{k}{', groups' * g}": step.sensitivity(k, grouped=g) for k in step.KINDS for g in (False, True)}
+    scales = {k: step_checks.noise_scale(Step(k, 1.3), setting.noise("scale", k)) for k in step_checks.KINDS}
+    moved = {
+        f"{k}{', groups' * g}": step_checks.sensitivity(k, grouped=g) for k in step_checks.KINDS for g in (False, True)
+    }
     refuted = {
         name: [
-            float(step.mu_bounds(of, runs, [
+            float(step_checks.mu_bounds(of, runs, [
                 (setting.noise("mu", name, seed, again, 0), setting.noise("mu", name, seed, again, 1))
                 for again in range(3)
             ])[-1])

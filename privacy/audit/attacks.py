@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from fl_core import rng
 from fl_core.errors import ConfigError
 from fl_core.methods.building_blocks.prototypes import features_of
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.values import ClassSums
 from privacy.audit.epsilon_bounds import Floats, auc
-from privacy.audit.target import InMemory, Subject, losses
+from privacy.audit.target import AuditTarget, ListedExamples, losses
 from privacy.audit.training import Training
-from privacy.dp_sgd.class_sums import Units, class_sums
-from privacy.noise.sources import Noise, SecureNoise, SeededNoise
+from privacy.dp_sgd.class_sums import PrivacyUnits, class_sums
+from privacy.noise.sources import NoiseSource, SecureNoise, SeededNoise
 
 CANDIDATES = 50
 """Images that a prototype's members are sought among, at most."""
@@ -58,7 +58,7 @@ class Presence:
         return auc(self.summed[self.held], self.summed[~self.held])
 
 
-def class_presence(training: Training, subject: Subject, seed: int = 0, noise_seed: int | None = None) -> Presence:
+def class_presence(training: Training, subject: AuditTarget, seed: int = 0, noise_seed: int | None = None) -> Presence:
     """Attack one round of made-up hospitals, at least `HOSPITALS`, each with images of about a third of the classes.
 
     Every class is held by equally many, so that the sum cannot be read for what is common. noise_seed: None for the
@@ -68,7 +68,7 @@ def class_presence(training: Training, subject: Subject, seed: int = 0, noise_se
     draw = rng.stream(seed, "presence")
     classes = classes[torch.randperm(len(classes), generator=draw)]
     each, hospitals = max(1, round(0.3 * len(classes))), len(classes) * -(-HOSPITALS // len(classes))
-    start = trees.trainable(subject.network(seed))
+    start = tensor_maps.trainable(subject.network(seed))
     bias = max(name for name in start if start[name].shape == (subject.n_classes,) and name.startswith("head"))
     moved, holds = [], []
     for k in range(hospitals):
@@ -77,9 +77,9 @@ def class_presence(training: Training, subject: Subject, seed: int = 0, noise_se
         index = index[torch.randperm(len(index), generator=draw)[:PER_SILO]]
         model = subject.network(seed)
         noise = None if noise_seed is None else SeededNoise(noise_seed, "presence", k)
-        data = InMemory(subject.x[index], subject.y[index])
+        data = ListedExamples(subject.x[index], subject.y[index])
         training.run(model, data, losses, subject.n_classes, noise, seed + k)
-        moved.append((trees.trainable(model)[bias] - start[bias])[classes].double())
+        moved.append((tensor_maps.trainable(model)[bias] - start[bias])[classes].double())
         holds.append(torch.isin(classes, mine))
     updates, held = torch.stack(moved).numpy(), torch.stack(holds).numpy()
     return Presence(updates, np.broadcast_to(updates.sum(0), updates.shape), held)
@@ -106,7 +106,7 @@ class Tracing:
 
 
 def prototypes(
-    subject: Subject, cases: Sequence[tuple[int, float]] = CASES, repeats: int = 20, seed: int = 0, steps: int = 60,
+    subject: AuditTarget, cases: Sequence[tuple[int, float]] = CASES, repeats: int = 20, seed: int = 0, steps: int = 60,
     seeded: bool = True, extractor: Training | None = None,
 ) -> list[Tracing]:  # fmt: skip
     """Attack prototypes of one class; the extractor was trained on other images, a third of all, which are public.
@@ -118,7 +118,7 @@ def prototypes(
     public, rest = order[: len(order) // 3], order[len(order) // 3 :]
     model = subject.network(seed)
     training = extractor or Training(float("inf"), steps=150, lr=0.05, momentum=0.9)
-    shown = InMemory(subject.x[public], subject.y[public])
+    shown = ListedExamples(subject.x[public], subject.y[public])
     training.run(model, shown, losses, subject.n_classes, None, seed)
     model.eval().requires_grad_(False)
     pools = {c: rest[subject.y[rest] == c] for c in subject.classes if bool((shown.labels == c).any())}
@@ -139,7 +139,7 @@ def prototypes(
 
 
 def _attacked(
-    subject: Subject, model: nn.Module, shown: InMemory, pools: Sequence[tuple[int, Tensor]], n: int, z: float,
+    subject: AuditTarget, model: nn.Module, shown: ListedExamples, pools: Sequence[tuple[int, Tensor]], n: int, z: float,
     repeats: int, seed: int, steps: int, seeded: bool,
 ) -> Tracing:  # fmt: skip
     inside, outside, hits, chance = list[float](), list[float](), 0, 0.0
@@ -165,13 +165,13 @@ def _unit_features(model: nn.Module, x: Tensor) -> Tensor:
     return nn.functional.normalize(features_of(model).features(x), dim=1)
 
 
-def _offset(model: nn.Module, x: Tensor, centre: Tensor, z: float, noise: Noise) -> Tensor:
+def _offset(model: nn.Module, x: Tensor, centre: Tensor, z: float, noise: NoiseSource) -> Tensor:
     """Release the mean offset of members from a public centre: exact for z = 0, else clipped and noisy."""
-    data = InMemory(x, torch.zeros(len(x), dtype=torch.long))
+    data = ListedExamples(x, torch.zeros(len(x), dtype=torch.long))
     if z == 0:
         return (_unit_features(model, x) - centre).mean(0)
     query = ClassSums(lambda x, y: _unit_features(model, x) - centre, 1)  # noqa: ARG005
-    sums = class_sums(query, data, Units.of(data), 1.0, 0.5, z, noise)
+    sums = class_sums(query, data, PrivacyUnits.of(data), 1.0, 0.5, z, noise)
     return sums["sum"][0] / sums["count"][0].clamp(min=1.0)
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from fl_core import rng
 from fl_core.types.values import Losses
 from privacy.audit.epsilon_bounds import CONFIDENCE, Floats, Guesses, auc, one_run
-from privacy.audit.target import InMemory, Subject, held_against, losses
+from privacy.audit.target import AuditTarget, ListedExamples, held_against, losses
 from privacy.audit.training import Training
-from privacy.noise.sources import Noise
+from privacy.noise.sources import NoiseSource
 
 CANARIES = 500
 PUSH = 1e3
@@ -44,7 +44,7 @@ class Found:
 
 
 def dirac(
-    training: Training, canaries: int = CANARIES, records: int = 1000, seed: int = 0, noise: Noise | None = None
+    training: Training, canaries: int = CANARIES, records: int = 1000, seed: int = 0, noise: NoiseSource | None = None
 ) -> Found:
     """Audit with one white-box run; records: in all, of which those that are no canary have no gradient.
 
@@ -65,7 +65,7 @@ def dirac(
     def watch(done: int, total: int) -> None:  # noqa: ARG001
         places.append(model.weight.detach().double().numpy().ravel().copy())
 
-    data = InMemory(x, torch.zeros(records, dtype=torch.long))
+    data = ListedExamples(x, torch.zeros(records, dtype=torch.long))
     training.run(model, data, loss, 1, noise, seed, watch)
     scores = {"distance": places[-1], "unsteadiness": np.diff(np.stack(places), axis=0).std(0)}
     found = {n: one_run(s, present, training.delta, CONFIDENCE / len(scores)) for n, s in scores.items()}
@@ -74,7 +74,7 @@ def dirac(
 
 
 def mislabelled(
-    training: Training, subject: Subject, canaries: int = CANARIES, seed: int = 0, noise: Noise | None = None
+    training: Training, subject: AuditTarget, canaries: int = CANARIES, seed: int = 0, noise: NoiseSource | None = None
 ) -> Found:
     """Audit with one black-box run: images under wrong labels among the others, scored by minus the loss at the end.
 
@@ -88,14 +88,16 @@ def mislabelled(
     wrong = (y[own] + shift) % n_classes
     present = _drawn(m, seed)
     kept = torch.from_numpy(present)
-    data = InMemory(torch.cat((x[rest], x[own][kept])), torch.cat((y[rest], wrong[kept])))
+    data = ListedExamples(torch.cat((x[rest], x[own][kept])), torch.cat((y[rest], wrong[kept])))
     model = subject.network(seed)
     training.run(model, data, losses, n_classes, noise, seed)
     scores = held_against(model, x[own], wrong).numpy()
     return Found(scores, present, one_run(scores, present, training.delta), "loss")
 
 
-def members(training: Training, subject: Subject, seed: int = 0, noise: Noise | None = None) -> tuple[Floats, Floats]:
+def members(
+    training: Training, subject: AuditTarget, seed: int = 0, noise: NoiseSource | None = None
+) -> tuple[Floats, Floats]:
     """Return minus the losses of images trained on and of as many others: what a loss-threshold attack sees.
 
     Yeom, Giacomelli, Fredrikson and Jha, "Privacy Risk in Machine Learning", CSF 2018.
@@ -104,7 +106,7 @@ def members(training: Training, subject: Subject, seed: int = 0, noise: Noise | 
     n = min(MEMBERS, len(order) // 2)
     inside, outside = order[:n], order[n : 2 * n]
     model = subject.network(seed)
-    data = InMemory(subject.x[inside], subject.y[inside])
+    data = ListedExamples(subject.x[inside], subject.y[inside])
     training.run(model, data, losses, subject.n_classes, noise, seed)
     found = [held_against(model, subject.x[i], subject.y[i]).numpy() for i in (inside, outside)]
     return found[0], found[1]

@@ -25,7 +25,7 @@ from fl_core import rng
 from fl_core.datasets.augmentation import LESIONS
 from fl_core.datasets.examples import TensorExamples
 from fl_core.types.values import ClassSums, Losses
-from privacy.audit.target import InMemory
+from privacy.audit.target import ListedExamples
 from privacy.audit.worlds import Attack
 
 _HALF_A_BIT = 2.0**-25
@@ -121,7 +121,7 @@ def _low_bits(numbers: int = 50_000) -> Attack:
         nn.init.zeros_(made.weight)
         return made
 
-    worlds = [InMemory(v, torch.zeros(len(v), dtype=torch.long)) for v in (x[:4], x)]
+    worlds = [ListedExamples(v, torch.zeros(len(v), dtype=torch.long)) for v in (x[:4], x)]
     return Attack("low bits", model, worlds[0], worlds[1], score=score, loss=_output, trials=150)
 
 
@@ -188,7 +188,9 @@ def _batch_shape(known: int = 3, width: int = 256, units: int = 64, tries: int =
         return nn.Sequential(first, loud, nn.Tanh(), last)
 
     y = torch.zeros(known + 1, dtype=torch.long)
-    return Attack("batch shape", model, InMemory(x[:known], y[:known]), InMemory(x, y), noise=5.0, trials=600)
+    return Attack(
+        "batch shape", model, ListedExamples(x[:known], y[:known]), ListedExamples(x, y), noise=5.0, trials=600
+    )
 
 
 # ---- the mechanism itself --------------------------------------------------------------------------------------------
@@ -198,7 +200,7 @@ def _layer(name: str, layer: nn.Module) -> Attack:
     """Let one record have a huge gradient in a layer of one kind."""
     x = torch.zeros(5, 1, 8, 8)
     x[4] = torch.rand(1, 8, 8, generator=rng.stream(0, "audit", "layer")) * 100
-    worlds = [InMemory(v, torch.zeros(len(v), dtype=torch.long)) for v in (x[:4], x)]
+    worlds = [ListedExamples(v, torch.zeros(len(v), dtype=torch.long)) for v in (x[:4], x)]
     return Attack(name, lambda: layer, worlds[0], worlds[1], noise=2.0, loss=_output)
 
 
@@ -206,7 +208,7 @@ def _worst_record() -> Attack:
     """Let one record push one weight as far as its clip allows."""
     x = torch.zeros(5, 1)
     x[4] = 1e3
-    worlds = [InMemory(v, torch.zeros(len(v), dtype=torch.long)) for v in (x[:4], x)]
+    worlds = [ListedExamples(v, torch.zeros(len(v), dtype=torch.long)) for v in (x[:4], x)]
     return Attack(
         "worst record", lambda: nn.Linear(1, 1, bias=False), worlds[0], worlds[1], noise=2.0, loss=_output, trials=3000
     )

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fl_core.aggregation.fixed_point import Grid
+from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import Option
 from fl_core.errors import FederationError
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import Choice, Member, RunManifest
+from fl_core.rounds.manifest import Member, NamedOptions, RunManifest
 from fl_core.types.values import Schema, TrainConfig
 from privacy.compiled_run import CompiledRun
 
@@ -26,8 +26,8 @@ def honest() -> RunManifest:
     method, model = build_method("fedavg", {}), build_model("digits_linear", {}, _SCHEMA, 0)
     return RunManifest(
         name="audit",
-        method=Choice("fedavg", {}),
-        model=Choice("digits_linear", {}),
+        method=NamedOptions("fedavg", {}),
+        model=NamedOptions("digits_linear", {}),
         data="digits",
         schema=_SCHEMA,
         train=TrainConfig(batch_size=64),
@@ -35,8 +35,8 @@ def honest() -> RunManifest:
         seed=0,
         members=(Member("a", units=100), Member("b", units=100)),
         layout=derive_layout(method, model, _SCHEMA, False),
-        grid=Grid("ring64", 2),
-        privacy=Choice("dp_record", {"epsilon": 8.0}),
+        grid=FixedPointFormat("ring64", 2),
+        privacy=NamedOptions("dp_record", {"epsilon": 8.0}),
     )
 
 
@@ -45,15 +45,18 @@ def lies() -> Iterator[tuple[str, RunManifest]]:
     made = honest()
     for name in NUMBERS:
         for value in BAD:
-            yield f"privacy.{name}={value:g}", replace(made, privacy=Choice("dp_record", {"epsilon": 8.0, name: value}))
+            yield (
+                f"privacy.{name}={value:g}",
+                replace(made, privacy=NamedOptions("dp_record", {"epsilon": 8.0, name: value})),
+            )
     for value in BAD:
         yield f"train.lr={value:g}", replace(made, train=replace(made.train, lr=value))
-        yield f"method.mu={value:g}", replace(made, method=Choice("fedprox", {"mu": value}))
-    yield "privacy.epsilon=nan", replace(made, privacy=Choice("dp_record", {"epsilon": math.nan}))
+        yield f"method.mu={value:g}", replace(made, method=NamedOptions("fedprox", {"mu": value}))
+    yield "privacy.epsilon=nan", replace(made, privacy=NamedOptions("dp_record", {"epsilon": math.nan}))
     lite: dict[str, Option] = {"mu1": 0.0, "mu2": 0.1, "inter_weighting": "example", "lite": 10}
-    yield "method=fedmr lite=10", replace(made, method=Choice("fedmr", lite))
-    yield "method=fedmr inter_weighting=batch", replace(made, method=Choice("fedmr", {"mu1": 0.0, "mu2": 0.1}))
-    yield "privacy=dp_none", replace(made, privacy=Choice("dp_none", {}))
+    yield "method=fedmr lite=10", replace(made, method=NamedOptions("fedmr", lite))
+    yield "method=fedmr inter_weighting=batch", replace(made, method=NamedOptions("fedmr", {"mu1": 0.0, "mu2": 0.1}))
+    yield "privacy=dp_none", replace(made, privacy=NamedOptions("dp_none", {}))
 
 
 def accepted() -> list[str]:

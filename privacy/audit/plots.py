@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from privacy.audit.attacks import Tracing
 from privacy.audit.canaries import Found
 from privacy.audit.epsilon_bounds import Floats, auc
-from privacy.audit.step_checks import Moved, Scale
+from privacy.audit.step_checks import Scale, SensitivityCheck
 
 
 def bounds(found: Mapping[str, Sequence[Found]], claimed: Mapping[str, float], file: Path) -> None:
@@ -91,7 +91,10 @@ def refuted(found: Mapping[str, tuple[float, float, float]], file: Path) -> None
 
 
 def steps(
-    scales: Mapping[str, Scale], moved: Mapping[str, Moved], refuted: Mapping[str, Sequence[float]], file: Path
+    scales: Mapping[str, Scale],
+    moved: Mapping[str, SensitivityCheck],
+    refuted: Mapping[str, Sequence[float]],
+    file: Path,
 ) -> None:
     """Draw what was found of one step over what is claimed: noise, the furthest move, mu; above 1 refutes a claim."""
     figure = Figure(figsize=(11, 3.4), layout="constrained")

@@ -17,10 +17,10 @@ from privacy.audit import attacks, canaries, manifests, plots
 from privacy.audit.canaries import Found
 from privacy.audit.epsilon_bounds import auc, refuted
 from privacy.audit.hostile import attacks as attacks_of_a_coordinator
-from privacy.audit.target import Subject
+from privacy.audit.target import AuditTarget
 from privacy.audit.training import Training, memorising
 from privacy.audit.worlds import Measured, measure
-from privacy.noise.sources import Noise, SecureNoise, SeededNoise
+from privacy.noise.sources import NoiseSource, SecureNoise, SeededNoise
 
 FLAGGED, QUIET = 2.0, 0.8
 """With 500 canaries training without privacy is refuted up to 2 at least, private training at epsilon 1 up to 0.8."""
@@ -33,7 +33,7 @@ PLAIN = "no privacy"
 class Setting:
     """How to audit: claims to test, beside training without privacy; how often.
 
-    demanding: the thresholds are demanded that hold on `Subject.digits`; else only what each claim implies
+    demanding: the thresholds are demanded that hold on `AuditTarget.digits`; else only what each claim implies
     seeded: noise that repeats, for numbers that others can reproduce; else the operating system's
     trials: steps of each attack of a hostile coordinator in each world; None: as many as tell
     """
@@ -50,7 +50,7 @@ class Setting:
         """List what is audited: training without privacy first."""
         return [memorising(), *(Training(e, delta=self.delta) for e in self.epsilons)]
 
-    def noise(self, *path: str | int) -> Noise:
+    def noise(self, *path: str | int) -> NoiseSource:
         """Open a source of noise."""
         return SeededNoise(0, "audit", *path) if self.seeded else SecureNoise()
 
@@ -84,10 +84,10 @@ class Outcome:
         return {**self.numbers, "verdicts": [asdict(v) for v in self.verdicts], "picture": self.picture}
 
 
-Audit = Callable[[Subject, Setting, Path], Outcome]
+Audit = Callable[[AuditTarget, Setting, Path], Outcome]
 
 
-def white_box(subject: Subject, setting: Setting, out: Path) -> Outcome:
+def white_box(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:
     """AU-4: canaries that push a coordinate of their own, among as many records as there are."""
     m, records = _canaries(subject), len(subject.y)
 
@@ -98,7 +98,7 @@ def white_box(subject: Subject, setting: Setting, out: Path) -> Outcome:
     return _by_canaries("white-box canaries", one, m, setting, out / "canaries_white_box.png")
 
 
-def black_box(subject: Subject, setting: Setting, out: Path) -> Outcome:
+def black_box(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:
     """AU-5: images under wrong labels, scored by the final loss."""
     m = _canaries(subject)
 
@@ -109,7 +109,7 @@ def black_box(subject: Subject, setting: Setting, out: Path) -> Outcome:
     return _by_canaries("black-box canaries", one, m, setting, out / "canaries_black_box.png")
 
 
-def membership(subject: Subject, setting: Setting, out: Path) -> Outcome:
+def membership(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:
     """AU-7: the loss of an image tells whether it was trained on.
 
     Of (epsilon, 0)-private training no attack has an AUC above e^eps / (1 + e^eps). Judged by the mean over seeds.
@@ -125,7 +125,7 @@ def membership(subject: Subject, setting: Setting, out: Path) -> Outcome:
     by = {name: [auc(*pair) for pair in pairs] for name, pairs in found.items()}
     n = len(found[PLAIN][0][0])
     error = math.sqrt((2 * n + 1) / (12 * n * n) / setting.seeds)
-    said = {name: f"AUC {_many(values)}" for name, values in by.items()}
+    said = {name: f"AUC {_repeat(values)}" for name, values in by.items()}
     verdicts = [Verdict(f"membership by loss, {PLAIN}", "what can be seen at all", said[PLAIN], None)]
     if setting.demanding:
         holds = fmean(by[PLAIN]) >= 0.55
@@ -137,7 +137,7 @@ def membership(subject: Subject, setting: Setting, out: Path) -> Outcome:
     return Outcome({"auc": by, "members": n, "standard_error": error}, verdicts, "membership.png")
 
 
-def presence(subject: Subject, setting: Setting, out: Path) -> Outcome:
+def presence(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:
     """AU-8: an update shows which classes a hospital has, whatever protects its records; a sum over hospitals less."""
     found = {_name(t): [_presence(subject, setting, t, s) for s in range(setting.seeds)] for t in setting.trainings}
     alone = {name: [f.alone for f in runs] for name, runs in found.items()}
@@ -146,28 +146,30 @@ def presence(subject: Subject, setting: Setting, out: Path) -> Outcome:
     numbers = {"one_update": alone, "sum_only": masked, "hospitals": len(found[PLAIN][0].held)}
     near = all(abs(a - 0.5) <= 0.1 for values in masked.values() for a in values)
     verdicts = [
-        Verdict("class presence, updates seen", "AUC > 0.98 without privacy", _said(alone), min(alone[PLAIN]) > 0.98),
-        Verdict("class presence, sum seen", "AUC 0.5 +- 0.1", _said(masked), near),
+        Verdict(
+            "class presence, updates seen", "AUC > 0.98 without privacy", _summary(alone), min(alone[PLAIN]) > 0.98
+        ),
+        Verdict("class presence, sum seen", "AUC 0.5 +- 0.1", _summary(masked), near),
     ]
     if not setting.demanding:
         verdicts = [Verdict(v.audit, "nothing hides it but a masked sum", v.found, None) for v in verdicts]
     return Outcome(numbers, verdicts, "class_presence.png")
 
 
-def prototypes(subject: Subject, setting: Setting, out: Path) -> Outcome:
+def prototypes(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:
     """AU-9: a prototype of few images traces them, and an image can be made from it."""
     runs = [attacks.prototypes(subject, seed=s, seeded=setting.seeded) for s in range(setting.seeds)]
     plots.tracing(runs, out / "prototypes.png")
     by = {of[0].case: [f.tracing for f in of] for of in zip(*runs, strict=True)}
-    verdict = Verdict("prototype tracing", "fewer images and less noise show more", _said(by), None)
+    verdict = Verdict("prototype tracing", "fewer images and less noise show more", _summary(by), None)
     if setting.demanding:
         expected = "1 image: AUC > 0.95 bare, < 0.75 at noise 8"
         holds = min(by["1 image, bare"]) > 0.95 and max(by["1 image, noise 8"]) < 0.75
-        verdict = Verdict("prototype tracing", expected, _said(by), holds)
+        verdict = Verdict("prototype tracing", expected, _summary(by), holds)
     return Outcome({"prototypes": [[asdict(f) for f in found] for found in runs]}, [verdict], "prototypes.png")
 
 
-def hostile(subject: Subject, setting: Setting, out: Path) -> Outcome:  # noqa: ARG001
+def hostile(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:  # noqa: ARG001
     """Attack as a coordinator that chooses the model, knows all records but one and reads every bit (hostile.py).
 
     Its records are made up: what it looks for is in the software, whosever images that trains on.
@@ -216,13 +218,13 @@ def minutes_left(done: Sequence[str], left: Sequence[str], seconds: float) -> fl
     return seconds / behind * ahead / 60 if behind else None
 
 
-def keep(file: Path, name: str, facts: Mapping[str, object]) -> None:
+def save(file: Path, name: str, facts: Mapping[str, object]) -> None:
     """Put one audit's facts into a summary beside the others', so that a cut loses one audit and no more."""
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     file.write_text(json.dumps({**found, name: facts}, indent=1) + "\n", encoding="utf-8")
 
 
-def _canaries(subject: Subject) -> int:
+def _canaries(subject: AuditTarget) -> int:
     return min(canaries.CANARIES, len(subject.y) // 2)
 
 
@@ -232,7 +234,7 @@ def _by_canaries(name: str, one: Callable[[Training, int], Found], m: int, setti
     verdicts = []
     for training in setting.trainings:
         most = QUIET if training.epsilon == 1 and setting.demanding else training.epsilon
-        runs = [_quiet(one, training, seed, most) for seed in range(setting.seeds)]
+        runs = [_without_canaries(one, training, seed, most) for seed in range(setting.seeds)]
         found[_name(training)] = runs
         said = ", ".join(f"{f.guesses.epsilon:.2f}" for f in runs)
         bounds = [f.guesses.epsilon for f in runs]
@@ -249,7 +251,7 @@ def _by_canaries(name: str, one: Callable[[Training, int], Found], m: int, setti
     return Outcome({"bounds": rows, "ceiling": refuted(setting.delta, m, m, m)}, verdicts, file.name)
 
 
-def _quiet(one: Callable[[Training, int], Found], training: Training, seed: int, most: float) -> Found:
+def _without_canaries(one: Callable[[Training, int], Found], training: Training, seed: int, most: float) -> Found:
     """Audit at a seed, and at two others while the claim is refuted."""
     for again in range(RETRIES + 1):
         found = one(training, seed + 1000 * again)
@@ -258,7 +260,7 @@ def _quiet(one: Callable[[Training, int], Found], training: Training, seed: int,
     return found
 
 
-def _presence(subject: Subject, setting: Setting, training: Training, seed: int) -> attacks.Presence:
+def _presence(subject: AuditTarget, setting: Setting, training: Training, seed: int) -> attacks.Presence:
     """Attack one round: a short one, as rounds are."""
     lr = training.lr if training.private else 0.1
     short = Training(training.epsilon, steps=20, lr=lr, delta=training.delta)
@@ -273,11 +275,11 @@ def _name(training: Training) -> str:
     return f"epsilon {training.epsilon:g}" if training.private else PLAIN
 
 
-def _said(values: Mapping[str, Sequence[float]]) -> str:
-    return "; ".join(f"{name} {_many(several)}" for name, several in values.items())
+def _summary(values: Mapping[str, Sequence[float]]) -> str:
+    return "; ".join(f"{name} {_repeat(several)}" for name, several in values.items())
 
 
-def _many(values: Sequence[float]) -> str:
+def _repeat(values: Sequence[float]) -> str:
     """Write a number, or the mean of several and their range."""
     several = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
     return f"{fmean(values):.3f}{several}"

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from fl_core import rng
 from fl_core.types.values import Coupling, Losses, RoundContext, SgdOptions, TrainConfig
-from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Rates, ReleaseAllowance, ReleasePlan
+from privacy.accounting.record_config import RecordDpConfig
+from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
 from privacy.audit.epsilon_bounds import Floats, mu_bound
-from privacy.audit.target import InMemory
-from privacy.dp_sgd.private_data import PrivateData
+from privacy.audit.target import ListedExamples
+from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise import grid
-from privacy.noise.sources import Keys, Noise
+from privacy.noise.sources import Keys, NoiseSource
 
 KINDS = ("example", "split", "micro")
 """How gradients are bounded: per unit; per unit and per microbatch; per microbatch alone."""
@@ -37,7 +37,7 @@ _FAR = 1e3
 _TRIALS = 300
 
 
-class Silent:
+class ZeroNoise:
     """Draws every unit, deals unit i to the microbatch that `groups` says, and adds no noise."""
 
     private = False
@@ -79,16 +79,16 @@ class Step:
     def course(self, steps: int = 1) -> ReleasePlan:
         """Plan so many of these steps."""
         config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=self.units, epochs=1)
-        terms = Terms(
+        terms = RecordDpConfig(
             clip=self.clip, coupled="off" if self.kind == "example" else self.kind,
             microbatch=max(1, self.units // self.groups), test_data="public", physical_batch=512,
         )  # fmt: skip
         coupling = Coupling.EXAMPLE if self.kind == "example" else Coupling.BATCH
-        made = ReleasePlan(terms, Rates(config, self.units), 1, coupling, (steps,), 0, False)
+        made = ReleasePlan(terms, SamplingSchedule(config, self.units), 1, coupling, (steps,), 0, False)
         made.__dict__["noise"] = self.noise  # where solving for an epsilon would put it
         return made
 
-    def sums(self, x: Tensor, groups: Sequence[str] | None, noise: Noise, steps: int = 1) -> Tensor:
+    def sums(self, x: Tensor, groups: Sequence[str] | None, noise: NoiseSource, steps: int = 1) -> Tensor:
         """Take steps over records x (n, d) and return what each released (steps, d): noisy clipped sums."""
         course, coupled = self.course(steps), self.kind != "example"
         model = nn.Linear(x.shape[1], 1, bias=False, dtype=x.dtype)
@@ -103,11 +103,11 @@ class Step:
             places.append(model.weight.detach()[0].clone())
 
         data, context = (
-            InMemory(x, torch.zeros(len(x), dtype=torch.long), groups),
+            ListedExamples(x, torch.zeros(len(x), dtype=torch.long), groups),
             RoundContext(1, 1, 1, 0, 1).for_silo(0, 0),
         )
         spend = ReleaseAllowance(course.training(steps))
-        PrivateData(data, data, course.rates.train, context, course, spend, noise, progress=watch).sgd(
+        DpSgdLocalData(data, data, course.rates.train, context, course, spend, noise, progress=watch).sgd(
             model, loss, SgdOptions(steps=steps)
         )
         divisor = course.groups if self.kind == "micro" else course.batch
@@ -136,7 +136,7 @@ class Scale:
         return abs(self.ratio - 1) < 5e-3 and self.p > 1e-4
 
 
-def noise_scale(step: Step, noise: Noise) -> Scale:
+def noise_scale(step: Step, noise: NoiseSource) -> Scale:
     """AU-1: take one step in which no record has a gradient, and compare what moved with N(0, (z Delta)^2).
 
     Delta is the sensitivity by the clips' formulas, which AU-2 checks by force, with the slack of grid.py.
@@ -148,7 +148,7 @@ def noise_scale(step: Step, noise: Noise) -> Scale:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class SensitivityCheck:
     """AU-2: the furthest that a unit moved the sum, over the accountant's sensitivity: in all trials, at the worst."""
 
     furthest: float
@@ -160,7 +160,7 @@ class Moved:
         return self.furthest <= 1 and self.worst > 1 - 2 * grid.SLACK
 
 
-def sensitivity(kind: str, grouped: bool = False, trials: int = _TRIALS, seed: int = 0) -> Moved:
+def sensitivity(kind: str, grouped: bool = False, trials: int = _TRIALS, seed: int = 0) -> SensitivityCheck:
     """AU-2: add and remove a unit (a record, or a patient's three) of random data, and of the worst; no noise.
 
     The dealing to microbatches stays: a unit more must not move the others.
@@ -169,12 +169,12 @@ def sensitivity(kind: str, grouped: bool = False, trials: int = _TRIALS, seed: i
     for trial in range(trials):
         x, dealt, groups, gone = (_worst, _shifting, _random)[trial % 3](draw)
         step, rest = Step(kind, units=3 * len(x), groups=groups), torch.arange(len(x)) != gone
-        whole = step.sums(*_units(x, grouped), Silent(dealt))
-        less = step.sums(*_units(x[rest], grouped), Silent(dealt[rest]))
+        whole = step.sums(*_units(x, grouped), ZeroNoise(dealt))
+        less = step.sums(*_units(x[rest], grouped), ZeroNoise(dealt[rest]))
         moved = float((whole - less).norm()) / step.sensitivity()
         furthest = max(furthest, moved)
         worst = worst if trial % 3 else max(worst, moved)
-    return Moved(furthest, worst)
+    return SensitivityCheck(furthest, worst)
 
 
 _Case = tuple[Tensor, Tensor, int, int]
@@ -215,7 +215,7 @@ def _units(x: Tensor, grouped: bool) -> tuple[Tensor, list[str] | None]:
     return x.repeat_interleave(3, 0), [f"patient {i // 3}" for i in range(3 * len(x))]
 
 
-def mu(step: Step, runs: int, noises: tuple[Noise, Noise]) -> float:
+def mu(step: Step, runs: int, noises: tuple[NoiseSource, NoiseSource]) -> float:
     """AU-3: bound mu z from so many steps without and with the worst record; above 1 the claim mu = 1 / z is refuted.
 
     All outputs of a world come from one pass of so many steps: the loss is linear, so that each is a draw of its own.
@@ -228,7 +228,7 @@ def mu(step: Step, runs: int, noises: tuple[Noise, Noise]) -> float:
     return mu_bound(-without, -with_record) * step.charged()
 
 
-def mu_bounds(step: Step, runs: int, noises: Sequence[tuple[Noise, Noise]]) -> Floats:
+def mu_bounds(step: Step, runs: int, noises: Sequence[tuple[NoiseSource, NoiseSource]]) -> Floats:
     """Repeat AU-3 until it does not refute the claim, or three times: a correct step is refuted in 5 of 100."""
     found: list[float] = []
     for pair in noises[:3]:

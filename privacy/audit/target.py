@@ -21,7 +21,7 @@ _BATCH = 256
 _FEATURES = 64
 
 
-class InMemory(Examples):
+class ListedExamples(Examples):
     """Examples that are given."""
 
     def __init__(self, x: Tensor, y: Tensor, groups: Sequence[str] | None = None) -> None:
@@ -34,7 +34,7 @@ class InMemory(Examples):
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class AuditTarget:
     """A pool of labelled images: x (n, c, h, w) float32, y (n,) int64; which of them trains is each audit's to draw."""
 
     name: str
@@ -43,7 +43,7 @@ class Subject:
     schema: Schema
 
     @classmethod
-    def of(cls, data: SiloDataset, seed: int = 0) -> Subject:
+    def of(cls, data: SiloDataset, seed: int = 0) -> AuditTarget:
         """Pool a hospital's training and test images, at most `MOST` of them, in memory.
 
         Raises ConfigError (E-PRIV-29) on fewer than `LEAST`, on anything but images, and on a single class.
@@ -70,7 +70,7 @@ class Subject:
         return subject
 
     @classmethod
-    def digits(cls) -> Subject:
+    def digits(cls) -> AuditTarget:
         """Read all 1,797 of scikit-learn's digits."""
         silos = [datasets.load(str(reference)) for reference in datasets.federation("digits", "hospitals6")]
         parts = [split.batch(torch.arange(len(split))) for silo in silos for split in (silo.train, silo.test)]

@@ -1,4 +1,4 @@
-"""The training that is audited: through `PrivateData`, or `PlainData` without privacy, as hospitals train."""
+"""The training that is audited: through `DpSgdLocalData`, or `PlainLocalData` without privacy, as hospitals train."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fl_core.training.local_data import PlainData
+from fl_core.training.local_data import PlainLocalData
 from fl_core.types.values import Coupling, Examples, LossFn, RoundContext, SgdOptions, TrainConfig
-from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Rates, ReleaseAllowance, ReleasePlan
-from privacy.dp_sgd.private_data import PrivateData
-from privacy.noise.sources import Noise, SecureNoise
+from privacy.accounting.record_config import RecordDpConfig
+from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
+from privacy.dp_sgd.private_data import DpSgdLocalData
+from privacy.noise.sources import NoiseSource, SecureNoise
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,19 @@ class Training:
         return not math.isinf(self.epsilon)
 
     def run(
-        self, model: nn.Module, data: Examples, loss: LossFn, n_classes: int, noise: Noise | None = None, seed: int = 0,
+        self, model: nn.Module, data: Examples, loss: LossFn, n_classes: int, noise: NoiseSource | None = None, seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:  # fmt: skip
         """Train `model` in place through the doors; noise: None for the operating system's entropy."""
         context = RoundContext(1, n_classes, 1, 0, 1).for_silo(0, seed)
         if not self.private:
-            PlainData(data, data, self.config, context, progress=progress).sgd(
+            PlainLocalData(data, data, self.config, context, progress=progress).sgd(
                 model, loss, SgdOptions(steps=self.steps)
             )
             return
         course = self.course(len(data))
         spend = ReleaseAllowance(course.training(self.steps))
-        PrivateData(
+        DpSgdLocalData(
             data, data, self.config, context, course, spend, noise or SecureNoise(), progress=progress
         ).sgd(model, loss, SgdOptions(steps=self.steps))  # fmt: skip
 
@@ -57,8 +57,10 @@ class Training:
 
     def course(self, units: int) -> ReleasePlan:
         """Plan the training: its noise is solved for epsilon."""
-        terms = Terms(epsilon=self.epsilon, delta=self.delta, clip=self.clip, test_data="public", physical_batch=512)
-        return ReleasePlan(terms, Rates(self.config, units), 1, Coupling.EXAMPLE, (self.steps,), 0, False)
+        terms = RecordDpConfig(
+            epsilon=self.epsilon, delta=self.delta, clip=self.clip, test_data="public", physical_batch=512
+        )
+        return ReleasePlan(terms, SamplingSchedule(self.config, units), 1, Coupling.EXAMPLE, (self.steps,), 0, False)
 
 
 def memorising(steps: int = 1500) -> Training:

@@ -16,12 +16,12 @@ from torch.nn.functional import cross_entropy
 from fl_core import rng
 from fl_core.types.values import ClassSums, Coupling, Examples, Losses, LossFn, RoundContext, SgdOptions, TrainConfig
 from privacy.accounting.accountant import Mechanism, epsilon_rdp
-from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Rates, ReleaseAllowance, ReleasePlan
+from privacy.accounting.record_config import RecordDpConfig
+from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
 from privacy.audit.epsilon_bounds import CONFIDENCE, Floats, epsilon_bound, mu_bound
-from privacy.audit.step_checks import Silent
-from privacy.dp_sgd.private_data import PrivateData
-from privacy.noise.sources import Noise, SecureNoise
+from privacy.audit.step_checks import ZeroNoise
+from privacy.dp_sgd.private_data import DpSgdLocalData
+from privacy.noise.sources import NoiseSource, SecureNoise
 from privacy.silo_dp.config import analytic_epsilon
 
 DELTA = 1e-5
@@ -54,14 +54,14 @@ class Attack:
         """Return the epsilon that a ledger prints for one such release."""
         return epsilon_rdp([Mechanism(self.noise)], DELTA)
 
-    def released(self, with_record: bool, noise: Noise) -> Tensor:
+    def released(self, with_record: bool, noise: NoiseSource) -> Tensor:
         """Take the step, or make the release, and return what leaves, flat."""
         data = self.both if with_record else self.others
         config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=128, augment=self.augment)
-        terms = Terms(prototype_noise=self.noise, test_data="public")
-        course = ReleasePlan(terms, Rates(config, 128), 1, Coupling.EXAMPLE, (1,), 1, False)
+        terms = RecordDpConfig(prototype_noise=self.noise, test_data="public")
+        course = ReleasePlan(terms, SamplingSchedule(config, 128), 1, Coupling.EXAMPLE, (1,), 1, False)
         course.__dict__["noise"] = self.noise  # where solving for an epsilon would put it
-        doors = PrivateData(data, data, config, TURN, course, ReleaseAllowance(course.releases(0, True)), noise)
+        doors = DpSgdLocalData(data, data, config, TURN, course, ReleaseAllowance(course.releases(0, True)), noise)
         if self.query is not None:
             sums = doors.sum(self.query)
             return torch.cat([sums["sum"].flatten(), sums["count"].flatten()])
@@ -87,7 +87,9 @@ class Measured:
         return max(self.lower, self.gaussian) <= self.printed
 
 
-def measure(attack: Attack, source: Callable[[bool, int], Noise] | None = None, trials: int | None = None) -> Measured:
+def measure(
+    attack: Attack, source: Callable[[bool, int], NoiseSource] | None = None, trials: int | None = None
+) -> Measured:
     """Run an attack in both worlds; source: of the noise of a world and a trial, the operating system's without."""
     score = attack.score or _along(_direction(attack))
     worlds = [
@@ -111,7 +113,7 @@ def judged(attack: Attack, without: Floats, with_record: Floats) -> Measured:
 
 def _direction(attack: Attack) -> Tensor:
     """Compute what the record would move, with the records that the coordinator knows and without noise."""
-    worlds = [torch.nan_to_num(attack.released(world, Silent(torch.zeros(0))).double()) for world in (True, False)]
+    worlds = [torch.nan_to_num(attack.released(world, ZeroNoise(torch.zeros(0))).double()) for world in (True, False)]
     moved = worlds[0] - worlds[1]
     unit: Tensor = moved / moved.norm().clamp(min=1e-30)
     return unit

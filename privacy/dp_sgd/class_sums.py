@@ -14,7 +14,7 @@ from torch import Tensor
 from fl_core.types.values import ClassSums, Examples, Tensors
 from privacy.dp_sgd.draws import record_keys
 from privacy.noise import grid
-from privacy.noise.sources import Noise
+from privacy.noise.sources import NoiseSource
 
 ROWS = 64
 """Examples of a batch of a query, whatever is left of the data: see `filled`."""
@@ -23,7 +23,7 @@ Subset = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Units:
+class PrivacyUnits:
     """The examples of each unit: a record of its own, or all examples of a group (patient, lesion)."""
 
     members: Sequence[Tensor]
@@ -31,7 +31,7 @@ class Units:
     """(n,): the unit of each example."""
 
     @classmethod
-    def of(cls, examples: Examples) -> Units:
+    def of(cls, examples: Examples) -> PrivacyUnits:
         """Read the units of a data set: its groups where it names any, else its records."""
         if examples.groups is None:
             index = torch.arange(len(examples))
@@ -70,7 +70,7 @@ def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 class KeyedUnits:
     """Units with keys that follow from their contents; drawn: some of them, all without."""
 
-    units: Units
+    units: PrivacyUnits
     examples: Examples
     drawn: Tensor | None = None
 
@@ -100,11 +100,11 @@ def filled(x: Tensor, rows: int) -> Tensor:
 def class_sums(
     query: ClassSums,
     examples: Examples,
-    units: Units,
+    units: PrivacyUnits,
     bound: float,
     weight: float,
     noise_multiplier: float,
-    noise: Noise,
+    noise: NoiseSource,
     few: float = 0.0,
     device: torch.device | None = None,
 ) -> Tensors:
@@ -134,7 +134,9 @@ def class_sums(
     }
 
 
-def class_counts(examples: Examples, units: Units, n_classes: int, noise_multiplier: float, noise: Noise) -> Tensor:
+def class_counts(
+    examples: Examples, units: PrivacyUnits, n_classes: int, noise_multiplier: float, noise: NoiseSource
+) -> Tensor:
     """Release the number of units per class (C,) float32, at least 0, with noise: a unit moves it by at most 1.
 
     A unit of several classes counts in each by its share of examples.
@@ -169,7 +171,7 @@ class Shares:
 
 
 def unit_shares(
-    query: ClassSums, examples: Examples, units: Units, bound: float, device: torch.device | None = None
+    query: ClassSums, examples: Examples, units: PrivacyUnits, bound: float, device: torch.device | None = None
 ) -> Shares:
     """Return each unit's mean vector, split by class, its joint norm at most `bound`."""
     vectors, n_units = _vectors(query, examples, device), len(units)
@@ -189,7 +191,7 @@ def unit_shares(
     return Shares(unit, label, means * length[unit].unsqueeze(1), counts)
 
 
-def _pairs(units: Units, labels: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
+def _pairs(units: PrivacyUnits, labels: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     """List the pairs of a unit and one of its classes: unit (m,), label (m,), the share of its examples there (m,)."""
     sizes = torch.bincount(units.of_example, minlength=len(units)).double()
     pair, number = torch.unique(units.of_example * n_classes + labels, return_counts=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fl_core import rng
 from fl_core.types.values import Examples, LossFn
-from privacy.noise.sources import Noise
+from privacy.noise.sources import NoiseSource
 
 _KEYS: WeakKeyDictionary[Examples, NDArray[np.uint64]] = WeakKeyDictionary()
 """Keys of the records of data sets that are in memory: their contents are hashed once."""
@@ -38,7 +38,7 @@ class Draws:
     the source repeats and the model draws at all.
     """
 
-    def __init__(self, noise: Noise, examples: Examples, augment: bool, place: Place, stochastic: bool) -> None:
+    def __init__(self, noise: NoiseSource, examples: Examples, augment: bool, place: Place, stochastic: bool) -> None:
         self.place = place
         self._noise, self._examples = noise, examples
         self._augment = augment
@@ -103,7 +103,7 @@ def record_keys(examples: Examples) -> NDArray[np.uint64]:
     return found
 
 
-def _fill(generator: torch.Generator, noise: Noise) -> None:
+def _fill(generator: torch.Generator, noise: NoiseSource) -> None:
     """Make all of a CPU generator's state secret: of a seed it takes 32 bits, which whoever has time can try."""
     state = generator.get_state()
     words = (noise.uniform(_WORDS) * 2.0**32).long()

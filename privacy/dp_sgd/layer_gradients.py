@@ -61,7 +61,7 @@ def sampler_of(layer: nn.Module) -> Sampler | None:
     return found
 
 
-def is_shorter(layer: nn.Module, backprops: Tensor) -> bool:
+def prefers_ghost_norms(layer: nn.Module, backprops: Tensor) -> bool:
     """Tell whether norms by Gram matrices, in float64, cost less than per-example gradients."""
     if isinstance(layer, nn.Linear):
         places = math.prod(backprops.shape[1:-1])
@@ -72,7 +72,7 @@ def is_shorter(layer: nn.Module, backprops: Tensor) -> bool:
     return 2 * math.prod(backprops.shape[2:]) * (layer.out_channels + inputs) < layer.weight.numel()
 
 
-def squares(layer: nn.Module, x: Tensor, backprops: Tensor) -> Tensor:
+def ghost_norms(layer: nn.Module, x: Tensor, backprops: Tensor) -> Tensor:
     """Bound the squared norms (n,), float64, of a layer's per-example gradients without computing these.
 
     For layers that `is_shorter` accepts. The sum over pairs of places has terms of both signs, so that its error can be
@@ -91,7 +91,7 @@ def squares(layer: nn.Module, x: Tensor, backprops: Tensor) -> Tensor:
     return found
 
 
-def weighted(layer: nn.Module, x: Tensor, backprops: Tensor, factor: Tensor) -> dict[nn.Parameter, Tensor]:
+def weighted_gradient(layer: nn.Module, x: Tensor, backprops: Tensor, factor: Tensor) -> dict[nn.Parameter, Tensor]:
     """Return sum_n factor_n g_n, float64, of a layer's per-example gradients g_n (n, ...).
 
     An example of factor 0 is left out: its inputs and gradients may hold anything.

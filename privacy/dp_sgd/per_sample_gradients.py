@@ -21,7 +21,7 @@ import torch
 from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 
-from privacy.dp_sgd import layer_gradients as samplers
+from privacy.dp_sgd import layer_gradients
 from privacy.dp_sgd.layer_gradients import conv_grad_sample as conv_grad_sample
 from privacy.dp_sgd.layer_gradients import trainable as trainable
 from privacy.noise import grid
@@ -35,7 +35,7 @@ PADDING = -1
 MODES = ("bookkeeping", "hooks")
 
 
-class PerUnit(Protocol):
+class ClippedGradientEngine(Protocol):
     """Sums a model's gradients, clipped per unit."""
 
     def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:
@@ -56,8 +56,8 @@ class _Call(NamedTuple):
     out: Tensor
 
 
-class Bookkeeping:
-    """`PerUnit` from the layers' inputs and the gradients of their outputs."""
+class GhostClipping:
+    """`ClippedGradientEngine` from the layers' inputs and the gradients of their outputs."""
 
     def __init__(self, model: nn.Module, grouped: bool = False) -> None:
         self._grouped = grouped
@@ -74,23 +74,28 @@ class Bookkeeping:
         samples: dict[nn.Parameter, Tensor] = {}
         for call, dy in zip(calls, grads, strict=True):
             # Where units may have several examples, one of two must not change how all others of a batch are computed.
-            if not self._grouped and batch.alone and times[call.layer] == 1 and samplers.is_shorter(call.layer, dy):
+            if (
+                not self._grouped
+                and batch.alone
+                and times[call.layer] == 1
+                and layer_gradients.prefers_ghost_norms(call.layer, dy)
+            ):
                 short.append((call, dy))
                 continue
-            sampler = samplers.sampler_of(call.layer)
+            sampler = layer_gradients.sampler_of(call.layer)
             assert sampler is not None  # `mode_of` saw to it
             for p, sample in sampler(call.layer, [call.x], dy).items():
                 samples[p] = samples[p] + sample if p in samples else sample
         samples = {p: batch.by_unit(sample) for p, sample in samples.items()}
         square = units.new_zeros(len(units), dtype=torch.float64)
         for call, dy in short:
-            square += samplers.squares(call.layer, call.x, dy)
+            square += layer_gradients.ghost_norms(call.layer, call.x, dy)
         if samples:
             square += grid.square_norms(list(samples.values()))
         factor, block = grid.factors(square, clip)[: batch.units], grid.block_of(max(in_all, batch.units))
         total = {p: grid.weighted_sum(factor, sample[: batch.units], block) for p, sample in samples.items()}
         for call, dy in short:
-            total |= samplers.weighted(call.layer, call.x[: batch.units], dy[: batch.units], factor)
+            total |= layer_gradients.weighted_gradient(call.layer, call.x[: batch.units], dy[: batch.units], factor)
         return [total[p] if p in total else _zero(p) for p in self._params]
 
     def _passed(self, losses: Callable[[], Tensor]) -> tuple[list[_Call], list[Tensor]]:
@@ -111,8 +116,8 @@ class Bookkeeping:
             self._calls.append(_Call(layer, inputs[0].detach(), out))
 
 
-class Hooks:
-    """`PerUnit` from the per-example gradients of every layer, which Opacus' hooks gather."""
+class OpacusHooks:
+    """`ClippedGradientEngine` from the per-example gradients of every layer, which Opacus' hooks gather."""
 
     def __init__(self, model: nn.Module, wrapped: GradSampleModule) -> None:
         self._wrapped = wrapped
@@ -172,13 +177,13 @@ class _Batch(NamedTuple):
 def mode_of(model: nn.Module) -> str:
     """Choose the faster mode that works: bookkeeping where each parameter belongs to one layer with a sampler."""
     owners = [p for layer in _layers(model) for p in layer.parameters(recurse=False) if p.requires_grad]
-    known = all(samplers.sampler_of(layer) and not list(layer.children()) for layer in _layers(model))
+    known = all(layer_gradients.sampler_of(layer) and not list(layer.children()) for layer in _layers(model))
     shared = len({*owners}) < len(owners)
     return "bookkeeping" if known and not shared else "hooks"
 
 
 @contextmanager
-def per_unit(model: nn.Module, mode: str | None = None, grouped: bool = False) -> Iterator[PerUnit]:
+def per_unit(model: nn.Module, mode: str | None = None, grouped: bool = False) -> Iterator[ClippedGradientEngine]:
     """Make a model ready for sums of clipped gradients, and leave it as it was.
 
     mode: of MODES, chosen without one   grouped: units are groups, which may have several examples each.
@@ -186,12 +191,12 @@ def per_unit(model: nn.Module, mode: str | None = None, grouped: bool = False) -
     mode = mode or mode_of(model)
     log.info("per-example gradients: %s", mode)
     if mode == "bookkeeping":
-        yield Bookkeeping(model, grouped)
+        yield GhostClipping(model, grouped)
         return
     wrapped = GradSampleModule(model, loss_reduction="sum")
     wrapped.disable_hooks()
     try:
-        yield Hooks(model, wrapped)
+        yield OpacusHooks(model, wrapped)
     finally:
         wrapped.remove_hooks()
         for p in model.parameters():

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.errors import RefusedError
-from fl_core.training.local_data import PlainData
+from fl_core.training.local_data import PlainLocalData
 from fl_core.training.optimizers import effective_steps, make_optimizers
 from fl_core.types.values import (
     AS_SCHEDULED,
@@ -41,24 +41,23 @@ from fl_core.types.values import (
     TrainConfig,
 )
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
-from privacy.dp_sgd.class_sums import KeyedUnits, Units, class_counts, class_sums, filled
+from privacy.dp_sgd.class_sums import KeyedUnits, PrivacyUnits, class_counts, class_sums, filled
 from privacy.dp_sgd.draws import Draws, Place, is_stochastic
 from privacy.dp_sgd.model_check import validate
-from privacy.dp_sgd.per_sample_gradients import PADDING, Gradients, PerUnit, clipped, per_unit, trainable
-from privacy.noise import grid
-from privacy.noise import sources as entropy
-from privacy.noise.sources import Noise
+from privacy.dp_sgd.per_sample_gradients import PADDING, ClippedGradientEngine, Gradients, clipped, per_unit, trainable
+from privacy.noise import grid, sources
+from privacy.noise.sources import NoiseSource
 from privacy.release_log import InMemoryReleaseLog, ReleaseLog
 
 
-class PrivateData:
-    """`SiloData` under record-level differential privacy, for one round.
+class DpSgdLocalData:
+    """`LocalData` under record-level differential privacy, for one round.
 
     Guarantees: every release is taken from `allowance` before an example is read; sizes and steps follow from the
     declared size alone; an empty draw is noise and a step like any other; a unit whose numbers are not finite
     contributes zero and changes nothing else, and raises nothing; batches have one shape, and what is drawn inside a
     unit is secret (draws.py), so that no unit moves another's share; with infinite clips, no noise and the same batches
-    the gradients are those of `PlainData`.
+    the gradients are those of `PlainLocalData`.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class PrivateData:
         context: RoundContext,
         plan: ReleasePlan,
         allowance: ReleaseAllowance,
-        noise: Noise,
+        noise: NoiseSource,
         device: torch.device | None = None,
         log: ReleaseLog | None = None,
         public: Examples | None = None,
@@ -77,9 +76,9 @@ class PrivateData:
     ) -> None:
         self.lr = config.lr * config.lr_decay**context.round
         self.batch_size = config.batch_size
-        self._plain = PlainData(train, test, config, context, device, public=public)
+        self._plain = PlainLocalData(train, test, config, context, device, public=public)
         self._split = {Split.TRAIN: train, Split.TEST: test}
-        self._units = {split: Units.of(examples) for split, examples in self._split.items()}
+        self._units = {split: PrivacyUnits.of(examples) for split, examples in self._split.items()}
         self._config, self._context, self._plan, self._allowance, self._noise = config, context, plan, allowance, noise
         self._device = device or torch.device("cpu")
         self._log = log or InMemoryReleaseLog()
@@ -115,7 +114,7 @@ class PrivateData:
             with draws.scope(), per_unit(model, grouped=grouped) as engine:
                 for step in range(planned):
                     self._gradient(engine, model, loss, step, draws)
-                    self._correct(model, named, options.penalty, options.shift)
+                    self._add_data_free_terms(model, named, options.penalty, options.shift)
                     for optimizer in optimizers:
                         optimizer.step()
                     self._progress(step + 1, planned)
@@ -132,13 +131,13 @@ class PrivateData:
             stochastic = is_stochastic(model, loss, *blank)
         return Draws(self._noise, train, self._config.augment, place, stochastic)
 
-    def _gradient(self, engine: PerUnit, model: nn.Module, loss: LossFn, step: int, draws: Draws) -> None:
+    def _gradient(self, engine: ClippedGradientEngine, model: nn.Module, loss: LossFn, step: int, draws: Draws) -> None:
         """Draw a sample, sum clipped gradients, add noise, divide by B, and put the result where an optimizer looks."""
         course, terms, params = self._plan, self._plan.terms, trainable(model)
         total = [torch.zeros_like(p, dtype=torch.float64) for p in params]
         units = KeyedUnits(self._units[Split.TRAIN], self._split[Split.TRAIN])
         about = (*draws.place, "step", step)
-        drawn = entropy.poisson_sample(self._noise, units, course.rate, *about, "sample")
+        drawn = sources.poisson_sample(self._noise, units, course.rate, *about, "sample")
         coupled = course.is_coupled(step)
         micro = coupled and terms.coupled == "micro"
         # The mean over microbatches of a term that stands beside a mean over B examples: M terms, divided by B below.
@@ -157,7 +156,7 @@ class PrivateData:
                 with draws.for_units(index, step):
                     _add(total, engine.clipped_sum(alone, number.to(self._device), terms.clip, len(drawn)))
         if coupled:
-            dealt = entropy.labels(self._noise, units.at(drawn), course.groups, *about, "groups")
+            dealt = sources.random_groups(self._noise, units.at(drawn), course.groups, *about, "groups")
             for group in range(course.groups):
                 for index, _ in units.units.chunks(drawn[dealt == group], None, subset):
                     with draws.for_group(group, step):
@@ -182,7 +181,7 @@ class PrivateData:
             )
         return losses
 
-    def _correct(
+    def _add_data_free_terms(
         self, model: nn.Module, named: dict[str, nn.Parameter], penalty: PenaltyFn | None, shift: Tensors | None
     ) -> None:
         """Add what does not depend on examples: after the noise, before the momentum buffer."""

@@ -27,7 +27,7 @@ Rows = dict[str, list[tuple[object, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedRelease:
     """One mechanism of an entry and what it is for."""
 
     purpose: str
@@ -47,7 +47,7 @@ class Entry:
     attempt: int
     kind: str
     created_at: str
-    planned: tuple[Planned, ...]
+    planned: tuple[PlannedRelease, ...]
     owner: str = ""
     state: str = ""
 
@@ -253,11 +253,11 @@ def mechanism_rows(entry: Entry) -> list[tuple[object, ...]]:
     return [(entry.id, i, what, float(m.noise), float(m.rate), m.steps) for i, (what, m) in enumerate(made)]
 
 
-def plain(planned: Iterable[Planned]) -> list[list[object]]:
+def plain(planned: Iterable[PlannedRelease]) -> list[list[object]]:
     """Write mechanisms as plain values."""
     return [[p.purpose, p.mechanism.noise, p.mechanism.rate, p.mechanism.steps] for p in planned]
 
 
-def planned_of(said: Iterable[tuple[str, float, float, int]]) -> tuple[Planned, ...]:
+def planned_of(said: Iterable[tuple[str, float, float, int]]) -> tuple[PlannedRelease, ...]:
     """Read mechanisms; raises ValueError, or ConfigError (E-PRIV-20), on values that are none."""
-    return tuple(Planned(str(p), Mechanism(float(z), float(q), int(n))) for p, z, q, n in said)
+    return tuple(PlannedRelease(str(p), Mechanism(float(z), float(q), int(n))) for p, z, q, n in said)

@@ -20,7 +20,7 @@ ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class LedgerTask:
     """What an entry is for: a round of a run, of a manifest, and the version of the data that it reads."""
 
     run: str
@@ -31,7 +31,12 @@ class Task:
 
 
 def refused(
-    account: Account, collection: str, task: Task, asked: Sequence[Mechanism], cap: Filter | None, run: Sequence[Bound]
+    account: Account,
+    collection: str,
+    task: LedgerTask,
+    asked: Sequence[Mechanism],
+    cap: Filter | None,
+    run: Sequence[Bound],
 ) -> RefusedError | None:
     """Say why something is not admitted; None when it is. Raises RefusedError (E-BUDGET-02) without a budget."""
     budget = account.budget(collection)

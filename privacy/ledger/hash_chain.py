@@ -48,7 +48,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ChainHead:
     """The end of the chain of events: number of the last one and its hash."""
 
     seq: int
@@ -59,10 +59,10 @@ class Head:
         return f"{self.seq} {self.hash}"
 
 
-START = Head(0, GENESIS)
+START = ChainHead(0, GENESIS)
 
 
-class Chain:
+class HashChain:
     """The file, mode 0600, its transactions, and the chain of its events; key: the secret's file, beside it by default.
 
     Guarantees: what a transaction wrote is on the disk when it ends; an event that was changed, removed from the middle
@@ -106,7 +106,7 @@ class Chain:
             rows = db.execute("SELECT seq, subject, state, detail, created_at FROM event ORDER BY seq").fetchall()
         return [(int(a), str(b), str(c), str(d), str(e)) for a, b, c, d, e in rows]
 
-    def head(self) -> Head:
+    def head(self) -> ChainHead:
         """Return the end of the chain."""
         with self._reading() as db:
             return self._head(db)
@@ -119,7 +119,7 @@ class Chain:
             "trained until it is restored from a backup",
         )
 
-    def _follow(self, db: sqlite3.Connection, after: Head) -> Iterator[tuple[Event | None, Head]]:
+    def _follow(self, db: sqlite3.Connection, after: ChainHead) -> Iterator[tuple[Event | None, ChainHead]]:
         """Go through the events after a head that was checked: each (None where it precedes the key), and its head.
 
         Raises StateError: E-BUDGET-07 on an event that was changed, E-BUDGET-08 when the head itself is gone.
@@ -138,7 +138,7 @@ class Chain:
             right = self._hash(head.hash, event) if event.seq == head.seq + 1 else None
             if previous != head.hash or found != right:
                 raise self.changed(f"event {head.seq + 1} does not follow from event {head.seq}")
-            head = Head(event.seq, found)
+            head = ChainHead(event.seq, found)
             yield (event if event.seq > self._unkeyed else None), head
         if head.seq < self._unkeyed or (head.seq == self._unkeyed != 0):
             raise self.changed(f"it ends at event {head.seq}, before it came under its key")
@@ -149,9 +149,9 @@ class Chain:
         return keyed_hash(self._mac_key, previous, event)
 
     @staticmethod
-    def _head(db: sqlite3.Connection) -> Head:
+    def _head(db: sqlite3.Connection) -> ChainHead:
         row = db.execute("SELECT seq, hash FROM event ORDER BY seq DESC LIMIT 1").fetchone()
-        return Head(int(row[0]), str(row[1])) if row else START
+        return ChainHead(int(row[0]), str(row[1])) if row else START
 
     def _event(
         self, db: sqlite3.Connection, entry: str | None, subject: str, state: str, detail: str, time: str = ""
@@ -235,7 +235,7 @@ def keyed_hash(key: bytes, previous: str, event: Event) -> str:
     return hmac.new(key, said.encode(), hashlib.sha256).hexdigest()
 
 
-def write(db: sqlite3.Connection, key: bytes, head: Head, event: Event) -> None:
+def write(db: sqlite3.Connection, key: bytes, head: ChainHead, event: Event) -> None:
     """Write an event after a head."""
     db.execute(
         "INSERT INTO event(seq,entry,subject,state,detail,created_at,prev_hash,hash) VALUES(?,?,?,?,?,?,?,?)",

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Bound, Filter, History, Mechanism, epsilon_prv, epsilon_rdp
 from privacy.ledger import owners
-from privacy.ledger.account import OPEN, Account, Budget, Entry, Planned
-from privacy.ledger.admission import ATTEMPTS, Task, refused
-from privacy.ledger.hash_chain import Head, now
+from privacy.ledger.account import OPEN, Account, Budget, Entry, PlannedRelease
+from privacy.ledger.admission import ATTEMPTS, LedgerTask, refused
+from privacy.ledger.hash_chain import ChainHead, now
 from privacy.ledger.rows import digest_of_units, insert, unit_differences
 from privacy.ledger.verified import Verified
 from privacy.reports.sealed import Figures, seal
 
-__all__ = ["ATTEMPTS", "Ledger", "Planned", "Status", "Task"]
+__all__ = ["ATTEMPTS", "Ledger", "LedgerTask", "PlannedRelease", "Status"]
 
 _ELSEWHERE = "SELECT collection FROM unit_digest WHERE digest=? AND collection<>?"
 
@@ -124,8 +124,8 @@ class Ledger(Verified):
     def reserve(
         self,
         collection: str,
-        task: Task,
-        planned: Sequence[Planned],
+        task: LedgerTask,
+        planned: Sequence[PlannedRelease],
         cap: Filter | None = None,
         run: Sequence[Bound] = (),
     ) -> str:
@@ -160,7 +160,7 @@ class Ledger(Verified):
     def require_room(
         self,
         collection: str,
-        task: Task,
+        task: LedgerTask,
         planned: Iterable[Mechanism],
         cap: Filter | None = None,
         run: Sequence[Bound] = (),
@@ -235,7 +235,7 @@ class Ledger(Verified):
         with self._current() as account:
             return account.kept.get((fingerprint, name), (None,))[0]
 
-    def entries(self, collection: str) -> list[tuple[str, str, list[Planned]]]:
+    def entries(self, collection: str) -> list[tuple[str, str, list[PlannedRelease]]]:
         """List (entry, state, what it releases) of a collection, oldest first."""
         with self._current() as account:
             return [(e.id, e.state, list(e.planned)) for e in account.entries.values() if e.collection == collection]
@@ -257,7 +257,7 @@ class Ledger(Verified):
             budget.used(spent) if budget else None,
         )  # fmt: skip
 
-    def statement(self) -> tuple[Head, bytes, int]:
+    def statement(self) -> tuple[ChainHead, bytes, int]:
         """Return what goes with an update: the end of the chain, sealed figures, and how often it was restored."""
         with self._current() as account:
             head = self._seen

@@ -13,9 +13,9 @@ from typing import Any
 
 from fl_core.errors import StateError
 from privacy.accounting.accountant import Filter
-from privacy.ledger import hash_chain as chain
+from privacy.ledger import hash_chain
 from privacy.ledger.account import Account, Budget, Entry, UnsoundError, mechanism_rows, planned_of
-from privacy.ledger.hash_chain import START, UNKEYED, Event, Head
+from privacy.ledger.hash_chain import START, UNKEYED, ChainHead, Event
 from privacy.ledger.rows import digest_of_units, insert
 
 
@@ -42,34 +42,36 @@ def bring_under_key(db: sqlite3.Connection, name: str, secret: bytes) -> None:
     for kind, what in db.execute("SELECT type, name FROM sqlite_master WHERE type IN('view','table')").fetchall():
         if not what.startswith("sqlite_"):
             db.execute(f'DROP {kind} "{what}"')
-    made = {**chain.new_facts(), "ledger_id": facts["ledger_id"], "key": facts["key"], "unkeyed": str(len(events))}
-    chain.create(db, made)
+    made = {**hash_chain.new_facts(), "ledger_id": facts["ledger_id"], "key": facts["key"], "unkeyed": str(len(events))}
+    hash_chain.create(db, made)
     insert(db, account.rows())
     db.executemany("INSERT INTO unit_digest VALUES(?,?)", units)
     previous = START.hash
     for event in events:
-        found = chain.unkeyed_hash(previous, event)
+        found = hash_chain.unkeyed_hash(previous, event)
         db.execute(
             "INSERT INTO event(seq,entry,subject,state,detail,created_at,prev_hash,hash) VALUES(?,?,?,?,?,?,?,?)",
             (*event, previous, found),
         )
         previous = found
     if events:
-        said = Event(head.seq + 1, None, f"from schema {UNKEYED}", "MIGRATED", account.snapshot(), chain.now())
-        chain.write(db, chain.derived(secret, made), head, said)
+        said = Event(head.seq + 1, None, f"from schema {UNKEYED}", "MIGRATED", account.snapshot(), hash_chain.now())
+        hash_chain.write(db, hash_chain.derived(secret, made), head, said)
 
 
-def _events(db: sqlite3.Connection, name: str) -> tuple[list[Event], Head]:
+def _events(db: sqlite3.Connection, name: str) -> tuple[list[Event], ChainHead]:
     head, found = START, []
     rows = db.execute("SELECT seq, entry, subject, state, detail, created_at, prev_hash, hash FROM event ORDER BY seq")
     for *fields, previous, digest in rows:
         event = Event(*fields)
-        right = event.seq == head.seq + 1 and previous == head.hash and digest == chain.unkeyed_hash(previous, event)
+        right = (
+            event.seq == head.seq + 1 and previous == head.hash and digest == hash_chain.unkeyed_hash(previous, event)
+        )
         if not right:
             raise StateError(
                 "E-BUDGET-07", f"event {event.seq} of the ledger {name} was changed: restore the file from a backup"
             )
-        head = Head(event.seq, digest)
+        head = ChainHead(event.seq, digest)
         found.append(event)
     return found, head
 

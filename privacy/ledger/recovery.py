@@ -21,21 +21,21 @@ from privacy.accounting.accountant import Filter, Mechanism
 from privacy.ledger import owners
 from privacy.ledger.account import Account, Entry
 from privacy.ledger.admission import ATTEMPTS
-from privacy.ledger.hash_chain import Head, now
-from privacy.ledger.ledger import Ledger, Planned
+from privacy.ledger.hash_chain import ChainHead, now
+from privacy.ledger.ledger import Ledger, PlannedRelease
 from privacy.ledger.rows import insert
 from privacy.reports.sealed import Figures, joined, opened, worst
 
 
-class Seen(NamedTuple):
+class LastSeen(NamedTuple):
     """An end of the ledger that others have signed for, and the sealed figures and restorations that went with it."""
 
-    head: Head
+    head: ChainHead
     sealed: bytes = b""
     restored: int = 0
 
 
-def acknowledge(ledger: Ledger, seen: Sequence[Seen], operator: str) -> dict[str, str]:
+def charge_unknown_spending(ledger: Ledger, seen: Sequence[LastSeen], operator: str) -> dict[str, str]:
     """Accept an older copy of the ledger by charging what it may have forgotten; say by collection what was charged.
 
     seen: every head that others have signed for, in any order. Raises StateError: E-BUDGET-11 when nothing is missing,
@@ -44,7 +44,7 @@ def acknowledge(ledger: Ledger, seen: Sequence[Seen], operator: str) -> dict[str
     """
     if owners.others(ledger.file):
         raise StateError("E-BUDGET-11", "expected no service on this ledger, found one at work: stop it first")
-    newest = max(seen, key=lambda s: (s.restored, s.head.seq), default=Seen(Head(0, "")))
+    newest = max(seen, key=lambda s: (s.restored, s.head.seq), default=LastSeen(ChainHead(0, "")))
     try:
         ledger.verify(newest.head)
     except StateError as error:
@@ -75,18 +75,18 @@ def acknowledge(ledger: Ledger, seen: Sequence[Seen], operator: str) -> dict[str
     return dict.fromkeys(sorted(charges), how)
 
 
-def _missing(account: Account, common: Account, figures: Figures) -> dict[str, list[Planned]]:
+def _missing(account: Account, common: Account, figures: Figures) -> dict[str, list[PlannedRelease]]:
     """List what was attested and is not in what both branches have, and what may have come after."""
     charged = {name for name, spent in figures.spent.items() if spent}
     if strangers := sorted(charged - set(account.collections)):
         raise StateError(
             "E-BUDGET-04", f"expected the collections {strangers} in the ledger, since they were charged: register them"
         )
-    found: dict[str, list[Planned]] = {}
+    found: dict[str, list[PlannedRelease]] = {}
     for name in account.collections:
         left = Counter({(m.noise, m.rate): m.steps for m in figures.spent.get(name, ())})
         left.subtract({(m.noise, m.rate): m.steps for m in common.history(name)})
-        lost = [Planned("attested", Mechanism(z, q, n)) for (z, q), n in sorted(left.items()) if n > 0]
+        lost = [PlannedRelease("attested", Mechanism(z, q, n)) for (z, q), n in sorted(left.items()) if n > 0]
         most = max(worst(account, name), figures.worst.get(name, ()), key=lambda p: _cost(account, name, p))
         again = [replace(p, mechanism=replace(p.mechanism, steps=p.mechanism.steps * ATTEMPTS)) for p in most]
         if lost or again:
@@ -96,7 +96,7 @@ def _missing(account: Account, common: Account, figures: Figures) -> dict[str, l
     return found
 
 
-def _everything(account: Account) -> dict[str, list[Planned]]:
+def _everything(account: Account) -> dict[str, list[PlannedRelease]]:
     """List the whole budget of each collection; of one without a budget, the largest budget of any."""
     budgets = {name: account.budget(name) for name in account.collections}
     known = [b for b in budgets.values() if b is not None]
@@ -106,17 +106,17 @@ def _everything(account: Account) -> dict[str, list[Planned]]:
     return {name: [_all_of(b or most)] for name, b in budgets.items()}
 
 
-def _cost(account: Account, name: str, planned: Sequence[Planned]) -> float:
+def _cost(account: Account, name: str, planned: Sequence[PlannedRelease]) -> float:
     from privacy.accounting.accountant import rdp
 
     budget = account.budget(name) or Filter.of(1.0, 1e-5)
     return float(rdp([p.mechanism for p in planned], [budget.order])[0])
 
 
-def _all_of(budget: Filter) -> Planned:
+def _all_of(budget: Filter) -> PlannedRelease:
     """Return a release that takes the whole budget: RDP alpha / (2 z^2) = its bound."""
     bound = max(budget.bound, 1e-6)
-    return Planned("everything", Mechanism(math.sqrt(budget.order / (2 * bound))))
+    return PlannedRelease("everything", Mechanism(math.sqrt(budget.order / (2 * bound))))
 
 
 def _nothing() -> StateError:

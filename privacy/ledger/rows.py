@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 
-from privacy.ledger import hash_chain as chain
+from privacy.ledger import hash_chain
 from privacy.ledger.account import Account, Rows
 
 _KEYS: Mapping[str, int] = {
@@ -70,7 +70,7 @@ def schema_differences(db: sqlite3.Connection) -> Iterator[str]:
 def _schema() -> Mapping[tuple[str, str], tuple[str, str]]:
     db = sqlite3.connect(":memory:")
     try:
-        for statement in chain.statements():
+        for statement in hash_chain.statements():
             db.execute(statement)
         return _schema_of(db)
     finally:

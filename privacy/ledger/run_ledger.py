@@ -18,8 +18,8 @@ from fl_core.errors import FederationError, RefusedError
 from privacy.accounting.accountant import Filter, Mechanism
 from privacy.accounting.release_plan import TRAIN, Release
 from privacy.compiled_run import CompiledRun
-from privacy.ledger import registration as records
-from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger import registration
+from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.release_log import by_collection
 
 SEEDED = "seeded noise"
@@ -116,7 +116,7 @@ class RunLedger:
         try:
             for split, planned in by_collection(releases).items():
                 of, task = self._versions[split], self._task(round, train, split)
-                wanted = [Planned(r.purpose, r.mechanism) for r in planned]
+                wanted = [PlannedRelease(r.purpose, r.mechanism) for r in planned]
                 cap, bounds = self._caps.get(of.collection), self._bounds.get(split, ())
                 made.append(self._ledger.reserve(of.collection, task, wanted, cap, bounds))
         except FederationError:
@@ -127,9 +127,9 @@ class RunLedger:
             self._ledger.start(entry)
         self._open = made
 
-    def _task(self, round: int, train: bool, split: str) -> Task:
+    def _task(self, round: int, train: bool, split: str) -> LedgerTask:
         kind = ("train" if train else "evaluate") + (f", {SEEDED}" if self._seeded else "")
-        return Task(self._run, self._manifest, round, kind, self._versions[split].fingerprint)
+        return LedgerTask(self._run, self._manifest, round, kind, self._versions[split].fingerprint)
 
     def commit(self, output: str) -> None:
         """Note that the output of the task is safe; output: its digest."""
@@ -139,7 +139,7 @@ class RunLedger:
 
 
 def _registered(ledger: Ledger, dataset: SiloDataset, split: str) -> _Version:
-    fingerprint = records.version(dataset, split)
+    fingerprint = registration.version(dataset, split)
     found = ledger.collection_of(fingerprint)
     if found is None:
         raise RefusedError(

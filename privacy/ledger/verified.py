@@ -14,26 +14,26 @@ from pathlib import Path
 
 from fl_core.errors import StateError
 from privacy.ledger.account import Account, UnsoundError
-from privacy.ledger.hash_chain import START, Chain, Head, put_back
+from privacy.ledger.hash_chain import START, ChainHead, HashChain, put_back
 from privacy.ledger.rows import differences, schema_differences
 
 SHOWN = 5
 _SEQUENCES = 2**63
 
 
-class Verified(Chain):
+class Verified(HashChain):
     """A chain with the account of its events; usable from several threads.
 
     Guarantees: no row other than an event decides anything; an event counts only after it was checked under the key.
     """
 
     def __init__(self, file: Path, key: Path | None = None, older: bool = False) -> None:
-        """Open or make the file; see `Chain`."""
+        """Open or make the file; see `HashChain`."""
         super().__init__(file, key, older)
         self._lock = threading.RLock()
         self._account, self._seen = Account(), START
 
-    def verify(self, seen: Head | None = None) -> int:
+    def verify(self, seen: ChainHead | None = None) -> int:
         """Check all of the file from its beginning, rows and schema included, and return the number of events.
 
         seen: a head that was signed before. Raises StateError: E-BUDGET-07 on an event that was changed, or a row, a
@@ -65,7 +65,7 @@ class Verified(Chain):
             f"{len(wrong)} differences: {'; '.join(wrong[:SHOWN])}{more}; restore the file from a backup",
         )
 
-    def require(self, seen: Head) -> None:
+    def require(self, seen: ChainHead) -> None:
         """Raise StateError (E-BUDGET-08) unless the chain has a head that was signed before, as `verify` does.
 
         Only what was written since the last use is read.
@@ -74,7 +74,7 @@ class Verified(Chain):
             if seen.seq and str(seen) not in account.forgiven and not self.holds(seen):
                 raise put_back(seen.seq, self._seen.seq)
 
-    def holds(self, head: Head) -> bool:
+    def holds(self, head: ChainHead) -> bool:
         """Tell whether a head is one of this chain."""
         if not 0 <= head.seq < _SEQUENCES:  # what a coordinator says may be any number
             return False

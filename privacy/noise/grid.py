@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from privacy.noise.sources import Noise
+from privacy.noise.sources import NoiseSource
 
 FLOATS = 1e-3
 """Share of the bound by which sums of neighbouring data may be farther apart than they were exactly."""
@@ -57,7 +57,7 @@ def truncated(values: Tensor, g: float) -> Tensor:
     return (values.double() / g).trunc_().long()
 
 
-def add_noise(values: Tensor, g: float, std: float, noise: Noise) -> Tensor:
+def add_noise(values: Tensor, g: float, std: float, noise: NoiseSource) -> Tensor:
     """Return values and noise as multiples of g, in float64. values: int64; std: of the noise, 0 for none."""
     drawn = noise.discrete_gaussian(tuple(values.shape), std / g) if std else torch.zeros_like(values)
     return (values + drawn).double() * g

@@ -22,7 +22,7 @@ from fl_core import rng
 from privacy.noise import discrete_gaussian as discrete
 
 
-class Noise(Protocol):
+class NoiseSource(Protocol):
     """A source of randomness for mechanisms."""
 
     private: bool
@@ -131,12 +131,12 @@ class SeededNoise(_Bytes):
         return self._generator.bytes(n)
 
 
-def poisson_sample(noise: Noise, units: Keys, rate: float, *about: str | int) -> Tensor:
+def poisson_sample(noise: NoiseSource, units: Keys, rate: float, *about: str | int) -> Tensor:
     """Draw each of n units with probability `rate`, independently; return the indices drawn, possibly none."""
     return torch.nonzero(noise.uniform_of(units, *about) < rate).flatten()
 
 
-def labels(noise: Noise, units: Keys, groups: int, *about: str | int) -> Tensor:
+def random_groups(noise: NoiseSource, units: Keys, groups: int, *about: str | int) -> Tensor:
     """Draw a group of {0, ..., groups - 1} for each unit, uniformly and independently."""
     return (noise.uniform_of(units, *about) * groups).long().clamp_(max=groups - 1)
 

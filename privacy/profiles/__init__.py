@@ -7,7 +7,7 @@ import math
 from fl_core.converter import Option
 from fl_core.errors import RefusedError
 from fl_core.methods import build_method
-from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.values import Layout
 from privacy.profiles.base import Config, PrivacyProfile
@@ -23,7 +23,7 @@ PROFILES: dict[str, type[PrivacyProfile]] = {
 }
 
 
-def _resolve(privacy: Choice) -> tuple[type[PrivacyProfile], Config | None]:
+def _resolve(privacy: NamedOptions) -> tuple[type[PrivacyProfile], Config | None]:
     """Find a profile and read its options; with epsilon = inf it is the run without privacy.
 
     Raises RefusedError (E-PRIV-01) for an unknown one; ConfigError (E-CFG-01, E-CFG-02, E-PRIV-20).
@@ -50,21 +50,21 @@ def result_noise(manifest: RunManifest) -> RunNoise:
     return profile_of(RunSetup(manifest)).result_noise()
 
 
-def is_private(privacy: Choice) -> bool:
+def is_private(privacy: NamedOptions) -> bool:
     """Tell whether a profile asks for noise."""
     return _resolve(privacy)[1] is not None
 
 
-def private_form(method: Choice, privacy: Choice) -> tuple[Choice, dict[str, Option]]:
+def private_form(method: NamedOptions, privacy: NamedOptions) -> tuple[NamedOptions, dict[str, Option]]:
     """Give a method the options that it takes under a profile, and the values that these replaced; none as it is."""
     kind, terms = _resolve(privacy)
     built = build_method(method.name, method.options)
     form = {} if terms is None else kind.private_form(built)
     was: dict[str, Option] = {option: getattr(built, option) for option in form}
-    return Choice(method.name, {**method.options, **form}), was
+    return NamedOptions(method.name, {**method.options, **form}), was
 
 
-def extra_parts(privacy: Choice) -> Layout:
+def extra_parts(privacy: NamedOptions) -> Layout:
     """Return what a profile adds to the layout of the method's bundles."""
     kind, terms = _resolve(privacy)
     return {} if terms is None else kind.extra_parts(terms)

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, ClassVar
 
 from fl_core.converter import Option
 from fl_core.rounds.run_setup import Guards, RunSetup
-from fl_core.types.interfaces import Doors, Method
+from fl_core.types.interfaces import DataFactory, Method
 from fl_core.types.values import Layout
 from privacy.accounting import ranges
 from privacy.accounting.accountant import Bound, Filter, Mechanism
-from privacy.accounting.record_config import Terms
+from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import TEST, TRAIN, Release
 from privacy.release_log import ReleaseLog, by_collection
 from privacy.reports.uncertainty import SILENT, EvaluationNoise, RunNoise
-from privacy.silo_dp.config import SiloTerms
+from privacy.silo_dp.config import SiloDpConfig
 
 if TYPE_CHECKING:
     from privacy.policy import Floors, Policy
 
-Config = Terms | SiloTerms
+Config = RecordDpConfig | SiloDpConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class PrivacyProfile(ABC):
     @abstractmethod
     def data_factory(
         self, index: int, log: ReleaseLog, hidden: frozenset[int] = frozenset(), min_count: float = 0.0
-    ) -> Doors:
+    ) -> DataFactory:
         """Make what opens a member's examples, round by round: what a round releases is in the log before it reads any.
 
         hidden: positions of classes that no prototypes leave of   min_count: nor of classes with fewer examples

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.errors import ConfigError
 from fl_core.rounds.run_setup import Guards
-from fl_core.training.local_data import PlainData
-from fl_core.types.interfaces import Doors
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types.interfaces import DataFactory
 from privacy.accounting.accountant import Bound, Filter
 from privacy.accounting.release_plan import Release
 from privacy.profiles.base import Config, PrivacyProfile, Projection
@@ -31,8 +31,8 @@ class PlainProfile(PrivacyProfile):
 
     def data_factory(
         self, index: int, log: ReleaseLog, hidden: frozenset[int] = frozenset(), min_count: float = 0.0
-    ) -> Doors:
-        return with_prototype_filter(PlainData, hidden, min_count)
+    ) -> DataFactory:
+        return with_prototype_filter(PlainLocalData, hidden, min_count)
 
     def releases(self, index: int, prototypes: bool = True, counts: bool = True) -> list[Release]:
         return []

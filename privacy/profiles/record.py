@@ -15,19 +15,19 @@ from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds import capabilities
 from fl_core.rounds.run_setup import Guards, RunSetup
 from fl_core.types.enums import Capability
-from fl_core.types.interfaces import Doors, Method
+from fl_core.types.interfaces import DataFactory, Method
 from fl_core.types.values import Examples, Progress, RoundContext, TrainConfig
 from privacy.accounting.accountant import Bound, Filter, Mechanism, Most, epsilon_prv, epsilon_rdp, replace_one
-from privacy.accounting.record_config import Terms
+from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import TEST, TRAIN, Release, ReleaseAllowance, ReleasePlan
-from privacy.noise.sources import Noise, SecureNoise, SeededNoise
+from privacy.noise.sources import NoiseSource, SecureNoise, SeededNoise
 from privacy.profiles.base import PrivacyProfile, Projection, mechanisms
 from privacy.prototype_filter import with_prototype_filter
 from privacy.release_log import ReleaseLog
 from privacy.reports.uncertainty import GRID_SLACK, EvaluationNoise
 
 if TYPE_CHECKING:
-    from privacy.dp_sgd.private_data import PrivateData
+    from privacy.dp_sgd.private_data import DpSgdLocalData
     from privacy.policy import Floors, Policy
 
 CLASSES_SHOW = (
@@ -45,7 +45,7 @@ def release_plan(run: RunSetup, index: int) -> ReleasePlan:
             f"expected a declared size of {member.name} in a private run, found none: silo serve --nominal-size N",
         )
     return ReleasePlan.of(
-        Terms.of(manifest.privacy.options),
+        RecordDpConfig.of(manifest.privacy.options),
         manifest.train,
         manifest.rounds,
         member.units,
@@ -59,17 +59,17 @@ def release_plan(run: RunSetup, index: int) -> ReleasePlan:
 class RecordProfile(PrivacyProfile):
     """Profile "dp_record": the epsilon of a run is each record's, or each group's where the data names groups."""
 
-    config = Terms
+    config = RecordDpConfig
     subject = "each record"
-    terms: Terms
+    terms: RecordDpConfig
 
-    def __init__(self, run: RunSetup, terms: Terms) -> None:
+    def __init__(self, run: RunSetup, terms: RecordDpConfig) -> None:
         super().__init__(run, terms)
         self._plans: dict[int, ReleasePlan] = {}
 
     @classmethod
-    def read(cls, options: Mapping[str, object]) -> Terms:
-        return Terms.of(options)
+    def read(cls, options: Mapping[str, object]) -> RecordDpConfig:
+        return RecordDpConfig.of(options)
 
     @classmethod
     def private_form(cls, method: Method) -> Mapping[str, Option]:
@@ -77,7 +77,7 @@ class RecordProfile(PrivacyProfile):
 
     def check(self) -> None:
         super().check()
-        capabilities.refuse(self.run.method, {Capability.DIFFERENTIAL_PRIVACY})
+        capabilities.check_supported(self.run.method, {Capability.DIFFERENTIAL_PRIVACY})
 
     def derived_numbers(self) -> Mapping[str, float]:
         return {
@@ -96,7 +96,7 @@ class RecordProfile(PrivacyProfile):
 
     def data_factory(
         self, index: int, log: ReleaseLog, hidden: frozenset[int] = frozenset(), min_count: float = 0.0
-    ) -> Doors:
+    ) -> DataFactory:
         plan, rounds = self.plan(index), self.run.manifest.rounds
         if min_count > plan.terms.min_count:
             plan = replace(plan, terms=replace(plan.terms, min_count=min_count))
@@ -110,14 +110,14 @@ class RecordProfile(PrivacyProfile):
             device: torch.device | None = None,
             progress: Progress | None = None,
             public: Examples | None = None,
-        ) -> PrivateData:
-            from privacy.dp_sgd.private_data import PrivateData
+        ) -> DpSgdLocalData:
+            from privacy.dp_sgd.private_data import DpSgdLocalData
 
             training = context.round < rounds
             anew, shared = log.kept("class counts") is None, public is not None and len(public) > 0
             planned = plan.releases(context.round, training, context.prototypes, anew, shared)
             log.reserve(context.round, training, planned)
-            return PrivateData(
+            return DpSgdLocalData(
                 train,
                 test,
                 config,
@@ -133,7 +133,7 @@ class RecordProfile(PrivacyProfile):
 
         return with_prototype_filter(open_private, hidden, 0.0)
 
-    def _noise(self, context: RoundContext) -> Noise:
+    def _noise(self, context: RoundContext) -> NoiseSource:
         if self.terms.rng == "secure":
             return SecureNoise()
         return SeededNoise(context.seed, "round", context.round, "silo", context.silo, "privacy")

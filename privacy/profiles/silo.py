@@ -20,8 +20,8 @@ import torch
 from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.errors import RefusedError
 from fl_core.rounds.run_setup import Guards
-from fl_core.training.local_data import PlainData
-from fl_core.types.interfaces import Doors
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types.interfaces import DataFactory
 from fl_core.types.values import Examples, Layout, Progress, RoundContext, TrainConfig
 from privacy.accounting.accountant import Bound, Filter, Mechanism, Most, epsilon_rdp, replace_one
 from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN, Release
@@ -30,8 +30,8 @@ from privacy.prototype_filter import with_prototype_filter
 from privacy.release_log import ReleaseLog
 from privacy.reports.uncertainty import GRID_SLACK, EvaluationNoise
 from privacy.silo_dp import adaptive_clipping
-from privacy.silo_dp.config import SiloTerms, analytic_epsilon
-from privacy.silo_dp.mechanism import SiloLevel, coordinates, silo_level
+from privacy.silo_dp.config import SiloDpConfig, analytic_epsilon
+from privacy.silo_dp.mechanism import SiloDpGuard, coordinates, silo_level
 
 if TYPE_CHECKING:
     from privacy.policy import Floors, Policy
@@ -44,7 +44,7 @@ HOSPITAL_HIDDEN = (
 )
 
 
-def silo_releases(guard: SiloLevel, train: bool) -> list[Release]:
+def silo_releases(guard: SiloDpGuard, train: bool) -> list[Release]:
     """List what one round of a run with silo-level privacy releases: update, its bit, evaluation."""
     terms, made = guard.terms, list[tuple[str, str, Mechanism]]()
     train = train and coordinates(guard.layout) > 0  # a method may send nothing
@@ -61,25 +61,25 @@ def silo_releases(guard: SiloLevel, train: bool) -> list[Release]:
 class SiloProfile(PrivacyProfile):
     """Profile "dp_silo_small": the epsilon of a run is the hospital's."""
 
-    config = SiloTerms
+    config = SiloDpConfig
     subject = "the whole hospital"
     collections = (TRAIN, TEST, HOSPITAL)
-    terms: SiloTerms
+    terms: SiloDpConfig
 
     @classmethod
-    def read(cls, options: Mapping[str, object]) -> SiloTerms:
-        return SiloTerms.of(options)
+    def read(cls, options: Mapping[str, object]) -> SiloDpConfig:
+        return SiloDpConfig.of(options)
 
     @classmethod
     def extra_parts(cls, terms: Config) -> Layout:
-        adaptive = isinstance(terms, SiloTerms) and terms.adaptive
+        adaptive = isinstance(terms, SiloDpConfig) and terms.adaptive
         return {adaptive_clipping.PART: adaptive_clipping.SPEC} if adaptive else {}
 
     def derived_numbers(self) -> Mapping[str, float]:
         return {"privacy.clip x privacy.clip_decay^rounds": self.terms.clip_at(self.run.manifest.rounds)}
 
     @cached_property
-    def guard(self) -> SiloLevel:
+    def guard(self) -> SiloDpGuard:
         """The guard of the run, planned once; raises as `silo_level`."""
         return silo_level(self.run)
 
@@ -88,7 +88,7 @@ class SiloProfile(PrivacyProfile):
 
     def data_factory(
         self, index: int, log: ReleaseLog, hidden: frozenset[int] = frozenset(), min_count: float = 0.0
-    ) -> Doors:
+    ) -> DataFactory:
         """No progress is told of a round's steps, whose number follows from the number of records."""
         rounds = self.run.manifest.rounds
 
@@ -101,7 +101,7 @@ class SiloProfile(PrivacyProfile):
             device: torch.device | None = None,
             progress: Progress | None = None,
             public: Examples | None = None,
-        ) -> PlainData:
+        ) -> PlainLocalData:
             training = context.round < rounds
             log.reserve(context.round, training, silo_releases(self.guard, training))
 
@@ -109,7 +109,7 @@ class SiloProfile(PrivacyProfile):
                 if progress is not None:
                     progress(0, 0)
 
-            return PlainData(train, test, config, context, device, silent, public)
+            return PlainLocalData(train, test, config, context, device, silent, public)
 
         return with_prototype_filter(open_plain, hidden, min_count)
 

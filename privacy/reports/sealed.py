@@ -22,8 +22,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from privacy.accounting.accountant import ORDERS, Filter, Mechanism, rdp
-from privacy.ledger.account import Account, Planned, plain, planned_of
-from privacy.ledger.hash_chain import Head
+from privacy.ledger.account import Account, PlannedRelease, plain, planned_of
+from privacy.ledger.hash_chain import ChainHead
 
 PAD, MOST, _NONCE = 1024, 65536, 12
 _ORDER = ORDERS[30]
@@ -34,7 +34,7 @@ class Figures:
     """Spending at one moment, by collection: everything charged, and the most expensive entry; budgets where set."""
 
     spent: Mapping[str, Sequence[Mechanism]]
-    worst: Mapping[str, Sequence[Planned]]
+    worst: Mapping[str, Sequence[PlannedRelease]]
     budgets: Mapping[str, Filter]
 
     @classmethod
@@ -49,7 +49,7 @@ class Figures:
         )
 
 
-def worst(account: Account, collection: str) -> tuple[Planned, ...]:
+def worst(account: Account, collection: str) -> tuple[PlannedRelease, ...]:
     """Return what the most expensive charged entry of a collection released; nothing where there is none."""
     budget = account.budget(collection)
     order = budget.order if budget else _ORDER
@@ -57,7 +57,7 @@ def worst(account: Account, collection: str) -> tuple[Planned, ...]:
     return max(made, key=lambda p: float(rdp([x.mechanism for x in p], [order])[0]), default=())
 
 
-def seal(secret: bytes, head: Head, restored: int, figures: Figures) -> bytes:
+def seal(secret: bytes, head: ChainHead, restored: int, figures: Figures) -> bytes:
     """Seal figures of a head; empty where they are too large to send, which restoring takes for not known."""
     said = {
         "spent": {c: [[m.noise, m.rate, m.steps] for m in spent] for c, spent in figures.spent.items()},
@@ -73,7 +73,7 @@ def seal(secret: bytes, head: Head, restored: int, figures: Figures) -> bytes:
     return nonce + AESGCM(_key(secret)).encrypt(nonce, raw, f"{head} {restored}".encode())
 
 
-def opened(secret: bytes, head: Head, restored: int, sealed: bytes) -> Figures | None:
+def opened(secret: bytes, head: ChainHead, restored: int, sealed: bytes) -> Figures | None:
     """Open figures; None where they are not this ledger's of this head, or none at all."""
     try:
         raw = AESGCM(_key(secret)).decrypt(sealed[:_NONCE], sealed[_NONCE:], f"{head} {restored}".encode())
@@ -90,7 +90,7 @@ def opened(secret: bytes, head: Head, restored: int, sealed: bytes) -> Figures |
 def joined(every: Sequence[Figures]) -> Figures:
     """Return the most that any of these figures say: of copies that went different ways, what any of them spent."""
     spent: dict[str, dict[tuple[float, float], int]] = {}
-    costs: dict[str, list[Sequence[Planned]]] = {}
+    costs: dict[str, list[Sequence[PlannedRelease]]] = {}
     for figures in every:
         for name, history in figures.spent.items():
             most = spent.setdefault(name, {})
@@ -105,7 +105,7 @@ def joined(every: Sequence[Figures]) -> Figures:
     )
 
 
-def _cost(planned: Sequence[Planned]) -> float:
+def _cost(planned: Sequence[PlannedRelease]) -> float:
     return float(rdp([p.mechanism for p in planned], [_ORDER])[0])
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from fl_core.errors import RefusedError
 from fl_core.types.values import Part, PartSpec, Tensors
 from privacy.accounting.ranges import CLIP
-from privacy.silo_dp.config import BIT, SiloTerms
+from privacy.silo_dp.config import BIT, SiloDpConfig
 
 PART = "clipping"
 """The part of the bits, and the group of the server's state that holds C_t."""
@@ -30,12 +30,12 @@ _ROUNDING = 1e-6
 SPEC = PartSpec({"within": ()}, ())
 
 
-def start(terms: SiloTerms) -> Tensors:
+def initial_clip(terms: SiloDpConfig) -> Tensors:
     """Return the setting of round 0; none where the clip is fixed."""
     return _setting(terms.clip) if terms.adaptive else {}
 
 
-def clip_of(terms: SiloTerms, setting: Tensors | None) -> float | None:
+def clip_of(terms: SiloDpConfig, setting: Tensors | None) -> float | None:
     """Read C_t off a broadcast; None where the plan fixes it.
 
     Raises RefusedError (E-PRIV-15) on a clip that the plan is silent on, on none where the plan has it follow the
@@ -53,12 +53,12 @@ def clip_of(terms: SiloTerms, setting: Tensors | None) -> float | None:
     return clip
 
 
-def bit(norm: float, clip: float) -> Part:
+def below_clip(norm: float, clip: float) -> Part:
     """Return one silo's part before rounding and noise: 1/2 where its norm is within the clip, else -1/2."""
     return Part({"within": torch.tensor(BIT if norm <= clip else -BIT, dtype=torch.float64)}, torch.tensor(1.0))
 
 
-def follow(terms: SiloTerms, setting: Tensors, answered: Part) -> Tensors:
+def update_clip(terms: SiloDpConfig, setting: Tensors, answered: Part) -> Tensors:
     """Return the next round's setting, within the range of clips; the same where nobody answered."""
     silos = float(answered.weight)
     if silos <= 0:

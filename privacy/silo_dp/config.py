@@ -28,7 +28,7 @@ BIT = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiloTerms:
+class SiloDpConfig:
     """Silo-level differential privacy of one run: what a hospital's whole data changes is hidden.
 
     epsilon, delta: the budget of the whole run for each hospital; epsilon = inf is the run without privacy
@@ -111,7 +111,7 @@ class SiloTerms:
         return self.clipping == "adaptive"
 
     @classmethod
-    def of(cls, options: Mapping[str, object]) -> SiloTerms:
+    def of(cls, options: Mapping[str, object]) -> SiloDpConfig:
         """Read the options of the profile; raises ConfigError (E-CFG-01, E-CFG-02, E-PRIV-20)."""
         return read_options(cls, "privacy profile dp_silo_small", options)
 

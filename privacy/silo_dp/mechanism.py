@@ -21,16 +21,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fl_core.aggregation.fixed_point import Grid
+from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training.evaluation import METRICS
 from fl_core.types.interfaces import Guard
 from fl_core.types.values import Bundle, Layout, Part, Tensors
-from privacy.accounting.dry_run import SIZE, rehearse
-from privacy.noise.sources import Noise, SecureNoise, SeededNoise
-from privacy.silo_dp import adaptive_clipping as adaptive
-from privacy.silo_dp.config import BIT, SiloTerms
+from privacy.accounting.dry_run import SIZE, dry_run
+from privacy.noise.sources import NoiseSource, SecureNoise, SeededNoise
+from privacy.silo_dp import adaptive_clipping
+from privacy.silo_dp.config import BIT, SiloDpConfig
 
 LARGEST = 20_000
 """Coordinates beyond which noise buries what a few silos can tell: it needs privacy.allow_large=true."""
@@ -39,7 +39,7 @@ _FINE_BITS = 20
 
 
 @dataclass(frozen=True)
-class SiloLevel(Guard):
+class SiloDpGuard(Guard):
     """The guard at the silo, and with central noise at the coordinator.
 
     noise: z of a round's update   shares: a_k of each silo   sized: parts whose weight is a_k; of others it is 1 or 0
@@ -50,8 +50,8 @@ class SiloLevel(Guard):
     depends on data is clipped, and noisy unless noise is central; evaluation passes as it is where test data is public.
     """
 
-    terms: SiloTerms
-    grid: Grid
+    terms: SiloDpConfig
+    grid: FixedPointFormat
     layout: Layout
     noise: float
     shares: tuple[float, ...]
@@ -59,19 +59,19 @@ class SiloLevel(Guard):
     scale: float
     seed: int
     told: float | None = None
-    group: ClassVar[str] = adaptive.PART
+    group: ClassVar[str] = adaptive_clipping.PART
 
     def initial_setting(self) -> Tensors:
         """Return C_0 where the clip follows the norms; nothing where it is fixed."""
-        return adaptive.start(self.terms)
+        return adaptive_clipping.initial_clip(self.terms)
 
-    def with_setting(self, setting: Tensors | None) -> SiloLevel:
+    def with_setting(self, setting: Tensors | None) -> SiloDpGuard:
         """Take a round's clip; raises RefusedError (E-PRIV-15) on one that the plan does not have, or lacks."""
-        return replace(self, told=adaptive.clip_of(self.terms, setting))
+        return replace(self, told=adaptive_clipping.clip_of(self.terms, setting))
 
     def next_setting(self, setting: Tensors, answered: Part) -> Tensors:
         """Return the next round's clip."""
-        return adaptive.follow(self.terms, setting, answered)
+        return adaptive_clipping.update_clip(self.terms, setting, answered)
 
     def clip_at(self, round: int) -> float:
         """Return C_t; raises RefusedError (E-PRIV-15) where it follows the norms and was not told."""
@@ -84,7 +84,9 @@ class SiloLevel(Guard):
         weighed = {name: self._weighed(name, part, silo) for name, part in bundle.items()}
         if self.terms.adaptive and set(bundle) - {METRICS}:
             update, clip, _ = self._blocks(weighed, round)[0]
-            weighed[adaptive.PART] = adaptive.bit(self._norm({name: weighed[name] for name in update}), clip)
+            weighed[adaptive_clipping.PART] = adaptive_clipping.below_clip(
+                self._norm({name: weighed[name] for name in update}), clip
+            )
         local = self.terms.placement == "local"
         found = dict(weighed)
         for names, clip, noise in self._blocks(weighed, round):
@@ -113,16 +115,16 @@ class SiloLevel(Guard):
 
     def _blocks(self, parts: Mapping[str, object], round: int) -> list[tuple[list[str], float, float]]:
         """List (parts, clip, noise / clip) of the vectors that are clipped as one: the update, its bit, evaluation."""
-        update = [name for name in sorted(parts) if name not in (METRICS, adaptive.PART)]
+        update = [name for name in sorted(parts) if name not in (METRICS, adaptive_clipping.PART)]
         blocks = [(update, self.clip_at(round), self.noise)] if update else []
-        if adaptive.PART in parts:
-            blocks.append(([adaptive.PART], BIT, self.terms.bit.noise))
+        if adaptive_clipping.PART in parts:
+            blocks.append(([adaptive_clipping.PART], BIT, self.terms.bit.noise))
         if METRICS in parts and self.terms.test_data == "private":
             blocks.append(([METRICS], self.terms.metric_clip, self.terms.metric_noise))
         return blocks
 
     def _scale(self, name: str) -> float:
-        per_class = name not in (METRICS, adaptive.PART) and self.layout[name].weight_shape
+        per_class = name not in (METRICS, adaptive_clipping.PART) and self.layout[name].weight_shape
         return self.scale if per_class else 1.0
 
     def _norm(self, parts: Bundle) -> float:
@@ -178,7 +180,7 @@ class SiloLevel(Guard):
 
         return self._mapped(parts, units, clip * noise)
 
-    def _noisy(self, parts: Bundle, clip: float, noise: float, source: Noise, silos: int = 1) -> Bundle:
+    def _noisy(self, parts: Bundle, clip: float, noise: float, source: NoiseSource, silos: int = 1) -> Bundle:
         """Add integer noise and keep within what the grid holds of so many silos."""
 
         def noisy(segment: str, value: Tensor, sigma: float) -> Tensor:
@@ -199,7 +201,7 @@ class SiloLevel(Guard):
             found[name] = Part(total, weight)
         return found
 
-    def _source(self, round: int, where: str, silo: int, names: list[str]) -> Noise:
+    def _source(self, round: int, where: str, silo: int, names: list[str]) -> NoiseSource:
         if self.terms.rng == "secure":
             return SecureNoise()
         return SeededNoise(self.seed, "round", round, where, silo, "silo-level", *names)
@@ -207,11 +209,11 @@ class SiloLevel(Guard):
 
 def coordinates(layout: Layout) -> int:
     """Count the numbers that an update's noise falls on."""
-    parts = [spec for name, spec in layout.items() if name not in (METRICS, adaptive.PART)]
+    parts = [spec for name, spec in layout.items() if name not in (METRICS, adaptive_clipping.PART)]
     return sum(math.prod(s) for p in parts for s in (*p.shapes.values(), *([p.weight_shape] if p.weight_shape else [])))
 
 
-def silo_level(run: RunSetup) -> SiloLevel:
+def silo_level(run: RunSetup) -> SiloDpGuard:
     """Plan the guard of a run: noise from the member that takes part most often, weights from declared sizes.
 
     Raises ConfigError: E-PRIV-17 when a size that weighs was not declared, E-PRIV-16 on more coordinates than noise
@@ -219,7 +221,7 @@ def silo_level(run: RunSetup) -> SiloLevel:
     coordinator sees silos one by one.
     """
     manifest, method = run.manifest, run.method
-    terms = SiloTerms.of(manifest.privacy.options)
+    terms = SiloDpConfig.of(manifest.privacy.options)
     uniform = terms.weights == "uniform"
     if not uniform and (missing := [m.name for m in manifest.members if m.units < 1]):
         raise ConfigError(
@@ -239,10 +241,10 @@ def silo_level(run: RunSetup) -> SiloLevel:
             "E-PRIV-16",
             f"method {method.name} sends nothing whose norm a clip could follow: set privacy.clipping=fixed",
         )
-    if manifest.personal or (method.apart and terms.placement == "central"):
+    if manifest.personal or (method.unsummed_parts and terms.placement == "central"):
         remedy = "personal=false" if manifest.personal else "privacy.placement=local"
         raise ConfigError("E-PRIV-16", f"silo-level privacy covers sums over silos alone: set {remedy}")
-    weights = rehearse(method, run.new_model(), manifest.schema, manifest.train, lambda _: 1, probe=False).weights
+    weights = dry_run(method, run.new_model(), manifest.schema, manifest.train, lambda _: 1, probe=False).weights
     if odd := sorted(name for name, w in weights.items() if w not in (0.0, 1.0, SIZE)):
         raise ConfigError(
             "E-PRIV-16",
@@ -250,7 +252,7 @@ def silo_level(run: RunSetup) -> SiloLevel:
         )
     most = 1 if uniform else max(m.units for m in manifest.members)
     trained = max(map(len, run.training_rounds))
-    return SiloLevel(
+    return SiloDpGuard(
         terms,
         manifest.grid,
         manifest.layout,

@@ -18,7 +18,7 @@ from cryptography.x509.oid import NameOID
 
 from fl_core.errors import RefusedError, StateError
 from protos.pki.identity import Identity
-from protos.storage import private_files as keyfiles
+from protos.storage import private_files
 from protos.storage.private_files import Credentials
 
 Clock = Callable[[], datetime]
@@ -76,7 +76,7 @@ def fingerprint_of(public: ec.EllipticCurvePublicKey) -> str:
     return hashlib.sha256(spki(public)).hexdigest()
 
 
-def p256(holder: x509.Certificate | x509.CertificateSigningRequest) -> ec.EllipticCurvePublicKey:
+def public_key(holder: x509.Certificate | x509.CertificateSigningRequest) -> ec.EllipticCurvePublicKey:
     """Give the P-256 public key of a certificate or request; raises RefusedError (E-ID-31) on any other key."""
     public = holder.public_key()
     if not isinstance(public, ec.EllipticCurvePublicKey) or not isinstance(public.curve, ec.SECP256R1):
@@ -91,9 +91,9 @@ def read_bundle(path: Path, ca_pem: bytes) -> Credentials:
 
     One file for both, so that no crash can leave a new key beside an old certificate.
     """
-    bundle = keyfiles.read_private(path)
+    bundle = private_files.read_private(path)
     key, cert = load_key(bundle, str(path)), load_certificate(bundle, str(path))
-    if spki(p256(cert)) != spki(key.public_key()):
+    if spki(public_key(cert)) != spki(key.public_key()):
         raise StateError("E-STATE-43", f"expected a key and its own certificate in {path}, found two that do not fit")
     return Credentials(key_to_pem(key), to_pem(cert), ca_pem)
 
@@ -110,7 +110,7 @@ def load_request(pem: bytes) -> x509.CertificateSigningRequest:
     """Read a request; raises RefusedError (E-ID-31) unless it is signed by its own P-256 key."""
     try:
         request = x509.load_pem_x509_csr(pem)
-        p256(request)
+        public_key(request)
         sound = request.is_signature_valid
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise RefusedError("E-ID-31", f"expected a P-256 certificate request, found {type(error).__name__}") from None

@@ -87,7 +87,9 @@ class InvitationToken:
             raise _damaged("its certificate carries no identity") from None
         if peer.identity != Identity(Kind.INVITE, self.consortium, self.name):
             raise _damaged(f"its certificate is for {peer.identity}")
-        if not certificates.issued_by(cert, ca) or certificates.spki(certificates.p256(cert)) != certificates.spki(key):
+        if not certificates.issued_by(cert, ca) or certificates.spki(
+            certificates.public_key(cert)
+        ) != certificates.spki(key):
             raise _damaged("its certificate, key and authority do not belong together")
         if not peer.not_before <= now <= peer.not_after:
             raise ConfigError(

@@ -24,13 +24,13 @@ class SigningRequest:
     csr_pem: bytes
     proof: bytes = b""
 
-    def pack(self) -> str:
+    def to_json(self) -> str:
         """Write the text of a request file."""
         raw = {"format": REQUEST, "csr": self.csr_pem.decode(), "proof": base64.b64encode(self.proof).decode()}
         return json.dumps(raw, indent=1) + "\n"
 
     @classmethod
-    def unpack(cls, text: str) -> SigningRequest:
+    def from_json(cls, text: str) -> SigningRequest:
         """Read what `pack` wrote; raises ConfigError (E-ID-31). The request in it is checked when it is signed."""
         raw = _read(text, REQUEST, "a request of `silo request`")
         try:
@@ -52,7 +52,7 @@ class Admission:
     roster: SignedRoster
     certificate_pem: bytes = b""
 
-    def pack(self) -> str:
+    def to_json(self) -> str:
         """Write the text of an admission file."""
         raw = {
             "format": ADMISSION,
@@ -64,7 +64,7 @@ class Admission:
         return json.dumps(raw, indent=1) + "\n"
 
     @classmethod
-    def unpack(cls, text: str) -> Admission:
+    def from_json(cls, text: str) -> Admission:
         """Read what `pack` wrote; raises ConfigError (E-ID-31)."""
         what = "an admission of `coordinator ca`"
         raw = _read(text, ADMISSION, what)

@@ -129,7 +129,7 @@ class SignedRoster(NamedTuple):
         """
         ca = certificates.load_certificate(ca_pem, "the pinned authority")
         try:
-            certificates.p256(ca).verify(self.signature, self.document, ec.ECDSA(hashes.SHA256()))
+            certificates.public_key(ca).verify(self.signature, self.document, ec.ECDSA(hashes.SHA256()))
         except InvalidSignature:
             raise _bad("its signature is not that of the pinned authority") from None
         roster = _parse(self.document)
@@ -181,7 +181,7 @@ def _check_member(member: Member, consortium: str, ca: x509.Certificate, revoked
 def renewed_from(member: Member, consortium: str, pinned: str) -> bool:
     """Tell whether the chain of renewals leads from the `pinned` fingerprint to the member's key of today."""
     identity = Identity(Kind.SILO, consortium, member.name)
-    final = certificates.p256(x509.load_pem_x509_certificate(member.certificate.encode()))
+    final = certificates.public_key(x509.load_pem_x509_certificate(member.certificate.encode()))
     try:
         keys = [serialization.load_der_public_key(base64.b64decode(link.previous)) for link in member.renewal_proof]
         proofs = [base64.b64decode(link.signature) for link in member.renewal_proof]
@@ -203,5 +203,5 @@ def renewed_from(member: Member, consortium: str, pinned: str) -> bool:
 def renewal_link(old: x509.Certificate, proof: bytes) -> RenewalLink:
     """Write one link of the chain: the key that is given up and its signature over the next."""
     return RenewalLink(
-        base64.b64encode(certificates.spki(certificates.p256(old))).decode(), base64.b64encode(proof).decode()
+        base64.b64encode(certificates.spki(certificates.public_key(old))).decode(), base64.b64encode(proof).decode()
     )

@@ -120,7 +120,7 @@ def tls_error(error: ssl.SSLError, place: str) -> Diagnosis:
             "the port is another service's, or a proxy's: check the address and port",
         )
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError) or "EOF" in reason:
-        return cut(place, "it closed the connection in the middle of the handshake")
+        return connection_dropped(place, "it closed the connection in the middle of the handshake")
     return Diagnosis(
         "E-TLS-12",
         f"{place} refused the connection without a reason that this side can read ({reason})",
@@ -128,7 +128,7 @@ def tls_error(error: ssl.SSLError, place: str) -> Diagnosis:
     )
 
 
-def cut(place: str, how: str) -> Diagnosis:
+def connection_dropped(place: str, how: str) -> Diagnosis:
     """Explain a handshake that was cut off from outside."""
     return Diagnosis(
         "E-TLS-13",

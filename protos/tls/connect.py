@@ -16,10 +16,10 @@ from cryptography import x509
 
 from fl_core.errors import StateError
 from protos.pki.certificates import Clock, utc_now
-from protos.storage import private_files as keyfiles
-from protos.tls import causes as findings
+from protos.storage import private_files
+from protos.tls import causes
 from protos.tls.diagnosis import Diagnosis, NotConnected
-from protos.tls.proxy import dial
+from protos.tls.proxy import open_connection
 
 SUITES = "GRPC_SSL_CIPHER_SUITES"
 RSA_ONLY = "ECDHE-RSA-AES128-GCM-SHA256"
@@ -43,7 +43,7 @@ def require_tls13() -> None:
     os.environ[SUITES] = RSA_ONLY
 
 
-def hush_core() -> None:
+def silence_grpc_logs() -> None:
     """Keep gRPC's C core from writing handshake failures to stderr beside our own explanations.
 
     For programs that dial; the service's log keeps those lines. A level that the user chose stays. Call it before
@@ -67,11 +67,11 @@ def diagnose(
     E-TLS-12 is the ambiguous one: gRPC's server closes without a TLS alert, so a refusal whose cause does not lie on
     this side (its clock, its CA) cannot be told apart here; the coordinator's log has the reason.
     """
-    if cert_pem is not None and (finding := findings.own_certificate(cert_pem, key_pem, ca_pem, clock())):
+    if cert_pem is not None and (finding := causes.own_certificate(cert_pem, key_pem, ca_pem, clock())):
         return finding
     name = server_name or host
     try:
-        with dial(host, port, timeout) as sock:
+        with open_connection(host, port, timeout) as sock:
             sock.settimeout(timeout)
             context = _context(ca_pem, cert_pem, key_pem)
             with context.wrap_socket(sock, server_hostname=name) as tls:
@@ -80,9 +80,9 @@ def diagnose(
         return error.diagnosis
     except ssl.SSLCertVerificationError as error:
         shown = _presented(host, port, name, timeout, (cert_pem, key_pem))
-        return findings.server_certificate(error, shown, name, ca_pem, clock())
+        return causes.server_certificate(error, shown, name, ca_pem, clock())
     except ssl.SSLError as error:
-        return findings.tls_error(error, f"{host}:{port}")
+        return causes.tls_error(error, f"{host}:{port}")
     except TimeoutError:
         return Diagnosis(
             "E-TLS-01",
@@ -90,7 +90,7 @@ def diagnose(
             "a firewall or a service other than the coordinator is there: check the address and port",
         )
     except OSError as error:
-        return findings.cut(f"{host}:{port}", error.strerror or type(error).__name__)
+        return causes.connection_dropped(f"{host}:{port}", error.strerror or type(error).__name__)
 
 
 def _context(ca_pem: bytes | None, cert_pem: bytes | None, key_pem: bytes | None) -> ssl.SSLContext:
@@ -105,7 +105,7 @@ def _context(ca_pem: bytes | None, cert_pem: bytes | None, key_pem: bytes | None
     if cert_pem is not None and key_pem is not None:
         with tempfile.TemporaryDirectory() as folder:  # Python's TLS reads keys from files alone; mode 0700
             bundle = Path(folder) / "bundle.pem"
-            keyfiles.write_private(bundle, key_pem + cert_pem)
+            private_files.write_private(bundle, key_pem + cert_pem)
             context.load_cert_chain(bundle)
     return context
 
@@ -121,7 +121,7 @@ def _after_handshake(tls: ssl.SSLSocket, place: str, had_certificate: bool) -> D
     try:
         first = tls.recv(9)
     except ssl.SSLError as error:
-        return findings.tls_error(error, place)
+        return causes.tls_error(error, place)
     except TimeoutError:
         return Diagnosis(
             "E-TLS-15",
@@ -151,7 +151,7 @@ def _presented(
 ) -> x509.Certificate | None:
     """Connect once more without verification, to read the certificate that was refused; nothing is sent over it."""
     try:
-        with dial(host, port, timeout) as sock:
+        with open_connection(host, port, timeout) as sock:
             sock.settimeout(timeout)
             with _context(None, *own).wrap_socket(sock, server_hostname=name) as tls:
                 der = tls.getpeercert(binary_form=True)

@@ -28,7 +28,7 @@ def _entries(bypass: str) -> list[str]:
     return [entry.strip().lstrip(".") for entry in bypass.split(",") if entry.strip()]
 
 
-def dial(host: str, port: int, timeout: float) -> socket.socket:
+def open_connection(host: str, port: int, timeout: float) -> socket.socket:
     """Connect to `host:port`, `timeout` seconds per step; raises NotConnected (E-TLS-01, E-TLS-13)."""
     proxy = proxy_for(host)
     if proxy is None:

@@ -13,7 +13,7 @@ from fl_core.types.values import Part, StoredTensors
 from protos.wire.codec import TensorFile
 
 
-class FileTensors(StoredTensors):
+class BundleTensors(StoredTensors):
     """Tensors of a file, read anew each time; raises ProtocolError (E-WIRE-06) as `TensorFile.read`."""
 
     def __init__(self, file: TensorFile, places: Mapping[str, int]) -> None:
@@ -30,7 +30,7 @@ class FileTensors(StoredTensors):
         return len(self._places)
 
 
-class FileBundle(Mapping[str, Part]):
+class BundleFile(Mapping[str, Part]):
     """A bundle in a file; weights are read at once, totals when they are used.
 
     Raises ProtocolError (E-WIRE-06) when the file holds something else.
@@ -49,7 +49,9 @@ class FileBundle(Mapping[str, Part]):
                     raise ProtocolError("E-WIRE-06", f"expected a part of a bundle, found the path {entry}")
         if missing := [name for name in totals if name not in weights]:
             raise ProtocolError("E-WIRE-06", f"expected a weight with every part, found none for {missing}")
-        self._parts = {name: Part(FileTensors(file, total), file.read(weights[name])) for name, total in totals.items()}
+        self._parts = {
+            name: Part(BundleTensors(file, total), file.read(weights[name])) for name, total in totals.items()
+        }
         self._dtypes = {
             name: {file.dtypes[place] for place in (weights[name], *total.values())} for name, total in totals.items()
         }

@@ -14,7 +14,7 @@ CHUNK_BYTES = 2 << 20
 """Bytes in a chunk: with fewer, a round takes more processor time per byte; with more it gains nothing."""
 
 
-class Sink(Protocol):
+class Writer(Protocol):
     """Where chunks are appended to: a file, or one that is hashed on the way. `write` takes all of the bytes."""
 
     def write(self, data: bytes, /) -> int:
@@ -45,7 +45,7 @@ def _read_exactly(file: BinaryIO, size: int) -> bytes:
     return data
 
 
-def append_chunk(chunk: pb.Chunk, into: Sink, have: int, most: int | None = None) -> int:
+def append_chunk(chunk: pb.Chunk, into: Writer, have: int, most: int | None = None) -> int:
     """Append a chunk to an object of which `have` bytes are here, and return the new length. most: of the whole object.
 
     | chunk covers           | result                                          |

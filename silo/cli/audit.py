@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fl_core.errors import ConfigError, RefusedError
-from fl_core.suggest import nearest
+from fl_core.suggest import suggest
 from protos.console import print_json
-from silo.cli import console as show
+from silo.cli import console
 from silo.cli.options import AsJson, Root
 
 if TYPE_CHECKING:
     from privacy.audit.runner import Setting, Verdict
-    from privacy.audit.target import Subject
+    from privacy.audit.target import AuditTarget
 
 PIXELS = 32
 """Side of the images that an audit trains on, where the data does not fix it: small ones are learnt by heart sooner."""
@@ -60,7 +60,7 @@ def audit(
     chosen = list(dict.fromkeys(only or AUDITS))
     for name in chosen:
         if name not in AUDITS:
-            raise ConfigError("E-CFG-02", f"--only: there is no audit {name!r}: {nearest(name, AUDITS)}")
+            raise ConfigError("E-CFG-02", f"--only: there is no audit {name!r}: {suggest(name, AUDITS)}")
     if seeds < 1:
         raise ConfigError("E-CFG-02", f"--seeds: expected at least 1, found {seeds}")
     if not (0 < epsilon < math.inf and 0 < delta < 1e-3):
@@ -77,7 +77,7 @@ def audit(
     if as_json:
         print_json(json.loads((out / SUMMARY).read_text(encoding="utf-8")))
     elif all(v.holds is not False for v in verdicts):
-        show.show_facts([("written to", str(out)), ("keep it here", "it is about single records of this hospital")])
+        console.show_facts([("written to", str(out)), ("keep it here", "it is about single records of this hospital")])
     if refuted := [v.audit for v in verdicts if v.holds is False]:
         raise RefusedError(
             "E-PRIV-28",
@@ -86,19 +86,19 @@ def audit(
         )
 
 
-def _subject(data: str, root: Path | None, classes: str | None, image_size: int | None) -> Subject:
+def _subject(data: str, root: Path | None, classes: str | None, image_size: int | None) -> AuditTarget:
     from fl_core import datasets
-    from privacy.audit.target import Subject
+    from privacy.audit.target import AuditTarget
 
     space = None if classes is None else [name.strip() for name in classes.split(",")]
     if image_size is None and datasets.parse(data).source not in datasets.FIXED:
         image_size = PIXELS
-    return Subject.of(datasets.load(data, data_root=root, classes=space, image_size=image_size))
+    return AuditTarget.of(datasets.load(data, data_root=root, classes=space, image_size=image_size))
 
 
-def _audited(subject: Subject, setting: Setting, chosen: Sequence[str], place: Path, quiet: bool) -> list[Verdict]:
+def _audited(subject: AuditTarget, setting: Setting, chosen: Sequence[str], place: Path, quiet: bool) -> list[Verdict]:
     """Run audits one by one, keep each one's numbers as soon as they are there, and say what was found."""
-    from privacy.audit.runner import AUDITS, keep, minutes_left
+    from privacy.audit.runner import AUDITS, minutes_left, save
 
     found: list[Verdict] = []
     before = os.umask(0o077)
@@ -107,14 +107,14 @@ def _audited(subject: Subject, setting: Setting, chosen: Sequence[str], place: P
             "data": subject.name, "records": len(subject.y), "classes": len(subject.classes), "unit": "record",
             "epsilon": setting.epsilons[0], "delta": setting.delta, "seeds": setting.seeds,
         }  # fmt: skip
-        keep(place / SUMMARY, "about", about)
+        save(place / SUMMARY, "about", about)
         began = time.monotonic()
         for k, name in enumerate(chosen):
             if not quiet:
                 left = minutes_left(chosen[:k], chosen[k:], time.monotonic() - began)
                 typer.echo(f"{name} ({k + 1} of {len(chosen)}), {_said(left)}", err=True)
             outcome = AUDITS[name](subject, setting, place)
-            keep(place / SUMMARY, name, outcome.json())
+            save(place / SUMMARY, name, outcome.json())
             found += outcome.verdicts
             if not quiet:
                 sys.stdout.write("".join(f"{v.line()}\n" for v in outcome.verdicts))

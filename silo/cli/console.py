@@ -13,7 +13,7 @@ from silo.storage.store import RunRecord, Store, TaskRecord
 from silo.training import measured
 
 if TYPE_CHECKING:
-    from fl_core.datasets import Report
+    from fl_core.datasets import CheckReport
 
 OUT = plain_console(soft_wrap=True)
 Json = Mapping[str, object]
@@ -137,7 +137,7 @@ def _evaluation_row(task: TaskRecord) -> tuple[str, str, str, str]:
 # ---- data ----------------------------------------------------------------------------------------------------------
 
 
-def report_json(report: Report, schema: Schema | None = None) -> Json:
+def report_json(report: CheckReport, schema: Schema | None = None) -> Json:
     """Turn a report on data into a JSON object."""
     return {
         "origin": report.origin,
@@ -155,7 +155,7 @@ def report_json(report: Report, schema: Schema | None = None) -> Json:
     }
 
 
-def show_report(report: Report, schema: Schema | None = None) -> None:
+def show_report(report: CheckReport, schema: Schema | None = None) -> None:
     """Print a report on data, for people."""
     facts = [("data", report.origin)]
     if schema is not None:

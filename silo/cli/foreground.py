@@ -11,14 +11,14 @@ from types import FrameType
 
 from rich.status import Status
 
-from fl_core.rounds.silo_round import work
+from fl_core.rounds.silo_round import run_silo_round
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import local_time, print_json
 from silo.cli.console import OUT
-from silo.events import Notice
+from silo.events import Event
 from silo.identity.identity import SiloIdentity
 from silo.service.service import Service, Settings
-from silo.training.trainer import Work
+from silo.training.trainer import RunRound
 
 POLL_S = 0.2
 _DOING = {
@@ -41,7 +41,7 @@ class Printer:
         if not as_json and self._console.is_terminal:
             self._status = self._console.status("starting")
 
-    def say(self, notice: Notice) -> None:
+    def say(self, notice: Event) -> None:
         """Show a notice."""
         with self._lock:
             if self._json:
@@ -91,7 +91,7 @@ class Signals:
             os._exit(128 + number)
 
 
-def serve(settings: Settings, as_json: bool, do: Work = work) -> None:
+def serve(settings: Settings, as_json: bool, do: RunRound = run_silo_round) -> None:
     """Serve until told to stop; raises what ended the service otherwise. do: see `Service`.
 
     On the first SIGTERM or SIGINT an upload under way is finished, training is given up (the coordinator offers it

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fl_core.errors import ConfigError, StateError
-from privacy.ledger.hash_chain import Head
+from privacy.ledger.hash_chain import ChainHead
 from protos.console import print_json
-from silo.cli import console as show
+from silo.cli import console
 from silo.cli.options import AsJson, AtHome, Root
 from silo.storage.home import Home, default_home
 from silo.storage.store import Store
@@ -76,7 +76,7 @@ def verify(home: AtHome = None, as_json: AsJson = False) -> None:
         print_json({"events": count, "head": head.hash, "seen": seen.seq})
         return
     events = f"{count}, unbroken" if count else "none: nothing was ever registered here, or the file was emptied"
-    show.show_facts([("events", events), ("head", head.hash), ("others saw", f"event {seen.seq}")])
+    console.show_facts([("events", events), ("head", head.hash), ("others saw", f"event {seen.seq}")])
 
 
 @app.command()
@@ -101,15 +101,15 @@ def register(
     their NAME alone.
     """
     from fl_core import datasets
-    from privacy.ledger import registration as records
+    from privacy.ledger import registration
 
     ledger = _ledger(home, make=True)
     loaded = datasets.load(data, data_root=data_root)
-    found = records.register(ledger, loaded, name or loaded.origin)
+    found = registration.register(ledger, loaded, name or loaded.origin)
     if as_json:
         print_json({"collections": found})
         return
-    show.show_facts(
+    console.show_facts(
         [(c, "a new version is registered" if new else "was registered before") for c, new in found.items()]
     )
 
@@ -135,7 +135,7 @@ def set_budget(
     if as_json:
         print_json({"collections": chosen, "epsilon": epsilon, "delta": delta})
         return
-    show.show_facts([(name, f"epsilon {epsilon:g} at delta {delta:g}") for name in chosen])
+    console.show_facts([(name, f"epsilon {epsilon:g} at delta {delta:g}") for name in chosen])
 
 
 @app.command()
@@ -151,7 +151,7 @@ def release(
     if as_json:
         print_json({"released": entry})
         return
-    show.show_facts([("released", entry)])
+    console.show_facts([("released", entry)])
 
 
 @app.command()
@@ -170,9 +170,8 @@ def restore(
     the key that opens them, each collection loses its whole budget. Receipts say from then on how often this was done.
     """
     from privacy.ledger.ledger import Ledger
-    from privacy.ledger.recovery import Seen
-    from privacy.ledger.recovery import acknowledge as charge
-    from silo.training.hospital_controls import Custody
+    from privacy.ledger.recovery import LastSeen, charge_unknown_spending
+    from silo.training.hospital_controls import HospitalControls
 
     place = Home(home or default_home())
     if not acknowledge:
@@ -183,15 +182,18 @@ def restore(
         store = Store(place.database)
         try:
             seen = [
-                Seen(Head(s.seq, s.head), bytes.fromhex(s.sealed), s.restored) for s in Custody(place, store).all_seen()
+                LastSeen(ChainHead(s.seq, s.head), bytes.fromhex(s.sealed), s.restored)
+                for s in HospitalControls(place, store).all_attestations()
             ]
         finally:
             store.close_database()
-        found = charge(Ledger(place.ledger, place.ledger_key, older=True), seen, operator or getpass.getuser())
+        found = charge_unknown_spending(
+            Ledger(place.ledger, place.ledger_key, older=True), seen, operator or getpass.getuser()
+        )
     if as_json:
         print_json({"charged": found})
         return
-    show.show_facts([(name, f"charged {what}") for name, what in found.items()])
+    console.show_facts([(name, f"charged {what}") for name, what in found.items()])
 
 
 @app.command("place")
@@ -227,16 +229,16 @@ def place_ledger(
     if as_json:
         print_json(facts)
         return
-    show.show_facts(list(facts.items()))
+    console.show_facts(list(facts.items()))
 
 
-def _seen(place: Home) -> Head:
+def _seen(place: Home) -> ChainHead:
     """Return the furthest end of the ledger that this hospital knows others to have seen."""
-    from silo.training.hospital_controls import Custody
+    from silo.training.hospital_controls import HospitalControls
 
     store = Store(place.database)
     try:
-        seen = Custody(place, store).seen()
+        seen = HospitalControls(place, store).latest_attestation()
     finally:
         store.close_database()
-    return Head(seen.seq, seen.head)
+    return ChainHead(seen.seq, seen.head)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import sys
 
-from protos.tls.connect import hush_core, require_tls13
+from protos.tls.connect import require_tls13, silence_grpc_logs
 
 require_tls13()  # before anything imports gRPC
-hush_core()
+silence_grpc_logs()
 
 from silo.cli.service import run  # noqa: E402
 

@@ -9,7 +9,7 @@ import typer
 from fl_core.errors import ConfigError
 from protos.console import print_json
 from protos.pki.identity import colons, identity_of
-from silo.cli import console as show
+from silo.cli import console
 from silo.cli.options import AsJson, AtHome
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home, default_home
@@ -28,7 +28,7 @@ def show_peers(home: AtHome = None, as_json: AsJson = False) -> None:
         return
     rows = [(name, "accepted", colons(key)) for name, key in accepted.items()]
     rows += [(name, "held back", colons(key)) for name, key in held.items()]
-    show.show_rows("Members of the roster", ("silo", "", "key"), rows)
+    console.show_rows("Members of the roster", ("silo", "", "key"), rows)
 
 
 @app.command()
@@ -54,4 +54,4 @@ def accept(
     if as_json:
         print_json({"silo": name, "fingerprint": digest, "accepted": True})
         return
-    show.show_facts([("accepted", name), ("key", colons(digest))])
+    console.show_facts([("accepted", name), ("key", colons(digest))])

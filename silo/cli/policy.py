@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from protos.console import local_time, print_json
-from silo.cli import console as show
+from silo.cli import console
 from silo.cli.options import AsJson, AtHome
 from silo.storage.home import Home, default_home
 from silo.storage.store import Store
@@ -32,7 +32,7 @@ def show_policy(home: AtHome = None, as_json: AsJson = False) -> None:
     for section in ("runs", "privacy", "prototypes"):
         facts += [(f"{section}.{key}", _text(value)) for key, value in asdict(getattr(policy, section)).items()]
     facts += [(f"budget of {name}", f"epsilon {e:g} at delta {d:g}") for name, (e, d) in policy.budgets.items()]
-    show.show_facts(facts)
+    console.show_facts(facts)
 
 
 def _text(value: object) -> str:
@@ -67,7 +67,7 @@ def check(
     facts = [("file", str(place)), ("sound", "yes" if policy.digest else "there is none, the defaults hold")]
     if policy.budgets and not at.ledger.exists():
         facts += [("budgets", "not compared with the ledger, which is not there yet: silo ledger register")]
-    show.show_facts(facts)
+    console.show_facts(facts)
 
 
 def approve(
@@ -95,4 +95,4 @@ def approve(
         print_json({"runs": runs})
         return
     rows = [(a.run_id, a.name, word[a.decided], local_time(a.asked), a.about) for a in found]
-    show.show_rows("Runs", ("run", "name", "decision", "asked", "what it asks for"), rows)
+    console.show_rows("Runs", ("run", "name", "decision", "asked", "what it asks for"), rows)

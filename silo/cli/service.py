@@ -15,11 +15,8 @@ import typer
 from fl_core.errors import ConfigError, DataError, FederationError, StateError
 from protos.console import print_json
 from protos.pki.identity import colons, identity_of
-from silo.cli import audit as audit_commands
-from silo.cli import console as show
-from silo.cli import ledger as ledger_commands
+from silo.cli import audit, console, ledger, policy
 from silo.cli import peers as peer_commands
-from silo.cli import policy as policy_commands
 from silo.cli.options import AsJson, AtHome, Root
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home, default_home
@@ -42,11 +39,11 @@ app = typer.Typer(
 )
 data = typer.Typer(no_args_is_help=True, help="Look at data before it is served.")
 app.add_typer(data, name="data")
-app.add_typer(ledger_commands.app, name="ledger")
-app.add_typer(policy_commands.app, name="policy")
+app.add_typer(ledger.app, name="ledger")
+app.add_typer(policy.app, name="policy")
 app.add_typer(peer_commands.app, name="peers")
-app.command()(policy_commands.approve)
-app.command()(audit_commands.audit)
+app.command()(policy.approve)
+app.command()(audit.audit)
 
 
 @app.command()
@@ -94,7 +91,7 @@ def join(
             }
         )
         return
-    show.show_facts(
+    console.show_facts(
         [
             ("joined", str(peer.identity)),
             ("home", str(place.path)),
@@ -133,7 +130,7 @@ def request(
     if as_json:
         print_json({"file": str(out), "fingerprint": digest})
         return
-    show.show_facts([("request", str(out)), ("fingerprint", colons(digest)), ("next", "give the file to the lead")])
+    console.show_facts([("request", str(out)), ("fingerprint", colons(digest)), ("next", "give the file to the lead")])
 
 
 @app.command()
@@ -171,12 +168,12 @@ def serve(
     Ctrl-C or SIGTERM ends in good order: an upload under way is finished, training is handed back, finished work stays
     on disk. A second one ends at once. Image size, label space and schedule come from each run's manifest.
     """
-    from silo.cli import foreground as serving
+    from silo.cli import foreground
     from silo.service.service import Settings
 
     place = Home(home or default_home())
     settings = Settings(place, data, data_root, device, nominal_size, not no_prototypes, answer_after, pulse_floor)
-    serving.serve(settings, as_json)
+    foreground.serve(settings, as_json)
 
 
 @data.command()
@@ -192,9 +189,9 @@ def check(
 
     report = datasets.check(reference, data_root=data_root, classes=_label_space(classes), deep=deep)
     if as_json:
-        print_json(show.report_json(report))
+        print_json(console.report_json(report))
     else:
-        show.show_report(report)
+        console.show_report(report)
     report.require_sound()
 
 
@@ -206,9 +203,9 @@ def describe(reference: Reference, data_root: Root = None, classes: Classes = No
     loaded = datasets.load(reference, data_root=data_root, classes=_label_space(classes))
     report = datasets.check(reference, data_root=data_root, classes=_label_space(classes))
     if as_json:
-        print_json(show.report_json(report, loaded.schema))
+        print_json(console.report_json(report, loaded.schema))
     else:
-        show.show_report(report, loaded.schema)
+        console.show_report(report, loaded.schema)
 
 
 def _label_space(text: str | None) -> list[str] | None:
@@ -228,9 +225,9 @@ def status(home: AtHome = None, as_json: AsJson = False) -> None:
     store = Store(place.database)
     try:
         if as_json:
-            print_json(show.status_json(own, addresses, identity.renewal_due(), store))
+            print_json(console.status_json(own, addresses, identity.renewal_due(), store))
         else:
-            show.show_status(own, addresses, identity.renewal_due(), store)
+            console.show_status(own, addresses, identity.renewal_due(), store)
     finally:
         store.close_database()
 
@@ -244,8 +241,8 @@ def fingerprint(home: AtHome = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"silo": own.identity.name, "fingerprint": own.fingerprint, "authority": authority, "roster": peers})
         return
-    show.show_facts([(own.identity.name, colons(own.fingerprint)), ("authority", colons(authority))])
-    show.show_rows("Accepted peers", ("silo", "key"), [(name, colons(key)) for name, key in peers.items()])
+    console.show_facts([(own.identity.name, colons(own.fingerprint)), ("authority", colons(authority))])
+    console.show_rows("Accepted peers", ("silo", "key"), [(name, colons(key)) for name, key in peers.items()])
 
 
 def run(words: list[str]) -> int:

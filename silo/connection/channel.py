@@ -24,7 +24,7 @@ def dial_with(credentials: Callable[[], Credentials]) -> Dial:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Connection:
     """An open channel and what can be called over it."""
 
     address: Address
@@ -34,13 +34,13 @@ class Line:
     enrolment: rpc.EnrolmentStub = field(repr=False)
 
     @classmethod
-    def over(cls, address: Address, channel: grpc.Channel) -> Line:
+    def over(cls, address: Address, channel: grpc.Channel) -> Connection:
         """Make the stubs."""
         stubs = rpc.ControlStub(channel), rpc.TransferStub(channel), rpc.EnrolmentStub(channel)
         return cls(address, channel, *stubs)
 
 
-class Lines:
+class ConnectionManager:
     """The line that is current, and the ones before it that are still in use.
 
     Closing a line cancels the calls over it; transfers go on over the current one.
@@ -51,15 +51,15 @@ class Lines:
         self._dial = dial
         self._lock = threading.Lock()
         self._turn = 0
-        self._line: Line | None = None
-        self._retired: list[Line] = []
+        self._line: Connection | None = None
+        self._retired: list[Connection] = []
 
-    def current(self) -> Line:
+    def current(self) -> Connection:
         """Return the line, opened when there is none."""
         with self._lock:
             if self._line is None:
                 address = self._addresses[self._turn % len(self._addresses)]
-                self._line = Line.over(address, self._dial(address))
+                self._line = Connection.over(address, self._dial(address))
             return self._line
 
     def replace(self, elsewhere: bool = False) -> None:
@@ -70,7 +70,7 @@ class Lines:
             self._line = None
             self._turn += int(elsewhere)
 
-    def retire(self, used: Line | None = None) -> None:
+    def close_replaced(self, used: Connection | None = None) -> None:
         """Close every line that was replaced, but not the one that is `used`: it may have been replaced just now."""
         with self._lock:
             old = [line for line in self._retired if line is not used]
@@ -81,7 +81,7 @@ class Lines:
     def close(self) -> None:
         """Close all lines."""
         self.replace()
-        self.retire()
+        self.close_replaced()
 
 
 def explainer(credentials: Callable[[], Credentials]) -> Callable[[Address], Diagnosis]:

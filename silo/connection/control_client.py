@@ -12,11 +12,11 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki.identity import Address
 from protos.tls.diagnosis import Diagnosis
 from protos.version import PROTOCOL
-from silo.connection.channel import Lines
-from silo.connection.retry import Backoff, Stop
+from silo.connection.channel import ConnectionManager
+from silo.connection.retry import Backoff, CancelToken
 from silo.connection.session import Handler, Session
-from silo.connection.transfer import Patience
-from silo.events import Say, notice, trouble
+from silo.connection.transfer import RetryPolicy
+from silo.events import EmitEvent, error_event, event
 from silo.service.pace import PULSE_FLOOR_S
 from silo.storage.store import Store
 
@@ -25,20 +25,20 @@ RECONNECT_CAP_S = 15.0
 
 
 @dataclass(slots=True)
-class Client:
+class ControlClient:
     """The silo's end of the control plane; `run` is the body of its thread.
 
     hello: made anew for each session, so that it names every round that is staged by then.
     welcomed: told of each welcome. explain: says why an address cannot be reached. pulse_floor: see `Session`.
     """
 
-    lines: Lines
+    lines: ConnectionManager
     store: Store
     hello: Callable[[], pb.Hello]
     welcomed: Callable[[pb.Welcome], None]
     explain: Callable[[Address], Diagnosis]
-    say: Say
-    patience: Patience
+    say: EmitEvent
+    patience: RetryPolicy
     greeted: threading.Event
     clock: Callable[[], float] = time.monotonic
     pulse_floor: float = PULSE_FLOOR_S
@@ -55,7 +55,7 @@ class Client:
         session = self._session if opening is None or opening.welcome is None else opening
         if session is not None:
             session.send(message)
-            session.beat()
+            session.send_heartbeat()
 
     def recycle(self) -> None:
         """Ask for a new session soon, in which everything is said again; not more often than the longest back-off."""
@@ -67,7 +67,7 @@ class Client:
         self.lines.replace()
         self.recycle()
 
-    def run(self, handler: Handler, stop: Stop) -> None:
+    def run(self, handler: Handler, stop: CancelToken) -> None:
         """Hold a session until `stop`.
 
         Raises what no waiting can repair: a refusal, a protocol that this version does not speak, and before the first
@@ -78,19 +78,19 @@ class Client:
             with stop.cancels(self._wake.set):
                 while not stop.is_set:
                     if self._try(handler, backoff):
-                        self._stay(stop)
+                        self._run_session(stop)
                         if self._session is not None:
                             continue  # due for recycling: the next one is opened while this one lasts
                     stop.wait(backoff.next())
         finally:
-            self._leave(stop.reason)
+            self._close(stop.reason)
 
     def _try(self, handler: Handler, backoff: Backoff) -> bool:
         """Open a session; False when that must be tried again later."""
         self._recycle = False  # before the line is read: a renewal that comes meanwhile asks again
         line = self.lines.current()
         fresh = Session(
-            line.control, handler, self._wake.set, lambda e: self.say(trouble(e)), self.clock, self.pulse_floor
+            line.control, handler, self._wake.set, lambda e: self.say(error_event(e)), self.clock, self.pulse_floor
         )
         self._opening = fresh
         try:
@@ -103,7 +103,7 @@ class Client:
         except UnavailableError as error:
             self._opening = None
             fresh.drop()
-            self._missed(line.address, error)
+            self._on_failure(line.address, error)
             return False
         except FederationError:
             self._opening = None
@@ -113,17 +113,17 @@ class Client:
         self._opening = None
         if old is not None:
             old.drop()
-        self.lines.retire(used=line)
+        self.lines.close_replaced(used=line)
         backoff.reset()
         if old is None:
             said = f"connected to {line.address} ({welcome.software or 'no version given'})"
-            self.say(notice("connected", said, facts={"address": str(line.address), "software": welcome.software}))
+            self.say(event("connected", said, facts={"address": str(line.address), "software": welcome.software}))
         self._met = True
-        self.store.met(str(line.address), welcome.software)
+        self.store.record_contact(str(line.address), welcome.software)
         self.greeted.set()
         return True
 
-    def _missed(self, address: Address, error: UnavailableError) -> None:
+    def _on_failure(self, address: Address, error: UnavailableError) -> None:
         """Say why there is no session; raises the finding when waiting cannot help and there never was one."""
         found: FederationError = error
         if self._session is None or self._session.ended.is_set():
@@ -132,11 +132,11 @@ class Client:
             if not self._met and not isinstance(found, UnavailableError):
                 raise found from error
             self.lines.replace(elsewhere=True)
-            self.lines.retire()
-            self.store.parted(str(found))
-        self.say(trouble(found))
+            self.lines.close_replaced()
+            self.store.record_departure(str(found))
+        self.say(error_event(found))
 
-    def _stay(self, stop: Stop) -> None:
+    def _run_session(self, stop: CancelToken) -> None:
         """Wait until the session ends or is due for recycling; raises a final refusal."""
         session = self._session
         assert session is not None
@@ -147,10 +147,10 @@ class Client:
             if session.ended.is_set():
                 self._session = None
                 error = session.error or UnavailableError("E-NET-12", "the session ended")
-                self.store.parted(str(error))
+                self.store.record_departure(str(error))
                 if not isinstance(error, UnavailableError):
                     raise error
-                self.say(notice("disconnected", str(error), facts={"code": error.code}))
+                self.say(event("disconnected", str(error), facts={"code": error.code}))
                 return
             age = self.clock() - born
             due = min(period, self.patience.backoff_cap_s) if self._recycle else period
@@ -159,9 +159,9 @@ class Client:
             self._wake.wait(min(due - age, 3600.0))
             self._wake.clear()
 
-    def _leave(self, why: str) -> None:
+    def _close(self, why: str) -> None:
         session, self._session = self._session, None
         if session is not None:
             session.leave()
-            self.store.parted(why or "left")
+            self.store.record_departure(why or "left")
         self.lines.close()

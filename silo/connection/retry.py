@@ -19,7 +19,7 @@ from protos.wire import status
 T = TypeVar("T")
 
 
-class StoppedError(UnavailableError):
+class CancelledError(UnavailableError):
     """A task was given up on purpose: nothing is wrong."""
 
     def __init__(self, reason: str) -> None:
@@ -27,7 +27,7 @@ class StoppedError(UnavailableError):
         self.reason = reason
 
 
-class Stop:
+class CancelToken:
     """A request to leave what is being done, heard by whoever waits or calls over the network.
 
     set(gently=True) lets the attempt that is under way finish and prevents the next one.
@@ -58,9 +58,9 @@ class Stop:
         return self._asked
 
     def check(self) -> None:
-        """Raise StoppedError once somebody has asked."""
+        """Raise CancelledError once somebody has asked."""
         if self._asked:
-            raise StoppedError(self.reason)
+            raise CancelledError(self.reason)
 
     def wait(self, seconds: float) -> bool:
         """Sleep, and wake at once (True) when somebody asks, or (False) on a nudge."""
@@ -69,7 +69,7 @@ class Stop:
             self._lock.wait_for(lambda: self._asked or self._nudges != before, seconds)
             return self._asked
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """End the present sleeps early: what was waited for is there again."""
         with self._lock:
             self._nudges += 1
@@ -114,13 +114,15 @@ class Backoff:
         self._tries = 0
 
 
-def persist(attempt: Callable[[], T], backoff: Backoff, stop: Stop, tell: Callable[[FederationError], None]) -> T:
-    """Repeat an attempt while it ends in UnavailableError, telling each; raises any other error, and StoppedError."""
+def retry_until(
+    attempt: Callable[[], T], backoff: Backoff, stop: CancelToken, tell: Callable[[FederationError], None]
+) -> T:
+    """Repeat an attempt while it ends in UnavailableError, telling each; raises any other error, and CancelledError."""
     while True:
         stop.check()
         try:
             return attempt()
-        except StoppedError:
+        except CancelledError:
             raise
         except UnavailableError as error:
             stop.check()

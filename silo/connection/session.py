@@ -20,7 +20,7 @@ from silo.service.pace import PULSE_FLOOR_S, bounded
 MISSED = 3
 """Pulses after whose absence the other side counts as dead."""
 
-Tell = Callable[[FederationError], None]
+ReportStatus = Callable[[FederationError], None]
 
 
 class Handler(Protocol):
@@ -66,7 +66,7 @@ class Session:
         stub: rpc.ControlStub,
         handler: Handler,
         on_end: Callable[[], None],
-        tell: Tell,
+        tell: ReportStatus,
         clock: Callable[[], float] = time.monotonic,
         pulse_floor: float = PULSE_FLOOR_S,
     ) -> None:
@@ -106,7 +106,7 @@ class Session:
         """Put a message on the stream; on one that has ended it is lost, and what it said is said in the next."""
         self._outgoing.put(message)
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Send the next pulse as soon as the floor allows."""
         self._beat.set()
 

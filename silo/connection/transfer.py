@@ -17,12 +17,12 @@ import grpc
 from fl_core.errors import FederationError, ProtocolError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.storage.object_store import ObjectStore
+from protos.storage.object_store import ContributionStore
 from protos.storage.partial_file import open_partial, partial_size
 from protos.wire import receipts
 from protos.wire.chunks import append_chunk, read_chunks
-from silo.connection.retry import Backoff, IdleWatch, Stop, persist, translated
-from silo.storage.tasks import Attested, Entry
+from silo.connection.retry import Backoff, CancelToken, IdleWatch, retry_until, translated
+from silo.storage.tasks import Attestation, OutboxEntry
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -31,7 +31,7 @@ DAMAGED = "E-WIRE-04"
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """How long a silo waits, in seconds. Tests shorten these; nobody else needs to."""
 
     idle_s: float = 60.0
@@ -45,14 +45,14 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True)
-class Witness:
+class ReceiptVerifier:
     """What a receipt must say to be ours: the pinned authority, the consortium and this silo's name."""
 
     authority_pem: bytes = field(repr=False)
     consortium: str
     silo: str
 
-    def check(self, receipt: pb.Receipt, entry: Entry) -> bytes:
+    def verify(self, receipt: pb.Receipt, entry: OutboxEntry) -> bytes:
         """Return the receipt's bytes once its signature and every field are right.
 
         Raises RefusedError (E-ID-14) on a signature of somebody else, ProtocolError (E-WIRE-12) on other content.
@@ -64,18 +64,18 @@ class Witness:
         )  # fmt: skip
         found = (
             receipt.contribution_id, receipt.run_id, receipt.round, receipt.kind, receipt.silo,
-            receipt.manifest_digest, receipt.object_digest, receipt.size, Attested.of(receipt.attestation),
+            receipt.manifest_digest, receipt.object_digest, receipt.size, Attestation.of(receipt.attestation),
         )  # fmt: skip
         if found != expected:
             raise ProtocolError("E-WIRE-12", f"expected a receipt for {expected}, found one for {found}")
         return receipt.SerializeToString(deterministic=True)
 
 
-Moved = Callable[[int, int], None]
+ProgressFn = Callable[[int, int], None]
 """Told (bytes so far, bytes in all; 0 when unknown)."""
 
 
-class _Faults:
+class _RetryBudget:
     """Counts damage: a link that breaks bytes every time is an error, not a reason to try for ever."""
 
     def __init__(self, tries: int) -> None:
@@ -95,8 +95,8 @@ class Transfer:
     def __init__(
         self,
         stub: Callable[[], rpc.TransferStub],
-        objects: ObjectStore,
-        patience: Patience,
+        objects: ContributionStore,
+        patience: RetryPolicy,
         tell: Callable[[FederationError], None],
     ) -> None:
         self._stub = stub
@@ -108,21 +108,21 @@ class Transfer:
 
     def upload(
         self,
-        entry: Entry,
+        entry: OutboxEntry,
         file: Path,
-        witness: Witness,
-        stop: Stop,
-        moved: Moved,
+        witness: ReceiptVerifier,
+        stop: CancelToken,
+        moved: ProgressFn,
         ready: Callable[[], None] = lambda: None,
     ) -> bytes:
         """Send an update until the coordinator's receipt for it is verified; return the receipt's bytes.
 
         ready: called before each commit, for what must be done before anybody signs.
-        Raises StoppedError, and whatever the coordinator refuses it with.
+        Raises CancelledError, and whatever the coordinator refuses it with.
         Guarantees: after a cut, only bytes that are not there yet are sent; an update that was taken before is not
         sent at all.
         """
-        backoff, faults, best = self._patience.backoff(), _Faults(self._patience.tries), -1
+        backoff, faults, best = self._patience.backoff(), _RetryBudget(self._patience.tries), -1
 
         def attempt() -> bytes:
             nonlocal best
@@ -140,16 +140,16 @@ class Transfer:
                 faults.note(error)
                 raise
             moved(entry.size, entry.size)
-            return witness.check(receipt, entry)
+            return witness.verify(receipt, entry)
 
-        return persist(attempt, backoff, stop, self._tell)
+        return retry_until(attempt, backoff, stop, self._tell)
 
-    def proof(self, entry: Entry, witness: Witness) -> bytes | None:
+    def proof(self, entry: OutboxEntry, witness: ReceiptVerifier) -> bytes | None:
         """Ask once for the receipt of an update that was taken; None when the coordinator has none."""
         _, receipt = self._open(entry)
-        return None if receipt is None else witness.check(receipt, entry)
+        return None if receipt is None else witness.verify(receipt, entry)
 
-    def _open(self, entry: Entry) -> tuple[int, pb.Receipt | None]:
+    def _open(self, entry: OutboxEntry) -> tuple[int, pb.Receipt | None]:
         request = pb.OpenRequest(
             contribution_id=entry.contribution_id,
             run_id=entry.key.run_id,
@@ -166,7 +166,7 @@ class Transfer:
             raise ProtocolError("E-WIRE-06", f"expected at most {entry.size} bytes to be there, found {reply.have}")
         return reply.have, reply.receipt if reply.HasField("receipt") else None
 
-    def _put(self, entry: Entry, file: Path, have: int, stop: Stop, moved: Moved) -> None:
+    def _put(self, entry: OutboxEntry, file: Path, have: int, stop: CancelToken, moved: ProgressFn) -> None:
         """Stream the file from `have` on; a stream in which nothing moves is given up."""
         armed = threading.Event()
         watch: list[IdleWatch] = []
@@ -200,7 +200,7 @@ class Transfer:
 
     # ---- down --------------------------------------------------------------------------------------------------
 
-    def fetch(self, digest: str, size: int, stop: Stop, moved: Moved) -> Path:
+    def fetch(self, digest: str, size: int, stop: CancelToken, moved: ProgressFn) -> Path:
         """Return an object's file, from the disk or from the coordinator. size: 0 when unknown.
 
         Raises ProtocolError (E-WIRE-04) when what arrives never has its digest, and what the coordinator refuses with.
@@ -209,7 +209,7 @@ class Transfer:
         """
         if self._objects.holds(digest):
             return self._objects.path(digest)
-        backoff, faults = self._patience.backoff(), _Faults(self._patience.tries)
+        backoff, faults = self._patience.backoff(), _RetryBudget(self._patience.tries)
 
         def attempt() -> Path:
             partial = self._objects.partial(digest)
@@ -225,9 +225,9 @@ class Transfer:
                 if partial_size(partial) > before:
                     backoff.reset()
 
-        return persist(attempt, backoff, stop, self._tell)
+        return retry_until(attempt, backoff, stop, self._tell)
 
-    def _get(self, digest: str, partial: Path, size: int, stop: Stop, moved: Moved) -> str | None:
+    def _get(self, digest: str, partial: Path, size: int, stop: CancelToken, moved: ProgressFn) -> str | None:
         """Append what is missing to the partial file; return its digest, None when earlier streams began it."""
         call = self._stub().Get(pb.GetRequest(digest=digest, offset=partial_size(partial)))
         with (

@@ -20,9 +20,9 @@ from protos.pki.certificates import Clock, utc_now
 from protos.pki.identity import Address, Kind, PeerCertificate, certificate_fingerprint, identity_of
 from protos.pki.invitation import InvitationToken
 from protos.pki.roster import SignedRoster
-from protos.storage import private_files as keyfiles
+from protos.storage import private_files
 from protos.storage.private_files import Credentials
-from silo.identity.pinned_peers import Pins, RosterChange
+from silo.identity.pinned_peers import PinnedPeers, RosterChange
 
 FOLDER = "identity"
 _RENEW_AFTER = 2 / 3
@@ -101,15 +101,15 @@ class SiloIdentity:
         if self.joined and cert_pem == self.current_credentials().cert_pem:
             return peer  # a repeated answer: installed before the crash
         key = self._next_key()
-        if certificates.spki(certificates.p256(cert)) != certificates.spki(key.public_key()):
+        if certificates.spki(certificates.public_key(cert)) != certificates.spki(key.public_key()):
             raise _not_ours("it is for another key than the one that waits here")
         if not self.joined:
             pins = None if roster is None else self._pins(peer, ca_pem).first(roster)
-            keyfiles.write_public(self.folder / "ca.crt", ca_pem)
+            private_files.write_public(self.folder / "ca.crt", ca_pem)
             if pins is not None:
                 pins.save()
-        keyfiles.write_private(self.folder / "silo.pem", certificates.key_to_pem(key) + certificates.to_pem(cert))
-        keyfiles.remove(self.folder / "key.next")
+        private_files.write_private(self.folder / "silo.pem", certificates.key_to_pem(key) + certificates.to_pem(cert))
+        private_files.remove(self.folder / "key.next")
         return peer
 
     def load(self) -> PeerCertificate:
@@ -125,7 +125,7 @@ class SiloIdentity:
             raise StateError(
                 "E-STATE-44", f"expected a silo's identity in {self.home}, found none; run `silo join TOKEN`"
             )
-        keyfiles.private_folder(self.folder)
+        private_files.private_folder(self.folder)
         return certificates.read_bundle(self.folder / "silo.pem", self.authority_pem())
 
     def fingerprint(self) -> str:
@@ -172,12 +172,12 @@ class SiloIdentity:
         """Give the certificates (PEM) of the members that this silo accepts, itself included, by name."""
         return self.pins().accepted()
 
-    def pins(self) -> Pins:
+    def pins(self) -> PinnedPeers:
         """Open the pinned roster."""
         return self._pins(self.load(), self.authority_pem())
 
-    def _pins(self, own: PeerCertificate, ca_pem: bytes) -> Pins:
-        return Pins(self.folder / "roster.json", ca_pem, own.identity.consortium)
+    def _pins(self, own: PeerCertificate, ca_pem: bytes) -> PinnedPeers:
+        return PinnedPeers(self.folder / "roster.json", ca_pem, own.identity.consortium)
 
     def authority_pem(self) -> bytes:
         """Read the pinned CA certificate; raises StateError (E-STATE-43) where it is gone."""
@@ -199,12 +199,12 @@ class SiloIdentity:
     def _next_key(self) -> ec.EllipticCurvePrivateKey:
         path = self.folder / "key.next"
         if path.exists():
-            key = certificates.load_key(keyfiles.read_private(path), str(path))
+            key = certificates.load_key(private_files.read_private(path), str(path))
             if not self.joined or certificates.spki(key.public_key()) != self._current_spki():
                 return key
             # A crash between `silo.pem` and the removal of `key.next`: that key is in force already.
         pem = certificates.new_key()
-        keyfiles.write_private(path, pem)
+        private_files.write_private(path, pem)
         return certificates.load_key(pem, str(path))
 
     def _accept(self, cert: x509.Certificate, ca: x509.Certificate) -> PeerCertificate:

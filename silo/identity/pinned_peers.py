@@ -17,14 +17,14 @@ from pathlib import Path
 from fl_core.errors import ConfigError, RefusedError, StateError
 from protos.pki.identity import colons
 from protos.pki.roster import Member, Roster, SignedRoster, renewed_from
-from protos.storage import private_files as keyfiles
+from protos.storage import private_files
 
 
 @dataclass(frozen=True, slots=True)
 class RosterChange:
     """What a newer roster changed, by name.
 
-    added, removed, rekeyed: in force now. held: name -> why it is not accepted; `Pins.accept` takes consent.
+    added, removed, rekeyed: in force now. held: name -> why it is not accepted; `PinnedPeers.accept` takes consent.
     """
 
     version: int
@@ -35,7 +35,7 @@ class RosterChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Pins:
+class PinnedPeers:
     """The pinned roster in one file: the signed document, and name -> fingerprint, accepted and former.
 
     Former pins stay: else removing a silo and adding its name again would be a way round its key.
@@ -48,11 +48,11 @@ class Pins:
     pins: Mapping[str, str] = field(default_factory=dict)
     former: Mapping[str, str] = field(default_factory=dict)
 
-    def first(self, signed: SignedRoster) -> Pins:
+    def first(self, signed: SignedRoster) -> PinnedPeers:
         """Pin everybody in the roster that came with the first certificate; raises RefusedError (E-ID-14)."""
         roster = signed.verify(self.ca_pem, self.consortium)
         pins = {member.name: member.fingerprint for member in roster.members}
-        return Pins(self.path, self.ca_pem, self.consortium, signed, pins)
+        return PinnedPeers(self.path, self.ca_pem, self.consortium, signed, pins)
 
     def update(self, signed: SignedRoster, accept_additions: bool = True) -> RosterChange:
         """Take over a roster and save it.
@@ -93,7 +93,7 @@ class Pins:
 
     def _pin(self, signed: SignedRoster, pins: Mapping[str, str]) -> None:
         former = {n: f for n, f in {**self.former, **self.pins}.items() if n not in pins}
-        Pins(self.path, self.ca_pem, self.consortium, signed, pins, former).save()
+        PinnedPeers(self.path, self.ca_pem, self.consortium, signed, pins, former).save()
 
     def held(self) -> dict[str, Member]:
         """Give the members of the pinned roster whose present key this silo does not accept."""
@@ -136,7 +136,7 @@ class Pins:
         members = () if roster is None else roster.members
         return {m.name: m.certificate.encode() for m in members if known.pins.get(m.name) == m.fingerprint}
 
-    def load(self) -> Pins:
+    def load(self) -> PinnedPeers:
         """Read the file, empty where there is none; raises StateError (E-STATE-43) when it is damaged."""
         if not self.path.exists():
             return self
@@ -152,7 +152,7 @@ class Pins:
                 "E-STATE-43",
                 f"expected the pinned roster in {self.path}, found a damaged file; restore it from a backup",
             ) from None
-        return Pins(self.path, self.ca_pem, self.consortium, signed, pins, former)
+        return PinnedPeers(self.path, self.ca_pem, self.consortium, signed, pins, former)
 
     def save(self) -> None:
         """Write document, signature and pins at once."""
@@ -164,13 +164,13 @@ class Pins:
             "pins": dict(self.pins),
             "former": dict(self.former),
         }
-        keyfiles.write_public(self.path, json.dumps(raw, indent=1).encode())
+        private_files.write_public(self.path, json.dumps(raw, indent=1).encode())
 
     def _roster(self) -> Roster | None:
         return None if self.signed is None else self.signed.verify(self.ca_pem, self.consortium)
 
 
-def _decide(known: Pins, roster: Roster, accept_additions: bool) -> tuple[dict[str, str], RosterChange]:
+def _decide(known: PinnedPeers, roster: Roster, accept_additions: bool) -> tuple[dict[str, str], RosterChange]:
     names = {member.name for member in roster.members}
     kept = {name: fingerprint for name, fingerprint in known.pins.items() if name in names}
     added: list[str] = []
@@ -189,7 +189,7 @@ def _decide(known: Pins, roster: Roster, accept_additions: bool) -> tuple[dict[s
     return kept, RosterChange(roster.version, tuple(added), removed, tuple(rekeyed), held)
 
 
-def _objection(member: Member, known: Pins, accept_additions: bool) -> str | None:
+def _objection(member: Member, known: PinnedPeers, accept_additions: bool) -> str | None:
     had = known.pins.get(member.name, known.former.get(member.name))
     if had not in (None, member.fingerprint) and not renewed_from(member, known.consortium, had):
         return "E-ID-16: another key under a known name, without a signature of the key that is pinned"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey
-from silo.connection.retry import Stop
+from silo.connection.retry import CancelToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Check:
 
     key: TaskKey
     asked: pb.Preflight
-    stop: Stop = field(default_factory=Stop)
+    stop: CancelToken = field(default_factory=CancelToken)
 
     @classmethod
     def of(cls, asked: pb.Preflight) -> Check:

@@ -18,15 +18,15 @@ from protos.pki.identity import Address, PeerCertificate, certificate_fingerprin
 from protos.pki.invitation import InvitationToken
 from protos.pki.offline_signing import Admission, SigningRequest
 from protos.pki.roster import SignedRoster
-from protos.storage import private_files as keyfiles
+from protos.storage import private_files
 from protos.storage.private_files import Credentials
 from protos.tls.diagnosis import Diagnosis
-from silo.connection.channel import Dial, Line, Lines, dial_with
+from silo.connection.channel import Connection, ConnectionManager, Dial, dial_with
 from silo.connection.retry import translated
-from silo.events import Say, notice, trouble
+from silo.events import EmitEvent, error_event, event
 from silo.identity.credentials import explain
 from silo.identity.identity import SiloIdentity
-from silo.identity.pinned_peers import Pins
+from silo.identity.pinned_peers import PinnedPeers
 from silo.storage.home import Home
 
 CALL_S = 60.0
@@ -35,7 +35,11 @@ CALL_S = 60.0
 def pinned_version(identity: SiloIdentity) -> int:
     """Return the version of the roster that this silo has pinned, 0 before the first."""
     own = identity.load().identity
-    signed = Pins(identity.folder / "roster.json", identity.current_credentials().ca_pem, own.consortium).load().signed
+    signed = (
+        PinnedPeers(identity.folder / "roster.json", identity.current_credentials().ca_pem, own.consortium)
+        .load()
+        .signed
+    )
     return int(json.loads(signed.document)["version"]) if signed else 0
 
 
@@ -89,7 +93,7 @@ def _first_answer(
     """Ask one address after the other; raises what the last one had to say."""
     failure: FederationError = UnavailableError("E-NET-01", "the invitation names no address of the coordinator")
     for address in addresses:
-        line = Line.over(address, dial(address))
+        line = Connection.over(address, dial(address))
         try:
             return line.enrolment.Join(request, timeout=CALL_S)
         except grpc.RpcError as error:
@@ -110,8 +114,8 @@ def write_request(home: Home, out: Path, clock: Clock = utc_now) -> str:
     """
     home.make()
     asked = SiloIdentity(home.path, clock).signing_request()
-    keyfiles.write_public(out, SigningRequest(asked.csr_pem, asked.proof).pack().encode())
-    return certificates.fingerprint_of(certificates.p256(certificates.load_request(asked.csr_pem)))
+    private_files.write_public(out, SigningRequest(asked.csr_pem, asked.proof).to_json().encode())
+    return certificates.fingerprint_of(certificates.public_key(certificates.load_request(asked.csr_pem)))
 
 
 def install_signed(text: str, home: Home, authority: str | None, clock: Clock = utc_now) -> PeerCertificate:
@@ -121,7 +125,7 @@ def install_signed(text: str, home: Home, authority: str | None, clock: Clock = 
     Raises ConfigError (E-ID-31) on another file, RefusedError: E-ID-10 on another authority, E-ID-31 on a certificate
     that was not asked for here, E-ID-14 on a false roster.
     """
-    answer = Admission.unpack(text)
+    answer = Admission.from_json(text)
     if not answer.certificate_pem:
         raise ConfigError("E-ID-31", "expected an admission with a certificate, found a list of members alone")
     home.make()
@@ -140,20 +144,20 @@ def install_signed(text: str, home: Home, authority: str | None, clock: Clock = 
 
 
 @dataclass(slots=True)
-class Keeper:
+class MembershipMaintainer:
     """Keeps the membership in force while the service runs.
 
     moved: called after a renewal, so that the next session is opened with the new certificate.
     """
 
     identity: SiloIdentity
-    lines: Lines
-    say: Say
+    lines: ConnectionManager
+    say: EmitEvent
     moved: Callable[[], None]
     clock: Clock = utc_now
     _complained: str = field(default="")
 
-    def look(self) -> bool:
+    def renew_if_due(self) -> bool:
         """Renew the certificate when two thirds of its life are over; return whether it was renewed.
 
         A failure is told once and tried again at the next look; the certificate in force stays.
@@ -171,29 +175,27 @@ class Keeper:
         except FederationError as error:
             if str(error) != self._complained:
                 self._complained = str(error)
-                self.say(trouble(error))
+                self.say(error_event(error))
             return False
         self._complained = ""
         if answer.signed_roster:
-            self.follow(answer.signed_roster)
-        self.say(notice("renewed", f"certificate renewed until {peer.not_after:%Y-%m-%d}"))
+            self.apply_roster(answer.signed_roster)
+        self.say(event("renewed", f"certificate renewed until {peer.not_after:%Y-%m-%d}"))
         self.moved()
         return True
 
-    def follow(self, raw: bytes) -> None:
+    def apply_roster(self, raw: bytes) -> None:
         """Pin what a newer roster says, and tell what changed; raises RefusedError (E-ID-14) on a false one."""
         if not raw:
             return
         change = self.identity.update_roster(SignedRoster.unpack(raw))
         for verb, names in (("joined", change.added), ("left", change.removed), ("has a new key", change.rekeyed)):
             for name in names:
-                self.say(
-                    notice("roster", f"{name} {verb} (roster {change.version})", facts={"silo": name, "how": verb})
-                )
+                self.say(event("roster", f"{name} {verb} (roster {change.version})", facts={"silo": name, "how": verb}))
         for name, reason in change.held.items():
             remedy = f"compare fingerprints with that hospital, then: silo peers accept {name} FINGERPRINT"
             self.say(
-                notice("held", f"{name} is not accepted: {reason}; {remedy}", facts={"silo": name, "reason": reason})
+                event("held", f"{name} is not accepted: {reason}; {remedy}", facts={"silo": name, "reason": reason})
             )
 
 

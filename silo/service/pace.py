@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from fl_core.errors import ConfigError
-from silo.connection.retry import Stop
+from silo.connection.retry import CancelToken
 
 PULSE_FLOOR_S, PULSE_CEILING_S = 1.0, 300.0
 LONGEST_S = 86_400.0
@@ -62,8 +62,8 @@ class Pace:
         """Tell whether what a task made must not be spoken of yet."""
         return self.after > 0 and self.clock() < self._due_at(task)
 
-    def hold(self, task: Hashable, stop: Stop) -> None:
-        """Wait until the answer of a task may leave; raises StoppedError when it is given up meanwhile.
+    def hold(self, task: Hashable, stop: CancelToken) -> None:
+        """Wait until the answer of a task may leave; raises CancelledError when it is given up meanwhile.
 
         Guarantees: once its moment is set it stays, however often the task is given up and offered again; an answer
         that an earlier process made is held `after` seconds from this one's start.

@@ -9,30 +9,30 @@ from pathlib import Path
 
 from fl_core.datasets import Source
 from fl_core.errors import ConfigError
-from fl_core.rounds.silo_round import work
+from fl_core.rounds.silo_round import run_silo_round
 from privacy.profiles import PROFILES
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki.identity import Address
-from protos.storage.object_store import ObjectStore
+from protos.storage.object_store import ContributionStore
 from protos.storage.private_files import private_folder
 from protos.tls.diagnosis import Diagnosis
 from protos.version import PROTOCOL, software
-from silo.connection.channel import Dial, Lines, dial_with, explainer
-from silo.connection.control_client import Client
-from silo.connection.retry import Stop
-from silo.connection.transfer import Patience, Transfer, Witness
-from silo.events import Say, notice, trouble
+from silo.connection.channel import ConnectionManager, Dial, dial_with, explainer
+from silo.connection.control_client import ControlClient
+from silo.connection.retry import CancelToken
+from silo.connection.transfer import ReceiptVerifier, RetryPolicy, Transfer
+from silo.events import EmitEvent, error_event, event
 from silo.identity.identity import SiloIdentity
-from silo.service.enrolment import Keeper, pinned_version
+from silo.service.enrolment import MembershipMaintainer, pinned_version
 from silo.service.pace import PULSE_FLOOR_S, Pace
-from silo.service.task_queue import Desk
-from silo.service.task_runner import Worker
+from silo.service.task_queue import TaskQueue
+from silo.service.task_runner import TaskRunner
 from silo.storage.home import Home
 from silo.storage.outbox import Outbox
 from silo.storage.store import Store
-from silo.storage.tasks import Attested
-from silo.training.hospital_controls import Custody
-from silo.training.trainer import DataSource, Trainer, Work, choose_device
+from silo.storage.tasks import Attestation
+from silo.training.hospital_controls import HospitalControls
+from silo.training.trainer import DataSource, RunRound, Trainer, choose_device
 
 LOOK_S = 60.0
 
@@ -77,14 +77,14 @@ class Service:
     def __init__(
         self,
         settings: Settings,
-        say: Say,
-        patience: Patience | None = None,
+        say: EmitEvent,
+        patience: RetryPolicy | None = None,
         dial: Dial | None = None,
         explain: Callable[[Address], Diagnosis] | None = None,
-        do: Work = work,
+        do: RunRound = run_silo_round,
     ) -> None:
         self._say = say
-        self._patience = patience or Patience()
+        self._patience = patience or RetryPolicy()
         self._identity = SiloIdentity(settings.home.path)
         own = self._identity.load().identity
         self.name, self._consortium = own.name, own.consortium
@@ -94,9 +94,9 @@ class Service:
         self.store = Store(settings.home.database)
         self._instance = settings.home.begin_instance()
         credentials = self._identity.current_credentials
-        lines = Lines(settings.home.addresses(), dial or dial_with(credentials))
+        lines = ConnectionManager(settings.home.addresses(), dial or dial_with(credentials))
         greeted = threading.Event()
-        self._client = Client(
+        self._client = ControlClient(
             lines,
             self.store,
             self._hello,
@@ -107,29 +107,29 @@ class Service:
             greeted,
             pulse_floor=self._pace.pulse_floor,
         )
-        self._keeper = Keeper(self._identity, lines, say, self._client.renewed)
-        objects = ObjectStore(private_folder(settings.home.objects))
-        transfer = Transfer(lambda: lines.current().transfer, objects, self._patience, lambda e: say(trouble(e)))
-        self._desk = Desk(self.store, self._client.send, say)
-        self._custody = Custody(settings.home, self.store)
+        self._keeper = MembershipMaintainer(self._identity, lines, say, self._client.renewed)
+        objects = ContributionStore(private_folder(settings.home.objects))
+        transfer = Transfer(lambda: lines.current().transfer, objects, self._patience, lambda e: say(error_event(e)))
+        self._desk = TaskQueue(self.store, self._client.send, say)
+        self._custody = HospitalControls(settings.home, self.store)
         trainer = Trainer(self.name, source, self._custody, self._device, settings.prototypes, do)
         outbox = Outbox(self.store, objects, self.name)
-        self._worker = Worker(
-            self._desk, outbox, transfer, trainer, self._custody, self._witness, say, self._client.recycle, greeted,
+        self._worker = TaskRunner(
+            self._desk, outbox, transfer, trainer, self._custody, self._receipt_verifier, say, self._client.recycle, greeted,
             self._pace,
         )  # fmt: skip
-        self._stop, self._over, self._ended = Stop(), threading.Event(), threading.Event()
+        self._stop, self._over, self._ended = CancelToken(), threading.Event(), threading.Event()
         self.error: BaseException | None = None
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Begin to work; raises StateError (E-BUDGET-07, E-BUDGET-08) on a privacy ledger that lacks what it had."""
         for entry in self._custody.recover():
-            self._say(notice("recovered", f"{entry}: open after a restart, counted as spent", facts={"entry": entry}))
+            self._say(event("recovered", f"{entry}: open after a restart, counted as spent", facts={"entry": entry}))
         says = f"{self.name} of {self._consortium} serves {self._offer.name} data on {self._device}"
-        self._say(notice("serving", says, facts={"silo": self.name, "device": str(self._device)}))
+        self._say(event("serving", says, facts={"silo": self.name, "device": str(self._device)}))
         self._say(
-            notice(
+            event(
                 "privacy",
                 "privacy: each run's manifest decides, within this hospital's policy (silo policy show): under the "
                 "profile 'none' updates leave as exact float32 numbers, without noise and without mask, readable by "
@@ -164,7 +164,7 @@ class Service:
 
     def leave(self, reason: str) -> None:
         """Begin to end: take no more tasks, give training up, let an upload under way finish."""
-        self._desk.shut(reason)
+        self._desk.close(reason)
         self._over.set()
 
     def settled(self, seconds: float) -> bool:
@@ -194,7 +194,7 @@ class Service:
 
     def _keep(self) -> None:
         while not self._stop.is_set:
-            self._keeper.look()
+            self._keeper.renew_if_due()
             self._stop.wait(LOOK_S)
 
     def _hello(self) -> pb.Hello:
@@ -219,9 +219,9 @@ class Service:
         return offer
 
     def _welcomed(self, welcome: pb.Welcome) -> None:
-        self._custody.told(Attested.of(welcome.attested))
-        self._desk.nudge()
-        self._keeper.follow(welcome.signed_roster)
+        self._custody.record_attestation(Attestation.of(welcome.attested))
+        self._desk.retry_now()
+        self._keeper.apply_roster(welcome.signed_roster)
 
-    def _witness(self) -> Witness:
-        return Witness(self._identity.authority_pem(), self._consortium, self.name)
+    def _receipt_verifier(self) -> ReceiptVerifier:
+        return ReceiptVerifier(self._identity.authority_pem(), self._consortium, self.name)

@@ -10,8 +10,8 @@ from fl_core.errors import FederationError, ProtocolError, RefusedError
 from fl_core.errors.catalogue import EXPLANATIONS
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey
-from silo.connection.retry import Stop
-from silo.events import Say, notice
+from silo.connection.retry import CancelToken
+from silo.events import EmitEvent, event
 from silo.service.check import Check
 from silo.storage.store import Store
 
@@ -25,10 +25,10 @@ class Task:
 
     key: TaskKey
     offer: pb.Offer
-    stop: Stop = field(default_factory=Stop)
+    stop: CancelToken = field(default_factory=CancelToken)
 
 
-class Desk:
+class TaskQueue:
     """The silo's side of the control plane; called by the session's thread and by the worker's.
 
     Guarantees: an offer that is seen twice is worked on once; a later round of a run supersedes an earlier one; a task
@@ -36,7 +36,7 @@ class Desk:
     settled when it has ended.
     """
 
-    def __init__(self, store: Store, send: Send, say: Say) -> None:
+    def __init__(self, store: Store, send: Send, say: EmitEvent) -> None:
         self._store = store
         self._send = send
         self._say = say
@@ -51,7 +51,7 @@ class Desk:
         self._shut = False
         self._undecided: set[str] = set()
         self._pulse = self._seen = pb.Pulse(activity=pb.IDLE)
-        self.untidy = threading.Event()
+        self.cleanup_needed = threading.Event()
 
     # ---- from the coordinator ----------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class Desk:
             if first is not None and not self._shut:
                 self._current = self._checks.pop(first)
                 return self._current
-            key = next((k for k in self._waiting if not self._held(k)), None)
+            key = next((k for k in self._waiting if not self._is_blocked(k)), None)
             if key is None or self._shut:
                 return None
             self._current = Task(key, self._waiting.pop(key))
@@ -154,16 +154,16 @@ class Desk:
     def held(self) -> bool:
         """Tell whether a task waits for the close of the round before it, which the coordinator has not named yet."""
         with self._lock:
-            return any(self._early(key) for key in self._waiting)
+            return any(self._awaits_previous_close(key) for key in self._waiting)
 
-    def _held(self, key: TaskKey) -> bool:
+    def _is_blocked(self, key: TaskKey) -> bool:
         """Tell whether a task must wait: for a close, or for the hospital's decision."""
-        return self._undecided_on(key) or self._early(key)
+        return self._undecided_on(key) or self._awaits_previous_close(key)
 
     def _undecided_on(self, key: TaskKey) -> bool:
         return key.run_id in self._undecided and self._store.approvals.waits(key.run_id)
 
-    def _early(self, key: TaskKey) -> bool:
+    def _awaits_previous_close(self, key: TaskKey) -> bool:
         """Tell whether a state of an earlier round waits for its close: it decides what this round starts from."""
         return any(
             e.key.run_id == key.run_id and e.key.round < key.round and e.state_digest for e in self._store.outbox()
@@ -180,7 +180,7 @@ class Desk:
             if task.key.run_id in self._ending:
                 self._leave(self._ending.pop(task.key.run_id))
 
-    def hold(self, task: Task | Check) -> bool:
+    def defer(self, task: Task | Check) -> bool:
         """Put a task or a preflight back until the hospital has decided about its run; tell whether that is news.
 
         The coordinator gets no answer before, and sees what the silo waits for.
@@ -213,7 +213,7 @@ class Desk:
             else:
                 self._refused[task.key, task.offer.base_digest] = error
                 self._answer(task.key, error)
-        self._say(notice("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
+        self._say(event("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
 
     def note(
         self, task: Task | Check, activity: pb.Activity.ValueType, done: int = 0, total: int = 0, quiet: bool = False
@@ -225,13 +225,13 @@ class Desk:
             self._seen = pb.Pulse(activity=activity, run_id=run, round=round, done=done, total=total)
             self._pulse = told if quiet else self._seen
 
-    def nudge(self) -> None:
+    def retry_now(self) -> None:
         """Let the task under way try again now instead of sleeping on: the coordinator has just been heard."""
         with self._lock:
             if self._current is not None:
-                self._current.stop.nudge()
+                self._current.stop.wake()
 
-    def shut(self, reason: str) -> None:
+    def close(self, reason: str) -> None:
         """Take no more tasks and give the present one up; an upload under way may finish."""
         with self._lock:
             self._shut = True
@@ -252,13 +252,13 @@ class Desk:
     def _settle(self, key: TaskKey, included: bool) -> None:
         if self._store.close(key, included):
             self._say(
-                notice("closed", f"{key} closed, {'' if included else 'not '}included", key, {"included": included})
+                event("closed", f"{key} closed, {'' if included else 'not '}included", key, {"included": included})
             )
         if (self._pulse.run_id, self._pulse.round) == (key.run_id, key.round):
             self._pulse = pb.Pulse(activity=pb.IDLE)
         self._refused = {name: error for name, error in self._refused.items() if name[0] != key}
         self._send(pb.SiloMessage(settled=pb.Settled(run_id=key.run_id, round=key.round, kind=key.wire_kind)))
-        self.untidy.set()
+        self.cleanup_needed.set()
 
     def _leave(self, ended: pb.RunEnded) -> None:
         self._store.end_run(ended.run_id, ended.state, ended.reason)
@@ -267,8 +267,8 @@ class Desk:
         self._refused = {name: error for name, error in self._refused.items() if name[0].run_id != ended.run_id}
         why = f": {ended.reason}" if ended.reason else ""
         facts = {"run": ended.run_id, "state": ended.state, "reason": ended.reason}
-        self._say(notice("ended", f"run {ended.run_id} {ended.state}{why}", facts=facts))
-        self.untidy.set()
+        self._say(event("ended", f"run {ended.run_id} {ended.state}{why}", facts=facts))
+        self.cleanup_needed.set()
 
 
 _SPOKEN = ("E-RUN", "E-WIRE", "E-PRIV", "E-ID", "E-TLS", "E-NET")

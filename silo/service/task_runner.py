@@ -14,41 +14,41 @@ from fl_core.rounds.manifest import RunManifest
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
-from silo.connection.retry import StoppedError
-from silo.connection.transfer import Transfer, Witness
-from silo.events import Say, notice, trouble
+from silo.connection.retry import CancelledError
+from silo.connection.transfer import ReceiptVerifier, Transfer
+from silo.events import EmitEvent, error_event, event
 from silo.service.check import Check
 from silo.service.pace import Pace
-from silo.service.task_queue import Desk, Task
-from silo.storage.outbox import Outbox, Staging
-from silo.storage.tasks import Entry
+from silo.service.task_queue import Task, TaskQueue
+from silo.storage.outbox import Outbox, PendingEntry
+from silo.storage.tasks import OutboxEntry
 from silo.training import measured, preflight
-from silo.training.hospital_controls import Custody
+from silo.training.hospital_controls import HospitalControls
 from silo.training.trainer import PreparedRun, Trainer
 
 IDLE_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class _UndecidedError(Exception):
+class _AwaitingApprovalError(Exception):
     """The hospital has not decided about the run yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class TaskRunner:
     """Everything that one task needs; `run` is the body of the working thread.
 
     witness: read for each use, since the identity may be renewed. recycle: asks for a new session, in which the
     coordinator names every round that was closed.
     """
 
-    desk: Desk
+    desk: TaskQueue
     outbox: Outbox
     transfer: Transfer
     trainer: Trainer
-    custody: Custody
-    witness: Callable[[], Witness]
-    say: Say
+    custody: HospitalControls
+    witness: Callable[[], ReceiptVerifier]
+    say: EmitEvent
     recycle: Callable[[], None]
     greeted: threading.Event
     """Set by the client when a session began: the moment to ask for receipts that were lost."""
@@ -67,12 +67,12 @@ class Worker:
                     self._check(task)
                 else:
                     self._do(task)
-            except _UndecidedError:
-                if self.desk.hold(task):
+            except _AwaitingApprovalError:
+                if self.desk.defer(task):
                     said = f"{task.key.run_id} waits for the hospital's decision: silo approve {task.key.run_id}"
-                    self.say(notice("approval", said, task.key))
-            except StoppedError as error:
-                self.say(notice("stopped", f"{task.key}: {error.reason}", task.key, {"reason": error.reason}))
+                    self.say(event("approval", said, task.key))
+            except CancelledError as error:
+                self.say(event("stopped", f"{task.key}: {error.reason}", task.key, {"reason": error.reason}))
             except FederationError as error:
                 self.desk.refuse(task, error)
             except Exception as error:  # a library's, a full disk's: the coordinator must know, the service goes on
@@ -81,7 +81,7 @@ class Worker:
                 self.desk.refuse(task, StateError("E-RUN-31", f"the task failed at this silo: {cause}"))
             finally:
                 self.desk.finish(task)
-                self._tidy()
+                self._clean_up()
 
     def _check(self, check: Check) -> None:
         """Say before round 0 whether the whole run can be done here; nothing is charged and nothing released."""
@@ -97,13 +97,13 @@ class Worker:
             raise
         self.outbox.store.note_run(key.run_id, run.manifest.name, digest)
         self.desk.ready(check)
-        self.say(notice("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
+        self.say(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
 
     def _do(self, task: Task) -> None:
         """Send the update that is in the outbox, or make it first."""
         entry = self.outbox.find(task.key, task.offer.base_digest)
         if entry is None:
-            made = self._make(task)
+            made = self._train(task)
             try:
                 self._send(task, made.entry, made.finish)
             finally:
@@ -115,7 +115,7 @@ class Worker:
         self.desk.accept(task)
         self._send(task, entry, lambda: None)
 
-    def _make(self, task: Task) -> Staging:
+    def _train(self, task: Task) -> PendingEntry:
         """Train, and write the result; of a private run all of it is on the disk before anything leaves."""
         offer, key = task.offer, task.key
         self.desk.note(task, pb.FETCHING)
@@ -124,14 +124,14 @@ class Worker:
         self.desk.accept(task)
         base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, self._meter(task, pb.FETCHING))
         msg = codec.read_state(base)
-        self.say(notice("training", f"{key} of {name}: training", key, {"name": name}))
+        self.say(event("training", f"{key} of {name}: training", key, {"name": name}))
         self.desk.note(task, pb.TRAINING)
         state = self.outbox.state(key.run_id)
         meter = self._meter(task, pb.TRAINING, quiet=private)
         self.pace.begin((key, offer.base_digest), private)
         try:
             done = self.trainer.train(prepared, key, offer.cohort, msg, state, meter)
-        except StoppedError:
+        except CancelledError:
             raise
         except Exception:
             self.pace.hold((key, offer.base_digest), task.stop)  # when it went wrong is no news either
@@ -139,9 +139,9 @@ class Worker:
         task.stop.check()
         attested = self.custody.attested()
 
-        def tell(entry: Entry) -> None:
+        def tell(entry: OutboxEntry) -> None:
             facts = measured.facts(done.evaluation) | {"bytes": entry.size}
-            self.say(notice("staged", f"{key}: {measured.sentence(done.evaluation)}", key, facts))
+            self.say(event("staged", f"{key}: {measured.sentence(done.evaluation)}", key, facts))
 
         made = self.outbox.begin(key, offer.manifest_digest, offer.base_digest, done, attested, tell)
         if prepared.ledger is not None:
@@ -161,7 +161,7 @@ class Worker:
     def _agreement(self, task: Task | Check, digest: str) -> CompiledRun:
         """Fetch the manifest of a run that the hospital takes part in.
 
-        Raises RefusedError (E-RUN-33) when a run comes back under another manifest, and as `Custody.admit` before any
+        Raises RefusedError (E-RUN-33) when a run comes back under another manifest, and as `HospitalControls.admit` before any
         data is loaded.
         """
         run_id = task.key.run_id
@@ -173,10 +173,10 @@ class Worker:
         path = self.transfer.fetch(digest, 0, task.stop, self._meter(task, pb.FETCHING))
         run = self.custody.admit(run_id, _read_manifest(path, digest))
         if run is None:
-            raise _UndecidedError
+            raise _AwaitingApprovalError
         return run
 
-    def _send(self, task: Task, entry: Entry, ready: Callable[[], None]) -> None:
+    def _send(self, task: Task, entry: OutboxEntry, ready: Callable[[], None]) -> None:
         """Upload until the receipt is here; what the coordinator refuses waits for the round's close.
 
         ready: called before the commit, and before the refusal of an update is noted.
@@ -189,7 +189,7 @@ class Worker:
             receipt = self.transfer.upload(entry, self.outbox.bundle(entry), self.witness(), task.stop, meter, ready)
         except FederationError as error:
             # Nobody refuses an update by the certificate that brings it: that one comes again once it is repaired.
-            if not isinstance(error, StoppedError) and not error.code.startswith(("E-ID", "E-TLS")):
+            if not isinstance(error, CancelledError) and not error.code.startswith(("E-ID", "E-TLS")):
                 ready()
                 self.outbox.store.refuse(entry.key, str(error))
                 self.recycle()
@@ -197,12 +197,12 @@ class Worker:
         ready()  # also where it was taken before, and no commit was asked for
         self.outbox.store.deliver(entry.key, receipt)
         self.desk.note(task, pb.WAITING)
-        self.say(notice("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
+        self.say(event("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
 
     def _meter(
         self, task: Task | Check, activity: pb.Activity.ValueType, checked: bool = True, quiet: bool = False
     ) -> Callable[[int, int], None]:
-        """Make a progress callback; it ends training where it is when the task is given up. quiet: see `Desk.note`."""
+        """Make a progress callback; it ends training where it is when the task is given up. quiet: see `TaskQueue.note`."""
 
         def moved(done: int, total: int) -> None:
             if checked:
@@ -219,18 +219,18 @@ class Worker:
                 try:
                     receipt = self.transfer.proof(entry, self.witness())
                 except FederationError as error:
-                    self.say(trouble(error))
+                    self.say(error_event(error))
                     return
                 if receipt is not None:
                     self.outbox.store.deliver(entry.key, receipt)
         if self.desk.held():
             self.recycle()
-        self._tidy()
+        self._clean_up()
 
-    def _tidy(self) -> None:
+    def _clean_up(self) -> None:
         """Delete files that nothing refers to; only this thread writes any."""
-        if self.desk.untidy.is_set():
-            self.desk.untidy.clear()
+        if self.desk.cleanup_needed.is_set():
+            self.desk.cleanup_needed.clear()
             self.outbox.sweep()
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from fl_core.errors import ConfigError, StateError
 from protos.pki.identity import Address
-from protos.storage import private_files as keyfiles
+from protos.storage import private_files
 
 VARIABLE = "CONSILIUM_SILO_HOME"
 LEDGER, LEDGER_KEY = "CONSILIUM_SILO_LEDGER", "CONSILIUM_SILO_LEDGER_KEY"
@@ -34,7 +34,7 @@ def default_home() -> Path:
     return Path(named).expanduser() if named else Path.home() / ".consilium" / "silo"
 
 
-class Instance(NamedTuple):
+class ProcessInstance(NamedTuple):
     """A running service, and the one before it on the same home; empty when there was none."""
 
     id: str
@@ -49,7 +49,7 @@ class Home:
 
     def make(self) -> Home:
         """Create the folder, for its owner alone; raises StateError (E-STATE-42) when others may enter it."""
-        keyfiles.private_folder(self.path)
+        private_files.private_folder(self.path)
         return self
 
     @property
@@ -79,7 +79,7 @@ class Home:
         said = {"ledger": str(ledger.expanduser().absolute())}
         if key is not None:
             said["key"] = str(key.expanduser().absolute())
-        keyfiles.write_private(self.path / "ledger.json", json.dumps(said).encode())
+        private_files.write_private(self.path / "ledger.json", json.dumps(said).encode())
 
     def _placed(self) -> dict[str, str]:
         path = self.path / "ledger.json"
@@ -121,7 +121,7 @@ class Home:
 
     def write_addresses(self, addresses: tuple[Address, ...]) -> None:
         """Remember where the coordinator is."""
-        keyfiles.write_public(self.path / "addresses.json", json.dumps([str(a) for a in addresses]).encode())
+        private_files.write_public(self.path / "addresses.json", json.dumps([str(a) for a in addresses]).encode())
 
     def addresses(self) -> tuple[Address, ...]:
         """Read where the coordinator is; raises StateError (E-STATE-44) before `silo join`."""
@@ -136,7 +136,7 @@ class Home:
             )
         return found
 
-    def begin_instance(self) -> Instance:
+    def begin_instance(self) -> ProcessInstance:
         """Name the service that starts now, and the last one here, whose place it takes at the coordinator.
 
         Guarantees: a copy of a home, on this machine or another, does not continue the original's instance.
@@ -148,8 +148,8 @@ class Home:
             previous = str(last["id"]) if last["place"] == place else ""
         except (OSError, ValueError, KeyError, TypeError):
             previous = ""  # nobody served here before
-        now = Instance(secrets.token_hex(16), previous)
-        keyfiles.write_public(path, json.dumps({"id": now.id, "place": place}).encode())
+        now = ProcessInstance(secrets.token_hex(16), previous)
+        private_files.write_public(path, json.dumps({"id": now.id, "place": place}).encode())
         return now
 
     @contextmanager

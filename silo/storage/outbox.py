@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_core.types.values import Bundle, State, TaskKind
-from protos.storage.object_store import ObjectStore
+from protos.storage.object_store import ContributionStore
 from protos.wire import codec
 from protos.wire.tasks import TaskKey, contribution_id
 from silo.storage.store import Store
-from silo.storage.tasks import Attested, Entry, Evaluation
+from silo.storage.tasks import Attestation, Evaluation, OutboxEntry
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class TrainingResult:
     """What training gives: the bundle that may leave, the state that stays, and what was measured on the way.
 
     mirrored: the method's server keeps a sum of such states, so this one counts only if the bundle is included.
@@ -29,14 +29,14 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Staging:
+class PendingEntry:
     """A finished update whose files are written, and on their way to the disk; it is entered as soon as they are there.
 
     Its bytes may be sent meanwhile: until they are committed the coordinator takes another update in their place, so a
     crash here costs the training and nothing else. `finish` comes before the commit.
     """
 
-    entry: Entry
+    entry: OutboxEntry
     _entered: Future[None]
 
     def finish(self) -> None:
@@ -49,12 +49,17 @@ class Outbox:
     """Finished updates of one silo. Files first, then the one row that makes them count."""
 
     store: Store
-    objects: ObjectStore
+    objects: ContributionStore
     silo: str
 
     def stage(
-        self, key: TaskKey, manifest_digest: str, base_digest: str, done: Finished, attested: Attested | None = None
-    ) -> Entry:
+        self,
+        key: TaskKey,
+        manifest_digest: str,
+        base_digest: str,
+        done: TrainingResult,
+        attested: Attestation | None = None,
+    ) -> OutboxEntry:
         """Write bundle and next state to the disk (fsync, rename), then the entry; attested: what goes with it.
 
         Guarantees: when this returns, a crash loses nothing; a crash before leaves no entry, only files to sweep.
@@ -68,11 +73,11 @@ class Outbox:
         key: TaskKey,
         manifest_digest: str,
         base_digest: str,
-        done: Finished,
-        attested: Attested | None = None,
-        then: Callable[[Entry], None] = lambda _: None,
-    ) -> Staging:
-        """Write bundle and next state, and have a thread bring them to the disk; see `Staging`.
+        done: TrainingResult,
+        attested: Attestation | None = None,
+        then: Callable[[OutboxEntry], None] = lambda _: None,
+    ) -> PendingEntry:
+        """Write bundle and next state, and have a thread bring them to the disk; see `PendingEntry`.
 
         then: called once the update is entered.
         """
@@ -80,7 +85,7 @@ class Outbox:
         if key.kind is TaskKind.TRAIN:
             staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file), sync=False)
         bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file), sync=False)
-        entry = Entry(
+        entry = OutboxEntry(
             key,
             manifest_digest,
             base_digest,
@@ -89,7 +94,7 @@ class Outbox:
             size,
             staged,
             mirrored=done.mirrored,
-            attested=attested or Attested(),
+            attested=attested or Attestation(),
         )
 
         def enter() -> None:
@@ -100,14 +105,14 @@ class Outbox:
         beside = ThreadPoolExecutor(1, thread_name_prefix="stage")
         entered = beside.submit(enter)
         beside.shutdown(wait=False)
-        return Staging(entry, entered)
+        return PendingEntry(entry, entered)
 
-    def find(self, key: TaskKey, base_digest: str) -> Entry | None:
+    def find(self, key: TaskKey, base_digest: str) -> OutboxEntry | None:
         """Return the update that was made for this task from this base, if there is one."""
         entry = self.store.entry(key)
         return entry if entry and entry.base_digest == base_digest else None
 
-    def bundle(self, entry: Entry) -> Path:
+    def bundle(self, entry: OutboxEntry) -> Path:
         """Give the file to send; raises StateError (E-STATE-63) when the disk no longer holds what was written."""
         return self.objects.verified(entry.object_digest)
 

@@ -23,7 +23,7 @@ from protos.storage.sqlite import Database
 from protos.wire.tasks import TaskKey
 from silo.storage.approvals import Approvals
 from silo.storage.schema import IN_EVERY_VERSION, MIGRATIONS, bases, contact, metadata, runs, tasks
-from silo.storage.tasks import Attested, Entry, Evaluation, further
+from silo.storage.tasks import Attestation, Evaluation, OutboxEntry, further
 
 ENDED_RUNS = 3
 BASES_PER_RUN = 2
@@ -122,7 +122,7 @@ class Store:
 
     # ---- tasks -------------------------------------------------------------------------------------------------
 
-    def stage(self, entry: Entry, evaluation: Evaluation) -> None:
+    def stage(self, entry: OutboxEntry, evaluation: Evaluation) -> None:
         """Take a finished update into the outbox; its files are on disk already."""
         values = {
             "manifest_digest": entry.manifest_digest,
@@ -170,13 +170,13 @@ class Store:
                 db.execute(commit.on_conflict_do_update(index_elements=["run_id"], set_=state, where=earlier))
             return True
 
-    def entry(self, key: TaskKey) -> Entry | None:
+    def entry(self, key: TaskKey) -> OutboxEntry | None:
         """Return the outbox entry of a task whose round is open."""
         with self.database.read() as db:
             row = _task(db, key)
         return _entry(row) if row and row.closed is None and row.staged is not None else None
 
-    def outbox(self) -> list[Entry]:
+    def outbox(self) -> list[OutboxEntry]:
         """Return all outbox entries, oldest first."""
         with self.database.read() as db:
             return [_entry(row) for row in db.execute(select(tasks).where(_IS_OPEN).order_by(tasks.c.staged))]
@@ -187,21 +187,21 @@ class Store:
             row = _task(db, key)
         return row is not None and row.closed is not None
 
-    def unproven(self) -> list[Entry]:
+    def unproven(self) -> list[OutboxEntry]:
         """Return the tasks that were included but whose receipt was lost with a connection."""
         lost = tasks.c.included.is_(True), tasks.c.receipt.is_(None), tasks.c.contribution_id != ""
         with self.database.read() as db:
             return [_entry(row) for row in db.execute(select(tasks).where(*lost))]
 
-    def attested(self) -> list[Attested]:
+    def attested(self) -> list[Attestation]:
         """Return all that went with updates of this silo, the furthest end of the ledger first."""
         with self.database.read() as db:
             found = db.scalars(select(tasks.c.attested).where(tasks.c.attested != ""))
-            return sorted((Attested(*json.loads(row)) for row in found), key=further, reverse=True)
+            return sorted((Attestation(*json.loads(row)) for row in found), key=further, reverse=True)
 
-    def newest_attested(self) -> Attested:
+    def newest_attested(self) -> Attestation:
         """Return the furthest end of the ledger that any update of this silo went with."""
-        return next(iter(self.attested()), Attested())
+        return next(iter(self.attested()), Attestation())
 
     # ---- the rest ----------------------------------------------------------------------------------------------
 
@@ -225,13 +225,13 @@ class Store:
                 digests |= {task.object_digest} | ({task.state_digest} if task.state_digest else set())
             return digests
 
-    def met(self, address: str, software: str) -> None:
+    def record_contact(self, address: str, software: str) -> None:
         """Note that a session began."""
         now = {"address": address, "software": software, "since": self._clock(), "until": None, "why": ""}
         with self.database.write() as db:
             _put(db, contact, {"id": 1}, now)
 
-    def parted(self, why: str) -> None:
+    def record_departure(self, why: str) -> None:
         """Note that the session ended, or could not be opened."""
         now = self._clock()
         row = upsert(contact).values(id=1, until=now, why=why)
@@ -292,8 +292,8 @@ def _key(row: Row[tuple[object, ...]]) -> TaskKey:
     return TaskKey(row.run_id, row.round, TaskKind(row.kind))
 
 
-def _entry(row: Row[tuple[object, ...]]) -> Entry:
-    return Entry(
+def _entry(row: Row[tuple[object, ...]]) -> OutboxEntry:
+    return OutboxEntry(
         _key(row),
         row.manifest_digest,
         row.base_digest,
@@ -304,7 +304,7 @@ def _entry(row: Row[tuple[object, ...]]) -> Entry:
         row.receipt,
         row.refused,
         row.mirrored,
-        Attested(*json.loads(row.attested)) if row.attested else Attested(),
+        Attestation(*json.loads(row.attested)) if row.attested else Attestation(),
     )
 
 

@@ -23,7 +23,7 @@ class Evaluation:
     noise: EvaluationNoise | None = None
 
 
-class Attested(NamedTuple):
+class Attestation(NamedTuple):
     """What this hospital states with an update: SHA-256 of its policy, and the end of its ledger; empty without.
 
     sealed: what the ledger has spent, hex, for the hospital alone to read   restored: how often it was restored.
@@ -43,7 +43,7 @@ class Attested(NamedTuple):
         )  # fmt: skip
 
     @classmethod
-    def of(cls, message: pb.Attestation) -> Attested:
+    def of(cls, message: pb.Attestation) -> Attestation:
         """Read a message."""
         return cls(
             message.policy_digest, message.ledger_seq, message.ledger_head, message.ledger_sealed.hex(),
@@ -51,16 +51,16 @@ class Attested(NamedTuple):
         )  # fmt: skip
 
 
-def further(attested: Attested) -> tuple[int, int]:
+def further(attested: Attestation) -> tuple[int, int]:
     """Return what orders ends of a ledger in time: after a restoration the numbers of events begin lower again."""
     return attested.restored, attested.seq
 
 
-NOTHING_ATTESTED = Attested()
+NO_ATTESTATION = Attestation()
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class OutboxEntry:
     """A finished task whose round is not known to be closed: the bundle on disk, and the state that waits with it.
 
     state_digest is None for an evaluation, which changes no state. receipt holds the signed receipt once it is here;
@@ -78,4 +78,4 @@ class Entry:
     receipt: bytes | None = None
     refused: str | None = None
     mirrored: bool = True
-    attested: Attested = NOTHING_ATTESTED
+    attested: Attestation = NO_ATTESTATION

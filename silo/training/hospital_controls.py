@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 from fl_core.datasets import SiloDataset
 from fl_core.errors import FederationError, RefusedError, StateError
 from fl_core.rounds.manifest import RunManifest
-from fl_core.types.interfaces import Doors
+from fl_core.types.interfaces import DataFactory
 from privacy.accounting.accountant import Filter
 from privacy.compiled_run import CompiledRun
-from privacy.ledger.hash_chain import Head
+from privacy.ledger.hash_chain import ChainHead
 from privacy.policy import BY_HAND, Policy
 from privacy.release_log import InMemoryReleaseLog
-from protos.storage import private_files as keyfiles
+from protos.storage import private_files
 from silo.storage.home import Home
 from silo.storage.store import Store
-from silo.storage.tasks import Attested, further
+from silo.storage.tasks import Attestation, further
 from silo.training import policy_in_force
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Custody:
+class HospitalControls:
     """The hospital's side of every run. Nothing that comes over the network changes it."""
 
     home: Home
@@ -62,12 +62,12 @@ class Custody:
         except RefusedError:
             return True
 
-    def attested(self) -> Attested:
+    def attested(self) -> Attestation:
         """Return what goes with an update that is made now."""
         if not self.home.ledger.exists():
-            return Attested(self.policy_digest())
+            return Attestation(self.policy_digest())
         head, sealed, restored = self.ledger.statement()
-        return Attested(self.policy_digest(), head.seq, head.hash if head.seq else "", sealed.hex(), restored)
+        return Attestation(self.policy_digest(), head.seq, head.hash if head.seq else "", sealed.hex(), restored)
 
     def recover(self) -> list[str]:
         """Look after the ledger at the service's start: verify all of it, count what was left open; return that.
@@ -75,55 +75,55 @@ class Custody:
         Raises StateError: E-BUDGET-07 on a ledger that was edited, E-BUDGET-08 on one that lacks what
         others have seen.
         """
-        seen = self.seen()
+        seen = self.latest_attestation()
         if seen.seq or self.home.ledger.exists():
-            self.ledger.verify(Head(seen.seq, seen.head))
+            self.ledger.verify(ChainHead(seen.seq, seen.head))
         return self.ledger.recover() if self.home.ledger.exists() else []
 
-    def seen(self) -> Attested:
+    def latest_attestation(self) -> Attestation:
         """Return the furthest end of the ledger that others have seen, as far as this home remembers."""
         return max(self._told(), self.store.newest_attested(), key=further)
 
-    def all_seen(self) -> list[Attested]:
+    def all_attestations(self) -> list[Attestation]:
         """Return every end of the ledger that others have seen."""
         return [self._told(), *self.store.attested()]
 
-    def _told(self) -> Attested:
+    def _told(self) -> Attestation:
         try:
-            return Attested(*json.loads(self.home.attested.read_text()))
+            return Attestation(*json.loads(self.home.attested.read_text()))
         except (OSError, ValueError, TypeError):
-            return Attested()  # the coordinator never reminded this home of anything
+            return Attestation()  # the coordinator never reminded this home of anything
 
-    def told(self, seen: Attested) -> None:
+    def record_attestation(self, seen: Attestation) -> None:
         """Take what the coordinator remembers of this hospital's ledger; raises as `check`.
 
         Raises StateError (E-BUDGET-18) on what this hospital never stated: it would burn budget to restore that.
         """
-        if further(seen) > further(self.seen()):
+        if further(seen) > further(self.latest_attestation()):
             self._require_own(seen)
-            keyfiles.write_private(self.home.attested, json.dumps(seen).encode())
+            private_files.write_private(self.home.attested, json.dumps(seen).encode())
         self.check(seen)
 
-    def _require_own(self, seen: Attested) -> None:
+    def _require_own(self, seen: Attestation) -> None:
         from privacy.reports.sealed import opened
 
         if not self.home.ledger.exists() and not self.home.ledger_key.exists():
             return  # all is lost: the coordinator's word is all there is
         sealed = bytes.fromhex(seen.sealed)
-        known = opened(self.ledger.secret, Head(seen.seq, seen.head), seen.restored, sealed) is not None
+        known = opened(self.ledger.secret, ChainHead(seen.seq, seen.head), seen.restored, sealed) is not None
         if not known and (sealed or any(a.sealed for a in self.store.attested())):
             raise StateError(
                 "E-BUDGET-18",
                 f"expected what this hospital stated of its ledger, found event {seen.seq}, which is not under its key",
             )
 
-    def check(self, seen: Attested) -> None:
+    def check(self, seen: Attestation) -> None:
         """Raise StateError (E-BUDGET-07, E-BUDGET-08) where events were edited, or lack what others have seen.
 
         Only what is new since the last look is read.
         """
         if seen.seq or self.home.ledger.exists():
-            self.ledger.require(Head(seen.seq, seen.head))
+            self.ledger.require(ChainHead(seen.seq, seen.head))
 
     def admit(self, run_id: str, manifest: RunManifest) -> CompiledRun | None:
         """Hold a run against the policy and return what it is; None while the hospital has not decided about it.
@@ -140,7 +140,7 @@ class Custody:
                 policy.require_collections(self.ledger.collections())
             if policy.runs.approve != BY_HAND:
                 return run
-            decided = self.store.approvals.ask(run_id, manifest.digest(), manifest.name, asks(run))
+            decided = self.store.approvals.ask(run_id, manifest.digest(), manifest.name, describe_request(run))
             if decided is False:
                 raise RefusedError("E-POLICY-07", f"the hospital decided against run {run_id}")
         except RefusedError as error:
@@ -156,7 +156,7 @@ class Custody:
 
     def access(
         self, run: CompiledRun, index: int, dataset: SiloDataset, declared: float = 0.0
-    ) -> tuple[Doors, RunLedger | None, bool]:
+    ) -> tuple[DataFactory, RunLedger | None, bool]:
         """Return what opens the examples to a run, the ledger of a private one, and whether prototypes may leave.
 
         declared: the size that this hospital declared, 0 where it declared none.
@@ -187,7 +187,7 @@ class Custody:
             self.ledger.note_refusal(run, error.code)
 
 
-def asks(run: CompiledRun) -> str:
+def describe_request(run: CompiledRun) -> str:
     """Say what a run asks of the hospital, for whoever decides about it."""
     manifest, profile = run.manifest, run.profile
     what = f"{manifest.method.name} on {manifest.data}, {manifest.rounds} rounds"

@@ -9,7 +9,7 @@ import shlex
 from fl_core.errors import RefusedError, StateError
 from privacy import policy_file
 from privacy.policy import Policy
-from protos.storage import private_files as keyfiles
+from protos.storage import private_files
 from silo.storage.home import Home
 
 UNUSABLE = ("E-POLICY-01", "E-POLICY-10", "E-POLICY-13")
@@ -25,7 +25,7 @@ def in_force(home: Home) -> Policy:
     if policy.digest:
         if not home.had_policy.exists():
             with contextlib.suppress(OSError, StateError):  # a home that cannot be written is used as before
-                keyfiles.write_private(home.had_policy, b"")
+                private_files.write_private(home.had_policy, b"")
     elif home.had_policy.exists():
         raise RefusedError(
             "E-POLICY-13",

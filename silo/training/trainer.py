@@ -15,29 +15,29 @@ from fl_core import datasets
 from fl_core.aggregation import adaptive_guards
 from fl_core.datasets import SiloDataset
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, StateError
-from fl_core.rounds import sampling as cohort
+from fl_core.rounds import sampling
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.silo_round import Bench, SiloRound, work
+from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round
 from fl_core.training.devices import choose_device as choose_device
-from fl_core.types.interfaces import Doors, SiloData
+from fl_core.types.interfaces import DataFactory, LocalData
 from fl_core.types.values import Progress, RoundContext, State, TaskKind
 from privacy import profiles
-from privacy.accounting.record_config import nominal
+from privacy.accounting.record_config import round_to_two_digits
 from privacy.compiled_run import CompiledRun
-from privacy.dp_sgd.class_sums import Units
+from privacy.dp_sgd.class_sums import PrivacyUnits
 from protos.version import software
 from protos.wire.tasks import TaskKey
-from silo.connection.retry import StoppedError
-from silo.storage.outbox import Finished
+from silo.connection.retry import CancelledError
+from silo.storage.outbox import TrainingResult
 from silo.storage.tasks import Evaluation
-from silo.training.hospital_controls import Custody
+from silo.training.hospital_controls import HospitalControls
 
 if TYPE_CHECKING:
     from privacy.ledger.run_ledger import RunLedger
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[Bench, State, State | None, SiloData, RoundContext, TaskKind], SiloRound]
+RunRound = Callable[[SiloRuntime, State, State | None, LocalData, RoundContext, TaskKind], SiloRound]
 """A silo's whole round: `fl_core.rounds.silo_round.work`, or what a benchmark does in its place."""
 
 
@@ -64,7 +64,7 @@ class DataSource:
     def nominal_size(self) -> float:
         """Return the declared number of training units: as typed, else the true one rounded up."""
         if self._nominal_size is None:
-            self._nominal_size = float(nominal(len(Units.of(self.load().train))))
+            self._nominal_size = float(round_to_two_digits(len(PrivacyUnits.of(self.load().train))))
         return self._nominal_size
 
 
@@ -79,8 +79,8 @@ class PreparedRun:
     run: CompiledRun
     index: int
     dataset: SiloDataset
-    runtime: Bench
-    data_factory: Doors
+    runtime: SiloRuntime
+    data_factory: DataFactory
     ledger: RunLedger | None
     submits: bool
     broadcast: Mapping[str, object]
@@ -97,10 +97,10 @@ class Trainer:
         self,
         silo: str,
         data: DataSource,
-        custody: Custody,
+        custody: HospitalControls,
         device: torch.device,
         prototypes: bool = True,
-        do: Work = work,
+        do: RunRound = run_silo_round,
     ) -> None:
         self._silo = silo
         self._custody = custody
@@ -113,7 +113,7 @@ class Trainer:
     def prepare(self, run: CompiledRun) -> PreparedRun:
         """Check that this silo can do its part of a run, and build what it needs.
 
-        Raises RefusedError: E-WIRE-01 on another version of the software, as `Custody.access` for what the hospital
+        Raises RefusedError: E-WIRE-01 on another version of the software, as `HospitalControls.access` for what the hospital
         does not allow; ConfigError (E-RUN-05) when this silo is no member; DataError when the data cannot be loaded or
         is not what the run is about (E-DATA-05); ProtocolError (E-WIRE-06) on another layout.
         """
@@ -152,7 +152,7 @@ class Trainer:
 
     def train(
         self, prepared: PreparedRun, key: TaskKey, size: int, msg: State, state: State | None, progress: Progress
-    ) -> Finished:
+    ) -> TrainingResult:
         """Do one task. size: the cohort that the offer names; progress: told (steps done, steps in all).
 
         Raises ProtocolError (E-RUN-33) on a round or cohort that the manifest's seed does not give, (E-WIRE-06) on a
@@ -188,7 +188,7 @@ class Trainer:
         correct, examples = outcome.metrics.total["correct"].tolist(), outcome.metrics.weight.tolist()
         noise, method = prepared.run.profile.own_noise(), prepared.run.method
         evaluation = Evaluation(manifest.schema.classes, tuple(correct), tuple(examples), noise)
-        return Finished(outcome.bundle, outcome.state, evaluation, method.mirrored)
+        return TrainingResult(outcome.bundle, outcome.state, evaluation, method.mirrored)
 
     @staticmethod
     def _check_broadcast(prepared: PreparedRun, msg: State) -> None:
@@ -209,7 +209,7 @@ class Trainer:
     def _context(prepared: PreparedRun, key: TaskKey, size: int) -> RoundContext:
         """Check an offer against the public facts, which everybody can compute."""
         manifest, train = prepared.run.manifest, key.kind is TaskKind.TRAIN
-        drawn = cohort.sample(manifest.seed, key.round, len(manifest.members), manifest.cohort if train else 0)
+        drawn = sampling.sample_cohort(manifest.seed, key.round, len(manifest.members), manifest.cohort if train else 0)
         late = key.round >= manifest.rounds if train else key.round > manifest.rounds
         if late or size != len(drawn) or prepared.index not in drawn:
             raise ProtocolError(
@@ -242,7 +242,7 @@ def _discreet(private: bool, *told: type[FederationError]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not private or isinstance(error, (StoppedError, *told)):
+        if not private or isinstance(error, (CancelledError, *told)):
             raise
         log.exception("a task of a private run failed")
         raise StateError("E-RUN-31", f"the task failed at this silo: {type(error).__name__}: {error}") from error

@@ -108,7 +108,7 @@ def test_a_changed_setting_is_another_run(tmp_path: Path) -> None:
     table = _tiny(tmp_path)
 
     def keys(*words: str) -> set[str]:
-        found = study.point_of(table, "FedAvg", words, [0, 1], None, study.How(), table.settings[0])
+        found = study.point_of(table, "FedAvg", words, [0, 1], None, study.SimulationEngine(), table.settings[0])
         return {point.key for point in found.values()}
 
     assert len(keys("method=fedavg") | keys("method=fedavg", "train.lr=0.02")) == 4
@@ -231,7 +231,9 @@ def test_measures_added_at_the_small_scale_have_nothing_printed(tmp_path: Path) 
 def test_under_partial_participation_every_round_is_measured_on_all_test_sets(tmp_path: Path) -> None:
     """The round's own record covers its cohort; the closing one covers all silos, and equals the last one here."""
     words = ("data=digits", "federation=p10c3", "cohort=3", "rounds=2", "train.max_steps=2", "method=fedavg")
-    point = study.point_of(_tiny(tmp_path), "FedAvg", words, [0], None, study.How(), _tiny(tmp_path).settings[0])[0]
+    point = study.point_of(
+        _tiny(tmp_path), "FedAvg", words, [0], None, study.SimulationEngine(), _tiny(tmp_path).settings[0]
+    )[0]
     found = study.measure(point)["by_round"]
     assert isinstance(found, list)
     result = study.simulation.run(study.seeded(compose_spec(point.words), 0))

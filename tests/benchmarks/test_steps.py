@@ -17,7 +17,7 @@ from benchmarks.steps import __main__ as program
 from benchmarks.steps.ways import OpacusSteps, PlainSteps, PrivateSteps, Setting, course_of, ways
 from fl_core.methods.disjoint.fedmr import FedMR
 from fl_core.methods.fedavg import FedAvg
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.values import TrainConfig
 from privacy.dp_sgd.per_sample_gradients import MODES
 
@@ -26,7 +26,9 @@ MACHINE = {"processor", "device", "threads", "python", "torch"}
 
 
 def apart(a: nn.Module, b: nn.Module) -> float:
-    return max(float((v - trees.read(b)[name]).abs().max()) for name, v in trees.read(a).items())
+    return max(
+        float((v - tensor_maps.copy_state(b)[name]).abs().max()) for name, v in tensor_maps.copy_state(a).items()
+    )
 
 
 def moved(model: nn.Module, setting: Setting = SMALL) -> float:
@@ -65,7 +67,12 @@ def test_private_steps_have_the_noise_of_opacus() -> None:
     expected = SMALL.train.lr * 50.0 / SMALL.batch
     for run in runs:
         run.take(1)
-        steps = torch.cat([(v - trees.read(SMALL.build())[n]).flatten() for n, v in trees.read(run.model).items()])
+        steps = torch.cat(
+            [
+                (v - tensor_maps.copy_state(SMALL.build())[n]).flatten()
+                for n, v in tensor_maps.copy_state(run.model).items()
+            ]
+        )
         assert float(steps.std()) == pytest.approx(expected, rel=0.02)
 
 

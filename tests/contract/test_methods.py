@@ -26,14 +26,14 @@ from helpers_methods import (
 from torch import nn
 
 from fl_core.aggregation.aggregator import Aggregator
-from fl_core.aggregation.fixed_point import FixedPoint, Grid
+from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.methods import METHODS
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.rounds.silo_round import Bench, work
-from fl_core.simulation.in_process import LocalPort
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.rounds.silo_round import SiloRuntime, run_silo_round
+from fl_core.simulation.in_process import InProcessSilo
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import Bundle, Part, PartSpec, TaskKind
 
 
@@ -57,7 +57,9 @@ def test_derived_layout_is_the_layout_of_real_bundles(name: str, norm: str) -> N
     msg = made(name).broadcast(server)
     for k, share in enumerate(shares()):
         context = FED.for_silo(k, 0, prototypes=k != 1)
-        outcome = work(bench, msg, None, PlainData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN)
+        outcome = run_silo_round(
+            bench, msg, None, PlainLocalData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN
+        )
         assert {part: PartSpec.of(p) for part, p in outcome.bundle.items()} == run.layout
 
 
@@ -70,13 +72,13 @@ def test_a_method_names_what_it_sends(name: str) -> None:
 @every_method
 def test_contents_of_the_scratch_model_change_nothing(name: str) -> None:
     method, server = made(name), server_after_a_round(name)
-    clean = Bench(method, model_of(), derive_layout(method, model_of(), SCHEMA))
-    dirty = Bench(method, poisoned(), clean.layout, initial=clean.initial)
+    clean = SiloRuntime(method, model_of(), derive_layout(method, model_of(), SCHEMA))
+    dirty = SiloRuntime(method, poisoned(), clean.layout, initial=clean.initial)
     for k, share in enumerate(shares()):
         context = FED.for_silo(k, 0)
         a, b = (
-            work(
-                bench, method.broadcast(server), None, PlainData(share.train, share.test, TRAIN, context), context,
+            run_silo_round(
+                bench, method.broadcast(server), None, PlainLocalData(share.train, share.test, TRAIN, context), context,
                 TaskKind.TRAIN,
             )
             for bench in (clean, dirty)
@@ -89,16 +91,18 @@ def test_contents_of_the_scratch_model_change_nothing(name: str) -> None:
 def test_a_silo_s_second_round_uses_its_state_alone_and_leaves_it_as_it_is(name: str) -> None:
     method, server = made(name), server_after_a_round(name)
     layout, share, context = derive_layout(method, model_of(), SCHEMA), shares()[1], FED.for_silo(1, 0)
-    initial, outcomes = trees.read(model_of()), []
+    initial, outcomes = tensor_maps.copy_state(model_of()), []
     for model in (model_of(), poisoned()):
-        bench, msg = Bench(method, model, layout, initial=initial), method.broadcast(server)
-        first = work(bench, msg, None, PlainData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN)
+        bench, msg = SiloRuntime(method, model, layout, initial=initial), method.broadcast(server)
+        first = run_silo_round(
+            bench, msg, None, PlainLocalData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN
+        )
         before = copied(first.state)
-        again = work(
-            bench, msg, first.state, PlainData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN
+        again = run_silo_round(
+            bench, msg, first.state, PlainLocalData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN
         )
         assert same_state(first.state, before)
-        assert all(trees.all_finite(values) for values in again.state.values())
+        assert all(tensor_maps.all_finite(values) for values in again.state.values())
         outcomes.append(again)
     assert same_bundle(outcomes[0].bundle, outcomes[1].bundle)
     assert same_state(outcomes[0].state, outcomes[1].state)
@@ -110,9 +114,9 @@ def test_evaluation_reads_nothing_of_the_scratch_model(name: str) -> None:
     msg = method.broadcast(server_after_a_round(name))
     layout = derive_layout(method, model_of(), SCHEMA)
     parts = [
-        work(
-            Bench(method, model, layout, initial=trees.read(model_of())), msg, None,
-            PlainData(share.train, share.test, TRAIN, context), context, TaskKind.EVALUATE,
+        run_silo_round(
+            SiloRuntime(method, model, layout, initial=tensor_maps.copy_state(model_of())), msg, None,
+            PlainLocalData(share.train, share.test, TRAIN, context), context, TaskKind.EVALUATE,
         ).bundle
         for model in (model_of(), poisoned())
     ]  # fmt: skip
@@ -145,7 +149,7 @@ def test_bundles_do_not_share_memory_with_the_model(name: str) -> None:
 def test_merge_of_an_empty_cohort_changes_nothing(name: str) -> None:
     method = made(name)
     server = server_after_a_round(name)
-    empty = dict.fromkeys(method.apart, (0,))  # no silo to stack
+    empty = dict.fromkeys(method.unsummed_parts, (0,))  # no silo to stack
     nothing = {
         part: Part(
             {key: torch.zeros((*empty.get(part, ()), *s)) for key, s in spec.shapes.items()},
@@ -183,10 +187,10 @@ def test_arrival_order_does_not_matter(name: str) -> None:
     server = server_after_a_round(name)
     bundles = answers(name)
     layout = {part: spec for part, spec in derive_layout(method, model_of(), SCHEMA).items() if part != "metrics"}
-    grid = Grid("ring64", 3)
+    grid = FixedPointFormat("ring64", 3)
     merged = []
     for order in itertools.permutations(enumerate(bundles)):
-        sums = Aggregator(layout, grid, method.apart)
+        sums = Aggregator(layout, grid, method.unsummed_parts)
         for place, bundle in order:
             sums.add(bundle, place)
         merged.append(method.merge(server, FixedPoint(grid).incoming(sums.total(), 3, 0), FED))
@@ -201,7 +205,7 @@ def test_integer_bundles_give_the_same_sum_as_float_bundles(name: str, ring: str
     layout = {part: spec for part, spec in derive_layout(made(name), model_of(), SCHEMA).items() if part != "metrics"}
     peak = {part: max(float(v.abs().max()) for b in bundles for v in b[part].total.values()) for part in layout}
     bounds = {part: 1.01 * peak[part] + 1e-3 for part in layout} | {f"{part}.weight": 100.0 for part in layout}
-    grid = Grid("ring32" if ring == "ring32" else "ring64", 3, bounds)
+    grid = FixedPointFormat("ring32" if ring == "ring32" else "ring64", 3, bounds)
     plain, coded, masked = Aggregator(layout, grid), Aggregator(layout, grid), Aggregator(layout, grid)
     masks = torch.Generator().manual_seed(0)
     spent: list[Bundle] = []
@@ -242,8 +246,8 @@ def test_rounds_through_a_port_repeat(name: str) -> None:
     run, share = manifest(name, METHOD_OPTIONS.get(name, {}), train=TRAIN), shares()[0]
     msg = made(name).broadcast(made(name).init_server(RunSetup.of(run).silo_runtime().model, FED))
 
-    def port() -> LocalPort:
-        return LocalPort("north", 0, share, RunSetup.of(run).silo_runtime(), TRAIN, 0, True)
+    def port() -> InProcessSilo:
+        return InProcessSilo("north", 0, share, RunSetup.of(run).silo_runtime(), TRAIN, 0, True)
 
     used = port()
     used.round(msg, FED, TaskKind.EVALUATE)  # an evaluation leaves no trace
@@ -255,6 +259,6 @@ def test_a_silo_with_one_class_takes_part(name: str) -> None:
     method, context = made(name), FED.for_silo(0, 0)
     server = server_after_a_round(name)
     only = Given(torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.full((5,), 2))
-    data = PlainData(only, only, TRAIN, context)
+    data = PlainLocalData(only, only, TRAIN, context)
     bundle = method.local(model_of(), method.broadcast(server), method.init_silo(model_of(), FED), data, context).bundle
-    assert all(trees.all_finite(p.total) for p in bundle.values())
+    assert all(tensor_maps.all_finite(p.total) for p in bundle.values())

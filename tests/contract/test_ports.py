@@ -11,8 +11,8 @@ from helpers_scripted import ScriptedSilo
 
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.types import tensor_maps
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(
 ) -> None:
     world, silos = federation
     agreed = manifest(method, rounds=2, personal=method == "fedmr")
-    history = History()
+    history = RoundHistory()
     expected = simulate(RunSetup.of(agreed), shares(), history)
     run = world.finished(world.submit(agreed, request_id=method).id)
     found = world.model(run.id)
@@ -39,7 +39,7 @@ def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(
     until(lambda: all(s.memory.ended.get(run.id) == "finished" for s in silos), "the end at every silo")
     assert set(found) == set(expected)
     assert all(same(found[group], expected[group]) for group in expected)
-    assert run.model_digest == trees.digest(expected["w"])
+    assert run.model_digest == tensor_maps.digest(expected["w"])
     assert [r.correct for r in rounds] == [r.correct for r in history.records]
     shown = ("pa", "pa_std") if agreed.personal else ()  # the hospitals have no public test set, the simulation has
     assert [r.personal for r in rounds] == [{name: r.personal[name] for name in shown} for r in history.records[:2]] + [

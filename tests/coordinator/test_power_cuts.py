@@ -19,7 +19,7 @@ from coordinator.storage.records import RunState
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import simulate
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 
 PEOPLE = ("north", "east")
 AGREED = manifest(rounds=2, names=PEOPLE)
@@ -100,7 +100,7 @@ def bury(server: CoordinatorServer) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    return trees.digest(simulate(RunSetup.of(AGREED), shares()[:2], Observer())["w"])
+    return tensor_maps.digest(simulate(RunSetup.of(AGREED), shares()[:2], Observer())["w"])
 
 
 @pytest.fixture(scope="module")

@@ -21,18 +21,18 @@ from benchmarks.epsilon_picture import limits
 from coordinator.cli.main import build
 from fl_core.errors.catalogue import EXPLANATIONS
 from privacy.accounting.accountant import replace_one
-from privacy.accounting.record_config import Terms
+from privacy.accounting.record_config import RecordDpConfig
 from privacy.noise.discrete_gaussian import LEAST, TOTAL_VARIATION
 from privacy.noise.grid import SLACK
 from privacy.policy import Policy
 from privacy.profiles import PROFILES
-from privacy.silo_dp.config import SiloTerms, analytic_delta, analytic_noise
+from privacy.silo_dp.config import SiloDpConfig, analytic_delta, analytic_noise
 from silo.cli.service import app as silo
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/privacy").glob("*.md"))
 PICTURE = ROOT / "benchmarks/epsilon_picture/README.md"
-DELTA = Terms().delta
+DELTA = RecordDpConfig().delta
 SAID = ("policy.toml", "ledger.key", "hospital", "CONSILIUM_SILO_LEDGER", "accuracy_low", "accuracy_high", "withheld")
 """What people type or read that is no name in Python."""
 TEXT = {page.name: page.read_text() for page in PAGES}
@@ -220,14 +220,16 @@ def test_what_is_written_as_code_exists(page: str, code: str) -> None:
         assert code.removeprefix("privacy=") in PROFILES
     elif re.fullmatch(r"privacy\.\w+=\w+", code):
         key, value = code.removeprefix("privacy.").split("=")
-        made = [kind for kind in (Terms, SiloTerms) if hasattr(kind(), key)]
+        made = [kind for kind in (RecordDpConfig, SiloDpConfig) if hasattr(kind(), key)]
         assert made
         for kind in made:
             beside = {"bit_noise": 1.0} if key == "clipping" else {}
             kind.of({**beside, key: math.inf if value == "inf" else value})
     elif re.fullmatch(r"(runs|privacy|prototypes)\.\w+( = .+)?", code):
         section, key = code.split(" ")[0].split(".")
-        assert hasattr(getattr(Policy(), section), key) or any(hasattr(kind(), key) for kind in (Terms, SiloTerms))
+        assert hasattr(getattr(Policy(), section), key) or any(
+            hasattr(kind(), key) for kind in (RecordDpConfig, SiloDpConfig)
+        )
         if " = " in code:
             Policy.parse(code.encode())
     else:

@@ -12,7 +12,7 @@ import pytest
 from helpers_world import World, here, until, world
 
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation import runner as simulation
+from coordinator.simulation import runner
 
 P5C2 = [f"digits/p5c2/{k}" for k in range(5)]
 SHORT = ("data=digits", "federation=p5c2", "rounds=3", "train.epochs=1", "seed=3")
@@ -34,7 +34,7 @@ def mars(tmp_path: Path) -> Iterator[World]:
 
 
 def _simulated(*overrides: str) -> dict[str, object]:
-    return simulation.run(compose_spec(overrides)).summary()
+    return runner.run(compose_spec(overrides)).summary()
 
 
 def test_a_run_over_real_processes_ends_in_the_model_of_the_simulation(earth: World) -> None:

@@ -14,7 +14,7 @@ from dp_accounting import rdp
 from helpers_world import World, until, world
 
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation import runner as simulation
+from coordinator.simulation import runner
 from fl_core import datasets
 from privacy.accounting.accountant import ORDERS
 from privacy.ledger.ledger import Ledger
@@ -94,7 +94,7 @@ def test_methods_train_privately_and_the_printed_epsilon_is_that_of_the_ledgers_
     venus: World, runs: dict[str, str], method: str
 ) -> None:
     run = runs[method]
-    simulated = simulation.run(compose_spec((*METHODS[method], *RUN))).summary()
+    simulated = runner.run(compose_spec((*METHODS[method], *RUN))).summary()
     done = venus.wait(run, seconds=600)
     assert done["model_digest"] == simulated["model_digest"]
     assert [r["accuracy"] for r in done["round"]] == simulated["accuracy_by_round"]

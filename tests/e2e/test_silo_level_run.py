@@ -9,7 +9,7 @@ import pytest
 from helpers_world import world
 
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation import runner as simulation
+from coordinator.simulation import runner
 from fl_core import datasets
 from privacy.accounting.accountant import epsilon_rdp
 from privacy.ledger.ledger import Ledger
@@ -46,7 +46,7 @@ def test_silo_level_runs_are_charged_as_printed_and_equal_the_simulation(tmp_pat
         made.online(list(DATA), 240)
         for terms in TERMS.values():
             run = made.submit(*RUN, *terms)
-            simulated = simulation.run(compose_spec((*RUN, *terms))).summary()
+            simulated = runner.run(compose_spec((*RUN, *terms))).summary()
             done = made.wait(run, seconds=300)
             assert done["model_digest"] == simulated["model_digest"]
             assert all(r["missing"] == {} for r in done["round"])

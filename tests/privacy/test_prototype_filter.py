@@ -12,11 +12,11 @@ from torch import nn
 
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.rounds import sampling as cohort
-from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.rounds import sampling
+from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, LocalPort, simulate
-from fl_core.training.local_data import PlainData
+from fl_core.simulation.in_process import InProcessSilo, RoundHistory, simulate
+from fl_core.training.local_data import PlainLocalData
 from fl_core.types.values import Bundle, State, TaskKind
 from privacy.compiled_run import CompiledRun
 from privacy.prototype_filter import with_prototype_filter
@@ -30,16 +30,16 @@ def run_of(method: str, private: bool, **options: object) -> RunManifest:
     made = manifest(method, {**TRAINED.get(method, {}), **options}, rounds=5)  # type: ignore[arg-type]
     members = tuple(replace(m, units=14) for m in made.members)
     terms = {"rng": "test", "prototype_noise": 0.5, "epsilon": 50.0}
-    return replace(made, members=members, privacy=Choice("dp_record", terms)) if private else made
+    return replace(made, members=members, privacy=NamedOptions("dp_record", terms)) if private else made
 
 
 def sent(method: str, private: bool, hidden: frozenset[int], **options: object) -> tuple[Bundle, InMemoryReleaseLog]:
     """Run one round of silo 0, which holds classes 0 and 1 of four."""
     run, book = run_of(method, private, **options), InMemoryReleaseLog()
     factory = with_prototype_filter(
-        CompiledRun.of(run).profile.data_factory(0, book) if private else PlainData, hidden, 0.0
+        CompiledRun.of(run).profile.data_factory(0, book) if private else PlainLocalData, hidden, 0.0
     )
-    port = LocalPort("north", 0, shares()[0], RunSetup.of(run).silo_runtime(), run.train, 0, True, doors=factory)
+    port = InProcessSilo("north", 0, shares()[0], RunSetup.of(run).silo_runtime(), run.train, 0, True, doors=factory)
     msg: State = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
     return port.round(msg, replace(FED, round=0), TaskKind.TRAIN), book
 
@@ -76,7 +76,7 @@ def test_fine_grained_prototypes_are_withheld_class_by_class() -> None:
 def test_withholding_every_class_is_withholding_all() -> None:
     every, _ = sent("fedmr", False, frozenset(range(4)))
     run = run_of("fedmr", False)
-    port = LocalPort("north", 0, shares()[0], RunSetup.of(run).silo_runtime(), run.train, 0, False)
+    port = InProcessSilo("north", 0, shares()[0], RunSetup.of(run).silo_runtime(), run.train, 0, False)
     none = port.round(
         RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state()),
         replace(FED, round=0),
@@ -88,9 +88,9 @@ def test_withholding_every_class_is_withholding_all() -> None:
 def test_t_29_share_of_silos_is_drawn_before_round_1() -> None:
     """The same list for everybody; 0, 5, 8 and 10 of 10 silos at 0, 50, 80 and 100 %."""
     names = [f"hospital{k}" for k in range(10)]
-    lists = [cohort.prototype_submitters(3, names, p) for p in (0.0, 0.5, 0.8, 1.0)]
+    lists = [sampling.prototype_submitters(3, names, p) for p in (0.0, 0.5, 0.8, 1.0)]
     assert [sum(drawn) for drawn in lists] == [0, 5, 8, 10]
-    backwards = cohort.prototype_submitters(3, names[::-1], 0.5)[::-1]
+    backwards = sampling.prototype_submitters(3, names[::-1], 0.5)[::-1]
     assert backwards == lists[1]
     for small, large in itertools.pairwise(lists):
         assert all(b for a, b in zip(small, large, strict=True) if a)  # a larger share adds silos
@@ -98,9 +98,9 @@ def test_t_29_share_of_silos_is_drawn_before_round_1() -> None:
 
 def final(run: RunManifest) -> State:
     if run.privacy.name == "none":
-        return simulate(RunSetup.of(run), shares(), History())
+        return simulate(RunSetup.of(run), shares(), RoundHistory())
     doors = [CompiledRun.of(run).profile.data_factory(k, InMemoryReleaseLog()) for k in range(3)]
-    return simulate(RunSetup.of(run), shares(), History(), doors)
+    return simulate(RunSetup.of(run), shares(), RoundHistory(), doors)
 
 
 @pytest.mark.parametrize("pair", [("fedmr", "fedmr"), ("fedproc", "fedavg")])
@@ -119,16 +119,16 @@ def test_t_42_share_zero_is_the_intra_loss_alone(pair: tuple[str, str]) -> None:
 def test_t_42_epsilon_infinity_is_the_plain_run_and_share_zero_holds_under_privacy() -> None:
     plain = run_of("fedmr", False)
     members = tuple(replace(m, units=0) for m in plain.members)
-    infinite = replace(plain, privacy=Choice("dp_record", {"epsilon": float("inf")}), members=members)
+    infinite = replace(plain, privacy=NamedOptions("dp_record", {"epsilon": float("inf")}), members=members)
     assert not CompiledRun.of(infinite).private
-    assert same(simulate(RunSetup.of(infinite), shares(), History())["w"], final(plain)["w"])
+    assert same(simulate(RunSetup.of(infinite), shares(), RoundHistory())["w"], final(plain)["w"])
     private = run_of("fedmr", True)
     nobody = replace(private, members=tuple(replace(m, prototypes=False) for m in private.members))
     books = [InMemoryReleaseLog() for _ in range(3)]
     simulate(
         RunSetup.of(nobody),
         shares(),
-        History(),
+        RoundHistory(),
         [CompiledRun.of(nobody).profile.data_factory(k, b) for k, b in enumerate(books)],
     )
     assert all(r.purpose != "prototypes" for b in books for r in b.releases)
@@ -146,7 +146,7 @@ def test_a_silo_that_submits_none_still_uses_prototypes() -> None:
     def trained(msg: State, prototypes: bool) -> nn.Module:
         model = build_model("digits_cnn", {}, SCHEMA, 0)
         context = replace(FED, round=1).for_silo(0, 0, prototypes)
-        data = PlainData(shares()[0].train, shares()[0].test, run.train, context)
+        data = PlainLocalData(shares()[0].train, shares()[0].test, run.train, context)
         method.local(model, msg, {}, data, context)
         return model
 

@@ -7,14 +7,14 @@ from helpers_hospital import Slow
 from helpers_silo import Hospital
 from helpers_silo_transfer import Rig
 
-from fl_core.rounds.silo_round import work
+from fl_core.rounds.silo_round import run_silo_round
 
 
 @pytest.fixture
 def make(tmp_path):
     made = []
 
-    def hospital(run=None, do=work, folder=None, **settings):
+    def hospital(run=None, do=run_silo_round, folder=None, **settings):
         made.append(Hospital(folder or tmp_path / f"home{len(made)}", run, do, **settings))
         return made[-1]
 

@@ -26,11 +26,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fl_core import rng
-from fl_core.datasets.partition import by_class as partition
-from fl_core.datasets.partition import by_client as partition_clients
+from fl_core.datasets.partition import by_class, by_client
 from fl_core.datasets.partition.by_class import Indices, Labels
 from fl_core.errors import ConfigError
-from fl_core.suggest import nearest
+from fl_core.suggest import suggest
 
 FORMS = (
     *("hospitals6", "p5c2", "p10c2", "p10c3", "p10c5", "dirichlet-0.5-10", "iid-10"),
@@ -41,7 +40,7 @@ _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _NOBODY: Indices = np.empty(0, np.int64)
 
 
-class Dealt(NamedTuple):
+class PartitionSpec(NamedTuple):
     """Positions in the train and in the test labels that one silo gets.
 
     held_out: positions in the train labels that the silo keeps as its own test, in place of test labels
@@ -52,7 +51,7 @@ class Dealt(NamedTuple):
     held_out: Indices = _NOBODY
 
 
-class Dealing(Enum):
+class PartitionPlan(Enum):
     """How examples are dealt."""
 
     HOSPITALS = "hospitals"
@@ -65,11 +64,11 @@ class Dealing(Enum):
     USERS = "users"
 
 
-HELD_OUT = frozenset({Dealing.PER_SILO, Dealing.LABEL, Dealing.MAP})
+HELD_OUT = frozenset({PartitionPlan.PER_SILO, PartitionPlan.LABEL, PartitionPlan.MAP})
 
 
 @dataclass(frozen=True, slots=True)
-class Federated:
+class PartitionedData:
     """A way to deal labelled examples to `silos` silos.
 
     per_silo: classes of each silo (CLASSES), slots (LABEL)   beta: concentration (DIRICHLET, PER_SILO)
@@ -81,7 +80,7 @@ class Federated:
     examples over. A silo's test part has the classes (for Dirichlet: the proportions) of its train part.
     """
 
-    kind: Dealing
+    kind: PartitionPlan
     silos: int
     text: str
     seed: int = 0
@@ -91,52 +90,52 @@ class Federated:
 
     def deal(
         self, train: Labels, test: Labels, n_classes: int, users: tuple[Labels, Labels] | None = None
-    ) -> list[Dealt]:
+    ) -> list[PartitionSpec]:
         """Deal both splits; raises ConfigError (E-CFG-08) when these labels cannot be dealt so.
 
         users: who wrote each example of train and test, by number; only USERS looks at it.
         """
         if self.kind in HELD_OUT:
-            kept = [partition_clients.hold_out(p, self.seed, k) for k, p in enumerate(self._per_silo(train, n_classes))]
-            return [Dealt(own, _NOBODY, held) for own, held in kept]
-        if self.kind is Dealing.USERS:
+            kept = [by_client.hold_out(p, self.seed, k) for k, p in enumerate(self._per_silo(train, n_classes))]
+            return [PartitionSpec(own, _NOBODY, held) for own, held in kept]
+        if self.kind is PartitionPlan.USERS:
             return self._by_user(users)
-        if self.kind is Dealing.IID:
-            both = [partition.deal_equally(y, self.silos, self.seed, name) for y, name in _named(train, test)]
-        elif self.kind is Dealing.DIRICHLET:
+        if self.kind is PartitionPlan.IID:
+            both = [by_class.deal_equally(y, self.silos, self.seed, name) for y, name in _named(train, test)]
+        elif self.kind is PartitionPlan.DIRICHLET:
             both = self._dirichlet(train, test, n_classes)
         else:
-            if self.kind is Dealing.HOSPITALS:
-                held = partition.disjoint_classes(n_classes, self.silos)
+            if self.kind is PartitionPlan.HOSPITALS:
+                held = by_class.disjoint_classes(n_classes, self.silos)
             else:
-                held = partition.assign_classes(n_classes, self.silos, self.per_silo, self.seed)
+                held = by_class.assign_classes(n_classes, self.silos, self.per_silo, self.seed)
             both = [
-                partition.deal_classes(y, held, self.seed, name, double=self.variant == "double" and name == "train")
+                by_class.deal_classes(y, held, self.seed, name, double=self.variant == "double" and name == "train")
                 for y, name in _named(train, test)
             ]
-        return [Dealt(*parts) for parts in zip(*both, strict=True)]
+        return [PartitionSpec(*parts) for parts in zip(*both, strict=True)]
 
     def _dirichlet(self, train: Labels, test: Labels, n_classes: int) -> list[list[Indices]]:
         random = np.random.RandomState(rng.derive(self.seed, "partition", "dirichlet") % 2**32)
         min_classes = 2 if self.variant in ("two", "swap") else 1
         tries = {"swap": 3, "once": 1}.get(self.variant)
-        drawn = partition.deal_dirichlet(
+        drawn = by_class.deal_dirichlet(
             *(train, n_classes, self.silos, self.beta, random),
             min_classes=min_classes,
             tries=tries,
             accept=tries is not None,
             swap=self.variant == "swap",
         )
-        return [drawn.parts, partition.deal_like(test, drawn.proportions, random)]
+        return [drawn.parts, by_class.deal_like(test, drawn.proportions, random)]
 
     def _per_silo(self, train: Labels, n_classes: int) -> list[Indices]:
-        if self.kind is Dealing.LABEL:
-            return partition_clients.deal_slots(train, n_classes, self.silos, self.per_silo, self.seed)
-        if self.kind is Dealing.MAP:
-            return partition_clients.deal_map(train, n_classes, self.silos, self.seed)
-        return partition_clients.deal_per_silo(train, n_classes, self.silos, self.beta, self.seed)
+        if self.kind is PartitionPlan.LABEL:
+            return by_client.deal_slots(train, n_classes, self.silos, self.per_silo, self.seed)
+        if self.kind is PartitionPlan.MAP:
+            return by_client.deal_map(train, n_classes, self.silos, self.seed)
+        return by_client.deal_per_silo(train, n_classes, self.silos, self.beta, self.seed)
 
-    def _by_user(self, users: tuple[Labels, Labels] | None) -> list[Dealt]:
+    def _by_user(self, users: tuple[Labels, Labels] | None) -> list[PartitionSpec]:
         """Draw so many of the users with examples in both splits, in their order."""
         if users is None:
             raise ConfigError("E-CFG-08", f"{self.text}: expected data with users (femnist, shakespeare), found none")
@@ -146,14 +145,14 @@ class Federated:
                 "E-CFG-08", f"{self.text}: expected {self.silos} users, found {len(both)}: deal to fewer silos"
             )
         chosen = np.sort(rng.numpy_stream(self.seed, "partition", "users").permutation(both)[: self.silos])
-        return [Dealt(np.flatnonzero(users[0] == u), np.flatnonzero(users[1] == u)) for u in chosen]
+        return [PartitionSpec(np.flatnonzero(users[0] == u), np.flatnonzero(users[1] == u)) for u in chosen]
 
 
 def _named(train: Labels, test: Labels) -> tuple[tuple[Labels, str], tuple[Labels, str]]:
     return (train, "train"), (test, "test")
 
 
-def parse_federation(text: str) -> Federated:
+def parse_federation(text: str) -> PartitionedData:
     """Read a simulated federation's name; raises ConfigError (E-CFG-01) with the valid forms."""
     body, at, seed_text = text.partition("@")
     if (at and not seed_text.isdecimal()) or body != body.strip():
@@ -161,23 +160,25 @@ def parse_federation(text: str) -> Federated:
     seed = int(seed_text or 0)
     tail = f"@{seed}" if seed else ""
     if body == "hospitals6":
-        return Federated(Dealing.HOSPITALS, 6, f"{body}{tail}", seed)
+        return PartitionedData(PartitionPlan.HOSPITALS, 6, f"{body}{tail}", seed)
     if match := re.fullmatch(r"p(\d+)c(\d+)(?:-(double))?", body):
         silos, per_silo, double = int(match[1]), int(match[2]), match[3] or ""
         name = f"p{silos}c{per_silo}{'-double' if double else ''}{tail}"
-        return Federated(Dealing.CLASSES, _some(silos, text), name, seed, per_silo, variant=double)
+        return PartitionedData(PartitionPlan.CLASSES, _some(silos, text), name, seed, per_silo, variant=double)
     if match := re.fullmatch(rf"(dirichlet|persilo)-({_NUMBER})-(\d+)(?:-({'|'.join(VARIANTS)}))?", body):
-        kind, beta, silos, variant = Dealing(match[1]), float(match[2]), int(match[3]), match[4] or ""
-        if kind is Dealing.DIRICHLET or not variant:
+        kind, beta, silos, variant = PartitionPlan(match[1]), float(match[2]), int(match[3]), match[4] or ""
+        if kind is PartitionPlan.DIRICHLET or not variant:
             name = f"{match[1]}-{beta:g}-{silos}{f'-{variant}' if variant else ''}{tail}"
-            return Federated(kind, _some(silos, text), name, seed, beta=beta, variant=variant)
+            return PartitionedData(kind, _some(silos, text), name, seed, beta=beta, variant=variant)
     if match := re.fullmatch(r"label-(\d+)-(\d+)", body):
         per_silo, silos = int(match[1]), int(match[2])
-        return Federated(Dealing.LABEL, _some(silos, text), f"label-{per_silo}-{silos}{tail}", seed, per_silo)
+        return PartitionedData(
+            PartitionPlan.LABEL, _some(silos, text), f"label-{per_silo}-{silos}{tail}", seed, per_silo
+        )
     if match := re.fullmatch(r"(iid|map|users)-(\d+)", body):
         silos = int(match[2])
-        return Federated(Dealing(match[1]), _some(silos, text), f"{match[1]}-{silos}{tail}", seed)
-    raise ConfigError("E-CFG-01", f"there is no federation {text!r}: {nearest(body, FORMS)} (any numbers, @SEED)")
+        return PartitionedData(PartitionPlan(match[1]), _some(silos, text), f"{match[1]}-{silos}{tail}", seed)
+    raise ConfigError("E-CFG-01", f"there is no federation {text!r}: {suggest(body, FORMS)} (any numbers, @SEED)")
 
 
 def _some(silos: int, text: str) -> int:
@@ -209,7 +210,7 @@ def federation_text(config: Mapping[str, object]) -> str:
     fields = _FIELDS.get(name, ())
     seeded = () if name == "centers" else ("partition_seed",)
     if strange := sorted(set(config) - {"name", *fields, *seeded}):
-        raise ConfigError("E-CFG-01", f"federation {name} has no field {strange[0]!r}: {nearest(strange[0], fields)}")
+        raise ConfigError("E-CFG-01", f"federation {name} has no field {strange[0]!r}: {suggest(strange[0], fields)}")
     values = [written for field in fields for written in _written(field, config.get(field))]
     seed = config.get("partition_seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from fl_core.datasets.augmentation import Augmentation
-from fl_core.datasets.checks import Report, problem
+from fl_core.datasets.checks import CheckReport, problem
 from fl_core.datasets.examples import SPLITS, ArrayExamples, SiloDataset, fingerprint
 from fl_core.datasets.partition.by_class import Indices, Labels
-from fl_core.datasets.partition.federations import Dealt, Federated
+from fl_core.datasets.partition.federations import PartitionedData, PartitionSpec
 from fl_core.errors import DataError
 from fl_core.types.values import Schema
 
 
 @dataclass(frozen=True, slots=True)
-class Half:
+class SplitArrays:
     """One split as published. x: (N, *shape) uint8 images or float32; y: (N,) positions in the classes.
 
     users: (N,) who wrote each example, by number; None where nobody says
@@ -36,18 +36,18 @@ class Half:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class FullDataset:
     """A data set in memory. how, mean, std: see `ArrayExamples`."""
 
     name: str
     classes: tuple[str, ...]
-    train: Half
-    test: Half
+    train: SplitArrays
+    test: SplitArrays
     how: Augmentation
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
 
-    def deal(self, federation: Federated) -> list[Dealt]:
+    def deal(self, federation: PartitionedData) -> list[PartitionSpec]:
         """Deal both splits."""
         users = None
         if self.train.users is not None and self.test.users is not None:
@@ -55,22 +55,22 @@ class Whole:
         return federation.deal(self.train.y, self.test.y, len(self.classes), users)
 
 
-Reader = Callable[[str, Path | None], Whole]
+Reader = Callable[[str, Path | None], FullDataset]
 
 
 @lru_cache(maxsize=1)
-def _read(reader: Reader, name: str, root: Path | None) -> Whole:
+def _read(reader: Reader, name: str, root: Path | None) -> FullDataset:
     """Read once for all silos of a simulation; only the newest stays in memory."""
     return reader(name, root)
 
 
 @lru_cache(maxsize=2)
-def _dealt(reader: Reader, name: str, root: Path | None, federation: Federated) -> list[Dealt]:
+def _dealt(reader: Reader, name: str, root: Path | None, federation: PartitionedData) -> list[PartitionSpec]:
     return _read(reader, name, root).deal(federation)
 
 
 def load(
-    reader: Reader, name: str, root: Path | None, federation: Federated, silo: int, classes: Sequence[str] | None
+    reader: Reader, name: str, root: Path | None, federation: PartitionedData, silo: int, classes: Sequence[str] | None
 ) -> SiloDataset:
     """Deal a data set and take one silo's share.
 
@@ -90,14 +90,16 @@ def load(
 
 
 def check(
-    reader: Reader, name: str, root: Path | None, federation: Federated, silo: int, classes: Sequence[str] | None
-) -> Report:
+    reader: Reader, name: str, root: Path | None, federation: PartitionedData, silo: int, classes: Sequence[str] | None
+) -> CheckReport:
     """Count one silo's share."""
     share = _Share(_read(reader, name, root), _dealt(reader, name, root, federation)[silo], classes)
     return share.report(f"{name}/{federation.text}/{silo}")
 
 
-def labels(reader: Reader, name: str, root: Path | None, federation: Federated) -> tuple[Whole, list[Dealt]]:
+def labels(
+    reader: Reader, name: str, root: Path | None, federation: PartitionedData
+) -> tuple[FullDataset, list[PartitionSpec]]:
     """Give the data set and how it is dealt, for a table of classes by silo."""
     return _read(reader, name, root), _dealt(reader, name, root, federation)
 
@@ -105,23 +107,23 @@ def labels(reader: Reader, name: str, root: Path | None, federation: Federated) 
 class _Share:
     """One silo's positions in a data set, in a label space."""
 
-    def __init__(self, whole: Whole, dealt: Dealt, classes: Sequence[str] | None) -> None:
+    def __init__(self, whole: FullDataset, dealt: PartitionSpec, classes: Sequence[str] | None) -> None:
         self.whole = whole
         self.dealt = dealt
         self.space = tuple(classes or whole.classes)
 
-    def halves(self) -> tuple[tuple[Half, Indices], tuple[Half, Indices]]:
+    def halves(self) -> tuple[tuple[SplitArrays, Indices], tuple[SplitArrays, Indices]]:
         """Give the arrays and positions of train and test; a hold-out is test, but lies in the train array."""
         if len(self.dealt.held_out):
             return (self.whole.train, self.dealt.train), (self.whole.train, self.dealt.held_out)
         return (self.whole.train, self.dealt.train), (self.whole.test, self.dealt.test)
 
-    def examples(self, half: Half, index: Indices) -> ArrayExamples:
+    def examples(self, half: SplitArrays, index: Indices) -> ArrayExamples:
         place = np.array([self.space.index(c) if c in self.space else -1 for c in self.whole.classes], dtype=np.int64)
         y = torch.from_numpy(place[half.y[index]])
         return ArrayExamples(half.x, torch.from_numpy(index), y, self.whole.how, self.whole.mean, self.whole.std)
 
-    def report(self, origin: str) -> Report:
+    def report(self, origin: str) -> CheckReport:
         """Count the examples per split and class, and those of classes outside the label space."""
         n = len(self.whole.classes)
         counts = [np.bincount(half.y[index], minlength=n) for half, index in self.halves()]
@@ -141,7 +143,7 @@ class _Share:
         )
         rows = [half.x[torch.from_numpy(index)].numpy().tobytes() for half, index in self.halves()]
         names = [[self.whole.classes[c] for c in half.y[index]] for half, index in self.halves()]
-        return Report(
+        return CheckReport(
             origin,
             self.space,
             {s: tuple(count.get(c, 0) for c in self.space) for s, count in zip(SPLITS, by_name, strict=True)},
@@ -150,7 +152,7 @@ class _Share:
         )
 
 
-def nowhere(name: str, searched: Sequence[Path], layout: str, publisher: str) -> DataError:
+def no_data_root(name: str, searched: Sequence[Path], layout: str, publisher: str) -> DataError:
     """Say where a data set was looked for, and where its owner publishes it (E-DATA-02)."""
     places = " or ".join(map(str, searched))
     return DataError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fl_core.datasets.augmentation import PHOTOS
-from fl_core.datasets.checks import Item, Scan, problem
+from fl_core.datasets.checks import Item, SourceIndex, problem
 from fl_core.datasets.examples import SPLITS
 from fl_core.datasets.image_files import SUFFIXES, ImageTransform
 from fl_core.errors import DataError
@@ -22,7 +22,7 @@ def transform(image_size: int | None) -> ImageTransform:
     return ImageTransform(image_size or DEFAULT_SIZE, how=PHOTOS)
 
 
-def scan(root: Path, classes: Sequence[str] | None) -> Scan:
+def scan(root: Path, classes: Sequence[str] | None) -> SourceIndex:
     """List a folder; raises DataError (E-DATA-02) when there is no such folder or nothing in it.
 
     Without a train/ and test/ level a stratified fifth of each class is held out, chosen by a hash of the file
@@ -54,7 +54,7 @@ def scan(root: Path, classes: Sequence[str] | None) -> Scan:
         notes = ("no train/ and test/ level: a fifth of each class, chosen by file name, is held out as test",)
     if not names:
         raise DataError("E-DATA-02", f"expected one subfolder per class in {root}, found none: check the path")
-    return Scan(f"folder:{root}", tuple(classes or sorted(names)), tuple(items), problems, notes)
+    return SourceIndex(f"folder:{root}", tuple(classes or sorted(names)), tuple(items), problems, notes)
 
 
 def _subfolders(folder: Path) -> list[Path]:

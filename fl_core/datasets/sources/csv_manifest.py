@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_core.datasets.checks import Item, Scan, problem, straddling
+from fl_core.datasets.checks import Item, SourceIndex, problem, straddling
 from fl_core.datasets.sources.csv_reader import read_table
 from fl_core.types.values import Split
 
 COLUMNS = ("path", "label", "group", "split")
 
 
-def scan(file: Path, classes: Sequence[str] | None) -> Scan:
+def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
     """Read a manifest; raises DataError (E-DATA-02, E-DATA-07) when it is no such table."""
     rows = read_table(file, COLUMNS)
     wrong = [f"{row['path']}: {row['split']!r}" for row in rows if row["split"] not in ("train", "test")]
@@ -44,4 +44,4 @@ def scan(file: Path, classes: Sequence[str] | None) -> Scan:
             "Move all images of a group into one split: the test would measure what was memorised",
         ),
     )
-    return Scan(f"manifest:{file}", tuple(classes or sorted({i.label for i in items})), items, problems)
+    return SourceIndex(f"manifest:{file}", tuple(classes or sorted({i.label for i in items})), items, problems)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fl_core import rng
 from fl_core.datasets.augmentation import DIGITS
-from fl_core.datasets.checks import Report, problem
+from fl_core.datasets.checks import CheckReport, problem
 from fl_core.datasets.examples import SiloDataset, TensorExamples, fingerprint
-from fl_core.datasets.partition.federations import Federated
+from fl_core.datasets.partition.federations import PartitionedData
 from fl_core.errors import DataError
 from fl_core.types.values import Schema, Split
 
@@ -47,7 +47,7 @@ class _Share(NamedTuple):
         return TensorExamples(x, torch.tensor(place, dtype=torch.int64), how=DIGITS)
 
 
-def load(federation: Federated, silo: int, classes: Sequence[str] | None) -> SiloDataset:
+def load(federation: PartitionedData, silo: int, classes: Sequence[str] | None) -> SiloDataset:
     """Deal the digits and take one silo's.
 
     classes: the run's label space, the ten digits by default. Raises DataError: E-DATA-05 when a digit of this silo is
@@ -61,12 +61,12 @@ def load(federation: Federated, silo: int, classes: Sequence[str] | None) -> Sil
     return SiloDataset(Schema(SHAPE, share.space), train, test, share.origin, report.fingerprint, public)
 
 
-def check(federation: Federated, silo: int, classes: Sequence[str] | None) -> Report:
+def check(federation: PartitionedData, silo: int, classes: Sequence[str] | None) -> CheckReport:
     """Count one silo's digits."""
     return _report(_share(federation, silo, classes))
 
 
-def _share(federation: Federated, silo: int, classes: Sequence[str] | None) -> _Share:
+def _share(federation: PartitionedData, silo: int, classes: Sequence[str] | None) -> _Share:
     """Hold out a stratified fifth, the same in every run, and deal both splits."""
     images, digits = _digits()
     x = torch.tensor(images / 16, dtype=torch.float32).reshape(-1, *SHAPE)
@@ -105,7 +105,7 @@ def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     return images, digits
 
 
-def _report(share: _Share) -> Report:
+def _report(share: _Share) -> CheckReport:
     """Count the examples per split and class, and those of digits outside the label space."""
     both = [*share.names[0], *share.names[1]]
     strange = [name for name in both if name not in share.space]
@@ -117,7 +117,7 @@ def _report(share: _Share) -> Report:
         len(strange),
     )
     pixels = [(x * 16).to(torch.uint8).numpy().tobytes() for x in share.pixels]
-    return Report(
+    return CheckReport(
         share.origin,
         share.space,
         {

@@ -8,10 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from fl_core.datasets.catalogue import KNOWN
-from fl_core.datasets.checks import Item, Scan, problem
+from fl_core.datasets.checks import Item, SourceIndex, problem
 from fl_core.datasets.image_files import ImageTransform
-from fl_core.datasets.partition.federations import Dealt, Federated
-from fl_core.datasets.sources.arrays import nowhere
+from fl_core.datasets.partition.federations import PartitionedData, PartitionSpec
+from fl_core.datasets.sources.arrays import no_data_root
 from fl_core.datasets.sources.class_folders import listed
 from fl_core.datasets.sources.csv_reader import read_lines
 from fl_core.types.values import Split
@@ -36,7 +36,7 @@ def located(name: str, root: Path) -> Path | None:
 
 
 @lru_cache(maxsize=2)
-def scan(name: str, root: Path) -> Scan:
+def scan(name: str, root: Path) -> SourceIndex:
     """List a tree, once for all silos of a simulation.
 
     CINIC10's valid/ is left out: its train/ and test/ are of 90,000 images each. TinyImageNet's val/ is the test split
@@ -46,20 +46,20 @@ def scan(name: str, root: Path) -> Scan:
     known, folder = KNOWN[name], located(name, root)
     if folder is None:
         places = TINY if name == "tinyimagenet" else TREES[name]
-        raise nowhere(name, [root / at for at in places], known.layout, known.publisher)
+        raise no_data_root(name, [root / at for at in places], known.layout, known.publisher)
     if name == "tinyimagenet":
         return _tiny(folder)
     items = [item for split in (Split.TRAIN, Split.TEST) for item in listed(folder, folder / split.value, split)]
-    return Scan(name, known.classes, tuple(items))
+    return SourceIndex(name, known.classes, tuple(items))
 
 
 @lru_cache(maxsize=2)
-def shares(name: str, root: Path, federation: Federated) -> list[Dealt]:
+def shares(name: str, root: Path, federation: PartitionedData) -> list[PartitionSpec]:
     """Deal a sound tree, once for all silos of a simulation."""
     return scan(name, root).shares(federation)
 
 
-def take(name: str, root: Path, federation: Federated, silo: int, classes: Sequence[str] | None) -> Scan:
+def take(name: str, root: Path, federation: PartitionedData, silo: int, classes: Sequence[str] | None) -> SourceIndex:
     """Take one silo's share; everything, for the report, when the tree has a problem in itself."""
     whole, origin = scan(name, root), f"{name}/{federation.text}/{silo}"
     if whole.problems or {item.label for item in whole.items} - set(whole.classes):
@@ -68,7 +68,7 @@ def take(name: str, root: Path, federation: Federated, silo: int, classes: Seque
     return replace(share, classes=tuple(classes or whole.classes))
 
 
-def _tiny(folder: Path) -> Scan:
+def _tiny(folder: Path) -> SourceIndex:
     """List TinyImageNet by wnids.txt and val/val_annotations.txt (file, WordNet id, box; tabs between them)."""
     names = sorted(line.strip() for line in read_lines(folder / "wnids.txt") if line.strip())
     place = {wnid: f"{k:03d}" for k, wnid in enumerate(names)}
@@ -95,4 +95,4 @@ def _tiny(folder: Path) -> Scan:
         *problem("E-DATA-07", "rows of val_annotations.txt with a WordNet id that wnids.txt lacks", unknown, remedy),
         *problem("E-DATA-04", "images in val_annotations.txt without a file in val/images", missing, remedy),
     )
-    return Scan("tinyimagenet", KNOWN["tinyimagenet"].classes, tuple(items), problems)
+    return SourceIndex("tinyimagenet", KNOWN["tinyimagenet"].classes, tuple(items), problems)

@@ -16,7 +16,7 @@ import numpy as np
 
 from fl_core import rng
 from fl_core.datasets.augmentation import LESIONS
-from fl_core.datasets.checks import Item, Problem, Scan, problem, straddling
+from fl_core.datasets.checks import CheckProblem, Item, SourceIndex, problem, straddling
 from fl_core.datasets.examples import SPLITS
 from fl_core.datasets.image_files import ImageTransform
 from fl_core.datasets.sources.csv_reader import Row, read_table
@@ -55,7 +55,7 @@ def transform(image_size: int | None) -> ImageTransform:
     return ImageTransform(image_size or DEFAULT_SIZE, margin=224 / 200, how=LESIONS)
 
 
-def scan(root: Path, center: int, classes: Sequence[str] | None) -> Scan:
+def scan(root: Path, center: int, classes: Sequence[str] | None) -> SourceIndex:
     """Read one centre's rows; raises DataError (E-DATA-02, E-DATA-07) when the layout itself is not there."""
     folder = _locate(root)
     rows = read_table(folder / SPLIT_FILE, ("image", "target", "center", "fold"))
@@ -82,7 +82,7 @@ def scan(root: Path, center: int, classes: Sequence[str] | None) -> Scan:
     )
     torn = straddling(items)
     notes = (f"{len(torn)} lesions have images in train and in test, as FLamby's split has it",) if torn else ()
-    return Scan(f"isic2019/center{center}", tuple(classes or CLASSES), items, problems, notes)
+    return SourceIndex(f"isic2019/center{center}", tuple(classes or CLASSES), items, problems, notes)
 
 
 def parts(clients: int) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ def parts(clients: int) -> tuple[int, ...]:
     return tuple(given)
 
 
-def seat(clients: int, client: int) -> tuple[int, int, int]:
+def center_of(clients: int, client: int) -> tuple[int, int, int]:
     """Say where a client sits: (centre, its place among the centre's clients, how many those are)."""
     center = 0
     for center, count in enumerate(parts(clients)):
@@ -112,7 +112,7 @@ def seat(clients: int, client: int) -> tuple[int, int, int]:
     raise ValueError(f"expected a client below {clients}, found {center}")
 
 
-def cut(found: Scan, place: int, count: int, seed: int, origin: str) -> Scan:
+def split_center(found: SourceIndex, place: int, count: int, seed: int, origin: str) -> SourceIndex:
     """Keep one of `count` equal random parts of a centre's train and test images."""
     kept: list[Item] = []
     for split in SPLITS:
@@ -166,7 +166,7 @@ def _contradiction(row: Row) -> str:
     return ""
 
 
-def _disagreements(rows: Sequence[Row], mine: Sequence[Row], stored: set[str]) -> tuple[Problem, ...]:
+def _disagreements(rows: Sequence[Row], mine: Sequence[Row], stored: set[str]) -> tuple[CheckProblem, ...]:
     """Find rows that contradict themselves, images listed twice, and images that no row lists."""
     wrong = [f"{row['image']}: {said}" for row in mine if (said := _contradiction(row))]
     own = {row["image"] for row in mine}

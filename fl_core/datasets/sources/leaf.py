@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fl_core.datasets.augmentation import Augmentation
 from fl_core.datasets.catalogue import CHARACTERS, KNOWN
-from fl_core.datasets.sources.arrays import Half, Whole, nowhere
+from fl_core.datasets.sources.arrays import FullDataset, SplitArrays, no_data_root
 from fl_core.errors import DataError
 
 _PLACE = {c: k for k, c in enumerate(CHARACTERS)}
 
 
-def read(name: str, root: Path | None) -> Whole:
+def read(name: str, root: Path | None) -> FullDataset:
     """Read all users of both splits; pixels become bytes, characters their position in LEAF's alphabet.
 
     Raises DataError: E-DATA-02 when the data set is not there (with its owner's address), E-DATA-07 when a file
@@ -31,13 +31,13 @@ def read(name: str, root: Path | None) -> Whole:
     places = (root / name / "data", root / name, root / "leaf" / "data" / name / "data")
     folder = next((p for p in places if all(any((p / s).glob("*.json")) for s in ("train", "test"))), None)
     if folder is None:
-        raise nowhere(name, places, known.layout, known.publisher)
+        raise no_data_root(name, places, known.layout, known.publisher)
     numbers: dict[str, int] = {}
     train, test = (_half(name, folder / split, numbers) for split in ("train", "test"))
-    return Whole(name, known.classes, train, test, Augmentation())
+    return FullDataset(name, known.classes, train, test, Augmentation())
 
 
-def _half(name: str, folder: Path, numbers: dict[str, int]) -> Half:
+def _half(name: str, folder: Path, numbers: dict[str, int]) -> SplitArrays:
     """Read every file of one split, in the order of their names; users are numbered as they come."""
     x: list[Tensor] = []
     y: list[int] = []
@@ -48,7 +48,7 @@ def _half(name: str, folder: Path, numbers: dict[str, int]) -> Half:
             x.append(_pixels(file, user, rows) if name == "femnist" else _characters(file, user, rows))
             y += [_label(name, file, user, label) for label in labels]
             users += [number] * len(labels)
-    return Half(torch.cat(x), np.array(y, dtype=np.int64), np.array(users, dtype=np.int64))
+    return SplitArrays(torch.cat(x), np.array(y, dtype=np.int64), np.array(users, dtype=np.int64))
 
 
 def _users(file: Path) -> list[tuple[str, list[object], list[object]]]:

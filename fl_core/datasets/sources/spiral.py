@@ -9,7 +9,7 @@ import torch
 
 from fl_core import rng
 from fl_core.datasets.augmentation import Augmentation
-from fl_core.datasets.sources.arrays import Half, Whole
+from fl_core.datasets.sources.arrays import FullDataset, SplitArrays
 
 CLASSES = tuple("01234")
 SHAPE = (2,)
@@ -17,21 +17,21 @@ TRAIN, TEST = 400, 100
 INNER, OUTER, JITTER = 1.0, 10.0, 0.5
 
 
-def read(name: str, root: Path | None) -> Whole:
+def read(name: str, root: Path | None) -> FullDataset:
     """Draw both splits, the same in every process; nothing is read.
 
     A point of class c lies at radius r, from 1 to 10 in equal steps, and angle (c + (r - 1) / 9) 2 pi / C + U(0, 0.5),
     clockwise from the vertical axis. Source: FedNH's motivating examples; five arms of 400 and 100 points are ours.
     """
     del root
-    return Whole(name, CLASSES, _half("train", TRAIN), _half("test", TEST), Augmentation())
+    return FullDataset(name, CLASSES, _half("train", TRAIN), _half("test", TEST), Augmentation())
 
 
-def _half(split: str, per_class: int) -> Half:
+def _half(split: str, per_class: int) -> SplitArrays:
     c = torch.arange(len(CLASSES)).repeat_interleave(per_class)  # (N,)
     along = torch.linspace(0, 1, per_class).repeat(len(CLASSES))
     jitter = torch.rand(len(c), generator=rng.stream(0, "spiral", split)) * JITTER
     angle = (c + along) / len(CLASSES) * 2 * torch.pi + jitter
     radius = INNER + (OUTER - INNER) * along
     x = torch.stack([radius * torch.sin(angle), radius * torch.cos(angle)], 1)
-    return Half(x, c.numpy().astype(np.int64))
+    return SplitArrays(x, c.numpy().astype(np.int64))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.partition.by_class import Labels
-from fl_core.datasets.sources.arrays import Half, Whole, nowhere
+from fl_core.datasets.sources.arrays import FullDataset, SplitArrays, no_data_root
 from fl_core.errors import DataError
 
 # The file or folder that tells, below the data root or below a folder of the data set's name, that it is there.
@@ -38,7 +38,7 @@ def located(name: str, root: Path) -> Path | None:
     return next((folder for folder in (root, root / name) if (folder / MARKS[name]).exists()), None)
 
 
-def read(name: str, root: Path | None) -> Whole:
+def read(name: str, root: Path | None) -> FullDataset:
     """Read both splits as bytes (N, C, H, W).
 
     Raises DataError: E-DATA-02 when the data set is not there (with its owner's address), E-DATA-04 when a file is not
@@ -47,7 +47,7 @@ def read(name: str, root: Path | None) -> Whole:
     assert root is not None
     known, folder = KNOWN[name], located(name, root)
     if folder is None:
-        raise nowhere(name, (root, root / name), known.layout, known.publisher)
+        raise no_data_root(name, (root, root / name), known.layout, known.publisher)
     try:
         train, test = (_half(name, folder, train) for train in (True, False))
     except (RuntimeError, OSError, ValueError, KeyError, EOFError) as error:
@@ -56,10 +56,10 @@ def read(name: str, root: Path | None) -> Whole:
             f"{name}: expected the published files ({known.layout}) in {folder}, found: {error}. Unpack the archive of "
             f"its owner again ({known.publisher})",
         ) from error
-    return Whole(name, known.classes, train, test, known.how, known.mean, known.std)
+    return FullDataset(name, known.classes, train, test, known.how, known.mean, known.std)
 
 
-def _half(name: str, folder: Path, train: bool) -> Half:
+def _half(name: str, folder: Path, train: bool) -> SplitArrays:
     """Read one split."""
     from torchvision import datasets as published  # takes seconds to import: only for those who use it
 
@@ -78,4 +78,4 @@ def _half(name: str, folder: Path, train: bool) -> Half:
     elif name != "svhn":
         x = x.permute(0, 3, 1, 2)
     y: Labels = np.asarray(found.labels if name == "svhn" else found.targets, dtype=np.int64)  # type: ignore[attr-defined]
-    return Half(x.contiguous(), y - 1 if name == "emnist" else y)  # EMNIST numbers the letters from 1
+    return SplitArrays(x.contiguous(), y - 1 if name == "emnist" else y)  # EMNIST numbers the letters from 1

@@ -10,12 +10,12 @@ from torch.nn.functional import linear, log_softmax
 
 from fl_core.methods.building_blocks.feature_generator import Generator
 from fl_core.methods.building_blocks.prototypes import features_of
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 
 
 def classifier(model: nn.Module) -> dict[str, Tensor]:
     """Copy the head: weight (C, d) and bias (C,), zeros where it has none."""
-    named = {name: v.cpu() for name, v in trees.read(features_of(model).head).items()}
+    named = {name: v.cpu() for name, v in tensor_maps.copy_state(features_of(model).head).items()}
     return {"bias": torch.zeros(len(named["weight"])), **named}
 
 

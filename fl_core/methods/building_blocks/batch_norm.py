@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_core.types.interfaces import SiloData
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import ExampleSums, Tensors
 
 
-def recompute(model: nn.Module, data: SiloData) -> None:
+def recompute(model: nn.Module, data: LocalData) -> None:
     """Set every layer's running mean and variance to those of its input over the training set, in place.
 
     One `sum` query without augmentation, in which the layers normalise by the statistics of each batch. Moments are

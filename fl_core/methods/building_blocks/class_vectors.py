@@ -18,7 +18,7 @@ from torch.nn.functional import normalize, pdist
 
 from fl_core import rng
 from fl_core.errors import ConfigError
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 
 SHARPNESS = (1.0, 10.0, 100.0, 1000.0)
 STEPS = 2000
@@ -27,7 +27,7 @@ STEP_SIZE = 0.1
 
 def seed_of(model: nn.Module) -> int:
     """Derive a seed below 2^24 from initial weights: another seed of the run gives another, and float32 holds it."""
-    return int(trees.digest(trees.read(model))[:6], 16)
+    return int(tensor_maps.digest(tensor_maps.copy_state(model))[:6], 16)
 
 
 def haar(d: int, k: int, generator: torch.Generator) -> Tensor:

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, linear, one_hot
 from torch.optim import Adam
 
 from fl_core import rng
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.values import Tensors
 
 ADAM = ("exp_avg", "exp_avg_sq")
@@ -44,7 +44,7 @@ class Generator(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Teachers:
+class SiloClassifiers:
     """Classifiers and their say: weight (K, C, d), bias (K, C), share v (K, C)."""
 
     weight: Tensor
@@ -89,7 +89,7 @@ def draw_labels(n: int, known: Tensor, random: torch.Generator) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class GeneratorConfig:
     """How a generator is trained: Adam steps, rate, decay, labels per step, noise, strength of diversity."""
 
     steps: int
@@ -102,7 +102,7 @@ class Course:
 
 
 def train(
-    model: Generator, course: Course, teachers: Teachers, known: Tensor, random: torch.Generator,
+    model: Generator, course: GeneratorConfig, teachers: SiloClassifiers, known: Tensor, random: torch.Generator,
     moments: Mapping[str, Tensors] | None = None,
 ) -> dict[str, dict[str, Tensor]]:  # fmt: skip
     """Train a generator in place, on labels that `known` (C,) marks; return Adam's moments and step count.
@@ -129,7 +129,7 @@ def train(
 
 def fresh_moments(model: Generator) -> dict[str, dict[str, Tensor]]:
     """Make the moments of an Adam that has taken no step."""
-    zeros = trees.zeros(trees.trainable(model))
+    zeros = tensor_maps.zeros(tensor_maps.trainable(model))
     return {**{key: dict(zeros) for key in ADAM}, "step": {"t": torch.zeros(())}}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from fl_core.models.split_model import SplitModel
-from fl_core.types.interfaces import SiloData
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import ClassSums, Part, Tensors
 
 AGGREGATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -103,20 +103,20 @@ def unknown(fine: int, d: int) -> dict[str, Tensor]:
     return {"p": torch.zeros(fine, d), "known": torch.zeros(fine), "count": torch.zeros(fine)}
 
 
-def census(model: FineModel, anchors: Anchors, data: SiloData, per_class: int) -> tuple[Tensor, Tensor]:
+def census(model: FineModel, anchors: Anchors, data: LocalData, per_class: int) -> tuple[Tensor, Tensor]:
     """Sum features (CM, d) and count examples (CM,) per fine class, in eval mode: one joint query."""
     model.eval()
 
     def placed(x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
             z = model.features(x)
-        return slotted(z, anchors.nearest(z, y, per_class), per_class)
+        return by_fine_class(z, anchors.nearest(z, y, per_class), per_class)
 
     sums = data.sum(ClassSums(placed, model.n_classes))["sum"].reshape(model.n_classes * per_class, -1)
     return sums[:, :-1], sums[:, -1]
 
 
-def slotted(z: Tensor, slot: Tensor, slots: int) -> Tensor:
+def by_fine_class(z: Tensor, slot: Tensor, slots: int) -> Tensor:
     """Place (z, 1) of each example in its slot: (B, d) to (B, slots (d + 1)), so that sums tell slots apart."""
     rows = z.new_zeros(len(z), slots, z.shape[1] + 1)
     rows[torch.arange(len(z), device=z.device), slot] = torch.cat([z, z.new_ones(len(z), 1)], dim=1)

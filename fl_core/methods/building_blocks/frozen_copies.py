@@ -8,20 +8,20 @@ from torch import Tensor, nn
 
 from fl_core.methods.building_blocks import prototypes
 from fl_core.models.split_model import SplitModel
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.values import Tensors
 
 
-def frozen(model: nn.Module, values: Tensors | None = None) -> SplitModel:
+def frozen_copy(model: nn.Module, values: Tensors | None = None) -> SplitModel:
     """Copy a model, with `values` loaded where given, in eval mode and without gradients."""
     twin = copy.deepcopy(model)
     if values is not None:
-        trees.write(twin, values)
+        tensor_maps.load_state(twin, values)
     twin.requires_grad_(False)
     return prototypes.features_of(twin.eval())
 
 
-class Seen(nn.Module):
+class CachedFeatures(nn.Module):
     """A model whose features of one batch are known: `forward` and `features` take that batch and do not look at it.
 
     A loss that is made of another one then passes the batch through the body once: BatchNorm counts it once.

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fl_core.methods.building_blocks.fine_grained import slotted
-from fl_core.types.interfaces import SiloData
+from fl_core.methods.building_blocks.fine_grained import by_fine_class
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import ClassSums
 
 NOISE = 1e-3
@@ -23,7 +23,7 @@ NOISE = 1e-3
 
 def clusters(
     features: Callable[[Tensor], Tensor],
-    data: SiloData,
+    data: LocalData,
     n_classes: int,
     per_class: int,
     draw: torch.Generator,
@@ -46,7 +46,7 @@ def clusters(
     return torch.stack([_filled(p, s, draw) for p, s in zip(points[best, rows], size[best, rows], strict=True)]), count
 
 
-def _moments(features: Callable[[Tensor], Tensor], data: SiloData, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(features: Callable[[Tensor], Tensor], data: LocalData, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and standard deviation of the features per class, (C, d) each, and the examples per class (C,)."""
 
     def powers(x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001
@@ -59,7 +59,7 @@ def _moments(features: Callable[[Tensor], Tensor], data: SiloData, n_classes: in
 
 
 def _lloyd(
-    features: Callable[[Tensor], Tensor], data: SiloData, points: Tensor
+    features: Callable[[Tensor], Tensor], data: LocalData, points: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Assign all examples and average: new points (R, C, M, d), sizes (R, C, M) and the inertia before (R, C)."""
     restarts, n_classes, per_class, d = points.shape
@@ -68,7 +68,7 @@ def _lloyd(
         z = features(x)
         near = (points.to(z)[:, y] - z.unsqueeze(1)).square().sum(3)  # (R, B, M)
         least = near.min(2)
-        return torch.cat([*(slotted(z, slot, per_class) for slot in least.indices), least.values.T], dim=1)
+        return torch.cat([*(by_fine_class(z, slot, per_class) for slot in least.indices), least.values.T], dim=1)
 
     sums = data.sum(ClassSums(placed, n_classes))["sum"]
     slots, inertia = sums[:, :-restarts], sums[:, -restarts:].T

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.models.split_model import SplitModel
-from fl_core.types.interfaces import SiloData
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import ClassSums, Part, RoundContext, State, Tensors
 
-PART = "prototypes"
+PROTOTYPES = "prototypes"
 
 
 def features_of(model: nn.Module) -> SplitModel:
@@ -24,12 +24,12 @@ def features_of(model: nn.Module) -> SplitModel:
     return model  # type: ignore[return-value]
 
 
-def unknown(n_classes: int, d: int) -> dict[str, Tensor]:
+def initial_prototypes(n_classes: int, d: int) -> dict[str, Tensor]:
     """Make the state before round 0: g (C, d) of zeros and known (C,), 1 where a prototype exists."""
     return {"g": torch.zeros(n_classes, d), "known": torch.zeros(n_classes)}
 
 
-def measure(model: nn.Module, state: Tensors, data: SiloData) -> Part:
+def local_sums(model: nn.Module, state: Tensors, data: LocalData) -> Part:
     """Sum z - a per class over the training examples, in eval mode and without augmentation: one joint query.
 
     Returns Part({"offset": (C, d)}, weight = examples per class (C,)).
@@ -46,18 +46,18 @@ def measure(model: nn.Module, state: Tensors, data: SiloData) -> Part:
     return Part({"offset": sums["sum"]}, sums["count"])
 
 
-def withheld(state: Tensors) -> Part:
+def empty_part(state: Tensors) -> Part:
     """Make the part of a silo that submits no prototypes: zeros of weight 0, no query."""
     return Part({"offset": torch.zeros_like(state["g"])}, torch.zeros_like(state["known"]))
 
 
-def submitted(model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> Part:
+def part_to_send(model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> Part:
     """Measure prototypes around the received ones; send none where the silo submits none."""
-    state = msg[PART]
-    return measure(model, state, data) if context.prototypes else withheld(state)
+    state = msg[PROTOTYPES]
+    return local_sums(model, state, data) if context.prototypes else empty_part(state)
 
 
-def merged(state: Tensors, part: Part) -> dict[str, Tensor]:
+def update(state: Tensors, part: Part) -> dict[str, Tensor]:
     """Move each prototype by its mean offset; rows of weight 0 stay as they are, known or not."""
     known = torch.maximum(state["known"], (part.weight > 0).float())
     return {"g": state["g"] + part.mean()["offset"], "known": known}

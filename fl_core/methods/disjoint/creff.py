@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from fl_core import rng, validate
-from fl_core.methods.building_blocks import class_vectors as geometry
+from fl_core.methods.building_blocks import class_vectors
 from fl_core.methods.building_blocks.gradient_matching import matched, outer_gradient, retrained
 from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.fedavg import FedAvg
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, ClassSums, Outcome, Part, RoundContext, State, Tensors
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import Bundle, ClassSums, LocalResult, Part, RoundContext, State, Tensors
 
 PART, HEAD = "class_gradients", "head"
 
@@ -62,10 +62,10 @@ class CReFF(FedAvg):
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start with normally drawn features and the model's own head."""
-        split, seed = features_of(model), geometry.seed_of(model)
+        split, seed = features_of(model), class_vectors.seed_of(model)
         shape = (context.n_classes, self.features, split.feature_dim)
         v = torch.randn(shape, generator=rng.stream(seed, "federated features"))
-        head = {name: value.cpu() for name, value in trees.read(split.head).items()}
+        head = {name: value.cpu() for name, value in tensor_maps.copy_state(split.head).items()}
         return {
             **super().init_server(model, context),
             HEAD: head,
@@ -77,15 +77,15 @@ class CReFF(FedAvg):
         """Send the model and the classifier trained anew."""
         return {"w": server["w"], HEAD: server[HEAD]}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Measure the gradients of the received classifier, then train as FedAvg does."""
-        trees.write(model, msg["w"])
+        tensor_maps.load_state(model, msg["w"])
         gradients = self._gradients(model, msg[HEAD], data)
         outcome = super().local(model, msg, silo, data, context)
-        return Outcome({**outcome.bundle, PART: gradients}, outcome.state)
+        return LocalResult({**outcome.bundle, PART: gradients}, outcome.state)
 
     @staticmethod
-    def _gradients(model: nn.Module, head: Tensors, data: SiloData) -> Part:
+    def _gradients(model: nn.Module, head: Tensors, data: LocalData) -> Part:
         """Average g per class, in eval mode: Part((C, C, d + 1), weight 1 where the silo holds the class)."""
         split, device = features_of(model), next(model.parameters()).device
         there = {name: v.to(device) for name, v in head.items()}
@@ -114,7 +114,7 @@ class CReFF(FedAvg):
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
         """Put the classifier trained anew on the averaged body."""
-        trees.write(model, {**msg["w"], **_under_head(msg[HEAD])})
+        tensor_maps.load_state(model, {**msg["w"], **_under_head(msg[HEAD])})
         return model
 
     def exported(self, server: State) -> Tensors:

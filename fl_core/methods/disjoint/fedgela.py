@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core import validate
-from fl_core.methods.building_blocks import class_vectors as geometry
+from fl_core.methods.building_blocks import class_vectors
 from fl_core.methods.building_blocks.fixed_classifier import CLASSIFIER, SCALE, Adapted, FixedHead, adaptation
 from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.fedavg import FedAvg
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Losses, LossFn, Outcome, RoundContext, SgdOptions, State, Tensors
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import LocalResult, Losses, LossFn, RoundContext, SgdOptions, State, Tensors
 
 FRAME = "etf"
 NORM = "norm"
@@ -75,28 +75,30 @@ class FedGELA(FedAvg):
         if not self.etf:
             return super().init_server(model, context)
         frame = {
-            "seed": torch.tensor([float(geometry.seed_of(model))]),
+            "seed": torch.tensor([float(class_vectors.seed_of(model))]),
             "shape": torch.tensor([float(context.n_classes), float(features_of(model).feature_dim)]),
         }
-        return {"w": trees.only(trees.read(self._net(model, frame)), self.shared), FRAME: frame}
+        return {"w": tensor_maps.select(tensor_maps.copy_state(self._net(model, frame)), self.shared), FRAME: frame}
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Keep the trained feature norm for the personal model; the one named "l2" has nothing to keep."""
-        return {NORM: trees.read(nn.BatchNorm1d(features_of(model).feature_dim))} if self._batch_norm else {}
+        return (
+            {NORM: tensor_maps.copy_state(nn.BatchNorm1d(features_of(model).feature_dim))} if self._batch_norm else {}
+        )
 
     def broadcast(self, server: State) -> State:
         """Send the features' weights and the frame's seed."""
         return dict(server)
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train the features under the adapted frame."""
         net = self._received(model, msg)
         data.sgd(net, self.objective(net, msg, data, context), SgdOptions(only=self.shared))
-        trained = trees.read(net)
+        trained = tensor_maps.copy_state(net)
         kept = {NORM: {name: trained[f"{NORM}.{name}"].cpu() for name in silo[NORM]}} if self._batch_norm else silo
-        return Outcome({"delta": self.delta(net, msg, data)}, kept)
+        return LocalResult({"delta": self.delta(net, msg, data)}, kept)
 
-    def objective(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> LossFn:
+    def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:
         """Make the cross entropy of the adapted logits."""
         if not self.adapt:
             return super().objective(model, msg, data, context)
@@ -112,11 +114,11 @@ class FedGELA(FedAvg):
         """Classify with the plain frame, or the averaged head."""
         return self._received(model, msg)
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Classify with the adapted frame, on the silo's own features."""
         net = self._net(model, msg[FRAME]) if self.etf else model
         if self._batch_norm:
-            trees.write(net, {f"{NORM}.{name}": v for name, v in silo[NORM].items()})
+            tensor_maps.load_state(net, {f"{NORM}.{name}": v for name, v in silo[NORM].items()})
         counts = data.class_counts()
         phi = adaptation(counts) if self.adapt else torch.ones_like(counts)
         return Adapted(net, phi, counts <= 0 if self.mask_missing else None)
@@ -135,16 +137,16 @@ class FedGELA(FedAvg):
         split = features_of(model)
         norm = nn.BatchNorm1d(split.feature_dim) if self._batch_norm else None
         # Of the model's own shape: with a class less, only a silo that has a record of that class would fail.
-        rows = geometry.etf(split.n_classes, split.feature_dim, int(frame["seed"]))
+        rows = class_vectors.etf(split.n_classes, split.feature_dim, int(frame["seed"]))
         return FixedHead(split, rows, self.logit_scale, norm=norm)
 
     def _received(self, model: nn.Module, msg: State) -> nn.Module:
         net = self._net(model, msg[FRAME]) if self.etf else model
-        trees.write(net, msg["w"])
+        tensor_maps.load_state(net, msg["w"])
         return net
 
 
 def frame_of(frame: Tensors) -> Tensor:
     """Make the frame (C, d) again from what travels: its seed and its dimensions."""
     n_classes, d = (int(v) for v in frame["shape"])
-    return geometry.etf(n_classes, d, int(frame["seed"]))
+    return class_vectors.etf(n_classes, d, int(frame["seed"]))

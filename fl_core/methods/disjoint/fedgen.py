@@ -22,17 +22,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from fl_core import rng
-from fl_core.methods.building_blocks import answers
-from fl_core.methods.building_blocks import class_vectors as geometry
-from fl_core.methods.building_blocks import feature_generator as generator
+from fl_core.methods.building_blocks import answers, class_vectors, feature_generator
 from fl_core.methods.building_blocks.answers import classifier
-from fl_core.methods.building_blocks.feature_generator import Generator, Teachers
+from fl_core.methods.building_blocks.feature_generator import Generator, SiloClassifiers
 from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.disjoint.fedgen_options import GENERATOR, HEADS, LABELS, FedGenOptions, coefficient
 from fl_core.models.split_model import SplitModel
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Losses, Outcome, Part, RoundContext, SgdOptions, State, Tensors
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import Bundle, LocalResult, Losses, Part, RoundContext, SgdOptions, State, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +44,24 @@ class FedGen(FedGenOptions):
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start with an untrained generator and no label known."""
-        split, seed = features_of(model), geometry.seed_of(model)
-        made = generator.seeded(seed, context.n_classes, self.noise, self.hidden, split.feature_dim)
+        split, seed = features_of(model), class_vectors.seed_of(model)
+        made = feature_generator.seeded(seed, context.n_classes, self.noise, self.hidden, split.feature_dim)
         state = {
             **super().init_server(model, context),
-            GENERATOR: trees.read(made),
+            GENERATOR: tensor_maps.copy_state(made),
             LABELS: {"n": torch.zeros(context.n_classes)},
         }
         if self.mode == "secagg":
             return state
-        return {**state, **generator.fresh_moments(made), "seed": {"s": torch.tensor(float(seed))}}
+        return {**state, **feature_generator.fresh_moments(made), "seed": {"s": torch.tensor(float(seed))}}
 
     def broadcast(self, server: State) -> State:
         """Send the model, the generator and the federation's class counts."""
         return {group: server[group] for group in ("w", GENERATOR, LABELS)}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train with the generator's help; send the classifier, or what it taught the generator."""
-        trees.write(model, msg["w"])
+        tensor_maps.load_state(model, msg["w"])
         t, known = context.round, msg[LABELS]["n"]
         a, b = ((coefficient(v, t) if t and bool(known.any()) else 0.0) for v in (self.alpha, self.beta))
         made = self._received(msg[GENERATOR], features_of(model))
@@ -87,14 +85,14 @@ class FedGen(FedGenOptions):
             return Losses(plain + b * steer)
 
         def taught(model: nn.Module) -> Tensor:
-            y = generator.draw_labels(self.made, known, random).to(device)
+            y = feature_generator.draw_labels(self.made, known, random).to(device)
             return self.made / data.batch_size * a * cross_entropy(self._answers(model, made, y, random), y)
 
         data.sgd(model, loss, SgdOptions(penalty=taught if a else None))
-        return Outcome({"delta": self.delta(model, msg, data), **self._lessons(model, msg, data, context)}, silo)
+        return LocalResult({"delta": self.delta(model, msg, data), **self._lessons(model, msg, data, context)}, silo)
 
     def _answers(self, model: nn.Module, made: Generator, y: Tensor, random: torch.Generator) -> Tensor:
-        e = generator.draw_noise(len(y), self.noise, self.noise_kind, random).to(y.device)
+        e = feature_generator.draw_noise(len(y), self.noise, self.noise_kind, random).to(y.device)
         with torch.no_grad():
             z = made(y, e)
         return answers.of(model, z)
@@ -102,26 +100,26 @@ class FedGen(FedGenOptions):
     def _held(self, made: Generator, context: RoundContext) -> Tensor:
         """Make a round's features of every class (C, B_g, d), from a stream that nothing else draws from."""
         draw = rng.stream(context.seed, "round", context.round, "silo", context.silo, "held noise")
-        e = generator.draw_noise(made.n_classes * self.made, self.noise, self.noise_kind, draw)
+        e = feature_generator.draw_noise(made.n_classes * self.made, self.noise, self.noise_kind, draw)
         return answers.held(made, e, self.made)
 
     def _received(self, state: Tensors, split: SplitModel) -> Generator:
-        made = generator.seeded(0, split.n_classes, self.noise, self.hidden, split.feature_dim)
-        trees.write(made, state)
+        made = feature_generator.seeded(0, split.n_classes, self.noise, self.hidden, split.feature_dim)
+        tensor_maps.load_state(made, state)
         return made
 
-    def _lessons(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> dict[str, Part]:
+    def _lessons(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> dict[str, Part]:
         """Make what trains the generator: this silo's classifier, or the steps that it asks for."""
         head, counts = classifier(model), data.class_counts().cpu()
         if self.mode == "plain":
             return {HEADS: Part({**head, "n": counts}, torch.tensor(1.0))}
         before = msg[LABELS]["n"]
         share = counts / torch.maximum(before, counts).clamp(min=1e-12)
-        teacher = Teachers(head["weight"].unsqueeze(0), head["bias"].unsqueeze(0), share.unsqueeze(0))
+        teacher = SiloClassifiers(head["weight"].unsqueeze(0), head["bias"].unsqueeze(0), share.unsqueeze(0))
         made = self._received(msg[GENERATOR], features_of(model))
         random = rng.stream(context.seed, "round", context.round, "generator")
-        generator.train(made, self.course(context.round), teacher, before + counts, random)
-        moved = trees.sub(trees.read(made), msg[GENERATOR])
+        feature_generator.train(made, self.course(context.round), teacher, before + counts, random)
+        moved = tensor_maps.sub(tensor_maps.copy_state(made), msg[GENERATOR])
         return {GENERATOR: Part.of(moved, self.weight(data)), LABELS: Part({"n": counts}, torch.tensor(1.0))}
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
@@ -131,14 +129,14 @@ class FedGen(FedGenOptions):
         n = part.total["n"].sum(0).float() if self.mode == "plain" else part.total["n"].float()
         after = {**after, LABELS: {"n": torch.where(n > 0, n, server[LABELS]["n"])}}
         if self.mode == "secagg":
-            return {**after, GENERATOR: trees.add(server[GENERATOR], total[GENERATOR].mean())}
+            return {**after, GENERATOR: tensor_maps.add(server[GENERATOR], total[GENERATOR].mean())}
         if not bool((n > 0).any()):
             return after
         heads = {name: v.float() for name, v in part.total.items()}
         c, d = heads["weight"].shape[1:]
-        made = generator.seeded(0, c, self.noise, self.hidden, d)
-        trees.write(made, server[GENERATOR])
+        made = feature_generator.seeded(0, c, self.noise, self.hidden, d)
+        tensor_maps.load_state(made, server[GENERATOR])
         random = rng.stream(int(server["seed"]["s"]), "round", context.round, "generator")
-        teachers = Teachers(heads["weight"], heads["bias"], generator.shares(heads["n"]))
-        moments = generator.train(made, self.course(context.round), teachers, n, random, server)
-        return {**after, **moments, GENERATOR: trees.read(made)}
+        teachers = SiloClassifiers(heads["weight"], heads["bias"], feature_generator.shares(heads["n"]))
+        moments = feature_generator.train(made, self.course(context.round), teachers, n, random, server)
+        return {**after, **moments, GENERATOR: tensor_maps.copy_state(made)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fl_core import validate
-from fl_core.methods.building_blocks.feature_generator import Course
+from fl_core.methods.building_blocks.feature_generator import GeneratorConfig
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types.values import Capability
 
@@ -66,7 +66,7 @@ class FedGenOptions(FedAvg):
         validate.at_least("E-CFG-02", self.name, 2, made=self.made)  # the generator's BatchNorm needs two
 
     @property
-    def apart(self) -> frozenset[str]:
+    def unsummed_parts(self) -> frozenset[str]:
         """Name the classifiers, which the plain mode's server must see one by one."""
         return frozenset({HEADS}) if self.mode == "plain" else frozenset()
 
@@ -76,17 +76,19 @@ class FedGenOptions(FedAvg):
         return {"draws": "class"} if self.draws == "example" and self.beta else {}
 
     @property
-    def lacks(self) -> Mapping[Capability, str]:
+    def unsupported(self) -> Mapping[Capability, str]:
         """Say also that the published form sees single classifiers."""
         remedy = "the server sees each silo's classifier: set mode=secagg"
-        return {**super().lacks, **({Capability.SECURE_AGGREGATION: remedy} if self.mode == "plain" else {})}
+        return {**super().unsupported, **({Capability.SECURE_AGGREGATION: remedy} if self.mode == "plain" else {})}
 
     @property
     def sends(self) -> tuple[str, ...]:
         """Name what goes up, part by part."""
         return ("delta", HEADS) if self.mode == "plain" else ("delta", GENERATOR, LABELS)
 
-    def course(self, t: int) -> Course:
+    def course(self, t: int) -> GeneratorConfig:
         """Say how the generator is trained in round t."""
         rate = self.lr * 0.98**t
-        return Course(self.steps, rate, self.weight_decay, self.made, self.noise, self.noise_kind, self.diversity)
+        return GeneratorConfig(
+            self.steps, rate, self.weight_decay, self.made, self.noise, self.noise_kind, self.diversity
+        )

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from fl_core import validate
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.losses import logit_adjustment as calibration
-from fl_core.types.interfaces import SiloData
+from fl_core.methods.losses import logit_adjustment
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Losses, LossFn, RoundContext, State
 
 log = logging.getLogger(__name__)
@@ -53,14 +53,14 @@ class FedLC(FedAvg):
             missing=(self.missing, ("mask", "floor")),
         )
 
-    def objective(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> LossFn:  # noqa: ARG002
+    def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:  # noqa: ARG002
         """Make the calibrated loss from the silo's class counts."""
         counts = data.class_counts()
         if self.missing == "floor":
             counts = counts.clamp_min(1.0)
         elif self.tau and int((counts > 0).sum()) < 2:
             log.warning("a single class is present here: with missing=mask nothing is learnt from it")
-        of = calibration.calibrated_ce if self.form == "calibrated" else calibration.published_ce
+        of = logit_adjustment.calibrated_ce if self.form == "calibrated" else logit_adjustment.published_ce
 
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
             return Losses(of(model(x), y, counts, self.tau))

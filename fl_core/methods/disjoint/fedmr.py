@@ -22,10 +22,10 @@ from torch.nn.functional import cross_entropy
 from fl_core import rng
 from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.disjoint.fedmr_options import FedMROptions
-from fl_core.methods.losses import fedmr as manifold
-from fl_core.methods.losses.fedmr import IntraVariant, References
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
+from fl_core.methods.losses import fedmr
+from fl_core.methods.losses.fedmr import IntraVariant, PrototypeTargets
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, Coupling, Losses, LossFn, Part, RoundContext, State
 
 
@@ -41,26 +41,28 @@ class FedMR(FedMROptions):
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start from the initialised model, with no prototype known."""
-        start = {"w": trees.read(model)}
-        unknown = prototypes.unknown(context.n_classes, prototypes.features_of(model).feature_dim)
-        return {**start, prototypes.PART: unknown} if self.uses_prototypes else start
+        start = {"w": tensor_maps.copy_state(model)}
+        unknown = prototypes.initial_prototypes(context.n_classes, prototypes.features_of(model).feature_dim)
+        return {**start, prototypes.PROTOTYPES: unknown} if self.uses_prototypes else start
 
     def broadcast(self, server: State) -> State:
         """Send the model and the prototypes."""
         return dict(server)
 
-    def extras(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> dict[str, Part]:
+    def extras(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> dict[str, Part]:
         """Measure prototypes around the received ones."""
-        return {prototypes.PART: prototypes.submitted(model, msg, data, context)} if self.uses_prototypes else {}
+        return (
+            {prototypes.PROTOTYPES: prototypes.part_to_send(model, msg, data, context)} if self.uses_prototypes else {}
+        )
 
-    def _references(self, msg: State, data: SiloData) -> References | None:
+    def _references(self, msg: State, data: LocalData) -> PrototypeTargets | None:
         """Choose what L_inter measures against; None while no prototype is known."""
-        if not self.uses_prototypes or not bool((known := msg[prototypes.PART]["known"] > 0).any()):
+        if not self.uses_prototypes or not bool((known := msg[prototypes.PROTOTYPES]["known"] > 0).any()):
             return None
         negatives = data.class_counts() > 0 if self.negatives == "observed" else known
-        return References(msg[prototypes.PART]["g"], known, negatives)
+        return PrototypeTargets(msg[prototypes.PROTOTYPES]["g"], known, negatives)
 
-    def objective(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> LossFn:  # noqa: ARG002
+    def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:  # noqa: ARG002
         """Make equation 5 for one silo's round; L_inter is per example but for `paired_sample`."""
         t, ref = context.round, self._references(msg, data)
         mu2 = self.mu2 * (min(1.0, t / self.warmup) if self.warmup else 1.0)
@@ -71,16 +73,16 @@ class FedMR(FedMROptions):
             split = prototypes.features_of(model)
             z = split.features(x)
             per_example, coupled = cross_entropy(split.head(z), y, reduction="none"), z.new_zeros(())
-            few = manifold.pick(len(y), self.lite, draw)
+            few = fedmr.sample_batch(len(y), self.lite, draw)
             if self.mu1:
                 seen = few if self.lite_scope == "both" else slice(None)
-                coupled = coupled + self.mu1 * manifold.intra_loss(z[seen], y[seen], context.n_classes, form)
+                coupled = coupled + self.mu1 * fedmr.intra_loss(z[seen], y[seen], context.n_classes, form)
             if ref is not None and mu2 and self.inter == "paired_sample":
-                coupled = coupled + mu2 * manifold.inter_paired(z[few], y[few], ref)
+                coupled = coupled + mu2 * fedmr.inter_paired(z[few], y[few], ref)
             elif ref is not None and mu2:
                 equal = self.inter_weighting == "example"
-                terms = manifold.inter_terms(z[few], y[few], ref, no_margin=self.no_margin, equal_examples=equal)
-                per_example = per_example + mu2 * manifold.spread(terms, few, len(y))
+                terms = fedmr.inter_terms(z[few], y[few], ref, no_margin=self.no_margin, equal_examples=equal)
+                per_example = per_example + mu2 * fedmr.scatter(terms, few, len(y))
             return Losses(per_example, coupled if self.coupling is Coupling.BATCH else None)
 
         return loss
@@ -90,4 +92,7 @@ class FedMR(FedMROptions):
         after = super().merge(server, total, context)
         if not self.uses_prototypes:
             return after
-        return {**after, prototypes.PART: prototypes.merged(server[prototypes.PART], total[prototypes.PART])}
+        return {
+            **after,
+            prototypes.PROTOTYPES: prototypes.update(server[prototypes.PROTOTYPES], total[prototypes.PROTOTYPES]),
+        }

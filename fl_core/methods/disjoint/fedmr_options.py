@@ -79,4 +79,4 @@ class FedMROptions(FedAvg):
     @property
     def sends(self) -> tuple[str, ...]:
         """Name what goes up, part by part."""
-        return ("delta", prototypes.PART) if self.uses_prototypes else ("delta",)
+        return ("delta", prototypes.PROTOTYPES) if self.uses_prototypes else ("delta",)

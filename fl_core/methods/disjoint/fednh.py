@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from fl_core import validate
-from fl_core.methods.building_blocks import class_vectors as geometry
+from fl_core.methods.building_blocks import class_vectors
 from fl_core.methods.building_blocks.fixed_classifier import CLASSIFIER, EPS, SCALE, FixedHead
-from fl_core.methods.building_blocks.prototypes import PART, features_of
+from fl_core.methods.building_blocks.prototypes import PROTOTYPES, features_of
 from fl_core.methods.fedavg import FedAvg
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, ClassSums, Outcome, Part, RoundContext, SgdOptions, State, Tensors
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import Bundle, ClassSums, LocalResult, Part, RoundContext, SgdOptions, State, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class FedNH(FedAvg):
     @property
     def sends(self) -> tuple[str, ...]:
         """Name what goes up, part by part."""
-        return ("delta", PART)
+        return ("delta", PROTOTYPES)
 
     def shared(self, name: str) -> bool:
         """Average features and the trained scale; prototypes have a part of their own."""
@@ -69,9 +69,12 @@ class FedNH(FedAvg):
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Place the prototypes, by a seed drawn from the initial weights."""
-        place = geometry.uniform if self.init == "uniform" else geometry.orthogonal
-        rows = place(context.n_classes, features_of(model).feature_dim, geometry.seed_of(model)).float()
-        return {"w": trees.only(trees.read(self._net(model, rows)), self.shared), PART: {"w": rows}}
+        place = class_vectors.uniform if self.init == "uniform" else class_vectors.orthogonal
+        rows = place(context.n_classes, features_of(model).feature_dim, class_vectors.seed_of(model)).float()
+        return {
+            "w": tensor_maps.select(tensor_maps.copy_state(self._net(model, rows)), self.shared),
+            PROTOTYPES: {"w": rows},
+        }
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Keep the trained scale, which no tensor of the model holds, for the personal model."""
@@ -81,45 +84,45 @@ class FedNH(FedAvg):
         """Send features, scale and prototypes."""
         return dict(server)
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:  # noqa: ARG002
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:  # noqa: ARG002
         """Train features and scale under fixed prototypes, then measure the classes' mean directions."""
         net = self._received(model, msg)
         data.sgd(net, self.loss, SgdOptions(only=self.shared))
-        bundle = {"delta": self.delta(net, msg, data), PART: self._directions(net, msg, data, context)}
-        return Outcome(bundle, {"scale": {SCALE: net.scale.factor.detach().clone().cpu()}})
+        bundle = {"delta": self.delta(net, msg, data), PROTOTYPES: self._directions(net, msg, data, context)}
+        return LocalResult(bundle, {"scale": {SCALE: net.scale.factor.detach().clone().cpu()}})
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Average models, and turn each reported prototype towards the silos' mean direction."""
-        w, part = server[PART]["w"], total[PART]
-        return {**super().merge(server, total, context), PART: {"w": turned(w, part, self.rho)}}
+        w, part = server[PROTOTYPES]["w"], total[PROTOTYPES]
+        return {**super().merge(server, total, context), PROTOTYPES: {"w": turned(w, part, self.rho)}}
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
         """Classify with the prototypes."""
         return self._received(model, msg)
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Classify with the received prototypes on the silo's own features, with its own scale."""
-        net = self._net(model, msg[PART]["w"])
-        trees.write(net, silo["scale"])
+        net = self._net(model, msg[PROTOTYPES]["w"])
+        tensor_maps.load_state(net, silo["scale"])
         return net
 
     def exported(self, server: State) -> Tensors:
         """Export the prototypes, and a constant scale, beside what is averaged."""
         constant = {SCALE: torch.tensor([self.fix_scaling])} if self.fix_scaling else {}
-        return {**server["w"], **constant, CLASSIFIER: server[PART]["w"]}
+        return {**server["w"], **constant, CLASSIFIER: server[PROTOTYPES]["w"]}
 
     def _net(self, model: nn.Module, rows: Tensor) -> FixedHead:
         return FixedHead(features_of(model), rows, self.fix_scaling or self.scale, trained=not self.fix_scaling)
 
     def _received(self, model: nn.Module, msg: State) -> FixedHead:
-        net = self._net(model, msg[PART]["w"])
-        trees.write(net, msg["w"])
+        net = self._net(model, msg[PROTOTYPES]["w"])
+        tensor_maps.load_state(net, msg["w"])
         return net
 
     @staticmethod
-    def _directions(net: FixedHead, msg: State, data: SiloData, context: RoundContext) -> Part:
+    def _directions(net: FixedHead, msg: State, data: LocalData, context: RoundContext) -> Part:
         """Return Part(n_k^c mu_k^c (C, d), n_k^c (C,)); zeros where this silo submits no prototypes."""
-        rows = msg[PART]["w"]
+        rows = msg[PROTOTYPES]["w"]
         if not context.prototypes:
             return Part({"w": torch.zeros_like(rows)}, torch.zeros(len(rows)))
         net.eval()

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from fl_core import validate
 from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.personal.local_only import LocalOnly
-from fl_core.types.interfaces import SiloData
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, Losses, LossFn, Part, RoundContext, State
 
 
@@ -67,20 +67,20 @@ class FedProto(LocalOnly):
     @property
     def sends(self) -> tuple[str, ...]:
         """Name what goes up."""
-        return (prototypes.PART,)
+        return (prototypes.PROTOTYPES,)
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start with no prototype known."""
-        unknown = prototypes.unknown(context.n_classes, prototypes.features_of(model).feature_dim)
-        return {**super().init_server(model, context), prototypes.PART: unknown}
+        unknown = prototypes.initial_prototypes(context.n_classes, prototypes.features_of(model).feature_dim)
+        return {**super().init_server(model, context), prototypes.PROTOTYPES: unknown}
 
     def broadcast(self, server: State) -> State:
         """Send the prototypes."""
-        return {**super().broadcast(server), prototypes.PART: server[prototypes.PART]}
+        return {**super().broadcast(server), prototypes.PROTOTYPES: server[prototypes.PROTOTYPES]}
 
-    def objective(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> LossFn:
+    def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:
         """Make the loss of one silo's round; cross entropy alone while no prototype is known."""
-        g, known = msg[prototypes.PART]["g"], msg[prototypes.PART]["known"] > 0
+        g, known = msg[prototypes.PROTOTYPES]["g"], msg[prototypes.PROTOTYPES]["known"] > 0
         if not self.lambda_p or not bool(known.any()):
             return super().objective(model, msg, data, context)
 
@@ -92,21 +92,24 @@ class FedProto(LocalOnly):
 
         return loss
 
-    def extras(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> dict[str, Part]:
+    def extras(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> dict[str, Part]:
         """Measure prototypes with the trained network."""
-        part = prototypes.submitted(model, msg, data, context)
+        part = prototypes.part_to_send(model, msg, data, context)
         if self.weights == "uniform":
             part = Part.of(part.mean(), (part.weight > 0).float())
-        return {prototypes.PART: part}
+        return {prototypes.PROTOTYPES: part}
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Move the prototypes by what the silos measured."""
         after = super().merge(server, total, context)
-        return {**after, prototypes.PART: prototypes.merged(server[prototypes.PART], total[prototypes.PART])}
+        return {
+            **after,
+            prototypes.PROTOTYPES: prototypes.update(server[prototypes.PROTOTYPES], total[prototypes.PROTOTYPES]),
+        }
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Return the silo's network, wrapped where the nearest prototype decides."""
-        g, known = msg[prototypes.PART]["g"], msg[prototypes.PART]["known"] > 0
+        g, known = msg[prototypes.PROTOTYPES]["g"], msg[prototypes.PROTOTYPES]["known"] > 0
         if self.own_classes:
             known = known & (data.class_counts() > 0)
         return Nearest(model, g, known) if self.predict == "proto" and bool(known.any()) else model

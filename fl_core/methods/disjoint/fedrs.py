@@ -13,8 +13,8 @@ from torch import nn
 
 from fl_core import validate
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.losses import restricted_softmax as restricted
-from fl_core.types.interfaces import SiloData
+from fl_core.methods.losses import restricted_softmax
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import LossFn, RoundContext, State
 
 
@@ -34,8 +34,8 @@ class FedRS(FedAvg):
     def __post_init__(self) -> None:
         super().__post_init__()
         validate.between("E-CFG-02", self.name, 0, 1, alpha=self.alpha)
-        validate.one_of("E-CFG-02", self.name, rs=(self.rs, restricted.FORMS))
+        validate.one_of("E-CFG-02", self.name, rs=(self.rs, restricted_softmax.FORMS))
 
-    def objective(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> LossFn:  # noqa: ARG002
+    def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:  # noqa: ARG002
         """Make the loss from the silo's class counts."""
-        return restricted.restricted_loss(data.class_counts(), self.alpha, self.rs)
+        return restricted_softmax.restricted_loss(data.class_counts(), self.alpha, self.rs)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fl_core.errors import DataError
-from fl_core.types.interfaces import SiloData
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Part, Tensors
 
 CENSUS = "census"
@@ -24,7 +24,7 @@ SIZE = "size"
 SGD_ONLY = "set train.optimizer=sgd, whose steps have a known length (with momentum or without)"
 
 
-def reach(data: SiloData, steps: int, mu: float = 0.0) -> float:
+def effective_steps_of(data: LocalData, steps: int, mu: float = 0.0) -> float:
     """Return A_k of the steps taken, > 0; raises DataError (E-DATA-08) where no step was taken."""
     if steps < 1:
         raise DataError("E-DATA-08", "expected at least one training step at this silo, found none: too few examples")
@@ -42,7 +42,7 @@ def unmet() -> dict[str, Tensor]:
     return {"n": torch.zeros(1), "silos": torch.zeros(1)}
 
 
-def sized(n: float = 0.0) -> dict[str, Tensor]:
+def report_size(n: float = 0.0) -> dict[str, Tensor]:
     """Make the size in a silo's state: 0 before its first included update."""
     return {"n": torch.tensor([n])}
 
@@ -52,12 +52,12 @@ def size_of(size: Tensors, weight: float) -> float:
     return float(size["n"]) or weight
 
 
-def entry(size: Tensors, n: float) -> Part:
+def size_part(size: Tensors, n: float) -> Part:
     """Make a silo's line in the census: n the first time, nothing of weight 0 later."""
     return Part.of({"n": torch.tensor([n])}, 0.0 if float(size["n"]) else 1.0)
 
 
-def counted(census: Tensors, part: Part) -> dict[str, Tensor]:
+def total_size(census: Tensors, part: Part) -> dict[str, Tensor]:
     """Add the silos met for the first time."""
     return {
         "n": (census["n"].double() + part.total["n"]).float(),

@@ -25,9 +25,9 @@ from torch import nn
 from fl_core import validate
 from fl_core.methods.drift import common as drift
 from fl_core.methods.drift.feddyn import FedDyn
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Capability, Outcome, Part, RoundContext, State
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import Bundle, Capability, LocalResult, Part, RoundContext, State
 
 CONTROLS = ("code", "paper", "none")
 
@@ -52,7 +52,7 @@ class FedDC(FedDyn):
         return self.control != "none"
 
     @property
-    def lacks(self) -> Mapping[Capability, str]:
+    def unsupported(self) -> Mapping[Capability, str]:
         """Lack steps of a known length with an adaptive optimizer, where variates need it."""
         remedy = f"{drift.SGD_ONLY}, or method.control=none"
         return {Capability.ADAPTIVE_OPTIMIZER: remedy} if self.controlled else {}
@@ -77,18 +77,18 @@ class FedDC(FedDyn):
         msg = super().broadcast(server)
         return {**msg, "c": server["c"]} if self.controlled else msg
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train with corrected steps; send the weighed change of c_k beside what FedDyn sends."""
         if not self.controlled:
             return super().local(model, msg, silo, data, context)
-        c, own = trees.scale(msg["c"], 1 / self.omega(msg, silo, data)), silo["c"]
-        outcome, moved, steps = self.descend(model, msg, silo, data, context, shift=trees.sub(c, own))
-        length = data.lr * drift.reach(data, steps)
+        c, own = tensor_maps.scale(msg["c"], 1 / self.omega(msg, silo, data)), silo["c"]
+        outcome, moved, steps = self.descend(model, msg, silo, data, context, shift=tensor_maps.sub(c, own))
+        length = data.lr * drift.effective_steps_of(data, steps)
         left = c if self.control == "code" else own
         change = {name: -v - moved[name] / length for name, v in left.items()}
         n = drift.size_of(silo[drift.SIZE], self.weight(data))
-        return Outcome(
-            {**outcome.bundle, "control": Part.of(change, n)}, {**outcome.state, "c": trees.add(own, change)}
+        return LocalResult(
+            {**outcome.bundle, "control": Part.of(change, n)}, {**outcome.state, "c": tensor_maps.add(own, change)}
         )
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from fl_core import validate
 from fl_core.methods.drift import common as drift
 from fl_core.methods.prototype_aided import PrototypeAided
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Outcome, Part, PenaltyFn, RoundContext, SgdOptions, State, Tensors
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import Bundle, LocalResult, Part, PenaltyFn, RoundContext, SgdOptions, State, Tensors
 
 REPORTS = ("average", "cloud")
 
@@ -57,7 +57,7 @@ class FedDyn(PrototypeAided):
 
     def none(self, model: nn.Module) -> dict[str, Tensor]:
         """Make zeros for the parameters that drift: trained ones that travel."""
-        return trees.zeros(trees.only(trees.trainable(model), self.shared))
+        return tensor_maps.zeros(tensor_maps.select(tensor_maps.trainable(model), self.shared))
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start without drift and with no silo met."""
@@ -65,7 +65,7 @@ class FedDyn(PrototypeAided):
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Start without drift."""
-        return {"m": self.none(model), drift.SIZE: drift.sized()}
+        return {"m": self.none(model), drift.SIZE: drift.report_size()}
 
     def broadcast(self, server: State) -> State:
         """Send the reported model, what leads from there to the cloud's, and the census."""
@@ -78,12 +78,12 @@ class FedDyn(PrototypeAided):
         lead = msg.get("m", {})
         return {name: v + lead[name] if name in lead else v for name, v in msg["w"].items()}
 
-    def omega(self, msg: State, silo: State, data: SiloData) -> float:
+    def omega(self, msg: State, silo: State, data: LocalData) -> float:
         """Return this silo's size over the mean size, 1 while no silo is met."""
         mean = drift.mean_size(msg[drift.CENSUS])
         return drift.size_of(silo[drift.SIZE], self.weight(data)) / mean if mean else 1.0
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train around w^t - m_k; send the plain difference and the weighed difference of buffers."""
         return self.descend(model, msg, silo, data, context)[0]
 
@@ -92,13 +92,13 @@ class FedDyn(PrototypeAided):
         model: nn.Module,
         msg: State,
         silo: State,
-        data: SiloData,
+        data: LocalData,
         context: RoundContext,
         shift: Tensors | None = None,
-    ) -> tuple[Outcome, dict[str, Tensor], int]:
+    ) -> tuple[LocalResult, dict[str, Tensor], int]:
         """Do the silo's half with a shift of the gradient; return it with w_k - w^t and the steps taken."""
         start = self.start(msg)
-        trees.write(model, start)
+        tensor_maps.load_state(model, start)
         loss, pulled = (
             self.objective(model, msg, data, context),
             pull(model, silo["m"], self.alpha / self.omega(msg, silo, data)),
@@ -109,28 +109,32 @@ class FedDyn(PrototypeAided):
         bundle = {
             "delta": Part.of(moved),
             "buffers": Part.of(buffers, self.weight(data)),
-            drift.CENSUS: drift.entry(silo[drift.SIZE], n),
+            drift.CENSUS: drift.size_part(silo[drift.SIZE], n),
             **self.extras(model, msg, data, context),
         }
-        return Outcome(bundle, {"m": trees.add(silo["m"], moved), drift.SIZE: drift.sized(n)}), moved, steps
+        return (
+            LocalResult(bundle, {"m": tensor_maps.add(silo["m"], moved), drift.SIZE: drift.report_size(n)}),
+            moved,
+            steps,
+        )
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Move drift and model by the round's differences; nothing moves in an empty round."""
         if not (arrived := float(total["delta"].weight)) > 0:
             return server
         mean = dict(total["delta"].mean())  # read once: it is used three times
-        m = trees.add(server["m"], mean, arrived / context.n_silos)
-        step = {**trees.add(mean, server["m"] if self.report == "average" else m), **total["buffers"].mean()}
+        m = tensor_maps.add(server["m"], mean, arrived / context.n_silos)
+        step = {**tensor_maps.add(mean, server["m"] if self.report == "average" else m), **total["buffers"].mean()}
         after = super().merge(server, {**total, "delta": Part.of(step)}, context)
-        return {**after, "m": m, drift.CENSUS: drift.counted(server[drift.CENSUS], total[drift.CENSUS])}
+        return {**after, "m": m, drift.CENSUS: drift.total_size(server[drift.CENSUS], total[drift.CENSUS])}
 
 
 def pull(model: nn.Module, m: Tensors, alpha: float) -> PenaltyFn:
     """Make alpha/2 ||w - (w^t - m)||^2, w^t being the parameters that `model` has now."""
-    anchor = {name: p - m[name].to(p.device) for name, p in trees.trainable(model).items() if name in m}
+    anchor = {name: p - m[name].to(p.device) for name, p in tensor_maps.trainable(model).items() if name in m}
 
     def penalty(current: nn.Module) -> Tensor:
         near = {name: p for name, p in current.named_parameters() if name in anchor}
-        return 0.5 * alpha * trees.sq_dist(near, anchor)
+        return 0.5 * alpha * tensor_maps.squared_distance(near, anchor)
 
     return penalty

@@ -24,9 +24,9 @@ from fl_core import validate
 from fl_core.methods.drift import common as drift
 from fl_core.methods.drift.fedprox import proximal
 from fl_core.methods.prototype_aided import PrototypeAided
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Capability, Outcome, Part, RoundContext, SgdOptions, State
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import Bundle, Capability, LocalResult, Part, RoundContext, SgdOptions, State
 
 TAUS = ("effective", "steps")
 
@@ -52,7 +52,7 @@ class FedNova(PrototypeAided):
         validate.below("E-CFG-02", self.name, 1, server_momentum=self.server_momentum)
 
     @property
-    def lacks(self) -> Mapping[Capability, str]:
+    def unsupported(self) -> Mapping[Capability, str]:
         """Lack steps of a known length with an adaptive optimizer."""
         return {Capability.ADAPTIVE_OPTIMIZER: drift.SGD_ONLY}
 
@@ -66,30 +66,30 @@ class FedNova(PrototypeAided):
         start = super().init_server(model, context)
         if not self.server_momentum:
             return start
-        return {**start, "momentum": trees.zeros(trees.only(trees.trainable(model), self.shared))}
+        return {**start, "momentum": tensor_maps.zeros(tensor_maps.select(tensor_maps.trainable(model), self.shared))}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train and send the difference per effective step, the buffers' difference and the steps, all weighed."""
-        trees.write(model, msg["w"])
+        tensor_maps.load_state(model, msg["w"])
         steps = data.sgd(model, self.objective(model, msg, data, context), SgdOptions(penalty=proximal(model, self.mu)))
-        length, n = drift.reach(data, steps, self.mu), self.weight(data)
-        trained, buffers = drift.split(self.moved(model, msg), trees.trainable(model))
+        length, n = drift.effective_steps_of(data, steps, self.mu), self.weight(data)
+        trained, buffers = drift.split(self.moved(model, msg), tensor_maps.trainable(model))
         bundle = {
             "delta": Part.of({name: v / length for name, v in trained.items()}, n),
             "buffers": Part.of(buffers, n),
             "steps": Part.of({"tau": torch.tensor([length if self.tau == "effective" else float(steps)])}, n),
             **self.extras(model, msg, data, context),
         }
-        return Outcome(bundle, silo)
+        return LocalResult(bundle, silo)
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Multiply the mean difference per step by the mean number of steps; nothing moves in an empty round."""
         if not total["delta"].weight > 0:
             return server
-        update = trees.scale(total["delta"].mean(), float(total["steps"].mean()["tau"]))
+        update = tensor_maps.scale(total["delta"].mean(), float(total["steps"].mean()["tau"]))
         momentum: State = {}
         if self.server_momentum:
-            update = trees.add(update, server["momentum"], self.server_momentum)
+            update = tensor_maps.add(update, server["momentum"], self.server_momentum)
             momentum = {"momentum": update}
         step = {**update, **total["buffers"].mean()}
         return {**super().merge(server, {**total, "delta": Part.of(step)}, context), **momentum}

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from fl_core import validate
 from fl_core.methods.prototype_aided import PrototypeAided
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Outcome, PenaltyFn, RoundContext, SgdOptions, State
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import LocalResult, PenaltyFn, RoundContext, SgdOptions, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +38,19 @@ class FedProx(PrototypeAided):
         super().__post_init__()
         validate.at_least("E-CFG-02", self.name, 0, mu=self.mu)
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train with the proximal term and send the weighed difference."""
-        trees.write(model, msg["w"])
+        tensor_maps.load_state(model, msg["w"])
         data.sgd(model, self.objective(model, msg, data, context), SgdOptions(penalty=proximal(model, self.mu)))
-        return Outcome({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}, silo)
+        return LocalResult({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}, silo)
 
 
 def proximal(model: nn.Module, mu: float) -> PenaltyFn | None:
     """Make mu/2 ||w - w^t||^2 around the trainable parameters that `model` has now; None for mu = 0."""
-    anchor = trees.trainable(model)
+    anchor = tensor_maps.trainable(model)
 
     def prox(current: nn.Module) -> Tensor:
         moved = {name: p for name, p in current.named_parameters() if name in anchor}
-        return 0.5 * mu * trees.sq_dist(moved, anchor)
+        return 0.5 * mu * tensor_maps.squared_distance(moved, anchor)
 
     return prox if mu else None

@@ -22,12 +22,12 @@ from torch.nn.functional import cosine_similarity, softplus
 
 from fl_core import validate
 from fl_core.methods.building_blocks import prototypes
-from fl_core.methods.building_blocks.frozen_copies import Seen, frozen
+from fl_core.methods.building_blocks.frozen_copies import CachedFeatures, frozen_copy
 from fl_core.methods.prototype_aided import PrototypeAided
 from fl_core.models.split_model import SplitModel
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Losses, LossFn, Outcome, RoundContext, State
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import LocalResult, Losses, LossFn, RoundContext, State
 
 
 def model_contrast(z: Tensor, z_glob: Tensor, z_last: Tensor, tau: float) -> Tensor:
@@ -58,16 +58,16 @@ class Moon(PrototypeAided):
         validate.positive("E-CFG-02", self.name, tau=self.tau)
         validate.at_least("E-CFG-02", self.name, 1, last=self.last)
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train with the contrast, send the weighed difference and keep the trained model."""
-        trees.write(model, msg["w"])
+        tensor_maps.load_state(model, msg["w"])
         loss, kept = self.objective(model, msg, data, context), [silo[group] for group in sorted(silo)]
         if self.mu and kept:
-            loss = self._contrasted(loss, frozen(model), [frozen(model, values) for values in kept])
+            loss = self._contrasted(loss, frozen_copy(model), [frozen_copy(model, values) for values in kept])
         data.sgd(model, loss)
-        trained = {name: v.cpu() for name, v in trees.read(model).items()}
+        trained = {name: v.cpu() for name, v in tensor_maps.copy_state(model).items()}
         bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
-        return Outcome(bundle, {f"last_{j:03}": v for j, v in enumerate([trained, *kept][: self.last])})
+        return LocalResult(bundle, {f"last_{j:03}": v for j, v in enumerate([trained, *kept][: self.last])})
 
     def _contrasted(self, plain: LossFn, received: SplitModel, last: Sequence[SplitModel]) -> LossFn:
         """Add the contrast to a loss."""
@@ -76,7 +76,7 @@ class Moon(PrototypeAided):
             z = prototypes.features_of(model).features(x)
             with torch.no_grad():
                 z_glob, z_last = received.features(x), torch.stack([m.features(x) for m in last])
-            base = plain(Seen(model, z), x, y)
+            base = plain(CachedFeatures(model, z), x, y)
             return base._replace(per_example=base.per_example + self.mu * model_contrast(z, z_glob, z_last, self.tau))
 
         return loss

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from fl_core import validate
 from fl_core.methods.drift import common as drift
 from fl_core.methods.fedavg import FedAvg
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Capability, Outcome, Part, RoundContext, SgdOptions, State
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import Bundle, Capability, LocalResult, Part, RoundContext, SgdOptions, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Scaffold(FedAvg):
         validate.positive("E-CFG-02", self.name, server_lr=self.server_lr)
 
     @property
-    def lacks(self) -> Mapping[Capability, str]:
+    def unsupported(self) -> Mapping[Capability, str]:
         """Lack steps of a known length with an adaptive optimizer."""
         return {Capability.ADAPTIVE_OPTIMIZER: drift.SGD_ONLY}
 
@@ -59,7 +59,7 @@ class Scaffold(FedAvg):
         return (*super().sends, "control", drift.CENSUS)
 
     def _none(self, model: nn.Module) -> dict[str, Tensor]:
-        return trees.zeros(trees.only(trees.trainable(model), self.shared))
+        return tensor_maps.zeros(tensor_maps.select(tensor_maps.trainable(model), self.shared))
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start with c = 0 and no silo met."""
@@ -67,32 +67,32 @@ class Scaffold(FedAvg):
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Start with c_k = 0."""
-        return {"c": self._none(model), drift.SIZE: drift.sized()}
+        return {"c": self._none(model), drift.SIZE: drift.report_size()}
 
     def broadcast(self, server: State) -> State:
         """Send the model and c."""
         return {**super().broadcast(server), "c": server["c"]}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train with corrected steps; send the weighed difference and the weighed change of c_k."""
-        trees.write(model, msg["w"])
-        shift = trees.sub(msg["c"], silo["c"])
+        tensor_maps.load_state(model, msg["w"])
+        shift = tensor_maps.sub(msg["c"], silo["c"])
         steps = data.sgd(model, self.objective(model, msg, data, context), SgdOptions(shift=shift))
-        moved, length = self.moved(model, msg), data.lr * drift.reach(data, steps)
+        moved, length = self.moved(model, msg), data.lr * drift.effective_steps_of(data, steps)
         change = {name: -c - moved[name] / length for name, c in msg["c"].items()}
         n = drift.size_of(silo[drift.SIZE], self.weight(data))
         bundle = {
             "delta": Part.of(moved, self.weight(data)),
             "control": Part.of(change, n),
-            drift.CENSUS: drift.entry(silo[drift.SIZE], n),
+            drift.CENSUS: drift.size_part(silo[drift.SIZE], n),
             **self.extras(model, msg, data, context),
         }
-        return Outcome(bundle, {"c": trees.add(silo["c"], change), drift.SIZE: drift.sized(n)})
+        return LocalResult(bundle, {"c": tensor_maps.add(silo["c"], change), drift.SIZE: drift.report_size(n)})
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Add eta_g times the mean difference (buffers: the mean) and move c by the silos' share in all N."""
         mean, c = total["delta"].mean(), server["c"]
         step = {name: self.server_lr * v if name in c else v for name, v in mean.items()}
-        census = drift.counted(server[drift.CENSUS], total[drift.CENSUS])
+        census = drift.total_size(server[drift.CENSUS], total[drift.CENSUS])
         after = drift.moved_mean(c, total["control"], server[drift.CENSUS], census, context.n_silos)
-        return {**server, "w": trees.add(server["w"], step), "c": after, drift.CENSUS: census}
+        return {**server, "w": tensor_maps.add(server["w"], step), "c": after, drift.CENSUS: census}

@@ -64,7 +64,7 @@ def _standardised(z: Tensor, y: Tensor, n_classes: int, eps: float) -> tuple[Ten
     return centred * (variance + eps).rsqrt()[y], n[y]
 
 
-class References(NamedTuple):
+class PrototypeTargets(NamedTuple):
     """What (4) measures against.
 
     g: prototypes (C, d), detached; known (C,) bool; negatives (C,) bool: the classes that j may be
@@ -74,9 +74,9 @@ class References(NamedTuple):
     known: Tensor
     negatives: Tensor
 
-    def to(self, device: torch.device) -> References:
+    def to(self, device: torch.device) -> PrototypeTargets:
         """Move to the examples' device."""
-        return References(*(v.to(device) for v in self))
+        return PrototypeTargets(*(v.to(device) for v in self))
 
 
 def distances(z: Tensor, g: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def distances(z: Tensor, g: Tensor) -> Tensor:
     return ((z.unsqueeze(1) - g.unsqueeze(0)).square().sum(2) + 1e-12).sqrt()
 
 
-def inter_terms(z: Tensor, y: Tensor, ref: References, *, no_margin: bool, equal_examples: bool) -> Tensor:
+def inter_terms(z: Tensor, y: Tensor, ref: PrototypeTargets, *, no_margin: bool, equal_examples: bool) -> Tensor:
     """Return (B,) terms whose mean is L_inter; zeros where there is no pair.
 
     equal_examples: average each example over its own negatives, so that a term depends on its example alone.
@@ -105,7 +105,7 @@ def inter_terms(z: Tensor, y: Tensor, ref: References, *, no_margin: bool, equal
     return terms * len(y) / (n * (pairs / n).sum().clamp_min(1e-6))
 
 
-def inter_paired(z: Tensor, y: Tensor, ref: References) -> Tensor:
+def inter_paired(z: Tensor, y: Tensor, ref: PrototypeTargets) -> Tensor:
     """Return L_inter as printed, a scalar: sample n of class i against g_i, sample n of class j against g_j.
 
     D(i, j) averages over the first min(n_i, n_j) examples of both classes in the order of the batch.
@@ -125,12 +125,12 @@ def inter_paired(z: Tensor, y: Tensor, ref: References) -> Tensor:
     return (hinge.sum(2) / both.clamp_min(1) * usable).sum() / usable.sum().clamp_min(1)
 
 
-def pick(size: int, lite: int, draw: torch.Generator) -> Tensor | slice:
+def sample_batch(size: int, lite: int, draw: torch.Generator) -> Tensor | slice:
     """Draw min(lite, size) positions of a batch uniformly without replacement; all of them when lite is 0."""
     return torch.randperm(size, generator=draw)[:lite] if 0 < lite < size else slice(None)
 
 
-def spread(terms: Tensor, picked: Tensor | slice, size: int) -> Tensor:
+def scatter(terms: Tensor, picked: Tensor | slice, size: int) -> Tensor:
     """Put the terms of picked examples at their places in the batch, 0 elsewhere; the mean stays theirs."""
     if isinstance(picked, slice):
         return terms

@@ -21,9 +21,9 @@ from fl_core import validate
 from fl_core.methods.drift.fedprox import proximal
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.shared_body import kept
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Outcome, RoundContext, SgdOptions, State
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import LocalResult, RoundContext, SgdOptions, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +48,16 @@ class Ditto(FedAvg):
         """Start from the initial model."""
         return {"v": kept(model)}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train and send as FedAvg does; then train the personal model, with an optimizer and batches of its own."""
         bundle = super().local(model, msg, silo, data, context).bundle
-        trees.write(model, msg["w"])
+        tensor_maps.load_state(model, msg["w"])
         pull, objective = proximal(model, self.lambda_v), self.objective(model, msg, data, context)
-        trees.write(model, silo["v"])
+        tensor_maps.load_state(model, silo["v"])
         data.sgd(model, objective, SgdOptions(epochs=self.personal_epochs or None, penalty=pull))
-        return Outcome(bundle, {"v": kept(model)})
+        return LocalResult(bundle, {"v": kept(model)})
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Return v_k."""
-        trees.write(model, silo["v"])
+        tensor_maps.load_state(model, silo["v"])
         return model

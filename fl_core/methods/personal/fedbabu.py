@@ -19,9 +19,9 @@ from torch import nn
 
 from fl_core import validate
 from fl_core.methods.personal.shared_body import SharedBody, in_body
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Outcome, RoundContext, SgdOptions, State
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import LocalResult, RoundContext, SgdOptions, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +40,15 @@ class FedBABU(SharedBody):
         super().__post_init__()
         validate.at_least("E-CFG-02", self.name, 0, finetune_epochs=self.finetune_epochs)
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train the body alone and send its difference."""
-        trees.write(model, msg["w"])
+        tensor_maps.load_state(model, msg["w"])
         data.sgd(model, self.objective(model, msg, data, context), SgdOptions(only=in_body))
-        return Outcome({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}, silo)
+        return LocalResult({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}, silo)
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Fine-tune the received body and the initial head, which `model` still has."""
-        trees.write(model, msg["w"])
+        tensor_maps.load_state(model, msg["w"])
         if self.finetune_epochs:
             data.sgd(model, self.objective(model, msg, data, context), SgdOptions(epochs=self.finetune_epochs))
         return model

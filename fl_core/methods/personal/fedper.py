@@ -18,9 +18,9 @@ from typing import ClassVar
 from torch import nn
 
 from fl_core.methods.personal.shared_body import SharedBody, in_head, kept
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Outcome, RoundContext, State
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import LocalResult, RoundContext, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class FedPer(SharedBody):
         """Start from the common initial head."""
         return {"head": kept(model, in_head)}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train the received body with the own head; send the body's difference, keep the head."""
-        trees.write(model, {**msg["w"], **silo["head"]})
+        tensor_maps.load_state(model, {**msg["w"], **silo["head"]})
         self.fit(model, msg, data, context)
         bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
-        return Outcome(bundle, {"head": kept(model, in_head)})
+        return LocalResult(bundle, {"head": kept(model, in_head)})
 
-    def fit(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> None:
+    def fit(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> None:
         """Train body and head together."""
         data.sgd(model, self.objective(model, msg, data, context))

@@ -14,9 +14,9 @@ from typing import ClassVar
 from torch import nn
 
 from fl_core.methods.personal.inherited_model import Inheriting
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Outcome, RoundContext, State
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import LocalResult, RoundContext, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class FedPHP(Inheriting):
 
     name: ClassVar[str] = "fedphp"
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train with the transfer, send the weighed difference and mix the trained model into the private one."""
-        trees.write(model, msg["w"])
+        tensor_maps.load_state(model, msg["w"])
         data.sgd(model, self.taught(model, silo))
         bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
-        return Outcome(bundle, self.inherit(model, silo, data, context))
+        return LocalResult(bundle, self.inherit(model, silo, data, context))

@@ -23,8 +23,8 @@ from fl_core import validate
 from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.personal.fedper import FedPer
 from fl_core.methods.personal.shared_body import freeze_norms, in_body, in_head
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Losses, RoundContext, SgdOptions, State
 
 
@@ -53,7 +53,7 @@ class FedRep(FedPer):
         validate.at_least("E-CFG-02", self.name, 0, body_epochs=self.body_epochs, tune_epochs=self.tune_epochs)
         validate.one_of("E-CFG-02", self.name, frozen_norm=(self.frozen_norm, ("eval", "train")))
 
-    def fit(self, model: nn.Module, msg: State, data: SiloData, context: RoundContext) -> None:
+    def fit(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> None:
         """Train the head, then the body."""
         data.sgd(model, self.over_head, SgdOptions(epochs=self.head_epochs, only=in_head))
         data.sgd(
@@ -69,9 +69,9 @@ class FedRep(FedPer):
             z = split.features(x)
         return Losses(cross_entropy(split.head(z), y, reduction="none"))
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Return body and head as trained, or the received body under a head that was trained further on it."""
         if self.tune_epochs:
-            trees.write(model, {**msg["w"], **silo["head"]})
+            tensor_maps.load_state(model, {**msg["w"], **silo["head"]})
             data.sgd(model, self.over_head, SgdOptions(epochs=self.tune_epochs, only=in_head))
         return model

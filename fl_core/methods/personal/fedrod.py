@@ -37,9 +37,9 @@ from fl_core.methods.personal.two_heads import (
     new_nu,
     shares_of,
 )
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Outcome, Part, RoundContext, SgdOptions, State
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import Bundle, LocalResult, Part, RoundContext, SgdOptions, State
 
 PART = "hyper"
 
@@ -97,13 +97,13 @@ class FedROD(FedAvg):
         if self.variant == "hyper":
             return {}
         start = kept(features_of(model).head)
-        return {"phi": start if self.private_init == "copy" else trees.zeros(start)}
+        return {"phi": start if self.private_init == "copy" else tensor_maps.zeros(start)}
 
     def broadcast(self, server: State) -> State:
         """Send the model and, where there is one, the hypernetwork."""
         return dict(server)
 
-    def private(self, model: nn.Module, msg: State, silo: State, data: SiloData) -> nn.Module:
+    def private(self, model: nn.Module, msg: State, silo: State, data: LocalData) -> nn.Module:
         """Build the private head with which a round begins."""
         if self.variant == "linear":
             return linear(silo["phi"])
@@ -111,12 +111,12 @@ class FedROD(FedAvg):
         head = Generated(
             split.n_classes, split.feature_dim, self.hidden or split.feature_dim, shares_of(data.class_counts())
         )
-        trees.write(head.nu, msg[PART])
+        tensor_maps.load_state(head.nu, msg[PART])
         return head
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train both predictors; send the generic one's difference, keep the private head."""
-        trees.write(model, msg["w"])
+        tensor_maps.load_state(model, msg["w"])
         both = TwoHeads(features_of(model), self.private(model, msg, silo, data))
         if self.phase == "together":
             data.sgd(both, both_losses(data.class_counts(), self.gamma), SgdOptions(no_momentum=is_private))
@@ -125,20 +125,20 @@ class FedROD(FedAvg):
             data.sgd(both, frozen_loss, SgdOptions(only=is_private, no_momentum=is_private))
         bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
         if not isinstance(both.private, Generated):
-            return Outcome(bundle, {"phi": kept(both.private)})
-        moved = trees.sub(kept(both.private.nu), msg[PART])
+            return LocalResult(bundle, {"phi": kept(both.private)})
+        moved = tensor_maps.sub(kept(both.private.nu), msg[PART])
         phi = {"weight": both.private.weight().detach().T.contiguous().cpu()}
-        return Outcome({**bundle, PART: Part.of(moved, self.weight(data))}, {"phi": phi})
+        return LocalResult({**bundle, PART: Part.of(moved, self.weight(data))}, {"phi": phi})
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Average the hypernetwork like the model."""
         after = super().merge(server, total, context)
-        return {**after, PART: trees.add(server[PART], total[PART].mean())} if PART in server else after
+        return {**after, PART: tensor_maps.add(server[PART], total[PART].mean())} if PART in server else after
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Return the model that decides by both heads."""
         if self.personal_body == "received":
-            trees.write(model, msg["w"])
+            tensor_maps.load_state(model, msg["w"])
             if self.variant == "hyper":
                 return TwoHeads(features_of(model), self.private(model, msg, silo, data))
         return TwoHeads(features_of(model), linear(silo["phi"]))

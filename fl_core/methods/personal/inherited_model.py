@@ -23,11 +23,11 @@ from torch.nn.functional import cross_entropy
 
 from fl_core import validate
 from fl_core.methods.building_blocks import batch_norm, prototypes
-from fl_core.methods.building_blocks.frozen_copies import frozen
+from fl_core.methods.building_blocks.frozen_copies import frozen_copy
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses import distillation as transfer
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Coupling, Losses, LossFn, RoundContext, State
 
 HPM = "inherited"
@@ -73,7 +73,7 @@ class Inheriting(FedAvg):
         """Make the loss with the transfer from the HPM; cross entropy alone while there is none."""
         if not self.lam or HPM not in silo:
             return self.loss
-        teacher = frozen(model, silo[HPM])
+        teacher = frozen_copy(model, silo[HPM])
 
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
             split = prototypes.features_of(model)
@@ -100,21 +100,21 @@ class Inheriting(FedAvg):
         expected = max(context.cohort * context.rounds // context.n_silos, 1)
         return min(self.mu_max, self.mu_macro * (n - 1) / expected)
 
-    def inherit(self, model: nn.Module, silo: State, data: SiloData, context: RoundContext) -> State:
+    def inherit(self, model: nn.Module, silo: State, data: LocalData, context: RoundContext) -> State:
         """Mix the trained model into the HPM and count the round; the first HPM is the trained model itself."""
         n = 1 + (int(silo[COUNT]["n"]) if COUNT in silo else 0)
-        mine: Mapping[str, Tensor] = {name: v.cpu() for name, v in trees.read(model).items()}
+        mine: Mapping[str, Tensor] = {name: v.cpu() for name, v in tensor_maps.copy_state(model).items()}
         mu = self.momentum(n, context) if HPM in silo else 0.0
         if mu:
             mine = {name: mu * silo[HPM][name] + (1.0 - mu) * v for name, v in mine.items()}
         if 0.0 < mu < 1.0 and self.recompute_bn and prototypes.features_of(model).has_batch_norm:
-            heir = frozen(model, mine)
+            heir = frozen_copy(model, mine)
             batch_norm.recompute(heir, data)
-            mine = {name: v.cpu() for name, v in trees.read(heir).items()}
+            mine = {name: v.cpu() for name, v in tensor_maps.copy_state(heir).items()}
         return {HPM: mine, COUNT: {"n": torch.tensor([float(n)])}}
 
-    def personal(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> nn.Module:  # noqa: ARG002
+    def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Load the HPM; before a silo's first round there is none, and `model` is what it has."""
         if HPM in silo:
-            trees.write(model, silo[HPM])
+            tensor_maps.load_state(model, silo[HPM])
         return model

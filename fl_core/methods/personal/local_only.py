@@ -18,9 +18,9 @@ from torch import nn
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.shared_body import kept
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Outcome, RoundContext, State, Tensors
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import Bundle, LocalResult, RoundContext, State, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,11 @@ class LocalOnly(FedAvg):
         """Start from the initial weights that all silos have in common."""
         return {"net": kept(model)}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train the silo's own network further."""
-        trees.write(model, silo["net"])
+        tensor_maps.load_state(model, silo["net"])
         data.sgd(model, self.objective(model, msg, data, context))
-        return Outcome(self.extras(model, msg, data, context), {"net": kept(model)})
+        return LocalResult(self.extras(model, msg, data, context), {"net": kept(model)})
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:  # noqa: ARG002
         """Raise ConfigError (E-CFG-08): there is no model of the federation."""

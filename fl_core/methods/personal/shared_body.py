@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_core.methods.fedavg import FedAvg
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.values import RoundContext, State, Tensors
 
 _HEAD = "head."
@@ -30,7 +30,7 @@ def in_body(name: str) -> bool:
 
 def kept(model: nn.Module, keep: Callable[[str], bool] = lambda _: True) -> dict[str, Tensor]:
     """Copy what a silo keeps of a model, to the CPU."""
-    return {name: value.cpu() for name, value in trees.only(trees.read(model), keep).items()}
+    return {name: value.cpu() for name, value in tensor_maps.select(tensor_maps.copy_state(model), keep).items()}
 
 
 def freeze_norms(model: nn.Module) -> None:

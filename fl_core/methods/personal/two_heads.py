@@ -12,7 +12,7 @@ from fl_core import rng
 from fl_core.methods.losses.logit_adjustment import balanced_softmax
 from fl_core.methods.personal.shared_body import freeze_norms
 from fl_core.models.split_model import SplitModel
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.values import Losses, LossFn, Tensors
 
 
@@ -57,16 +57,16 @@ class Generated(nn.Module):
 
 def new_nu(model: SplitModel, hidden: int) -> dict[str, Tensor]:
     """Draw nu's initial weights from a stream that the model's own initial weights name."""
-    with rng.torch_scope(int(trees.digest(trees.read(model))[:15], 16), "hypernetwork"):
+    with rng.torch_scope(int(tensor_maps.digest(tensor_maps.copy_state(model))[:15], 16), "hypernetwork"):
         made = Generated(model.n_classes, model.feature_dim, hidden, torch.zeros(model.n_classes))
-    return trees.read(made.nu)
+    return tensor_maps.copy_state(made.nu)
 
 
 def linear(values: Tensors) -> nn.Linear:
     """Build a linear layer of given weights: weight (C, d) and, where the head has one, bias (C,)."""
     classes, d = values["weight"].shape
     layer = nn.Linear(d, classes, bias="bias" in values, device="meta").to_empty(device="cpu")
-    trees.write(layer, values)
+    tensor_maps.load_state(layer, values)
     return layer
 
 

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from helpers_pki import today
 
-from coordinator.api.authorise import Standing, authorise
+from coordinator.api.authorise import MembershipStatus, authorize
 from protos.pki.identity import Identity, Kind, PeerCertificate
 
 CLOCK = today()
@@ -23,8 +23,8 @@ def peer(kind=Kind.SILO, consortium="demo", name="a", **change):
 
 
 def ask(who, kinds=(Kind.SILO, Kind.LEAD), revoked=(), member=True, now=None):
-    found = Standing("left" if who.serial in revoked else None, member)
-    error = authorise(who, kinds, "demo", lambda _: found, now or CLOCK())
+    found = MembershipStatus("left" if who.serial in revoked else None, member)
+    error = authorize(who, kinds, "demo", lambda _: found, now or CLOCK())
     return None if error is None else error.code
 
 
@@ -55,16 +55,16 @@ def test_each_refusal_has_its_code(code, arguments):
 def test_the_lists_are_asked_once_about_this_peer():
     asked = []
     who = peer()
-    authorise(who, [Kind.SILO], "demo", lambda p: asked.append(p) or Standing(None, member=True), CLOCK())
+    authorize(who, [Kind.SILO], "demo", lambda p: asked.append(p) or MembershipStatus(None, member=True), CLOCK())
     assert asked == [who]
 
 
 def test_the_lists_are_not_asked_about_a_peer_that_its_certificate_refuses():
     for who in (peer(consortium="other"), peer(Kind.INVITE), peer(not_after=CLOCK() - timedelta(minutes=1))):
-        assert authorise(who, [Kind.SILO], "demo", lambda _: pytest.fail("asked"), CLOCK()) is not None
+        assert authorize(who, [Kind.SILO], "demo", lambda _: pytest.fail("asked"), CLOCK()) is not None
 
 
 def test_messages_name_the_peer_and_the_remedy():
-    error = authorise(peer(), [Kind.SILO], "demo", lambda _: Standing(None, member=False), CLOCK())
+    error = authorize(peer(), [Kind.SILO], "demo", lambda _: MembershipStatus(None, member=False), CLOCK())
     assert "silo://demo/a" in error.message
     assert "invitation" in error.message

@@ -23,7 +23,7 @@ from coordinator.lead_client import LeadClient
 from coordinator.pki.membership import Membership
 from coordinator.storage.records import RunState
 from fl_core.errors import ConfigError, FederationError, StateError, UnavailableError
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki import certificates
@@ -106,7 +106,7 @@ def test_the_lead_submits_follows_and_fetches(tmp_path: Path) -> None:
         assert [r.run_id for r in client.runs()] == [info.run_id]
         assert (len(detail.rounds), detail.info.state) == (3, "finished")
         client.fetch(detail.info.model_object, tmp_path / "state")
-        assert trees.digest(read_state(tmp_path / "state")["w"]) == detail.info.model_digest
+        assert tensor_maps.digest(read_state(tmp_path / "state")["w"]) == detail.info.model_digest
         assert {s.name for s in client.silos().silos} == set(NAMES)
         with pytest.raises(StateError, match="E-RUN-11"):
             client.abort("latest")

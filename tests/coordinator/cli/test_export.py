@@ -16,8 +16,8 @@ from fl_core.errors import StateError
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.types import tensor_maps
 from fl_core.types.values import State
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import write_state
@@ -34,10 +34,12 @@ METHODS = {
 
 def exported(tmp_path: Path, name: str, options: dict[str, object]) -> tuple[State, Path]:
     run = manifest(name, options, rounds=1)
-    final = simulate(RunSetup.of(run), shares(), History())
+    final = simulate(RunSetup.of(run), shares(), RoundHistory())
     stored = tmp_path / "state"
     write_state(final, stored)
-    info = pb.RunInfo(run_id="r1", method=name, model_digest=trees.digest(final["w"]), manifest_digest=run.digest())
+    info = pb.RunInfo(
+        run_id="r1", method=name, model_digest=tensor_maps.digest(final["w"]), manifest_digest=run.digest()
+    )
     detail = pb.RunDetail(info=info, manifest_json=run.to_json())
     return final, export(detail, stored, tmp_path)[0]
 
@@ -49,12 +51,12 @@ def test_a_file_alone_classifies_as_the_evaluated_model(tmp_path: Path, case: st
     method, x = build_method(name, options), torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     evaluated = method.global_model(build_model("digits_cnn", {}, SCHEMA, 0), method.broadcast(final)).eval()
     tensors = load_file(file)
-    assert same(tensors, trees.read(evaluated))
+    assert same(tensors, tensor_maps.copy_state(evaluated))
     blank = method.global_model(build_model("digits_cnn", {}, SCHEMA, 1), method.broadcast(final)).eval()
     with torch.no_grad():
         for v in blank.state_dict().values():
             v.zero_()
-    trees.write(blank, tensors)
+    tensor_maps.load_state(blank, tensors)
     assert torch.equal(blank(x), evaluated(x))
 
 
@@ -69,7 +71,7 @@ def test_a_file_names_the_options_of_its_method(tmp_path: Path) -> None:
 def test_another_state_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
     run = manifest("fedavg", rounds=1)
     stored = tmp_path / "state"
-    write_state(simulate(RunSetup.of(run), shares(), History()), stored)
+    write_state(simulate(RunSetup.of(run), shares(), RoundHistory()), stored)
     detail = pb.RunDetail(info=pb.RunInfo(run_id="r1", model_digest="0" * 64), manifest_json=run.to_json())
     with pytest.raises(StateError) as caught:
         export(detail, stored, tmp_path)

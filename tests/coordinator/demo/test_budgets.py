@@ -10,15 +10,15 @@ import pytest
 from coordinator.config.hydra_config import compose_spec
 from coordinator.demo import RUNS, budgets
 from coordinator.demo.report import COLOURS, LABELS, PRIVATE, report
-from coordinator.simulation.runner import frozen
+from coordinator.simulation.runner import build_simulation
 from fl_core import datasets
 from fl_core.errors import RefusedError
 from fl_core.rounds.manifest import RunManifest
 from privacy.accounting.accountant import Mechanism
 from privacy.accounting.release_plan import TRAIN
 from privacy.compiled_run import CompiledRun
-from privacy.ledger import registration as records
-from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger import registration
+from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.policy import Policy
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.storage.home import Home
@@ -27,7 +27,7 @@ from silo.storage.home import Home
 @pytest.fixture(scope="module")
 def manifest() -> RunManifest:
     """The demo's private run, cut short."""
-    return frozen(compose_spec([*RUNS[PRIVATE], "rounds=2"]))[0]
+    return build_simulation(compose_spec([*RUNS[PRIVATE], "rounds=2"]))[0]
 
 
 @pytest.fixture
@@ -43,8 +43,10 @@ def hospitals(manifest: RunManifest, tmp_path: Path) -> dict[str, Ledger]:
 
 def charge(ledger: Ledger, name: str, mechanism: Mechanism) -> None:
     """Reserve, start and commit one release, as a round does."""
-    version = records.version(datasets.load(f"digits/{name}"), TRAIN)
-    entry = ledger.reserve("digits/train", Task("run", "digest", 0, "train", version), [Planned("test", mechanism)])
+    version = registration.version(datasets.load(f"digits/{name}"), TRAIN)
+    entry = ledger.reserve(
+        "digits/train", LedgerTask("run", "digest", 0, "train", version), [PlannedRelease("test", mechanism)]
+    )
     ledger.start(entry)
     ledger.commit(entry, "sha")
 
@@ -65,7 +67,7 @@ def test_the_policy_allows_the_private_run_and_nothing_that_asks_for_more(
     file.write_text(budgets.POLICY)
     policy = Policy.read(file)
     policy.check(CompiledRun.of(manifest))
-    more = frozen(compose_spec([*RUNS[PRIVATE], "rounds=2", "privacy.epsilon=8.5"]))[0]
+    more = build_simulation(compose_spec([*RUNS[PRIVATE], "rounds=2", "privacy.epsilon=8.5"]))[0]
     with pytest.raises(RefusedError):
         policy.check(CompiledRun.of(more))
 

@@ -16,7 +16,7 @@ from coordinator.pki.authority import Authority
 from fl_core.errors import ConfigError, RefusedError, StateError
 from protos.pki import certificates
 from protos.pki.identity import Identity, Kind, identity_of
-from protos.storage import private_files as keyfiles
+from protos.storage import private_files
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_missing_and_damaged_homes(ca, tmp_path):
 @pytest.mark.parametrize("after", range(1, 5))
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_interrupted_creation_can_be_repeated(tmp_path, clock, monkeypatch, after, moment):
-    real, count = keyfiles._replace, 0
+    real, count = private_files._replace, 0
 
     def cut(*args):
         nonlocal count
@@ -83,7 +83,7 @@ def test_interrupted_creation_can_be_repeated(tmp_path, clock, monkeypatch, afte
         if count == after:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(keyfiles, "_replace", cut)
+    monkeypatch.setattr(private_files, "_replace", cut)
     with pytest.raises(KeyboardInterrupt):
         authority(tmp_path, clock)
     monkeypatch.undo()

@@ -9,8 +9,7 @@ import grpc
 import pytest
 from helpers_grpc import FAST, World, channel, until
 
-from coordinator.cli import authority as ca
-from coordinator.cli import consortium
+from coordinator.cli import authority, consortium
 from coordinator.lead_client import LeadClient
 from coordinator.pki.membership import Membership
 from fl_core.errors import ConfigError, RefusedError, StateError
@@ -34,7 +33,7 @@ class Machines:
         consortium.init("test", ["127.0.0.1:8443"], home=self.home)
         self.world = World(folder / "service", FAST)
         self.world.home.mkdir(mode=0o700)
-        ca.service(out=self.world.home / "pki", home=self.home)
+        authority.service(out=self.world.home / "pki", home=self.home)
         capsys.readouterr()
 
     def silo(self, *words: str) -> int:
@@ -48,11 +47,11 @@ class Machines:
     def sign(self, name: str) -> tuple[Path, str]:
         out = self.folder / f"{name}.admission"
         self._capsys.readouterr()
-        ca.sign(self.folder / f"{name}.request", name, out=out, home=self.home, as_json=True)
+        authority.sign(self.folder / f"{name}.request", name, out=out, home=self.home, as_json=True)
         return out, json.loads(self._capsys.readouterr().out)["authority_fingerprint"]
 
     def admit(self, file: Path) -> None:
-        ca.admit(file, home=self.world.home)
+        authority.admit(file, home=self.world.home)
 
     def member(self, name: str) -> SiloIdentity:
         """Enrol a hospital from its request to its certificate."""
@@ -111,7 +110,7 @@ def test_a_renewal_by_hand_is_followed_by_the_peers(machines: Machines) -> None:
     assert machines.silo("join", "--signed", str(answer), "--home", str(machines.folder / "north")) == 0
     assert north.fingerprint() != before
     assert machines.call(north) == ""
-    assert south.update_roster(Admission.unpack(answer.read_text()).roster).rekeyed == ("north",)
+    assert south.update_roster(Admission.from_json(answer.read_text()).roster).rekeyed == ("north",)
 
 
 def test_a_revocation_counts_at_once_at_the_service_and_by_the_next_roster_everywhere(machines: Machines) -> None:
@@ -121,7 +120,7 @@ def test_a_revocation_counts_at_once_at_the_service_and_by_the_next_roster_every
     machines.admit(machines.folder / "south.admission")  # the authority does not know yet: north stays out
     assert machines.call(north) == "E-ID-12"
     consortium.revoke("south", "left too", home=machines.home)
-    ca.roster(out=machines.folder / "roster.admission", home=machines.home)
+    authority.roster(out=machines.folder / "roster.admission", home=machines.home)
     machines.admit(machines.folder / "roster.admission")
     assert machines.call(south) == "E-ID-12"
     with pytest.raises(RefusedError, match="E-ID-14"):
@@ -149,7 +148,7 @@ def test_another_authority_is_accepted_nowhere(machines: Machines, tmp_path: Pat
     consortium.init("test", ["127.0.0.1:8443"], home=other)
     request = machines.request("north")
     forged = tmp_path / "forged.admission"
-    ca.sign(request, "north", out=forged, home=other)
+    authority.sign(request, "north", out=forged, home=other)
     with pytest.raises(RefusedError, match="E-ID-10"):
         machines.admit(forged)
     _, fingerprint = machines.sign("north")
@@ -158,7 +157,7 @@ def test_another_authority_is_accepted_nowhere(machines: Machines, tmp_path: Pat
         capsys.readouterr()
         assert machines.silo("join", "--signed", str(forged), *words, *home) == 1
         assert capsys.readouterr().err.startswith("E-ID-10")
-    ca.roster(out=tmp_path / "roster.admission", home=machines.home)
+    authority.roster(out=tmp_path / "roster.admission", home=machines.home)
     assert machines.silo("join", "--signed", str(tmp_path / "roster.admission"), *home) == 2
     assert "E-ID-31" in capsys.readouterr().err
     assert not SiloIdentity(tmp_path / "north").joined
@@ -168,20 +167,20 @@ def test_another_authority_is_accepted_nowhere(machines: Machines, tmp_path: Pat
 def test_another_file_is_refused_with_a_remedy(text: str) -> None:
     for form in (SigningRequest, Admission):
         with pytest.raises(ConfigError, match="E-ID-31"):
-            form.unpack(text)
+            form.from_json(text)
 
 
 def test_files_are_read_back(machines: Machines) -> None:
-    made = SigningRequest.unpack(machines.request("north").read_text())
-    assert SigningRequest.unpack(made.pack()) == made
-    answer = Admission.unpack(machines.sign("north")[0].read_text())
-    assert Admission.unpack(answer.pack()) == answer
+    made = SigningRequest.from_json(machines.request("north").read_text())
+    assert SigningRequest.from_json(made.to_json()) == made
+    answer = Admission.from_json(machines.sign("north")[0].read_text())
+    assert Admission.from_json(answer.to_json()) == answer
 
 
 def test_the_services_certificate_is_replaced_while_it_runs(machines: Machines) -> None:
     north = machines.member("north")
     before = (machines.world.home / "pki/server.pem").read_bytes()
-    ca.service(out=machines.folder / "next", home=machines.home)
+    authority.service(out=machines.folder / "next", home=machines.home)
     (machines.folder / "next/server.pem").replace(machines.world.home / "pki/server.pem")
     assert (machines.world.home / "pki/server.pem").read_bytes() != before
     until(lambda: machines.call(north) == "", "a handshake with the new certificate")

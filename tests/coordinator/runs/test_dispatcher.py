@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from helpers_line import session
 
-from coordinator.runs.dispatcher import Hub
+from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.session import Session
-from coordinator.runs.tasks import Interrupted, SiloTaskKey, Task
+from coordinator.runs.tasks import RunInterrupted, SiloTaskKey, Task
 from coordinator.storage.store import Store
 from fl_core.types.values import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
@@ -20,8 +20,8 @@ TASK = Task(SiloTaskKey("run", 3, TaskKind.TRAIN, "north"), "m" * 64, "b" * 64, 
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    found = Hub(Store(tmp_path), 1.0)
+def hub(tmp_path: Path) -> Iterator[Dispatcher]:
+    found = Dispatcher(Store(tmp_path), 1.0)
     yield found
     found.store.close()
 
@@ -33,10 +33,10 @@ def offered(here: Session) -> list[int]:
     return [message.offer.round for message in taken]
 
 
-def test_an_open_task_is_offered_now_and_on_every_new_session(hub: Hub) -> None:
+def test_an_open_task_is_offered_now_and_on_every_new_session(hub: Dispatcher) -> None:
     first, second = session(), session()
     hub.attach(first)
-    with hub.awaited(TASK):
+    with hub.pending_task(TASK):
         hub.offer(TASK)
         assert offered(first) == [3]
         hub.attach(second)
@@ -44,20 +44,20 @@ def test_an_open_task_is_offered_now_and_on_every_new_session(hub: Hub) -> None:
         assert offered(second) == [3]
 
 
-def test_a_task_of_a_run_that_was_interrupted_is_offered_to_nobody(hub: Hub) -> None:
+def test_a_task_of_a_run_that_was_interrupted_is_offered_to_nobody(hub: Dispatcher) -> None:
     """Also when it is interrupted between a port's look for an update and its offer."""
     here = session()
     hub.attach(here)
-    with hub.awaited(TASK) as pending:
+    with hub.pending_task(TASK) as pending:
         hub.interrupt("run")
         hub.offer(TASK)
         hub.catch_up(here, pb.Hello(), time.time())
         assert offered(here) == []
-        with pytest.raises(Interrupted):
+        with pytest.raises(RunInterrupted):
             pending.wait()
-    with pytest.raises(Interrupted), hub.awaited(TASK):
+    with pytest.raises(RunInterrupted), hub.pending_task(TASK):
         pass
     hub.allow("run")
-    with hub.awaited(TASK):
+    with hub.pending_task(TASK):
         hub.offer(TASK)
     assert offered(here) == [3]

@@ -14,29 +14,29 @@ from helpers_grpc import until
 from helpers_line import session
 
 from coordinator.runs import preflight
-from coordinator.runs.dispatcher import Hub
-from coordinator.runs.tasks import Interrupted, Preflight, PreflightKey
+from coordinator.runs.dispatcher import Dispatcher
+from coordinator.runs.tasks import Preflight, PreflightKey, RunInterrupted
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
 from fl_core.errors import RefusedError, UnavailableError
-from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.values import TaskKind
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 
-PRIVATE = replace(manifest(), privacy=Choice("dp_record", {"epsilon": 8.0}))
+PRIVATE = replace(manifest(), privacy=NamedOptions("dp_record", {"epsilon": 8.0}))
 ALONE = replace(PRIVATE, members=PRIVATE.members[:1])
 DIGEST = "m" * 64
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    found = Hub(Store(tmp_path), 1.0)
+def hub(tmp_path: Path) -> Iterator[Dispatcher]:
+    found = Dispatcher(Store(tmp_path), 1.0)
     yield found
     found.store.close()
 
 
-def stored(hub: Hub, of: RunManifest = PRIVATE) -> Run:
+def stored(hub: Dispatcher, of: RunManifest = PRIVATE) -> Run:
     names = tuple(m.name for m in of.members)
     run = Run("run-1", "run", "request", "{}", of.to_json(), DIGEST, "fedavg", "made-up", of.rounds, names)
     return hub.store.runs.add(run, 1)
@@ -46,14 +46,14 @@ def said(**other: object) -> pb.PreflightAnswer:
     return pb.PreflightAnswer(**{"run_id": "run-1", "manifest_digest": DIGEST, "ready": True, **other})
 
 
-def kinds(hub: Hub) -> list[str]:
+def kinds(hub: Dispatcher) -> list[str]:
     return [e.kind for e in hub.store.runs.events("run-1", 0)]
 
 
 class Asking:
     """`preflight.ask` on a thread of its own."""
 
-    def __init__(self, hub: Hub, of: RunManifest) -> None:
+    def __init__(self, hub: Dispatcher, of: RunManifest) -> None:
         self.error: BaseException | None = None
         self._run, self._of, self._hub = stored(hub, of), of, hub
         self.thread = threading.Thread(target=self._ask)
@@ -72,9 +72,9 @@ class Asking:
         return self.error
 
 
-def test_a_private_run_is_asked_about_until_its_round_0_was_opened_and_never_after(hub: Hub) -> None:
+def test_a_private_run_is_asked_about_until_its_round_0_was_opened_and_never_after(hub: Dispatcher) -> None:
     run, private = stored(hub), CompiledRun.of(PRIVATE)
-    infinite = replace(PRIVATE, privacy=Choice("dp_record", {"epsilon": float("inf")}))
+    infinite = replace(PRIVATE, privacy=NamedOptions("dp_record", {"epsilon": float("inf")}))
     assert preflight.is_due(run, private, hub.store)
     quorum = CompiledRun.of(replace(PRIVATE, quorum=1))  # no reason to charge in vain
     assert preflight.is_due(run, quorum, hub.store)
@@ -85,7 +85,7 @@ def test_a_private_run_is_asked_about_until_its_round_0_was_opened_and_never_aft
     assert not preflight.is_due(run, private, hub.store)
 
 
-def test_only_the_answer_of_the_silo_itself_about_this_manifest_counts_and_only_once(hub: Hub) -> None:
+def test_only_the_answer_of_the_silo_itself_about_this_manifest_counts_and_only_once(hub: Dispatcher) -> None:
     here, stranger = session(), session("west")
     asking = Asking(hub, ALONE)
     hub.attach(here)
@@ -108,7 +108,7 @@ def test_only_the_answer_of_the_silo_itself_about_this_manifest_counts_and_only_
     assert "refused" not in kinds(hub)
 
 
-def test_a_reason_is_cut_and_a_code_that_is_none_is_replaced(hub: Hub) -> None:
+def test_a_reason_is_cut_and_a_code_that_is_none_is_replaced(hub: Dispatcher) -> None:
     asking = Asking(hub, ALONE)
     hub.preflight(session(), said(ready=False, code="nonsense\n", reason="x" * 100_000))
     error = asking.over()
@@ -118,7 +118,7 @@ def test_a_reason_is_cut_and_a_code_that_is_none_is_replaced(hub: Hub) -> None:
     assert len(error.message) < 600
 
 
-def test_who_has_answered_is_not_asked_again_in_the_next_session(hub: Hub) -> None:
+def test_who_has_answered_is_not_asked_again_in_the_next_session(hub: Dispatcher) -> None:
     asking = Asking(hub, replace(PRIVATE, members=PRIVATE.members[:2]))
     hub.preflight(session(), said())
     again = session()
@@ -126,10 +126,10 @@ def test_who_has_answered_is_not_asked_again_in_the_next_session(hub: Hub) -> No
     hub.catch_up(again, pb.Hello(), time.time())
     assert again.next(0.0) is None
     hub.interrupt("run-1")
-    assert isinstance(asking.over(), Interrupted)
+    assert isinstance(asking.over(), RunInterrupted)
 
 
-def test_a_silence_until_the_deadline_names_the_silent(hub: Hub) -> None:
+def test_a_silence_until_the_deadline_names_the_silent(hub: Dispatcher) -> None:
     error = Asking(hub, replace(PRIVATE, deadline_s=0.2)).over()
     assert isinstance(error, UnavailableError)
     assert error.code == "E-RUN-37"

@@ -20,16 +20,16 @@ from coordinator.cli import runs as lead
 from coordinator.runs.grpc_port import checked
 from coordinator.storage.records import RunState
 from fl_core.aggregation.aggregator import Aggregator
-from fl_core.aggregation.fixed_point import Grid
+from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import simulate
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.values import Bundle, Part, PartSpec, TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
-from protos.wire.bundle_file import FileBundle
+from protos.wire.bundle_file import BundleFile
 from protos.wire.tasks import TaskKey, contribution_id
 
 
@@ -108,14 +108,14 @@ def test_a_run_without_its_quorum_fails_and_can_be_resumed_without_training_anew
         assert run.model_digest == ""  # nobody has asked for it yet
         shown = world.lead().Show(pb.RunQuery(run_id=run.id)).info
         after_one = codec.read_state(world.server.blobs.path(run.state_object or ""))
-        assert shown.model_digest == trees.digest(after_one["w"]) == world.run(run.id).model_digest
+        assert shown.model_digest == tensor_maps.digest(after_one["w"]) == world.run(run.id).model_digest
         assert all(not silo.memory.ended for silo in people)  # what they have staged is needed
         willing.set()
         lead.resume(run.name, home=world.home, as_json=True)  # as `coordinator resume` does: it follows the run
         printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert (printed[-1]["state"], printed[-1]["reason"]) == ("finished", "")
         done = world.finished(run.id)
-        assert done.model_digest == trees.digest(expected["w"])
+        assert done.model_digest == tensor_maps.digest(expected["w"])
         assert all(len(silo.memory.trained) == 3 for silo in people)
         with pytest.raises(StateError, match="E-RUN-11"):
             lead.resume(run.id, home=world.home)
@@ -179,7 +179,7 @@ def test_runs_side_by_side_give_the_bits_of_runs_alone(tmp_path: Path) -> None:
         people = silos(world)
         runs = [world.submit(a, f"r{k}") for k, a in enumerate(agreed)]
         for run, want in zip(runs, expected, strict=True):
-            assert world.finished(run.id).model_digest == trees.digest(want["w"])
+            assert world.finished(run.id).model_digest == tensor_maps.digest(want["w"])
         stop(people)
 
 
@@ -231,14 +231,14 @@ def test_twelve_waiting_bundles_are_not_in_memory(tmp_path: Path) -> None:
         files.append(file)
     me = psutil.Process()
     before = me.memory_info().rss
-    waiting = [checked(FileBundle(file), frozenset({torch.float32})) for file in files]
+    waiting = [checked(BundleFile(file), frozenset({torch.float32})) for file in files]
     assert me.memory_info().rss - before < 8 << 20
     assert same(waiting[3]["delta"].total, big["delta"].total)
-    sums = Aggregator({"delta": PartSpec.of(big["delta"])}, Grid(n_max=12))
+    sums = Aggregator({"delta": PartSpec.of(big["delta"])}, FixedPointFormat(n_max=12))
     before = me.memory_info().rss
     for bundle in waiting:
         sums.add(bundle)
     assert me.memory_info().rss - before < 32 << 20  # of 192 MiB
     assert same(sums.total()["delta"].total, {"w": torch.full((4 << 20,), 24 << sums.grid.frac_bits("delta"))})
     with pytest.raises(ProtocolError, match="E-WIRE-06"):
-        checked(FileBundle(files[0]), frozenset({torch.int64}))
+        checked(BundleFile(files[0]), frozenset({torch.int64}))

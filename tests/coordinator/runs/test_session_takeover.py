@@ -11,7 +11,7 @@ from helpers_core import manifest
 from helpers_grpc import World, channel, credentials, until
 from helpers_line import DENIED, HELLO, Line, instance
 
-from coordinator.runs.dispatcher import Hub
+from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.session import Session
 from coordinator.storage.store import Store
 from fl_core.errors import RefusedError
@@ -51,7 +51,7 @@ def test_two_machines_with_one_name_are_told(tmp_path: Path) -> None:
         who = Identity(Kind.SILO, "test", "north")
         return Session(PeerCertificate(who, f"{issued:x}", "f", start, start + timedelta(days=90)))
 
-    hub = Hub(Store(tmp_path), 1.0)
+    hub = Dispatcher(Store(tmp_path), 1.0)
     newer, renewed = session(2), session(3)
     hub.attach(newer)
     with pytest.raises(RefusedError, match="E-ID-26"):
@@ -104,7 +104,7 @@ def test_a_machine_that_fell_silent_makes_place(tmp_path: Path) -> None:
     start = datetime(2026, 1, 1, tzinfo=UTC)
     peer = PeerCertificate(who, "1", "f", start, start + timedelta(days=90))
     silent, fresh = Session(peer, hello=instance("a")), Session(peer, hello=instance("b"))
-    hub = Hub(Store(tmp_path), 1.0)
+    hub = Dispatcher(Store(tmp_path), 1.0)
     hub.attach(silent)
     silent.heard -= 1.9
     with pytest.raises(RefusedError, match="E-ID-26"):

@@ -11,8 +11,8 @@ import pytest
 
 from coordinator.cli.research import simulate
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation import runner as simulation
-from coordinator.simulation.engine import How
+from coordinator.simulation import runner
+from coordinator.simulation.engine import SimulationEngine
 from coordinator.simulation.sweep import combinations, is_sweep
 from fl_core.errors import ConfigError
 
@@ -48,13 +48,13 @@ def test_a_sweep_prints_one_object_per_run_that_equals_the_run_alone() -> None:
     assert "2 of 2 done" in done.stderr
     one = next(r for r in found if r["seed"] == 1)
     assert one.pop("overrides") == [*SHORT, "seed=1"]
-    assert one == json.loads(json.dumps(simulation.run(compose_spec([*SHORT, "seed=1"])).summary()))
+    assert one == json.loads(json.dumps(runner.run(compose_spec([*SHORT, "seed=1"])).summary()))
 
 
 def test_ways_to_run_give_one_digest_and_fine_tuning_changes_none(tmp_path: Path) -> None:
     spec = compose_spec([*SHORT, "method=scaffold", "cohort=3"])
-    plain = simulation.run(spec)
-    other = simulation.run(spec, how=How(device="cpu", spill=tmp_path, exact=True), fine_tune=1)
+    plain = runner.run(spec)
+    other = runner.run(spec, how=SimulationEngine(device="cpu", spill=tmp_path, exact=True), fine_tune=1)
     assert other.model_digest == plain.model_digest
     assert other.summary()["pa_fine_tuned"] > other.summary()["best_global_accuracy"]
     assert "pa_fine_tuned" not in plain.summary()
@@ -62,7 +62,7 @@ def test_ways_to_run_give_one_digest_and_fine_tuning_changes_none(tmp_path: Path
 
 
 def test_under_a_cohort_accuracies_are_over_all_silos_and_the_cohorts_are_given_beside() -> None:
-    partial, whole = (simulation.run(compose_spec([*SHORT, words])) for words in ("cohort=2", "cohort=0"))
+    partial, whole = (runner.run(compose_spec([*SHORT, words])) for words in ("cohort=2", "cohort=0"))
     said = partial.summary()
     assert "cohort_accuracy_by_round" not in whole.summary()
     assert said["cohort_accuracy_by_round"] == [r.accuracy for r in partial.records]

@@ -77,7 +77,7 @@ def test_members_runs_and_rounds_of_a_file_of_version_1_are_there(tmp_path: Path
             assert row is not None
             assert row.is_open
             assert store.objects.readable(row.base_digest, "hospital0") == RUNNING
-            assert len(store.objects.named()) == 7
+            assert len(store.objects.referenced_digests()) == 7
 
 
 def test_what_hospitals_stated_is_there(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_what_hospitals_stated_is_there(tmp_path: Path) -> None:
 def test_a_run_of_an_older_file_goes_on(tmp_path: Path) -> None:
     with opened(older(tmp_path, BEFORE_ATTESTATIONS)) as store:
         store.runs.end(RUNNING, RunState.FAILED, "too few", [RunState.RUNNING])
-        assert store.runs.revive(RUNNING).state is RunState.WAITING
+        assert store.runs.resume(RUNNING).state is RunState.WAITING
         store.runs.event(RUNNING, "opened")
         assert [e.number for e in store.runs.events(RUNNING, 4)] == [5, 6, 7]
         assert store.attested.newest("hospital1") is None

@@ -242,7 +242,7 @@ def test_an_update_of_a_closed_round_or_of_another_base_is_refused(store: Store)
     for attempt in (lambda: store.objects.announce(update()), lambda: store.objects.commit(update(), 1.0, b"r")):
         with pytest.raises(StateError, match="E-RUN-06"):
             attempt()
-    assert not store.objects.is_wanted("c")
+    assert not store.objects.is_open("c")
 
 
 def test_what_is_closed_is_collected_and_shared_objects_stay(store: Store) -> None:
@@ -253,18 +253,18 @@ def test_what_is_closed_is_collected_and_shared_objects_stay(store: Store) -> No
     store.objects.announce(update())
     store.objects.commit(update(), 1.0, b"r")
     gone: list[str] = []
-    store.objects.collect("run-0001", gone.append)
+    store.objects.delete_unreferenced("run-0001", gone.append)
     assert gone == []
     for t in range(3):
         if t:
             store.runs.open_round("run-0001", t, TaskKind.TRAIN, ["north"])
         store.runs.close_round("run-0001", record(t), (str(t + 1) * 64, 5), "model")
-    store.objects.collect("run-0001", gone.append)
+    store.objects.delete_unreferenced("run-0001", gone.append)
     assert gone == ["1" * 64, "b" * 64, "d" * 64]  # round 0's state is still run-0002's
-    assert {"2" * 64, "3" * 64, "0" * 64, "m" * 64} == store.objects.named()
+    assert {"2" * 64, "3" * 64, "0" * 64, "m" * 64} == store.objects.referenced_digests()
     assert store.objects.contribution("c").receipt == b"r"
     store.runs.end("run-0001", RunState.ABORTED, "", [RunState.RUNNING])
-    store.objects.collect("run-0001", gone.append)
+    store.objects.delete_unreferenced("run-0001", gone.append)
     assert gone[-1] == "2" * 64
 
 

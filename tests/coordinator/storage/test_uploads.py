@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from coordinator.storage import uploads as module
-from coordinator.storage.uploads import Uploads
+from coordinator.storage.uploads import UploadRegistry
 from fl_core.errors import UnavailableError
 
 
 def test_bytes_are_counted_for_each_silo_until_the_upload_is_discarded(tmp_path: Path) -> None:
-    uploads = Uploads(tmp_path)
+    uploads = UploadRegistry(tmp_path)
     assert uploads.pending("north") == uploads.size("north", "c") == 0
     uploads.path("north", "c").write_bytes(b"abc")
     uploads.path("north", "d").write_bytes(b"de")
@@ -21,11 +21,11 @@ def test_bytes_are_counted_for_each_silo_until_the_upload_is_discarded(tmp_path:
     assert (uploads.size("north", "c"), uploads.pending("north"), uploads.pending("south")) == (3, 5, 1)
     for _ in range(2):
         uploads.discard("north", "c")
-    assert sorted(Uploads(tmp_path).all()) == [("north", "d"), ("south", "c")]
+    assert sorted(UploadRegistry(tmp_path).all()) == [("north", "d"), ("south", "c")]
 
 
 def test_a_second_writer_ends_the_first_and_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uploads, cut, entered = Uploads(tmp_path), threading.Event(), threading.Event()
+    uploads, cut, entered = UploadRegistry(tmp_path), threading.Event(), threading.Event()
 
     def first() -> None:
         with uploads.writing("c", cut.set):
@@ -52,5 +52,5 @@ def test_a_folder_of_the_version_before_is_opened(tmp_path: Path) -> None:
     (tmp_path / "partial" / "north" / "good").write_bytes(b"abc")
     (tmp_path / "partial" / "north" / "cut").write_bytes(b"longer than what arrived")
     (tmp_path / "partial" / "north" / "cut.length").write_bytes((3).to_bytes(8, "little"))
-    assert Uploads(tmp_path).all() == [("north", "good")]
+    assert UploadRegistry(tmp_path).all() == [("north", "good")]
     assert [path.name for path in tmp_path.iterdir()] == ["partial"]

@@ -11,9 +11,9 @@ from oracles import units
 from torch import Tensor
 
 from fl_core.aggregation.aggregator import BLOCK, Aggregator
-from fl_core.aggregation.fixed_point import FixedPoint, Grid
+from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.errors import ProtocolError
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.values import Bundle, Part, PartSpec
 
 EXTREMES = [
@@ -49,7 +49,7 @@ def added(sums: Aggregator, update: Bundle, silo: int = 0) -> Aggregator:
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_extreme_numbers_are_clipped_and_rounded_as_pythons_integers_are(on_disk: bool, tmp_path: Path) -> None:
-    sums, bound = Aggregator({"p": PartSpec({"v": (len(EXTREMES),)}, ())}, Grid(n_max=2)), 2.0**24
+    sums, bound = Aggregator({"p": PartSpec({"v": (len(EXTREMES),)}, ())}, FixedPointFormat(n_max=2)), 2.0**24
     sent = [torch.tensor(EXTREMES), torch.tensor(EXTREMES[::-1])]
     for k, value in enumerate(sent):
         update = {"p": Part({"v": value}, torch.tensor(1.0))}
@@ -64,7 +64,7 @@ def test_extreme_numbers_are_clipped_and_rounded_as_pythons_integers_are(on_disk
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 2.0**17, 1e7, 1e9])
 def test_the_next_model_is_that_of_the_steps_one_by_one(scale: float, on_disk: bool, tmp_path: Path) -> None:
     """Also where units leave float64's exact integers (2^17 and above), and where values are clipped (1e7)."""
-    bundles, grid, server = [drawn(k, scale) for k in range(3)], Grid(n_max=3), drawn(9, scale)["p"].total
+    bundles, grid, server = [drawn(k, scale) for k in range(3)], FixedPointFormat(n_max=3), drawn(9, scale)["p"].total
     sums = Aggregator(LAYOUT, grid)
     for k, bundle in enumerate(bundles):
         added(sums, stored(bundle, tmp_path, str(k)) if on_disk else bundle)
@@ -72,7 +72,7 @@ def test_the_next_model_is_that_of_the_steps_one_by_one(scale: float, on_disk: b
     assert sums.clipped == sum(clipped for e in encoded for _, clipped in e.values())
     assert (sums.clipped > 0) == (scale >= 1e7)
     total = FixedPoint(grid).incoming(sums.total(), 3, 0)["p"]
-    found = trees.add(server, total.mean())
+    found = tensor_maps.add(server, total.mean())
     for key in SHAPES:
         whole = sum((e[key][0] for e in encoded), torch.zeros(SHAPES[key], dtype=torch.int64))
         assert torch.equal(sums.total()["p"].total[key], whole)
@@ -82,7 +82,7 @@ def test_the_next_model_is_that_of_the_steps_one_by_one(scale: float, on_disk: b
 
 def test_integers_and_floats_are_added_together(tmp_path: Path) -> None:
     """Of a run whose silos encode: what is encoded already is added as it is."""
-    grid, floats = Grid(n_max=3), drawn(0)
+    grid, floats = FixedPointFormat(n_max=3), drawn(0)
     whole = FixedPoint(grid).outgoing(drawn(1), 1, 0)
     sums = Aggregator(LAYOUT, grid)
     for k, bundle in enumerate((floats, whole, drawn(2))):
@@ -93,7 +93,7 @@ def test_integers_and_floats_are_added_together(tmp_path: Path) -> None:
 
 def test_parts_that_are_not_summed_are_stacked_in_the_order_of_the_roster() -> None:
     layout = {"p": PartSpec({"v": (2,)}, ()), "own": PartSpec({"v": (2,)}, (1,))}
-    sums = Aggregator(layout, Grid(n_max=3), ["own"])
+    sums = Aggregator(layout, FixedPointFormat(n_max=3), ["own"])
     assert sums.total()["own"].total["v"].shape == (0, 2)
     for silo in (2, 0, 1):
         part = Part({"v": torch.tensor([1.0, -1.0]) * silo}, torch.tensor(1.0))
@@ -115,7 +115,7 @@ def test_a_number_that_is_not_finite_is_refused_wherever_it_is(
         broken = {"p": Part(broken["p"].total, torch.tensor(bad))}
     else:
         broken["p"].total["large"].view(-1)[at] = bad
-    sums = added(Aggregator(LAYOUT, Grid(n_max=2)), drawn(0))
+    sums = added(Aggregator(LAYOUT, FixedPointFormat(n_max=2)), drawn(0))
     with pytest.raises(ProtocolError, match=r"E-WIRE-05.*NaN or infinity"):
         sums.validate(stored(broken, tmp_path) if on_disk else broken)
     wanted = exact([drawn(0)], sums.grid.frac_bits("p"))
@@ -127,15 +127,15 @@ def test_a_stored_update_of_another_layout_is_refused_before_its_tensors_are_rea
     update = stored(drawn(0), tmp_path)
     (tmp_path / "bundle").write_bytes(b"")  # nothing can be read any more
     with pytest.raises(ProtocolError, match="E-WIRE-06"):
-        Aggregator({"p": PartSpec(SHAPES | {"small": (6,)}, ())}, Grid()).validate(update)
+        Aggregator({"p": PartSpec(SHAPES | {"small": (6,)}, ())}, FixedPointFormat()).validate(update)
     with pytest.raises(ProtocolError, match="E-WIRE-06"):
-        Aggregator(LAYOUT, Grid()).validate(update)
+        Aggregator(LAYOUT, FixedPointFormat()).validate(update)
 
 
 def test_values_outside_the_bound_are_clipped_and_counted_in_every_block() -> None:
     value = torch.zeros(2 * BLOCK + 7)
     value[[0, BLOCK, 2 * BLOCK + 6]] = torch.tensor([5.0, -7.0, 1.0])
-    sums = Aggregator({"p": PartSpec({"v": (len(value),)}, ())}, Grid("ring64", 2, {"p": 1.0}))
+    sums = Aggregator({"p": PartSpec({"v": (len(value),)}, ())}, FixedPointFormat("ring64", 2, {"p": 1.0}))
     sums.add({"p": Part({"v": value}, torch.tensor(1.0))})
     top = 2 ** sums.grid.frac_bits("p")
     assert sums.clipped == 2
@@ -144,7 +144,7 @@ def test_values_outside_the_bound_are_clipped_and_counted_in_every_block() -> No
 
 def test_a_value_is_encoded_alike_whatever_lies_beside_it() -> None:
     """A bound that is no whole number of units: only what is beyond it is cut at the last unit inside."""
-    grid = Grid("ring32", 3, {"p": 0.7})
+    grid = FixedPointFormat("ring32", 3, {"p": 0.7})
     alone, _ = grid.encode("p", torch.tensor([0.7], dtype=torch.float64))
     beside, clipped = grid.encode("p", torch.tensor([0.7, 5.0], dtype=torch.float64))
     assert clipped == 1
@@ -154,7 +154,7 @@ def test_a_value_is_encoded_alike_whatever_lies_beside_it() -> None:
 
 def test_a_sum_that_is_zero_has_no_sign() -> None:
     """Integers have no -0, and digests tell it from 0."""
-    sums = Aggregator(LAYOUT, Grid(n_max=2))
+    sums = Aggregator(LAYOUT, FixedPointFormat(n_max=2))
     for _ in range(2):
         sums.add({"p": Part.of({k: torch.full(s, -1e-13) for k, s in SHAPES.items()}, 1.0)})
     mean = FixedPoint(sums.grid).incoming(sums.total(), 2, 0)["p"].mean()
@@ -162,4 +162,4 @@ def test_a_sum_that_is_zero_has_no_sign() -> None:
 
 
 def test_without_any_update_the_sum_is_zero() -> None:
-    assert Aggregator(LAYOUT, Grid()).total()["p"].total["small"].tolist() == [0] * 5
+    assert Aggregator(LAYOUT, FixedPointFormat()).total()["p"].total["small"].tolist() == [0] * 5

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracles import units
 
 from fl_core.aggregation.aggregator import Aggregator
-from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPoint, Grid
+from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPoint, FixedPointFormat
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.types.values import Part, PartSpec
 
@@ -28,7 +28,7 @@ def bundle(v: float, w: float = 1.0) -> dict[str, Part]:
 @example([1024.0, 1e-06], "ring64")
 @given(st.lists(values, min_size=1, max_size=8), st.sampled_from(["ring64", "ring32"]))
 def test_sum_is_exact(sent: list[float], ring: str) -> None:
-    grid = Grid("ring64" if ring == "ring64" else "ring32", 8, {"p": 1e4, "p.weight": 1.0})
+    grid = FixedPointFormat("ring64" if ring == "ring64" else "ring32", 8, {"p": 1e4, "p.weight": 1.0})
     sums = Aggregator(LAYOUT, grid)
     for v in sent:
         sums.add(bundle(v))
@@ -49,8 +49,8 @@ def test_parts_on_one_grid_and_on_several_add_up_alike(v: list[float], scale: fl
     t = torch.tensor(v, dtype=torch.float64).mul(scale).float()
     sent = {"p": Part({"a": t[:2], "b": t[2:4].view(1, 2)}, torch.tensor(3.0)), "q": Part({"c": t[4:5]}, t[5:].abs())}
     one, several = (
-        Aggregator(layout, Grid(n_max=3)),
-        Aggregator(layout, Grid(n_max=3, bounds={"q.weight": 2.0**24 + 2})),
+        Aggregator(layout, FixedPointFormat(n_max=3)),
+        Aggregator(layout, FixedPointFormat(n_max=3, bounds={"q.weight": 2.0**24 + 2})),
     )
     for sums in (one, several):
         sums.add(sent)
@@ -62,7 +62,7 @@ def test_parts_on_one_grid_and_on_several_add_up_alike(v: list[float], scale: fl
 
 
 def test_a_bundle_in_float64_is_summed_and_not_changed() -> None:
-    sums, value = Aggregator(LAYOUT, Grid(n_max=2)), torch.tensor([1 / 3, 2.0**25], dtype=torch.float64)
+    sums, value = Aggregator(LAYOUT, FixedPointFormat(n_max=2)), torch.tensor([1 / 3, 2.0**25], dtype=torch.float64)
     sums.add({"p": Part({"v": value}, torch.tensor(1.0, dtype=torch.float64))})
     assert value.tolist() == [1 / 3, 2.0**25]
     bits = sums.grid.frac_bits("p")
@@ -71,7 +71,7 @@ def test_a_bundle_in_float64_is_summed_and_not_changed() -> None:
 
 
 def test_a_bundle_in_float16_is_scaled_without_overflow() -> None:
-    sums = Aggregator(LAYOUT, Grid(n_max=2))
+    sums = Aggregator(LAYOUT, FixedPointFormat(n_max=2))
     sums.add({"p": Part({"v": torch.tensor([0.25, -60000.0]).half()}, torch.tensor(1.0))})
     bits = sums.grid.frac_bits("p")
     assert sums.total()["p"].total["v"].tolist() == [2 ** (bits - 2), -60000 * 2**bits]
@@ -80,7 +80,7 @@ def test_a_bundle_in_float16_is_scaled_without_overflow() -> None:
 @given(st.permutations([0.1, -7.3, 1e4, 2.0**-40, -1e4, 3.0]))
 def test_order_does_not_matter(order: list[float]) -> None:
     def folded(sent: list[float]) -> Aggregator:
-        sums = Aggregator(LAYOUT, Grid(n_max=6))
+        sums = Aggregator(LAYOUT, FixedPointFormat(n_max=6))
         for v in sent:
             sums.add(bundle(v))
         return sums
@@ -93,7 +93,7 @@ def test_order_does_not_matter(order: list[float]) -> None:
 @pytest.mark.parametrize("n_max", [1, 3, 50, 1000])
 def test_as_many_silos_as_agreed_never_overflow(ring: str, bound: float, n_max: int) -> None:
     """At both extremes, in Python's integers: n clip(+-B) stays inside the ring; one more bit would not."""
-    grid = Grid("ring64" if ring == "ring64" else "ring32", n_max, {"p": bound})
+    grid = FixedPointFormat("ring64" if ring == "ring64" else "ring32", n_max, {"p": bound})
     top = 2 ** (63 if ring == "ring64" else 31)
     for extreme in (bound, -bound, 10 * bound, -10 * bound):
         encoded, _ = grid.encode("p", torch.tensor([extreme], dtype=torch.float64))
@@ -104,7 +104,7 @@ def test_as_many_silos_as_agreed_never_overflow(ring: str, bound: float, n_max: 
 
 @pytest.mark.parametrize("ring", ["ring64", "ring32"])
 def test_decoding_the_extremes_gives_them_back(ring: str) -> None:
-    grid = Grid("ring64" if ring == "ring64" else "ring32", 7, {"p": 100.0, "p.weight": 1.0})
+    grid = FixedPointFormat("ring64" if ring == "ring64" else "ring32", 7, {"p": 100.0, "p.weight": 1.0})
     for v in (100.0, -100.0):
         sums = Aggregator(LAYOUT, grid)
         for _ in range(7):
@@ -113,7 +113,7 @@ def test_decoding_the_extremes_gives_them_back(ring: str) -> None:
 
 
 def test_clipping_is_counted_and_cuts_at_the_bound() -> None:
-    grid = Grid("ring64", 2, {"p": 1.5, "p.weight": 10.0})
+    grid = FixedPointFormat("ring64", 2, {"p": 1.5, "p.weight": 10.0})
     encoded, clipped = grid.encode("p", torch.tensor([1.5, 1.6, -100.0, -1.5, 0.2]))
     assert clipped == 2
     back = grid.decode("p", encoded)
@@ -130,7 +130,7 @@ def test_clipping_is_counted_and_cuts_at_the_bound() -> None:
 @pytest.mark.parametrize("where", ["total", "weight"])
 def test_nan_is_refused_and_changes_nothing(bad: float, where: str) -> None:
     layout = {"a": LAYOUT["p"], "p": LAYOUT["p"]}
-    sums = Aggregator(layout, Grid(n_max=3))
+    sums = Aggregator(layout, FixedPointFormat(n_max=3))
     sums.add({"a": bundle(1.0)["p"], "p": bundle(2.0)["p"]})
     before = {
         name: Part({k: v.clone() for k, v in p.total.items()}, p.weight.clone()) for name, p in sums.total().items()
@@ -143,7 +143,7 @@ def test_nan_is_refused_and_changes_nothing(bad: float, where: str) -> None:
     assert sums.count == 1
     assert sums.clipped == 0
     with pytest.raises(ProtocolError):
-        FixedPoint(Grid(n_max=3)).outgoing({"p": poison}, 0, 0)
+        FixedPoint(FixedPointFormat(n_max=3)).outgoing({"p": poison}, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_nan_is_refused_and_changes_nothing(bad: float, where: str) -> None:
     ],
 )
 def test_a_bundle_of_another_layout_is_refused_and_changes_nothing(odd: dict[str, Part]) -> None:
-    sums = Aggregator(LAYOUT, Grid())
+    sums = Aggregator(LAYOUT, FixedPointFormat())
     with pytest.raises(ProtocolError) as caught:
         sums.validate(odd)
     assert caught.value.code == "E-WIRE-06"
@@ -167,7 +167,7 @@ def test_a_bundle_of_another_layout_is_refused_and_changes_nothing(odd: dict[str
 
 def test_ring32_wraps_around() -> None:
     """Masked units are any numbers below 2^32; only their sum modulo 2^32 means something."""
-    grid = Grid("ring32", 4, {"p": 10.0})
+    grid = FixedPointFormat("ring32", 4, {"p": 10.0})
     encoded, _ = grid.encode("p", torch.tensor([-9.5, 3.25, 0.0]))
     mask = torch.tensor([2**32 - 1, 2**31, 12345])
     masked = (encoded + mask).remainder(2**32)
@@ -177,15 +177,18 @@ def test_ring32_wraps_around() -> None:
 
 
 def test_grids_without_room_or_without_a_bound_are_refused() -> None:
-    for grid, segment in ((Grid("ring32", 10, {"p": 1.0}), "q"), (Grid("ring32", 1000, {"p": 1e9}), "p")):
+    for grid, segment in (
+        (FixedPointFormat("ring32", 10, {"p": 1.0}), "q"),
+        (FixedPointFormat("ring32", 1000, {"p": 1e9}), "p"),
+    ):
         with pytest.raises(ConfigError) as caught:
             grid.encode(segment, torch.zeros(1))
         assert caught.value.code == "E-CFG-08"
-    assert Grid().bound("anything") == RING64_BOUND
+    assert FixedPointFormat().bound("anything") == RING64_BOUND
 
 
 def test_empty_tensors_and_no_silo_at_all() -> None:
-    assert Grid().encode("p", torch.zeros(0))[1] == 0
-    nothing = FixedPoint(Grid()).incoming(Aggregator(LAYOUT, Grid()).total(), 0, 0)["p"]
+    assert FixedPointFormat().encode("p", torch.zeros(0))[1] == 0
+    nothing = FixedPoint(FixedPointFormat()).incoming(Aggregator(LAYOUT, FixedPointFormat()).total(), 0, 0)["p"]
     assert nothing.total["v"].tolist() == [0, 0]
     assert float(nothing.weight) == 0

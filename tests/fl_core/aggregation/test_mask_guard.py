@@ -17,11 +17,11 @@ from torch import Tensor
 
 from fl_core import datasets, rng
 from fl_core.aggregation.aggregator import Aggregator
-from fl_core.aggregation.fixed_point import FixedPoint, Grid
+from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.methods import METHODS
-from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import Guards, RunSetup
-from fl_core.simulation.in_process import History, LocalPort, SiloShare, local_ports, simulate
+from fl_core.simulation.in_process import InProcessSilo, RoundHistory, SiloShare, local_ports, simulate
 from fl_core.types.interfaces import Guard
 from fl_core.types.values import Bundle, Part, RoundContext, TaskKind
 from privacy import profiles
@@ -61,12 +61,14 @@ class Mask(Guard):
         return torch.randint(0, top, value.shape, generator=rng.stream(1, "mask", silo, round, name))
 
 
-def grid_for(ring: str, run: RunManifest, bundles: Sequence[Bundle], room: float = 1.01) -> Grid:
+def grid_for(ring: str, run: RunManifest, bundles: Sequence[Bundle], room: float = 1.01) -> FixedPointFormat:
     """Make a grid whose bounds hold what these bundles have in them, times `room`."""
     peak = {
         n: max((float(v.abs().max()) for b in bundles for v in b[n].total.values()), default=1.0) for n in run.layout
     }
-    return Grid(ring, 3, {n: room * p + 1e-3 for n, p in peak.items()} | {f"{n}.weight": 100.0 for n in peak})  # type: ignore[arg-type]
+    return FixedPointFormat(
+        ring, 3, {n: room * p + 1e-3 for n, p in peak.items()} | {f"{n}.weight": 100.0 for n in peak}
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
@@ -77,7 +79,7 @@ def test_the_masked_sum_on_the_grid_is_the_plain_sum(method: str, ring: str) -> 
 
     def bundles(*guards: Guard) -> list[Bundle]:
         bench = replace(RunSetup.of(run).silo_runtime(), guards=guards)
-        ports = [LocalPort(n, k, shares()[k], bench, run.train, 0, True) for k, n in enumerate(NAMES)]
+        ports = [InProcessSilo(n, k, shares()[k], bench, run.train, 0, True) for k, n in enumerate(NAMES)]
         return [port.round(msg, replace(FED, round=0), TaskKind.TRAIN) for port in ports]
 
     plain = bundles()
@@ -104,7 +106,7 @@ def masked_run(method: str, ring: str, monkeypatch: pytest.MonkeyPatch) -> RunMa
     msg = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
     ports = local_ports(RunSetup.of(run), shares())
     sent = [port.round(msg, replace(FED, round=0, rounds=2), TaskKind.TRAIN) for port in ports]
-    return replace(run, privacy=Choice("masked"), grid=grid_for(ring, run, sent, 8.0))
+    return replace(run, privacy=NamedOptions("masked"), grid=grid_for(ring, run, sent, 8.0))
 
 
 class Masked(PlainProfile):
@@ -141,12 +143,12 @@ def test_a_masked_run_over_the_wire_is_the_plain_run_bit_for_bit(
         model, rounds = world.model(made.id), world.server.store.runs.rounds(made.id)  # type: ignore[union-attr]
         for silo in silos:
             silo.stop()
-    history = History()
-    plain = simulate(RunSetup.of(replace(run, privacy=Choice("none"))), shares(), history)
+    history = RoundHistory()
+    plain = simulate(RunSetup.of(replace(run, privacy=NamedOptions("none"))), shares(), history)
     assert all(same(model[group], plain[group]) for group in plain)
     assert [r.correct for r in rounds] == [r.correct for r in history.records]
     assert all(not v.is_floating_point() for b in seen for p in b.values() for v in (*p.total.values(), p.weight))
-    again = simulate(CompiledRun.of(run), shares(), History())
+    again = simulate(CompiledRun.of(run), shares(), RoundHistory())
     assert all(same(again[group], plain[group]) for group in plain)
 
 
@@ -156,7 +158,7 @@ def test_a_hospital_sends_what_its_profiles_guards_made_of_its_update(
     """The silo's own service masks: its bytes are those of the same guards in one process, and say nothing alone."""
     run = hospital_manifest()
     monkeypatch.setitem(profiles.PROFILES, "masked", Masked)
-    run = replace(run, privacy=Choice("masked"), grid=Grid("ring64", 3))
+    run = replace(run, privacy=NamedOptions("masked"), grid=FixedPointFormat("ring64", 3))
     hospital = Hospital(tmp_path / "home", run)
     try:
         hospital.start()
@@ -174,13 +176,13 @@ def test_a_hospital_sends_what_its_profiles_guards_made_of_its_update(
 
 def test_a_mask_goes_over_silo_level_noise() -> None:
     """Clip and noise on the grid, fixed point, mask: the chain that secure aggregation takes; the sum is as without."""
-    run = replace(manifest("fedproto"), privacy=Choice("dp_silo_small", {"rng": "test", "weights": "uniform"}))
+    run = replace(manifest("fedproto"), privacy=NamedOptions("dp_silo_small", {"rng": "test", "weights": "uniform"}))
     compiled = CompiledRun.of(run)
     msg = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
     sums = []
     for more in ((), (FixedPoint(run.grid), Mask("ring64", 3))):
         bench = replace(compiled.silo_runtime(), guards=(*compiled.guards.silo, *more))
-        ports = [LocalPort(n, k, shares()[k], bench, run.train, run.seed, True) for k, n in enumerate(NAMES)]
+        ports = [InProcessSilo(n, k, shares()[k], bench, run.train, run.seed, True) for k, n in enumerate(NAMES)]
         total = Aggregator(run.layout, run.grid)
         for k, port in enumerate(ports):
             total.add(port.round(msg, replace(FED, round=0), TaskKind.TRAIN), k)

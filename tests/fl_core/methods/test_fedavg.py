@@ -10,8 +10,8 @@ from helpers_core import FED, SCHEMA, QData, Scalar, same, shares
 
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import Part, RoundContext, State, TrainConfig
 
 
@@ -65,27 +65,27 @@ def test_t_avg_3_identical_silos_are_centralised_training() -> None:
 def test_one_silo_with_real_images_is_plain_sgd() -> None:
     share, context = shares()[0], FED.for_silo(0, 3)
     config = TrainConfig(lr=0.05, batch_size=4, epochs=2)
-    start = trees.read(build_model("digits_cnn", {}, SCHEMA, 0))
+    start = tensor_maps.copy_state(build_model("digits_cnn", {}, SCHEMA, 0))
     model, server = build_model("digits_cnn", {}, SCHEMA, 1), {"w": start}
-    data = PlainData(share.train, share.test, config, context)
+    data = PlainLocalData(share.train, share.test, config, context)
     bundle = FedAvg().local(model, server, {}, data, context).bundle
     after = FedAvg().merge(server, bundle, FED)["w"]
     alone = build_model("digits_cnn", {}, SCHEMA, 0)
-    PlainData(share.train, share.test, config, context).sgd(alone, FedAvg.loss)
-    assert all(torch.allclose(after[name], v, atol=1e-6) for name, v in trees.read(alone).items())
+    PlainLocalData(share.train, share.test, config, context).sgd(alone, FedAvg.loss)
+    assert all(torch.allclose(after[name], v, atol=1e-6) for name, v in tensor_maps.copy_state(alone).items())
     assert not same(after, start)
 
 
 def test_personal_model_is_the_locally_trained_one() -> None:
     share, context = shares()[0], FED.for_silo(0, 3)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    msg = {"w": trees.read(model)}
+    msg = {"w": tensor_maps.copy_state(model)}
 
-    def data() -> PlainData:
-        return PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
+    def data() -> PlainLocalData:
+        return PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
 
     left = FedAvg().local(model, msg, {}, data(), context).state
-    personal = trees.read(FedAvg().personal(model, msg, left, data(), context))
-    trees.write(model, msg["w"])
+    personal = tensor_maps.copy_state(FedAvg().personal(model, msg, left, data(), context))
+    tensor_maps.load_state(model, msg["w"])
     data().sgd(model, FedAvg.loss)
-    assert same(personal, trees.read(model))
+    assert same(personal, tensor_maps.copy_state(model))

@@ -12,7 +12,7 @@ from torch import nn
 
 from fl_core.errors import ConfigError
 from fl_core.models import MODELS, SplitModel, build_model, describe
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 
 
 def test_resnet18_with_group_norm_has_no_buffers_and_512_features() -> None:
@@ -41,9 +41,9 @@ def test_forward_is_head_of_features(name: str) -> None:
 def test_equal_seeds_give_equal_weights(name: str) -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    first = trees.read(small(name, seed=3))
+    first = tensor_maps.copy_state(small(name, seed=3))
     torch.rand(7)
-    again, other = trees.read(small(name, seed=3)), trees.read(small(name, seed=4))
+    again, other = tensor_maps.copy_state(small(name, seed=3)), tensor_maps.copy_state(small(name, seed=4))
     assert all(torch.equal(v, again[k]) for k, v in first.items())
     assert any(not torch.equal(v, other[k]) for k, v in first.items())
     torch.random.set_rng_state(before)

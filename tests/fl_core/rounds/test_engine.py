@@ -13,15 +13,15 @@ from torch import nn
 
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
-from fl_core.rounds import sampling as cohort
+from fl_core.rounds import sampling
 from fl_core.rounds.engine import Observer, RoundRecord
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.rounds.silo_round import Bench
-from fl_core.simulation.in_process import LocalPort, local_ports
-from fl_core.types.interfaces import SiloData, SiloPort
-from fl_core.types.values import Bundle, Outcome, Part, RoundContext, State, TaskKind
+from fl_core.rounds.silo_round import SiloRuntime
+from fl_core.simulation.in_process import InProcessSilo, local_ports
+from fl_core.types.interfaces import LocalData, SiloPort
+from fl_core.types.values import Bundle, LocalResult, Part, RoundContext, State, TaskKind
 
 
 def test_rounds_evaluate_what_they_broadcast_and_end_with_an_evaluation() -> None:
@@ -61,14 +61,14 @@ def test_parallel_ports_give_the_same_bits() -> None:
 
 
 def test_cohorts_are_sampled_without_replacement_and_repeat() -> None:
-    drawn = [cohort.sample(3, t, 10, 4) for t in range(50)]
-    assert drawn == [cohort.sample(3, t, 10, 4) for t in range(50)]
+    drawn = [sampling.sample_cohort(3, t, 10, 4) for t in range(50)]
+    assert drawn == [sampling.sample_cohort(3, t, 10, 4) for t in range(50)]
     assert all(len(set(ids)) == 4 and ids == sorted(ids) for ids in drawn)
     assert {k for ids in drawn for k in ids} == set(range(10))
     assert len({tuple(ids) for ids in drawn}) > 20
-    assert cohort.sample(3, 0, 5, 0) == cohort.sample(3, 0, 5, 5) == list(range(5))
+    assert sampling.sample_cohort(3, 0, 5, 0) == sampling.sample_cohort(3, 0, 5, 5) == list(range(5))
     with pytest.raises(ConfigError) as caught:
-        cohort.sample(0, 0, 3, 4)
+        sampling.sample_cohort(0, 0, 3, 4)
     assert caught.value.code == "E-CFG-02"
 
 
@@ -105,17 +105,17 @@ class Counting(FedAvg):
     mirrored: ClassVar[bool] = True
 
     @property
-    def apart(self) -> frozenset[str]:
+    def unsummed_parts(self) -> frozenset[str]:
         return frozenset({"rounds"})
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:
         del model, context
         return {"own": {"rounds": torch.zeros(1)}}
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         done = {"own": {"rounds": silo["own"]["rounds"] + 1}}
         bundle = super().local(model, msg, silo, data, context).bundle
-        return Outcome({**bundle, "rounds": Part.of(done["own"], 1.0 + context.silo)}, done)
+        return LocalResult({**bundle, "rounds": Part.of(done["own"], 1.0 + context.silo)}, done)
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         seen = {**server, "seen": {"rounds": total["rounds"].total["rounds"], "weight": total["rounds"].weight}}
@@ -129,7 +129,7 @@ def test_a_mirrored_silo_state_is_committed_only_when_the_round_names_the_silo(m
     bench = RunSetup.of(run).silo_runtime()
     layout = derive_layout(method, bench.model, SCHEMA)
     ports = [
-        LocalPort(m.name, k, shares()[k], Bench(method, bench.model, layout), run.train, run.seed, True)
+        InProcessSilo(m.name, k, shares()[k], SiloRuntime(method, bench.model, layout), run.train, run.seed, True)
         for k, m in enumerate(run.members)
     ]
     spoilt = [ports[0], Failing(ports[1], [1], spoil=True), ports[2]]  # an update that was made, and was not included

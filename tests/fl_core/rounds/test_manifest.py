@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from helpers_core import manifest
 
-from fl_core.aggregation.fixed_point import Grid
+from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError, ProtocolError
-from fl_core.rounds.manifest import Member, RunManifest, members
+from fl_core.rounds.manifest import Member, RunManifest, make_members
 from fl_core.types.values import TrainConfig
 
 
 def test_round_trip_is_exact() -> None:
     run = replace(
         manifest("fedmr", {"mu2": 0.25}, share=0.5),
-        grid=Grid("ring32", 3, {"delta": 1.25, "delta.weight": 100.0}),
+        grid=FixedPointFormat("ring32", 3, {"delta": 1.25, "delta.weight": 100.0}),
         image_size=64,
         software="consilium-fl 1",
     )
@@ -62,7 +62,7 @@ def test_digest_is_stable() -> None:
     "change",
     [
         {"rounds": 4}, {"seed": 1}, {"cohort": 2}, {"quorum": 1}, {"threads": 2}, {"name": "other"}, {"data": "x"},
-        {"train": TrainConfig(lr=0.5)}, {"layout": {}}, {"grid": Grid("ring64", 4)}, {"deadline_s": 1.0},
+        {"train": TrainConfig(lr=0.5)}, {"layout": {}}, {"grid": FixedPointFormat("ring64", 4)}, {"deadline_s": 1.0},
         {"members": (Member("north"), Member("south"), Member("east"))}, {"image_size": 8}, {"software": "x"},
     ],
 )  # fmt: skip
@@ -119,11 +119,11 @@ def test_index_of_a_member_and_of_a_stranger() -> None:
 
 
 def test_rosters() -> None:
-    assert [m.prototypes for m in members(["a", "b"], 0, 0.0)] == [False, False]
-    assert sum(m.prototypes for m in members([f"h{k}" for k in range(10)], 0, 0.8)) == 8
+    assert [m.prototypes for m in make_members(["a", "b"], 0, 0.0)] == [False, False]
+    assert sum(m.prototypes for m in make_members([f"h{k}" for k in range(10)], 0, 0.8)) == 8
     for names in ([], ["a", "a"]):
         with pytest.raises(ConfigError) as caught:
-            members(names, 0, 1.0)
+            make_members(names, 0, 1.0)
         assert caught.value.code == "E-CFG-02"
     with pytest.raises(ConfigError):
-        members(["a"], 0, 1.5)
+        make_members(["a"], 0, 1.5)

@@ -12,7 +12,7 @@ from helpers_core import Given, manifest, same, shares
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.fine_tuning import BestHistory, fine_tuned
 from fl_core.simulation.in_process import SiloShare, simulate
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import TrainConfig
@@ -53,4 +53,4 @@ def test_fine_tuning_helps_each_silo_repeats_and_touches_nothing() -> None:
     assert a.pa == pytest.approx(statistics.fmean(a.accuracies[:2]))
     assert a.pa >= fine_tuned(RunSetup.of(RUN), given, final, 3, epochs=0).pa
     assert a.pa == 1.0
-    assert trees.digest(final["w"]) == trees.digest(before)
+    assert tensor_maps.digest(final["w"]) == tensor_maps.digest(before)

@@ -9,8 +9,8 @@ from helpers_core import manifest, same, shares
 
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.fine_tuning import BestHistory
-from fl_core.simulation.global_test import AllSilos
-from fl_core.simulation.in_process import History, simulate
+from fl_core.simulation.global_test import GlobalTestEvaluator
+from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import State, TrainConfig
 
@@ -20,7 +20,7 @@ TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 class Kept(BestHistory):
     """A history that keeps every state."""
 
-    def __init__(self, measure: AllSilos | None = None) -> None:
+    def __init__(self, measure: GlobalTestEvaluator | None = None) -> None:
         super().__init__(measure)
         self.states: list[State] = []
 
@@ -31,12 +31,12 @@ class Kept(BestHistory):
 
 def test_counts_are_those_of_every_silos_test_examples_one_by_one() -> None:
     run, given = manifest(train=TRAIN, cohort=1, rounds=4), shares()
-    history = Kept(AllSilos(RunSetup.of(run), given))
+    history = Kept(GlobalTestEvaluator(RunSetup.of(run), given))
     simulate(RunSetup.of(run), given, history)
     assert [sum(r.examples) for r in history.records[:4]] == [len(given[0].test.labels)] * 4
     bench = RunSetup.of(run).silo_runtime()
     for record, before in zip(history.measured, [RunSetup.of(run).initial_state(), *history.states], strict=False):
-        model = bench.method.global_model(bench.fresh(), bench.method.broadcast(before)).eval()
+        model = bench.method.global_model(bench.reset_model(), bench.method.broadcast(before)).eval()
         correct, examples = [0] * 4, [0] * 4
         for share in given:
             x, y = share.test.batch(torch.arange(len(share.test)))
@@ -49,7 +49,7 @@ def test_counts_are_those_of_every_silos_test_examples_one_by_one() -> None:
 def test_where_everybody_takes_part_the_counts_equal_the_records() -> None:
     run, given, history = manifest(train=TRAIN), shares(), Kept()
     simulate(RunSetup.of(run), given, history)
-    measure = AllSilos(RunSetup.of(run), given)
+    measure = GlobalTestEvaluator(RunSetup.of(run), given)
     for record, before in zip(history.records, [None, *history.states], strict=False):
         assert measure(record, before) is record
         partial = replace(record, included=record.included[:1], correct=(0.0,) * 4, examples=(0.0,) * 4)
@@ -57,8 +57,8 @@ def test_where_everybody_takes_part_the_counts_equal_the_records() -> None:
 
 
 def test_the_bits_of_a_run_do_not_change_and_records_stay_the_cohorts() -> None:
-    run, given, plain = manifest(train=TRAIN, cohort=2, rounds=3), shares(), History()
-    history = BestHistory(AllSilos(RunSetup.of(run), given))
+    run, given, plain = manifest(train=TRAIN, cohort=2, rounds=3), shares(), RoundHistory()
+    history = BestHistory(GlobalTestEvaluator(RunSetup.of(run), given))
     assert same(simulate(RunSetup.of(run), given, history)["w"], simulate(RunSetup.of(run), given, plain)["w"])
     assert history.records == plain.records
     assert history.measured[:-1] != plain.records[:-1]
@@ -67,7 +67,7 @@ def test_the_bits_of_a_run_do_not_change_and_records_stay_the_cohorts() -> None:
 
 def test_the_best_round_is_chosen_on_all_silos() -> None:
     run, given = manifest(train=TRAIN, cohort=1, rounds=4), shares()
-    history = BestHistory(AllSilos(RunSetup.of(run), given))
+    history = BestHistory(GlobalTestEvaluator(RunSetup.of(run), given))
     simulate(RunSetup.of(run), given, history)
     best = max(history.measured[1:], key=lambda r: r.accuracy)
     assert history.best_round == best.round
@@ -76,7 +76,7 @@ def test_the_best_round_is_chosen_on_all_silos() -> None:
 
 def test_a_method_without_a_global_model_has_nothing_to_measure() -> None:
     run, given = manifest("fedproto", train=TRAIN, cohort=2, rounds=2), shares()
-    history = BestHistory(AllSilos(RunSetup.of(run), given))
+    history = BestHistory(GlobalTestEvaluator(RunSetup.of(run), given))
     simulate(RunSetup.of(run), given, history)
     assert history.measured == history.records
     assert [r.accuracy for r in history.measured] == [-1.0] * 3

@@ -13,14 +13,14 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, local_ports, public_test, simulate
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, local_ports, public_test, simulate
+from fl_core.types import tensor_maps
 from fl_core.types.values import Part, PartSpec, Schema, TrainConfig
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmr"])
 def test_equal_manifests_give_equal_bits_and_other_seeds_do_not(method: str) -> None:
-    a, b, c = (simulate(RunSetup.of(manifest(method, seed=s)), shares(), History()) for s in (0, 0, 1))
+    a, b, c = (simulate(RunSetup.of(manifest(method, seed=s)), shares(), RoundHistory()) for s in (0, 0, 1))
     assert all(same(a[group], b[group]) for group in a)
     assert not same(a["w"], c["w"])
 
@@ -29,25 +29,25 @@ def test_fedavg_equals_a_loop_written_out_here() -> None:
     """Train each silo from the same weights and average by size, without ports, grid, parts or guards."""
     run = manifest(rounds=2, train=TrainConfig(lr=0.05, batch_size=4, epochs=2))
     from fl_core.methods.fedavg import FedAvg
-    from fl_core.training.local_data import PlainData
+    from fl_core.training.local_data import PlainLocalData
     from fl_core.types.values import RoundContext
 
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    w = trees.read(model)
+    w = tensor_maps.copy_state(model)
     for t in range(2):
-        sums, n = trees.zeros(w), 0
+        sums, n = tensor_maps.zeros(w), 0
         for k, share in enumerate(shares()):
-            trees.write(model, w)
+            tensor_maps.load_state(model, w)
             context = RoundContext(3, 4, 2, t, 3).for_silo(k, 0)
-            PlainData(share.train, share.test, run.train, context).sgd(model, FedAvg.loss)
-            sums, n = trees.add(sums, trees.read(model), len(share.train)), n + len(share.train)
-        w = trees.scale(sums, 1 / n)
-    found = simulate(RunSetup.of(run), shares(), History())["w"]
+            PlainLocalData(share.train, share.test, run.train, context).sgd(model, FedAvg.loss)
+            sums, n = tensor_maps.add(sums, tensor_maps.copy_state(model), len(share.train)), n + len(share.train)
+        w = tensor_maps.scale(sums, 1 / n)
+    found = simulate(RunSetup.of(run), shares(), RoundHistory())["w"]
     assert all(torch.allclose(found[name], v, atol=1e-6) for name, v in w.items())
 
 
 def test_training_learns() -> None:
-    history = History()
+    history = RoundHistory()
     simulate(RunSetup.of(manifest(rounds=6, train=TrainConfig(lr=0.05, batch_size=4, epochs=3))), shares(), history)
     assert history.accuracies[0] < 0.5 < max(history.accuracies)
 
@@ -56,7 +56,7 @@ def test_thread_count_is_the_manifests_inside_and_as_before_outside() -> None:
     before = torch.get_num_threads()
     seen: list[int] = []
 
-    class Watch(History):
+    class Watch(RoundHistory):
         def arrived(self, name: str) -> None:
             seen.append(torch.get_num_threads())
 

@@ -13,7 +13,7 @@ from helpers_core import METHOD_OPTIONS, manifest, same, shares
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
+from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.simulation.ray import Cluster, library, simulate_ray
 from fl_core.types.values import TrainConfig
 
@@ -42,7 +42,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.skipif(THERE, reason="Ray is installed")
 def test_without_ray_the_command_that_installs_it_is_named() -> None:
     with pytest.raises(ConfigError, match="pip install") as caught:
-        simulate_ray(RunSetup.of(manifest()), shares(), History())
+        simulate_ray(RunSetup.of(manifest()), shares(), RoundHistory())
     assert caught.value.code == "E-CFG-08"
 
 
@@ -50,7 +50,7 @@ def test_without_ray_the_command_that_installs_it_is_named() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_actors_give_the_bits_of_one_process(cluster: Cluster, method: str) -> None:
     run = manifest(method, METHOD_OPTIONS.get(method, {}), train=TRAIN, rounds=2, personal=True)
-    here, there = History(), History()
+    here, there = RoundHistory(), RoundHistory()
     expected = simulate(RunSetup.of(run), shares(), here)
     found = simulate_ray(RunSetup.of(run), shares(), there, cluster)
     assert set(found) == set(expected)
@@ -60,7 +60,7 @@ def test_actors_give_the_bits_of_one_process(cluster: Cluster, method: str) -> N
 
 @needs_ray
 def test_a_cohort_and_silo_states_give_the_bits_of_one_process(cluster: Cluster) -> None:
-    run, here, there = manifest("moon", train=TRAIN, cohort=2, rounds=4), History(), History()
+    run, here, there = manifest("moon", train=TRAIN, cohort=2, rounds=4), RoundHistory(), RoundHistory()
     expected = simulate(RunSetup.of(run), shares(), here)
     found = simulate_ray(RunSetup.of(run), shares(), there, cluster)
     assert all(same(found[group], expected[group]) for group in expected)
@@ -72,5 +72,5 @@ def test_a_cluster_that_a_simulation_started_is_ended_by_it() -> None:
     ray = library()
     if ray.is_initialized():
         ray.shutdown()
-    simulate_ray(RunSetup.of(manifest(train=TRAIN, rounds=1)), shares(), History(), Cluster(actors=1))
+    simulate_ray(RunSetup.of(manifest(train=TRAIN, rounds=1)), shares(), RoundHistory(), Cluster(actors=1))
     assert not ray.is_initialized()

@@ -14,13 +14,13 @@ from coordinator.simulation.state_files import FileStateStore
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
-from fl_core.rounds.manifest import members
+from fl_core.rounds.manifest import make_members
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.simulation.silo_states import InMemory
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.simulation.silo_states import MemoryStateStore
 from fl_core.training import devices
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
@@ -28,25 +28,25 @@ TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 
 def trained(config: TrainConfig, ahead: int = 0) -> dict[str, torch.Tensor]:
     model, share = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0), shares()[0]
-    data = PlainData(share.train, share.test, config, FED.for_silo(0, 0))
+    data = PlainLocalData(share.train, share.test, config, FED.for_silo(0, 0))
     data._ahead = ahead
     data.sgd(model, FedAvg.loss)
-    return trees.read(model)
+    return tensor_maps.copy_state(model)
 
 
 @pytest.mark.parametrize("method", ["moon", "scaffold", "fedavg"])
 def test_states_in_files_give_the_bits_of_states_in_memory(method: str, tmp_path: Path) -> None:
     run = manifest(method, train=TRAIN, cohort=2, rounds=4)
-    expected = simulate(RunSetup.of(run), shares(), History())
+    expected = simulate(RunSetup.of(run), shares(), RoundHistory())
     (tmp_path / "silo0.safetensors").write_bytes(b"of an earlier run")
-    found = simulate(RunSetup.of(run), shares(), History(), states=FileStateStore(tmp_path))
+    found = simulate(RunSetup.of(run), shares(), RoundHistory(), states=FileStateStore(tmp_path))
     assert set(found) == set(expected)
     assert all(same(found[group], expected[group]) for group in expected)
 
 
 @pytest.mark.parametrize("kind", ["memory", "files"])
 def test_a_staged_state_is_committed_or_forgotten(kind: str, tmp_path: Path) -> None:
-    states = InMemory() if kind == "memory" else FileStateStore(tmp_path)
+    states = MemoryStateStore() if kind == "memory" else FileStateStore(tmp_path)
     state = {"a": {"x": torch.tensor([1.5, -0.0]), "": torch.tensor(3)}, "empty": {}}
     assert states.get(0) is None
     states.settle(0, True)
@@ -68,11 +68,11 @@ def test_a_hundred_silos_do_not_hold_a_hundred_models(tmp_path: Path) -> None:
     """Counts the numbers in living tensors after every arrival: with states in files, those of a few models."""
     names = [f"h{k}" for k in range(100)]
     run = replace(manifest("moon", train=TrainConfig(batch_size=4, epochs=1, max_steps=1), rounds=12, cohort=10),
-                  members=members(names, 0, 1.0))  # fmt: skip
+                  members=make_members(names, 0, 1.0))  # fmt: skip
     given = [shares()[k % 3] for k in range(100)]
-    size = trees.count(trees.read(build_model("digits_cnn", {}, SCHEMA, 0)))
+    size = tensor_maps.count(tensor_maps.copy_state(build_model("digits_cnn", {}, SCHEMA, 0)))
 
-    class Counting(History):
+    class Counting(RoundHistory):
         peak = 0.0
 
         def arrived(self, name: str) -> None:
@@ -101,7 +101,7 @@ def test_an_error_while_reading_ahead_is_raised() -> None:
             raise ConfigError("E-CFG-02", "broken")
 
     share = shares()[0].train
-    data = PlainData(Broken(share.x, share.labels), share, TRAIN, FED.for_silo(0, 0))
+    data = PlainLocalData(Broken(share.x, share.labels), share, TRAIN, FED.for_silo(0, 0))
     data._ahead = 2
     with pytest.raises(ConfigError, match="broken"):
         data.sgd(build_model("digits_cnn", {}, SCHEMA, 0), FedAvg.loss)

@@ -12,13 +12,13 @@ from helpers_core import FED, NAMES, manifest, same, shares
 from fl_core.errors import FederationError
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, LocalPort, local_ports, simulate
-from fl_core.simulation.silo_states import InMemory
+from fl_core.simulation.in_process import InProcessSilo, RoundHistory, local_ports, simulate
+from fl_core.simulation.silo_states import MemoryStateStore
 from fl_core.types.interfaces import Method
 from fl_core.types.values import Bundle, Part, RoundContext, State, TaskKind, TrainConfig
-from protos.storage.object_store import ObjectStore
+from protos.storage.object_store import ContributionStore
 from protos.wire.tasks import TaskKey
-from silo.storage.outbox import Finished, Outbox
+from silo.storage.outbox import Outbox, TrainingResult
 from silo.storage.store import Store
 from silo.storage.tasks import Evaluation
 
@@ -26,7 +26,7 @@ KEEPERS = ("local", "fedper", "fedrep", "ditto", "fedrod", "fedproto")
 OPTIONS: Mapping[str, Mapping[str, int]] = {"fedrep": {"head_epochs": 1}}
 
 
-class Deaf(LocalPort):
+class Deaf(InProcessSilo):
     """A silo whose update of round 1 is spoilt on its way."""
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
@@ -34,13 +34,13 @@ class Deaf(LocalPort):
         return {**bundle, "more": Part({}, torch.zeros(()))} if context.round == 1 else bundle
 
 
-def state_of(port: LocalPort) -> State:
+def state_of(port: InProcessSilo) -> State:
     state = port.state
     assert state is not None
     return state
 
 
-class Watched(InMemory):
+class Watched(MemoryStateStore):
     """States of which the one that is staged can be looked at."""
 
     def staged(self, silo: int) -> State:
@@ -55,7 +55,7 @@ def test_private_state_of_a_lost_update_is_kept(name: str) -> None:
     ports[2] = Deaf("south", 2, shares()[2], bench, run.train, run.seed, True)
     server, seen = RunSetup.of(run).initial_state(), []
     for t in range(2):
-        history = History()
+        history = RoundHistory()
         server = RunSetup.of(run).round_loop(ports, 1).round(server, t, TaskKind.TRAIN, history)
         seen.append(state_of(ports[2]))
     assert list(history.records[0].missing) == ["south"]
@@ -88,10 +88,10 @@ def test_the_real_silo_keeps_what_the_simulated_one_keeps(
     port._states = states
     method: Method = RunSetup.of(run).method
     monkeypatch.setattr(type(method), "mirrored", mirrored)
-    outbox = Outbox(Store(tmp_path / "silo.db"), ObjectStore(tmp_path / "objects"), NAMES[0])
+    outbox = Outbox(Store(tmp_path / "silo.db"), ContributionStore(tmp_path / "objects"), NAMES[0])
     bundle = port.round(method.broadcast(RunSetup.of(run).initial_state()), FED, TaskKind.TRAIN)
     staged, key = states.staged(0), TaskKey("run-1", FED.round, TaskKind.TRAIN)
-    outbox.stage(key, "a" * 64, "b" * 64, Finished(bundle, staged, Evaluation((), (), ()), method.mirrored))
+    outbox.stage(key, "a" * 64, "b" * 64, TrainingResult(bundle, staged, Evaluation((), (), ()), method.mirrored))
     outbox.store.close(key, included)
     port.settle(FED, TaskKind.TRAIN, included)
     found = outbox.state("run-1")
@@ -101,7 +101,7 @@ def test_the_real_silo_keeps_what_the_simulated_one_keeps(
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_without_a_global_model_says_so_in_every_round(name: str) -> None:
-    run, history = manifest(name, OPTIONS.get(name, {}), rounds=1), History()
+    run, history = manifest(name, OPTIONS.get(name, {}), rounds=1), RoundHistory()
     simulate(RunSetup.of(run), shares(), history)
     measured = METHODS[name].has_global_model
     assert measured is (name not in ("local", "fedproto"))
@@ -111,4 +111,4 @@ def test_a_method_without_a_global_model_says_so_in_every_round(name: str) -> No
 def test_a_refusal_of_a_diverged_update_names_it() -> None:
     run = manifest("fedper", train=TrainConfig(batch_size=4, epochs=2, lr=1e30, momentum=0.0), rounds=1)
     with pytest.raises(FederationError, match="E-WIRE-05"):
-        simulate(RunSetup.of(run), shares(), History())
+        simulate(RunSetup.of(run), shares(), RoundHistory())

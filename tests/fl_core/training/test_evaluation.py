@@ -11,19 +11,19 @@ import torch
 from helpers_core import FED, Given, manifest, same, shares
 from torch import nn
 
-from fl_core.aggregation.fixed_point import FixedPoint, Grid
+from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, SiloShare, simulate
+from fl_core.simulation.in_process import RoundHistory, SiloShare, simulate
 from fl_core.training.evaluation import (
     PERSONAL,
     PERSONAL_PUBLIC,
-    Joined,
+    ConcatExamples,
     evaluate,
     evaluate_personal,
     personal_scores,
     weighted_accuracy,
 )
-from fl_core.training.local_data import PlainData
+from fl_core.training.local_data import PlainLocalData
 from fl_core.types.records import fairness
 from fl_core.types.values import RoundContext, Split, TrainConfig
 
@@ -46,8 +46,8 @@ def told(labels: list[int], right: list[int]) -> Given:
     )
 
 
-def door(train: list[int], test: Given, public: Given | None = None) -> PlainData:
-    return PlainData(told(train, [0] * 4), test, TrainConfig(), FED.for_silo(0, 0), public=public)
+def door(train: list[int], test: Given, public: Given | None = None) -> PlainLocalData:
+    return PlainLocalData(told(train, [0] * 4), test, TrainConfig(), FED.for_silo(0, 0), public=public)
 
 
 def test_t_ev_1_weighted_accuracies() -> None:
@@ -76,7 +76,7 @@ def test_t_ev_1_and_nh_4_through_the_doors() -> None:
 
 def test_means_and_spreads_over_silos_come_out_of_the_sums_on_the_grid() -> None:
     """PA and the fairness of C.5 equal what the silos' accuracies give, with ddof 0, to 1e-5, equal silos too."""
-    grid = FixedPoint(Grid("ring64", 3))
+    grid = FixedPoint(FixedPointFormat("ring64", 3))
     for rights in ([9, 5, 1], [7, 7, 7], [3, 3, 4]):
         bundles = []
         for k, right in enumerate(rights):
@@ -106,7 +106,7 @@ def test_an_accuracy_from_noised_sums_stays_between_0_and_1() -> None:
 
 
 def test_class_counts_are_asked_for_only_where_there_is_a_public_test_set() -> None:
-    class Counting(PlainData):
+    class Counting(PlainLocalData):
         asked = 0
 
         def class_counts(self) -> torch.Tensor:
@@ -124,7 +124,7 @@ def test_class_counts_are_asked_for_only_where_there_is_a_public_test_set() -> N
 def test_joined_examples_are_read_in_any_order(order: list[int]) -> None:
     y = torch.arange(6)
     whole = Given(torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0)), y)
-    joined = Joined([Given(whole.x[:2], y[:2]), Given(whole.x[2:2], y[2:2]), Given(whole.x[2:], y[2:])])
+    joined = ConcatExamples([Given(whole.x[:2], y[:2]), Given(whole.x[2:2], y[2:2]), Given(whole.x[2:], y[2:])])
     index = torch.tensor(order, dtype=torch.int64)
     assert all(torch.equal(a, b) for a, b in zip(joined.batch(index), whole.batch(index), strict=True))
 
@@ -132,7 +132,7 @@ def test_joined_examples_are_read_in_any_order(order: list[int]) -> None:
 @pytest.mark.parametrize("method", ["fedavg", "fedmr"])
 def test_measuring_personal_models_changes_no_bit_of_the_run(method: str) -> None:
     train = TrainConfig(lr=0.05, batch_size=4, epochs=2)
-    with_it, without = History(), History()
+    with_it, without = RoundHistory(), RoundHistory()
     a = simulate(RunSetup.of(manifest(method, train=train, personal=True)), shares(), with_it)
     b = simulate(RunSetup.of(manifest(method, train=train)), shares(), without)
     assert all(same(a[group], b[group]) for group in a)
@@ -147,17 +147,17 @@ def test_personal_models_are_those_after_local_training() -> None:
     """The means equal those of models trained here, silo by silo, without ports, parts or a grid."""
     from fl_core.methods.fedavg import FedAvg
     from fl_core.models import build_model
-    from fl_core.types import tensor_maps as trees
+    from fl_core.types import tensor_maps
 
     run = manifest(rounds=1, train=TrainConfig(lr=0.05, batch_size=4, epochs=3), personal=True)
-    history, given = History(), shares()
+    history, given = RoundHistory(), shares()
     given[2] = SiloShare(given[2].train, Given(given[2].test.batch(torch.arange(0))[0], torch.zeros(0).long()))
     simulate(RunSetup.of(replace(run)), given, history)
     model, found = build_model("digits_cnn", {}, run.schema, 0), []
-    start = trees.read(model)
+    start = tensor_maps.copy_state(model)
     for k, share in enumerate(given[:2]):
-        trees.write(model, start)
-        data = PlainData(share.train, share.test, run.train, RoundContext(3, 4, 1, 0, 3).for_silo(k, 0))
+        tensor_maps.load_state(model, start)
+        data = PlainLocalData(share.train, share.test, run.train, RoundContext(3, 4, 1, 0, 3).for_silo(k, 0))
         data.sgd(model, FedAvg.loss)
         x, y = share.test.batch(torch.arange(len(share.test)))
         found.append(float((model.eval()(x).argmax(1) == y).float().mean()))

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from fl_core import rng
 from fl_core.errors import DataError
 from fl_core.models import build_model
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import ClassSums, ExampleSums, Losses, RoundContext, SgdOptions, Split, TrainConfig
 
 
@@ -26,9 +26,9 @@ def examples(n: int, seed: int = 0) -> Given:
     return Given(torch.rand(n, 1, 8, 8, generator=draw), torch.arange(n) % 4)
 
 
-def data(n: int = 10, context: RoundContext | None = None, **schedule: float) -> PlainData:
+def data(n: int = 10, context: RoundContext | None = None, **schedule: float) -> PlainLocalData:
     config = TrainConfig(**({"batch_size": 4, "epochs": 1, "lr": 0.1} | schedule))  # type: ignore[arg-type]
-    return PlainData(examples(n), examples(6, seed=1), config, context or FED.for_silo(0, 0))
+    return PlainLocalData(examples(n), examples(6, seed=1), config, context or FED.for_silo(0, 0))
 
 
 class Linear(nn.Module):
@@ -82,7 +82,7 @@ def test_batch_norm_skips_a_lone_example_and_does_not_count_it() -> None:
     assert silo.planned_steps() == 3
     assert silo.sgd(model, ce) == 2
     assert data(9).sgd(build_model("digits_cnn", {}, SCHEMA, 0), ce) == 3
-    assert trees.all_finite(trees.read(model))
+    assert tensor_maps.all_finite(tensor_maps.copy_state(model))
 
 
 def test_learning_rate_falls_by_round() -> None:
@@ -96,15 +96,15 @@ def test_steps_are_taken_outright_and_begin_as_the_epochs_would() -> None:
     assert data(10).sgd(shorter, ce, SgdOptions(epochs=4 / 3)) == 4
     assert data(10, max_steps=3).sgd(limited, ce, SgdOptions(steps=4)) == 4
     assert data(10).sgd(Linear(), ce, SgdOptions(steps=0)) == 0
-    assert same(trees.read(longer), trees.read(shorter))
-    assert same(trees.read(longer), trees.read(limited))
+    assert same(tensor_maps.copy_state(longer), tensor_maps.copy_state(shorter))
+    assert same(tensor_maps.copy_state(longer), tensor_maps.copy_state(limited))
 
 
 def test_scaled_rate_is_that_rate() -> None:
     scaled, lower = Linear(), Linear()
     data(lr=0.5, momentum=0.9, weight_decay=0.1).sgd(scaled, ce, SgdOptions(lr_scale=0.25))
     data(lr=0.125, momentum=0.9, weight_decay=0.1).sgd(lower, ce)
-    assert same(trees.read(scaled), trees.read(lower))
+    assert same(tensor_maps.copy_state(scaled), tensor_maps.copy_state(lower))
 
 
 def test_plain_parameters_take_bare_steps_beside_the_schedule() -> None:
@@ -128,7 +128,7 @@ def test_plain_parameters_take_bare_steps_beside_the_schedule() -> None:
     )
     assert torch.equal(bare.b, mixed.b)
     assert not bare.a.any()
-    silo = PlainData(examples(8), examples(6), TrainConfig(lr=0.1, batch_size=4, epochs=1, optimizer="adam"),
+    silo = PlainLocalData(examples(8), examples(6), TrainConfig(lr=0.1, batch_size=4, epochs=1, optimizer="adam"),
                      FED.for_silo(0, 0))  # fmt: skip
     silo.sgd(adam, slopes, SgdOptions(no_momentum=lambda name: name == "b"))
     assert torch.equal(adam.b, mixed.b)
@@ -142,7 +142,7 @@ def test_an_extra_pass_does_not_change_the_others() -> None:
             silo.sum(ClassSums(lambda x, y: x.flatten(1), 4))
             silo.class_counts()
         silo.sgd(model, ce)
-        return trees.read(model)
+        return tensor_maps.copy_state(model)
 
     assert same(trained(False), trained(True))
     first, other = Linear(), Linear()
@@ -150,7 +150,7 @@ def test_an_extra_pass_does_not_change_the_others() -> None:
     silo = data()
     silo.sgd(other, ce)
     silo.sgd(Linear(), ce)  # a pass over another model draws from a stream of its own
-    assert same(trees.read(first), trees.read(other))
+    assert same(tensor_maps.copy_state(first), tensor_maps.copy_state(other))
 
 
 def test_silos_rounds_and_seeds_have_streams_of_their_own() -> None:
@@ -163,7 +163,7 @@ def test_silos_rounds_and_seeds_have_streams_of_their_own() -> None:
     ):
         model = Linear()
         data(context=context).sgd(model, ce)
-        finals.append(trees.digest(trees.read(model)))
+        finals.append(tensor_maps.digest(tensor_maps.copy_state(model)))
     assert len(set(finals)) == 4
 
 
@@ -197,7 +197,7 @@ def test_only_selects_what_moves() -> None:
 
 def test_class_sums_equal_a_loop() -> None:
     every = examples(11)
-    silo = PlainData(every, every, TrainConfig(), FED.for_silo(0, 0))
+    silo = PlainLocalData(every, every, TrainConfig(), FED.for_silo(0, 0))
     sums = silo.sum(ClassSums(lambda x, y: x.flatten(1), 5))
     total, count = slow_class_sums(every.x.flatten(1), every.labels, 5)
     assert torch.allclose(sums["sum"], total, atol=1e-5)
@@ -218,7 +218,7 @@ def test_queries_and_evaluation_are_never_augmented_but_training_is() -> None:
     data().sgd(plain, ce)
     silo = data(augment=True)
     silo.sgd(varied, ce)
-    assert not same(trees.read(plain), trees.read(varied))
+    assert not same(tensor_maps.copy_state(plain), tensor_maps.copy_state(varied))
     query = ClassSums(lambda x, y: x.flatten(1), 4)
     assert torch.equal(silo.sum(query)["sum"], data().sum(query)["sum"])
 
@@ -230,10 +230,10 @@ def test_global_random_state_is_left_alone() -> None:
 
 
 def test_a_silo_without_training_examples_is_refused_and_one_without_test_examples_is_not() -> None:
-    empty = PlainData(examples(0), examples(0), TrainConfig(batch_size=4, epochs=1), FED.for_silo(0, 0))
+    empty = PlainLocalData(examples(0), examples(0), TrainConfig(batch_size=4, epochs=1), FED.for_silo(0, 0))
     with pytest.raises(DataError) as caught:
         empty.sgd(Linear(), ce)
     assert caught.value.code == "E-DATA-08"
     share = shares()[0]
-    untested = PlainData(share.train, examples(0), TrainConfig(), FED.for_silo(0, 0))
+    untested = PlainLocalData(share.train, examples(0), TrainConfig(), FED.for_silo(0, 0))
     assert untested.sum(ClassSums(lambda x, y: x.flatten(1)[:, :1], 4), split=Split.TEST)["count"].tolist() == [0] * 4

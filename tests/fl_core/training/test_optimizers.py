@@ -13,7 +13,7 @@ from torch import nn
 
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
-from fl_core.rounds.capabilities import asked_by, refuse
+from fl_core.rounds.capabilities import check_supported, required_capabilities
 from fl_core.training.optimizers import GradientDescent, check, effective_steps, make_optimizer, make_optimizers
 from fl_core.types.enums import Capability
 from fl_core.types.values import TrainConfig
@@ -104,17 +104,17 @@ class Picky(FedAvg):
     """Lacks partial participation."""
 
     @property
-    def lacks(self):  # type: ignore[no-untyped-def]
+    def unsupported(self):  # type: ignore[no-untyped-def]
         return {Capability.PARTIAL_PARTICIPATION: "train with cohort=0"}
 
 
 @pytest.mark.parametrize(("cohort", "quorum", "refused"), [(2, 0, True), (0, 2, True), (3, 3, False), (0, 0, False)])
 def test_a_method_is_refused_what_it_lacks_with_the_remedy(cohort: int, quorum: int, refused: bool) -> None:
-    asked = asked_by(TrainConfig(), 3, cohort, quorum)
+    asked = required_capabilities(TrainConfig(), 3, cohort, quorum)
     if refused:
         with pytest.raises(ConfigError, match=r"fedavg.*partial participation.*cohort=0"):
-            refuse(Picky(), asked)
-    refuse(FedAvg(), asked)
+            check_supported(Picky(), asked)
+    check_supported(FedAvg(), asked)
     assert refused or not asked
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fl_core.models import MODELS
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.values import Schema
 
 
@@ -17,27 +17,31 @@ def test_names_of_tensors_are_those_of_the_state_dict(name: str) -> None:
     shape = (1, 8, 8) if name.startswith("digits") else odd.get(name, (3, 32, 32))
     with torch.device("meta"):
         model = MODELS[name]().build(Schema(shape, tuple("abcd")))
-    assert [*trees.named(model)] == [*model.state_dict()]
+    assert [*tensor_maps.named_tensors(model)] == [*model.state_dict()]
     wanted = {id(v) for v in model.state_dict(keep_vars=True).values()}
-    assert {id(v) for v in trees.named(model).values()} == wanted
+    assert {id(v) for v in tensor_maps.named_tensors(model).values()} == wanted
 
 
 def test_a_buffer_that_is_not_kept_has_no_name() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
     model[0].register_buffer("scratch", torch.zeros(1), persistent=False)
-    assert [*trees.named(model)] == [*model.state_dict()]
-    assert "0.scratch" not in trees.named(model)
+    assert [*tensor_maps.named_tensors(model)] == [*model.state_dict()]
+    assert "0.scratch" not in tensor_maps.named_tensors(model)
 
 
 def test_the_digest_of_tensors_reads_them_as_they_are_numbered() -> None:
     x = torch.arange(6.0).reshape(2, 3)
-    assert trees.digest({"x": x.t()}) == trees.digest({"x": x.t().contiguous()}) != trees.digest({"x": x})
-    assert trees.digest({"x": torch.tensor(1.0)}) != trees.digest({"x": torch.tensor(2.0)})
+    assert (
+        tensor_maps.digest({"x": x.t()})
+        == tensor_maps.digest({"x": x.t().contiguous()})
+        != tensor_maps.digest({"x": x})
+    )
+    assert tensor_maps.digest({"x": torch.tensor(1.0)}) != tensor_maps.digest({"x": torch.tensor(2.0)})
 
 
 def test_adding_keeps_gradients_and_promotes_types() -> None:
     a, b = torch.ones(3, requires_grad=True), torch.ones(3)
-    trees.add({"x": a}, {"x": b})["x"].sum().backward()
+    tensor_maps.add({"x": a}, {"x": b})["x"].sum().backward()
     assert a.grad is not None
-    assert trees.add({"x": b}, {"x": b.double()})["x"].dtype is torch.float64
-    assert trees.add({"x": b}, {"x": torch.ones(())}, 0.5)["x"].tolist() == [1.5, 1.5, 1.5]
+    assert tensor_maps.add({"x": b}, {"x": b.double()})["x"].dtype is torch.float64
+    assert tensor_maps.add({"x": b}, {"x": torch.ones(())}, 0.5)["x"].tolist() == [1.5, 1.5, 1.5]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.simulation import privacy_ablation as ablation
+from coordinator.simulation import privacy_ablation
 from fl_core.errors import ConfigError
 from privacy.ablation import checks, plots, table
 from privacy.ablation.checks import Estimate
@@ -120,19 +120,19 @@ def test_the_table_has_fedmrs_layout_and_the_picture_is_drawn(tmp_path: Path) ->
 
 
 def test_every_scale_composes_and_wrong_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ablation.composed(["scale=paper"]).grid == PAPER
+    assert privacy_ablation.composed(["scale=paper"]).grid == PAPER
     for scale in ("smoke", "small", "paper"):
-        plan = ablation.composed([f"scale={scale}", "jobs=1"])
+        plan = privacy_ablation.composed([f"scale={scale}", "jobs=1"])
         for run in plan.grid.runs()[:: max(1, len(plan.grid.runs()) // 7)]:
-            ablation.compose_spec((*plan.schedule(run.epsilon), *run.words))
-    assert ablation.composed(["scale=smoke", "epsilons=[inf,1]"]).grid.epsilons == (INF, 1.0)
-    small = ablation.composed(["scale=small"])
+            privacy_ablation.compose_spec((*plan.schedule(run.epsilon), *run.words))
+    assert privacy_ablation.composed(["scale=smoke", "epsilons=[inf,1]"]).grid.epsilons == (INF, 1.0)
+    small = privacy_ablation.composed(["scale=small"])
     assert set(small.rates) == set(small.grid.epsilons)
     assert "train.lr=5" in small.schedule(8.0)
     assert "train.lr=0.1" in small.schedule(INF)
-    assert not any(word.startswith("train.lr") for word in ablation.composed(["scale=smoke"]).schedule(2.0))
-    assert ablation.main(["scale=nothing"]) == 2
-    assert ablation.main(["methods=[nothing]"]) == 2
+    assert not any(word.startswith("train.lr") for word in privacy_ablation.composed(["scale=smoke"]).schedule(2.0))
+    assert privacy_ablation.main(["scale=nothing"]) == 2
+    assert privacy_ablation.main(["methods=[nothing]"]) == 2
     assert "E-CFG" in capsys.readouterr().err
 
 
@@ -153,15 +153,15 @@ def test_a_small_grid_resumes_where_it_was(tmp_path: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     words = ["scale=smoke", "seeds=[0]", "methods=[fedavg,fedmr]", f"out={tmp_path}"]
-    plan = ablation.composed(words)
-    monkeypatch.setattr(ablation, "_all", stops)
+    plan = privacy_ablation.composed(words)
+    monkeypatch.setattr(privacy_ablation, "_all", stops)
     with pytest.raises(KeyboardInterrupt):
-        ablation.ablate(plan, lambda _: None)
+        privacy_ablation.ablate(plan, lambda _: None)
     with (tmp_path / "runs.csv").open("a") as file:
         file.write("cut off,")
-    monkeypatch.setattr(ablation, "_all", here)
+    monkeypatch.setattr(privacy_ablation, "_all", here)
     told: list[str] = []
-    found = ablation.ablate(plan, told.append)
+    found = privacy_ablation.ablate(plan, told.append)
     assert told[0] == "6 runs, 4 to make, 6 cells"
     rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
     assert len(rows) == 6
@@ -183,5 +183,5 @@ def test_a_small_grid_resumes_where_it_was(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_the_smoke_scale_runs_in_processes(tmp_path: Path) -> None:
-    ablation.main(["scale=smoke", f"out={tmp_path}"])
+    privacy_ablation.main(["scale=smoke", f"out={tmp_path}"])
     assert len(list(csv.DictReader((tmp_path / "runs.csv").open()))) == 12

@@ -9,7 +9,7 @@ from helpers_private import DATA, HOSPITAL, SEEDED_POLICY, TEST, TRAIN
 from helpers_silo import Hospital
 
 from fl_core import datasets
-from fl_core.rounds.silo_round import work
+from fl_core.rounds.silo_round import run_silo_round
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from silo.storage.home import Home
@@ -20,7 +20,7 @@ def serving(tmp_path: Path):
     """Make hospitals whose records and whose whole have a budget, at work until the test ends."""
     made: list[Hospital] = []
 
-    def start(run, do=work, **settings) -> Hospital:
+    def start(run, do=run_silo_round, **settings) -> Hospital:
         home = Home(tmp_path / f"home{len(made)}").make()
         home.policy.write_text(SEEDED_POLICY)
         ledger = Ledger(home.ledger)

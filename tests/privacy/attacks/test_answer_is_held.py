@@ -10,9 +10,9 @@ from helpers_private import hospital_level, private
 from helpers_silo import Hospital, manifest, until
 
 from fl_core.errors import ConfigError
-from fl_core.rounds.silo_round import work
+from fl_core.rounds.silo_round import run_silo_round
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.connection.retry import Stop, StoppedError
+from silo.connection.retry import CancelledError, CancelToken
 from silo.service.pace import Pace
 
 RUNS = pytest.mark.parametrize("run", [private, hospital_level], ids=["records", "hospital"])
@@ -29,10 +29,10 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def stop(self, reason: str = "") -> Stop:
+    def stop(self, reason: str = "") -> CancelToken:
         clock = self
 
-        class Moved(Stop):
+        class Moved(CancelToken):
             def wait(self, seconds: float) -> bool:
                 clock.waits.append(seconds)
                 clock.now += seconds
@@ -62,7 +62,7 @@ def test_no_hurry_of_the_coordinator_moves_it() -> None:
     pace.begin("task", private=True)
     clock.now += 2
     assert pace.holds("task")
-    with pytest.raises(StoppedError):
+    with pytest.raises(CancelledError):
         pace.hold("task", clock.stop("another was offered"))
     clock.now = 53.0
     pace.hold("task", clock.stop())
@@ -92,7 +92,7 @@ def test_a_pace_that_is_none_is_refused(after) -> None:
         Pace(pulse_floor=after)
 
 
-def held(serving, run, do=work) -> tuple[Hospital, Clock]:
+def held(serving, run, do=run_silo_round) -> tuple[Hospital, Clock]:
     """Start a hospital that holds its answers, under a clock of the test's."""
     hospital = serving(run, do, answer_after=HELD_S)
     clock = Clock()
@@ -103,7 +103,7 @@ def held(serving, run, do=work) -> tuple[Hospital, Clock]:
 
 def later(hospital: Hospital, clock: Clock, seconds: float) -> None:
     clock.now += seconds
-    hospital.service._desk.nudge()
+    hospital.service._desk.retry_now()
 
 
 @RUNS
@@ -129,7 +129,7 @@ def test_a_finished_update_that_is_asked_for_again_does_not_come_sooner(serving,
         while len(begun) > 1:  # the second task: until it is given up
             data._progress(1, 5)
             threading.Event().wait(0.002)
-        return work(bench, msg, state, data, turn, kind)
+        return run_silo_round(bench, msg, state, data, turn, kind)
 
     def hold(pace, task, stop):
         holds.append(task)

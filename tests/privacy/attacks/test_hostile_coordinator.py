@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.audit.faults import FAULTS
 from privacy.audit import hostile
-from privacy.audit.step_checks import Silent
+from privacy.audit.step_checks import ZeroNoise
 from privacy.audit.worlds import Measured, measure
-from privacy.noise.sources import Noise, SeededNoise
+from privacy.noise.sources import NoiseSource, SeededNoise
 
 QUICK = ("overflow", "layer norm", "prototype", "low bits", "convolution", "linear", "normalisation")
 LONG = ("augmentation", "dropout", "batch shape", "worst record")
@@ -19,7 +19,9 @@ TRIALS = 60
 """Enough to refute an epsilon of 1.3 where the worlds are told apart every time."""
 
 
-def attacked(name: str, source: Callable[[bool, int], Noise] | None = None, trials: int | None = None) -> Measured:
+def attacked(
+    name: str, source: Callable[[bool, int], NoiseSource] | None = None, trials: int | None = None
+) -> Measured:
     (attack,) = hostile.attacks(name)
     return measure(attack, source, trials)
 
@@ -74,7 +76,7 @@ def test_the_worst_record_sees_half_of_the_noise_missing() -> None:
     assert found.gaussian > found.printed
 
 
-def _seeded(world: bool, trial: int) -> Noise:
+def _seeded(world: bool, trial: int) -> NoiseSource:
     """Noise that repeats, of a source that may be called private: layers draw as they do at a hospital."""
 
     class Repeating(SeededNoise):
@@ -85,7 +87,7 @@ def _seeded(world: bool, trial: int) -> Noise:
 
 def _shapes_differ() -> bool:
     (attack,) = hostile.attacks("batch shape")
-    silent = Silent(torch.zeros(0))
+    silent = ZeroNoise(torch.zeros(0))
     with FAULTS["any batch shape"]():
         moved = attack.released(True, silent) - attack.released(False, silent)
     return float(moved.norm()) > 1.5

@@ -15,10 +15,10 @@ from fl_core.errors import ConfigError, RefusedError
 from fl_core.methods import METHODS
 from fl_core.models import build_model
 from fl_core.models.split_model import assemble
-from fl_core.rounds.manifest import Choice
+from fl_core.rounds.manifest import NamedOptions
 from fl_core.types.values import ClassSums, Losses, LossFn, TrainConfig
 from privacy import profiles
-from privacy.accounting.dry_run import rehearse
+from privacy.accounting.dry_run import dry_run
 from privacy.dp_sgd.independence import check_independence, check_rows
 
 PLAIN = TrainConfig(lr=0.1, batch_size=1000, epochs=3)
@@ -210,9 +210,9 @@ def test_the_size_of_the_runs_batches_is_probed_up_to_a_limit(size: int) -> None
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "fedcd"])
 def test_every_method_passes_in_its_private_form(name: str) -> None:
-    choice, _ = profiles.private_form(Choice(name, {}), Choice("dp_record", {}))
+    choice, _ = profiles.private_form(NamedOptions(name, {}), NamedOptions("dp_record", {}))
     method = METHODS[name](**choice.options)  # type: ignore[arg-type]
-    needs = rehearse(method, model_of(), SCHEMA, PLAIN, lambda _: 1, personal=True)
+    needs = dry_run(method, model_of(), SCHEMA, PLAIN, lambda _: 1, personal=True)
     assert needs.steps
 
 
@@ -228,7 +228,7 @@ def test_every_method_passes_in_its_private_form(name: str) -> None:
 def test_what_the_private_form_replaces_is_what_the_probe_refuses(name: str, options: dict[str, object]) -> None:
     method = METHODS[name](**options)  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="E-PRIV-16"):
-        rehearse(method, model_of(), SCHEMA, PLAIN, lambda _: 1)
+        dry_run(method, model_of(), SCHEMA, PLAIN, lambda _: 1)
 
 
 def test_a_vector_in_a_sum_that_looks_at_others_is_refused() -> None:

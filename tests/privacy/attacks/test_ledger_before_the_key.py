@@ -19,16 +19,15 @@ from fl_core import datasets
 from fl_core.datasets import SiloDataset, TensorExamples
 from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Mechanism
-from privacy.ledger import hash_chain as chain
-from privacy.ledger import key as ledger_key
-from privacy.ledger.hash_chain import Event, Head
-from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger import hash_chain, key
+from privacy.ledger.hash_chain import ChainHead, Event
+from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.registration import register, version
 
 FIXTURE = Path(__file__).resolve().parents[2] / "data" / "ledger_v1.db"
 TRAIN, TEST = "center1/train", "center1/test"
 SPENT = [Mechanism(2.85, 0.032, 124), Mechanism(8.0, 1.0, 4)]
-HEAD = Head(24, "8f0bf5a5a2efe2e336e46fcbc481efbe0316e1e39efa24fd873ec9764840fe68")
+HEAD = ChainHead(24, "8f0bf5a5a2efe2e336e46fcbc481efbe0316e1e39efa24fd873ec9764840fe68")
 
 
 def older(tmp_path: Path) -> Path:
@@ -64,8 +63,8 @@ def test_it_is_brought_under_a_key_and_says_what_it_said(tmp_path: Path) -> None
     assert Ledger(file).verify(HEAD) == 25
     assert len(Ledger(file).recover()) == 1
     anew = Ledger(file)
-    entry = anew.reserve(TRAIN, Task("run-1", "manifest-1", 3, "train", version(data(), "train")),
-                         [Planned("training", Mechanism(5.0))])  # fmt: skip
+    entry = anew.reserve(TRAIN, LedgerTask("run-1", "manifest-1", 3, "train", version(data(), "train")),
+                         [PlannedRelease("training", Mechanism(5.0))])  # fmt: skip
     anew.start(entry)
     anew.commit(entry, "sha")
     assert anew.verify(HEAD) > 26
@@ -101,12 +100,12 @@ def rewritten(file: Path, change: Callable[[Event], Event]) -> None:
     triggers = db.execute("SELECT name, sql FROM sqlite_master WHERE type='trigger'").fetchall()
     for name, _ in triggers:
         db.execute(f"DROP TRIGGER {name}")
-    previous = chain.GENESIS
+    previous = hash_chain.GENESIS
     for row in db.execute(
         "SELECT seq, entry, subject, state, detail, created_at FROM event WHERE seq<=24 ORDER BY seq"
     ).fetchall():
         event = change(Event(*row))
-        found = chain.unkeyed_hash(previous, event)
+        found = hash_chain.unkeyed_hash(previous, event)
         db.execute(
             "UPDATE event SET detail=?, prev_hash=?, hash=? WHERE seq=?", (event.detail, previous, found, event.seq)
         )
@@ -194,13 +193,13 @@ def test_a_crash_while_it_is_brought_under_the_key_leaves_the_old_one_or_the_new
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(chain, "write", killed)
+    monkeypatch.setattr(hash_chain, "write", killed)
     with pytest.raises(KeyboardInterrupt):
         Ledger(file)
     monkeypatch.undo()
     assert file.read_bytes() == before
-    assert ledger_key.require(tmp_path / "ledger.key").migrating
-    monkeypatch.setattr(ledger_key, "migrated", killed)
+    assert key.require(tmp_path / "ledger.key").migrating
+    monkeypatch.setattr(key, "migrated", killed)
     with pytest.raises(KeyboardInterrupt):
         Ledger(file)
     monkeypatch.undo()

@@ -12,9 +12,9 @@ import pytest
 from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Mechanism, aggregated, epsilon_rdp
 from privacy.ledger.admission import ATTEMPTS
-from privacy.ledger.hash_chain import Head
-from privacy.ledger.ledger import Ledger, Planned, Task
-from privacy.ledger.recovery import Seen, acknowledge
+from privacy.ledger.hash_chain import ChainHead
+from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
+from privacy.ledger.recovery import LastSeen, charge_unknown_spending
 from privacy.reports.sealed import MOST, PAD, Figures, opened, seal
 
 SKIN, LUNG = "skin/train", "lung/train"
@@ -30,13 +30,15 @@ def made(folder: Path) -> Ledger:
 
 
 def spend(ledger: Ledger, t: int, mechanism: Mechanism = SMALL, name: str = SKIN) -> None:
-    entry = ledger.reserve(name, Task(f"run {t}", f"m {t}", 0, "train", f"v {name}"), [Planned("training", mechanism)])
+    entry = ledger.reserve(
+        name, LedgerTask(f"run {t}", f"m {t}", 0, "train", f"v {name}"), [PlannedRelease("training", mechanism)]
+    )
     ledger.start(entry)
     ledger.commit(entry, "sha")
 
 
-def stated(ledger: Ledger) -> Seen:
-    return Seen(*ledger.statement())
+def stated(ledger: Ledger) -> LastSeen:
+    return LastSeen(*ledger.statement())
 
 
 def put_back(folder: Path, name: str) -> Ledger:
@@ -59,12 +61,12 @@ def test_what_was_attested_is_charged_exactly_and_what_was_not_as_the_worst_ther
     spend(ledger, 3, SMALL, LUNG)
     after = stated(ledger)
     lost = put_back(tmp_path, "copy.db")
-    acknowledge(lost, [after, before], "dpo")
+    charge_unknown_spending(lost, [after, before], "dpo")
     assert total(lost.history(SKIN)) == {40.0: 2, 9.0: 1 + ATTEMPTS}
     assert total(lost.history(LUNG)) == {40.0: 1 + ATTEMPTS}
     assert Ledger(tmp_path / "ledger.db").verify(after.head) > 0
     with pytest.raises(StateError, match="E-BUDGET-11"):
-        acknowledge(lost, [after, before], "dpo")
+        charge_unknown_spending(lost, [after, before], "dpo")
 
 
 def test_a_copy_that_went_on_is_charged_for_both_ways(tmp_path: Path) -> None:
@@ -78,20 +80,20 @@ def test_a_copy_that_went_on_is_charged_for_both_ways(tmp_path: Path) -> None:
     copy = put_back(tmp_path, "copy.db")
     for t in (5, 6, 7):
         spend(copy, t)
-    acknowledge(copy, [before, after], "dpo")
+    charge_unknown_spending(copy, [before, after], "dpo")
     assert total(copy.history(SKIN)) == {40.0: 1 + 3 + 2 + ATTEMPTS}
 
 
 def test_restoring_again_and_again_is_seen_in_every_receipt(tmp_path: Path) -> None:
     ledger = made(tmp_path)
     shutil.copy(tmp_path / "ledger.db", tmp_path / "copy.db")
-    seen: list[Seen] = []
+    seen: list[LastSeen] = []
     for times in range(4):
         spend(ledger, times)
         seen.append(stated(ledger))
         assert seen[-1].restored == times
         ledger = put_back(tmp_path, "copy.db")
-        acknowledge(ledger, seen, "dpo")
+        charge_unknown_spending(ledger, seen, "dpo")
     assert stated(ledger).restored == 4
 
 
@@ -108,7 +110,7 @@ def test_spending_survives_any_number_of_copies_put_back(tmp_path: Path) -> None
         spent.append(LARGE)
         seen.append(stated(ledger))
         ledger = put_back(tmp_path, "copy.db")
-        acknowledge(ledger, seen, "dpo")
+        charge_unknown_spending(ledger, seen, "dpo")
     else:
         raise AssertionError("the budget never ran out")
     assert epsilon_rdp(spent, 1e-5) <= 4.0
@@ -119,12 +121,12 @@ def test_without_the_key_or_the_figures_all_of_every_budget_is_gone(tmp_path: Pa
     ledger = made(tmp_path)
     spend(ledger, 0)
     after = stated(ledger)
-    for lost in ([after], [after._replace(sealed=b"")], [Seen(after.head, b"\0" * 2000)]):
+    for lost in ([after], [after._replace(sealed=b"")], [LastSeen(after.head, b"\0" * 2000)]):
         for name in ("ledger.db", "ledger.key"):
             (tmp_path / name).unlink()
         anew = made(tmp_path)
         anew.register("other/test", "record", "v o", 1, ["o"])  # no budget yet: a later one must not be fresh
-        found = acknowledge(anew, lost, "dpo")
+        found = charge_unknown_spending(anew, lost, "dpo")
         assert set(found) == {SKIN, LUNG, "other/test"}
         anew.set_budget("other/test", 4.0, 1e-5, "dpo", "later")
         for name in found:
@@ -142,10 +144,10 @@ def test_a_ledger_begun_anew_under_the_old_key_owes_what_was_attested(tmp_path: 
     anew.register(LUNG, "record", f"v {LUNG}", 2, ["l"])
     anew.set_budget(LUNG, 4.0, 1e-5, "dpo", "the board")
     with pytest.raises(StateError, match=r"E-BUDGET-04.*skin/train"):
-        acknowledge(anew, [after], "dpo")  # nothing is left out by not registering it
+        charge_unknown_spending(anew, [after], "dpo")  # nothing is left out by not registering it
     assert anew.history(LUNG) == []
     anew = made(tmp_path)
-    acknowledge(anew, [after], "dpo")
+    charge_unknown_spending(anew, [after], "dpo")
     assert total(anew.history(SKIN)) == {9.0: 1 + ATTEMPTS}
 
 
@@ -158,7 +160,7 @@ def test_figures_open_under_their_own_key_and_head_alone_and_say_nothing_else(tm
     assert figures.spent[SKIN] == [LARGE]
     for secret, at, text in (
         (b"\0" * 32, head, sealed),
-        (ledger.secret, Head(head.seq + 1, head.hash), sealed),
+        (ledger.secret, ChainHead(head.seq + 1, head.hash), sealed),
         (ledger.secret, head, sealed[:-1]),
         (ledger.secret, head, b""),
         (ledger.secret, head, bytes([sealed[0] ^ 1]) + sealed[1:]),
@@ -181,10 +183,10 @@ def test_figures_open_under_their_own_key_and_head_alone_and_say_nothing_else(tm
 def test_what_a_coordinator_claims_may_be_any_number(tmp_path: Path) -> None:
     ledger = made(tmp_path)
     for seq in (2**63, 2**64 - 1, 10**30):
-        assert not ledger.holds(Head(seq, "ab" * 32))
+        assert not ledger.holds(ChainHead(seq, "ab" * 32))
         for look in (ledger.verify, ledger.require):
             with pytest.raises(StateError, match="E-BUDGET-08"):
-                look(Head(seq, "ab" * 32))
+                look(ChainHead(seq, "ab" * 32))
 
 
 def test_a_ledger_that_was_edited_is_not_restored_on_top(tmp_path: Path) -> None:
@@ -198,5 +200,5 @@ def test_a_ledger_that_was_edited_is_not_restored_on_top(tmp_path: Path) -> None
     with sqlite3.connect(tmp_path / "ledger.db") as db:
         db.execute("INSERT INTO collection VALUES('mine','record','now')")
     with pytest.raises(StateError, match="E-BUDGET-07"):
-        acknowledge(copy, [after], "dpo")
+        charge_unknown_spending(copy, [after], "dpo")
     assert json.dumps([e[2] for e in copy.events()]).count("RESTORED") == 0

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import console as display
+from coordinator import console
 from coordinator.api.control import data_offer
 from fl_core.errors import ProtocolError, StateError
 from privacy.accounting.accountant import Mechanism
-from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.cli.service import run
 
@@ -45,7 +45,9 @@ def test_a_trigger_that_takes_charges_away_is_found_by_a_service_that_has_the_le
         "CREATE TRIGGER forget AFTER INSERT ON event BEGIN DELETE FROM event WHERE seq=NEW.seq; END",
     )
     with pytest.raises(StateError, match=r"E-BUDGET-07.*trigger forget was added"):
-        ledger.reserve(SKIN, Task("run", "manifest", 0, "train", "version"), [Planned("t", Mechanism(4.0))])
+        ledger.reserve(
+            SKIN, LedgerTask("run", "manifest", 0, "train", "version"), [PlannedRelease("t", Mechanism(4.0))]
+        )
 
 
 def test_units_that_were_forgotten_get_no_second_budget_and_no_new_registration(tmp_path: Path) -> None:
@@ -85,15 +87,15 @@ def test_an_epsilon_is_of_a_patient_only_while_every_version_has_groups(tmp_path
 def test_a_personal_score_that_is_no_share_is_shown_nowhere(value: float) -> None:
     """One hospital's sum decides a mean over hospitals: whatever it is, no number outside of 0 to 1 leaves."""
     found = pb.RoundInfo(personal={"pa": value, "pm_l": 0.5, "pm_l_std": value})
-    said = dict(display.round_json(found))
+    said = dict(console.round_json(found))
     json.dumps(said, allow_nan=False)
     assert (said["pa"], said["pm_l"], said["fairness"], said["withheld_scores"]) == (None, 0.5, None, ["pa"])
-    assert f"{100 * value:.0f}" not in display.personal_text(found.personal)
+    assert f"{100 * value:.0f}" not in console.personal_text(found.personal)
 
 
 def test_a_silo_is_never_further_than_done() -> None:
     told = pb.SiloInfo(state="online", activity=pb.TRAINING, done=70, total=39)
-    assert display.doing(told) == "training (round 1) 100 %"
+    assert console.doing(told) == "training (round 1) 100 %"
 
 
 @pytest.mark.parametrize("size", [math.nan, math.inf, -1.0])

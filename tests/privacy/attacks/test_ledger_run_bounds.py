@@ -15,7 +15,7 @@ from fl_core.rounds.run_setup import RunSetup
 from privacy.accounting.accountant import Filter, Mechanism, epsilon_rdp
 from privacy.accounting.release_plan import HOSPITAL, Release
 from privacy.compiled_run import CompiledRun
-from privacy.ledger.ledger import ATTEMPTS, Ledger, Planned, Task
+from privacy.ledger.ledger import ATTEMPTS, Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.registration import register
 from privacy.ledger.run_ledger import RunLedger
 from privacy.profiles.record import release_plan
@@ -156,11 +156,11 @@ def test_a_run_with_silo_level_privacy_is_held_to_it_for_the_hospital_and_four_t
 def test_next_to_no_noise_never_fits(tmp_path: Path, noise: float) -> None:
     ledger = budgeted(tmp_path, epsilon=500.0)
     for rate in (1.0, 0.5, 1e-9):
-        task = Task("run", "m", 0, f"train {rate}", ledger_version(ledger))
+        task = LedgerTask("run", "m", 0, f"train {rate}", ledger_version(ledger))
         if rate == 1e-9 and noise == 1e-3:
             continue  # so rare a sample is covered by its rate
         with pytest.raises(RefusedError, match="E-BUDGET-01"):
-            ledger.reserve(TRAIN, task, [Planned("training", Mechanism(noise, rate))])
+            ledger.reserve(TRAIN, task, [PlannedRelease("training", Mechanism(noise, rate))])
     assert ledger.history(TRAIN) == []
 
 

@@ -11,11 +11,11 @@ import pytest
 from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Mechanism
 from privacy.ledger import owners
-from privacy.ledger.ledger import Ledger, Planned, Task
-from privacy.ledger.recovery import Seen, acknowledge
+from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
+from privacy.ledger.recovery import LastSeen, charge_unknown_spending
 
 SKIN = "skin/train"
-ROUND = [Planned("training", Mechanism(2.85, 0.032, 31))]
+ROUND = [PlannedRelease("training", Mechanism(2.85, 0.032, 31))]
 
 SERVICE = """
 import sys
@@ -76,7 +76,7 @@ def test_nothing_is_restored_under_a_service_at_work(tmp_path: Path, ledger: Led
     with service(tmp_path / "ledger.db") as other:
         try:
             with pytest.raises(StateError, match="E-BUDGET-11"):
-                acknowledge(ledger, [Seen(ledger.head())], "dpo")
+                charge_unknown_spending(ledger, [LastSeen(ledger.head())], "dpo")
         finally:
             other.kill()
 
@@ -85,12 +85,12 @@ def test_a_service_sees_what_another_one_spends(tmp_path: Path, ledger: Ledger) 
     other = Ledger(tmp_path / "ledger.db")
     for t in range(47):
         mine = (ledger, other)[t % 2]
-        entry = mine.reserve(SKIN, Task(f"run {t}", f"m {t}", 0, "train", "v1"), ROUND)
+        entry = mine.reserve(SKIN, LedgerTask(f"run {t}", f"m {t}", 0, "train", "v1"), ROUND)
         mine.start(entry)
         mine.commit(entry, "sha")
     for mine in (ledger, other):
         with pytest.raises(RefusedError, match="E-BUDGET-01"):
-            mine.reserve(SKIN, Task("run", "m", 0, "train", "v1"), ROUND)
+            mine.reserve(SKIN, LedgerTask("run", "m", 0, "train", "v1"), ROUND)
     assert ledger.history(SKIN) == other.history(SKIN) == [Mechanism(2.85, 0.032, 31 * 47)]
     assert ledger.verify() == other.verify()
 

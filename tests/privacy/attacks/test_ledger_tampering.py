@@ -12,13 +12,13 @@ import pytest
 
 from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Mechanism
-from privacy.ledger import hash_chain as chain
+from privacy.ledger import hash_chain
 from privacy.ledger import key as ledger_key
 from privacy.ledger.hash_chain import Event
-from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 
 SKIN = "skin/train"
-ROUND = (Planned("training", Mechanism(2.85, 0.032, 31)), Planned("prototypes", Mechanism(8.0)))
+ROUND = (PlannedRelease("training", Mechanism(2.85, 0.032, 31)), PlannedRelease("prototypes", Mechanism(8.0)))
 
 
 def spent(tmp_path: Path) -> Ledger:
@@ -27,11 +27,11 @@ def spent(tmp_path: Path) -> Ledger:
     ledger.register(SKIN, "group", "v1", 10, [f"lesion {i}" for i in range(8)])
     ledger.set_budget(SKIN, 2.0, 1e-5, "dpo", "the board")
     for t in range(2):
-        entry = ledger.reserve(SKIN, Task("run", "m", t, "train", "v1"), ROUND)
+        entry = ledger.reserve(SKIN, LedgerTask("run", "m", t, "train", "v1"), ROUND)
         ledger.start(entry)
         ledger.commit(entry, "sha")
     with pytest.raises(RefusedError):
-        ledger.reserve(SKIN, Task("run", "m", 2, "train", "v1"), [Planned("training", Mechanism(0.01))])
+        ledger.reserve(SKIN, LedgerTask("run", "m", 2, "train", "v1"), [PlannedRelease("training", Mechanism(0.01))])
     ledger.keep("v1", "class counts", "[3.0]")
     ledger.verify()
     return ledger
@@ -92,7 +92,7 @@ def test_no_row_decides_what_is_admitted(tmp_path: Path, edit: str) -> None:
     anew = Ledger(tmp_path / "ledger.db")
     assert (anew.history(SKIN), anew.budget(SKIN)) == before
     with pytest.raises(RefusedError, match="E-BUDGET-01"):
-        anew.reserve(SKIN, Task("run", "m", 9, "train", "v1"), [Planned("training", Mechanism(0.7))])
+        anew.reserve(SKIN, LedgerTask("run", "m", 9, "train", "v1"), [PlannedRelease("training", Mechanism(0.7))])
 
 
 @pytest.mark.parametrize(
@@ -137,21 +137,21 @@ def rechained(tmp_path: Path, change: Callable[[Event], Event | None], secret: b
     for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='trigger'").fetchall():
         db.execute(f"DROP TRIGGER {name}")
     db.execute("DELETE FROM event")
-    head = chain.START
+    head = hash_chain.START
     for event in events:
         if (new := change(event)) is None:
             continue
         new = new._replace(seq=head.seq + 1)
         if secret is None:
-            found = chain.unkeyed_hash(head.hash, new)
+            found = hash_chain.unkeyed_hash(head.hash, new)
         else:
-            found = chain.keyed_hash(chain.derived(secret, facts), head.hash, new)
+            found = hash_chain.keyed_hash(hash_chain.derived(secret, facts), head.hash, new)
         db.execute(
             "INSERT INTO event(seq,entry,subject,state,detail,created_at,prev_hash,hash) VALUES(?,?,?,?,?,?,?,?)",
             (*new, head.hash, found),
         )
-        head = chain.Head(new.seq, found)
-    for statement in chain.statements():
+        head = hash_chain.ChainHead(new.seq, found)
+    for statement in hash_chain.statements():
         if statement.startswith("CREATE TRIGGER"):
             db.execute(statement)
     db.commit()
@@ -172,7 +172,7 @@ def test_a_chain_that_was_made_anew_without_the_key_is_found(tmp_path: Path, sec
     spent(tmp_path)
     rechained(tmp_path, louder, secret)
     for use in (lambda x: x.verify(), lambda x: x.history(SKIN), lambda x: x.recover(),
-                lambda x: x.reserve(SKIN, Task("run", "m", 5, "train", "v1"), ROUND)):  # fmt: skip
+                lambda x: x.reserve(SKIN, LedgerTask("run", "m", 5, "train", "v1"), ROUND)):  # fmt: skip
         with pytest.raises(StateError, match=r"E-BUDGET-07.*event 1"):
             use(Ledger(tmp_path / "ledger.db"))
 
@@ -211,7 +211,7 @@ def test_an_event_or_a_fact_that_was_changed_is_found(tmp_path: Path, statement:
         db.execute("UPDATE event SET seq=-seq WHERE seq>=4")
         statement = "UPDATE event SET seq=1-seq WHERE seq<0"
     db.execute(statement)
-    for schema in chain.statements():
+    for schema in hash_chain.statements():
         if schema.startswith(("CREATE TRIGGER event_noupd", "CREATE TRIGGER event_nodel")):
             db.execute(schema)
     db.commit()
@@ -287,7 +287,7 @@ def test_ten_thousand_events_are_read_in_seconds_and_afterwards_only_what_is_new
     first = time.process_time() - started
     started = time.process_time()
     for t in range(20):
-        anew.release_unused(anew.reserve(SKIN, Task("fast", "n", t, "train", "v1"), ROUND[1:]))
+        anew.release_unused(anew.reserve(SKIN, LedgerTask("fast", "n", t, "train", "v1"), ROUND[1:]))
     later = (time.process_time() - started) / 20
     assert first < 10
     assert later < first / 5

@@ -21,7 +21,7 @@ from helpers_private import private
 from helpers_silo import MEMBERS
 from rich.console import Console
 
-from coordinator import console as display
+from coordinator import console
 from coordinator.api.messages import event, round_info, run_info, what_is_noisy
 from coordinator.cli import research
 from coordinator.cli import runs as lead
@@ -32,15 +32,15 @@ from coordinator.simulation.privacy_ablation import table as ablation_table
 from coordinator.simulation.runner import Result
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
-from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import TaskKind
-from privacy.ablation.checks import Estimate as OverSeeds
+from privacy.ablation.checks import Estimate
 from privacy.reports.uncertainty import EvaluationNoise
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.cli import console as show
 from silo.storage.tasks import Evaluation
-from silo.training import measured as at_silo
+from silo.training import measured
 
 CLASSES = 10
 PERSONAL = {"pa": 0.97, "pa_std": 0.02, "pm_l": 0.5, "pm_l_std": 0.1, "pm_v": 0.4, "pm_v_std": 0.1}
@@ -185,13 +185,13 @@ def test_the_leads_commands_withhold_what_noise_hides(case: str, run, capsys: py
 @pytest.mark.parametrize("case", SUMS)
 def test_json_of_a_run_says_that_it_is_withheld(case: str, run) -> None:
     made = run(*SUMS[case])
-    for found in (display.run_json(made.detail.info), display.round_json(made.detail.rounds[0])):
+    for found in (console.run_json(made.detail.info), console.round_json(made.detail.rounds[0])):
         assert found["withheld"] is True
         assert found["accuracy_low"] is found["accuracy_high"] is None
-    facts = display.run_json(made.detail.info)
+    facts = console.run_json(made.detail.info)
     assert facts["global_accuracy"] is facts["best_global_accuracy"] is None
     assert facts["best_withheld"] is True
-    closed = display.round_json(made.detail.rounds[0])
+    closed = console.round_json(made.detail.rounds[0])
     assert closed["noise_std"] == pytest.approx(20 * math.sqrt(2 * len(MEMBERS)), rel=0.01)
     assert closed["withheld_scores"] == ["pa", "pm_l", "pm_v"]
     assert (made.detail.info.accuracy, made.detail.info.best_accuracy) == (-1, -1)  # what older clients read as none
@@ -202,7 +202,7 @@ def test_json_of_a_run_says_that_it_is_withheld(case: str, run) -> None:
 def test_live_progress_withholds_what_noise_hides(case: str, run) -> None:
     for terminal in (False, True):
         out = io.StringIO()
-        watcher = display.Watcher(Console(file=out, force_terminal=terminal, width=300, markup=False))
+        watcher = console.Watcher(Console(file=out, force_terminal=terminal, width=300, markup=False))
         for e in run(*SUMS[case]).events:
             watcher.show(e)
         Console(file=out, width=300).print(watcher._table())
@@ -288,8 +288,8 @@ def test_a_hospital_reads_no_noise_as_its_own_accuracy(
     correct, examples = SUMS[case]
     noise = EvaluationNoise(20 * math.sqrt(2), 1, True)
     found = Evaluation(tuple("abcdefghij"), rows(correct), rows(examples), noise)
-    truthful(at_silo.sentence(found))
-    assert at_silo.facts(found)["withheld"] is True
+    truthful(measured.sentence(found))
+    assert measured.facts(found)["withheld"] is True
     outbox = opened(tmp_path)
     from helpers_outbox import finished
 
@@ -315,20 +315,20 @@ def test_enough_signal_is_shown_with_its_interval_everywhere(run, capsys: pytest
     text = capsys.readouterr().out
     truthful(text)
     assert "70.0 % (95 %:" in " ".join(text.split())
-    facts = display.run_json(made.detail.info)
+    facts = console.run_json(made.detail.info)
     assert facts["withheld"] is facts["best_withheld"] is False
     assert facts["global_accuracy"] == pytest.approx(0.7)
     assert facts["accuracy_low"] < 0.7 < facts["accuracy_high"]
     assert facts["best_accuracy_low"] < facts["accuracy_low"]  # the best of three is less certain than one
     assert made.detail.info.accuracy == pytest.approx(0.7)
     simulated = Result(made.manifest, made.records, "d" * 64).summary()
-    assert simulated["accuracy_by_round"] == [display.round_json(r)["accuracy"] for r in made.detail.rounds]
+    assert simulated["accuracy_by_round"] == [console.round_json(r)["accuracy"] for r in made.detail.rounds]
     assert (simulated["accuracy_low"], simulated["accuracy_high"]) == (facts["accuracy_low"], facts["accuracy_high"])
 
 
 def test_a_published_test_set_is_shown_as_it_was_counted(run, capsys: pytest.CaptureFixture[str]) -> None:
     made = run(70.0, 100.0, private(test_data="public"), personal=False)
-    assert display.run_json(made.detail.info)["global_accuracy"] == 0.7
+    assert console.run_json(made.detail.info)["global_accuracy"] == 0.7
     lead.show()
     assert "70.00 %" in capsys.readouterr().out
     assert "95 %:" not in model_card(made.detail.info, made.manifest, made.detail.rounds)
@@ -338,7 +338,7 @@ def test_a_plain_run_that_a_silo_lies_to_shows_no_impossible_share(run, capsys: 
     for sums in SUMS.values():
         if sums == (0.0, 0.0):
             continue
-        run(*sums, replace(private(), privacy=Choice("none")), personal=False)
+        run(*sums, replace(private(), privacy=NamedOptions("none")), personal=False)
         lead.show()
         truthful(capsys.readouterr().out, told=False)
         lead.show(as_json=True)
@@ -349,12 +349,12 @@ def test_a_manifest_that_nobody_can_read_lists_its_run_and_withholds_its_numbers
     made = run(70.0, 100.0)
     stored = replace(made.store.runs.get("r1"), manifest='{"format": 99}')
     info = run_info(stored, made.store)
-    assert display.run_json(info)["withheld"] is True
+    assert console.run_json(info)["withheld"] is True
     assert what_is_noisy('{"format": 99}').scores == {"pa", "pm_l", "pm_v"}
 
 
 def test_an_ablation_writes_withheld_and_no_check_holds_on_it() -> None:
-    assert ablation_table._cell(OverSeeds.of([0.5, math.nan])) == "withheld"
+    assert ablation_table._cell(Estimate.of([0.5, math.nan])) == "withheld"
 
 
 def test_numbers_of_an_earlier_version_that_are_no_counts_are_withheld(tmp_path: Path) -> None:
@@ -362,5 +362,5 @@ def test_numbers_of_an_earlier_version_that_are_no_counts_are_withheld(tmp_path:
     from silo.storage.store import _evaluation
 
     old = {"classes": ["a"], "correct": [30.3], "examples": [39.1]}
-    assert at_silo.estimate(_evaluation(old)).withheld
-    assert at_silo.overall(_evaluation(old | {"correct": [30.0], "examples": [39.0]})).startswith("30/39 76.92")
+    assert measured.estimate(_evaluation(old)).withheld
+    assert measured.overall(_evaluation(old | {"correct": [30.0], "examples": [39.0]})).startswith("30/39 76.92")

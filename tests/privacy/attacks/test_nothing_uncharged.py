@@ -17,22 +17,21 @@ from torch import Tensor
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS, build_method
 from fl_core.rounds import capabilities
-from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, LocalPort, SiloShare, simulate
-from fl_core.simulation.silo_states import InMemory
+from fl_core.simulation.in_process import InProcessSilo, RoundHistory, SiloShare, simulate
+from fl_core.simulation.silo_states import MemoryStateStore
 from fl_core.types.enums import Capability
 from fl_core.types.values import Bundle, ClassSums, TaskKind
 from privacy import profiles
 from privacy.accounting.release_plan import ReleaseAllowance
 from privacy.compiled_run import CompiledRun
-from privacy.dp_sgd import private_data as example
-from privacy.noise import grid
-from privacy.noise import sources as entropy
-from privacy.noise.sources import Noise
+from privacy.dp_sgd import private_data
+from privacy.noise import grid, sources
+from privacy.noise.sources import NoiseSource
 from privacy.profiles import record
 from privacy.release_log import InMemoryReleaseLog
-from privacy.silo_dp.mechanism import SiloLevel
+from privacy.silo_dp.mechanism import SiloDpGuard
 
 OPTIONS = {
     "fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"},
@@ -47,7 +46,7 @@ OPTIONS = {
 def run_of(method: str, profile: str = "dp_record", personal: bool = True, **terms: object) -> RunManifest:
     made = manifest(method, OPTIONS.get(method, {}), personal=personal)  # type: ignore[arg-type]
     members = tuple(replace(m, units=14) for m in made.members)
-    choice = Choice(profile, {"rng": "test", "epsilon": 50.0, **terms})  # type: ignore[arg-type]
+    choice = NamedOptions(profile, {"rng": "test", "epsilon": 50.0, **terms})  # type: ignore[arg-type]
     return replace(made, members=members, privacy=choice, layout={**made.layout, **profiles.extra_parts(choice)})
 
 
@@ -65,7 +64,7 @@ def sent(run: RunManifest, share: SiloShare, public: bool = False) -> tuple[list
     """Let a hospital train and evaluate, and return all that leaves it."""
     book, bench = InMemoryReleaseLog(), CompiledRun.of(run).silo_runtime()
     opened, open_test = CompiledRun.of(run).profile.data_factory(0, book), PUBLIC if public else None
-    port = LocalPort(NAMES[0], 0, share, bench, run.train, 0, True, open_test, opened)
+    port = InProcessSilo(NAMES[0], 0, share, bench, run.train, 0, True, open_test, opened)
     msg = bench.method.broadcast(RunSetup.of(run).initial_state())
     rounds = [(0, TaskKind.TRAIN), (3, TaskKind.EVALUATE)]
     return [port.round(msg, replace(FED, round=t), kind) for t, kind in rounds], book
@@ -79,24 +78,24 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """
 
     def sums(
-        query: ClassSums, examples: object, units: object, bound: float, weight: float, z: float, noise: Noise,
+        query: ClassSums, examples: object, units: object, bound: float, weight: float, z: float, noise: NoiseSource,
         **more: object,
     ) -> dict[str, Tensor]:  # fmt: skip
         extracted = query.vectors(torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.long))[0].double()
         shape = (query.n_classes, len(extracted))
         return {"sum": (alone(noise, z, *shape) + extracted).float(), "count": alone(noise, z, shape[0]).float()}
 
-    def alone(noise: Noise, z: float, *shape: int) -> Tensor:
+    def alone(noise: NoiseSource, z: float, *shape: int) -> Tensor:
         return grid.add_noise(torch.zeros(shape).long(), 1e-3, z, noise)
 
-    monkeypatch.setattr(entropy, "poisson_sample", lambda *_: torch.zeros(0, dtype=torch.long))
-    monkeypatch.setattr(example, "class_sums", sums)
-    monkeypatch.setattr(example, "class_counts", lambda examples, units, n, z, noise: alone(noise, z, n).float())
+    monkeypatch.setattr(sources, "poisson_sample", lambda *_: torch.zeros(0, dtype=torch.long))
+    monkeypatch.setattr(private_data, "class_sums", sums)
+    monkeypatch.setattr(private_data, "class_counts", lambda examples, units, n, z, noise: alone(noise, z, n).float())
 
 
 def private(method: str) -> bool:
     try:
-        capabilities.refuse(build_method(method, OPTIONS.get(method, {})), {Capability.DIFFERENTIAL_PRIVACY})
+        capabilities.check_supported(build_method(method, OPTIONS.get(method, {})), {Capability.DIFFERENTIAL_PRIVACY})
     except ConfigError:
         return False
     return True
@@ -142,29 +141,29 @@ def test_with_open_eyes_the_same_two_hospitals_differ() -> None:
 def test_t_43_what_leaves_under_silo_level_privacy_depends_on_data_through_the_guard_alone(
     method: str, terms: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from privacy.silo_dp import adaptive_clipping as adaptive
+    from privacy.silo_dp import adaptive_clipping
 
     run = run_of(method, "dp_silo_small", False, allow_large=True, **terms)
     if method == "local" and terms:  # it sends nothing whose norm a clip could follow
         with pytest.raises(ConfigError, match=r"clipping=fixed"):
             CompiledRun.of(run)
         return
-    plain = SiloLevel._rounded
+    plain = SiloDpGuard._rounded
 
-    def blinded(self: SiloLevel, parts: Bundle, clip: float, noise: float) -> Bundle:
+    def blinded(self: SiloDpGuard, parts: Bundle, clip: float, noise: float) -> Bundle:
         return {
             name: replace(part, total={k: v * 0 for k, v in part.total.items()},
                           weight=part.weight * 0 if part.weight.dim() else part.weight)
             for name, part in plain(self, parts, clip, noise).items()
         }  # fmt: skip
 
-    monkeypatch.setattr(SiloLevel, "_rounded", blinded)
+    monkeypatch.setattr(SiloDpGuard, "_rounded", blinded)
     if terms:
         start = CompiledRun.of(run).guards.silo[0].initial_setting()
-        monkeypatch.setattr(SiloLevel, "with_setting", lambda self, _: replace(self, told=float(start["clip"])))
+        monkeypatch.setattr(SiloDpGuard, "with_setting", lambda self, _: replace(self, told=float(start["clip"])))
     (mine, charged), (theirs, also) = sent(run, shares()[0]), sent(run, other())
     assert charged.releases == also.releases
-    assert (adaptive.PART in mine[0]) is bool(terms)
+    assert (adaptive_clipping.PART in mine[0]) is bool(terms)
     for a, b in zip(mine, theirs, strict=True):
         assert same_bundle(a, b)
 
@@ -200,15 +199,15 @@ def test_t_23_two_production_runs_differ_and_no_state_holds_a_generators(profile
     run = run_of("fedavg", profile, False, rng="secure", **more)
     (mine, _), (again, _) = sent(run, shares()[0]), sent(run, shares()[0])
     assert not same_bundle(mine[0], again[0])
-    states = [InMemory(), InMemory()]
+    states = [MemoryStateStore(), MemoryStateStore()]
     finals = []
-    for made, kept in ((run, states[0]), (replace(run, privacy=Choice("none")), states[1])):
+    for made, kept in ((run, states[0]), (replace(run, privacy=NamedOptions("none")), states[1])):
         opened = (
             [CompiledRun.of(run).profile.data_factory(k, InMemoryReleaseLog()) for k in range(3)]
             if made is run
             else None
         )
-        finals.append(simulate(CompiledRun.of(made), shares(), History(), opened, kept))
+        finals.append(simulate(CompiledRun.of(made), shares(), RoundHistory(), opened, kept))
     assert {g: sorted(t) for g, t in finals[0].items()} == {g: sorted(t) for g, t in finals[1].items()}
     for k in range(3):
         one, other_ = ({g: sorted(t) for g, t in (s.get(k) or {}).items()} for s in states)

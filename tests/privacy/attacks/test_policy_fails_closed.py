@@ -19,7 +19,7 @@ from privacy.profiles.record import release_plan
 from silo.cli.service import run
 from silo.storage.home import Home
 from silo.storage.store import Store
-from silo.training.hospital_controls import Custody
+from silo.training.hospital_controls import HospitalControls
 
 SOUND = '[privacy]\nrng = "test"\nepsilon = 8.0\n'
 STRANGER = 54321
@@ -35,11 +35,11 @@ def home(tmp_path: Path) -> Home:
 @pytest.fixture
 def custody(home: Home):
     store = Store(home.database)
-    yield Custody(home, store)
+    yield HospitalControls(home, store)
     store.close_database()
 
 
-def code_of(custody: Custody, about=None) -> str:
+def code_of(custody: HospitalControls, about=None) -> str:
     """Ask for a plain and for a private run; return the one code of both refusals, or that of `about` alone."""
     codes = []
     for asked in (private(), manifest()) if about is None else (about,):
@@ -130,7 +130,7 @@ def test_a_file_that_was_there_and_vanished_is_no_policy_of_defaults(home, custo
 def test_a_home_that_never_had_a_policy_has_the_defaults(tmp_path) -> None:
     place = enrolled(tmp_path / "new")
     store = Store(place.database)
-    assert Custody(place, store).admit("run-1", manifest())
+    assert HospitalControls(place, store).admit("run-1", manifest())
     store.close_database()
 
 

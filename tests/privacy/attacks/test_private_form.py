@@ -13,11 +13,11 @@ from coordinator.cli.main import build
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
 from coordinator.console import private_form
-from coordinator.simulation import runner as simulation
+from coordinator.simulation import runner
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS, build_method
 from fl_core.rounds import capabilities
-from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.enums import Capability
 from privacy import profiles
 from privacy.compiled_run import CompiledRun
@@ -32,7 +32,7 @@ def frozen(*words: str) -> RunManifest:
 
 
 def test_fedmr_runs_privately_as_typed() -> None:
-    result = simulation.run(compose_spec([*TYPED, *QUICK]))
+    result = runner.run(compose_spec([*TYPED, *QUICK]))
     assert result.manifest.method.options["inter_weighting"] == "example"
     assert result.manifest.private_form == {"inter_weighting": "batch"}
     assert result.summary()["private_form"] == {"inter_weighting": "batch"}
@@ -101,12 +101,12 @@ def variants(name: str) -> list[dict[str, object]]:
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "fedcd"])
 def test_every_form_leaves_nothing_lacking(name: str) -> None:
     for options in variants(name):
-        choice, was = profiles.private_form(Choice(name, options), Choice("dp_record", {"epsilon": 1.0}))  # type: ignore[arg-type]
+        choice, was = profiles.private_form(NamedOptions(name, options), NamedOptions("dp_record", {"epsilon": 1.0}))  # type: ignore[arg-type]
         method = build_method(name, choice.options)
-        assert Capability.DIFFERENTIAL_PRIVACY not in method.lacks
+        assert Capability.DIFFERENTIAL_PRIVACY not in method.unsupported
         assert not method.private_form
         before = build_method(name, options)
-        assert bool(was) == (Capability.DIFFERENTIAL_PRIVACY in before.lacks)
+        assert bool(was) == (Capability.DIFFERENTIAL_PRIVACY in before.unsupported)
 
 
 def test_a_method_without_a_private_form_is_refused_with_the_remedy() -> None:
@@ -129,11 +129,11 @@ def test_a_method_without_a_private_form_is_refused_with_the_remedy() -> None:
 def test_a_silo_refuses_a_manifest_that_only_says_that_the_form_was_taken(
     method: str, options: dict[str, object]
 ) -> None:
-    lying = replace(private(), method=Choice(method, options), private_form=dict.fromkeys(options, "batch"))  # type: ignore[arg-type]
+    lying = replace(private(), method=NamedOptions(method, options), private_form=dict.fromkeys(options, "batch"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="E-CFG-08"):
         CompiledRun.of(lying)
     with pytest.raises(ConfigError, match="E-CFG-08"):
-        capabilities.refuse(build_method(method, options), {Capability.DIFFERENTIAL_PRIVACY})
+        capabilities.check_supported(build_method(method, options), {Capability.DIFFERENTIAL_PRIVACY})
 
 
 def test_preview_says_which_form_is_taken() -> None:

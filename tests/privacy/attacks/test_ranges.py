@@ -14,21 +14,21 @@ from helpers_silo import manifest
 
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
-from fl_core.aggregation.fixed_point import Grid
+from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError, FederationError, ProtocolError, RefusedError
 from fl_core.errors.catalogue import EXPLANATIONS
 from fl_core.methods import METHODS, build_method
-from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.records import TrainConfig
 from privacy import profiles
 from privacy.accounting import ranges
-from privacy.accounting.record_config import Terms
+from privacy.accounting.record_config import RecordDpConfig
 from privacy.compiled_run import CompiledRun
-from privacy.silo_dp import adaptive_clipping as adaptive
-from privacy.silo_dp.config import SiloTerms
+from privacy.silo_dp import adaptive_clipping
+from privacy.silo_dp.config import SiloDpConfig
 from silo.storage.home import Home
 from silo.storage.store import Store
-from silo.training.hospital_controls import Custody
+from silo.training.hospital_controls import HospitalControls
 
 BAD = [math.nan, math.inf, -math.inf, 1e38, 1e-40, -1.0, 10**400, "1", None, True, [1.0]]
 REFUSALS = {"E-PRIV-20", "E-CFG-02"}
@@ -50,11 +50,11 @@ def refused(lying: RunManifest) -> None:
 
 
 def with_terms(made: RunManifest, **terms: object) -> RunManifest:
-    return replace(made, privacy=Choice(made.privacy.name, {**made.privacy.options, **terms}))  # type: ignore[arg-type]
+    return replace(made, privacy=NamedOptions(made.privacy.name, {**made.privacy.options, **terms}))  # type: ignore[arg-type]
 
 
-NUMBERS = [f.name for f in fields(Terms) if type(f.default) in (int, float)]
-SILO_NUMBERS = [f.name for f in fields(SiloTerms) if type(f.default) in (int, float)]
+NUMBERS = [f.name for f in fields(RecordDpConfig) if type(f.default) in (int, float)]
+SILO_NUMBERS = [f.name for f in fields(SiloDpConfig) if type(f.default) in (int, float)]
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -93,9 +93,14 @@ def test_declared_sizes_have_a_range(units: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "grid", [Grid("ring64", 10**9), Grid("ring64", 3, {"delta": math.nan}), Grid("ring64", 3, {"delta": 1e-300})]
+    "grid",
+    [
+        FixedPointFormat("ring64", 10**9),
+        FixedPointFormat("ring64", 3, {"delta": math.nan}),
+        FixedPointFormat("ring64", 3, {"delta": 1e-300}),
+    ],
 )
-def test_the_grid_has_a_range(grid: Grid) -> None:
+def test_the_grid_has_a_range(grid: FixedPointFormat) -> None:
     refused(replace(private(), grid=grid))
 
 
@@ -104,13 +109,13 @@ def test_every_strength_of_a_method_has_a_range(name: str) -> None:
     for f in fields(METHODS[name]):
         if type(f.default) in (int, float):
             for value in (math.nan, math.inf, 1e38, 1e-40, -1.0, 10**400):
-                refused(replace(private(), method=Choice(name, {f.name: value})))
+                refused(replace(private(), method=NamedOptions(name, {f.name: value})))
 
 
 def test_numbers_of_a_model_have_a_range() -> None:
-    refused(replace(private(), model=Choice("digits_cnn", {"projection": [10**9]})))
+    refused(replace(private(), model=NamedOptions("digits_cnn", {"projection": [10**9]})))
     for value in (math.nan, 1e38, -0.1):
-        refused(replace(private(), model=Choice("efficientnet_b0", {"dropout": value})))
+        refused(replace(private(), model=NamedOptions("efficientnet_b0", {"dropout": value})))
 
 
 @pytest.mark.parametrize(
@@ -138,19 +143,19 @@ def test_steps_that_nobody_could_list_are_refused() -> None:
 
 @pytest.mark.parametrize("clip", [math.nan, math.inf, 1e38, 1e-38, 9e-5, 1.1e4, -1.0, 0.0])
 def test_a_clip_that_is_broadcast_has_a_range(clip: float) -> None:
-    terms = SiloTerms(clipping="adaptive", bit_noise=5.0)
+    terms = SiloDpConfig(clipping="adaptive", bit_noise=5.0)
     with pytest.raises(RefusedError, match="E-PRIV-15"):
-        adaptive.clip_of(terms, {"clip": torch.tensor(clip)})
+        adaptive_clipping.clip_of(terms, {"clip": torch.tensor(clip)})
 
 
 @pytest.mark.parametrize(("first", "within", "wanted"), [(1e-4, 0.5, 1e-4), (1e4, -0.5, 1e4)])
 def test_a_clip_that_follows_stays_where_silos_accept_it(first: float, within: float, wanted: float) -> None:
     from fl_core.types.values import Part
 
-    terms = SiloTerms(clipping="adaptive", bit_noise=5.0, clip=first)
+    terms = SiloDpConfig(clipping="adaptive", bit_noise=5.0, clip=first)
     answered = Part({"within": torch.tensor(within)}, torch.tensor(1.0))
-    after = adaptive.follow(terms, adaptive.start(terms), answered)
-    assert adaptive.clip_of(terms, after) == pytest.approx(wanted, rel=1e-6)
+    after = adaptive_clipping.update_clip(terms, adaptive_clipping.initial_clip(terms), answered)
+    assert adaptive_clipping.clip_of(terms, after) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_the_coordinator_refuses_before_anything_is_sent() -> None:
@@ -163,7 +168,7 @@ def test_the_coordinator_refuses_before_anything_is_sent() -> None:
 def test_a_silo_refuses_before_its_data_are_opened_and_the_ledger_has_the_record(tmp_path: Path) -> None:
     home = Home(tmp_path / "home").make()
     store = Store(home.database)
-    custody = Custody(home, store)
+    custody = HospitalControls(home, store)
     with pytest.raises(RefusedError, match=r"E-PRIV-20.*privacy\.clip"):
         custody.admit("run-1", with_terms(private(), clip=1e-30))
     store.close_database()
@@ -172,7 +177,7 @@ def test_a_silo_refuses_before_its_data_are_opened_and_the_ledger_has_the_record
 
 def test_plain_runs_may_have_any_number() -> None:
     CompiledRun.of(replace(manifest(), train=TrainConfig(lr=1e9, batch_size=64)))
-    CompiledRun.of(replace(manifest(), method=Choice("fedprox", {"mu": 1e30})))
+    CompiledRun.of(replace(manifest(), method=NamedOptions("fedprox", {"mu": 1e30})))
     infinite = with_terms(private(), epsilon=math.inf, clip=1e-9)
     CompiledRun.of(infinite)
 
@@ -182,8 +187,8 @@ def test_the_defaults_are_in_range() -> None:
     CompiledRun.of(hospital_level())
     for name in METHODS:
         options = {f.name: f.default for f in fields(METHODS[name])}
-        choice, _ = profiles.private_form(Choice(name, options), Choice("dp_record", {}))
-        ranges.check(replace(private(), method=choice), Terms(), dict)
+        choice, _ = profiles.private_form(NamedOptions(name, options), NamedOptions("dp_record", {}))
+        ranges.check(replace(private(), method=choice), RecordDpConfig(), dict)
         build_method(name, choice.options)
 
 

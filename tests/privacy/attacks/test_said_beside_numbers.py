@@ -18,12 +18,12 @@ import coordinator.config.manifest_builder
 from coordinator.config.hydra_config import compose_spec
 from fl_core import datasets
 from fl_core.errors import ConfigError, DataError, ProtocolError, RefusedError, StateError, UnavailableError
-from fl_core.rounds.silo_round import work
+from fl_core.rounds.silo_round import run_silo_round
 from fl_core.types.values import Part
-from privacy.accounting.record_config import nominal
+from privacy.accounting.record_config import round_to_two_digits
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
-from privacy.silo_dp import adaptive_clipping as adaptive
+from privacy.silo_dp import adaptive_clipping
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.version import PROTOCOL
 from protos.wire import codec
@@ -53,7 +53,7 @@ def test_a_small_hospital_does_not_declare_its_number_of_records(monkeypatch) ->
 
 def test_the_rule_rounds_up_to_two_digits_and_never_to_less_than_a_hundred() -> None:
     for n in range(12_000):
-        found = nominal(n)
+        found = round_to_two_digits(n)
         assert found >= max(n, 100)
         assert len(str(found).rstrip("0")) <= 2
         assert found == 100 or found - n < 10 ** (len(str(n)) - 2)
@@ -102,7 +102,7 @@ def test_pulses_come_at_the_hospitals_pace_however_they_are_asked_for(serving, a
     def waits(*args):
         slow.set()
         ended.wait(30)
-        return work(*args)
+        return run_silo_round(*args)
 
     hospital = serving(private(), waits, pulse_floor=floor)
     hospital.control.pulse_s = 0.05  # what it really sends: silence would end the session
@@ -146,7 +146,7 @@ def test_steps_are_for_the_hospitals_own_screen_alone(serving, run) -> None:
         for done in range(3):
             data._progress(done + 1, 3)
             seen.append((hospital.service.pulse(), hospital.service.doing()))
-        return work(bench, msg, state, data, turn, kind)
+        return run_silo_round(bench, msg, state, data, turn, kind)
 
     hospital = serving(run(), steps)
     hospital.offer()
@@ -227,7 +227,7 @@ def test_a_clip_of_the_coordinators_own_is_refused_before_it_is_charged(serving,
     run = hospital_level()
     hospital = serving(run)
     watched = Watched(monkeypatch)
-    hospital.offer(state={"w": hospital.server["w"], adaptive.PART: {"clip": torch.tensor(3.0)}})
+    hospital.offer(state={"w": hospital.server["w"], adaptive_clipping.PART: {"clip": torch.tensor(3.0)}})
     assert hospital.refused().code == "E-PRIV-15"
     assert watched.read == 0
     assert [Ledger(Home(hospital.folder).ledger).history(name) for name in (TRAIN, TEST, HOSPITAL)] == [[], [], []]

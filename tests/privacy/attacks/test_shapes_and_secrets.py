@@ -19,10 +19,10 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.values import Coupling, Losses, RoundContext, SgdOptions, TrainConfig
-from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Rates, ReleaseAllowance, ReleasePlan
+from privacy.accounting.record_config import RecordDpConfig
+from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
 from privacy.dp_sgd.draws import Draws
-from privacy.dp_sgd.private_data import PrivateData
+from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise.sources import SecureNoise
 
 N, PLACES, WIDTH = 16, 9, 64
@@ -52,15 +52,15 @@ def _step(groups: tuple[str, ...]) -> Tensor:
     train.groups = groups
     config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=N, epochs=1)
     course = ReleasePlan(
-        Terms(clip=1.0, epsilon=8.0, physical_batch=N, rng="test"),
-        Rates(config, N),
+        RecordDpConfig(clip=1.0, epsilon=8.0, physical_batch=N, rng="test"),
+        SamplingSchedule(config, N),
         1,
         Coupling.EXAMPLE,
         (1,),
         0,
         False,
     )
-    data = PrivateData(
+    data = DpSgdLocalData(
         train,
         train,
         config,

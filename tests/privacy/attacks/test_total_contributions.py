@@ -16,15 +16,15 @@ from torch.nn.functional import cross_entropy
 from fl_core.datasets.augmentation import LESIONS
 from fl_core.datasets.examples import TensorExamples
 from fl_core.models import build_model
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.values import ClassSums, Coupling, Losses, Schema, Split, TrainConfig
-from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Rates, ReleaseAllowance, ReleasePlan
-from privacy.dp_sgd import layer_gradients as samplers
-from privacy.dp_sgd.class_sums import KeyedUnits, Units, class_sums, filled, unit_shares
+from privacy.accounting.record_config import RecordDpConfig
+from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
+from privacy.dp_sgd import layer_gradients
+from privacy.dp_sgd.class_sums import KeyedUnits, PrivacyUnits, class_sums, filled, unit_shares
 from privacy.dp_sgd.draws import Draws, is_stochastic, record_keys
 from privacy.dp_sgd.per_sample_gradients import MODES, PADDING, clipped, per_unit
-from privacy.dp_sgd.private_data import PrivateData
+from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise import grid
 from privacy.noise.sources import SecureNoise, SeededNoise
 
@@ -88,7 +88,7 @@ def test_a_row_of_factor_zero_may_hold_anything_in_both_kinds_of_sum() -> None:
     layer = nn.Linear(6, 2)
     dy = torch.ones(4, 2)
     dy[1] = math.nan
-    found = samplers.weighted(layer, rows, dy, factor)
+    found = layer_gradients.weighted_gradient(layer, rows, dy, factor)
     assert all(torch.allclose(v, torch.full_like(v, 1.5)) for v in found.values())
 
 
@@ -97,12 +97,12 @@ def test_a_row_of_factor_zero_may_hold_anything_in_both_kinds_of_sum() -> None:
 
 def step_sum(data: Given, model: nn.Module, loss: Callable = ce, noise: object = None, **terms: object) -> Tensor:
     """Take one silent step of rate 1 and return the sum that is released, in float64."""
-    course = ReleasePlan(Terms(**terms), Rates(STEP, 32), 1, _coupling(terms), (1,), 1, True)  # type: ignore[arg-type]
+    course = ReleasePlan(RecordDpConfig(**terms), SamplingSchedule(STEP, 32), 1, _coupling(terms), (1,), 1, True)  # type: ignore[arg-type]
     course.__dict__["noise"] = 1.0
-    before = trees.trainable(model)
+    before = tensor_maps.trainable(model)
     doors(course, data, Silent(3, "s") if noise is None else noise).sgd(model, loss)
     divisor = course.groups if terms.get("coupled") == "micro" else course.batch
-    after = trees.trainable(model)
+    after = tensor_maps.trainable(model)
     return torch.cat([(before[n].double() - after[n].double()).flatten() for n in before]) * divisor
 
 
@@ -141,7 +141,7 @@ def test_a_record_that_is_not_finite_adds_zero_and_changes_nobody_elses_share(pl
 def test_no_record_of_any_size_moves_a_step_by_more_than_is_accounted(kind: str, fine: None) -> None:
     terms = {} if kind == "example" else {"coupled": kind, "microbatch": 8}
     loss = ce if kind == "example" else mixed
-    made = Terms(**terms)  # type: ignore[arg-type]
+    made = RecordDpConfig(**terms)  # type: ignore[arg-type]
     accounted = made.sensitivity(kind != "example") * (1 + grid.SLACK)
     base = examples(20)
     without = step_sum(base, model_of(), loss, **terms)
@@ -209,11 +209,11 @@ def test_places_that_cancel_cannot_hide_a_gradient_from_its_clip() -> None:
         dy = torch.randn(n, places, 32)
         dy[:, -1] = -dy[:, :-1].sum(1)
         exact = torch.einsum("nto,nti->noi", dy.double(), x.double()).flatten(1).norm(dim=1)
-        assert bool((samplers.squares(layer, x, dy) >= exact.square()).all())
+        assert bool((layer_gradients.ghost_norms(layer, x, dy) >= exact.square()).all())
         for u in range(n):
             factor = torch.zeros(n, dtype=torch.float64)
-            factor[u] = grid.factors(samplers.squares(layer, x, dy), 1.0)[u]
-            moved = samplers.weighted(layer, x, dy, factor)[layer.weight]
+            factor[u] = grid.factors(layer_gradients.ghost_norms(layer, x, dy), 1.0)[u]
+            moved = layer_gradients.weighted_gradient(layer, x, dy, factor)[layer.weight]
             assert float(moved.norm()) <= 1.0
 
 
@@ -225,7 +225,7 @@ def test_places_that_cancel_cannot_hide_a_gradient_from_its_clip() -> None:
 def test_a_vector_or_metric_of_any_size_moves_a_class_sum_by_at_most_delta(value: float, groups: bool) -> None:
     data = examples(12, groups)
     vectors = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
-    units = Units.of(data)
+    units = PrivacyUnits.of(data)
 
     def joint(bad: bool) -> Tensor:
         table = vectors.clone()
@@ -245,7 +245,7 @@ def test_a_vector_or_metric_of_any_size_moves_a_class_sum_by_at_most_delta(value
 
 
 def test_an_evaluation_of_a_model_of_nan_is_released_like_any_other() -> None:
-    course, data = course_of(Terms()), examples()
+    course, data = course_of(RecordDpConfig()), examples()
     found = doors(course, data, SeededNoise(1, "n")).sum(
         ClassSums(lambda x, y: torch.full((len(x), 1), math.nan), 4), bound=1.0, split=Split.TEST
     )
@@ -257,11 +257,11 @@ def test_an_evaluation_of_a_model_of_nan_is_released_like_any_other() -> None:
 
 def test_every_number_of_a_step_is_a_whole_multiple_of_the_grid() -> None:
     data, model = examples(), model_of()
-    course = course_of(Terms(), STEP)
+    course = course_of(RecordDpConfig(), STEP)
     course.__dict__["noise"] = 1.0
     seen: list[Tensor] = []
 
-    class Spied(PrivateData):
+    class Spied(DpSgdLocalData):
         def _correct(self, model: nn.Module, named: object, *more: object) -> None:
             seen.extend(p.grad.double() for p in model.parameters() if p.grad is not None)
 
@@ -279,7 +279,9 @@ def test_every_number_of_a_step_is_a_whole_multiple_of_the_grid() -> None:
 
 def test_class_sums_and_counts_are_whole_multiples_of_the_grid() -> None:
     data = examples()
-    found = class_sums(ClassSums(lambda x, y: x.flatten(1), 4), data, Units.of(data), 1.0, 0.5, 8.0, SecureNoise())
+    found = class_sums(
+        ClassSums(lambda x, y: x.flatten(1), 4), data, PrivacyUnits.of(data), 1.0, 0.5, 8.0, SecureNoise()
+    )
     g = grid.step(math.hypot(1.0, 0.5), 4 * 65)
     for value, scale in ((found["sum"], 1.0), (found["count"], 0.5)):
         units = value.double() * scale / g
@@ -394,6 +396,6 @@ def test_a_seeded_run_samples_and_deals_units_by_their_contents() -> None:
     rest = Given(base.x[3:], base.labels[3:])
     rest.groups = base.groups[3:] if base.groups else None
     noise = SeededNoise(4)
-    whole, less = (KeyedUnits(Units.of(d), d) for d in (base, rest))
+    whole, less = (KeyedUnits(PrivacyUnits.of(d), d) for d in (base, rest))
     assert torch.equal(noise.uniform_of(whole, "s")[1:], noise.uniform_of(less, "s"))
     assert torch.equal(noise.uniform_of(whole.at(torch.tensor([2, 4])), "s"), noise.uniform_of(whole, "s")[[2, 4]])

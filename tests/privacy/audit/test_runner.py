@@ -19,13 +19,11 @@ from numpy.typing import NDArray
 from fl_core import datasets
 from fl_core.errors import ConfigError
 from privacy.audit import __main__ as program
-from privacy.audit import attacks, canaries, plots
-from privacy.audit import runner as audits
-from privacy.audit import step_checks as step
+from privacy.audit import attacks, canaries, plots, runner, step_checks
 from privacy.audit.epsilon_bounds import auc, one_run, refuted, tail
 from privacy.audit.runner import Setting
-from privacy.audit.step_checks import Moved, Scale
-from privacy.audit.target import InMemory, Subject
+from privacy.audit.step_checks import Scale, SensitivityCheck
+from privacy.audit.target import AuditTarget, ListedExamples
 from privacy.audit.training import Training, memorising
 from privacy.noise.sources import SeededNoise
 
@@ -34,8 +32,8 @@ seeds = pytest.mark.parametrize("seed", range(5))
 
 
 @pytest.fixture(scope="module")
-def digits() -> Subject:
-    return Subject.digits()
+def digits() -> AuditTarget:
+    return AuditTarget.digits()
 
 
 @pytest.mark.parametrize(("m", "ceiling"), [(100, 3.5), (200, 4.2), (500, 5.1), (1000, 5.8), (2000, 6.5)])
@@ -94,7 +92,7 @@ def test_auc() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @seeds
-def test_au_5_mislabelled_canaries(digits: Subject, seed: int) -> None:
+def test_au_5_mislabelled_canaries(digits: AuditTarget, seed: int) -> None:
     """Training without privacy is flagged (eps_lb >= 2, m = 500); at epsilon 8 at most 8, at 1 at most 0.8."""
     plain = canaries.mislabelled(memorising(), digits, seed=seed)
     assert len(plain.present) == 500
@@ -109,7 +107,7 @@ def test_au_5_mislabelled_canaries(digits: Subject, seed: int) -> None:
         assert found[0].auc < 0.65
 
 
-def test_au_5_training_without_privacy_is_flagged_by_fewer_canaries_sooner(digits: Subject) -> None:
+def test_au_5_training_without_privacy_is_flagged_by_fewer_canaries_sooner(digits: AuditTarget) -> None:
     """A hundred canaries among 300 images, 200 steps: what a small hospital can see."""
     few = replace(digits, x=digits.x[:300], y=digits.y[:300])
     found = canaries.mislabelled(memorising(200), few, canaries=100)
@@ -119,7 +117,7 @@ def test_au_5_training_without_privacy_is_flagged_by_fewer_canaries_sooner(digit
 
 @pytest.mark.slow
 @seeds
-def test_au_7_losses_tell_members_apart_without_privacy_alone(digits: Subject, seed: int) -> None:
+def test_au_7_losses_tell_members_apart_without_privacy_alone(digits: AuditTarget, seed: int) -> None:
     plain = auc(*canaries.members(memorising(600), digits, seed))
     assert plain > 0.55
     for epsilon in (8.0, 1.0):
@@ -129,7 +127,7 @@ def test_au_7_losses_tell_members_apart_without_privacy_alone(digits: Subject, s
 
 @pytest.mark.slow
 @seeds
-def test_au_8_an_update_shows_which_classes_a_hospital_has_and_a_sum_does_not(digits: Subject, seed: int) -> None:
+def test_au_8_an_update_shows_which_classes_a_hospital_has_and_a_sum_does_not(digits: AuditTarget, seed: int) -> None:
     plain = attacks.class_presence(Training(INF, steps=15, lr=0.1), digits, seed)
     assert plain.held.sum(0).tolist() == [3] * 10  # each class at as many hospitals: a sum has nothing to say
     assert plain.alone > 0.98
@@ -141,7 +139,9 @@ def test_au_8_an_update_shows_which_classes_a_hospital_has_and_a_sum_does_not(di
 
 @pytest.mark.slow
 @seeds
-def test_au_9_prototypes_of_few_images_trace_them_and_noise_or_numbers_hide_them(digits: Subject, seed: int) -> None:
+def test_au_9_prototypes_of_few_images_trace_them_and_noise_or_numbers_hide_them(
+    digits: AuditTarget, seed: int
+) -> None:
     cases = [(1, 0.0), (5, 0.0), (60, 0.0), (1, 8.0)]
     one, five, many, hidden = attacks.prototypes(digits, cases, seed=seed)
     assert one.tracing > 0.95
@@ -152,7 +152,7 @@ def test_au_9_prototypes_of_few_images_trace_them_and_noise_or_numbers_hide_them
     assert hidden.inversion < one.inversion
 
 
-def test_au_8_and_au_9_in_brief(digits: Subject) -> None:
+def test_au_8_and_au_9_in_brief(digits: AuditTarget) -> None:
     """The same attacks, shorter, without the inversion."""
     plain = attacks.class_presence(Training(INF, batch=32, steps=8, lr=0.1), digits)
     assert plain.alone > 0.95
@@ -166,9 +166,9 @@ def test_au_8_and_au_9_in_brief(digits: Subject) -> None:
 
 @pytest.mark.slow
 def test_the_audits_of_a_hospitals_own_data_ask_for_what_its_claim_implies_alone(tmp_path: Path) -> None:
-    subject = Subject.of(datasets.load("digits/hospital0"))
+    subject = AuditTarget.of(datasets.load("digits/hospital0"))
     setting = Setting((8.0,), demanding=False, seeded=False, trials=20)
-    for name, audit in audits.AUDITS.items():
+    for name, audit in runner.AUDITS.items():
         outcome = audit(subject, setting, tmp_path)
         assert (tmp_path / outcome.picture).read_bytes()[:4] == b"\x89PNG", name
         private = [v.holds for v in outcome.verdicts if "epsilon" in v.audit]
@@ -180,22 +180,26 @@ def test_the_audits_of_a_hospitals_own_data_ask_for_what_its_claim_implies_alone
 
 def test_a_subject_is_a_pool_of_a_hospitals_own_images() -> None:
     data = datasets.load("digits/hospital0")
-    subject = Subject.of(data)
+    subject = AuditTarget.of(data)
     assert len(subject.y) == len(data.train) + len(data.test)
     assert subject.classes == [0, 1]
     assert subject.x.shape[1:] == data.schema.shape
     with pytest.raises(ConfigError, match="E-PRIV-29"):
-        Subject.of(
-            replace(data, train=InMemory(subject.x[:40], subject.y[:40]), test=InMemory(subject.x[:9], subject.y[:9]))
+        AuditTarget.of(
+            replace(
+                data,
+                train=ListedExamples(subject.x[:40], subject.y[:40]),
+                test=ListedExamples(subject.x[:9], subject.y[:9]),
+            )
         )
-    one = InMemory(subject.x[:200], torch.zeros(200, dtype=torch.long))
+    one = ListedExamples(subject.x[:200], torch.zeros(200, dtype=torch.long))
     with pytest.raises(ConfigError, match="two classes"):
-        Subject.of(replace(data, train=one, test=one))
+        AuditTarget.of(replace(data, train=one, test=one))
     with pytest.raises(ConfigError, match="expected images"):
-        Subject.of(datasets.load("spiral/p5c2/0"))
+        AuditTarget.of(datasets.load("spiral/p5c2/0"))
 
 
-def test_the_network_takes_the_shape_of_the_images(digits: Subject) -> None:
+def test_the_network_takes_the_shape_of_the_images(digits: AuditTarget) -> None:
     assert sum(p.numel() for p in digits.network(0).parameters()) == 85_258
     colour = replace(digits, schema=replace(digits.schema, shape=(3, 32, 32)))
     assert colour.network(0)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
@@ -212,10 +216,10 @@ def test_a_refuted_claim_is_tried_at_three_seeds_and_a_quiet_one_once() -> None:
         present = np.arange(200) < 100
         return canaries.Found(present + 0.0, present, one_run(present + 0.0, present, 1e-5), "given")
 
-    assert audits._quiet(one, Training(1.0), 2, 0.8).guesses.epsilon > 0.8
+    assert runner._without_canaries(one, Training(1.0), 2, 0.8).guesses.epsilon > 0.8
     assert asked == [2, 1002, 2002]
-    audits._quiet(one, Training(8.0), 5, 8.0)
-    audits._quiet(one, Training(INF), 6, INF)
+    runner._without_canaries(one, Training(8.0), 5, 8.0)
+    runner._without_canaries(one, Training(INF), 6, INF)
     assert asked[3:] == [5, 6]
 
 
@@ -223,7 +227,7 @@ def test_the_program_writes_its_report_and_plots(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:
     monkeypatch.setattr(program, "STEPS", {"per unit": program.STEPS["per unit"]})
-    monkeypatch.setattr(step, "sensitivity", partial(step.sensitivity, trials=3))
+    monkeypatch.setattr(step_checks, "sensitivity", partial(step_checks.sensitivity, trials=3))
     assert program.main(["step", "--runs", "100", "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "audit.json").read_text())
     assert all(v["holds"] for v in report["step"]["verdicts"])
@@ -243,12 +247,14 @@ def test_every_picture_is_drawn(tmp_path: Path) -> None:
     plots.curves({"no privacy": (np.array([1.0, 2.0]), np.array([0.0, 1.5]))}, tmp_path / "curves.png")
     plots.tracing([[attacks.Tracing(1, 0.0, 0.9, 0.2, 0.02)]] * 2, tmp_path / "tracing.png")
     plots.presence({"no privacy": [1.0, 0.9]}, {"no privacy": [0.5, 0.5]}, tmp_path / "presence.png")
-    plots.steps({"split": Scale(1.0, 0.5)}, {"split": Moved(1.0, 1.0)}, {"split": [0.9]}, tmp_path / "steps.png")
+    plots.steps(
+        {"split": Scale(1.0, 0.5)}, {"split": SensitivityCheck(1.0, 1.0)}, {"split": [0.9]}, tmp_path / "steps.png"
+    )
     assert len(list(tmp_path.glob("*.png"))) == 5
 
 
 def test_in_memory_examples() -> None:
-    data = InMemory(torch.zeros(3, 2), torch.tensor([0, 1, 1]), ["a", "a", "b"])
+    data = ListedExamples(torch.zeros(3, 2), torch.tensor([0, 1, 1]), ["a", "a", "b"])
     assert len(data) == 3
     assert data.batch(torch.tensor([2]))[1].tolist() == [1]
     assert data.groups == ("a", "a", "b")

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from benchmarks.audit import faults
-from privacy.audit import canaries
-from privacy.audit import step_checks as step
+from privacy.audit import canaries, step_checks
 from privacy.audit.epsilon_bounds import mu_bound
 from privacy.audit.step_checks import KINDS, Step
 from privacy.audit.training import Training
@@ -41,7 +40,7 @@ def test_the_step_under_audit_is_what_the_ledger_is_charged_for() -> None:
 def test_au_1_the_noise_of_an_empty_step_is_the_planned_gaussian_at_five_seeds(kind: str) -> None:
     """T-16: within 0.5 % on half a million coordinates; one of the sources is the operating system's."""
     sources = [SeededNoise(s, "au-1", kind) for s in SEEDS[1:]] + [SecureNoise()]
-    found = [step.noise_scale(Step(kind, 1.3), source) for source in sources]
+    found = [step_checks.noise_scale(Step(kind, 1.3), source) for source in sources]
     assert all(abs(f.ratio - 1) < 5e-3 for f in found)
     assert sorted(f.p for f in found)[1] > 1e-4  # all but one, whatever the system's source draws
     assert sum(f.holds for f in found) >= 4
@@ -54,7 +53,7 @@ def test_au_1_noise_of_another_scale_is_rejected(kind: str, factor: float) -> No
         def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> torch.Tensor:
             return super().discrete_gaussian(shape, sigma * factor)
 
-    found = step.noise_scale(Step(kind), Wrong(0, "au-1"))
+    found = step_checks.noise_scale(Step(kind), Wrong(0, "au-1"))
     assert found.ratio == pytest.approx(factor, rel=5e-3)
     assert found.p < 1e-12
     assert not found.holds
@@ -63,8 +62,8 @@ def test_au_1_noise_of_another_scale_is_rejected(kind: str, factor: float) -> No
 @kinds
 def test_au_1_halved_noise_in_the_doors_and_noise_of_another_shape_are_caught(kind: str) -> None:
     with faults.halved_noise():
-        assert step.noise_scale(Step(kind), SeededNoise(0, "au-1")).ratio == pytest.approx(0.5, rel=5e-3)
-    shaped = step.noise_scale(Step(kind), Uniform(0, "au-1"))
+        assert step_checks.noise_scale(Step(kind), SeededNoise(0, "au-1")).ratio == pytest.approx(0.5, rel=5e-3)
+    shaped = step_checks.noise_scale(Step(kind), Uniform(0, "au-1"))
     assert shaped.ratio == pytest.approx(1, rel=5e-3)
     assert not shaped.holds
 
@@ -74,7 +73,7 @@ def test_au_1_halved_noise_in_the_doors_and_noise_of_another_shape_are_caught(ki
 def test_au_2_no_unit_moves_a_step_further_than_its_sensitivity_and_the_worst_reaches_it(
     kind: str, grouped: bool
 ) -> None:
-    found = step.sensitivity(kind, grouped, trials=60)
+    found = step_checks.sensitivity(kind, grouped, trials=60)
     assert found.holds
     assert found.furthest == pytest.approx(1, abs=2.2e-3)  # nobody reaches the slack for floats
 
@@ -83,8 +82,8 @@ def test_au_2_no_unit_moves_a_step_further_than_its_sensitivity_and_the_worst_re
 @kinds
 @pytest.mark.parametrize("seed", SEEDS)
 def test_au_2_over_three_hundred_trials_and_five_seeds(kind: str, seed: int) -> None:
-    assert step.sensitivity(kind, trials=300, seed=seed).holds
-    assert step.sensitivity(kind, grouped=True, trials=300, seed=seed).holds
+    assert step_checks.sensitivity(kind, trials=300, seed=seed).holds
+    assert step_checks.sensitivity(kind, grouped=True, trials=300, seed=seed).holds
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_au_2_over_three_hundred_trials_and_five_seeds(kind: str, seed: int) -> 
 )  # fmt: skip
 def test_au_2_a_wrong_sensitivity_or_a_missing_clip_is_caught(kind: str, fault: Callable, least: float) -> None:
     with fault():
-        found = step.sensitivity(kind, trials=60)
+        found = step_checks.sensitivity(kind, trials=60)
     assert not found.holds
     assert found.furthest > least * (1 - 3e-3)
 
@@ -123,9 +122,9 @@ def test_au_3_bound_on_mu_is_that_of_the_specification() -> None:
 @kinds
 def test_au_3_a_fault_of_the_real_step_is_caught(kind: str) -> None:
     """One bound from 600 steps: correct doors are not refuted, half of the noise is."""
-    assert step.mu_bounds(Step(kind), 600, pairs("au-3", kind))[-1] <= 1
+    assert step_checks.mu_bounds(Step(kind), 600, pairs("au-3", kind))[-1] <= 1
     with faults.halved_noise():
-        assert step.mu(Step(kind), 600, pairs("halved", kind)[0]) > 1
+        assert step_checks.mu(Step(kind), 600, pairs("halved", kind)[0]) > 1
 
 
 @pytest.mark.slow
@@ -136,14 +135,14 @@ def test_au_3_a_fault_of_the_real_step_is_caught(kind: str) -> None:
 def test_au_3_mu_audit_of_the_real_step_over_five_seeds(kind: str, z: float, seed: int) -> None:
     """Correct doors: mu z at most 1, and near it; halved noise and, of coupled terms, a forgotten factor: above."""
     made, runs = Step(kind, z), 20_000 if z > 2 else 3000  # of a wide noise few runs say little
-    found = step.mu_bounds(made, runs, pairs("au-3", kind, z, seed))
+    found = step_checks.mu_bounds(made, runs, pairs("au-3", kind, z, seed))
     assert found[-1] <= 1
     assert found[-1] > 0.5 or z > 1
     with faults.halved_noise():
-        assert step.mu(made, runs, pairs("halved", kind, z, seed)[0]) > 1
+        assert step_checks.mu(made, runs, pairs("halved", kind, z, seed)[0]) > 1
     if kind != "example":
         with faults.small_sensitivity():
-            assert step.mu(made, runs, pairs("small", kind, z, seed)[0]) > 1
+            assert step_checks.mu(made, runs, pairs("small", kind, z, seed)[0]) > 1
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -10,12 +10,12 @@ from helpers_core import Given
 from helpers_doors import PLAIN, TURN, course_of, doors, examples
 from torch import Tensor
 
-from fl_core.training.local_data import PlainData
+from fl_core.training.local_data import PlainLocalData
 from fl_core.types.values import ClassSums
-from privacy.accounting.record_config import Terms
+from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance
-from privacy.dp_sgd.class_sums import Units, class_sums, unit_shares
-from privacy.dp_sgd.private_data import PrivateData
+from privacy.dp_sgd.class_sums import PrivacyUnits, class_sums, unit_shares
+from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise import grid
 from privacy.noise.sources import SeededNoise
 from privacy.release_log import InMemoryReleaseLog
@@ -26,10 +26,10 @@ FLAT = ClassSums(lambda x, y: x.flatten(1) - 0.5, 4)
 @pytest.mark.parametrize("groups", [False, True])
 def test_t_24_adding_or_removing_any_unit_moves_the_joint_query_by_at_most_delta(groups: bool) -> None:
     data, bound, weight = examples(24, groups), 0.7, 0.35
-    units = Units.of(data)
+    units = PrivacyUnits.of(data)
 
     def joint(data: Given) -> Tensor:
-        shares = unit_shares(FLAT, data, Units.of(data), bound)
+        shares = unit_shares(FLAT, data, PrivacyUnits.of(data), bound)
         return torch.cat((shares.summed(shares.vectors, 4).flatten(), weight * shares.summed(shares.counts, 4)))
 
     whole, moved = joint(data), []
@@ -50,7 +50,7 @@ def test_t_25_and_t_26_noise_of_a_prototype_release() -> None:
     wide = ClassSums(lambda x, y: x.flatten(1).repeat(1, 40), 4)
     noise, rows, counts = SeededNoise(5, "t"), [], []
     for _ in range(1600):
-        found = class_sums(wide, few, Units.of(few), 1.0, 0.5, 8.0, noise, few=0.0)
+        found = class_sums(wide, few, PrivacyUnits.of(few), 1.0, 0.5, 8.0, noise, few=0.0)
         rows.append(found["sum"][3])
         counts.append(float(found["count"][3]))
     seen = torch.stack([r for r in rows if bool(r.any())])
@@ -65,21 +65,23 @@ def test_t_27_an_absent_class_is_suppressed() -> None:
     noise, passed = SeededNoise(6, "t"), 0
     trials = 3400
     for _ in range(trials):
-        passed += int((class_sums(narrow, few, Units.of(few), 1.0, 0.5, 8.0, noise, few=20)["count"][1:] > 0).sum())
+        passed += int(
+            (class_sums(narrow, few, PrivacyUnits.of(few), 1.0, 0.5, 8.0, noise, few=20)["count"][1:] > 0).sum()
+        )
     assert passed / (3 * trials) < 0.005
 
 
 def test_without_noise_a_joint_release_is_the_plain_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grid, "ROUNDING", 1e-12)
     data = examples()
-    private = class_sums(FLAT, data, Units.of(data), 1e2, 1e2, 0.0, SeededNoise(0, "x"))
-    plain = PlainData(data, data, PLAIN, TURN).sum(FLAT)
+    private = class_sums(FLAT, data, PrivacyUnits.of(data), 1e2, 1e2, 0.0, SeededNoise(0, "x"))
+    plain = PlainLocalData(data, data, PLAIN, TURN).sum(FLAT)
     assert torch.allclose(private["sum"], plain["sum"], atol=1e-5)
     assert torch.equal(private["count"], plain["count"])
 
 
 def test_rounds_without_a_release_send_zeros_of_weight_zero() -> None:
-    course = course_of(Terms(prototype_every=2), method="fedproc")
+    course = course_of(RecordDpConfig(prototype_every=2), method="fedproc")
     silent = doors(course, examples(), round=1).sum(FLAT)
     assert not silent["sum"].any()
     assert not silent["count"].any()
@@ -89,10 +91,12 @@ def test_rounds_without_a_release_send_zeros_of_weight_zero() -> None:
 
 
 def test_class_counts_are_released_once() -> None:
-    course = course_of(Terms(), method="fedrs")
+    course = course_of(RecordDpConfig(), method="fedrs")
     log = InMemoryReleaseLog()
     first = doors(course, examples(), SeededNoise(1, "n"), log=log)
     once = first.class_counts()
-    later = PrivateData(examples(), examples(), PLAIN, TURN, course, ReleaseAllowance([]), SeededNoise(2, "n"), log=log)
+    later = DpSgdLocalData(
+        examples(), examples(), PLAIN, TURN, course, ReleaseAllowance([]), SeededNoise(2, "n"), log=log
+    )
     assert torch.equal(later.class_counts(), once)
     assert sum(r.purpose == "class counts" for r in first._allowance.made) == 1

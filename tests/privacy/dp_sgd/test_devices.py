@@ -11,9 +11,9 @@ from helpers_doors import Silent, ce, course_of, doors, examples
 from torch import Tensor, nn
 
 from fl_core.models import build_model
-from fl_core.types import tensor_maps as trees
+from fl_core.types import tensor_maps
 from fl_core.types.values import ClassSums, Schema, TrainConfig
-from privacy.accounting.record_config import Terms
+from privacy.accounting.record_config import RecordDpConfig
 from privacy.dp_sgd.class_sums import filled
 from privacy.dp_sgd.per_sample_gradients import MODES, PADDING, per_unit
 from privacy.noise import grid
@@ -35,11 +35,11 @@ def digits(device: str) -> nn.Module:
 
 
 def step(device: str, data: Given, noise: object, **terms: object) -> Tensor:
-    course, model = course_of(Terms(**terms), STEP), digits(device)  # type: ignore[arg-type]
+    course, model = course_of(RecordDpConfig(**terms), STEP), digits(device)  # type: ignore[arg-type]
     course.__dict__["noise"] = 1.0
-    before = {name: v.double() for name, v in trees.trainable(model).items()}
+    before = {name: v.double() for name, v in tensor_maps.trainable(model).items()}
     doors(course, data, noise, device=torch.device(device)).sgd(model, ce)
-    after = trees.trainable(model)
+    after = tensor_maps.trainable(model)
     return torch.cat([(before[n] - after[n].double()).flatten().cpu() for n in before]) * course.batch
 
 
@@ -86,7 +86,7 @@ def test_no_record_changes_anothers_share_on_any_device(device: str, mode: str) 
 
 @devices
 def test_class_sums_are_the_same_on_every_device(device: str) -> None:
-    course, data = course_of(Terms(), method="fedproc"), examples()
+    course, data = course_of(RecordDpConfig(), method="fedproc"), examples()
     model = digits(device)
 
     def vectors(x: Tensor, y: Tensor) -> Tensor:

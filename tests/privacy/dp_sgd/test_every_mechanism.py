@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core.methods import METHODS
-from fl_core.rounds.manifest import Choice
+from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
+from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.evaluation import evaluate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import ClassSums, Coupling, Losses, RoundContext, Split, TrainConfig
-from privacy.accounting.record_config import Terms
-from privacy.accounting.release_plan import Rates, Release, ReleaseAllowance, ReleasePlan
+from privacy.accounting.record_config import RecordDpConfig
+from privacy.accounting.release_plan import Release, ReleaseAllowance, ReleasePlan, SamplingSchedule
 from privacy.compiled_run import CompiledRun
-from privacy.dp_sgd.private_data import PrivateData
+from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise import grid
 from privacy.noise.sources import SecureNoise, SeededNoise
 from privacy.release_log import InMemoryReleaseLog
@@ -65,11 +65,11 @@ def without(data: Given, gone: Tensor) -> Given:
     return made
 
 
-def doors(data: Given, noise: object, coupling: Coupling = Coupling.EXAMPLE, **terms: object) -> PrivateData:
-    course = ReleasePlan(Terms(**terms), Rates(TRAIN, 24), 1, coupling, (2,), 1, True)  # type: ignore[arg-type]
+def doors(data: Given, noise: object, coupling: Coupling = Coupling.EXAMPLE, **terms: object) -> DpSgdLocalData:
+    course = ReleasePlan(RecordDpConfig(**terms), SamplingSchedule(TRAIN, 24), 1, coupling, (2,), 1, True)  # type: ignore[arg-type]
     course.__dict__["noise"] = 1.0
     spend = ReleaseAllowance([r for _ in range(9) for r in course.releases(0, True)])
-    return PrivateData(data, data, TRAIN, TURN, course, spend, noise)  # type: ignore[arg-type]
+    return DpSgdLocalData(data, data, TRAIN, TURN, course, spend, noise)  # type: ignore[arg-type]
 
 
 PIXELS = ClassSums(lambda x, y: 5 * (x.flatten(1) - 0.5), 4)
@@ -80,12 +80,12 @@ RIGHT = ClassSums(lambda x, y: (x.flatten(1).sum(1) > 32).float().unsqueeze(1), 
 class Mechanism:
     """A sum over records: how it is asked for, whether it is clipped in one vector, and what it is charged as."""
 
-    ask: Callable[[PrivateData], dict[str, Tensor]]
+    ask: Callable[[DpSgdLocalData], dict[str, Tensor]]
     charged: Callable[[ReleasePlan], Release]
     bound: float
     weight: float
 
-    def vector(self, private: PrivateData) -> Tensor:
+    def vector(self, private: DpSgdLocalData) -> Tensor:
         """Return what is released in the units in which one record moves it by at most `delta`."""
         found = self.ask(private)
         return torch.cat([found["sum"].flatten().double(), self.weight * found["count"].flatten().double()])
@@ -154,7 +154,7 @@ def test_noise_is_distinct_for_every_part_step_round_and_silo() -> None:
     run = manifest("fedproc", {})
     members = tuple(replace(m, units=14) for m in run.members)
     for rng in ("test", "secure"):
-        private = replace(run, members=members, privacy=Choice("dp_record", {"rng": rng, "prototype_every": 1}))
+        private = replace(run, members=members, privacy=NamedOptions("dp_record", {"rng": rng, "prototype_every": 1}))
         drawn: list[Tensor] = []
 
         class Noted:
@@ -208,16 +208,16 @@ def test_with_infinite_clip_and_no_noise_the_private_step_equals_the_plain_one(
     plain.load_state_dict(private.state_dict())
     data.x = data.x.double()
     doors(data, Silent(0), coupling, clip=1e4, coupled_clip_ratio=1.0, microbatch=24, **terms).sgd(private, loss)
-    PlainData(data, data, TRAIN, TURN).sgd(plain, loss)
-    for name, value in trees.read(plain).items():
-        assert torch.allclose(trees.read(private)[name], value, rtol=1e-9, atol=1e-12), name
+    PlainLocalData(data, data, TRAIN, TURN).sgd(plain, loss)
+    for name, value in tensor_maps.copy_state(plain).items():
+        assert torch.allclose(tensor_maps.copy_state(private)[name], value, rtol=1e-9, atol=1e-12), name
 
 
 @each
 def test_without_noise_and_with_room_every_sum_equals_the_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grid, "ROUNDING", 1e-12)
     data = data_of()
-    private, plain = doors(data, Silent(0), prototype_bound=1e3), PlainData(data, data, TRAIN, TURN)
+    private, plain = doors(data, Silent(0), prototype_bound=1e3), PlainLocalData(data, data, TRAIN, TURN)
     found = MECHANISMS[name].ask(private)
     exact = MECHANISMS[name].ask(plain)  # type: ignore[arg-type]
     for part, value in exact.items():
@@ -227,9 +227,9 @@ def test_without_noise_and_with_room_every_sum_equals_the_plain_one(name: str, m
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_t_42_epsilon_infinity_is_the_plain_run_bit_for_bit(method: str) -> None:
     plain = manifest(method, {}, rounds=2)
-    infinite = replace(plain, privacy=Choice("dp_record", {"epsilon": float("inf")}))
+    infinite = replace(plain, privacy=NamedOptions("dp_record", {"epsilon": float("inf")}))
     assert not CompiledRun.of(infinite).private
-    a, b = (simulate(RunSetup.of(run), shares(), History()) for run in (plain, infinite))
+    a, b = (simulate(RunSetup.of(run), shares(), RoundHistory()) for run in (plain, infinite))
     assert a.keys() == b.keys()
     for group in a:
         assert all(torch.equal(v, b[group][n]) for n, v in a[group].items())

@@ -14,18 +14,18 @@ from torch.nn.functional import cross_entropy
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import ClassSums, Coupling, Losses, SgdOptions, Split, TrainConfig
-from privacy.accounting.dry_run import check_independence, rehearse
-from privacy.accounting.record_config import Terms, nominal
-from privacy.accounting.release_plan import Rates, ReleaseAllowance, ReleasePlan
+from privacy.accounting.dry_run import check_independence, dry_run
+from privacy.accounting.record_config import RecordDpConfig, round_to_two_digits
+from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
 from privacy.dp_sgd.per_sample_gradients import clipped
-from privacy.dp_sgd.private_data import PrivateData
+from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise import grid
 from privacy.noise.sources import Keys, SecureNoise, SeededNoise
 
-OPEN = Terms(clip=1e4, physical_batch=5)
+OPEN = RecordDpConfig(clip=1e4, physical_batch=5)
 
 
 def test_with_infinite_clip_and_no_noise_the_private_door_equals_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,14 +33,17 @@ def test_with_infinite_clip_and_no_noise_the_private_door_equals_the_plain_one(m
     monkeypatch.setattr(grid, "ROUNDING", 1e-12)
     data, course = examples(), course_of(OPEN)
     private, plain = model_of(), model_of()
-    assert doors(course, data).sgd(private, ce) == PlainData(data, data, PLAIN, TURN).sgd(plain, ce) == 3
-    for name, value in trees.read(plain).items():
-        assert torch.allclose(trees.read(private)[name], value, rtol=1e-4, atol=1e-6)
+    assert doors(course, data).sgd(private, ce) == PlainLocalData(data, data, PLAIN, TURN).sgd(plain, ce) == 3
+    for name, value in tensor_maps.copy_state(plain).items():
+        assert torch.allclose(tensor_maps.copy_state(private)[name], value, rtol=1e-4, atol=1e-6)
 
 
 def test_t_22_penalty_and_shift_are_added_after_the_noise() -> None:
-    data, course = examples(), course_of(Terms(clip=1e-3), replace(PLAIN, epochs=1, momentum=0.0, weight_decay=0.0))
-    start = trees.read(model_of())
+    data, course = (
+        examples(),
+        course_of(RecordDpConfig(clip=1e-3), replace(PLAIN, epochs=1, momentum=0.0, weight_decay=0.0)),
+    )
+    start = tensor_maps.copy_state(model_of())
     shift = {name: torch.full_like(v, 0.5) for name, v in start.items()}
 
     def penalty(model: nn.Module) -> Tensor:
@@ -49,8 +52,8 @@ def test_t_22_penalty_and_shift_are_added_after_the_noise() -> None:
     a, b = model_of(), model_of()
     doors(course, data).sgd(a, ce)
     doors(course, data).sgd(b, ce, SgdOptions(penalty=penalty, shift=shift))
-    for name, value in trees.read(b).items():
-        moved = (value.double() - trees.read(a)[name].double()) / -0.1
+    for name, value in tensor_maps.copy_state(b).items():
+        moved = (value.double() - tensor_maps.copy_state(a)[name].double()) / -0.1
         assert torch.allclose(moved, torch.full_like(moved, 1.5), atol=1e-5)  # 1 of the penalty, 0.5 of the shift
 
 
@@ -58,14 +61,14 @@ def test_t_22_penalty_and_shift_are_added_after_the_noise() -> None:
 def test_t_15_an_empty_draw_is_noise_and_a_step(coupled: str) -> None:
     """AU-1: the noise has the planned scale, and not 2/3 or 3/2 of it (T-16)."""
     train = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1, max_steps=1)
-    course = course_of(Terms(coupled=coupled), train, units=100_000, method="fedmr", mu1=1e-4, mu2=0.0)
+    course = course_of(RecordDpConfig(coupled=coupled), train, units=100_000, method="fedmr", mu1=1e-4, mu2=0.0)
     course.__dict__["noise"] = 1.3
     data, model = examples(), build_model("simple_cnn", {}, replace(SCHEMA, shape=(3, 32, 32)), 0)
     private = doors(course, data)
     private._noise = SecureNoise()
-    before = trees.read(model)
+    before = tensor_maps.copy_state(model)
     assert private.sgd(model, ce) == 1
-    moved = torch.cat([(trees.read(model)[n] - v).flatten() for n, v in before.items()])
+    moved = torch.cat([(tensor_maps.copy_state(model)[n] - v).flatten() for n, v in before.items()])
     divisor = course.groups if coupled == "micro" else course.batch
     std = float(moved.double().std()) * divisor
     assert std == pytest.approx(1.3 * course.terms.sensitivity(True), rel=0.02)
@@ -73,7 +76,7 @@ def test_t_15_an_empty_draw_is_noise_and_a_step(coupled: str) -> None:
 
 
 def test_t_20_steps_and_divisor_do_not_follow_the_true_number_of_records() -> None:
-    course = course_of(Terms(), replace(PLAIN, batch_size=8), units=24)
+    course = course_of(RecordDpConfig(), replace(PLAIN, batch_size=8), units=24)
     for n in (23, 24, 25):
         private = doors(course, examples(n))
         assert private.planned_steps() == 9
@@ -82,8 +85,15 @@ def test_t_20_steps_and_divisor_do_not_follow_the_true_number_of_records() -> No
 
 
 def test_units_are_declared_upward_to_two_digits_and_from_a_hundred_on() -> None:
-    assert [nominal(n) for n in (0, 1, 7, 99, 100, 101, 110)] == [100, 100, 100, 100, 100, 110, 110]
-    assert [nominal(n) for n in (139, 1234, 1300, 1437, 12345, 99_001)] == [140, 1300, 1300, 1500, 13_000, 100_000]
+    assert [round_to_two_digits(n) for n in (0, 1, 7, 99, 100, 101, 110)] == [100, 100, 100, 100, 100, 110, 110]
+    assert [round_to_two_digits(n) for n in (139, 1234, 1300, 1437, 12345, 99_001)] == [
+        140,
+        1300,
+        1300,
+        1500,
+        13_000,
+        100_000,
+    ]
 
 
 def moved_by(course: ReleasePlan, loss, keep: list[int] | None) -> Tensor:  # type: ignore[no-untyped-def]
@@ -91,10 +101,10 @@ def moved_by(course: ReleasePlan, loss, keep: list[int] | None) -> Tensor:  # ty
     data = examples(12)
     whole = Given(data.x if keep is None else data.x[keep], data.labels if keep is None else data.labels[keep])
     private, model = doors(course, whole, Fixed(keep, 12)), model_of()
-    before = trees.trainable(model)
+    before = tensor_maps.trainable(model)
     private.sgd(model, loss)
     divisor = course.groups if course.terms.coupled == "micro" and course.coupled else course.batch
-    return torch.cat([(v - trees.trainable(model)[n]).flatten().double() for n, v in before.items()]) * divisor
+    return torch.cat([(v - tensor_maps.trainable(model)[n]).flatten().double() for n, v in before.items()]) * divisor
 
 
 class Fixed(Silent):
@@ -117,7 +127,7 @@ def intra(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
 @pytest.mark.parametrize(("coupled", "bound"), [("split", 0.02 + 2 * 0.005), ("micro", 0.04)])
 def test_t_14_no_record_moves_a_coupled_step_by_more_than_its_sensitivity(coupled: str, bound: float) -> None:
     train = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=12, epochs=1)
-    terms = Terms(clip=0.02, coupled=coupled, microbatch=4)
+    terms = RecordDpConfig(clip=0.02, coupled=coupled, microbatch=4)
     course = course_of(terms, train, units=12, method="fedmr", mu1=1e-4, mu2=0.0)
     assert course.terms.sensitivity(course.coupled) == pytest.approx(bound)
     assert course.groups == 3
@@ -157,7 +167,7 @@ def test_t_14_consecutive_blocks_would_have_no_bound() -> None:
 
 
 def test_coupled_terms_every_other_step_have_two_entries_of_equal_noise() -> None:
-    terms = Terms(coupled_every=4, clip=1.0, coupled_clip_ratio=0.25)
+    terms = RecordDpConfig(coupled_every=4, clip=1.0, coupled_clip_ratio=0.25)
     course = course_of(terms, replace(PLAIN, batch_size=6, epochs=4), method="fedmr", mu1=1e-4, mu2=0.0)
     course.__dict__["noise"] = 1.0
     (a, b) = (r.mechanism for r in course.training(16))
@@ -179,21 +189,21 @@ def test_t_13_a_loss_that_mixes_examples_is_found_by_the_probe() -> None:
 
 def test_t_13_fedmrs_inter_loss_must_be_weighted_by_example() -> None:
     with pytest.raises(RefusedError, match="E-PRIV-16"):
-        course_of(Terms(), method="fedmr", mu1=0.0, mu2=0.1, inter_weighting="batch")
-    course_of(Terms(), method="fedmr", mu1=0.0, mu2=0.1, inter_weighting="example")
+        course_of(RecordDpConfig(), method="fedmr", mu1=0.0, mu2=0.1, inter_weighting="batch")
+    course_of(RecordDpConfig(), method="fedmr", mu1=0.0, mu2=0.1, inter_weighting="example")
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedproc", "moon", "fedrs", "fedlc", "fedgela", "fednh"])
 def test_t_13_every_per_example_method_passes_the_probe(name: str) -> None:
     method = build_method(name, {})
     assert method.coupling is Coupling.EXAMPLE
-    needs = rehearse(method, model_of(), SCHEMA, PLAIN, Rates(PLAIN, 24).steps)
+    needs = dry_run(method, model_of(), SCHEMA, PLAIN, SamplingSchedule(PLAIN, 24).steps)
     assert needs.steps
     assert needs.example_sums == 0
 
 
 def test_a_release_that_was_not_planned_is_refused_before_any_example_is_read() -> None:
-    course = course_of(Terms())
+    course = course_of(RecordDpConfig())
     spend = ReleaseAllowance([])
 
     class Closed(Given):
@@ -201,7 +211,7 @@ def test_a_release_that_was_not_planned_is_refused_before_any_example_is_read() 
             raise AssertionError("an example was read")
 
     data = Closed(examples().x, examples().labels)
-    private = PrivateData(data, data, PLAIN, TURN, course, spend, Silent(0, "x"))
+    private = DpSgdLocalData(data, data, PLAIN, TURN, course, spend, Silent(0, "x"))
     with pytest.raises(RefusedError, match="E-PRIV-15"):
         private.sgd(model_of(), ce)
     with pytest.raises(RefusedError, match="E-PRIV-15"):
@@ -213,11 +223,11 @@ def test_a_release_that_was_not_planned_is_refused_before_any_example_is_read() 
 def test_batch_norm_is_refused_before_the_first_step() -> None:
     model = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0)
     with pytest.raises(ConfigError, match="E-PRIV-14"):
-        doors(course_of(Terms()), examples()).sgd(model, ce)
+        doors(course_of(RecordDpConfig()), examples()).sgd(model, ce)
 
 
 def test_evaluation_on_the_test_split_is_charged_to_its_own_collection() -> None:
-    course = course_of(Terms())
+    course = course_of(RecordDpConfig())
     private = doors(course, examples(), SeededNoise(1, "n"))
     private.sum(ClassSums(lambda x, y: torch.ones(len(x), 1), 4), bound=1.0, split=Split.TEST)
     (made,) = private._allowance.made
@@ -229,10 +239,10 @@ def test_evaluation_on_the_test_split_is_charged_to_its_own_collection() -> None
 )
 def test_impossible_terms_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="E-PRIV-20"):
-        Terms.of(wrong)
+        RecordDpConfig.of(wrong)
 
 
 def test_a_withdrawn_treatment_is_read_and_not_planned_for_a_loss_that_mixes() -> None:
-    assert course_of(Terms(coupled="frozen")).passes  # fedavg's loss does not mix
+    assert course_of(RecordDpConfig(coupled="frozen")).passes  # fedavg's loss does not mix
     with pytest.raises(RefusedError, match=r"E-PRIV-16.*no longer"):
-        course_of(Terms(coupled="frozen"), method="fedmr", mu1=1e-4, mu2=0.0)
+        course_of(RecordDpConfig(coupled="frozen"), method="fedmr", mu1=1e-4, mu2=0.0)

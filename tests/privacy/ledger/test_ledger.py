@@ -15,9 +15,9 @@ import pytest
 
 from fl_core.errors import FederationError, RefusedError, StateError
 from privacy.accounting.accountant import Mechanism
-from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 
-ROUND = (Planned("training", Mechanism(2.85, 0.032, 31)),)
+ROUND = (PlannedRelease("training", Mechanism(2.85, 0.032, 31)),)
 
 
 def made(tmp_path: Path, epsilon: float | None = 2.0) -> Ledger:
@@ -28,8 +28,8 @@ def made(tmp_path: Path, epsilon: float | None = 2.0) -> Ledger:
     return ledger
 
 
-def task(t: int, run: str = "run", fingerprint: str = "v1") -> Task:
-    return Task(run, "digest", t, "train", fingerprint)
+def task(t: int, run: str = "run", fingerprint: str = "v1") -> LedgerTask:
+    return LedgerTask(run, "digest", t, "train", fingerprint)
 
 
 def spend(ledger: Ledger, t: int, run: str = "run") -> None:

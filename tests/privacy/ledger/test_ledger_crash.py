@@ -21,8 +21,8 @@ from fl_core.rounds.run_setup import RunSetup
 from privacy.accounting.accountant import Mechanism, aggregated
 from privacy.accounting.release_plan import Release
 from privacy.compiled_run import CompiledRun
-from privacy.ledger import hash_chain as chain
-from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger import hash_chain
+from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.registration import version
 from privacy.ledger.run_ledger import RunLedger
 from privacy.profiles.record import release_plan
@@ -75,7 +75,7 @@ def killed_before(statement: int) -> Callable[[], int]:
         db.set_trace_callback(watch)
         return db
 
-    chain.sqlite3.connect = connect  # type: ignore[attr-defined]  # of this process, which ends here
+    hash_chain.sqlite3.connect = connect  # type: ignore[attr-defined]  # of this process, which ends here
     return lambda: seen
 
 
@@ -192,7 +192,7 @@ def test_t_40_kill_9_at_any_moment_never_counts_too_little(tmp_path: Path, home:
 
 def test_two_runs_race_for_the_last_of_a_budget_and_exactly_one_starts(tmp_path: Path) -> None:
     """Thirty of the 47 rounds that fit: two processes ask for them at one moment, several times over."""
-    most = [Planned("training", Mechanism(2.85, 0.032, 31 * 30))]
+    most = [PlannedRelease("training", Mechanism(2.85, 0.032, 31 * 30))]
     for attempt in range(5):
         file = tmp_path / f"{attempt}.db"
         ledger = Ledger(file)
@@ -206,7 +206,7 @@ def test_two_runs_race_for_the_last_of_a_budget_and_exactly_one_starts(tmp_path:
             ledger = Ledger(file)
             os.read(waiting, 1)  # ends for both as soon as the parent closes its end
             try:
-                entry = ledger.reserve("isic/center3", Task(f"run{os.getpid()}", "m", 0, "train", "v1"), most)
+                entry = ledger.reserve("isic/center3", LedgerTask(f"run{os.getpid()}", "m", 0, "train", "v1"), most)
                 ledger.start(entry)
                 os.write(pipe, b"started")
             except RefusedError as error:

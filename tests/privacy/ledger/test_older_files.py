@@ -15,11 +15,11 @@ import pytest
 
 from fl_core.errors import StateError
 from privacy.accounting.accountant import Mechanism
-from privacy.ledger.hash_chain import Head
-from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger.hash_chain import ChainHead
+from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 
 DATA = Path(__file__).resolve().parents[2] / "data"
-HEAD = Head(14, "49cf545e4e7bdb7c383d8abfc34bd018bc24954a37929e44860f22e70b67b71b")
+HEAD = ChainHead(14, "49cf545e4e7bdb7c383d8abfc34bd018bc24954a37929e44860f22e70b67b71b")
 NORTH = "north/train"
 
 
@@ -47,7 +47,9 @@ def test_what_it_says_is_there_and_it_goes_on(tmp_path: Path) -> None:
     assert status.spent_rdp == pytest.approx(0.6796397149386584)
     assert ledger.kept("f" * 64, "class counts") == "[1.0, 2.0]"
     ledger.reserve(
-        NORTH, Task("run-1", "m" * 64, 5, "train", "f" * 64), [Planned("training", Mechanism(16.0, 0.5, 10))]
+        NORTH,
+        LedgerTask("run-1", "m" * 64, 5, "train", "f" * 64),
+        [PlannedRelease("training", Mechanism(16.0, 0.5, 10))],
     )
     assert Ledger(tmp_path / "ledger.db").verify(HEAD) == 15
 

@@ -12,7 +12,7 @@ from helpers_private import DATA, TEST, TRAIN, budgeted, private
 from fl_core import datasets
 from fl_core.datasets import SiloDataset, TensorExamples
 from fl_core.errors import RefusedError
-from fl_core.rounds.manifest import Choice
+from fl_core.rounds.manifest import NamedOptions
 from fl_core.types.values import Schema
 from privacy.accounting.accountant import Mechanism
 from privacy.accounting.release_plan import Release
@@ -52,7 +52,7 @@ def test_what_was_released_once_is_kept_for_the_version_the_classes_and_the_kind
     for found in (log.kept("class counts"), again.kept("class counts")):
         assert found is not None
         assert torch.equal(found, value)
-    secure = replace(run, privacy=Choice("dp_record", {"rng": "secure"}))
+    secure = replace(run, privacy=NamedOptions("dp_record", {"rng": "secure"}))
     assert RunLedger(ledger, CompiledRun.of(secure), dataset).kept("class counts") is None
     turned = replace(run, schema=Schema(run.schema.shape, tuple(reversed(run.schema.classes))))
     assert RunLedger(ledger, CompiledRun.of(turned), dataset).kept("class counts") is None

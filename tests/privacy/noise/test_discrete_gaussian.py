@@ -12,14 +12,14 @@ from scipy import stats
 
 from fl_core.errors import ConfigError
 from privacy.accounting.accountant import ORDERS, Mechanism, rdp
-from privacy.noise import discrete_gaussian as discrete
+from privacy.noise import discrete_gaussian
 from privacy.noise.discrete_gaussian import LARGEST_TABLE, LEAST, MOST, STEP, TOTAL_VARIATION, sum_gap
 from privacy.noise.sources import SecureNoise, SeededNoise
 
 
 def made(sigma: float) -> dict[int, Fraction]:
     """The probabilities that a table draws with, to the last of their bits."""
-    table = discrete._table(sigma)
+    table = discrete_gaussian._table(sigma)
     columns = len(table.threshold)
     found: dict[int, Fraction] = {}
     whole = (t << 64 | r for t, r in zip(table.threshold.tolist(), table.rest.tolist(), strict=True))
@@ -123,7 +123,7 @@ def test_a_sum_of_discrete_gaussians_is_one_from_four_grid_units_on() -> None:
 
 def test_bytes_that_meet_a_threshold_are_decided_by_more_of_them() -> None:
     """Once in 2^64: made to happen here, for every column, and the rest of the threshold decides."""
-    table = discrete._table(4.0)
+    table = discrete_gaussian._table(4.0)
     columns = np.flatnonzero((table.other != np.arange(len(table.other))) & (table.rest > 0) & (table.rest < 2**64 - 1))
 
     def drawn(rest: int) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from privacy.noise.sources import Noise, SecureNoise, SeededNoise, labels, poisson_sample
+from privacy.noise.sources import NoiseSource, SecureNoise, SeededNoise, poisson_sample, random_groups
 
 N = 400_000
 
@@ -70,7 +70,7 @@ def test_distinct_noise_per_part_round_and_silo() -> None:
 
 @both
 def test_t_21_each_record_is_drawn_at_the_rate_and_alone(make) -> None:  # type: ignore[no-untyped-def]
-    noise: Noise = make()
+    noise: NoiseSource = make()
     trials, n, rate = 4000, 40, 0.15
     drawn = torch.zeros(trials, n)
     for step, row in enumerate(drawn):
@@ -85,7 +85,7 @@ def test_t_21_each_record_is_drawn_at_the_rate_and_alone(make) -> None:  # type:
 
 def test_labels_are_uniform() -> None:
     for noise in (SecureNoise(), SeededNoise(5, "labels")):
-        counts = torch.bincount(labels(noise, Numbered(N), 7, "step", 0), minlength=7).double()
+        counts = torch.bincount(random_groups(noise, Numbered(N), 7, "step", 0), minlength=7).double()
         assert stats.chisquare(counts.numpy()).pvalue > 1e-5
 
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from coordinator.cli.main import build
 from fl_core.errors import ConfigError
-from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
+from fl_core.simulation.in_process import RoundHistory, simulate
 from privacy.accounting.accountant import epsilon_rdp
 from privacy.accounting.release_plan import TRAIN
 from privacy.compiled_run import CompiledRun
@@ -26,7 +26,7 @@ def run_of(profile: str = "dp_record", **terms: object) -> RunManifest:
     made = manifest("fedmr", options, rounds=3, cohort=2, share=0.67)  # type: ignore[arg-type]
     members = tuple(replace(m, units=n) for m, n in zip(made.members, (14, 28, 7), strict=True))
     given = {"rng": "test", "prototype_noise": 3.0, "prototype_every": 1, **terms}
-    return replace(made, members=members, privacy=Choice(profile, given))  # type: ignore[arg-type]
+    return replace(made, members=members, privacy=NamedOptions(profile, given))  # type: ignore[arg-type]
 
 
 def test_what_is_projected_is_what_the_books_then_hold() -> None:
@@ -35,7 +35,7 @@ def test_what_is_projected_is_what_the_books_then_hold() -> None:
     simulate(
         RunSetup.of(run),
         shares(),
-        History(),
+        RoundHistory(),
         [CompiledRun.of(run).profile.data_factory(k, book) for k, book in enumerate(books)],
     )
     spent = CompiledRun.of(run).profile.report([b.releases for b in books])

@@ -13,11 +13,11 @@ from helpers_private import hospital_level, private
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_core.rounds.manifest import Choice
+from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training.evaluation import METRICS, evaluate
 from fl_core.types.values import Part
-from privacy.accounting.record_config import Terms
+from privacy.accounting.record_config import RecordDpConfig
 from privacy.compiled_run import CompiledRun
 from privacy.noise.sources import SeededNoise
 from privacy.profiles import result_noise
@@ -107,7 +107,7 @@ def test_the_best_of_noisy_rounds_is_not_taken_for_the_best_accuracy() -> None:
 
 @pytest.mark.parametrize("groups", [False, True])
 def test_the_noise_is_what_the_doors_release_with(groups: bool) -> None:
-    terms = Terms(metric_noise=3.0)
+    terms = RecordDpConfig(metric_noise=3.0)
     manifest = private(metric_noise=3.0)
     known = CompiledRun.of(manifest).profile.evaluation_noise()
     assert known is not None
@@ -141,7 +141,7 @@ def test_the_noise_is_what_a_hospitals_guard_adds(placement: str) -> None:
 
 
 def test_real_releases_of_three_hospitals_hold_the_true_accuracy() -> None:
-    terms = Terms(metric_noise=1.0)
+    terms = RecordDpConfig(metric_noise=1.0)
     known, model, course = (
         CompiledRun.of(private(metric_noise=1.0)).profile.evaluation_noise(),
         model_of(),
@@ -225,7 +225,7 @@ def test_which_runs_are_noisy_is_read_off_the_manifest() -> None:
     assert result_noise(private()).scores == {"pa", "pm_l", "pm_v"}
     published = result_noise(private(test_data="public"))
     assert (published.evaluation, published.scores) == (None, {"pm_l", "pm_v"})  # class counts stay noisy
-    plain = result_noise(replace(private(), privacy=Choice("none")))
+    plain = result_noise(replace(private(), privacy=NamedOptions("none")))
     assert (plain.evaluation, plain.scores) == (None, frozenset())
     assert result_noise(private(epsilon=math.inf)) == plain
     central = result_noise(hospital_level(placement="central"))

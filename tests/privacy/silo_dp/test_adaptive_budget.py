@@ -8,7 +8,7 @@ import pytest
 
 from fl_core.errors import ConfigError
 from privacy.accounting.accountant import Filter, Mechanism, rdp
-from privacy.silo_dp.config import SiloTerms, split_noise
+from privacy.silo_dp.config import SiloDpConfig, split_noise
 
 
 def test_noise_is_split_as_the_specification_says() -> None:
@@ -25,8 +25,8 @@ def test_noise_is_split_as_the_specification_says() -> None:
 
 def test_update_and_bit_together_cost_what_the_budget_has() -> None:
     """z of the update is what `split_noise` leaves of the z that a run without a bit would have."""
-    fixed = SiloTerms(epsilon=4.0, test_data="public", reserve_rounds=0)
-    following = SiloTerms(epsilon=4.0, test_data="public", reserve_rounds=0, clipping="adaptive", bit_noise=20.0)
+    fixed = SiloDpConfig(epsilon=4.0, test_data="public", reserve_rounds=0)
+    following = SiloDpConfig(epsilon=4.0, test_data="public", reserve_rounds=0, clipping="adaptive", bit_noise=20.0)
     whole, update = fixed.noise(10, 11), following.noise(10, 11)
     assert update == pytest.approx(split_noise(whole, 20.0), rel=1e-3)
     budget = Filter.of(4.0, 1e-5)
@@ -50,4 +50,4 @@ def test_update_and_bit_together_cost_what_the_budget_has() -> None:
 )
 def test_terms_that_do_not_say_what_the_bit_costs_are_refused(terms: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="E-PRIV-20"):
-        SiloTerms.of(terms)
+        SiloDpConfig.of(terms)

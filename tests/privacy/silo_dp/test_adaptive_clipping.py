@@ -15,32 +15,32 @@ from torch import Tensor
 
 from fl_core.aggregation.adaptive_guards import current_settings
 from fl_core.aggregation.aggregator import Aggregator
-from fl_core.aggregation.fixed_point import FixedPoint, Grid
+from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.errors import RefusedError, StateError
-from fl_core.rounds.engine import Engine, Observer, RoundRecord, Schedule
-from fl_core.rounds.manifest import Choice, RunManifest
+from fl_core.rounds.engine import Observer, RoundLoop, RoundRecord, Schedule
+from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
+from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State, TaskKind
 from privacy import profiles
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.silo import silo_releases
-from privacy.silo_dp import adaptive_clipping as adaptive
-from privacy.silo_dp.config import SiloTerms
-from privacy.silo_dp.mechanism import SiloLevel, silo_level
+from privacy.silo_dp import adaptive_clipping
+from privacy.silo_dp.config import SiloDpConfig
+from privacy.silo_dp.mechanism import SiloDpGuard, silo_level
 
 LAYOUT = {
     "delta": PartSpec({"w": (40,)}, ()),
     "metrics": PartSpec({"correct": (4,)}, (4,)),
-    adaptive.PART: adaptive.SPEC,
+    adaptive_clipping.PART: adaptive_clipping.SPEC,
 }
-GRID = Grid("ring64", 20)
+GRID = FixedPointFormat("ring64", 20)
 FOLLOWING = {"clipping": "adaptive", "bit_noise": 1.5, "rng": "test", "test_data": "public"}
 
 
-def guard_of(noise: float = 1.0, told: float | None = None, **terms: object) -> SiloLevel:
-    made = SiloTerms(**{**FOLLOWING, **terms})  # type: ignore[arg-type]
-    return SiloLevel(made, GRID, LAYOUT, noise, (1.0,) * 20, frozenset({"delta"}), 1.0, 7, told)
+def guard_of(noise: float = 1.0, told: float | None = None, **terms: object) -> SiloDpGuard:
+    made = SiloDpConfig(**{**FOLLOWING, **terms})  # type: ignore[arg-type]
+    return SiloDpGuard(made, GRID, LAYOUT, noise, (1.0,) * 20, frozenset({"delta"}), 1.0, 7, told)
 
 
 def bundle_of(length: float) -> Bundle:
@@ -52,12 +52,14 @@ def bundle_of(length: float) -> Bundle:
     }
 
 
-def answered(guard: SiloLevel, bundles: Mapping[int, Bundle]) -> Part:
+def answered(guard: SiloDpGuard, bundles: Mapping[int, Bundle]) -> Part:
     """Sum what silos answer, as the coordinator does, and read it back."""
     sums = Aggregator(LAYOUT, GRID)
     for k, bundle in bundles.items():
         sums.add(guard.outgoing(bundle, k, 0))
-    return FixedPoint(GRID).incoming(guard.incoming(sums.total(), len(bundles), 0), len(bundles), 0)[adaptive.PART]
+    return FixedPoint(GRID).incoming(guard.incoming(sums.total(), len(bundles), 0), len(bundles), 0)[
+        adaptive_clipping.PART
+    ]
 
 
 @dataclass
@@ -83,14 +85,14 @@ class NormPort:
 
     name: str
     index: int
-    guard: SiloLevel
+    guard: SiloDpGuard
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         draw = torch.Generator().manual_seed(1000 * context.round + self.index)
         length = float(torch.exp(0.5 * torch.randn((), generator=draw)))  # log-normal: its median is 1
         bundle = bundle_of(length)
         sent = bundle if kind is TaskKind.TRAIN else {"metrics": bundle["metrics"]}
-        return self.guard.with_setting(msg[adaptive.PART]).outgoing(sent, self.index, context.round)
+        return self.guard.with_setting(msg[adaptive_clipping.PART]).outgoing(sent, self.index, context.round)
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
         pass
@@ -104,14 +106,14 @@ class Clips(Observer):
         self.states: list[State] = []
 
     def closed(self, record: RoundRecord, server: State) -> None:
-        self.clips.append(float(server[adaptive.PART]["clip"]))
+        self.clips.append(float(server[adaptive_clipping.PART]["clip"]))
         self.states.append(server)
 
 
 def followed(rounds: int, start: int = 0, server: State | None = None, **terms: object) -> Clips:
     guard, seen = guard_of(**terms), Clips()  # type: ignore[arg-type]
     ports = [NormPort(f"s{k:02}", k, guard) for k in range(20)]
-    engine = Engine(Norms(), Schedule(rounds, 0, 4), LAYOUT, GRID, (FixedPoint(GRID), guard), ports)  # type: ignore[arg-type]
+    engine = RoundLoop(Norms(), Schedule(rounds, 0, 4), LAYOUT, GRID, (FixedPoint(GRID), guard), ports)  # type: ignore[arg-type]
     engine.run(server or {"w": {}}, seen, start)  # type: ignore[arg-type]
     return seen
 
@@ -156,7 +158,7 @@ def test_brute_force_sensitivity_of_the_bit_and_of_the_update_at_the_clip_of_the
         for k, bundle in silos.items():
             total.add(guard.outgoing(bundle, k, 0))
         found = total.total()
-        bits = GRID.decode(adaptive.PART, found[adaptive.PART].total["within"].clone())
+        bits = GRID.decode(adaptive_clipping.PART, found[adaptive_clipping.PART].total["within"].clone())
         return GRID.decode("delta", found["delta"].total["w"].clone()), bits
 
     whole = sums(everyone)
@@ -165,28 +167,28 @@ def test_brute_force_sensitivity_of_the_bit_and_of_the_update_at_the_clip_of_the
         assert 0.05 < float((whole[0] - rest[0]).norm()) <= 0.25
         assert float((whole[1] - rest[1]).abs()) == pytest.approx(0.5, abs=1e-6)
         assert float((whole[1] - rest[1]).abs()) <= 0.5
-    assert guard_of(clip=5.0).sensitivity() == {"delta": 5.0, adaptive.PART: 0.5}
+    assert guard_of(clip=5.0).sensitivity() == {"delta": 5.0, adaptive_clipping.PART: 0.5}
 
 
 def test_the_bits_noise_is_the_planned_gaussian_and_not_two_thirds_or_three_halves_of_it() -> None:
     guard = guard_of(bit_noise=1.5, told=1.0)
     drawn = []
     for round in range(800):
-        sent = guard.outgoing(bundle_of(0.5), round % 5, round)[adaptive.PART].total["within"]
-        drawn.append((float(GRID.decode(adaptive.PART, sent.clone())) - 0.5) / 1.5)
+        sent = guard.outgoing(bundle_of(0.5), round % 5, round)[adaptive_clipping.PART].total["within"]
+        drawn.append((float(GRID.decode(adaptive_clipping.PART, sent.clone())) - 0.5) / 1.5)
     assert kstest(drawn, norm.cdf).pvalue > 1e-3
     assert kstest([d * 2 / 3 for d in drawn], norm.cdf).pvalue < 1e-4
     assert kstest([d * 3 / 2 for d in drawn], norm.cdf).pvalue < 1e-4
     zeros = [guard.outgoing(bundle_of(0.0), 0, 0)["delta"].total["w"].double() for _ in range(2)]
     assert torch.equal(*zeros)  # seeded: repeated with the seed, but never the bit's own noise again
-    bit = guard.outgoing(bundle_of(0.0), 0, 0)[adaptive.PART].total["within"]
-    assert abs(float(zeros[0][0]) / 1.0 - (float(bit) - 0.5 * 2.0 ** GRID.frac_bits(adaptive.PART)) / 1.5) > 1
+    bit = guard.outgoing(bundle_of(0.0), 0, 0)[adaptive_clipping.PART].total["within"]
+    assert abs(float(zeros[0][0]) / 1.0 - (float(bit) - 0.5 * 2.0 ** GRID.frac_bits(adaptive_clipping.PART)) / 1.5) > 1
 
 
 def run_of(**terms: object) -> RunManifest:
     made = manifest("fedavg", {"weights": "uniform"})
     given = {"allow_large": True, **FOLLOWING, "bit_noise": 20.0, "weights": "uniform", **terms}
-    choice = Choice("dp_silo_small", given)  # type: ignore[arg-type]
+    choice = NamedOptions("dp_silo_small", given)  # type: ignore[arg-type]
     return replace(made, privacy=choice, layout={**made.layout, **profiles.extra_parts(choice)})
 
 
@@ -212,7 +214,9 @@ def test_a_run_carries_its_clip_in_its_state_and_resumes_with_it(placement: str)
     with pytest.raises(StateError, match="E-STATE-22"):
         current_settings(built.guards.incoming, {"w": end["w"]}, 1)
     assert (
-        float(current_settings(built.guards.incoming, RunSetup.of(run).initial_state(), 0)[adaptive.PART]["clip"])
+        float(
+            current_settings(built.guards.incoming, RunSetup.of(run).initial_state(), 0)[adaptive_clipping.PART]["clip"]
+        )
         == 1.0
     )
 
@@ -247,11 +251,13 @@ def test_a_clip_that_the_plan_is_silent_on_is_refused_and_so_is_none_where_it_ha
 
 def test_a_round_with_a_clip_of_the_coordinators_own_is_refused_before_an_example_is_read() -> None:
     run = replace(manifest("fedavg", {"weights": "uniform"}), rounds=1)
-    run = replace(run, privacy=Choice("dp_silo_small", {"allow_large": True, "rng": "test", "weights": "uniform"}))
+    run = replace(
+        run, privacy=NamedOptions("dp_silo_small", {"allow_large": True, "rng": "test", "weights": "uniform"})
+    )
     from fl_core.simulation.in_process import local_ports
 
     port = local_ports(CompiledRun.of(run), shares())[0]
-    msg = {**RunSetup.of(run).initial_state(), adaptive.PART: {"clip": torch.tensor(9.0)}}
+    msg = {**RunSetup.of(run).initial_state(), adaptive_clipping.PART: {"clip": torch.tensor(9.0)}}
     port._share.train.batch = None  # type: ignore[method-assign, assignment]
     with pytest.raises(RefusedError, match="E-PRIV-15"):
         port.round(msg, RoundContext(3, 4, 1, 0, 3), TaskKind.TRAIN)
@@ -261,8 +267,8 @@ def test_an_infinite_epsilon_is_the_plain_run_without_a_bit() -> None:
     run = run_of(epsilon=math.inf)
     assert profiles.extra_parts(run.privacy) == {}
     assert CompiledRun.of(run).guards.silo == ()
-    plain, other = History(), History()
+    plain, other = RoundHistory(), RoundHistory()
     assert same(
-        simulate(RunSetup.of(replace(run, privacy=Choice("none"))), shares(), plain)["w"],
+        simulate(RunSetup.of(replace(run, privacy=NamedOptions("none"))), shares(), plain)["w"],
         simulate(RunSetup.of(run), shares(), other)["w"],
     )

@@ -13,20 +13,20 @@ from scipy.stats import kstest, norm
 from torch import Tensor
 
 from fl_core.aggregation.aggregator import Aggregator
-from fl_core.aggregation.fixed_point import Grid
+from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.rounds.engine import RoundRecord
-from fl_core.rounds.manifest import Choice, Member, RunManifest
+from fl_core.rounds.manifest import Member, NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
+from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types.values import Bundle, Part, PartSpec
 from privacy.accounting.accountant import Mechanism, epsilon_rdp
 from privacy.accounting.release_plan import Release
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.silo import silo_releases
-from privacy.silo_dp.config import SiloTerms, analytic_delta, analytic_epsilon, analytic_noise
-from privacy.silo_dp.mechanism import SiloLevel, coordinates, silo_level
+from privacy.silo_dp.config import SiloDpConfig, analytic_delta, analytic_epsilon, analytic_noise
+from privacy.silo_dp.mechanism import SiloDpGuard, coordinates, silo_level
 
 UNITS = (14, 7, 10)
 
@@ -36,7 +36,7 @@ def run_of(method: str = "fedavg", options: Mapping[str, object] | None = None, 
     more = {k: given.pop(k) for k in ("cohort", "rounds", "share") if k in given}
     made = manifest(method, options or {}, **more)  # type: ignore[arg-type]
     members = tuple(replace(m, units=n) for m, n in zip(made.members, UNITS, strict=True))
-    return replace(made, members=members, privacy=Choice("dp_silo_small", given))  # type: ignore[arg-type]
+    return replace(made, members=members, privacy=NamedOptions("dp_silo_small", given))  # type: ignore[arg-type]
 
 
 def bundle_of(seed: int, size: float = 30.0) -> Bundle:
@@ -50,15 +50,15 @@ def bundle_of(seed: int, size: float = 30.0) -> Bundle:
 
 
 LAYOUT = {name: PartSpec.of(part) for name, part in bundle_of(0).items()}
-GRID = Grid("ring64", 3)
+GRID = FixedPointFormat("ring64", 3)
 
 
-def guard_of(noise: float = 1.0, grid: Grid = GRID, **terms: object) -> SiloLevel:
-    made = SiloTerms(**{"rng": "test", "clip": 0.8, "metric_clip": 5.0, **terms})  # type: ignore[arg-type]
-    return SiloLevel(made, grid, LAYOUT, noise, (1.0, 0.5, 0.25), frozenset({"delta"}), 14.0, 7)
+def guard_of(noise: float = 1.0, grid: FixedPointFormat = GRID, **terms: object) -> SiloDpGuard:
+    made = SiloDpConfig(**{"rng": "test", "clip": 0.8, "metric_clip": 5.0, **terms})  # type: ignore[arg-type]
+    return SiloDpGuard(made, grid, LAYOUT, noise, (1.0, 0.5, 0.25), frozenset({"delta"}), 14.0, 7)
 
 
-def summed(guard: SiloLevel, silos: list[int], scale: float) -> dict[str, Tensor]:
+def summed(guard: SiloDpGuard, silos: list[int], scale: float) -> dict[str, Tensor]:
     """Sum what silos send on the grid, and return each block in the units in which the joint norm is taken."""
     sums = Aggregator(LAYOUT, guard.grid)
     for k in silos:
@@ -93,7 +93,7 @@ def test_brute_force_sensitivity_of_every_silo(scale: float) -> None:
 
 def test_the_clip_accounts_for_rounding_on_a_coarse_grid() -> None:
     """With 4 fractional bits rounding alone could pass C; the bound holds, and without its reserve it would not."""
-    coarse = Grid("ring32", 3, dict.fromkeys(("delta", "prototypes", "metrics"), 2.0**24)
+    coarse = FixedPointFormat("ring32", 3, dict.fromkeys(("delta", "prototypes", "metrics"), 2.0**24)
                   | {f"{n}.weight": 2.0**24 for n in LAYOUT})  # fmt: skip
     assert coarse.frac_bits("delta") == 5
     guard = guard_of(placement="central", grid=coarse, noise=4.0)
@@ -114,7 +114,7 @@ def test_the_public_weight_stands_in_the_place_of_the_true_one() -> None:
     assert all((v - again["delta"].total[k]).abs().max() <= 2**20 for k, v in sent["delta"].total.items())
 
 
-def residual(guard: SiloLevel, silo: int, round: int, name: str = "delta") -> Tensor:
+def residual(guard: SiloDpGuard, silo: int, round: int, name: str = "delta") -> Tensor:
     """Return the noise that a silo added to a bundle of zeros, over z C and the part's scale."""
     zero = {n: Part({k: torch.zeros(20_000) for k in p.total}, torch.zeros_like(p.weight) + (n == "delta"))
             for n, p in bundle_of(0).items()}  # fmt: skip
@@ -215,7 +215,7 @@ def test_what_silo_level_privacy_cannot_cover_is_refused() -> None:
     assert found.value.code == "E-PRIV-16"
     for bad in ({"clip": 0.0}, {"clip_decay": 1.5}, {"delta": 0.5}, {"placement": "nowhere"}, {"epsilon": 0.0}):
         with pytest.raises(ConfigError) as found:
-            SiloTerms.of(bad)
+            SiloDpConfig.of(bad)
         assert found.value.code == "E-PRIV-20"
 
 
@@ -225,7 +225,7 @@ def large() -> RunManifest:
 
 
 def simulated(run: RunManifest) -> tuple[dict[str, Tensor], list[RoundRecord]]:
-    history = History()
+    history = RoundHistory()
     final = simulate(CompiledRun.of(run), shares(), history)
     return dict(final["w"]), history.records
 
@@ -233,18 +233,18 @@ def simulated(run: RunManifest) -> tuple[dict[str, Tensor], list[RoundRecord]]:
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_method_runs_under_silo_level_noise_or_is_refused(method: str) -> None:
     run = run_of(method, rounds=1)
-    history = History()
+    history = RoundHistory()
     simulate(CompiledRun.of(run), shares(), history)
     assert history.records[-1].included == tuple(sorted(NAMES))
 
 
 def test_without_noise_worth_the_name_the_run_is_the_plain_one() -> None:
     """epsilon = inf is the plain run bit for bit; huge clips and tiny noise come near it."""
-    plain, _ = simulated(replace(run_of("fedavg"), privacy=Choice("none")))
+    plain, _ = simulated(replace(run_of("fedavg"), privacy=NamedOptions("none")))
     infinite, records = simulated(run_of("fedavg", epsilon=float("inf")))
     assert all(torch.equal(v, infinite[n]) for n, v in plain.items())
     near, _ = simulated(run_of("fedavg", {"weights": "uniform"}, epsilon=1e6, clip=1e3, test_data="public", rounds=3))
-    even, _ = simulated(replace(run_of("fedavg", {"weights": "uniform"}), privacy=Choice("none")))
+    even, _ = simulated(replace(run_of("fedavg", {"weights": "uniform"}), privacy=NamedOptions("none")))
     noisy, _ = simulated(run_of("fedavg", {"weights": "uniform"}, epsilon=1.0, test_data="public"))
     distance = max(float((near[n] - v).abs().max()) for n, v in even.items())
     assert distance < max(float((noisy[n] - v).abs().max()) for n, v in even.items())

@@ -8,7 +8,7 @@ import pytest
 
 from fl_core.errors import FederationError, StateError
 from protos.pki import certificates
-from protos.storage import private_files as keyfiles
+from protos.storage import private_files
 from protos.storage.private_files import Credentials
 
 
@@ -19,12 +19,12 @@ def mode(path):
 def test_private_file_and_folder_modes(tmp_path):
     old = os.umask(0)  # the most careless umask there is
     try:
-        keyfiles.write_private(tmp_path / "keys" / "k", b"secret")
+        private_files.write_private(tmp_path / "keys" / "k", b"secret")
     finally:
         os.umask(old)
     assert mode(tmp_path / "keys" / "k") == 0o600
     assert mode(tmp_path / "keys") == 0o700
-    assert keyfiles.read_private(tmp_path / "keys" / "k") == b"secret"
+    assert private_files.read_private(tmp_path / "keys" / "k") == b"secret"
     assert [p.name for p in (tmp_path / "keys").iterdir()] == ["k"]
 
 
@@ -41,7 +41,7 @@ def test_at_no_moment_readable_by_others(tmp_path, monkeypatch):
     opened = []
     real_open = os.open
     monkeypatch.setattr(os, "open", lambda *a, **k: opened.append(a) or real_open(*a, **k))
-    keyfiles.write_private(tmp_path / "keys" / "k", b"secret")
+    private_files.write_private(tmp_path / "keys" / "k", b"secret")
     created = [a for a in opened if a[1] & os.O_CREAT]
     assert seen == [0o600]
     assert [a[2] for a in created] == [0o600]
@@ -51,10 +51,10 @@ def test_at_no_moment_readable_by_others(tmp_path, monkeypatch):
 @pytest.mark.parametrize("loose", [0o640, 0o604, 0o660, 0o666, 0o644])
 def test_file_that_others_read_is_refused_with_the_remedy(tmp_path, loose):
     path = tmp_path / "keys" / "my key"
-    keyfiles.write_private(path, b"secret")
+    private_files.write_private(path, b"secret")
     path.chmod(loose)
     with pytest.raises(StateError, match=r"chmod 600 '.*my key'") as caught:
-        keyfiles.read_private(path)
+        private_files.read_private(path)
     assert caught.value.code == "E-STATE-42"
     assert "secret" not in str(caught.value)
 
@@ -64,41 +64,41 @@ def test_folder_that_others_enter_is_refused_with_the_remedy(tmp_path):
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
     with pytest.raises(StateError, match="chmod 700") as caught:
-        keyfiles.write_private(folder / "k", b"secret")
+        private_files.write_private(folder / "k", b"secret")
     assert caught.value.code == "E-STATE-42"
     assert list(folder.iterdir()) == []
 
 
 def test_interrupted_write_leaves_the_old_content(tmp_path, monkeypatch):
     path = tmp_path / "keys" / "k"
-    keyfiles.write_private(path, b"old")
+    private_files.write_private(path, b"old")
 
     def full(fd):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        keyfiles.write_private(path, b"new")
+        private_files.write_private(path, b"new")
     monkeypatch.undo()
     assert path.read_bytes() == b"old"
     assert [p.name for p in path.parent.iterdir()] == ["k"]
     (path.parent / ".k.tmp").write_bytes(b"left by a killed process")
-    keyfiles.write_private(path, b"new")
-    assert keyfiles.read_private(path) == b"new"
+    private_files.write_private(path, b"new")
+    assert private_files.read_private(path) == b"new"
 
 
 def test_link_planted_in_place_of_the_temporary_file_is_not_followed(tmp_path):
     target = tmp_path / "elsewhere"
     target.write_bytes(b"untouched")
-    folder = keyfiles.private_folder(tmp_path / "keys")
+    folder = private_files.private_folder(tmp_path / "keys")
     (folder / ".k.tmp").symlink_to(target)
-    keyfiles.write_private(folder / "k", b"secret")
+    private_files.write_private(folder / "k", b"secret")
     assert target.read_bytes() == b"untouched"
 
 
 def test_missing_key_file(tmp_path):
     with pytest.raises(StateError) as caught:
-        keyfiles.read_private(tmp_path / "none")
+        private_files.read_private(tmp_path / "none")
     assert caught.value.code == "E-STATE-43"
 
 

@@ -14,7 +14,7 @@ import pytest
 from helpers_pki import authority, join, today
 
 from protos.pki import certificates
-from protos.storage import private_files as keyfiles
+from protos.storage import private_files
 from protos.tls.connect import diagnose
 from protos.tls.diagnosis import Diagnosis
 from protos.tls.proxy import proxy_for
@@ -206,8 +206,8 @@ def test_own_certificate_is_checked_before_dialling(ca, own, tmp_path):
 def test_the_key_does_not_stay_behind(ca, own, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     written = []
-    real = keyfiles.write_private
-    monkeypatch.setattr(keyfiles, "write_private", lambda path, data: (written.append(path), real(path, data)))
+    real = private_files.write_private
+    monkeypatch.setattr(private_files, "write_private", lambda path, data: (written.append(path), real(path, data)))
     with serving(lambda peer: peer.recv(4096)) as port:
         finding = look(port, ca, own)
     assert written

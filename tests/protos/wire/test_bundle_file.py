@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Part, PartSpec
-from protos.wire.bundle_file import FileBundle
+from protos.wire.bundle_file import BundleFile
 
 
 def test_a_stored_bundle_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -53,13 +53,13 @@ def test_an_index_of_another_form_is_an_error_of_its_sender(tmp_path: Path, head
     """Any other exception would end the run, and end it again whenever it is resumed."""
     tensors = {"000000": torch.zeros(3), "000001": torch.ones(())}
     (tmp_path / "bundle").write_bytes(save(tensors, {"consilium": json.dumps(GOOD)}))
-    assert set(FileBundle(tmp_path / "bundle")) == {"p"}
+    assert set(BundleFile(tmp_path / "bundle")) == {"p"}
     (tmp_path / "bundle").write_bytes(save(tensors, {"consilium": json.dumps(header)}))
     with pytest.raises(ProtocolError, match="E-WIRE-06"):
-        FileBundle(tmp_path / "bundle")
+        BundleFile(tmp_path / "bundle")
 
 
 def test_an_index_that_is_nested_deeper_than_can_be_read_is_an_error_of_its_sender(tmp_path: Path) -> None:
     (tmp_path / "bundle").write_bytes(save({"000000": torch.zeros(3)}, {"consilium": "[" * 200_000}))
     with pytest.raises(ProtocolError, match="E-WIRE-06"):
-        FileBundle(tmp_path / "bundle")
+        BundleFile(tmp_path / "bundle")

@@ -9,8 +9,7 @@ import stat
 import pytest
 from PIL import Image
 
-from privacy.audit import canaries
-from privacy.audit import runner as audits
+from privacy.audit import canaries, runner
 from privacy.audit.runner import Outcome, Verdict
 from silo.cli import audit as audit_commands
 from silo.cli.service import run
@@ -94,7 +93,7 @@ def test_a_refuted_claim_is_status_1_after_all_audits_and_names_them(capsys, tmp
         return lambda subject, setting, out: Outcome({}, [Verdict(name, "at most 8", "9.1", holds)], "none.png")
 
     found = {"first": audit("first", False), "second": audit("second", True), "third": audit("third", None)}
-    monkeypatch.setattr(audits, "AUDITS", found)
+    monkeypatch.setattr(runner, "AUDITS", found)
     assert run(["audit", "--data", DATA, "--out", str(tmp_path / "found")]) == 1
     shown = capsys.readouterr()
     assert shown.out.splitlines() == [

@@ -8,7 +8,7 @@ import pytest
 from helpers_pki import authority, certified, join, member, roster, today
 
 from protos.pki.identity import colons, identity_of
-from silo.cli import console as show
+from silo.cli import console
 from silo.cli.service import run
 
 
@@ -50,7 +50,7 @@ def test_another_key_name_or_half_a_fingerprint_is_refused_with_what_was_found(h
 def test_text_is_shown_as_it_is(terminal, capsys, monkeypatch):
     """Fingerprints are read out to others: no part of one may turn into a picture."""
     text = "29:AB:FB:0A /data/[b]/x [/dim] :smile:"
-    monkeypatch.setattr(show.OUT, "_force_terminal", terminal)
-    show.show_rows("[/title]", ("[/head]",), [(text,)])
-    show.show_facts([("key", text)])
+    monkeypatch.setattr(console.OUT, "_force_terminal", terminal)
+    console.show_rows("[/title]", ("[/head]",), [(text,)])
+    console.show_facts([("key", text)])
     assert capsys.readouterr().out.count(text) == 2

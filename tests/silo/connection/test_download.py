@@ -11,7 +11,7 @@ from fl_core.errors import FederationError, ProtocolError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.chunks import CHUNK_BYTES
-from silo.connection.transfer import Patience
+from silo.connection.transfer import RetryPolicy
 
 
 @pytest.mark.parametrize("size", [0, len(BYTES)], ids=["size unknown", "size known"])
@@ -103,7 +103,7 @@ def test_an_object_that_the_coordinator_does_not_have_is_an_error_at_once(rig):
 
 
 def test_a_silent_download_is_given_up_and_continued(tmp_path):
-    rig = Rig(tmp_path, Patience(idle_s=0.2, backoff_s=0.001, backoff_cap_s=0.01))
+    rig = Rig(tmp_path, RetryPolicy(idle_s=0.2, backoff_s=0.001, backoff_cap_s=0.01))
     digest = rig.fake.offer(BYTES)
     with rig.silent():
         assert rig.transfer.fetch(digest, len(BYTES), rig.stop, still).read_bytes() == BYTES

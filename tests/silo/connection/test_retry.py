@@ -10,15 +10,15 @@ from helpers_silo import until
 
 from fl_core.errors import RefusedError, UnavailableError
 from fl_core.rng import numpy_stream
-from silo.connection.retry import Backoff, IdleWatch, Stop, StoppedError, persist
+from silo.connection.retry import Backoff, CancelledError, CancelToken, IdleWatch, retry_until
 
 
 def test_a_nudge_ends_a_sleep_and_is_no_stop():
-    stop, woken = Stop(), []
+    stop, woken = CancelToken(), []
     sleeper = threading.Thread(target=lambda: woken.append(stop.wait(60.0)))
     sleeper.start()
     until(lambda: stop._lock._waiters)
-    stop.nudge()
+    stop.wake()
     sleeper.join(10)
     assert woken == [False]
     assert not stop.is_set
@@ -55,18 +55,18 @@ def test_persist_repeats_what_is_unavailable_and_nothing_else():
             raise answer
         return answer
 
-    assert persist(attempt, Backoff(0.0, 0.0), Stop(), told.append) == 5
+    assert retry_until(attempt, Backoff(0.0, 0.0), CancelToken(), told.append) == 5
     assert len(told) == 2
 
     def refused():
         raise RefusedError("E-ID-12", "revoked")
 
     with pytest.raises(RefusedError):
-        persist(refused, Backoff(0.0, 0.0), Stop(), told.append)
+        retry_until(refused, Backoff(0.0, 0.0), CancelToken(), told.append)
 
 
 def test_a_stop_wakes_a_wait_and_reaches_calls_that_begin_too_late():
-    stop, cancelled = Stop(), []
+    stop, cancelled = CancelToken(), []
     waiter = threading.Thread(target=lambda: cancelled.append(stop.wait(60)))
     waiter.start()
     stop.set("enough")
@@ -74,7 +74,7 @@ def test_a_stop_wakes_a_wait_and_reaches_calls_that_begin_too_late():
     with stop.cancels(lambda: cancelled.append("late")):
         pass
     assert cancelled == [True, "late"]
-    with pytest.raises(StoppedError, match="enough"):
+    with pytest.raises(CancelledError, match="enough"):
         stop.check()
 
 

@@ -13,14 +13,14 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki.identity import Address
 from protos.tls.diagnosis import Diagnosis
 from protos.version import PROTOCOL
-from silo.connection.channel import Lines
-from silo.connection.control_client import RECONNECT_CAP_S, Client
-from silo.connection.retry import Backoff, Stop
-from silo.connection.transfer import Patience
+from silo.connection.channel import ConnectionManager
+from silo.connection.control_client import RECONNECT_CAP_S, ControlClient
+from silo.connection.retry import Backoff, CancelToken
+from silo.connection.transfer import RetryPolicy
 from silo.storage.store import Store
 
 WELL = Diagnosis(None, "works", "all is well")
-QUICK = Patience(idle_s=5.0, backoff_s=0.001, backoff_cap_s=0.02)
+QUICK = RetryPolicy(idle_s=5.0, backoff_s=0.001, backoff_cap_s=0.02)
 
 
 class Handler:
@@ -49,13 +49,13 @@ class Rig:
     def __init__(self, folder, control=None, patience=QUICK, finding=WELL):
         self.control = control or FakeControl()
         self.host = Host(FakeTransfer(), self.control)
-        self.handler, self.stop, self.notices = Handler(), Stop(), []
+        self.handler, self.stop, self.notices = Handler(), CancelToken(), []
         self.store = Store(folder / "silo.db")
         self.greeted = threading.Event()
         self.explained = []
         self.staged = []
-        self.client = Client(
-            Lines([Address("127.0.0.1", 1)], lambda _: self.host.channel()),
+        self.client = ControlClient(
+            ConnectionManager([Address("127.0.0.1", 1)], lambda _: self.host.channel()),
             self.store,
             lambda: pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, staged=self.staged),
             lambda welcome: None,
@@ -150,7 +150,7 @@ def test_the_wait_for_a_session_is_never_longer_than_its_cap(make, monkeypatch):
     asked = []
     quick = lambda base, cap: asked.append((base, cap)) or Backoff(base, 0.01)  # noqa: E731
     monkeypatch.setattr("silo.connection.control_client.Backoff", quick)
-    make(patience=Patience(idle_s=5.0)).start()
+    make(patience=RetryPolicy(idle_s=5.0)).start()
     assert asked == [(1.0, RECONNECT_CAP_S)]
 
 
@@ -171,7 +171,7 @@ def test_a_coordinator_that_falls_silent_is_left(make):
 def test_a_coordinator_that_never_welcomes_is_left(make):
     control = FakeControl()
     control.welcome = lambda hello: None
-    rig = make(control, Patience(idle_s=0.1, backoff_s=0.001, backoff_cap_s=0.01)).start(sessions=0)
+    rig = make(control, RetryPolicy(idle_s=0.1, backoff_s=0.001, backoff_cap_s=0.01)).start(sessions=0)
     until(lambda: rig.codes().count("E-NET-12") >= 2)
 
 
@@ -187,7 +187,7 @@ def test_a_session_is_recycled_by_opening_the_new_one_first(make):
 
 def test_a_recycling_that_fails_keeps_the_session_that_there_is(make):
     control = FakeControl(recycle_s=0.05)
-    rig = make(control, Patience(idle_s=0.2, backoff_s=0.01, backoff_cap_s=0.02)).start()
+    rig = make(control, RetryPolicy(idle_s=0.2, backoff_s=0.01, backoff_cap_s=0.02)).start()
     control.welcome = lambda hello: None
     until(lambda: "E-NET-12" in rig.codes())
     assert not control.sessions[-1].over.is_set()

@@ -13,7 +13,7 @@ from helpers_transfer import BYTES, receipt_for
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
-from silo.connection.transfer import Patience
+from silo.connection.transfer import RetryPolicy
 
 
 def test_an_upload_gives_a_verified_receipt(rig):
@@ -113,7 +113,7 @@ def test_a_receipt_with_a_wrong_signature_is_refused(rig):
 
 
 def test_a_stream_in_which_nothing_moves_is_given_up_and_opened_anew(tmp_path):
-    rig = Rig(tmp_path, Patience(idle_s=0.2, backoff_s=0.001, backoff_cap_s=0.01))
+    rig = Rig(tmp_path, RetryPolicy(idle_s=0.2, backoff_s=0.001, backoff_cap_s=0.01))
     with rig.silent():
         rig.upload()
     assert rig.told[0].code == "E-NET-12"

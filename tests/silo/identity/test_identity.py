@@ -9,7 +9,7 @@ from fl_core.errors import RefusedError, StateError
 from protos.pki import certificates
 from protos.pki.identity import Identity, Kind, certificate_fingerprint, identity_of
 from protos.pki.invitation import InvitationToken
-from protos.storage import private_files as keyfiles
+from protos.storage import private_files
 from silo.identity.identity import SiloIdentity
 
 
@@ -69,7 +69,9 @@ def test_a_join_whose_answer_was_lost_asks_for_the_same_key(ca, tmp_path):
     silo = SiloIdentity(tmp_path / "s", ca.clock)
     token = token_for(ca)
     keys = {
-        certificates.fingerprint_of(certificates.p256(certificates.load_request(silo.join_material(token).csr_pem)))
+        certificates.fingerprint_of(
+            certificates.public_key(certificates.load_request(silo.join_material(token).csr_pem))
+        )
         for _ in range(3)
     }
     assert len(keys) == 1
@@ -146,16 +148,16 @@ def test_a_renewal_does_not_disturb_the_next_one(ca, silo, clock):
     waiting = silo.renewal_request().csr_pem
     silo.install(first, ca.ca_pem)
     again = silo.renewal_request().csr_pem
-    keys = [certificates.spki(certificates.p256(certificates.load_request(c))) for c in (waiting, again)]
+    keys = [certificates.spki(certificates.public_key(certificates.load_request(c))) for c in (waiting, again)]
     assert keys[0] == keys[1]
 
 
 def test_joining_anew_proves_that_it_is_the_same_silo(ca, silo, clock):
     old = silo.load()
-    old_public = certificates.p256(certificates.load_certificate(silo.current_credentials().cert_pem, "t"))
+    old_public = certificates.public_key(certificates.load_certificate(silo.current_credentials().cert_pem, "t"))
     clock.advance(days=100)  # expired: it cannot renew, it can be invited again
     material = silo.join_material(token_for(ca))
-    new = certificates.p256(certificates.load_request(material.csr_pem))
+    new = certificates.public_key(certificates.load_request(material.csr_pem))
     message = certificates.renewal_message(old.identity, new)
     assert certificates.verify(old_public, certificates.RENEWAL, message, material.proof)
     silo.install(ca.sign_silo(material.csr_pem, "center3"), ca.ca_pem)
@@ -182,8 +184,8 @@ def cut_at(monkeypatch, step, moment):
 
         return change
 
-    monkeypatch.setattr(keyfiles, "_replace", wrap(keyfiles._replace))
-    monkeypatch.setattr(keyfiles, "remove", wrap(keyfiles.remove))
+    monkeypatch.setattr(private_files, "_replace", wrap(private_files._replace))
+    monkeypatch.setattr(private_files, "remove", wrap(private_files.remove))
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
@@ -239,7 +241,7 @@ def test_loose_modes_are_refused(silo):
 
 
 def test_signatures_for_one_purpose(silo):
-    public = certificates.p256(certificates.load_certificate(silo.current_credentials().cert_pem, "t"))
+    public = certificates.public_key(certificates.load_certificate(silo.current_credentials().cert_pem, "t"))
     signature = silo.sign("secure aggregation keys", b"message")
     assert certificates.verify(public, "secure aggregation keys", b"message", signature)
     assert not certificates.verify(public, "receipt", b"message", signature)

@@ -17,9 +17,9 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki import certificates
 from protos.pki.identity import Address
 from protos.tls.diagnosis import Diagnosis
-from silo.connection.channel import Lines
+from silo.connection.channel import ConnectionManager
 from silo.identity.identity import SiloIdentity
-from silo.service.enrolment import Keeper, join, pinned_version
+from silo.service.enrolment import MembershipMaintainer, join, pinned_version
 from silo.storage.home import Home, default_home
 
 
@@ -113,8 +113,8 @@ def test_a_join_that_is_complete_is_left_as_it_is(rig):
     assert len(rig.enrolment.requests) == 1
     before = SiloIdentity(rig.home.path, rig.clock).current_credentials()
     assert rig.join(again=True).fingerprint != first.fingerprint
-    new = certificates.p256(certificates.load_request(rig.enrolment.requests[1]))
-    old = certificates.p256(certificates.load_certificate(before.cert_pem, "test"))
+    new = certificates.public_key(certificates.load_request(rig.enrolment.requests[1]))
+    old = certificates.public_key(certificates.load_certificate(before.cert_pem, "test"))
     signed = certificates.renewal_message(first.identity, new)
     assert rig.enrolment.proofs[0] == b""
     assert certificates.verify(old, certificates.RENEWAL, signed, rig.enrolment.proofs[1])
@@ -177,8 +177,10 @@ class Kept:
         self.notices, self.moved = [], []
         self.silo = joined_silo(rig.ca, folder / "member", "center1")
         rig.enrolment.old = self.silo.current_credentials().cert_pem
-        lines = Lines([Address("127.0.0.1", 1)], rig.channel)
-        self.keeper = Keeper(self.silo, lines, self.notices.append, lambda: self.moved.append(1), rig.clock)
+        lines = ConnectionManager([Address("127.0.0.1", 1)], rig.channel)
+        self.keeper = MembershipMaintainer(
+            self.silo, lines, self.notices.append, lambda: self.moved.append(1), rig.clock
+        )
 
 
 @pytest.fixture
@@ -189,26 +191,26 @@ def kept(rig, tmp_path):
 def test_a_certificate_is_renewed_after_two_thirds_of_its_life_and_not_before(rig, kept):
     first = kept.silo.load()
     rig.clock.advance(days=59)
-    assert not kept.keeper.look()
+    assert not kept.keeper.renew_if_due()
     rig.clock.advance(days=2)
-    assert kept.keeper.look()
+    assert kept.keeper.renew_if_due()
     second = kept.silo.load()
     assert second.serial != first.serial
     assert second.not_after - first.not_after > timedelta(days=60)
     assert kept.moved == [1]
-    assert not kept.keeper.look()
+    assert not kept.keeper.renew_if_due()
 
 
 def test_a_renewal_that_fails_is_told_once_and_tried_again(rig, kept):
     rig.clock.advance(days=70)
     rig.enrolment.refusal = (grpc.StatusCode.UNAVAILABLE, "away")
     before = kept.silo.load().serial
-    assert not kept.keeper.look()
-    assert not kept.keeper.look()
+    assert not kept.keeper.renew_if_due()
+    assert not kept.keeper.renew_if_due()
     assert [n.facts["code"] for n in kept.notices] == ["E-NET-01"]
     assert kept.silo.load().serial == before
     rig.enrolment.refusal = None
-    assert kept.keeper.look()
+    assert kept.keeper.renew_if_due()
 
 
 def test_a_newer_roster_is_pinned_and_what_changed_is_told(rig, kept):
@@ -216,9 +218,9 @@ def test_a_newer_roster_is_pinned_and_what_changed_is_told(rig, kept):
 
     mine = member(rig.ca, kept.silo.current_credentials().cert_pem)
     other = member(rig.ca, certified(rig.ca, "center2"))
-    kept.keeper.follow(roster(rig.ca, [mine, other], 2).pack())
+    kept.keeper.apply_roster(roster(rig.ca, [mine, other], 2).pack())
     assert sorted(kept.silo.peers()) == ["center1", "center2"]
     assert [n.text for n in kept.notices] == ["center2 joined (roster 2)"]
-    kept.keeper.follow(b"")
+    kept.keeper.apply_roster(b"")
     with pytest.raises(RefusedError, match="E-ID-14"):
-        kept.keeper.follow(roster(rig.ca, [mine], 1).pack())
+        kept.keeper.apply_roster(roster(rig.ca, [mine], 1).pack())

@@ -13,7 +13,7 @@ from fl_core import datasets
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import Choice, Member
+from fl_core.rounds.manifest import Member, NamedOptions
 from fl_core.types.values import PartSpec, Schema
 
 
@@ -24,7 +24,7 @@ def unknown_classes():
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        (lambda: {"privacy": Choice("magic", {})}, "E-PRIV-01"),
+        (lambda: {"privacy": NamedOptions("magic", {})}, "E-PRIV-01"),
         (lambda: {"software": "consilium-fl 99.0.0"}, "E-WIRE-01"),
         (lambda: {"members": (Member("center0"), Member("center7"))}, "E-RUN-05"),
         (lambda: {"schema": unknown_classes()}, "E-DATA-05"),
@@ -56,7 +56,13 @@ def test_a_refusal_over_the_hospitals_images_names_no_file_of_it(make, tmp_path)
     schema = Schema((3, 32, 32), ("nevus", "melanoma"))
     small = build_model("simple_cnn", {}, schema, 3)
     layout = derive_layout(build_method("fedavg", {}), small, schema)
-    facts = {"data": "folder", "schema": schema, "layout": layout, "model": Choice("simple_cnn", {}), "image_size": 32}
+    facts = {
+        "data": "folder",
+        "schema": schema,
+        "layout": layout,
+        "model": NamedOptions("simple_cnn", {}),
+        "image_size": 32,
+    }
     hospital = make(manifest(**facts), data=f"folder:{images}")
     hospital.start()
     for file in images.rglob("*.png"):
@@ -80,7 +86,7 @@ def test_another_shape_is_refused(make):
 
 
 def test_an_unknown_privacy_profile_is_refused_before_any_data_is_touched(make, monkeypatch):
-    hospital = make(manifest(privacy=Choice("magic", {})))
+    hospital = make(manifest(privacy=NamedOptions("magic", {})))
     hospital.start()
     touched = []
     monkeypatch.setattr(datasets, "load", lambda *a, **k: touched.append(a))

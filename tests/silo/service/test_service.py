@@ -14,13 +14,13 @@ from helpers_silo import MEMBERS, FakeSession, manifest, until
 
 from fl_core import datasets
 from fl_core.methods import build_method
-from fl_core.rounds.manifest import Choice, Member, RunManifest
+from fl_core.rounds.manifest import Member, NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.values import RoundContext, TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
-from silo.connection.transfer import Patience
+from silo.connection.transfer import RetryPolicy
 from silo.storage.home import Home
 
 # ---- a round -------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def test_equals_local_port_bit_for_bit(make, method, options, opt_out):
     from fl_core.methods import METHODS
 
     assert method in METHODS
-    run = manifest(method=Choice(method, options))
+    run = manifest(method=NamedOptions(method, options))
     hospital = make(run, prototypes=not opt_out)
     hospital.start()
     shares = [datasets.load(f"digits/p3c4/{k}") for k in range(3)]
@@ -143,7 +143,9 @@ def test_threads_of_the_machine_are_as_before_a_task(make):
 
 def test_an_upload_that_waits_goes_on_when_the_coordinator_is_back(make, monkeypatch):
     """Its own back-off may be a minute long; the welcome of the next session ends it."""
-    monkeypatch.setattr("helpers_silo.PATIENCE", Patience(idle_s=5.0, backoff_s=3600.0, backoff_cap_s=3600.0, tries=3))
+    monkeypatch.setattr(
+        "helpers_silo.PATIENCE", RetryPolicy(idle_s=5.0, backoff_s=3600.0, backoff_cap_s=3600.0, tries=3)
+    )
     monkeypatch.setattr("silo.connection.control_client.RECONNECT_CAP_S", 0.01)
     hospital = make()
     hospital.transfer.refusal = (grpc.StatusCode.UNAVAILABLE, "away")

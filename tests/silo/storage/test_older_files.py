@@ -18,7 +18,7 @@ from fl_core.types.enums import TaskKind
 from protos.wire.tasks import TaskKey
 from silo.storage import store as stores
 from silo.storage.store import Store
-from silo.storage.tasks import Attested
+from silo.storage.tasks import Attestation
 
 DUMP = Path(__file__).resolve().parents[2] / "data" / "silo_v3.sql"
 FINISHED, OPEN = "fedavg-digits-efab", TaskKey("waits-d1ea", 0, TaskKind.TRAIN)
@@ -79,7 +79,7 @@ def test_approvals_and_what_was_attested_are_there(tmp_path: Path) -> None:
     with opened(older(tmp_path / "older.db", VERSION_2)) as store:
         assert store.approvals.all() == []
         assert store.approvals.ask("run", "m" * 64, "name", "about") is None
-        assert store.outbox()[0].attested == Attested()
+        assert store.outbox()[0].attested == Attestation()
 
 
 def test_a_migrated_file_has_the_tables_of_a_new_one(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from helpers_silo import Hospital, until
 
 from fl_core.types.values import TaskKind
-from protos.storage.object_store import ObjectStore
+from protos.storage.object_store import ContributionStore
 from protos.wire.tasks import TaskKey
 
 TRAINED = TaskKey("run-1", 0, TaskKind.TRAIN)
@@ -26,16 +26,16 @@ class Disk:
     """Holds the sync of finished updates back until it is let go, and may fail then."""
 
     def __init__(self, monkeypatch, error: OSError | None = None) -> None:
-        self.free, self.sealing, real = threading.Event(), threading.Event(), ObjectStore.sync
+        self.free, self.sealing, real = threading.Event(), threading.Event(), ContributionStore.sync
 
-        def sync(objects: ObjectStore, *digests: str) -> None:
+        def sync(objects: ContributionStore, *digests: str) -> None:
             self.sealing.set()
             assert self.free.wait(60)
             if error is not None:
                 raise error
             real(objects, *digests)
 
-        monkeypatch.setattr(ObjectStore, "sync", sync)
+        monkeypatch.setattr(ContributionStore, "sync", sync)
 
 
 def test_an_update_is_sent_while_it_goes_to_the_disk_and_committed_once_it_is_there(hospital, monkeypatch):

@@ -11,7 +11,7 @@ from helpers_silo import manifest, until
 from fl_core import datasets
 from privacy.ledger.ledger import Ledger
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire.bundle_file import FileBundle
+from protos.wire.bundle_file import BundleFile
 from silo.service.task_queue import public_reason
 
 
@@ -108,7 +108,7 @@ def test_withheld_classes_are_zeros_and_the_others_are_as_before(make, tmp_path)
         first(hospital)
         (raw,) = hospital.transfer.uploads.values()
         (tmp_path / hospital.run_id).write_bytes(bytes(raw))
-        bundles.append(FileBundle(tmp_path / hospital.run_id)["prototypes"])
+        bundles.append(BundleFile(tmp_path / hospital.run_id)["prototypes"])
         hospital.stop()
     free, held = bundles
     withheld = counts <= rare
@@ -147,7 +147,7 @@ def test_a_hospitals_own_opt_out_is_neither_released_nor_charged(make, tmp_path,
     assert purposes.count("prototypes") == sent
     (raw,) = hospital.transfer.uploads.values()
     (tmp_path / "bundle").write_bytes(bytes(raw))
-    bundle = FileBundle(tmp_path / "bundle")
+    bundle = BundleFile(tmp_path / "bundle")
     weight = next(p.weight for name, p in bundle.items() if name != "metrics" and p.weight.shape == (10,))
     assert (weight == 0).all()  # submitted or not: no class has so many records
 

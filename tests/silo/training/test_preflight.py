@@ -12,7 +12,7 @@ from helpers_private import HOSPITAL, TEST, TRAIN, budgeted, hospital_level, pri
 from helpers_silo import until
 
 from fl_core.models import build_model
-from fl_core.rounds.manifest import Choice
+from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
 from privacy.accounting.accountant import aggregated
 from privacy.compiled_run import CompiledRun
@@ -20,7 +20,7 @@ from privacy.profiles.record import release_plan
 from privacy.profiles.silo import silo_releases
 from privacy.silo_dp.mechanism import silo_level
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.training import preflight as checks
+from silo.training import preflight
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -115,7 +115,7 @@ def test_the_whole_of_a_silo_level_run_is_every_round_and_the_last_evaluation():
     assert set(found) == {"hospital", "train", "test"}
     for split, mechanisms in found.items():
         assert aggregated(mechanisms) == aggregated([r.mechanism for r in releases if r.collection == split])
-    assert CompiledRun.of(replace(run, privacy=Choice("none", {}))).profile.charges(1) == {}
+    assert CompiledRun.of(replace(run, privacy=NamedOptions("none", {}))).profile.charges(1) == {}
 
 
 def test_class_counts_that_were_released_before_are_not_asked_for_again():
@@ -132,7 +132,7 @@ def test_class_counts_that_were_released_before_are_not_asked_for_again():
     ("changed", "code"),
     [
         ({"software": "consilium-fl 0.0.1"}, "E-WIRE-01"),
-        ({"privacy": Choice("dp_record", {"rng": "secure", "epsilon": 9.0})}, "E-POLICY-05"),
+        ({"privacy": NamedOptions("dp_record", {"rng": "secure", "epsilon": 9.0})}, "E-POLICY-05"),
         ({"layout": {}}, "E-WIRE-06"),
         ({"name": "of nobody", "members": ()}, "E-PRIV-20"),
     ],
@@ -152,7 +152,7 @@ def test_weights_that_are_not_here_are_missed_before_round_0_and_their_place_is_
     hospital = make(private())
     hospital.start()
     monkeypatch.setattr("fl_core.models.efficientnet.image_shape", lambda *_, **__: None)  # digits are too small for it
-    pretrained = Choice("efficientnet_b0", {"weights": str(tmp_path / "doe.pth"), "norm": "frozen"})
+    pretrained = NamedOptions("efficientnet_b0", {"weights": str(tmp_path / "doe.pth"), "norm": "frozen"})
     hospital.digest = hospital.transfer.offer(replace(hospital.manifest, model=pretrained).to_json().encode())
     ask(hospital)
     found = answered(hospital)
@@ -167,16 +167,16 @@ def test_too_little_memory_names_the_physical_batch_and_too_little_disk_the_need
     hospital.start()
     built = build_model("digits_cnn", {}, hospital.manifest.schema, 3)
     rows = release_plan(RunSetup.of(hospital.manifest), 1).rows
-    for free in (0, checks.training_bytes(built, rows) - 1):
-        monkeypatch.setattr(checks, "free_memory", lambda _, free=free: free)
+    for free in (0, preflight.training_bytes(built, rows) - 1):
+        monkeypatch.setattr(preflight, "free_memory", lambda _, free=free: free)
         ask(hospital)
         found = answered(hospital, len(answers(hospital)) + 1)
         assert found.code == "E-RUN-38"
         assert "privacy.physical_batch=1" in found.reason
     reasons = {a.reason for a in answers(hospital)}
     assert len(reasons) == 1  # what is free at the hospital is not told
-    monkeypatch.setattr(checks, "free_memory", lambda _: checks.training_bytes(built, rows))
-    need = checks.OBJECTS * checks.state_bytes(built)
+    monkeypatch.setattr(preflight, "free_memory", lambda _: preflight.training_bytes(built, rows))
+    need = preflight.OBJECTS * preflight.state_bytes(built)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10 * need, 0, need - 1))
     ask(hospital)
     assert answered(hospital, 3).code == "E-RUN-38"
@@ -188,8 +188,8 @@ def test_too_little_memory_names_the_physical_batch_and_too_little_disk_the_need
 def test_per_example_gradients_are_what_the_estimate_grows_with():
     model = build_model("digits_cnn", {}, private().schema, 3)
     numbers = sum(p.numel() for p in model.parameters())
-    assert checks.training_bytes(model, 10) - checks.training_bytes(model, 0) == 10 * 4 * numbers
-    assert checks.state_bytes(model) >= 4 * numbers
+    assert preflight.training_bytes(model, 10) - preflight.training_bytes(model, 0) == 10 * 4 * numbers
+    assert preflight.state_bytes(model) >= 4 * numbers
 
 
 def test_a_question_that_names_no_run_is_left_out_and_the_service_goes_on(make, tmp_path):

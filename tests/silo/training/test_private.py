@@ -10,7 +10,7 @@ from fl_core import datasets
 from fl_core.errors import StateError
 from fl_core.methods import build_method
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.rounds.silo_round import work
+from fl_core.rounds.silo_round import run_silo_round
 from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.values import RoundContext, TaskKind
 from privacy.accounting.accountant import aggregated, epsilon_rdp
@@ -99,7 +99,7 @@ def test_resending_is_free_a_failed_task_stays_charged_and_a_new_try_is_a_new_at
     failing = [True]
 
     def do(*args):
-        found = work(*args)
+        found = run_silo_round(*args)
         if failing.pop() if failing else False:
             raise OSError("the disk is full")
         return found

@@ -14,7 +14,7 @@ from fl_core import datasets
 from fl_core.errors import RefusedError
 from fl_core.methods import build_method
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.rounds.silo_round import work
+from fl_core.rounds.silo_round import run_silo_round
 from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.values import RoundContext, TaskKind
 from privacy.accounting.accountant import aggregated, epsilon_rdp
@@ -23,13 +23,13 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from privacy.profiles.silo import silo_releases
 from privacy.release_log import InMemoryReleaseLog
-from privacy.silo_dp import adaptive_clipping as adaptive
+from privacy.silo_dp import adaptive_clipping
 from privacy.silo_dp.mechanism import silo_level
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
-from protos.wire.bundle_file import FileBundle
+from protos.wire.bundle_file import BundleFile
 from silo.storage.home import Home
-from silo.training.hospital_controls import asks
+from silo.training.hospital_controls import describe_request
 
 ROOM = 40.0
 """Of training records: a run of epsilon 8 for the hospital costs each of them more."""
@@ -37,7 +37,7 @@ ROOM = 40.0
 
 @pytest.fixture
 def make(make, tmp_path):
-    def hospital(run=None, do=work, **settings):
+    def hospital(run=None, do=run_silo_round, **settings):
         return make(run or hospital_level(), do, tmp_path / "home", **settings)
 
     return hospital
@@ -53,7 +53,7 @@ def ledger_of(tmp_path, hospital=8.0, train=ROOM, test=ROOM, policy=SEEDED_POLIC
 def message(run, clip=None):
     """Make what the coordinator broadcasts in round 0."""
     msg = build_method(run.method.name, run.method.options).broadcast(RunSetup.of(run).initial_state())
-    return msg if clip is None else {**msg, adaptive.PART: {"clip": torch.tensor(clip)}}
+    return msg if clip is None else {**msg, adaptive_clipping.PART: {"clip": torch.tensor(clip)}}
 
 
 ADAPTIVE = {"clipping": "adaptive", "bit_noise": 20.0}
@@ -128,7 +128,7 @@ def test_a_task_that_failed_stays_charged_and_its_repetition_is_charged_again(ma
     failing = [True]
 
     def do(*args):
-        found = work(*args)
+        found = run_silo_round(*args)
         if failing.pop() if failing else False:
             raise OSError("the disk is full")
         return found
@@ -215,8 +215,10 @@ def test_a_clip_of_the_coordinators_own_is_refused_before_an_example_is_read(mak
 
 
 def test_an_approval_says_whom_epsilon_is_for():
-    assert asks(CompiledRun.of(hospital_level())).endswith("epsilon 8 at delta 1e-05 for the whole hospital")
-    assert asks(CompiledRun.of(private())).endswith("epsilon 8 at delta 1e-05 for each record")
+    assert describe_request(CompiledRun.of(hospital_level())).endswith(
+        "epsilon 8 at delta 1e-05 for the whole hospital"
+    )
+    assert describe_request(CompiledRun.of(private())).endswith("epsilon 8 at delta 1e-05 for each record")
 
 
 HIDING = f"{SEEDED_POLICY}[runs]\nhide_size = true\n"
@@ -235,7 +237,7 @@ def test_a_hospital_that_hides_its_size_counts_once_in_every_run_that_it_accepts
     hospital.sent()
     (raw,) = hospital.transfer.uploads.values()
     (tmp_path / "bundle").write_bytes(bytes(raw))
-    bundle = FileBundle(tmp_path / "bundle")
+    bundle = BundleFile(tmp_path / "bundle")
     assert {float(part.weight) for part in bundle.values() if not part.weight.dim()} == {1.0}
 
 

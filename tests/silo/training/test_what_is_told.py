@@ -14,7 +14,7 @@ from helpers_private import HOSPITAL, SEEDED_POLICY, hospital_level, private
 from helpers_silo import Hospital
 
 from fl_core import datasets
-from fl_core.rounds.silo_round import work
+from fl_core.rounds.silo_round import run_silo_round
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from protos.consilium.v1 import federation_pb2 as pb
@@ -81,7 +81,7 @@ DATA = ("digits/p3c4/1", "digits/p2c5/0")
 class Heard:
     """All that one hospital told in one round, sorted by what it may depend on."""
 
-    def __init__(self, folder: Path, run: object, data: str, do: object = work) -> None:
+    def __init__(self, folder: Path, run: object, data: str, do: object = run_silo_round) -> None:
         self.training: list[pb.Pulse] = []
         ledger = self._ledger(folder, data)
 
@@ -95,7 +95,7 @@ class Heard:
         try:
             hospital.start()
             hospital.offer()
-            if do is work:
+            if do is run_silo_round:
                 hospital.sent()
             else:
                 hospital.refused()

@@ -24,17 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from fl_core import rng
-from fl_core.methods.building_blocks import class_level_aggregation as acla
-from fl_core.methods.building_blocks import class_vectors as geometry
-from fl_core.methods.building_blocks import fine_grained
+from fl_core.methods.building_blocks import class_level_aggregation, class_vectors, fine_grained
 from fl_core.methods.building_blocks.fine_grained import Anchors, FineModel
 from fl_core.methods.building_blocks.kmeans import clusters
-from fl_core.methods.building_blocks.prototypes import PART, features_of
+from fl_core.methods.building_blocks.prototypes import PROTOTYPES, features_of
 from fl_core.methods.disjoint.fedcd.losses import Objective, decay
 from fl_core.methods.disjoint.fedcd.options import FedCDOptions
-from fl_core.types import tensor_maps as trees
-from fl_core.types.interfaces import SiloData
-from fl_core.types.values import Bundle, Outcome, Part, RoundContext, SgdOptions, State, Tensors
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import Bundle, LocalResult, Part, RoundContext, SgdOptions, State, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +46,31 @@ class FedCD(FedCDOptions):
 
     def shared(self, name: str) -> bool:
         """Average what makes features, and the head where it has no rule of its own."""
-        return not name.startswith(("head.", "prototypes.")) and (name != acla.HEAD or self.acla == "fedavg")
+        return not name.startswith(("head.", "prototypes.")) and (
+            name != class_level_aggregation.HEAD or self.acla == "fedavg"
+        )
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start with an evenly random head, as a linear layer has, and without prototypes."""
         split = features_of(model)
         rows, d = context.n_classes * self.fine, split.feature_dim
-        head = torch.rand(rows, d, generator=rng.stream(geometry.seed_of(model), "fine head"))
-        w = trees.only(trees.read(FineModel(split, self.fine, self.aggregation)), lambda name: name != acla.HEAD)
-        return {"w": {**w, acla.HEAD: (2 * head - 1) / d**0.5}, PART: fine_grained.unknown(rows, d)}
+        head = torch.rand(rows, d, generator=rng.stream(class_vectors.seed_of(model), "fine head"))
+        w = tensor_maps.select(
+            tensor_maps.copy_state(FineModel(split, self.fine, self.aggregation)),
+            lambda name: name != class_level_aggregation.HEAD,
+        )
+        return {
+            "w": {**w, class_level_aggregation.HEAD: (2 * head - 1) / d**0.5},
+            PROTOTYPES: fine_grained.unknown(rows, d),
+        }
 
     def broadcast(self, server: State) -> State:
         """Send the model, the prototypes and what they stand for."""
         return dict(server)
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: SiloData, context: RoundContext) -> Outcome:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Find the silo's anchors, train everything at once, count again and send."""
-        anchors = self._anchors(self._received(model, msg), msg[PART], data, context)
+        anchors = self._anchors(self._received(model, msg), msg[PROTOTYPES], data, context)
         net = self._received(model, msg, anchors.points)
         objective = self._objective(msg, anchors, data, context)
         penalty = objective.penalty if objective.n and bool(objective.count.any()) else None
@@ -72,26 +78,34 @@ class FedCD(FedCDOptions):
             net, objective.loss, SgdOptions(penalty=penalty, only=lambda name: self.hpc or name != "prototypes.weight")
         )
         sums, counts = fine_grained.census(net, anchors, data, self.fine)
-        trained = {name: v.cpu() for name, v in trees.read(net).items()}
-        moved = trees.sub(trees.only(trained, msg["w"].__contains__), msg["w"])
+        trained = {name: v.cpu() for name, v in tensor_maps.copy_state(net).items()}
+        moved = tensor_maps.sub(tensor_maps.select(trained, msg["w"].__contains__), msg["w"])
         points = trained["prototypes.weight"] if self.hpc else sums / counts.clamp(min=1.0).unsqueeze(1)
         weight = counts if context.prototypes else torch.zeros_like(counts)
         bundle = {
-            "delta": Part.of(trees.only(moved, self.shared), self.weight(data)),
-            PART: Part.of({"p": points - msg[PART]["p"]}, weight),
+            "delta": Part.of(tensor_maps.select(moved, self.shared), self.weight(data)),
+            PROTOTYPES: Part.of({"p": points - msg[PROTOTYPES]["p"]}, weight),
         }
         if self.acla != "fedavg":
-            known = Anchors(msg[PART]["p"], msg[PART]["known"] > 0)
-            bundle[acla.PART] = acla.outgoing(self.acla, moved[acla.HEAD], trained[acla.HEAD], known, counts)
-        return Outcome(bundle, silo)
+            known = Anchors(msg[PROTOTYPES]["p"], msg[PROTOTYPES]["known"] > 0)
+            bundle[class_level_aggregation.PART] = class_level_aggregation.outgoing(
+                self.acla, moved[class_level_aggregation.HEAD], trained[class_level_aggregation.HEAD], known, counts
+            )
+        return LocalResult(bundle, silo)
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:  # noqa: ARG002
         """Average features by examples, prototypes by their counts, the head by its rule."""
-        w, after = server["w"], fine_grained.merged(server[PART], total[PART], self.fine)
-        w = {**w, **trees.add(trees.only(w, self.shared), total["delta"].mean())}
+        w, after = server["w"], fine_grained.merged(server[PROTOTYPES], total[PROTOTYPES], self.fine)
+        w = {**w, **tensor_maps.add(tensor_maps.select(w, self.shared), total["delta"].mean())}
         if self.acla != "fedavg":
-            w[acla.HEAD] = acla.merged(self.acla, w[acla.HEAD], total[acla.PART], after["p"], after["known"])
-        return {**server, "w": w, PART: after}
+            w[class_level_aggregation.HEAD] = class_level_aggregation.merged(
+                self.acla,
+                w[class_level_aggregation.HEAD],
+                total[class_level_aggregation.PART],
+                after["p"],
+                after["known"],
+            )
+        return {**server, "w": w, PROTOTYPES: after}
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
         """Classify with the fine head."""
@@ -99,10 +113,10 @@ class FedCD(FedCDOptions):
 
     def _received(self, model: nn.Module, msg: State, points: Tensor | None = None) -> FineModel:
         net = FineModel(features_of(model), self.fine, self.aggregation, points)
-        trees.write(net, msg["w"])
+        tensor_maps.load_state(net, msg["w"])
         return net
 
-    def _anchors(self, net: FineModel, state: Tensors, data: SiloData, context: RoundContext) -> Anchors:
+    def _anchors(self, net: FineModel, state: Tensors, data: LocalData, context: RoundContext) -> Anchors:
         """Take the known prototypes; cluster the silo's classes that have none."""
         known = state["known"] > 0
         of_class = fine_grained.by_class(known, self.fine).any(1)
@@ -117,15 +131,15 @@ class FedCD(FedCDOptions):
         rows = new.repeat_interleave(self.fine)
         return Anchors(torch.where(rows.unsqueeze(1), found.flatten(0, 1), state["p"]), known | rows)
 
-    def _objective(self, msg: State, anchors: Anchors, data: SiloData, context: RoundContext) -> Objective:
-        state = msg[PART]
+    def _objective(self, msg: State, anchors: Anchors, data: LocalData, context: RoundContext) -> Objective:
+        state = msg[PROTOTYPES]
         mu = decay(context.round, context.rounds, zero_based=self.zero_based) if self.hpc else 1.0
         n = 0.0 if self.importance in ("unscaled", "shuffle") else data.size()
         count = state["count"] * state["known"] * float(self.importance != "none")
         drawn = self._shuffled(count, data, context) if self.importance == "shuffle" else None
-        return Objective(self, mu, msg["w"][acla.HEAD], anchors, state["p"], count, n, drawn)
+        return Objective(self, mu, msg["w"][class_level_aggregation.HEAD], anchors, state["p"], count, n, drawn)
 
-    def _shuffled(self, count: Tensor, data: SiloData, context: RoundContext) -> Callable[[int], Tensor]:
+    def _shuffled(self, count: Tensor, data: LocalData, context: RoundContext) -> Callable[[int], Tensor]:
         """Draw which prototypes join a batch: each one batch of an epoch on average."""
         draw = rng.stream(context.seed, "round", context.round, "silo", context.silo, "prototypes")
         return lambda batch: count * (torch.rand(len(count), generator=draw) < batch / data.size())

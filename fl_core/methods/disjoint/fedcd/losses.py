@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy, linear, one_hot
 
 from fl_core.methods.building_blocks.fine_grained import Anchors, FineModel, class_logits
 from fl_core.methods.disjoint.fedcd.options import FedCDOptions
-from fl_core.methods.losses import decoupled_distillation as decoupled
+from fl_core.methods.losses import decoupled_distillation
 from fl_core.types.values import Coupling, Losses
 
 
@@ -88,9 +88,9 @@ class Objective:
             with torch.no_grad():
                 teacher = class_logits(linear(z, self.phi.to(z)), self.options.fine, self.options.aggregation)
             gap = (
-                decoupled.kd(teacher, logits)
+                decoupled_distillation.kd(teacher, logits)
                 if self.options.distill == "kd"
-                else decoupled.dkd(teacher, logits, y, self.options.xi)
+                else decoupled_distillation.dkd(teacher, logits, y, self.options.xi)
             )
             total = total + self.options.lam * gap
         return total

@@ -9,7 +9,7 @@ from fl_core import validate
 from fl_core.errors import ConfigError
 from fl_core.methods.building_blocks import class_level_aggregation as acla
 from fl_core.methods.building_blocks import fine_grained
-from fl_core.methods.building_blocks.prototypes import PART
+from fl_core.methods.building_blocks.prototypes import PROTOTYPES
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types.values import Capability, Coupling
 
@@ -62,14 +62,18 @@ class FedCDOptions(FedAvg):
         )
 
     @property
-    def apart(self) -> frozenset[str]:
+    def unsummed_parts(self) -> frozenset[str]:
         """Let the server see each head where it weighs them."""
         return frozenset({acla.PART}) if self.acla == "server" else frozenset()
 
     @property
-    def lacks(self) -> Mapping[Capability, str]:
+    def unsupported(self) -> Mapping[Capability, str]:
         """Lack privacy of records, and with the published rule also sums that hide silos."""
-        each = {Capability.SECURE_AGGREGATION: "set method.acla=stale, which needs sums alone"} if self.apart else {}
+        each = (
+            {Capability.SECURE_AGGREGATION: "set method.acla=stale, which needs sums alone"}
+            if self.unsummed_parts
+            else {}
+        )
         remedy = "it clusters features by many queries and counts examples exactly: take fednh, fedproc or fedmr"
         return {**each, Capability.DIFFERENTIAL_PRIVACY: remedy}
 
@@ -81,4 +85,4 @@ class FedCDOptions(FedAvg):
     @property
     def sends(self) -> tuple[str, ...]:
         """Name what goes up, part by part."""
-        return ("delta", PART) if self.acla == "fedavg" else ("delta", acla.PART, PART)
+        return ("delta", PROTOTYPES) if self.acla == "fedavg" else ("delta", acla.PART, PROTOTYPES)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_core.datasets.partition import by_class as partition
-from fl_core.datasets.partition import federations
+from fl_core.datasets.partition import by_class, federations
 from fl_core.errors import ConfigError
 
 CIFAR10 = np.repeat(np.arange(10), 5000)
@@ -16,8 +15,8 @@ CIFAR100 = np.repeat(np.arange(100), 500)
 
 
 def pqcs(labels: np.ndarray, silos: int, per_silo: int, seed: int = 0, *, double: bool = False) -> list[np.ndarray]:
-    held = partition.assign_classes(int(labels.max()) + 1, silos, per_silo, seed)
-    return partition.deal_classes(labels, held, seed, "train", double=double)
+    held = by_class.assign_classes(int(labels.max()) + 1, silos, per_silo, seed)
+    return by_class.deal_classes(labels, held, seed, "train", double=double)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +32,8 @@ def pqcs(labels: np.ndarray, silos: int, per_silo: int, seed: int = 0, *, double
     ],
 )
 def test_part_1_union_is_everything_without_repeats(labels, silos, per_silo) -> None:
-    held = partition.assign_classes(int(labels.max()) + 1, silos, per_silo, 0)
-    parts = partition.deal_classes(labels, held, 0, "train")
+    held = by_class.assign_classes(int(labels.max()) + 1, silos, per_silo, 0)
+    parts = by_class.deal_classes(labels, held, 0, "train")
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(labels)))
     assert [sorted(np.unique(labels[part])) for part in parts] == [sorted(mine) for mine in held]
     assert all(len(set(mine)) == per_silo for mine in held)
@@ -48,7 +47,7 @@ def test_part_1_union_is_everything_without_repeats(labels, silos, per_silo) -> 
 
 
 def test_part_1_p5c2_of_cifar10_is_five_times_10000_and_a_clean_split() -> None:
-    assert partition.assign_classes(10, 5, 2, 0) == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
+    assert by_class.assign_classes(10, 5, 2, 0) == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
     assert [len(part) for part in pqcs(CIFAR10, 5, 2)] == [10_000] * 5
 
 
@@ -57,10 +56,10 @@ def test_part_1_p10c10_of_cifar100_is_ten_times_5000() -> None:
 
 
 def test_part_1_p10c3_fourth_silo_holds_the_last_class_and_two_random_ones() -> None:
-    held = partition.assign_classes(10, 10, 3, 0)
+    held = by_class.assign_classes(10, 10, 3, 0)
     assert held[:3] == ((0, 1, 2), (3, 4, 5), (6, 7, 8))
     assert held[3][0] == 9
-    assert partition.assign_classes(10, 10, 3, 1)[3:] != held[3:]
+    assert by_class.assign_classes(10, 10, 3, 1)[3:] != held[3:]
 
 
 def test_part_1_double_option_gives_every_index_twice() -> None:
@@ -77,7 +76,7 @@ def test_part_1_double_of_a_class_with_one_holder_duplicates_inside_it() -> None
 @pytest.mark.parametrize(("silos", "per_silo"), [(3, 3), (1, 9), (5, 11), (4, 0), (0, 2)])
 def test_part_1_too_few_places_is_an_error(silos: int, per_silo: int) -> None:
     with pytest.raises(ConfigError, match="would have no silo") as caught:
-        partition.assign_classes(10, silos, per_silo, 0)
+        by_class.assign_classes(10, silos, per_silo, 0)
     assert caught.value.code == "E-CFG-08"
 
 
@@ -86,8 +85,8 @@ def test_part_1_for_any_sizes(silos: int, per_silo: int, n_classes: int, seed: i
     if per_silo > n_classes or silos * per_silo < n_classes:
         return
     labels = np.random.default_rng(seed).integers(0, n_classes, 60)
-    held = partition.assign_classes(n_classes, silos, per_silo, seed)
-    parts = partition.deal_classes(labels, held, seed, "train")
+    held = by_class.assign_classes(n_classes, silos, per_silo, seed)
+    parts = by_class.deal_classes(labels, held, seed, "train")
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(60))
     assert all(set(labels[part]) <= set(mine) for part, mine in zip(parts, held, strict=True))
 
@@ -104,7 +103,7 @@ def test_part_1_for_any_sizes(silos: int, per_silo: int, n_classes: int, seed: i
 )
 def test_part_2_dirichlet_of_ten_times_100(beta, silos, seed, attempts, sizes) -> None:
     labels = np.repeat(np.arange(10), 100)
-    dealt = partition.deal_dirichlet(labels, 10, silos, beta, np.random.RandomState(seed))
+    dealt = by_class.deal_dirichlet(labels, 10, silos, beta, np.random.RandomState(seed))
     assert [len(part) for part in dealt.parts] == sizes
     assert dealt.attempts == attempts
     assert np.array_equal(np.sort(np.concatenate(dealt.parts)), np.arange(1000))
@@ -119,7 +118,7 @@ def test_part_2_dirichlet_of_ten_times_100(beta, silos, seed, attempts, sizes) -
     ],
 )
 def test_part_2_dirichlet_of_ten_times_5000(beta: float, sizes: list[int]) -> None:
-    parts = partition.deal_dirichlet(CIFAR10, 10, 10, beta, np.random.RandomState(0)).parts
+    parts = by_class.deal_dirichlet(CIFAR10, 10, 10, beta, np.random.RandomState(0)).parts
     assert [len(part) for part in parts] == sizes
     if beta == 0.1:
         assert np.mean([len(np.unique(CIFAR10[part])) for part in parts]) == pytest.approx(5.8)
@@ -130,7 +129,7 @@ def test_dirichlet_keeps_two_classes_per_silo_when_asked() -> None:
 
     def kinds(min_classes: int) -> tuple[int, int]:
         random = np.random.RandomState(3)
-        dealt = partition.deal_dirichlet(labels, 10, 10, 0.03, random, min_size=1, min_classes=min_classes)
+        dealt = by_class.deal_dirichlet(labels, 10, 10, 0.03, random, min_size=1, min_classes=min_classes)
         return min(len(np.unique(labels[part])) for part in dealt.parts), dealt.attempts
 
     assert kinds(1)[0] == 1
@@ -141,28 +140,28 @@ def test_dirichlet_keeps_two_classes_per_silo_when_asked() -> None:
 @pytest.mark.parametrize(("beta", "silos"), [(0.0, 5), (-1.0, 5), (0.5, 0), (0.5, 101)])
 def test_dirichlet_refuses_what_cannot_be(beta: float, silos: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        partition.deal_dirichlet(np.repeat(np.arange(10), 100), 10, silos, beta, np.random.RandomState(0))
+        by_class.deal_dirichlet(np.repeat(np.arange(10), 100), 10, silos, beta, np.random.RandomState(0))
     assert caught.value.code == "E-CFG-08"
 
 
 def test_dirichlet_gives_up_after_its_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "TRIES", 3)
+    monkeypatch.setattr(by_class, "TRIES", 3)
     labels = np.repeat(np.arange(2), 50)
     with pytest.raises(ConfigError, match="no draw of 3") as caught:
-        partition.deal_dirichlet(labels, 2, 10, 0.001, np.random.RandomState(0))
+        by_class.deal_dirichlet(labels, 2, 10, 0.001, np.random.RandomState(0))
     assert caught.value.code == "E-CFG-08"
 
 
 def test_dirichlet_shares_among_open_silos_when_all_mass_falls_on_full_ones() -> None:
     parts = [np.arange(4), np.empty(0, np.int64), np.empty(0, np.int64)]
-    shares = partition._cut(parts, np.arange(10, 16), np.array([1.0, 0.0, 0.0]), total=12)
+    shares = by_class._cut(parts, np.arange(10, 16), np.array([1.0, 0.0, 0.0]), total=12)
     assert [len(share) for share in shares] == [0, 3, 3]
 
 
 def test_test_split_follows_the_train_proportions() -> None:
     train, test = np.repeat(np.arange(10), 500), np.repeat(np.arange(10), 100)
-    dealt = partition.deal_dirichlet(train, 10, 4, 0.5, np.random.RandomState(3))
-    parts = partition.deal_like(test, dealt.proportions, np.random.RandomState(5))
+    dealt = by_class.deal_dirichlet(train, 10, 4, 0.5, np.random.RandomState(3))
+    parts = by_class.deal_like(test, dealt.proportions, np.random.RandomState(5))
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(1000))
     shares = np.array([np.bincount(train[p], minlength=10) / 500 for p in dealt.parts])
     again = np.array([np.bincount(test[p], minlength=10) / 100 for p in parts])
@@ -170,18 +169,18 @@ def test_test_split_follows_the_train_proportions() -> None:
 
 
 def test_equal_shares_are_disjoint_and_equal() -> None:
-    parts = partition.deal_equally(CIFAR10, 7, 0, "train")
+    parts = by_class.deal_equally(CIFAR10, 7, 0, "train")
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(50_000))
     assert {len(part) for part in parts} == {7142, 7143}
     assert all(len(np.unique(CIFAR10[part])) == 10 for part in parts)
     with pytest.raises(ConfigError):
-        partition.deal_equally(CIFAR10[:3], 4, 0, "train")
+        by_class.deal_equally(CIFAR10[:3], 4, 0, "train")
 
 
 def test_hospitals6_deals_ten_classes_as_222211() -> None:
-    assert partition.disjoint_classes(10, 6) == ((0, 1), (2, 3), (4, 5), (6, 7), (8,), (9,))
+    assert by_class.disjoint_classes(10, 6) == ((0, 1), (2, 3), (4, 5), (6, 7), (8,), (9,))
     with pytest.raises(ConfigError):
-        partition.disjoint_classes(5, 6)
+        by_class.disjoint_classes(5, 6)
 
 
 @pytest.mark.parametrize("text", ["hospitals6", "p5c2", "p10c3", "p7c3", "dirichlet-0.5-10", "iid-4", "p10c3@7"])

@@ -7,10 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fl_core.datasets.checks import Item, Scan
-from fl_core.datasets.partition import by_class as partition
-from fl_core.datasets.partition import by_client as partition_clients
-from fl_core.datasets.partition import federations
+from fl_core.datasets.checks import Item, SourceIndex
+from fl_core.datasets.partition import by_class, by_client, federations
 from fl_core.datasets.sources import isic2019
 from fl_core.errors import ConfigError
 from fl_core.types.values import Split
@@ -40,20 +38,20 @@ def test_part_2_variants_of_dirichlet_deal_everything(variant: str) -> None:
 
 def test_part_2_once_takes_the_first_draw_as_it_is() -> None:
     labels = np.repeat(np.arange(10), 100)
-    plain = partition.deal_dirichlet(labels, 10, 10, 0.05, np.random.RandomState(1))
-    once = partition.deal_dirichlet(labels, 10, 10, 0.05, np.random.RandomState(1), tries=1, accept=True)
+    plain = by_class.deal_dirichlet(labels, 10, 10, 0.05, np.random.RandomState(1))
+    once = by_class.deal_dirichlet(labels, 10, 10, 0.05, np.random.RandomState(1), tries=1, accept=True)
     assert (plain.attempts, once.attempts) == (8, 1)
     assert min(map(len, once.parts)) < 10 <= min(map(len, plain.parts))
 
 
 def test_part_2_swap_changes_places_with_the_last_shares() -> None:
-    assert partition._swapped(np.array([0, 3, 1, 2, 2])) == [4, 1, 3, 2, 0]
-    assert partition._swapped(np.array([2, 2, 2])) == [0, 1, 2]
-    assert partition._swapped(np.array([2, 2, 1])) == [0, 1, 2]  # the last one has nobody to change with
+    assert by_class._swapped(np.array([0, 3, 1, 2, 2])) == [4, 1, 3, 2, 0]
+    assert by_class._swapped(np.array([2, 2, 2])) == [0, 1, 2]
+    assert by_class._swapped(np.array([2, 2, 1])) == [0, 1, 2]  # the last one has nobody to change with
 
     def one_class(swap: bool) -> float:
         few = [
-            kinds(LABELS, partition.deal_dirichlet(
+            kinds(LABELS, by_class.deal_dirichlet(
                 LABELS, 10, 40, 0.1, np.random.RandomState(s), tries=1, accept=True, swap=swap).parts).count(1)
             for s in range(8)
         ]  # fmt: skip
@@ -63,32 +61,32 @@ def test_part_2_swap_changes_places_with_the_last_shares() -> None:
 
 
 def test_label_deals_equal_slots_and_counts_a_repeated_class_twice() -> None:
-    parts = partition_clients.deal_slots(LABELS, 10, 20, 3, seed=0)
+    parts = by_client.deal_slots(LABELS, 10, 20, 3, seed=0)
     assert set(map(len, parts)) == {3 * (500 // 6)}  # 60 slots, 6 of each class, 2 of 500 left over
     assert len(disjoint(parts)) == 60 * 83
     for part in parts:
         assert set(np.bincount(LABELS[part], minlength=10)) <= {0, 83, 166}
     assert min(kinds(LABELS, parts)) >= 2
     with pytest.raises(ConfigError, match="9: some class"):
-        partition_clients.deal_slots(LABELS, 10, 3, 3, seed=0)
+        by_client.deal_slots(LABELS, 10, 3, 3, seed=0)
 
 
 def test_per_silo_distributions_follow_alpha() -> None:
-    flat = partition_clients.deal_per_silo(LABELS, 10, 10, 1e5, seed=0)
+    flat = by_client.deal_per_silo(LABELS, 10, 10, 1e5, seed=0)
     assert all(abs(np.bincount(LABELS[p], minlength=10) - 50).max() <= 1 for p in flat)
-    steep = partition_clients.deal_per_silo(LABELS, 10, 10, 0.1, seed=0)
+    steep = by_client.deal_per_silo(LABELS, 10, 10, 0.1, seed=0)
     largest = [np.bincount(LABELS[p]).max() / len(p) for p in steep]
     assert np.mean(largest) > 0.4
     assert len(disjoint(steep)) >= 5000 - 10 * 10  # rounding leaves over at most half an example per cut
 
 
 def test_map_gives_each_silo_two_classes_or_more_and_every_class_an_owner() -> None:
-    parts = partition_clients.deal_map(LABELS, 10, 30, seed=0)
+    parts = by_client.deal_map(LABELS, 10, 30, seed=0)
     assert 2 <= min(kinds(LABELS, parts)) < max(kinds(LABELS, parts)) <= 10
     assert min(map(len, parts)) >= 5
     assert len(np.unique(LABELS[disjoint(parts)])) == 10
     with pytest.raises(ConfigError, match="fewer silos"):
-        partition_clients.deal_map(LABELS[::100], 10, 12, seed=0)
+        by_client.deal_map(LABELS[::100], 10, 12, seed=0)
 
 
 @pytest.mark.parametrize("text", ["persilo-0.5-10", "label-3-10", "map-10", "map-10@4"])
@@ -106,7 +104,7 @@ def test_the_first_fifth_is_held_out_of_training(text: str) -> None:
 
 
 def test_a_tiny_silo_still_holds_one_out() -> None:
-    own, held = partition_clients.hold_out(np.array([7, 9, 11]), 0, 0)
+    own, held = by_client.hold_out(np.array([7, 9, 11]), 0, 0)
     assert (len(own), len(held)) == (2, 1)
     assert sorted([*own, *held]) == [7, 9, 11]
 
@@ -133,7 +131,7 @@ def test_the_20_clients_of_fedgela_on_isic_have_the_sizes_of_the_split() -> None
     assert isic2019.parts(20) == (10, 3, 3, 2, 1, 1)
     assert isic2019.parts(6) == (1,) * 6
     scans = [
-        Scan(f"isic2019/center{k}", isic2019.CLASSES, tuple(
+        SourceIndex(f"isic2019/center{k}", isic2019.CLASSES, tuple(
             Item(Path(f"{split.value}{n}"), f"{k}{split.value}{n}", label, split)
             for split, counts in ((Split.TRAIN, isic2019.TRAIN_COUNTS), (Split.TEST, isic2019.TEST_COUNTS))
             for label, many in zip(isic2019.CLASSES, counts[k], strict=True)
@@ -143,8 +141,8 @@ def test_the_20_clients_of_fedgela_on_isic_have_the_sizes_of_the_split() -> None
     ]  # fmt: skip
     cuts = []
     for client in range(20):
-        center, place, count = isic2019.seat(20, client)
-        cuts.append(isic2019.cut(scans[center], place, count, 0, f"isic2019/clients20/{client}"))
+        center, place, count = isic2019.center_of(20, client)
+        cuts.append(isic2019.split_center(scans[center], place, count, 0, f"isic2019/clients20/{client}"))
     sizes = [[sum(i.split is split for i in c.items) for c in cuts] for split in (Split.TRAIN, Split.TEST)]
     assert sizes[0] == [993] * 10 + [1055, 1054, 1054] + [897] * 3 + [904, 903] + [655, 351]
     assert sizes[1] == [249] * 3 + [248] * 7 + [264, 264, 263] + [224] * 3 + [226] * 2 + [164, 88]

@@ -13,7 +13,7 @@ from helpers_published import images, write_cifar, write_emnist, write_mnist, wr
 
 from fl_core.datasets import check, federation, load
 from fl_core.datasets.catalogue import CIFAR10_CLASSES, KNOWN
-from fl_core.datasets.sources import torchvision as readers
+from fl_core.datasets.sources import torchvision
 from fl_core.errors import DataError
 from fl_core.types.values import Split
 
@@ -50,7 +50,7 @@ def write(name: str, root: Path) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("below", ["", "own"])
-@pytest.mark.parametrize("name", readers.MARKS)
+@pytest.mark.parametrize("name", torchvision.MARKS)
 def test_published_files_are_read_byte_by_byte(name: str, below: str, tmp_path: Path) -> None:
     x, y = write(name, tmp_path / name if below else tmp_path)
     known = KNOWN[name]

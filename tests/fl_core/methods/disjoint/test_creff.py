@@ -22,9 +22,9 @@ from fl_core.methods.building_blocks.gradient_matching import (
 from fl_core.methods.disjoint.creff import CReFF
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
@@ -102,7 +102,7 @@ def test_silos_measure_before_training_each_class_by_all_its_examples() -> None:
     server = method.init_server(model, FED)
     psi = {name: v + 0.1 for name, v in server["head"].items()}
     context = FED.for_silo(1, 0)
-    data = PlainData(share.train, share.test, TRAIN, context)
+    data = PlainLocalData(share.train, share.test, TRAIN, context)
     part = method.local(model, {**method.broadcast(server), "head": psi}, {}, data, context).bundle["class_gradients"]
     clean = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0).eval()
     x, y = share.train.batch(torch.arange(len(share.train)))
@@ -115,13 +115,13 @@ def test_silos_measure_before_training_each_class_by_all_its_examples() -> None:
 
 
 def test_models_are_fedavgs_and_the_global_model_has_the_new_head() -> None:
-    ours, plain = History(), History()
+    ours, plain = RoundHistory(), RoundHistory()
     final = simulate(RunSetup.of(manifest("creff", SMALL, train=TRAIN)), shares(), ours)
     fedavg = simulate(RunSetup.of(manifest(train=TRAIN)), shares(), plain)
     assert same(final["w"], fedavg["w"])
     assert ours.accuracies[0] == plain.accuracies[0]  # the first head is the model's own
     method, model = CReFF(**SMALL), build_model("digits_cnn", {}, SCHEMA, 0)
-    used = trees.read(method.global_model(model, method.broadcast(final)))
+    used = tensor_maps.copy_state(method.global_model(model, method.broadcast(final)))
     assert same({n: used[f"head.{n}"] for n in ("weight", "bias")}, final["head"])
     assert same({n: v for n, v in used.items() if not n.startswith("head.")},
                 {n: v for n, v in fedavg["w"].items() if not n.startswith("head.")})  # fmt: skip
@@ -130,7 +130,7 @@ def test_models_are_fedavgs_and_the_global_model_has_the_new_head() -> None:
 
 
 def test_the_new_head_learns() -> None:
-    history = History()
+    history = RoundHistory()
     options = {"features": 30, "feature_steps": 100, "epochs": 100, "lr": 0.1, "batch": 32}
     simulate(RunSetup.of(manifest("creff", options, train=TRAIN, rounds=5)), shares(), history)
     assert max(history.accuracies[1:]) > history.accuracies[0] + 0.2
@@ -140,7 +140,7 @@ def test_a_round_without_any_class_changes_nothing() -> None:
     method, model = CReFF(**SMALL), build_model("digits_cnn", {}, SCHEMA, 0)
     server, share, context = method.init_server(model, FED), shares()[0], replace(FED, round=0).for_silo(0, 0)
     none = Given(share.train.batch(torch.arange(0))[0], torch.zeros(0).long())
-    part = method._gradients(model, server["head"], PlainData(none, none, TRAIN, context))
+    part = method._gradients(model, server["head"], PlainLocalData(none, none, TRAIN, context))
     assert not part.weight.any()
     assert not part.total["g"].any()
 

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core.errors import ConfigError
-from fl_core.methods.building_blocks import class_level_aggregation as acla
+from fl_core.methods.building_blocks import class_level_aggregation
 from fl_core.methods.building_blocks.fine_grained import FineModel
 from fl_core.methods.building_blocks.kmeans import clusters
-from fl_core.methods.building_blocks.prototypes import PART
+from fl_core.methods.building_blocks.prototypes import PROTOTYPES
 from fl_core.methods.disjoint.fedcd import FedCD
 from fl_core.rounds import capabilities
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import AS_SCHEDULED, Capability, Coupling, Exposure, SgdOptions
 
 
@@ -37,7 +37,7 @@ class Blobs:
         self.x = torch.cat([*rows, torch.tensor([[5.0, 5.0], [6.0, 6.0]])])
         self.y = torch.tensor([0] * 12 + [1] * 12 + [2] * 2)
         given = Given(self.x, self.y)
-        self.data = PlainData(given, given, TRAIN, FED.for_silo(0, 0))
+        self.data = PlainLocalData(given, given, TRAIN, FED.for_silo(0, 0))
 
     def found(self) -> tuple[Tensor, Tensor]:
         return clusters(lambda x: x, self.data, 4, 3, torch.Generator().manual_seed(4), restarts=10, steps=10)
@@ -64,20 +64,23 @@ def test_a_class_with_fewer_examples_than_fine_classes_repeats_its_clusters_with
 
 def test_first_round_measures_the_silos_own_classes_and_leaves_out_missing_ones() -> None:
     msg, outcome = played(FedCD())
-    part = outcome.bundle[PART]
+    part = outcome.bundle[PROTOTYPES]
     assert part.weight.view(4, 3).sum(1).tolist() == [7, 7, 0, 0]
     assert float(part.total["p"].view(4, 3, 64)[2:].abs().sum()) == 0
-    assert not msg[PART]["known"].any()
-    assert outcome.bundle[acla.PART].total[acla.HEAD].view(4, 3, 64)[2:].abs().sum() > 0  # negatives of the softmax
+    assert not msg[PROTOTYPES]["known"].any()
+    assert (
+        outcome.bundle[class_level_aggregation.PART].total[class_level_aggregation.HEAD].view(4, 3, 64)[2:].abs().sum()
+        > 0
+    )  # negatives of the softmax
 
 
 def test_a_class_that_becomes_known_later_is_clustered_then() -> None:
     method = FedCD(acla="stale")
     _, first = played(method, 0)
     server = method.merge(method.init_server(model_of(), FED), first.bundle, FED)
-    assert server[PART]["known"].view(4, 3).any(1).tolist() == [True, True, False, False]
+    assert server[PROTOTYPES]["known"].view(4, 3).any(1).tolist() == [True, True, False, False]
     _, second = played(method, 1, server, t=1)  # classes 1 and 2
-    assert second.bundle[PART].weight.view(4, 3).sum(1).tolist() == [0, 7, 7, 0]
+    assert second.bundle[PROTOTYPES].weight.view(4, 3).sum(1).tolist() == [0, 7, 7, 0]
 
 
 def test_without_hpc_prototypes_are_mean_features() -> None:
@@ -85,54 +88,54 @@ def test_without_hpc_prototypes_are_mean_features() -> None:
     msg, outcome = played(method)
     delta = outcome.bundle["delta"].mean()
     net = FineModel(model_of(), 3, "sum").eval()
-    trees.write(net, {name: v + delta[name] for name, v in msg["w"].items()})
+    tensor_maps.load_state(net, {name: v + delta[name] for name, v in msg["w"].items()})
     share = shares()[0]
     x, y = share.train.batch(torch.arange(14))
-    total = outcome.bundle[PART].total["p"].view(4, 3, 64).sum(1)
+    total = outcome.bundle[PROTOTYPES].total["p"].view(4, 3, 64).sum(1)
     for c in (0, 1):
         assert torch.allclose(total[c], net.features(x)[y == c].sum(0), atol=1e-3)
 
 
 def test_only_the_published_rule_shows_single_heads_to_the_server() -> None:
     assert FedCD().exposure is Exposure.EACH
-    assert FedCD().apart == {acla.PART}
+    assert FedCD().unsummed_parts == {class_level_aggregation.PART}
     with pytest.raises(ConfigError, match="acla=stale"):
-        capabilities.refuse(FedCD(), [Capability.SECURE_AGGREGATION])
+        capabilities.check_supported(FedCD(), [Capability.SECURE_AGGREGATION])
     for mode in ("stale", "counts", "fedavg"):
         assert FedCD(acla=mode).exposure is Exposure.SUM
-        capabilities.refuse(FedCD(acla=mode), [Capability.SECURE_AGGREGATION])
+        capabilities.check_supported(FedCD(acla=mode), [Capability.SECURE_AGGREGATION])
     with pytest.raises(ConfigError, match="fednh"):
-        capabilities.refuse(FedCD(), [Capability.DIFFERENTIAL_PRIVACY])
+        capabilities.check_supported(FedCD(), [Capability.DIFFERENTIAL_PRIVACY])
 
 
 @pytest.mark.parametrize("mode", ["server", "stale", "counts", "fedavg"])
 def test_every_rule_runs_with_partial_participation_and_moves_the_head(mode: str) -> None:
     run = manifest("fedcd", {"acla": mode, "restarts": 2, "steps": 3}, train=TRAIN, cohort=2)
-    final = simulate(RunSetup.of(run), shares(), History())
+    final = simulate(RunSetup.of(run), shares(), RoundHistory())
     start = FedCD().init_server(model_of(), FED)
-    assert trees.all_finite(final["w"])
-    assert not torch.equal(final["w"][acla.HEAD], start["w"][acla.HEAD])
-    assert (acla.PART in run.layout) == (mode != "fedavg")
-    assert (acla.HEAD in run.layout["delta"].shapes) == (mode == "fedavg")
+    assert tensor_maps.all_finite(final["w"])
+    assert not torch.equal(final["w"][class_level_aggregation.HEAD], start["w"][class_level_aggregation.HEAD])
+    assert (class_level_aggregation.PART in run.layout) == (mode != "fedavg")
+    assert (class_level_aggregation.HEAD in run.layout["delta"].shapes) == (mode == "fedavg")
     assert not any("head." in name for name in run.layout["delta"].shapes)
 
 
 def test_counts_weigh_rows_by_the_silos_examples_and_stale_falls_back_to_them_in_the_first_round() -> None:
     _, by_counts = played(FedCD(acla="counts"))
     _, stale = played(FedCD(acla="stale"))
-    counts = by_counts.bundle[PART].weight
-    assert torch.equal(by_counts.bundle[acla.PART].weight, counts)
-    assert torch.equal(stale.bundle[acla.PART].weight, counts)
+    counts = by_counts.bundle[PROTOTYPES].weight
+    assert torch.equal(by_counts.bundle[class_level_aggregation.PART].weight, counts)
+    assert torch.equal(stale.bundle[class_level_aggregation.PART].weight, counts)
     server = FedCD(acla="stale").merge(FedCD().init_server(model_of(), FED), stale.bundle, FED)
     _, later = played(FedCD(acla="stale"), 0, server, t=1)
-    weight = later.bundle[acla.PART].weight[server[PART]["known"] > 0]
+    weight = later.bundle[class_level_aggregation.PART].weight[server[PROTOTYPES]["known"] > 0]
     assert bool(((weight > 1) & (weight < math.e)).all())
 
 
 def test_without_extra_terms_it_trains_by_cross_entropy_alone() -> None:
     """The first round has no prototypes yet: with mu = 1, lam = gamma = 0 one step is one step on CE."""
 
-    class Seen(PlainData):
+    class Seen(PlainLocalData):
         seen: list[tuple[float, float]]
 
         def sgd(self, model: nn.Module, loss: object, options: SgdOptions = AS_SCHEDULED) -> int:  # type: ignore[override]
@@ -154,7 +157,7 @@ def test_without_extra_terms_it_trains_by_cross_entropy_alone() -> None:
 
 
 def test_initial_head_follows_the_run_seed_and_lies_where_a_linear_layers_would() -> None:
-    heads = [FedCD().init_server(model_of(seed), FED)["w"][acla.HEAD] for seed in (0, 0, 1)]
+    heads = [FedCD().init_server(model_of(seed), FED)["w"][class_level_aggregation.HEAD] for seed in (0, 0, 1)]
     assert same({"h": heads[0]}, {"h": heads[1]})
     assert not torch.equal(heads[0], heads[2])
     assert heads[0].shape == (12, 64)

@@ -12,15 +12,14 @@ from helpers_fedcd import TRAIN, model_of, played
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
-from fl_core.methods.building_blocks import class_level_aggregation as acla
-from fl_core.methods.building_blocks import fine_grained
+from fl_core.methods.building_blocks import class_level_aggregation, fine_grained
 from fl_core.methods.building_blocks.fine_grained import Anchors, FineModel, class_logits
-from fl_core.methods.building_blocks.prototypes import PART
+from fl_core.methods.building_blocks.prototypes import PROTOTYPES
 from fl_core.methods.disjoint.fedcd import FedCD
 from fl_core.methods.disjoint.fedcd.losses import Objective, bpr, decay, hpc
-from fl_core.methods.losses import decoupled_distillation as decoupled
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.methods.losses import decoupled_distillation
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import Part
 
 
@@ -30,7 +29,7 @@ def double(*values: float) -> Tensor:
 
 def test_cd_1_weights_of_a_row() -> None:
     def v(*shares: float) -> list[float]:
-        return acla.weights(double(*shares).unsqueeze(1)).flatten().tolist()
+        return class_level_aggregation.weights(double(*shares).unsqueeze(1)).flatten().tolist()
 
     assert v(1, 0) == pytest.approx([0.731059, 0.268941], abs=1e-6)
     assert v(0.9, 0.6, 0.1) == pytest.approx([0.456590, 0.338250, 0.205159], abs=1e-6)
@@ -42,23 +41,28 @@ def test_cd_1_published_rule_exponentiates_shares() -> None:
     """Heads whose share at row 0 is nearly 1 and nearly 0 weigh .731059 and .268941."""
     p, phi = torch.tensor([[100.0, 0.0], [0.0, 0.0]]), torch.zeros(2, 2)
     moved = torch.tensor([[[1.0, 0.0], [0.0, 0.0]], [[-1.0, 0.0], [0.0, 0.0]]])
-    after = acla.merged("server", phi, Part({acla.HEAD: moved}, torch.ones(2)), p, torch.ones(2))
+    after = class_level_aggregation.merged(
+        "server", phi, Part({class_level_aggregation.HEAD: moved}, torch.ones(2)), p, torch.ones(2)
+    )
     assert float(after[0, 0]) == pytest.approx(0.731059 - 0.268941, abs=1e-6)
 
 
 def test_cd_1_equal_heads_weigh_the_same() -> None:
     phi, moved = torch.rand(6, 4), torch.rand(1, 6, 4)
-    part = Part({acla.HEAD: moved.repeat(5, 1, 1)}, torch.ones(5))
-    after = acla.merged("server", phi, part, torch.rand(6, 4), torch.ones(6))
+    part = Part({class_level_aggregation.HEAD: moved.repeat(5, 1, 1)}, torch.ones(5))
+    after = class_level_aggregation.merged("server", phi, part, torch.rand(6, 4), torch.ones(6))
     assert torch.allclose(after, phi + moved[0], atol=1e-6)
 
 
 def test_cd_2_linear_form_is_the_published_rule() -> None:
     s, phi = double(0.9, 0.6, 0.1), double(1, 0, 0, 1, 2, 2).view(3, 2)
-    published = (acla.weights(s.unsqueeze(1)) * phi).sum(0)
+    published = (class_level_aggregation.weights(s.unsqueeze(1)) * phi).sum(0)
     assert published.tolist() == pytest.approx([0.866909, 0.748569], abs=1e-6)
-    a, b, c = (Part.of({acla.HEAD: row.unsqueeze(0)}, e.exp().view(1)) for row, e in zip(phi, s, strict=True))
-    linear = acla.merged("stale", torch.zeros(1, 2), a + b + c, torch.zeros(1, 2), torch.ones(1))
+    a, b, c = (
+        Part.of({class_level_aggregation.HEAD: row.unsqueeze(0)}, e.exp().view(1))
+        for row, e in zip(phi, s, strict=True)
+    )
+    linear = class_level_aggregation.merged("stale", torch.zeros(1, 2), a + b + c, torch.zeros(1, 2), torch.ones(1))
     assert linear[0].tolist() == pytest.approx([0.866909, 0.748569], abs=1e-6)
 
 
@@ -67,11 +71,14 @@ def test_cd_2_stale_equals_server_where_prototypes_stand_still() -> None:
     phi, p = torch.randn(6, 4, generator=draw), torch.randn(6, 4, generator=draw)
     heads = [phi + 0.3 * torch.randn(6, 4, generator=draw) for _ in range(3)]
     received = Anchors(p, torch.ones(6, dtype=torch.bool))
-    stale = [acla.outgoing("stale", h - phi, h, received, torch.zeros(6)) for h in heads]
-    each = [acla.outgoing("server", h - phi, h, received, torch.zeros(6)) for h in heads]
-    stack = Part({acla.HEAD: torch.stack([q.total[acla.HEAD] for q in each])}, torch.ones(3))
-    summed = acla.merged("stale", phi, stale[0] + stale[1] + stale[2], p, torch.ones(6))
-    single = acla.merged("server", phi, stack, p, torch.ones(6))
+    stale = [class_level_aggregation.outgoing("stale", h - phi, h, received, torch.zeros(6)) for h in heads]
+    each = [class_level_aggregation.outgoing("server", h - phi, h, received, torch.zeros(6)) for h in heads]
+    stack = Part(
+        {class_level_aggregation.HEAD: torch.stack([q.total[class_level_aggregation.HEAD] for q in each])},
+        torch.ones(3),
+    )
+    summed = class_level_aggregation.merged("stale", phi, stale[0] + stale[1] + stale[2], p, torch.ones(6))
+    single = class_level_aggregation.merged("server", phi, stack, p, torch.ones(6))
     by_hand = torch.zeros(6, 4)
     for j in range(6):  # the definition, row by row
         s = torch.stack([(p[j] @ h.T).softmax(0)[j] for h in heads])
@@ -114,17 +121,17 @@ def test_cd_4_decoupled_distillation() -> None:
         double(0.7, 0.1, 0.2).log().view(1, 3),
         torch.tensor([0]),
     )
-    assert float(decoupled.target(teacher, student, y)) == pytest.approx(0.0871767, abs=1e-6)
-    assert float(decoupled.others(teacher, student, y)) == pytest.approx(0.1483417, abs=1e-6)
-    assert float(decoupled.dkd(teacher, student, y, 8.0)) == pytest.approx(1.2739107, abs=1e-6)
-    assert float(decoupled.dkd(teacher, student, y, 0.5)) == pytest.approx(0.1613476, abs=1e-6)
-    assert float(decoupled.kd(teacher, student)) == pytest.approx(0.1613476, abs=1e-6)
+    assert float(decoupled_distillation.target(teacher, student, y)) == pytest.approx(0.0871767, abs=1e-6)
+    assert float(decoupled_distillation.others(teacher, student, y)) == pytest.approx(0.1483417, abs=1e-6)
+    assert float(decoupled_distillation.dkd(teacher, student, y, 8.0)) == pytest.approx(1.2739107, abs=1e-6)
+    assert float(decoupled_distillation.dkd(teacher, student, y, 0.5)) == pytest.approx(0.1613476, abs=1e-6)
+    assert float(decoupled_distillation.kd(teacher, student)) == pytest.approx(0.1613476, abs=1e-6)
 
 
 def test_cd_4_with_two_classes_the_others_say_nothing_and_gradients_are_finite() -> None:
     teacher, student = double(3.0, -40.0).view(1, 2), double(-1.0, 60.0).view(1, 2).requires_grad_()
-    assert decoupled.others(teacher, student, torch.tensor([0])).tolist() == [0]
-    decoupled.dkd(teacher, student, torch.tensor([0]), 8.0).sum().backward()
+    assert decoupled_distillation.others(teacher, student, torch.tensor([0])).tolist() == [0]
+    decoupled_distillation.dkd(teacher, student, torch.tensor([0]), 8.0).sum().backward()
     assert torch.isfinite(student.grad).all()
 
 
@@ -198,7 +205,7 @@ def test_cd_8_loss_is_the_mean_over_the_rebalanced_batch(n: float) -> None:
     cosine = normalize(every, dim=1) @ normalize(net.prototypes.weight, dim=1).T
     contrast = hpc(cosine, own, 3, rule.anchors.there, 0.1, 1.0)
     rows = 0.4 * cross_entropy(logits, label, reduction="none") + 0.6 * contrast
-    rows = rows + 0.1 * decoupled.dkd(teacher, logits, label, 0.5)
+    rows = rows + 0.1 * decoupled_distillation.dkd(teacher, logits, label, 0.5)
     wanted = (importance * rows).sum() / importance.sum()
     found = rule.loss(net, x, y).objective() + (rule.penalty(net) if n else 0.0)
     assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
@@ -222,7 +229,7 @@ def test_cd_8_a_shuffled_batch_is_the_mean_over_its_examples_and_the_prototypes_
 
 def test_cd_8_each_prototype_joins_one_batch_of_an_epoch_on_average() -> None:
     share, context = shares()[0], FED.for_silo(0, 7)
-    data, count = PlainData(share.train, share.test, TRAIN, context), torch.arange(1.0, 13.0)
+    data, count = PlainLocalData(share.train, share.test, TRAIN, context), torch.arange(1.0, 13.0)
     draw, again = (FedCD(importance="shuffle")._shuffled(count, data, context) for _ in range(2))
     seen = torch.stack([draw(b) / count for _ in range(1000) for b in (4, 4, 4, 2)])  # 14 examples
     assert seen.unique().tolist() == [0, 1]
@@ -237,13 +244,13 @@ def test_every_importance_trains_and_without_any_no_prototype_is_appended(import
     _, first = played(method, 0, server)
     server = method.merge(server, first.bundle, FED)
     _, second = played(method, 0, server, t=1)
-    assert all(trees.all_finite(part.total) for part in second.bundle.values())
+    assert all(tensor_maps.all_finite(part.total) for part in second.bundle.values())
     _, scaled = played(FedCD(acla="stale"), 0, server, t=1)
     moved, by_default = (o.bundle["delta"].total for o in (second, scaled))
     assert same(moved, by_default) == (importance == "scaled")
     if importance == "none":
-        state = {**server[PART], "count": torch.zeros(12)}
-        _, without = played(FedCD(acla="stale"), 0, {**server, PART: state}, t=1)
+        state = {**server[PROTOTYPES], "count": torch.zeros(12)}
+        _, without = played(FedCD(acla="stale"), 0, {**server, PROTOTYPES: state}, t=1)
         assert same(moved, without.bundle["delta"].total)
 
 

@@ -11,16 +11,16 @@ from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 from torch.nn.functional import cross_entropy
 
 from fl_core.errors import ConfigError
-from fl_core.methods.building_blocks import class_vectors as geometry
+from fl_core.methods.building_blocks import class_vectors
 from fl_core.methods.disjoint.fedgela import FRAME, FedGELA, adaptation, frame_of
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, SiloShare, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, SiloShare, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.interfaces import Method
-from fl_core.types.values import Outcome, RoundContext, TrainConfig
+from fl_core.types.values import LocalResult, RoundContext, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 FLOAT64 = {"dtype": torch.float64}
@@ -30,11 +30,13 @@ def model_of(seed: int = 0) -> SplitModel:
     return build_model("digits_cnn", {"norm": "batch"}, SCHEMA, seed)
 
 
-def played(method: Method, share: SiloShare, k: int = 0) -> tuple[SplitModel, Outcome, PlainData, RoundContext]:
+def played(
+    method: Method, share: SiloShare, k: int = 0
+) -> tuple[SplitModel, LocalResult, PlainLocalData, RoundContext]:
     """Train one silo for one round from the start of a run."""
     model, context = model_of(), FED.for_silo(k, 0)
     server = method.init_server(model_of(), FED)
-    data = PlainData(share.train, share.test, TRAIN, context)
+    data = PlainLocalData(share.train, share.test, TRAIN, context)
     outcome = method.local(model, method.broadcast(server), method.init_silo(model_of(), FED), data, context)
     return model, outcome, data, context
 
@@ -43,7 +45,7 @@ def played(method: Method, share: SiloShare, k: int = 0) -> tuple[SplitModel, Ou
     ("c", "s", "loss"), [(3, 1, 0.3689811), (3, 10, 6.11805e-7), (10, 1, 1.3769349), (10, 10, 1.344990e-4)]
 )
 def test_ge_2_loss_at_a_collapsed_feature(c: int, s: float, loss: float) -> None:
-    frame = geometry.etf(c, 84, seed=3)
+    frame = class_vectors.etf(c, 84, seed=3)
     logits = s * frame[:1] @ frame.T
     assert float(logits[0, 0]) == pytest.approx(s)
     assert logits[0, 1:].tolist() == pytest.approx([-s / (c - 1)] * (c - 1))
@@ -53,7 +55,7 @@ def test_ge_2_loss_at_a_collapsed_feature(c: int, s: float, loss: float) -> None
 
 
 def test_ge_3_missing_class_has_logit_0() -> None:
-    frame, phi = geometry.etf(3, 84, seed=3), torch.tensor([1.5, 1.5, 0.0], **FLOAT64)
+    frame, phi = class_vectors.etf(3, 84, seed=3), torch.tensor([1.5, 1.5, 0.0], **FLOAT64)
     logits = frame[:1] @ frame.T * phi
     assert logits[0].tolist() == pytest.approx([1.5, -0.75, 0.0])
     assert float(cross_entropy(logits, torch.tensor([0]))) == pytest.approx(0.2840726, abs=1e-7)
@@ -65,7 +67,7 @@ def test_ge_4_adaptation_averages_to_the_frame_where_classes_are_balanced() -> N
     assert adaptation(b).tolist() == pytest.approx([0, 2 / 3, 5 / 3, 5 / 3])
     mean = 0.4 * adaptation(a) + 0.6 * adaptation(b)
     assert mean.tolist() == pytest.approx([1, 1, 1, 1])
-    frame = geometry.etf(4, 10, seed=0).float()
+    frame = class_vectors.etf(4, 10, seed=0).float()
     adapted = 0.4 * adaptation(a)[:, None] * frame + 0.6 * adaptation(b)[:, None] * frame
     assert torch.allclose(adapted, frame, atol=1e-6)
     a, b = torch.tensor([30.0, 10, 0, 0]), torch.tensor([0.0, 20, 30, 10])
@@ -86,7 +88,7 @@ def test_ge_6_backward_reaches_the_features_alone() -> None:
     method, model = FedGELA(), model_of()
     share, context = shares()[0], FED.for_silo(0, 0)
     msg = method.broadcast(method.init_server(model, FED))
-    data = PlainData(share.train, share.test, TRAIN, context)
+    data = PlainLocalData(share.train, share.test, TRAIN, context)
     net = method.global_model(model, msg)
     loss = method.objective(net, msg, data, context)
     x, y = share.train.batch(torch.arange(6))
@@ -110,14 +112,14 @@ def test_ge_6_frame_is_made_again_from_its_seed_bit_for_bit() -> None:
     server = FedGELA().init_server(model_of(), FED)
     assert {name: v.numel() for name, v in server[FRAME].items()} == {"seed": 1, "shape": 2}
     silo = FedGELA().global_model(model_of(7), FedGELA().broadcast(server))
-    wanted = geometry.etf(4, 64, geometry.seed_of(model_of())).float()
+    wanted = class_vectors.etf(4, 64, class_vectors.seed_of(model_of())).float()
     assert torch.equal(dict(silo.named_buffers())["classifier"], wanted)
     assert torch.equal(frame_of(server[FRAME]).float(), wanted)
 
 
 def test_frame_does_not_move_and_no_classifier_is_sent() -> None:
     run = manifest("fedgela", train=TRAIN)
-    final = simulate(RunSetup.of(run), shares(), History())
+    final = simulate(RunSetup.of(run), shares(), RoundHistory())
     start = FedGELA().init_server(build_model("digits_cnn", {}, SCHEMA, 0), FED)
     assert same(final[FRAME], start[FRAME])
     assert not same(final["w"], start["w"])
@@ -129,7 +131,7 @@ def test_local_loss_uses_the_adapted_frame() -> None:
     method, share, context = FedGELA(logit_scale=5.0), shares()[0], FED.for_silo(0, 0)
     model = model_of()
     msg = method.broadcast(method.init_server(model, FED))
-    data = PlainData(share.train, share.test, TRAIN, context)
+    data = PlainLocalData(share.train, share.test, TRAIN, context)
     net = method.global_model(model, msg).eval()
     x, y = share.train.batch(torch.arange(6))
     z = model.features(x)
@@ -140,7 +142,7 @@ def test_local_loss_uses_the_adapted_frame() -> None:
 
 def test_without_frame_and_adaptation_it_is_fedavg_bit_for_bit() -> None:
     finals = [
-        simulate(RunSetup.of(manifest(name, options)), shares(), History())["w"]
+        simulate(RunSetup.of(manifest(name, options)), shares(), RoundHistory())["w"]
         for name, options in (("fedavg", {}), ("fedgela", {"etf": False, "adapt": False}), ("fedgela", {"etf": False}))
     ]
     assert same(finals[0], finals[1])
@@ -183,7 +185,7 @@ def test_personal_model_is_the_local_one_and_can_leave_out_missing_classes() -> 
     z = model.features(x)
     wanted = 2 * 30.0 * (z / z.norm(dim=1, keepdim=True)) @ frame_of(msg[FRAME]).float().T
     assert torch.allclose(logits[:, 1:3], wanted[:, 1:3], atol=1e-4)
-    assert not same(trees.read(model.body), trees.read(model_of().body))
+    assert not same(tensor_maps.copy_state(model.body), tensor_maps.copy_state(model_of().body))
 
 
 def test_batch_norm_features_travel_and_stay_with_the_personal_model() -> None:

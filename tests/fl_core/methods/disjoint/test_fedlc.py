@@ -16,9 +16,9 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses.logit_adjustment import balanced_softmax, calibrated_ce, margin_shift, published_ce
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import TrainConfig
 
 COUNTS = torch.tensor([1, 16, 81, 256, 10000], dtype=torch.float64)
@@ -106,7 +106,7 @@ def test_balanced_softmax_t_rod_1_2_3_5() -> None:
 
 def test_tau_zero_is_fedavg_bit_for_bit() -> None:
     finals = [
-        simulate(RunSetup.of(manifest(name, options)), shares(), History())["w"]
+        simulate(RunSetup.of(manifest(name, options)), shares(), RoundHistory())["w"]
         for name, options in (("fedavg", {}), ("fedlc", {"tau": 0.0}), ("fedlc", {"tau": 1.0}))
     ]
     assert same(finals[0], finals[1])
@@ -117,10 +117,12 @@ def test_tau_zero_is_fedavg_bit_for_bit() -> None:
 def test_rows_of_missing_classes_rest_under_the_mask(missing: str, rests: bool) -> None:
     share, context = shares()[0], FED.for_silo(0, 0)  # classes 0 and 1 of 4
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    msg = {"w": trees.read(model)}
-    data = PlainData(share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=1, weight_decay=0.0), context)
+    msg = {"w": tensor_maps.copy_state(model)}
+    data = PlainLocalData(
+        share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=1, weight_decay=0.0), context
+    )
     FedLC(missing=missing).local(model, msg, {}, data, context)
-    moved = (trees.read(model)["head.weight"] - msg["w"]["head.weight"]).abs().sum(1)
+    moved = (tensor_maps.copy_state(model)["head.weight"] - msg["w"]["head.weight"]).abs().sum(1)
     assert bool((moved[:2] > 0).all())
     assert bool((moved[2:] == 0).all()) is rests
 
@@ -133,17 +135,17 @@ def test_silo_with_one_class_learns_nothing_under_the_mask_and_is_warned(
 ) -> None:
     only = Given(torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.full((5,), 2))
     context, model = FED.for_silo(0, 0), build_model("digits_cnn", {}, SCHEMA, 0)
-    msg = {"w": trees.read(model)}
+    msg = {"w": tensor_maps.copy_state(model)}
     with caplog.at_level(logging.WARNING):
-        data = PlainData(only, only, TrainConfig(weight_decay=0.0), context)
+        data = PlainLocalData(only, only, TrainConfig(weight_decay=0.0), context)
         FedLC(form=form, missing=missing).local(model, msg, {}, data, context)
-    assert same(trees.read(model), msg["w"]) is not learns
+    assert same(tensor_maps.copy_state(model), msg["w"]) is not learns
     assert ("single class" in caplog.text) is not learns
 
 
 def test_evaluation_sees_plain_logits() -> None:
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    msg, x = {"w": trees.read(model)}, torch.ones(1, 1, 8, 8)
+    msg, x = {"w": tensor_maps.copy_state(model)}, torch.ones(1, 1, 8, 8)
     assert torch.equal(FedLC().global_model(model, msg)(x), FedAvg().global_model(model, msg)(x))
 
 

@@ -12,18 +12,18 @@ from oracles import slow_class_sums, slow_inter, slow_intra
 from fl_core import rng
 from fl_core.errors import ConfigError
 from fl_core.methods import build_method
-from fl_core.methods.building_blocks import prototypes as proto
+from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.disjoint.fedmr import FedMR
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import AS_SCHEDULED, Coupling, Losses, Part, State, TrainConfig
 
 
-def run(method: str, options: Mapping[str, str | int | float | bool], share: float = 1.0) -> tuple[State, History]:
-    history = History()
+def run(method: str, options: Mapping[str, str | int | float | bool], share: float = 1.0) -> tuple[State, RoundHistory]:
+    history = RoundHistory()
     made = manifest(method, options, train=TrainConfig(lr=0.05, batch_size=4, epochs=2), share=share)
     return simulate(RunSetup.of(made), shares(), history), history
 
@@ -57,7 +57,7 @@ def test_share_decides_whose_prototypes_are_in_the_mean() -> None:
     assert not same(finals[0.5], finals[1.0])
 
 
-class Watched(PlainData):
+class Watched(PlainLocalData):
     """Counts `sum` queries."""
 
     sums = 0
@@ -79,7 +79,7 @@ def one_turn(method: FedMR, *, submits: bool = True, known: bool = True) -> tupl
         }
         server["prototypes"]["g"][3] = 0
     bundle = method.local(model, method.broadcast(server), {}, data, context).bundle
-    return data, server, bundle.get("prototypes"), {"w": trees.read(model)}
+    return data, server, bundle.get("prototypes"), {"w": tensor_maps.copy_state(model)}
 
 
 def test_a_silo_that_does_not_submit_makes_no_query_and_sends_zeros() -> None:
@@ -97,13 +97,13 @@ def test_prototypes_are_class_means_of_the_trained_model_in_eval_mode() -> None:
     _, server, part, trained = one_turn(FedMR())
     assert part is not None
     model = build_model("digits_cnn", {}, SCHEMA, 5)
-    trees.write(model, trained["w"])
+    tensor_maps.load_state(model, trained["w"])
     share = shares()[0]
     with torch.no_grad():
         z = model.eval().features(share.train.batch(torch.arange(len(share.train)))[0])
     total, count = slow_class_sums(z, share.train.labels, 4)
     assert torch.equal(part.weight, count)
-    g = proto.merged(server["prototypes"], part)["g"]
+    g = prototypes.update(server["prototypes"], part)["g"]
     assert torch.allclose(g[:2], total[:2] / count[:2].unsqueeze(1), atol=1e-4)
     assert torch.equal(g[2:], server["prototypes"]["g"][2:])
 
@@ -131,11 +131,11 @@ def test_objective_is_equation_5() -> None:
     method, model, share = FedMR(mu1=1e-3, mu2=0.7), build_model("digits_cnn", {}, SCHEMA, 0).double(), shares()[1]
     x, y = share.train.batch(torch.arange(9))
     g = torch.randn(4, 64, generator=rng.stream(0, "g"), dtype=torch.float64)
-    msg = {"w": trees.read(model), "prototypes": {"g": g, "known": torch.ones(4)}}
+    msg = {"w": tensor_maps.copy_state(model), "prototypes": {"g": g, "known": torch.ones(4)}}
     context = FED.for_silo(0, 0)
     losses: list[Losses] = []
 
-    class Catch(PlainData):
+    class Catch(PlainLocalData):
         def sgd(self, model, loss, options=AS_SCHEDULED):  # type: ignore[no-untyped-def]
             losses.append(loss(model, x.double(), y))
             return 0

@@ -12,18 +12,18 @@ from torch.nn.functional import cross_entropy, normalize
 
 from coordinator.config.hydra_config import compose_spec
 from fl_core.errors import ConfigError
-from fl_core.methods.building_blocks import class_vectors as geometry
+from fl_core.methods.building_blocks import class_vectors
 from fl_core.methods.building_blocks.fixed_classifier import FixedHead
-from fl_core.methods.building_blocks.prototypes import PART
+from fl_core.methods.building_blocks.prototypes import PROTOTYPES
 from fl_core.methods.disjoint.fednh import FedNH, turned
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
+from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.evaluation import weighted_accuracy
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
-from fl_core.types.values import AS_SCHEDULED, Outcome, Part, RoundContext, SgdOptions, State, TrainConfig
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
+from fl_core.types.values import AS_SCHEDULED, LocalResult, Part, RoundContext, SgdOptions, State, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 
@@ -34,11 +34,11 @@ def model_of(seed: int = 0) -> SplitModel:
 
 def played(
     method: FedNH, k: int = 0, prototypes: bool = True
-) -> tuple[SplitModel, State, Outcome, PlainData, RoundContext]:
+) -> tuple[SplitModel, State, LocalResult, PlainLocalData, RoundContext]:
     """Train one silo for one round from the start of a run."""
     model, context, share = model_of(), FED.for_silo(k, 0, prototypes), shares()[k]
     msg = method.broadcast(method.init_server(model_of(), FED))
-    data = PlainData(share.train, share.test, TRAIN, context)
+    data = PlainLocalData(share.train, share.test, TRAIN, context)
     outcome = method.local(model, msg, method.init_silo(model_of(), FED), data, context)
     return model, msg, outcome, data, context
 
@@ -73,7 +73,7 @@ def test_classes_that_nobody_reports_or_that_cancel_out_keep_their_prototype() -
 
 @pytest.mark.parametrize(("s", "loss"), [(1, 1.4611502), (20, 1.85504e-8), (30, 8.4219e-13)])
 def test_nh_3_loss_at_orthogonal_prototypes(s: float, loss: float) -> None:
-    w = geometry.orthogonal(10, 16, seed=0)
+    w = class_vectors.orthogonal(10, 16, seed=0)
     found = float(cross_entropy(s * w[:1] @ w.T, torch.tensor([0])))
     assert found == pytest.approx(loss, rel=1e-4 if s == 30 else 1e-6)
 
@@ -91,11 +91,11 @@ def test_nh_5_learning_rate_falls_with_the_global_round() -> None:
     assert train.clip_norm == 10
     for t, lr in ((1, 0.01), (2, 0.0099), (200, 0.00135333)):
         context = replace(FED, round=t - 1, rounds=200).for_silo(0, 0)
-        assert PlainData(share.train, share.test, train, context).lr == pytest.approx(lr, rel=1e-5)
+        assert PlainLocalData(share.train, share.test, train, context).lr == pytest.approx(lr, rel=1e-5)
 
 
 def test_nh_5_prototypes_stay_in_local_training() -> None:
-    class Watched(PlainData):
+    class Watched(PlainLocalData):
         nets: list[FixedHead]
 
         def sgd(self, model: nn.Module, loss: object, options: SgdOptions = AS_SCHEDULED) -> int:  # type: ignore[override]
@@ -113,13 +113,13 @@ def test_nh_5_prototypes_stay_in_local_training() -> None:
     data = Watched(share.train, share.test, TRAIN, context)
     method.local(model_of(), msg, {}, data, context)
     assert len(data.nets) == 1
-    assert torch.equal(dict(data.nets[0].named_buffers())["classifier"], msg[PART]["w"])
+    assert torch.equal(dict(data.nets[0].named_buffers())["classifier"], msg[PROTOTYPES]["w"])
 
 
 def test_directions_are_unit_means_of_unit_features_times_counts() -> None:
     method = FedNH()
     model, msg, outcome, _, _ = played(method)
-    part, share = outcome.bundle[PART], shares()[0]
+    part, share = outcome.bundle[PROTOTYPES], shares()[0]
     x, y = share.train.batch(torch.arange(len(share.train)))
     model.eval()
     h = normalize(model.features(x), dim=1)
@@ -129,14 +129,14 @@ def test_directions_are_unit_means_of_unit_features_times_counts() -> None:
         assert torch.allclose(part.total["w"][c], wanted, atol=1e-5)
     assert part.weight.tolist() == [7, 7, 0, 0]
     assert bool((h >= 0).all())  # this model's features end in a ReLU, like the paper's
-    assert msg[PART]["w"].shape == (4, 64)
+    assert msg[PROTOTYPES]["w"].shape == (4, 64)
 
 
 def test_a_silo_that_submits_no_prototypes_sends_zeros_and_trains_all_the_same() -> None:
     _, _, with_them, _, _ = played(FedNH())
     _, _, without, _, _ = played(FedNH(), prototypes=False)
-    assert float(without.bundle[PART].weight.sum()) == 0
-    assert float(without.bundle[PART].total["w"].abs().sum()) == 0
+    assert float(without.bundle[PROTOTYPES].weight.sum()) == 0
+    assert float(without.bundle[PROTOTYPES].total["w"].abs().sum()) == 0
     assert same(with_them.bundle["delta"].total, without.bundle["delta"].total)
 
 
@@ -149,7 +149,7 @@ def test_models_are_averaged_uniformly_by_default() -> None:
 
 def test_scale_is_trained_and_averaged_unless_it_is_fixed() -> None:
     run = manifest("fednh", {"scale": 5.0}, train=TRAIN)
-    final = simulate(RunSetup.of(run), shares(), History())
+    final = simulate(RunSetup.of(run), shares(), RoundHistory())
     assert float(final["w"]["scale.factor"]) != 5.0
     fixed = manifest("fednh", {"fix_scaling": 30.0}, train=TRAIN)
     assert "scale.factor" not in fixed.layout["delta"].shapes
@@ -161,11 +161,11 @@ def test_scale_is_trained_and_averaged_unless_it_is_fixed() -> None:
 
 def test_prototypes_have_length_1_after_a_run_and_turn_towards_the_features() -> None:
     run = manifest("fednh", train=TRAIN)
-    final, start = simulate(RunSetup.of(run), shares(), History()), FedNH().init_server(model_of(), FED)
-    w = final[PART]["w"]
+    final, start = simulate(RunSetup.of(run), shares(), RoundHistory()), FedNH().init_server(model_of(), FED)
+    w = final[PROTOTYPES]["w"]
     assert torch.allclose(w.norm(dim=1), torch.ones(4), atol=1e-6)
-    assert not torch.equal(w, start[PART]["w"])
-    gram = start[PART]["w"] @ start[PART]["w"].T
+    assert not torch.equal(w, start[PROTOTYPES]["w"])
+    gram = start[PROTOTYPES]["w"] @ start[PROTOTYPES]["w"].T
     assert torch.allclose(gram[~torch.eye(4, dtype=torch.bool)], torch.tensor(-1 / 3), atol=1e-6)
 
 
@@ -177,13 +177,13 @@ def test_personal_model_has_the_local_features_the_received_prototypes_and_the_s
     delta = outcome.bundle["delta"].mean()
     s = float(msg["w"]["scale.factor"] + delta["scale.factor"])
     assert s != 5.0
-    wanted = s * normalize(model.features(x), dim=1) @ msg[PART]["w"].T
+    wanted = s * normalize(model.features(x), dim=1) @ msg[PROTOTYPES]["w"].T
     assert torch.allclose(personal(x), wanted, atol=1e-5)
-    assert not same(trees.read(model.body), trees.read(model_of().body))
+    assert not same(tensor_maps.copy_state(model.body), tensor_maps.copy_state(model_of().body))
 
 
 def test_orthogonal_start() -> None:
-    w = FedNH(init="orthogonal").init_server(model_of(), FED)[PART]["w"]
+    w = FedNH(init="orthogonal").init_server(model_of(), FED)[PROTOTYPES]["w"]
     assert torch.allclose(w @ w.T, torch.eye(4), atol=1e-6)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core.errors import ConfigError
-from fl_core.methods.building_blocks.prototypes import merged
+from fl_core.methods.building_blocks.prototypes import update
 from fl_core.methods.disjoint.fedproc import FedProc
 from fl_core.methods.drift.fedprox import FedProx
 from fl_core.methods.drift.moon import Moon
@@ -17,9 +17,9 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.prototype_aided import PrototypeAided, contrast
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import Part, RoundContext, State, TrainConfig
 
 PROTOTYPES = torch.tensor([[2, 0], [0, 3], [-1, -1]], dtype=torch.float64)
@@ -49,18 +49,18 @@ def model_of() -> nn.Module:
     return build_model("digits_cnn", {}, SCHEMA, 0)
 
 
-def data_of(context: RoundContext, k: int = 0) -> PlainData:
-    return PlainData(shares()[k].train, shares()[k].test, TrainConfig(lr=0.05, batch_size=4, epochs=1), context)
+def data_of(context: RoundContext, k: int = 0) -> PlainLocalData:
+    return PlainLocalData(shares()[k].train, shares()[k].test, TrainConfig(lr=0.05, batch_size=4, epochs=1), context)
 
 
 def broadcast(known: list[float] | None = None) -> State:
     g = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     known = [1.0, 1.0, 1.0, 1.0] if known is None else known
-    return {"w": trees.read(model_of()), "prototypes": {"g": g, "known": torch.tensor(known)}}
+    return {"w": tensor_maps.copy_state(model_of()), "prototypes": {"g": g, "known": torch.tensor(known)}}
 
 
 def final(name: str, rounds: int = 3, **options: float | str) -> dict[str, Tensor]:
-    return dict(simulate(RunSetup.of(manifest(name, options, rounds=rounds)), shares(), History())["w"])
+    return dict(simulate(RunSetup.of(manifest(name, options, rounds=rounds)), shares(), RoundHistory())["w"])
 
 
 def test_t_prc_1_contrast() -> None:
@@ -99,7 +99,7 @@ def test_t_prc_2_prototypes_are_weighed_by_examples() -> None:
     state = {"g": torch.tensor([[0.0, 0.0], [7.0, 7.0]]), "known": torch.tensor([0.0, 1.0])}
     first = Part({"offset": torch.tensor([[3.0, 1.0], [0, 0]])}, torch.tensor([2.0, 0.0]))
     second = Part({"offset": torch.tensor([[0.0, 6.0], [0, 0]])}, torch.tensor([6.0, 0.0]))
-    after = merged(state, first + second)
+    after = update(state, first + second)
     assert after["g"][0].tolist() == pytest.approx([0.375, 0.875])
     assert after["g"][1].tolist() == [7.0, 7.0]  # nobody reported it: it stays, and stays known
     assert after["known"].tolist() == [1.0, 1.0]
@@ -164,7 +164,7 @@ def test_additive_form_keeps_cross_entropy_whole() -> None:
 def test_a_method_s_own_term_keeps_its_strength(method: PrototypeAided) -> None:
     """At t >= T the mixture is cross entropy: what is left of the method is the method without prototypes."""
     context = RoundContext(3, 4, rounds=7, round=7, cohort=3).for_silo(0, 0)
-    last = trees.read(build_model("digits_cnn", {}, SCHEMA, 9))
+    last = tensor_maps.copy_state(build_model("digits_cnn", {}, SCHEMA, 9))
     silo = {"last_000": last} if isinstance(method, Moon) else {}
     without = type(method)(mu=1.0)  # type: ignore[call-arg]
     ours, alone = (m.local(model_of(), broadcast(), silo, data_of(context), context).bundle for m in (method, without))

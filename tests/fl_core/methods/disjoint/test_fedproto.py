@@ -13,9 +13,9 @@ from fl_core.methods.disjoint.fedproto import FedProto, Nearest, pull
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, LocalPort, local_ports, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import InProcessSilo, RoundHistory, local_ports, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import Part, RoundContext, State, TaskKind, TrainConfig
 
 Z = torch.tensor([[1.0, 2], [3, 4], [0, 0]], dtype=torch.float64)
@@ -46,28 +46,30 @@ def test_t_pto_1_pull_and_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_t_pto_2_averages_of_class_means(weights: str, mean: tuple[float, float]) -> None:
     """Means (1, 1) of one example and (4, 7) of three; the paper's literal (1.625, 2.75) is neither."""
     method, total = FedProto(weights=weights), None
-    server: State = {"w": {}, prototypes.PART: prototypes.unknown(3, 2)}
+    server: State = {"w": {}, prototypes.PROTOTYPES: prototypes.initial_prototypes(3, 2)}
     for rows in ([[1.0, 1.0]], [[4.0, 7.0], [3.0, 6.0], [5.0, 8.0]]):
         held = Given(torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int64))
         context = RoundContext(2, 3).for_silo(0, 0)
-        part = method.extras(Flat(), server, PlainData(held, held, CONFIG, context), context)[prototypes.PART]
+        part = method.extras(Flat(), server, PlainLocalData(held, held, CONFIG, context), context)[
+            prototypes.PROTOTYPES
+        ]
         total = part if total is None else total + part
     assert total is not None
-    after = method.merge(server, {prototypes.PART: total}, RoundContext(2, 3))[prototypes.PART]
+    after = method.merge(server, {prototypes.PROTOTYPES: total}, RoundContext(2, 3))[prototypes.PROTOTYPES]
     assert after["g"][0].tolist() == pytest.approx(mean)
     assert after["known"].tolist() == [1, 0, 0]
 
 
 def test_a_class_that_nobody_reports_keeps_its_prototype() -> None:
-    server: State = {"w": {}, prototypes.PART: {"g": G.float(), "known": torch.tensor([1.0, 1.0, 0.0])}}
+    server: State = {"w": {}, prototypes.PROTOTYPES: {"g": G.float(), "known": torch.tensor([1.0, 1.0, 0.0])}}
     part = Part.of({"offset": torch.ones(3, 2)}, torch.tensor([0.0, 2.0, 0.0]))
-    after = FedProto().merge(server, {prototypes.PART: part}, FED)[prototypes.PART]
+    after = FedProto().merge(server, {prototypes.PROTOTYPES: part}, FED)[prototypes.PROTOTYPES]
     assert after["g"].tolist() == [[0, 0], [4, 3], [9, 9]]
     assert after["known"].tolist() == [1, 1, 0]
 
 
 def test_only_prototypes_travel_and_no_accuracy_is_made_up() -> None:
-    run, history = manifest("fedproto"), History()
+    run, history = manifest("fedproto"), RoundHistory()
     assert {part: set(spec.shapes) for part, spec in run.layout.items()} == {
         "metrics": {"correct"}, "prototypes": {"offset"},
     }  # fmt: skip
@@ -100,7 +102,7 @@ def networks(name: str, options: dict[str, float], rounds: int) -> list[dict[str
     return [state_of(port)["net"] for port in ports]
 
 
-def state_of(port: LocalPort) -> State:
+def state_of(port: InProcessSilo) -> State:
     assert port.state is not None
     return port.state
 
@@ -118,11 +120,11 @@ def test_prototypes_are_measured_with_the_final_weights_in_eval_mode() -> None:
     method, share, context = FedProto(), shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0)
     msg = method.broadcast(method.init_server(model, FED))
-    data = PlainData(share.train, share.test, CONFIG, context)
+    data = PlainLocalData(share.train, share.test, CONFIG, context)
     outcome = method.local(model, msg, method.init_silo(model, FED), data, context)
     assert isinstance(share.train, Given)
     again = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 1)
-    trees.write(again, outcome.state["net"])
+    tensor_maps.load_state(again, outcome.state["net"])
     z = again.eval().features(share.train.x)
     for c in range(4):
         mine = z[share.train.labels == c]
@@ -150,7 +152,7 @@ def test_the_personal_model_decides_as_the_option_says(
         "known": torch.full((4,), known * 1.0),
     }
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    data = PlainData(share.train, share.test, CONFIG, context)
+    data = PlainLocalData(share.train, share.test, CONFIG, context)
     own = FedProto(**options).personal(model, {"w": {}, "prototypes": state}, {}, data, context)  # type: ignore[arg-type]
     assert isinstance(own, kind)
 
@@ -158,7 +160,7 @@ def test_the_personal_model_decides_as_the_option_says(
 def test_own_classes_are_those_of_the_silo() -> None:
     share, context = shares()[1], FED.for_silo(1, 0)  # classes 1 and 2
     state = {"g": torch.zeros(4, 64), "known": torch.tensor([1.0, 1.0, 0.0, 1.0])}
-    data = PlainData(share.train, share.test, CONFIG, context)
+    data = PlainLocalData(share.train, share.test, CONFIG, context)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     own = FedProto(own_classes=True).personal(model, {"w": {}, "prototypes": state}, {}, data, context)
     assert isinstance(own, Nearest)
@@ -169,7 +171,7 @@ def test_a_silo_that_submits_no_prototypes_still_trains_with_them() -> None:
     method, share, context = FedProto(), shares()[0], FED.for_silo(0, 0, prototypes=False)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     msg = method.broadcast(method.init_server(model, FED))
-    data = PlainData(share.train, share.test, CONFIG, context)
+    data = PlainLocalData(share.train, share.test, CONFIG, context)
     part = method.local(model, msg, method.init_silo(model, FED), data, context).bundle["prototypes"]
     assert not part.weight.any()
     assert not part.total["offset"].any()

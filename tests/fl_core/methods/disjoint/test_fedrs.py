@@ -14,9 +14,9 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses.restricted_softmax import restricted_ce, scaling
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import TrainConfig
 
 H = torch.tensor([[1, 2]], dtype=torch.float64)
@@ -80,7 +80,7 @@ def test_rs_4_a_silo_with_all_classes_has_the_plain_softmax(alpha: float) -> Non
 
 def test_alpha_one_is_fedavg_with_uniform_weights_bit_for_bit() -> None:
     finals = [
-        simulate(RunSetup.of(manifest(name, options)), shares(), History())["w"]
+        simulate(RunSetup.of(manifest(name, options)), shares(), RoundHistory())["w"]
         for name, options in (("fedavg", {"weights": "uniform"}), ("fedrs", {"alpha": 1.0}), ("fedrs", {}))
     ]
     assert same(finals[0], finals[1])
@@ -90,17 +90,22 @@ def test_alpha_one_is_fedavg_with_uniform_weights_bit_for_bit() -> None:
 def test_alpha_zero_keeps_the_rows_of_missing_classes_in_training() -> None:
     share, context = shares()[1], FED.for_silo(1, 0)  # classes 1 and 2
     model = build_model("digits_cnn", {"head_bias": False}, SCHEMA, 0)
-    msg = {"w": trees.read(model)}
-    data = PlainData(share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=2, weight_decay=0.0), context)
+    msg = {"w": tensor_maps.copy_state(model)}
+    data = PlainLocalData(
+        share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=2, weight_decay=0.0), context
+    )
     FedRS(alpha=0.0).local(model, msg, {}, data, context)
-    rests = [torch.equal(a, b) for a, b in zip(trees.read(model)["head.weight"], msg["w"]["head.weight"], strict=True)]
+    rests = [
+        torch.equal(a, b)
+        for a, b in zip(tensor_maps.copy_state(model)["head.weight"], msg["w"]["head.weight"], strict=True)
+    ]
     assert rests == [True, False, False, True]
 
 
 def test_observed_classes_are_those_of_the_whole_set_and_not_of_the_batch() -> None:
     x, y = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0] * 4 + [3] * 4)
     context, model = FED.for_silo(0, 0), build_model("digits_cnn", {}, SCHEMA, 0)
-    data = PlainData(Given(x, y), Given(x, y), TrainConfig(), context)
+    data = PlainLocalData(Given(x, y), Given(x, y), TrainConfig(), context)
     loss = FedRS(alpha=0.5).objective(model, {}, data, context)
     a = torch.tensor([1.0, 0.5, 0.5, 1.0])
     expected = cross_entropy(a * model(x[:4]), y[:4], reduction="none")
@@ -110,9 +115,9 @@ def test_observed_classes_are_those_of_the_whole_set_and_not_of_the_batch() -> N
 def test_evaluation_and_traffic_are_those_of_fedavg() -> None:
     share, context = shares()[0], FED.for_silo(0, 0)
     whole = Given(share.train.batch(torch.arange(4))[0], torch.arange(4))  # all classes: the softmax is plain
-    bundles, msg = [], {"w": trees.read(build_model("digits_cnn", {}, SCHEMA, 0))}
+    bundles, msg = [], {"w": tensor_maps.copy_state(build_model("digits_cnn", {}, SCHEMA, 0))}
     for method in (FedRS(), FedAvg(weights="uniform")):
-        data = PlainData(whole, whole, TrainConfig(), context)
+        data = PlainLocalData(whole, whole, TrainConfig(), context)
         bundles.append(method.local(build_model("digits_cnn", {}, SCHEMA, 0), msg, {}, data, context).bundle)
     assert same_bundle(*bundles)
     x = torch.ones(1, 1, 8, 8)

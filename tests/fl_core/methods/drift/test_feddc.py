@@ -12,9 +12,9 @@ from helpers_drift import alternating, play, run_and_lose
 from fl_core.errors import ConfigError, DataError
 from fl_core.methods.drift.feddc import FedDC
 from fl_core.methods.drift.feddyn import FedDyn
-from fl_core.rounds.capabilities import refuse
+from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
+from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types.values import Capability, TrainConfig
 
 Q = (QData(1, 0), QData(4, 1))
@@ -51,7 +51,7 @@ def test_t_dc_2_without_control_it_is_feddyn() -> None:
     assert path[-1] == pytest.approx(0.8, abs=1e-6)
     assert path == play(FedDyn(alpha=1, report="cloud"), Q, 100).path
     drift, dyn = (
-        simulate(RunSetup.of(manifest(name, {"alpha": 0.1, **options}, train=TRAIN)), shares(), History())
+        simulate(RunSetup.of(manifest(name, {"alpha": 0.1, **options}, train=TRAIN)), shares(), RoundHistory())
         for name, options in (("feddc", {"control": "none"}), ("feddyn", {}))
     )
     assert set(drift) == set(dyn)
@@ -113,7 +113,7 @@ def test_momentum_enters_by_the_effective_steps() -> None:
 
 
 def test_through_ports_a_lost_update_leaves_both_means_intact() -> None:
-    """The same through `Engine` and `LocalPort`: one silo fails between its upload and the close."""
+    """The same through `RoundLoop` and `InProcessSilo`: one silo fails between its upload and the close."""
     server, states = run_and_lose("feddc", {"alpha": 0.1}, lost={1: "east"})
     for group in ("m", "c"):
         for name, value in server[group].items():
@@ -132,7 +132,9 @@ def test_readings_part_from_the_third_round_on() -> None:
 def test_prototypes_change_training_once_known(form: str) -> None:
     for rounds, differs in ((1, False), (3, True)):
         plain, aided = (
-            simulate(RunSetup.of(manifest("feddc", {"prototypes": p}, train=TRAIN, rounds=rounds)), shares(), History())
+            simulate(
+                RunSetup.of(manifest("feddc", {"prototypes": p}, train=TRAIN, rounds=rounds)), shares(), RoundHistory()
+            )
             for p in ("off", form)
         )
         assert same(plain["w"], aided["w"]) is not differs
@@ -141,10 +143,10 @@ def test_prototypes_change_training_once_known(form: str) -> None:
 
 def test_adaptive_optimizers_are_refused_unless_there_is_no_control() -> None:
     with pytest.raises(ConfigError) as caught:
-        refuse(FedDC(), [Capability.ADAPTIVE_OPTIMIZER])
+        check_supported(FedDC(), [Capability.ADAPTIVE_OPTIMIZER])
     assert caught.value.code == "E-CFG-08"
     assert "control=none" in str(caught.value)
-    refuse(FedDC(control="none"), [Capability.ADAPTIVE_OPTIMIZER])
+    check_supported(FedDC(control="none"), [Capability.ADAPTIVE_OPTIMIZER])
 
 
 def test_a_silo_without_a_step_does_not_deliver() -> None:

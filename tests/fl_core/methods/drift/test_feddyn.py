@@ -13,8 +13,8 @@ from fl_core.errors import ConfigError
 from fl_core.methods.drift.feddyn import FedDyn, pull
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.types import tensor_maps
 from fl_core.types.values import Part, RoundContext, TrainConfig
 
 EXACT = (Exact(1, 0), Exact(4, 1))
@@ -89,7 +89,7 @@ def test_lost_update_committed_anyway_would_bias_the_run_for_ever() -> None:
 
 
 def test_through_ports_a_lost_update_leaves_the_mean_intact() -> None:
-    """The same through `Engine` and `LocalPort`: one silo fails between its upload and the close."""
+    """The same through `RoundLoop` and `InProcessSilo`: one silo fails between its upload and the close."""
     server, states = run_and_lose("feddyn", {"alpha": 0.1}, lost={1: "east"})
     for name, m in server["m"].items():
         mean = sum(state["m"][name].double() for state in states.values()) / 3
@@ -110,12 +110,12 @@ def test_both_reports_train_alike_and_differ_by_m(cohort: int) -> None:
         simulate(
             RunSetup.of(manifest("feddyn", {"report": report, "alpha": 0.1}, train=TRAIN, cohort=cohort, rounds=3)),
             shares(),
-            History(),
+            RoundHistory(),
         )
         for report in ("average", "cloud")
     )
     assert not same(average["w"], other["w"])
-    start = trees.add(average["w"], average["m"])
+    start = tensor_maps.add(average["w"], average["m"])
     assert all(torch.allclose(start[name], v, atol=1e-5) for name, v in other["w"].items())
 
 
@@ -125,7 +125,7 @@ def test_average_is_the_mean_of_the_silos_models_with_their_buffers() -> None:
     sized = [*shares()[:2], shares(n=28)[2]]
     runs = {"fedavg": {"weights": "uniform"}, "feddyn": {"alpha": 1e-9}}
     uniform, average = (
-        simulate(RunSetup.of(manifest(name, o, train=TRAIN, rounds=1, model_options=options)), sized, History())
+        simulate(RunSetup.of(manifest(name, o, train=TRAIN, rounds=1, model_options=options)), sized, RoundHistory())
         for name, o in runs.items()
     )
     far = simulate(
@@ -133,11 +133,11 @@ def test_average_is_the_mean_of_the_silos_models_with_their_buffers() -> None:
             manifest("feddyn", {"alpha": 1e-9, "report": "cloud"}, train=TRAIN, rounds=1, model_options=options)
         ),
         sized,
-        History(),
+        RoundHistory(),
     )
-    weighed = simulate(RunSetup.of(manifest("fedavg", train=TRAIN, rounds=1, model_options=options)), sized, History())[
-        "w"
-    ]
+    weighed = simulate(
+        RunSetup.of(manifest("fedavg", train=TRAIN, rounds=1, model_options=options)), sized, RoundHistory()
+    )["w"]
     start = RunSetup.of(manifest("feddyn", model_options=options)).initial_state()["w"]
     for name, w in average["w"].items():
         if name in average["m"]:
@@ -156,11 +156,11 @@ def test_what_goes_down_fits_the_report() -> None:
         msg = method.broadcast(method.init_server(model, RoundContext(3, 4)))
         assert set(msg) == groups
     run = manifest("feddyn", {"alpha": 0.1}, train=TRAIN, rounds=2)
-    final = simulate(RunSetup.of(run), shares(), History())
+    final = simulate(RunSetup.of(run), shares(), RoundHistory())
     evaluated = FedDyn(alpha=0.1).global_model(
-        RunSetup.of(run).silo_runtime().fresh(), FedDyn(alpha=0.1).broadcast(final)
+        RunSetup.of(run).silo_runtime().reset_model(), FedDyn(alpha=0.1).broadcast(final)
     )
-    assert same(trees.read(evaluated), final["w"])
+    assert same(tensor_maps.copy_state(evaluated), final["w"])
     assert same(dict(FedDyn().exported(final)), final["w"])
 
 
@@ -187,7 +187,7 @@ def test_prototypes_change_training_once_known(form: str) -> None:
     for rounds, differs in ((1, False), (3, True)):
         plain, aided = (
             simulate(
-                RunSetup.of(manifest("feddyn", {"prototypes": p}, train=TRAIN, rounds=rounds)), shares(), History()
+                RunSetup.of(manifest("feddyn", {"prototypes": p}, train=TRAIN, rounds=rounds)), shares(), RoundHistory()
             )
             for p in ("off", form)
         )

@@ -15,11 +15,11 @@ from fl_core.methods.drift.fednova import FedNova
 from fl_core.methods.drift.fedprox import FedProx
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
-from fl_core.rounds.capabilities import refuse
+from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import Bundle, Capability, Part, RoundContext, State, TrainConfig
 
 
@@ -102,7 +102,7 @@ def test_equal_steps_are_fedavg_or_fedprox(momentum: float, mu: float) -> None:
     other = ("fedprox", {"mu": mu}) if mu else ("fedavg", {})
     plain, nova = (
         simulate(
-            RunSetup.of(manifest(name, options, train=train, model_options={"norm": "batch"})), shares(), History()
+            RunSetup.of(manifest(name, options, train=train, model_options={"norm": "batch"})), shares(), RoundHistory()
         )["w"]
         for name, options in (other, ("fednova", {"mu": mu}))
     )
@@ -114,9 +114,9 @@ def test_unequal_steps_are_not_fedavg_and_buffers_are_averaged_plainly() -> None
     given = [*shares()[:2], shares(n=28)[2]]
     train = TrainConfig(lr=0.05, batch_size=4, epochs=1)
     avg, nova = (
-        simulate(RunSetup.of(manifest(name, train=train, rounds=1, model_options={"norm": "batch"})), given, History())[
-            "w"
-        ]
+        simulate(
+            RunSetup.of(manifest(name, train=train, rounds=1, model_options={"norm": "batch"})), given, RoundHistory()
+        )["w"]
         for name in ("fedavg", "fednova")
     )
     buffers = {name: v for name, v in avg.items() if "running" in name}
@@ -132,7 +132,7 @@ def test_server_momentum_adds_up_updates_and_an_empty_round_keeps_it() -> None:
     once = method.merge(server, step, context)
     twice = method.merge(once, step, context)
     assert [float(s["w"]["w"]) for s in (once, twice)] == [2, 2 + (2 + 1)]
-    empty = {name: Part(trees.zeros(part.total), torch.zeros(())) for name, part in step.items()}
+    empty = {name: Part(tensor_maps.zeros(part.total), torch.zeros(())) for name, part in step.items()}
     assert method.merge(twice, empty, context) is twice
     assert "momentum" not in FedNova().init_server(Scalar(), context)
 
@@ -143,7 +143,9 @@ def test_prototypes_change_training_once_known(form: str) -> None:
     for rounds, differs in ((1, False), (3, True)):
         plain, aided = (
             simulate(
-                RunSetup.of(manifest("fednova", {"prototypes": p}, train=train, rounds=rounds)), shares(), History()
+                RunSetup.of(manifest("fednova", {"prototypes": p}, train=train, rounds=rounds)),
+                shares(),
+                RoundHistory(),
             )
             for p in ("off", form)
         )
@@ -153,13 +155,13 @@ def test_prototypes_change_training_once_known(form: str) -> None:
 
 def test_momentum_of_sgd_is_no_obstacle_but_adam_is() -> None:
     with pytest.raises(ConfigError) as caught:
-        refuse(FedNova(), [Capability.ADAPTIVE_OPTIMIZER])
+        check_supported(FedNova(), [Capability.ADAPTIVE_OPTIMIZER])
     assert caught.value.code == "E-CFG-08"
     share, context = shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    adam = PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1, optimizer="adam"), context)
+    adam = PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1, optimizer="adam"), context)
     with pytest.raises(ConfigError) as caught:
-        FedNova().local(model, {"w": trees.read(model)}, {}, adam, context)
+        FedNova().local(model, {"w": tensor_maps.copy_state(model)}, {}, adam, context)
     assert caught.value.code == "E-CFG-08"
 
 

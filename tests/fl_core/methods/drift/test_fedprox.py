@@ -13,9 +13,9 @@ from fl_core.methods.drift.fedprox import FedProx
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import AS_SCHEDULED, RoundContext, TrainConfig
 
 
@@ -77,7 +77,7 @@ def test_t_prx_3_large_mu_diverges_with_explicit_steps() -> None:
 
 def test_mu_zero_is_fedavg_bit_for_bit() -> None:
     finals = [
-        simulate(RunSetup.of(manifest(name, options)), shares(), History())["w"]
+        simulate(RunSetup.of(manifest(name, options)), shares(), RoundHistory())["w"]
         for name, options in (("fedavg", {}), ("fedprox", {"mu": 0.0}), ("fedprox", {"mu": 0.1}))
     ]
     assert same(finals[0], finals[1])
@@ -87,13 +87,13 @@ def test_mu_zero_is_fedavg_bit_for_bit() -> None:
 def test_pull_leaves_buffers_alone_and_shortens_the_way() -> None:
     share, context = shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0)
-    msg = {"w": trees.read(model)}
+    msg = {"w": tensor_maps.copy_state(model)}
 
     def moved(method: FedAvg) -> float:
-        data = PlainData(share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=3), context)
+        data = PlainLocalData(share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=3), context)
         method.local(model, msg, {}, data, context)
-        start = {name: msg["w"][name] for name in trees.trainable(model)}
-        return float(trees.sq_dist(start, trees.read(model)))
+        start = {name: msg["w"][name] for name in tensor_maps.trainable(model)}
+        return float(tensor_maps.squared_distance(start, tensor_maps.copy_state(model)))
 
     assert moved(FedProx(mu=1.0)) < moved(FedAvg())
     assert any("running_mean" in name for name in msg["w"])

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from fl_core.errors import ConfigError
-from fl_core.methods.building_blocks.frozen_copies import Seen, frozen
+from fl_core.methods.building_blocks.frozen_copies import CachedFeatures, frozen_copy
 from fl_core.methods.disjoint.fedproc import FedProc
 from fl_core.methods.drift.moon import Moon, model_contrast
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
-from fl_core.types.values import AS_SCHEDULED, Outcome, State, TrainConfig
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
+from fl_core.types.values import AS_SCHEDULED, LocalResult, State, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 
@@ -35,9 +35,11 @@ def model_of(norm: str = "batch", seed: int = 0) -> nn.Module:
 
 def step(
     method: FedAvg, msg: State, silo: State, train: TrainConfig = TRAIN, model: nn.Module | None = None
-) -> Outcome:
+) -> LocalResult:
     share, context = shares()[0], FED.for_silo(0, 0)
-    return method.local(model or model_of(), msg, silo, PlainData(share.train, share.test, train, context), context)
+    return method.local(
+        model or model_of(), msg, silo, PlainLocalData(share.train, share.test, train, context), context
+    )
 
 
 def start(method: FedAvg) -> State:
@@ -100,7 +102,7 @@ def test_several_last_models_share_the_denominator() -> None:
 
 def test_mu_zero_is_fedavg_and_mixes_as_fedproc_bit_for_bit() -> None:
     def final(name: str, **options: float | str) -> dict[str, Tensor]:
-        return dict(simulate(RunSetup.of(manifest(name, options)), shares(), History())["w"])
+        return dict(simulate(RunSetup.of(manifest(name, options)), shares(), RoundHistory())["w"])
 
     plain, off, on = final("fedavg"), final("moon", mu=0.0), final("moon", mu=5.0)
     assert same(plain, off)
@@ -120,7 +122,7 @@ def test_silo_keeps_its_last_models_newest_first_whatever_became_of_its_upload()
     for _ in range(3):
         model = model_of()
         state = step(method, msg, state, model=model).state
-        trained.append(trees.read(model))
+        trained.append(tensor_maps.copy_state(model))
     assert list(state) == ["last_000", "last_001"]
     assert same(state["last_000"], trained[2])
     assert same(state["last_001"], trained[1])
@@ -129,17 +131,17 @@ def test_silo_keeps_its_last_models_newest_first_whatever_became_of_its_upload()
 
 def test_loss_is_the_mixture_plus_the_contrast() -> None:
     share, context, method = shares()[0], FED.for_silo(0, 0), Moon(mu=2.0, prototypes="mixture")
-    last = trees.read(model_of(seed=5))
+    last = tensor_maps.copy_state(model_of(seed=5))
     seen: list[Tensor] = []
 
-    class Spy(PlainData):
+    class Spy(PlainLocalData):
         def sgd(self, model, loss, options=AS_SCHEDULED):  # type: ignore[no-untyped-def]
             x, y = share.train.batch(torch.arange(6))
             model.eval()  # so that a second pass sees the same
             seen.append(loss(model, x, y).per_example)
             z = model.features(x)
             base = FedProc().objective(model, msg, self, context)(model, x, y).per_example
-            glob, old = frozen(model_of()).features(x), frozen(model_of(), last).features(x)
+            glob, old = frozen_copy(model_of()).features(x), frozen_copy(model_of(), last).features(x)
             seen.append(base + 2.0 * model_contrast(z, glob, old.unsqueeze(0), 0.5))
             return 1
 
@@ -153,7 +155,7 @@ def test_loss_is_the_mixture_plus_the_contrast() -> None:
 def test_batch_norm_counts_a_batch_once_and_the_frozen_models_never() -> None:
     once, msg = TrainConfig(lr=0.05, batch_size=14, epochs=1), start(Moon())
     plain, contrasted = model_of(), model_of()
-    last = trees.read(model_of(seed=5))
+    last = tensor_maps.copy_state(model_of(seed=5))
     kept = {name: v.clone() for name, v in last.items()}
     step(FedAvg(), msg, {}, once, plain)
     step(Moon(mu=5.0), msg, {"last_000": last}, once, contrasted)
@@ -165,18 +167,18 @@ def test_batch_norm_counts_a_batch_once_and_the_frozen_models_never() -> None:
 
 def test_frozen_copy_is_apart_in_eval_mode_and_without_gradients() -> None:
     model = model_of()
-    twin = frozen(model.train(), trees.read(model_of(seed=3)))
+    twin = frozen_copy(model.train(), tensor_maps.copy_state(model_of(seed=3)))
     assert not any(m.training for m in twin.modules())
     assert not any(p.requires_grad for p in twin.parameters())
     assert model.training
     assert all(p.requires_grad for p in model.parameters())
-    assert same(trees.read(model), trees.read(model_of()))
-    assert same(trees.read(twin), trees.read(model_of(seed=3)))
+    assert same(tensor_maps.copy_state(model), tensor_maps.copy_state(model_of()))
+    assert same(tensor_maps.copy_state(twin), tensor_maps.copy_state(model_of(seed=3)))
 
 
 def test_seen_batch_gives_the_model_s_own_logits_and_gradients() -> None:
     model, x = model_of("group"), shares()[0].train.batch(torch.arange(3))[0]
-    seen = Seen(model, model.features(x))  # type: ignore[operator]
+    seen = CachedFeatures(model, model.features(x))  # type: ignore[operator]
     assert torch.equal(seen(x), model(x))
     grads = [torch.autograd.grad(m(x).square().sum(), list(model.parameters())) for m in (seen, model)]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

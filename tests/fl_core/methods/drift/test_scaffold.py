@@ -12,9 +12,9 @@ from helpers_drift import alternating, play, run_and_lose
 from fl_core.errors import ConfigError, DataError
 from fl_core.methods.drift.scaffold import Scaffold
 from fl_core.methods.fedavg import FedAvg
-from fl_core.rounds.capabilities import refuse
+from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
+from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types.values import Capability, TrainConfig
 
 Q = (QData(1, 0), QData(4, 1))
@@ -142,7 +142,7 @@ def test_silos_not_met_yet_count_with_the_mean_size_of_the_others() -> None:
 
 
 def test_through_ports_a_lost_update_leaves_the_mean_intact() -> None:
-    """The same through `Engine` and `LocalPort`: one silo fails between its upload and the close."""
+    """The same through `RoundLoop` and `InProcessSilo`: one silo fails between its upload and the close."""
     server, states = run_and_lose("scaffold", {}, lost={1: "east"})
     sizes = {name: float(state["size"]["n"]) for name, state in states.items()}
     assert sizes == dict.fromkeys(("north", "east", "south"), 14.0)
@@ -155,7 +155,7 @@ def test_through_ports_a_lost_update_leaves_the_mean_intact() -> None:
 def test_first_round_is_fedavg_bit_for_bit_and_the_second_is_not() -> None:
     train = TrainConfig(lr=0.05, batch_size=4, epochs=1, momentum=0.9)
     finals = {
-        (name, rounds): simulate(RunSetup.of(manifest(name, train=train, rounds=rounds)), shares(), History())["w"]
+        (name, rounds): simulate(RunSetup.of(manifest(name, train=train, rounds=rounds)), shares(), RoundHistory())["w"]
         for name in ("fedavg", "scaffold")
         for rounds in (1, 2)
     }
@@ -167,7 +167,9 @@ def test_buffers_have_no_variate_and_are_not_stretched() -> None:
     options = {"norm": "batch"}
     once, twice = (
         simulate(
-            RunSetup.of(manifest("scaffold", {"server_lr": rate}, rounds=1, model_options=options)), shares(), History()
+            RunSetup.of(manifest("scaffold", {"server_lr": rate}, rounds=1, model_options=options)),
+            shares(),
+            RoundHistory(),
         )
         for rate in (1.0, 2.0)
     )
@@ -187,7 +189,7 @@ def test_rate_of_the_round_is_the_one_that_divides() -> None:
 
 def test_adaptive_optimizers_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        refuse(Scaffold(), [Capability.ADAPTIVE_OPTIMIZER])
+        check_supported(Scaffold(), [Capability.ADAPTIVE_OPTIMIZER])
     assert caught.value.code == "E-CFG-08"
     assert "train.optimizer=sgd" in str(caught.value)
 

@@ -13,10 +13,18 @@ from oracles import slow_inter, slow_inter_paired, slow_intra
 from torch import Tensor
 
 from fl_core import rng
-from fl_core.methods.building_blocks import prototypes as proto
+from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.disjoint.fedmr import FedMR
-from fl_core.methods.losses.fedmr import IntraVariant, References, inter_paired, inter_terms, intra_loss, pick, spread
-from fl_core.rounds import sampling as cohort
+from fl_core.methods.losses.fedmr import (
+    IntraVariant,
+    PrototypeTargets,
+    inter_paired,
+    inter_terms,
+    intra_loss,
+    sample_batch,
+    scatter,
+)
+from fl_core.rounds import sampling
 from fl_core.types.values import Part
 
 F64 = torch.float64
@@ -30,12 +38,12 @@ def intra(z: Tensor, y: Tensor | None = None, form: IntraVariant = PAPER) -> flo
     return float(intra_loss(z, y, int(y.max()) + 1, form))
 
 
-def refs(g: list[list[float]], known: list[bool], negatives: list[bool] | None = None) -> References:
+def refs(g: list[list[float]], known: list[bool], negatives: list[bool] | None = None) -> PrototypeTargets:
     negatives = [True] * len(g) if negatives is None else negatives
-    return References(torch.tensor(g, dtype=F64), torch.tensor(known), torch.tensor(negatives))
+    return PrototypeTargets(torch.tensor(g, dtype=F64), torch.tensor(known), torch.tensor(negatives))
 
 
-def inter(z: Tensor, y: Tensor, ref: References, *, no_margin: bool = False) -> float:
+def inter(z: Tensor, y: Tensor, ref: PrototypeTargets, *, no_margin: bool = False) -> float:
     return float(inter_terms(z, y, ref, no_margin=no_margin, equal_examples=False).mean())
 
 
@@ -142,11 +150,11 @@ def test_mr_9_prototypes_are_means_by_class_counts(origin: tuple[float, float]) 
         return Part({"offset": offset}, torch.tensor([n, 0.0]))
 
     a, b = sent(10, (1, 1)), sent(30, (5, 1))
-    assert proto.merged(state, a + b)["g"].tolist() == [[4, 1], [7, 8]]
-    alone = proto.merged(state, a + proto.withheld(state))
+    assert prototypes.update(state, a + b)["g"].tolist() == [[4, 1], [7, 8]]
+    alone = prototypes.update(state, a + prototypes.empty_part(state))
     assert alone["g"].tolist() == [[1, 1], [7, 8]]
     assert alone["known"].tolist() == [1, 1]
-    nobody = proto.merged({**state, "known": torch.tensor([0.0, 1.0])}, proto.withheld(state))
+    nobody = prototypes.update({**state, "known": torch.tensor([0.0, 1.0])}, prototypes.empty_part(state))
     assert nobody["g"].tolist() == [list(origin), [7, 8]]
     assert nobody["known"].tolist() == [0, 1]
 
@@ -157,10 +165,10 @@ def test_mr_9_prototypes_are_means_by_class_counts(origin: tuple[float, float]) 
 )
 def test_mr_10_share_of_submitters_is_exact_and_frozen(n: int, share: float, submitters: int) -> None:
     names = [f"h{k}" for k in range(n)]
-    drawn = cohort.prototype_submitters(7, names, share)
+    drawn = sampling.prototype_submitters(7, names, share)
     assert sum(drawn) == submitters
-    assert drawn == cohort.prototype_submitters(7, names, share)
-    by_name = dict(zip(names[::-1], cohort.prototype_submitters(7, names[::-1], share), strict=True))
+    assert drawn == sampling.prototype_submitters(7, names, share)
+    by_name = dict(zip(names[::-1], sampling.prototype_submitters(7, names[::-1], share), strict=True))
     assert [by_name[name] for name in names] == drawn
 
 
@@ -223,7 +231,7 @@ def test_inter_equals_the_oracle(
 ) -> None:
     z, y = draw_batch(case)
     g = torch.randn(4, z.shape[1], generator=rng.stream(case[2], "g"), dtype=F64)
-    ref = References(g, torch.tensor(known), torch.tensor(negatives))
+    ref = PrototypeTargets(g, torch.tensor(known), torch.tensor(negatives))
     fast = inter_terms(z, y, ref, no_margin=no_margin, equal_examples=False).mean()
     assert torch.allclose(fast, slow_inter(z, y, g, known, negatives, no_margin), atol=1e-9)
     assert torch.allclose(inter_paired(z, y, ref), slow_inter_paired(z, y, g, known, negatives), atol=1e-9)
@@ -231,7 +239,7 @@ def test_inter_equals_the_oracle(
 
 def test_example_weighting_gives_terms_of_one_example_each() -> None:
     g = torch.randn(4, 3, generator=rng.stream(0, "g"), dtype=F64)
-    ref = References(g, torch.tensor([True, True, True, False]), torch.tensor([True] * 4))
+    ref = PrototypeTargets(g, torch.tensor([True, True, True, False]), torch.tensor([True] * 4))
     z, y = torch.randn(6, 3, generator=rng.stream(0, "z"), dtype=F64), torch.tensor([0, 0, 0, 1, 2, 3])
 
     def terms(rows: slice, equal: bool) -> Tensor:
@@ -246,14 +254,14 @@ def test_example_weighting_gives_terms_of_one_example_each() -> None:
 
 def test_lite_draws_without_replacement_and_keeps_the_mean() -> None:
     draw = rng.stream(0, "lite")
-    few = pick(50, 10, draw)
+    few = sample_batch(50, 10, draw)
     assert isinstance(few, Tensor)
     assert len(set(few.tolist())) == 10
-    assert pick(10, 50, draw) == pick(10, 0, draw) == slice(None)
-    placed = spread(torch.arange(10.0), few, 50)
+    assert sample_batch(10, 50, draw) == sample_batch(10, 0, draw) == slice(None)
+    placed = scatter(torch.arange(10.0), few, 50)
     assert float(placed.mean()) == pytest.approx(4.5)
     assert float(placed[few[3]]) == 15
     counts = torch.zeros(20)
     for _ in range(400):
-        counts[pick(20, 10, draw)] += 1
+        counts[sample_batch(20, 10, draw)] += 1
     assert float((counts - 200).abs().max()) < 5 * math.sqrt(400 * 0.25)  # uniform: five standard deviations

@@ -11,9 +11,9 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.ditto import Ditto
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import TrainConfig
 
 
@@ -51,7 +51,7 @@ def test_a_pull_beyond_the_step_size_diverges() -> None:
 
 def test_the_global_model_is_fedavgs_bit_for_bit() -> None:
     finals = [
-        simulate(RunSetup.of(manifest(n, model_options={"norm": "batch"})), shares(), History())
+        simulate(RunSetup.of(manifest(n, model_options={"norm": "batch"})), shares(), RoundHistory())
         for n in ("fedavg", "ditto")
     ]
     assert same(finals[0]["w"], finals[1]["w"])
@@ -60,20 +60,20 @@ def test_the_global_model_is_fedavgs_bit_for_bit() -> None:
 def test_the_personal_model_has_its_own_buffers_and_epochs() -> None:
     share, context = shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0)
-    msg, silo = {"w": trees.read(model)}, Ditto().init_silo(model, FED)
+    msg, silo = {"w": tensor_maps.copy_state(model)}, Ditto().init_silo(model, FED)
     states = {}
     for epochs in (0, 3):
-        data = PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
+        data = PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
         method = Ditto(personal_epochs=epochs)
         states[epochs] = method.local(model, msg, silo, data, context).state["v"]
         own = method.personal(build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 1), msg, {"v": states[epochs]},
                               data, context)  # fmt: skip
-        assert same(trees.read(own), states[epochs])
-    plain = FedAvg().local(model, msg, {}, PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1),
+        assert same(tensor_maps.copy_state(own), states[epochs])
+    plain = FedAvg().local(model, msg, {}, PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1),
                                                       context), context)  # fmt: skip
     buffer = "body.1.running_mean"
     assert buffer in states[0]
     assert not torch.equal(states[0][buffer], msg["w"][buffer])
-    assert not torch.equal(states[0][buffer], trees.add(msg["w"], plain.bundle["delta"].mean())[buffer])
+    assert not torch.equal(states[0][buffer], tensor_maps.add(msg["w"], plain.bundle["delta"].mean())[buffer])
     assert not same(states[0], states[3])
     assert same(silo["v"], msg["w"])  # the stored one is not written over

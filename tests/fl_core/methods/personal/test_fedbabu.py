@@ -10,9 +10,9 @@ from helpers_pair import Pair, PairData
 from fl_core.methods.personal.fedbabu import FedBABU
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import RoundContext, TrainConfig
 
 
@@ -37,18 +37,21 @@ def test_t_bab_1_one_step_and_one_step_of_fine_tuning() -> None:
 def test_t_bab_2_the_head_is_bit_identical_after_all_rounds() -> None:
     """With weight decay and momentum, at every silo and in the global model."""
     run = manifest("fedbabu", train=TrainConfig(lr=0.05, weight_decay=0.1, batch_size=4, epochs=1))
-    final, initial = simulate(RunSetup.of(run), shares(), History()), build_model("digits_cnn", {}, SCHEMA, 0)
+    final, initial = simulate(RunSetup.of(run), shares(), RoundHistory()), build_model("digits_cnn", {}, SCHEMA, 0)
     method, bench = FedBABU(), RunSetup.of(run).silo_runtime()
-    msg, head = method.broadcast(final), {n: v for n, v in trees.read(initial).items() if n.startswith("head")}
+    msg, head = (
+        method.broadcast(final),
+        {n: v for n, v in tensor_maps.copy_state(initial).items() if n.startswith("head")},
+    )
     assert not set(head) & set(msg["w"])
     assert not set(head) & set(run.layout["delta"].shapes)
     for k, share in enumerate(shares()):
         context = FED.for_silo(k, 0)
-        method.local(bench.fresh(), msg, {}, PlainData(share.train, share.test, run.train, context), context)
-        left = trees.read(bench.model)
+        method.local(bench.reset_model(), msg, {}, PlainLocalData(share.train, share.test, run.train, context), context)
+        left = tensor_maps.copy_state(bench.model)
         assert same({n: left[n] for n in head}, head)
         assert not same({n: left[n] for n in msg["w"]}, msg["w"])
-    whole = trees.read(method.global_model(initial, msg))
+    whole = tensor_maps.copy_state(method.global_model(initial, msg))
     assert same({n: whole[n] for n in head}, head)
     assert same(method.exported(final), whole)
 
@@ -56,22 +59,22 @@ def test_t_bab_2_the_head_is_bit_identical_after_all_rounds() -> None:
 def test_without_fine_tuning_the_personal_model_is_the_global_one() -> None:
     share, context, method = shares()[0], FED.for_silo(0, 0), FedBABU(finetune_epochs=0)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    start = trees.read(model)
+    start = tensor_maps.copy_state(model)
     msg = {"w": {n: v for n, v in start.items() if method.shared(n)}}
-    data = PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
+    data = PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
     method.local(model, msg, {}, data, context)
-    assert same(trees.read(method.personal(model, msg, {}, data, context)), start)
+    assert same(tensor_maps.copy_state(method.personal(model, msg, {}, data, context)), start)
 
 
 def test_fine_tuning_moves_the_head_and_what_was_sent_stays() -> None:
     share, context, method = shares()[0], FED.for_silo(0, 0), FedBABU(finetune_epochs=1)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    start = trees.read(model)
+    start = tensor_maps.copy_state(model)
     msg = {"w": {n: v for n, v in start.items() if method.shared(n)}}
-    data = PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
+    data = PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
     outcome = method.local(model, msg, {}, data, context)
     before = {n: v.clone() for n, v in outcome.bundle["delta"].total.items()}
-    own = trees.read(method.personal(model, msg, outcome.state, data, context))
+    own = tensor_maps.copy_state(method.personal(model, msg, outcome.state, data, context))
     assert not torch.equal(own["head.weight"], start["head.weight"])
     assert same(outcome.bundle["delta"].total, before)
     assert outcome.state == {}

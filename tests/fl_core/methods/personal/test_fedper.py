@@ -11,9 +11,9 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.fedper import FedPer
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, local_ports, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, local_ports, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import RoundContext, State, TrainConfig
 
 
@@ -52,7 +52,7 @@ def test_no_tensor_of_the_head_travels_and_the_first_body_is_fedavgs() -> None:
     finals = {}
     for name in ("fedavg", "fedper"):
         run = manifest(name, rounds=1, model_options={"norm": "batch"})
-        finals[name] = simulate(RunSetup.of(run), shares(), History())
+        finals[name] = simulate(RunSetup.of(run), shares(), RoundHistory())
     assert [n for n in run.layout["delta"].shapes if n.startswith("head")] == []
     assert any("running_mean" in n for n in run.layout["delta"].shapes)
     body = {n: v for n, v in finals["fedavg"]["w"].items() if not n.startswith("head")}
@@ -61,17 +61,17 @@ def test_no_tensor_of_the_head_travels_and_the_first_body_is_fedavgs() -> None:
 
 def test_the_global_model_has_the_initial_head() -> None:
     run = manifest("fedper")
-    final, initial = simulate(RunSetup.of(run), shares(), History()), build_model("digits_cnn", {}, SCHEMA, 0)
+    final, initial = simulate(RunSetup.of(run), shares(), RoundHistory()), build_model("digits_cnn", {}, SCHEMA, 0)
     model = FedPer().global_model(build_model("digits_cnn", {}, SCHEMA, 0), FedPer().broadcast(final))
     assert torch.equal(model.head.weight, initial.head.weight)  # type: ignore[union-attr]
-    assert same(FedPer().exported(final), trees.read(model))
+    assert same(FedPer().exported(final), tensor_maps.copy_state(model))
     assert "head" not in FedPer().broadcast(final)
 
 
 def test_heads_differ_by_silo_and_grow_old_with_silos_that_are_not_asked() -> None:
     run = manifest("fedper", rounds=1, cohort=2)
     ports = local_ports(RunSetup.of(run), shares())
-    RunSetup.of(run).round_loop(ports, 1).run(RunSetup.of(run).initial_state(), History())
+    RunSetup.of(run).round_loop(ports, 1).run(RunSetup.of(run).initial_state(), RoundHistory())
     heads = [None if p.state is None else p.state["head"] for p in ports]
     asked = [h for h in heads if h is not None]
     assert len(asked) == 2
@@ -81,13 +81,13 @@ def test_heads_differ_by_silo_and_grow_old_with_silos_that_are_not_asked() -> No
 def test_the_personal_model_is_what_local_training_left() -> None:
     share, context = shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    msg = {"w": {n: v for n, v in trees.read(model).items() if not n.startswith("head")}}
-    silo = {"head": {n: v + 1 for n, v in trees.read(model).items() if n.startswith("head")}}
-    data = PlainData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
+    msg = {"w": {n: v for n, v in tensor_maps.copy_state(model).items() if not n.startswith("head")}}
+    silo = {"head": {n: v + 1 for n, v in tensor_maps.copy_state(model).items() if n.startswith("head")}}
+    data = PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
     outcome = FedPer().local(model, msg, silo, data, context)
-    own = trees.read(FedPer().personal(model, msg, outcome.state, data, context))
+    own = tensor_maps.copy_state(FedPer().personal(model, msg, outcome.state, data, context))
     assert same({n: own[n] for n in silo["head"]}, outcome.state["head"])
-    expected = trees.add(msg["w"], outcome.bundle["delta"].mean())
+    expected = tensor_maps.add(msg["w"], outcome.bundle["delta"].mean())
     assert all(torch.allclose(own[n], v, atol=1e-6) for n, v in expected.items())
-    moved = trees.sq_dist(outcome.state["head"], silo["head"])
+    moved = tensor_maps.squared_distance(outcome.state["head"], silo["head"])
     assert 0 < float(moved) < 1  # from the silo's head, not from the initial one

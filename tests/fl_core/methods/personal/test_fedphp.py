@@ -12,16 +12,16 @@ from torch.nn.functional import cross_entropy
 
 from fl_core.errors import ConfigError
 from fl_core.methods.building_blocks import batch_norm
-from fl_core.methods.building_blocks.frozen_copies import frozen
+from fl_core.methods.building_blocks.frozen_copies import frozen_copy
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses.distillation import asymmetric_terms, kd_terms, mmd
 from fl_core.methods.personal.fedphp import FedPHP
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Coupling, Outcome, RoundContext, State, TrainConfig
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
+from fl_core.types.values import Coupling, LocalResult, RoundContext, State, TrainConfig
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=1)
 
@@ -40,11 +40,11 @@ def model_of(norm: str = "batch", seed: int = 0) -> nn.Module:
     return build_model("digits_cnn", {"norm": norm}, SCHEMA, seed)
 
 
-def data_of(k: int = 0, train: TrainConfig = TRAIN) -> PlainData:
-    return PlainData(shares()[k].train, shares()[k].test, train, FED.for_silo(k, 0))
+def data_of(k: int = 0, train: TrainConfig = TRAIN) -> PlainLocalData:
+    return PlainLocalData(shares()[k].train, shares()[k].test, train, FED.for_silo(k, 0))
 
 
-def step(method: FedAvg, silo: State, model: nn.Module, train: TrainConfig = TRAIN) -> Outcome:
+def step(method: FedAvg, silo: State, model: nn.Module, train: TrainConfig = TRAIN) -> LocalResult:
     msg = method.broadcast(method.init_server(model, FED))
     return method.local(model, msg, silo, data_of(train=train), FED.for_silo(0, 0))
 
@@ -126,7 +126,7 @@ def test_first_round_is_fedavg_and_lam_zero_always_is() -> None:
     plain, ours = step(FedAvg(weights="uniform"), {}, model_of()), step(FedPHP(lam=0.5), {}, model_of())
     assert same_bundle(plain.bundle, ours.bundle)
     finals = [
-        simulate(RunSetup.of(manifest(name, options)), shares(), History())["w"]
+        simulate(RunSetup.of(manifest(name, options)), shares(), RoundHistory())["w"]
         for name, options in (("fedavg", {"weights": "uniform"}), ("fedphp", {"lam": 0.0}), ("fedphp", {"lam": 0.5}))
     ]
     assert same(finals[0], finals[1])
@@ -139,7 +139,7 @@ def test_loss_is_the_mixture_with_the_private_model_s_lesson(form: str) -> None:
         "kl": {}, "plain_kl": {"kd_tau2": False}, "ce_asym": {"kd": "ce_asym"}, "mmd": {"transfer": "mmd"},
     }[form]  # fmt: skip
     method = FedPHP(lam=0.3, **options)  # type: ignore[arg-type]
-    silo = {"inherited": trees.read(model_of(seed=4)), "participations": {"n": torch.tensor([1.0])}}
+    silo = {"inherited": tensor_maps.copy_state(model_of(seed=4)), "participations": {"n": torch.tensor([1.0])}}
     student, teacher = model_of().eval(), model_of(seed=4).eval()
     x, y = shares()[0].train.batch(torch.arange(5))
     loss = method.taught(model_of(), silo)(student, x, y)
@@ -180,22 +180,24 @@ def test_private_model_of_the_second_round_is_the_mean_with_statistics_of_its_ow
     second = step(method, first.state, trained)
     mu = method.momentum(2, FED)
     assert 0 < mu < 1
-    mixed = {name: mu * first.state["inherited"][name] + (1 - mu) * v for name, v in trees.read(trained).items()}
+    mixed = {
+        name: mu * first.state["inherited"][name] + (1 - mu) * v for name, v in tensor_maps.copy_state(trained).items()
+    }
     stats = {name for name in mixed if "running_" in name}
     assert bool(stats) is (norm == "batch")
     assert all(torch.equal(v, mixed[name]) for name, v in second.state["inherited"].items() if name not in stats)
     off = step(FedPHP(lam=0.5, recompute_bn=False), first.state, model_of(norm)).state["inherited"]
     assert same(off, mixed)
-    heir = frozen(trained, mixed)
+    heir = frozen_copy(trained, mixed)
     batch_norm.recompute(heir, data_of())
-    assert same(second.state["inherited"], trees.read(heir))
+    assert same(second.state["inherited"], tensor_maps.copy_state(heir))
 
 
 def test_recomputed_statistics_are_those_of_the_training_set() -> None:
     model, x = model_of(), shares()[0].train.batch(torch.arange(14))[0]
-    before = trees.read(model)
+    before = tensor_maps.copy_state(model)
     batch_norm.recompute(model, data_of())
-    after = trees.read(model)
+    after = tensor_maps.copy_state(model)
     weights = {name for name in before if "running_" not in name}
     assert all(torch.equal(before[name], after[name]) for name in weights)
     assert not any(m.training for m in model.modules())
@@ -204,7 +206,7 @@ def test_recomputed_statistics_are_those_of_the_training_set() -> None:
     for layer in layers:
         layer.momentum = 1.0  # the 14 examples are one batch: its statistics are the set's
     oracle(x)
-    expected = trees.read(oracle)
+    expected = tensor_maps.copy_state(oracle)
     assert len(layers) == 2
     assert all(torch.allclose(after[name], expected[name], rtol=1e-4, atol=1e-6) for name in set(after) - weights)
     assert [m.momentum for m in model.modules() if isinstance(m, nn.BatchNorm2d)] == [0.1, 0.1]
@@ -223,8 +225,8 @@ def test_statistics_over_several_batches_weigh_examples_equally(monkeypatch: pyt
 def test_a_lone_example_leaves_the_statistics_as_they_are() -> None:
     only = Given(torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([2]))
     model = model_of()
-    batch_norm.recompute(model, PlainData(only, only, TRAIN, FED.for_silo(0, 0)))
-    assert same(trees.read(model), trees.read(model_of()))
+    batch_norm.recompute(model, PlainLocalData(only, only, TRAIN, FED.for_silo(0, 0)))
+    assert same(tensor_maps.copy_state(model), tensor_maps.copy_state(model_of()))
 
 
 def test_personal_model_is_the_private_one_and_before_it_exists_the_model_at_hand() -> None:
@@ -234,11 +236,14 @@ def test_personal_model_is_the_private_one_and_before_it_exists_the_model_at_han
     for _ in range(2):
         trained = model_of()
         silo = step(method, silo, trained).state
-    left = trees.read(trained)
+    left = tensor_maps.copy_state(trained)
     personal = method.personal(trained, {}, silo, data_of(), context)
-    assert same(trees.read(personal), silo["inherited"])
-    assert not same(trees.read(personal), left)
-    assert same(trees.read(method.personal(model_of(seed=8), {}, {}, data_of(), context)), trees.read(model_of(seed=8)))
+    assert same(tensor_maps.copy_state(personal), silo["inherited"])
+    assert not same(tensor_maps.copy_state(personal), left)
+    assert same(
+        tensor_maps.copy_state(method.personal(model_of(seed=8), {}, {}, data_of(), context)),
+        tensor_maps.copy_state(model_of(seed=8)),
+    )
 
 
 def test_lost_state_begins_anew_and_a_lost_upload_does_not_matter() -> None:

@@ -11,26 +11,26 @@ from torch import Tensor, nn
 from fl_core.errors import ConfigError
 from fl_core.methods.personal.fedrep import FedRep
 from fl_core.models import build_model
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
-from fl_core.types.values import AS_SCHEDULED, Outcome, RoundContext, TrainConfig
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
+from fl_core.types.values import AS_SCHEDULED, LocalResult, RoundContext, TrainConfig
 
 CONFIG = TrainConfig(lr=0.05, momentum=0.5, weight_decay=1e-2, batch_size=4, epochs=2)
 
 
-class Watched(PlainData):
+class Watched(PlainLocalData):
     """Notes the model after each pass, and the steps of it."""
 
     def sgd(self, model, loss, options=AS_SCHEDULED):  # type: ignore[no-untyped-def]
         steps = super().sgd(model, loss, options)
-        self.seen = [*getattr(self, "seen", []), (steps, trees.read(model))]
+        self.seen = [*getattr(self, "seen", []), (steps, tensor_maps.copy_state(model))]
         return steps
 
 
-def trained(method: FedRep, norm: str = "batch") -> tuple[nn.Module, dict[str, Tensor], Watched, Outcome]:
+def trained(method: FedRep, norm: str = "batch") -> tuple[nn.Module, dict[str, Tensor], Watched, LocalResult]:
     share, context = shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {"norm": norm}, SCHEMA, 0)
-    start = trees.read(model)
+    start = tensor_maps.copy_state(model)
     msg = {"w": {n: v for n, v in start.items() if method.shared(n)}}
     data = Watched(share.train, share.test, CONFIG, context)
     return model, start, data, method.local(model, msg, method.init_silo(model, FED), data, context)
@@ -82,9 +82,9 @@ def test_epochs_of_both_phases() -> None:
 def test_the_head_goes_on_from_the_stored_one() -> None:
     method, share, context = FedRep(head_epochs=1), shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    msg = {"w": {n: v for n, v in trees.read(model).items() if method.shared(n)}}
-    far = {"head": {n: v + 3 for n, v in trees.read(model).items() if not method.shared(n)}}
-    after = method.local(model, msg, far, PlainData(share.train, share.test, CONFIG, context), context).state
+    msg = {"w": {n: v for n, v in tensor_maps.copy_state(model).items() if method.shared(n)}}
+    far = {"head": {n: v + 3 for n, v in tensor_maps.copy_state(model).items() if not method.shared(n)}}
+    after = method.local(model, msg, far, PlainLocalData(share.train, share.test, CONFIG, context), context).state
     assert all(float((after["head"][n] - far["head"][n]).abs().max()) < 1 for n in far["head"])
 
 
@@ -92,7 +92,7 @@ def test_tuned_personal_model_is_the_received_body_under_a_head_trained_further(
     method = FedRep(head_epochs=1, tune_epochs=2)
     model, start, data, outcome = trained(method)
     msg = {"w": {n: v for n, v in start.items() if method.shared(n)}}
-    own = trees.read(method.personal(model, msg, outcome.state, data, FED.for_silo(0, 0)))
+    own = tensor_maps.copy_state(method.personal(model, msg, outcome.state, data, FED.for_silo(0, 0)))
     assert moved(start, own) == {"head.weight", "head.bias"}
     assert data.seen[-1][0] == 8
     assert not torch.equal(own["head.weight"], outcome.state["head"]["head.weight"])
@@ -101,7 +101,7 @@ def test_tuned_personal_model_is_the_received_body_under_a_head_trained_further(
 def test_untuned_personal_model_is_what_training_left() -> None:
     method = FedRep(head_epochs=1)
     model, start, data, outcome = trained(method)
-    own = trees.read(method.personal(model, {"w": start}, outcome.state, data, FED.for_silo(0, 0)))
+    own = tensor_maps.copy_state(method.personal(model, {"w": start}, outcome.state, data, FED.for_silo(0, 0)))
     assert moved(own, data.seen[-1][1]) == set()
 
 

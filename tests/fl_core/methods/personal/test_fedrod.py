@@ -15,10 +15,10 @@ from fl_core.methods.personal.two_heads import Generated, TwoHeads, both_losses,
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
-from fl_core.types.values import Capability, Outcome, State, TrainConfig
+from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
+from fl_core.types.values import Capability, LocalResult, State, TrainConfig
 
 CONFIG = TrainConfig(lr=0.05, momentum=0.9, weight_decay=0.1, batch_size=4, epochs=2)
 
@@ -76,7 +76,7 @@ def test_neither_loss_has_a_gradient_for_the_others_parameters() -> None:
         return {n: p.grad.clone() for n, p in both.named_parameters() if p.grad is not None}
 
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    both = TwoHeads(model, linear(trees.read(model.head)))
+    both = TwoHeads(model, linear(tensor_maps.copy_state(model.head)))
     together = slopes(both_losses(counts, 1.0)(both, x, y).per_example, both)
     generic = slopes(balanced_softmax(model(x), y, counts), both)
     z = model.features(x)
@@ -88,12 +88,12 @@ def test_neither_loss_has_a_gradient_for_the_others_parameters() -> None:
 
 def played(
     method: FedROD, *, config: TrainConfig = CONFIG, norm: str = "batch", k: int = 0
-) -> tuple[SplitModel, State, State, PlainData, Outcome]:
+) -> tuple[SplitModel, State, State, PlainLocalData, LocalResult]:
     share, context = shares()[k], FED.for_silo(k, 0)
     model = build_model("digits_cnn", {"norm": norm}, SCHEMA, 0)
     msg = method.broadcast(method.init_server(model, FED))
     silo = method.init_silo(model, FED)
-    data = PlainData(share.train, share.test, config, context)
+    data = PlainLocalData(share.train, share.test, config, context)
     return model, msg, silo, data, method.local(model, msg, silo, data, context)
 
 
@@ -103,7 +103,7 @@ def played(
 def test_gamma_zero_averages_fedavgs_models_bit_for_bit(variant: str, phase: str, norm: str) -> None:
     finals = [
         simulate(RunSetup.of(manifest(name, options, train=TrainConfig(batch_size=4, epochs=1, clip_norm=0.5), rounds=2,
-                          model_options={"norm": norm})), shares(), History())
+                          model_options={"norm": norm})), shares(), RoundHistory())
         for name, options in (("fedavg", {}), ("fedrod", {"gamma": 0.0, "variant": variant, "phase": phase}),
                               ("fedrod", {"variant": variant, "phase": phase}))
     ]  # fmt: skip
@@ -117,8 +117,8 @@ def test_the_private_head_moves_by_plain_steps_from_a_copy_of_the_initial_head(p
     config = TrainConfig(lr=0.05, momentum=0.9, weight_decay=0.1, batch_size=14, epochs=1)
     model, msg, silo, _, outcome = played(FedROD(phase=phase), config=config, norm="group")
     before = build_model("digits_cnn", {"norm": "group"}, SCHEMA, 0)
-    assert same(silo["phi"], trees.read(before.head))
-    trees.write(before, msg["w"] if phase == "together" else trees.read(model))
+    assert same(silo["phi"], tensor_maps.copy_state(before.head))
+    tensor_maps.load_state(before, msg["w"] if phase == "together" else tensor_maps.copy_state(model))
     share, phi = shares()[0], linear(silo["phi"])
     assert isinstance(share.train, Given)
     z = before.features(share.train.x)
@@ -133,7 +133,7 @@ def test_from_zero_the_first_personal_model_decides_as_the_generic_one() -> None
     silo, msg = method.init_silo(model, FED), method.broadcast(method.init_server(model, FED))
     x = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     share, context = shares()[0], FED.for_silo(0, 0)
-    own = method.personal(model, msg, silo, PlainData(share.train, share.test, CONFIG, context), context)
+    own = method.personal(model, msg, silo, PlainLocalData(share.train, share.test, CONFIG, context), context)
     assert torch.equal(own(x), build_model("digits_cnn", {}, SCHEMA, 0)(x))
 
 
@@ -143,7 +143,7 @@ def test_the_personal_model_decides_by_both_heads(variant: str, body: str) -> No
     method = FedROD(variant=variant, personal_body=body)
     model, msg, silo, data, outcome = played(method)
     left = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0)
-    trees.write(left, trees.read(model) if body == "local" else msg["w"])
+    tensor_maps.load_state(left, tensor_maps.copy_state(model) if body == "local" else msg["w"])
     own = method.personal(model, msg, outcome.state, data, FED.for_silo(0, 0)).eval()
     x = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     left.eval()
@@ -155,7 +155,7 @@ def test_the_personal_model_decides_by_both_heads(variant: str, body: str) -> No
     else:  # the head that nu gives after its last step, or the received nu
         nu = msg["hyper"]
         if body == "local":
-            nu = trees.add(nu, outcome.bundle["hyper"].mean())
+            nu = tensor_maps.add(nu, outcome.bundle["hyper"].mean())
         shares_ = data.class_counts() / data.size()
         hidden = torch.relu(nu["0.weight"] @ shares_ + nu["0.bias"])
         private = z @ (nu["2.weight"] @ hidden + nu["2.bias"]).view(64, 4)
@@ -164,12 +164,12 @@ def test_the_personal_model_decides_by_both_heads(variant: str, body: str) -> No
 
 @pytest.mark.parametrize(("classes", "d", "numbers"), [(10, 192, 372_672), (100, 192, 3_724_992), (10, 512, 2_632_192)])
 def test_the_hypernetwork_has_the_published_size(classes: int, d: int, numbers: int) -> None:
-    assert trees.count(trees.read(Generated(classes, d, d, torch.zeros(classes)).nu)) == numbers
+    assert tensor_maps.count(tensor_maps.copy_state(Generated(classes, d, d, torch.zeros(classes)).nu)) == numbers
 
 
 def test_the_hypernetwork_is_averaged_and_drawn_from_the_runs_seed() -> None:
     run = manifest("fedrod", {"variant": "hyper", "hidden": 8}, rounds=1)
-    start, final = RunSetup.of(run).initial_state(), simulate(RunSetup.of(run), shares(), History())
+    start, final = RunSetup.of(run).initial_state(), simulate(RunSetup.of(run), shares(), RoundHistory())
     assert same(start["hyper"], RunSetup.of(run).initial_state()["hyper"])
     other = manifest("fedrod", {"variant": "hyper", "hidden": 8}, seed=1)
     assert not same(start["hyper"], RunSetup.of(other).initial_state()["hyper"])
@@ -190,14 +190,14 @@ def test_a_silo_with_one_class_trains_its_private_head_alone() -> None:
     method, model = FedROD(), build_model("digits_cnn", {}, SCHEMA, 0)
     config = TrainConfig(lr=0.05, weight_decay=0.0, batch_size=4, epochs=1)
     silo, msg = method.init_silo(model, FED), method.broadcast(method.init_server(model, FED))
-    outcome = method.local(model, msg, silo, PlainData(only, only, config, context), context)
+    outcome = method.local(model, msg, silo, PlainLocalData(only, only, config, context), context)
     assert not any(v.any() for v in outcome.bundle["delta"].total.values())
     assert not same(outcome.state["phi"], silo["phi"])
 
 
 def test_the_hypernetwork_lacks_gradients_per_example() -> None:
-    assert set(FedROD(variant="hyper").lacks) == {Capability.DIFFERENTIAL_PRIVACY}
-    assert not FedROD().lacks
+    assert set(FedROD(variant="hyper").unsupported) == {Capability.DIFFERENTIAL_PRIVACY}
+    assert not FedROD().unsupported
 
 
 @pytest.mark.parametrize("wrong", [{"gamma": -1.0}, {"variant": "deep"}, {"phase": "both"}, {"hidden": -1}])

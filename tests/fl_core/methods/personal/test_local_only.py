@@ -12,9 +12,9 @@ from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import History, local_ports, simulate
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
+from fl_core.simulation.in_process import RoundHistory, local_ports, simulate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.values import TaskKind, TrainConfig
 
 
@@ -38,17 +38,17 @@ def test_the_first_round_trains_as_fedavg() -> None:
     )
     config = TrainConfig(batch_size=4, epochs=2)
     msg = {"w": dict(bench.initial)}
-    FedAvg().local(bench.fresh(), msg, {}, PlainData(share.train, share.test, config, context), context)
-    expected = trees.read(bench.model)
-    silo = LocalOnly().init_silo(bench.fresh(), FED)
+    FedAvg().local(bench.reset_model(), msg, {}, PlainLocalData(share.train, share.test, config, context), context)
+    expected = tensor_maps.copy_state(bench.model)
+    silo = LocalOnly().init_silo(bench.reset_model(), FED)
     left = LocalOnly().local(
-        bench.fresh(), {"w": {}}, silo, PlainData(share.train, share.test, config, context), context
+        bench.reset_model(), {"w": {}}, silo, PlainLocalData(share.train, share.test, config, context), context
     ).state  # fmt: skip
     assert same(left["net"], expected)
 
 
 def test_only_counts_of_nothing_leave_the_silo_and_no_accuracy_is_made_up() -> None:
-    run, history = manifest("local"), History()
+    run, history = manifest("local"), RoundHistory()
     assert list(run.layout) == ["metrics"]
     final = simulate(RunSetup.of(run), shares(), history)
     assert final == {"w": {}} == RunSetup.of(run).initial_state()

@@ -16,9 +16,9 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses.restricted_softmax import restricted_ce, scaling
 from fl_core.methods.personal.map_ import Map
 from fl_core.models import build_model
-from fl_core.training.local_data import PlainData
-from fl_core.types import tensor_maps as trees
-from fl_core.types.values import AS_SCHEDULED, Outcome, SgdOptions, State, TrainConfig
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types import tensor_maps
+from fl_core.types.values import AS_SCHEDULED, LocalResult, SgdOptions, State, TrainConfig
 
 TURN = FED.for_silo(0, 0)
 TRAIN = TrainConfig(lr=0.05, batch_size=5, epochs=2)  # 14 examples: 3 batches an epoch
@@ -28,7 +28,7 @@ def model_of(norm: str = "batch") -> nn.Module:
     return build_model("digits_cnn", {"norm": norm, "head_bias": False}, SCHEMA, 0)
 
 
-class Watched(PlainData):
+class Watched(PlainLocalData):
     """Notes every pass: its steps, rate, and the model after it."""
 
     def __init__(self, train: TrainConfig = TRAIN) -> None:
@@ -40,18 +40,18 @@ class Watched(PlainData):
         model.eval()
         value = loss(model, x, y).per_example.detach()
         taken = super().sgd(model, loss, options)
-        self.passes.append((taken, options.lr_scale, trees.read(model), value))
+        self.passes.append((taken, options.lr_scale, tensor_maps.copy_state(model), value))
         return taken
 
 
 def play(method: FedAvg, silo: State | None = None, train: TrainConfig = TRAIN, norm: str = "batch"):  # type: ignore[no-untyped-def]
     model, data = model_of(norm), Watched(train)
     msg = method.broadcast(method.init_server(model_of(norm), FED))
-    return method.local(model, msg, silo or {}, data, TURN), data, trees.read(model), msg["w"]
+    return method.local(model, msg, silo or {}, data, TURN), data, tensor_maps.copy_state(model), msg["w"]
 
 
-def uploaded(outcome: Outcome, start: State | Any) -> dict[str, Tensor]:
-    return trees.add(start, outcome.bundle["delta"].mean())
+def uploaded(outcome: LocalResult, start: State | Any) -> dict[str, Tensor]:
+    return tensor_maps.add(start, outcome.bundle["delta"].mean())
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_map_1_the_first_stage_is_restricted_and_the_second_is_not() -> None:
     _, data, _, start = play(Map(alpha=0.5))
     model, (x, y) = model_of().eval(), shares()[0].train.batch(torch.arange(14))
     a = scaling(torch.tensor([7.0, 7.0, 0.0, 0.0]), 0.5)
-    trees.write(model, start)
+    tensor_maps.load_state(model, start)
     assert torch.allclose(data.passes[0][3], restricted_ce(model(x), y, a))
-    trees.write(model, data.passes[0][2])
+    tensor_maps.load_state(model, data.passes[0][2])
     plain = restricted_ce(model(x), y, torch.ones(4))
     assert torch.allclose(data.passes[1][3], plain)
     assert not torch.allclose(data.passes[1][3], restricted_ce(model(x), y, a))
@@ -127,11 +127,11 @@ def test_every_stage_has_an_optimizer_of_its_own() -> None:
     train = TrainConfig(lr=0.05, batch_size=14, epochs=2, momentum=0.9, weight_decay=0.0)
     _, _, left, start = play(Map(alpha=1.0, lam=0.0), train=train, norm="group")
     model = model_of("group")
-    trees.write(model, start)
+    tensor_maps.load_state(model, start)
     data = Watched(train)
     data.sgd(model, FedAvg.loss, SgdOptions(steps=1))
     data.sgd(model, FedAvg.loss, SgdOptions(steps=1))
-    assert same(left, trees.read(model))
+    assert same(left, tensor_maps.copy_state(model))
 
 
 def test_personal_model_is_the_private_one() -> None:
@@ -139,7 +139,7 @@ def test_personal_model_is_the_private_one() -> None:
     outcome, data, _, _ = play(method, play(method)[0].state)
     personal = method.personal(model_of(), {}, outcome.state, data, TURN)
     assert method.has_personal_model
-    assert same(trees.read(personal), outcome.state["inherited"])
+    assert same(tensor_maps.copy_state(personal), outcome.state["inherited"])
 
 
 @pytest.mark.parametrize("options", [{"alpha": 2.0}, {"rs": "none"}, {"stages": "two"}, {"lam": -1.0}])
