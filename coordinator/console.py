@@ -53,14 +53,23 @@ def private_form(manifest: str) -> str:
 def run_json(info: pb.RunInfo) -> Mapping[str, object]:
     """Turn a run into a JSON object; numbers that noise hides are null, others have the interval of their noise."""
     return {
-        "run": info.run_id, "name": info.name, "state": info.state, "reason": info.reason, "method": info.method,
-        "data": info.data, "rounds": info.rounds, "closed": info.closed,
+        "run": info.run_id,
+        "name": info.name,
+        "state": info.state,
+        "reason": info.reason,
+        "method": info.method,
+        "data": info.data,
+        "rounds": info.rounds,
+        "closed": info.closed,
         **measured.of_run(info).facts("global_accuracy"),
         **measured.best_of_run(info).facts("best_global_accuracy", "best_"),
-        "created": info.created_unix, "ended": info.ended_unix or None, "bytes_up": info.bytes_up,
-        "bytes_down": info.bytes_down, "manifest_digest": info.manifest_digest,
+        "created": info.created_unix,
+        "ended": info.ended_unix or None,
+        "bytes_up": info.bytes_up,
+        "bytes_down": info.bytes_down,
+        "manifest_digest": info.manifest_digest,
         "model_digest": info.model_digest or None,
-    }  # fmt: skip
+    }
 
 
 def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
@@ -69,13 +78,17 @@ def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
     correct, examples: the sums as they were released, on each of which noise of standard deviation noise_std lies.
     """
     return {
-        "round": info.round, "kind": pb.TaskKind.Name(info.kind).lower(), "included": list(info.included),
-        "missing": dict(info.missing), "clipped": info.clipped,
+        "round": info.round,
+        "kind": pb.TaskKind.Name(info.kind).lower(),
+        "included": list(info.included),
+        "missing": dict(info.missing),
+        "clipped": info.clipped,
         **measured.sums_json(info.correct, info.examples, measured.noise_of(info)),
         **measured.of_round(info).facts(),
-        "opened": info.opened_unix, "closed": info.closed_unix or None,
+        "opened": info.opened_unix,
+        "closed": info.closed_unix or None,
         **personal_json(info.personal, info.withheld),
-    }  # fmt: skip
+    }
 
 
 def personal_json(scores: Mapping[str, float], withheld: Collection[str] = ()) -> Mapping[str, object]:
@@ -106,12 +119,20 @@ def personal_text(scores: Mapping[str, float], withheld: Collection[str] = ()) -
 def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
     """Turn a silo into a JSON object."""
     return {
-        "name": info.name, "state": info.state, "fingerprint": info.fingerprint,
-        "certificate_until": info.certificate_until_unix, "last_seen": info.last_seen_unix or None,
-        "data": info.data.name or None, "classes": list(info.data.classes), "nominal_size": info.data.nominal_size,
-        "activity": pb.Activity.Name(info.activity).lower(), "run": info.run_id or None, "round": info.round,
-        "software": info.software, "policy_digest": info.policy_digest or None,
-    }  # fmt: skip
+        "name": info.name,
+        "state": info.state,
+        "fingerprint": info.fingerprint,
+        "certificate_until": info.certificate_until_unix,
+        "last_seen": info.last_seen_unix or None,
+        "data": info.data.name or None,
+        "classes": list(info.data.classes),
+        "nominal_size": info.data.nominal_size,
+        "activity": pb.Activity.Name(info.activity).lower(),
+        "run": info.run_id or None,
+        "round": info.round,
+        "software": info.software,
+        "policy_digest": info.policy_digest or None,
+    }
 
 
 def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
@@ -120,11 +141,20 @@ def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
         "Runs",
         ("run", "state", "method", "data", "round", "accuracy", "best", "up / down", "started"),
         (
-            (r.run_id, r.state, r.method, r.data, f"{r.closed}/{r.rounds}", measured.of_run(r).text(),
-             measured.best_of_run(r).text(), f"{size(r.bytes_up)} / {size(r.bytes_down)}", local_time(r.created_unix))
+            (
+                r.run_id,
+                r.state,
+                r.method,
+                r.data,
+                f"{r.closed}/{r.rounds}",
+                measured.of_run(r).text(),
+                measured.best_of_run(r).text(),
+                f"{size(r.bytes_up)} / {size(r.bytes_down)}",
+                local_time(r.created_unix),
+            )
             for r in runs
         ),
-    )  # fmt: skip
+    )
 
 
 def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
@@ -133,12 +163,20 @@ def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
         "Silos",
         ("silo", "state", "data", "size", "doing", "policy", "last seen", "certificate until", "fingerprint"),
         (
-            (s.name, s.state, s.data.name or "-", f"{s.data.nominal_size:.0f}" if s.data.nominal_size else "-",
-             doing(s), s.policy_digest[:12] or "-", local_time(s.last_seen_unix), local_time(s.certificate_until_unix),
-             s.fingerprint[:23])
+            (
+                s.name,
+                s.state,
+                s.data.name or "-",
+                f"{s.data.nominal_size:.0f}" if s.data.nominal_size else "-",
+                doing(s),
+                s.policy_digest[:12] or "-",
+                local_time(s.last_seen_unix),
+                local_time(s.certificate_until_unix),
+                s.fingerprint[:23],
+            )
             for s in silos
         ),
-    )  # fmt: skip
+    )
 
 
 def doing(silo: pb.SiloInfo) -> str:

@@ -57,9 +57,12 @@ class Site:
         own = SiloIdentity(self.home.path).current_credentials()
         well = Diagnosis(None, "works", "all is well")
         self.service = Service(
-            Settings(self.home, self.data, device="cpu"), self.notices.append, PATIENCE,
-            lambda _: channel(self.world.port, own), lambda _: well,
-        )  # fmt: skip
+            Settings(self.home, self.data, device="cpu"),
+            self.notices.append,
+            PATIENCE,
+            lambda _: channel(self.world.port, own),
+            lambda _: well,
+        )
         self.service.start()
 
     def stop(self) -> None:

@@ -70,9 +70,14 @@ def network(dropout: bool) -> SplitModel:
         body = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Dropout(0.5))
     else:
         body = nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.AvgPool2d(4), nn.Flatten(),
-            nn.Linear(16, 12), nn.ReLU(),
-        )  # fmt: skip
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(),
+            nn.AvgPool2d(4),
+            nn.Flatten(),
+            nn.Linear(16, 12),
+            nn.ReLU(),
+        )
     made = assemble(body, 12, (), CLASSES, head_bias=True)
     torch.set_rng_state(generator_state)
     return made
@@ -90,12 +95,19 @@ def extremes() -> list[tuple[str, Tensor, int]]:
     spot = x[0].clone()
     spot[0, 3, 3] = float("nan")
     kinds = {
-        "zeros": torch.zeros(1, 8, 8), "1e30": torch.full((1, 8, 8), 1e30), "-1e30": torch.full((1, 8, 8), -1e30),
-        "the largest float": torch.full((1, 8, 8), 3e38), "1e-40": torch.full((1, 8, 8), 1e-40),
-        "not a number": torch.full((1, 8, 8), float("nan")), "a pixel that is no number": spot,
-        "infinite": torch.full((1, 8, 8), float("inf")), "a hundred times": 100 * x[1], "minus": -3 * x[2],
-        "a checkerboard": (torch.arange(64).view(1, 8, 8) % 2) * 50.0, "ordinary": 1 - x[3],
-    }  # fmt: skip
+        "zeros": torch.zeros(1, 8, 8),
+        "1e30": torch.full((1, 8, 8), 1e30),
+        "-1e30": torch.full((1, 8, 8), -1e30),
+        "the largest float": torch.full((1, 8, 8), 3e38),
+        "1e-40": torch.full((1, 8, 8), 1e-40),
+        "not a number": torch.full((1, 8, 8), float("nan")),
+        "a pixel that is no number": spot,
+        "infinite": torch.full((1, 8, 8), float("inf")),
+        "a hundred times": 100 * x[1],
+        "minus": -3 * x[2],
+        "a checkerboard": (torch.arange(64).view(1, 8, 8) % 2) * 50.0,
+        "ordinary": 1 - x[3],
+    }
     found = [(f"{kind} as {label}", image, label) for label in range(CLASSES) for kind, image in kinds.items()]
     found += [(f"a copy of {k}", x[k], int(y[k])) for k in range(N)]
     return found + [(f"a copy of {k} as another", x[k], (int(y[k]) + 1) % CLASSES) for k in range(N)]
@@ -139,10 +151,16 @@ class Force:
     noise: type[Silent] = Silent
 
     def __post_init__(self) -> None:
-        terms = RecordDpConfig(clip=CLIP, coupled=self.treatment, microbatch=3, physical_batch=8,
-                      max_per_unit=2 if self.condition == "groups" else 0)  # fmt: skip
-        config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=N, epochs=1,
-                             augment=self.condition == "augmented")  # fmt: skip
+        terms = RecordDpConfig(
+            clip=CLIP,
+            coupled=self.treatment,
+            microbatch=3,
+            physical_batch=8,
+            max_per_unit=2 if self.condition == "groups" else 0,
+        )
+        config = TrainConfig(
+            lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=N, epochs=1, augment=self.condition == "augmented"
+        )
         self.course = ReleasePlan(terms, SamplingSchedule(config, N), 1, self.coupling, (1,), 0, False)
         self.course.__dict__["noise"] = 1.0  # where solving for an epsilon would put it
         self._without: Tensor | None = None

@@ -52,8 +52,10 @@ def answers(name: str) -> list[Bundle]:
 
 def merged_total(method: Method, bundles: list[Bundle]) -> Bundle:
     """Sum over silos, except for the parts that `merge` sees one by one."""
-    return {name: stacked([b[name] for b in bundles]) if name in method.unsummed_parts else part
-            for name, part in total_of(bundles).items()}  # fmt: skip
+    return {
+        name: stacked([b[name] for b in bundles]) if name in method.unsummed_parts else part
+        for name, part in total_of(bundles).items()
+    }
 
 
 def stacked(parts: list[Part]) -> Part:

@@ -61,9 +61,15 @@ class ScriptedSilo:
     """
 
     def __init__(
-        self, world: World, name: str, share: SiloShare, memory: Memory | None = None, *,
-        alter: Alter | None = None, refuse: Callable[[pb.Offer], str] = lambda offer: "",
-    ) -> None:  # fmt: skip
+        self,
+        world: World,
+        name: str,
+        share: SiloShare,
+        memory: Memory | None = None,
+        *,
+        alter: Alter | None = None,
+        refuse: Callable[[pb.Offer], str] = lambda offer: "",
+    ) -> None:
         self.world, self.name, self.share = world, name, share
         self.memory = memory or Memory()
         self._alter, self._refuse = alter, refuse

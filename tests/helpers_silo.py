@@ -72,8 +72,12 @@ class Host:
             self._server = None
 
     def channel(self) -> grpc.Channel:
-        quick = [("grpc.initial_reconnect_backoff_ms", 20), ("grpc.min_reconnect_backoff_ms", 20),
-                 ("grpc.max_reconnect_backoff_ms", 50), ("grpc.use_local_subchannel_pool", 1)]  # fmt: skip
+        quick = [
+            ("grpc.initial_reconnect_backoff_ms", 20),
+            ("grpc.min_reconnect_backoff_ms", 20),
+            ("grpc.max_reconnect_backoff_ms", 50),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
         return grpc.insecure_channel(f"127.0.0.1:{self.port}", options=quick)
 
 
@@ -229,9 +233,14 @@ class Hospital:
     def offer_of(self, round: int = 0, kind=pb.TRAIN, state: State | None = None, **other) -> pb.Offer:
         base = pack_state(build_method("fedavg", {}).broadcast(self.server) if state is None else state)
         facts = {
-            "run_id": self.run_id, "round": round, "kind": kind, "manifest_digest": self.digest,
-            "base_digest": self.transfer.offer(base), "base_size": len(base), "cohort": len(MEMBERS),
-        }  # fmt: skip
+            "run_id": self.run_id,
+            "round": round,
+            "kind": kind,
+            "manifest_digest": self.digest,
+            "base_digest": self.transfer.offer(base),
+            "base_size": len(base),
+            "cohort": len(MEMBERS),
+        }
         return pb.Offer(**{**facts, **other})
 
     def offer(self, *args, **other) -> pb.Offer:

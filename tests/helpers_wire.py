@@ -26,9 +26,14 @@ def open_request(silo: str, offer: pb.Offer, data: bytes) -> pb.OpenRequest:
     """Announce some bytes as the update that an offer asked for."""
     return pb.OpenRequest(
         contribution_id=contribution_id(offer.run_id, offer.round, FROM_WIRE[offer.kind], silo, offer.base_digest),
-        run_id=offer.run_id, round=offer.round, kind=offer.kind, manifest_digest=offer.manifest_digest,
-        base_digest=offer.base_digest, object_digest=codec.digest(data), size=len(data),
-    )  # fmt: skip
+        run_id=offer.run_id,
+        round=offer.round,
+        kind=offer.kind,
+        manifest_digest=offer.manifest_digest,
+        base_digest=offer.base_digest,
+        object_digest=codec.digest(data),
+        size=len(data),
+    )
 
 
 def chunks(data: bytes, name: str, offset: int, folder: Path) -> Iterator[pb.Chunk]:

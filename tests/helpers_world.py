@@ -98,9 +98,13 @@ class World:
     def start(self, name: str, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [str(BIN / words[0]), *words[1:]], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                env=ENV | (env or {}), cwd=self.folder,
-            )  # fmt: skip
+                [str(BIN / words[0]), *words[1:]],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=ENV | (env or {}),
+                cwd=self.folder,
+            )
         self.running[name] = process
         return process
 

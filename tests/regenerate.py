@@ -25,10 +25,15 @@ def generate(out: Path) -> list[Path]:
     flags = ["--python_out", "--mypy_out", "--grpc_python_out", "--mypy_grpc_out"]
     plugins = Path(sys.executable).parent
     command = [
-        sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}", *(f"{flag}={out}" for flag in flags),
+        sys.executable,
+        "-m",
+        "grpc_tools.protoc",
+        f"-I{ROOT}",
+        *(f"{flag}={out}" for flag in flags),
         f"--plugin=protoc-gen-mypy={plugins / 'protoc-gen-mypy'}",
-        f"--plugin=protoc-gen-mypy_grpc={plugins / 'protoc-gen-mypy_grpc'}", str(ROOT / PROTO),
-    ]  # fmt: skip
+        f"--plugin=protoc-gen-mypy_grpc={plugins / 'protoc-gen-mypy_grpc'}",
+        str(ROOT / PROTO),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     (out / "docs/errors.md").write_text(page(), encoding="utf-8")
     return sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file())

@@ -55,8 +55,11 @@ def dirac(kind: str, source: type[SeededNoise], seed: int) -> float:  # noqa: AR
 
 
 MEASURES: dict[str, Callable[[str, type[SeededNoise], int], float]] = {
-    "AU-1": scale, "AU-2": moved, "AU-3": mu, "AU-4": dirac
-}  # fmt: skip
+    "AU-1": scale,
+    "AU-2": moved,
+    "AU-3": mu,
+    "AU-4": dirac,
+}
 
 
 def main(words: list[str]) -> int:

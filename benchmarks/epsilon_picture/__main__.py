@@ -71,11 +71,15 @@ def draw(found: Sequence[Attack], file: Path, points: int = 200) -> None:
     axis.axvline(29, color="0.7", linewidth=1)
     _axes(axis)
     axis.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, fontsize="small", frameon=False,
-        title="Lines: limits for any attacker, who answers \"was it used?\" or \"which of two was used?\".\n"
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.13),
+        ncols=2,
+        fontsize="small",
+        frameon=False,
+        title='Lines: limits for any attacker, who answers "was it used?" or "which of two was used?".\n'
         "Marks: attacks that were run, which pick the used one of two; mean and range of five repetitions.",
         title_fontsize="small",
-    )  # fmt: skip
+    )
     figure.savefig(file, dpi=130)
 
 
@@ -84,9 +88,15 @@ def _dots(axis: Axes, attack: Attack, shift: float, colour: str) -> None:
         percent = [100 * v for v in values]
         middle = fmean(percent)
         axis.errorbar(
-            PLACES[training] * shift, middle, [[middle - min(percent)], [max(percent) - middle]], fmt=attack.marker,
-            color=colour, markersize=7, capsize=3, label="" if number else attack.name,
-        )  # fmt: skip
+            PLACES[training] * shift,
+            middle,
+            [[middle - min(percent)], [max(percent) - middle]],
+            fmt=attack.marker,
+            color=colour,
+            markersize=7,
+            capsize=3,
+            label="" if number else attack.name,
+        )
 
 
 def _axes(axis: Axes) -> None:

@@ -38,8 +38,15 @@ def draw(results: Results, file: Path) -> bool:
             place = places[method]
             rounds, middle, spread = np.arange(values.shape[1]), values.mean(0), values.std(0)
             own = method == results.table.own
-            (line,) = axis.plot(rounds, middle, label=method, lw=2.2 if own else 1.1, zorder=3 if own else 2,
-                                color=f"C{place % 10}", ls="-" if place < 10 else "--")  # fmt: skip
+            (line,) = axis.plot(
+                rounds,
+                middle,
+                label=method,
+                lw=2.2 if own else 1.1,
+                zorder=3 if own else 2,
+                color=f"C{place % 10}",
+                ls="-" if place < 10 else "--",
+            )
             named[method] = line
             axis.fill_between(rounds, middle - spread, middle + spread, color=line.get_color(), alpha=0.12, lw=0)
         axis.set_title(setting.name, fontsize=9)

@@ -70,9 +70,11 @@ def markdown(results: Results, seeds: Sequence[int]) -> str:
     methods = list(table.methods)
     settings = [s for s in table.settings if any(name == s.name for _, name in results.grid)]
     said = " / ".join(MEASURES[m].label for m in table.measures)
-    seeded = "computed, nothing trained" if table.measures == ("numbers",) else (
-        f"mean ± standard deviation over seeds {', '.join(map(str, seeds))}"
-    )  # fmt: skip
+    seeded = (
+        "computed, nothing trained"
+        if table.measures == ("numbers",)
+        else (f"mean ± standard deviation over seeds {', '.join(map(str, seeds))}")
+    )
     lines = [f"# {table.name}, scale={table.scale}", "", f"{table.paper}.", ""]
     lines += [f"{said}; {seeded}; the paper's number in brackets, - where it is not known.", ""]
     if table.across == "methods":
@@ -135,7 +137,14 @@ def write_csv(results: Results, file: Path) -> None:
                 for seed, value in results.values(method, setting, measure).items():
                     keys = [p.key for p in cell[seed]]
                     manifests = [str(results.runs[k].get("manifest", ""))[:16] for k in keys]
-                    lines.writerow([
-                        *(results.table.name, results.table.scale, name, method, seed, measure),
-                        *("" if math.isnan(value) else f"{value:.6g}", printed, " ".join(manifests), " ".join(keys)),
-                    ])  # fmt: skip
+                    lines.writerow(
+                        [
+                            *(results.table.name, results.table.scale, name, method, seed, measure),
+                            *(
+                                "" if math.isnan(value) else f"{value:.6g}",
+                                printed,
+                                " ".join(manifests),
+                                " ".join(keys),
+                            ),
+                        ]
+                    )

@@ -120,11 +120,13 @@ def chosen(table: Table, methods: Sequence[str], settings: Sequence[str]) -> Tab
         for name in wanted:
             if name not in valid:
                 raise ConfigError("E-CFG-01", f"table {table.name} has no {name!r}: {suggest(name, valid)}")
-    return Table(**{
-        **{f: getattr(table, f) for f in Table.__dataclass_fields__},
-        "methods": {m: w for m, w in table.methods.items() if not methods or m in methods},
-        "settings": [s for s in table.settings if not settings or s.name in settings],
-    })  # fmt: skip
+    return Table(
+        **{
+            **{f: getattr(table, f) for f in Table.__dataclass_fields__},
+            "methods": {m: w for m, w in table.methods.items() if not methods or m in methods},
+            "settings": [s for s in table.settings if not settings or s.name in settings],
+        }
+    )
 
 
 def _measures(raw: object, name: str) -> tuple[str, ...]:

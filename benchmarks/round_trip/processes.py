@@ -41,9 +41,15 @@ class Processes:
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         with self.log.open("a") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", *words], stdin=pipe or subprocess.DEVNULL, stdout=pipe or log, stderr=log,
-                env=env, cwd=ROOT, text=True, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-m", *words],
+                stdin=pipe or subprocess.DEVNULL,
+                stdout=pipe or log,
+                stderr=log,
+                env=env,
+                cwd=ROOT,
+                text=True,
+                start_new_session=True,
+            )
         self.running.append(process)
         return process
 

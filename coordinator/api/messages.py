@@ -29,12 +29,24 @@ def what_is_noisy(manifest: str) -> RunNoise:
 def run_info(run: Run, store: Store) -> pb.RunInfo:
     """Write a run; of noisy evaluations an interval, and a number only where the noise leaves one."""
     message = pb.RunInfo(
-        run_id=run.id, name=run.name, state=run.state.value, reason=run.reason, method=run.method, data=run.data,
-        rounds=run.rounds, closed=run.closed, accuracy=run.accuracy, best_accuracy=run.best_accuracy,
-        created_unix=run.created, ended_unix=run.ended, bytes_up=run.bytes_up, bytes_down=run.bytes_down,
-        manifest_digest=run.manifest_digest, model_digest=run.model_digest,
+        run_id=run.id,
+        name=run.name,
+        state=run.state.value,
+        reason=run.reason,
+        method=run.method,
+        data=run.data,
+        rounds=run.rounds,
+        closed=run.closed,
+        accuracy=run.accuracy,
+        best_accuracy=run.best_accuracy,
+        created_unix=run.created,
+        ended_unix=run.ended,
+        bytes_up=run.bytes_up,
+        bytes_down=run.bytes_down,
+        manifest_digest=run.manifest_digest,
+        model_digest=run.model_digest,
         model_object=(run.state_object or "") if run.closed else "",
-    )  # fmt: skip
+    )
     noise = what_is_noisy(run.manifest)
     if noise.evaluation is not None:
         measured.describe(message, [(r.correct, r.examples, noise.of(r.included)) for r in store.runs.rounds(run.id)])
@@ -44,11 +56,18 @@ def run_info(run: Run, store: Store) -> pb.RunInfo:
 def round_info(row: RoundRow, noise: RunNoise = SILENT) -> pb.RoundInfo:
     """Write a closed round, with the noise of its numbers."""
     message = pb.RoundInfo(
-        round=row.round, kind=TO_WIRE[row.kind], correct=row.correct, examples=row.examples, included=row.included,
-        missing=row.missing, clipped=row.clipped, opened_unix=row.opened, closed_unix=row.closed,
+        round=row.round,
+        kind=TO_WIRE[row.kind],
+        correct=row.correct,
+        examples=row.examples,
+        included=row.included,
+        missing=row.missing,
+        clipped=row.clipped,
+        opened_unix=row.opened,
+        closed_unix=row.closed,
         personal=uncertainty.shown_scores(row.personal, noise.scores),
         withheld=sorted(noise.scores & set(row.personal)),
-    )  # fmt: skip
+    )
     if (found := noise.of(row.included)) is not None:
         message.noise.CopyFrom(pb.Noise(std=found.std, draws=found.draws, suppressed=found.suppressed))
     return message
@@ -61,11 +80,15 @@ def silo_info(silo: Silo, hub: Dispatcher, now: float) -> pb.SiloInfo:
         name=silo.data.name, shape=silo.data.shape, classes=silo.data.classes, nominal_size=silo.data.nominal_size
     )
     info = pb.SiloInfo(
-        name=silo.name, state="revoked" if silo.revoked else "offline" if found is None else "online",
-        fingerprint=silo.certificate.fingerprint, certificate_until_unix=silo.certificate.until,
-        last_seen_unix=silo.last_seen if found is None else now - found[1], data=offer, software=silo.software,
+        name=silo.name,
+        state="revoked" if silo.revoked else "offline" if found is None else "online",
+        fingerprint=silo.certificate.fingerprint,
+        certificate_until_unix=silo.certificate.until,
+        last_seen_unix=silo.last_seen if found is None else now - found[1],
+        data=offer,
+        software=silo.software,
         policy_digest=hub.store.attested.policy(silo.name),
-    )  # fmt: skip
+    )
     if found is not None and not silo.revoked:
         live = found[0]
         info.activity, info.run_id, info.round = live.activity, live.run_id, live.round

@@ -141,10 +141,17 @@ class TransferService(rpc.TransferServicer):
     def _sign(self, c: Contribution) -> pb.Receipt:
         own = self._certificate.current()
         plain = pb.Receipt(
-            contribution_id=c.id, run_id=c.run_id, round=c.round, kind=TO_WIRE[c.kind], silo=c.silo,
-            manifest_digest=c.manifest_digest, object_digest=c.object_digest, size=c.size, at_unix=time.time(),
+            contribution_id=c.id,
+            run_id=c.run_id,
+            round=c.round,
+            kind=TO_WIRE[c.kind],
+            silo=c.silo,
+            manifest_digest=c.manifest_digest,
+            object_digest=c.object_digest,
+            size=c.size,
+            at_unix=time.time(),
             attestation=self._store.attested.of(c.id),
-        )  # fmt: skip
+        )
         return receipts.sign(plain, own.key_pem, own.cert_pem)
 
     def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[pb.Chunk]:  # noqa: N802
@@ -221,6 +228,13 @@ def _announced(request: pb.OpenRequest, silo: str) -> Contribution:
     if len(request.object_digest) != 64 or not set(request.object_digest) <= set("0123456789abcdef"):
         raise ProtocolError("E-WIRE-12", f"expected a digest in lower-case hex, found {request.object_digest[:80]!r}")
     return Contribution(
-        name, request.run_id, request.round, kind, silo, request.manifest_digest, request.base_digest,
-        request.object_digest, request.size,
-    )  # fmt: skip
+        name,
+        request.run_id,
+        request.round,
+        kind,
+        silo,
+        request.manifest_digest,
+        request.base_digest,
+        request.object_digest,
+        request.size,
+    )

@@ -69,10 +69,14 @@ def invite(
             )
         made = Membership(place, store).invite(name, timedelta(hours=hours))
     if as_json:
-        print_json({
-            "name": name, "token": made.token, "expires": made.expires.timestamp(),
-            "authority_fingerprint": authority.fingerprint(),
-        })  # fmt: skip
+        print_json(
+            {
+                "name": name,
+                "token": made.token,
+                "expires": made.expires.timestamp(),
+                "authority_fingerprint": authority.fingerprint(),
+            }
+        )
         return
     typer.echo(made.token)
     console.ERR.print(f"for {name}, once, until {local_time(made.expires.timestamp())}: silo join TOKEN")

@@ -39,11 +39,15 @@ def export(detail: pb.RunDetail, state_file: Path, out: Path) -> tuple[Path, Pat
     out.mkdir(parents=True, exist_ok=True)
     tensors, card = out / f"{info.run_id}.safetensors", out / f"{info.run_id}.md"
     facts = {
-        "run": info.run_id, "method": info.method, "model": manifest.model.name,
-        "method_options": manifest.method.options, "model_options": manifest.model.options,
-        "classes": list(manifest.schema.classes), "manifest_digest": info.manifest_digest,
+        "run": info.run_id,
+        "method": info.method,
+        "model": manifest.model.name,
+        "method_options": manifest.method.options,
+        "model_options": manifest.model.options,
+        "classes": list(manifest.schema.classes),
+        "manifest_digest": info.manifest_digest,
         "model_digest": info.model_digest,
-    }  # fmt: skip
+    }
     save_file(weights, tensors, metadata={"consilium": json.dumps(facts, sort_keys=True)})
     card.write_text(model_card(info, manifest, detail.rounds))
     return tensors, card

@@ -52,17 +52,36 @@ def preview(
         console.OUT.print(form)
     rows = [
         (
-            str(s["name"]), str(s["units"]), f"{s['rate']:.4f}", str(s["steps"]), str(s["rounds"]),
-            f"{s['noise']:.3f}", f"{s['epsilon']:.3f}", f"{s['epsilon_most']:.3f}", f"{s['epsilon_tight']:.3f}",
-            f"{s['epsilon_record']:.3f}", f"{s['epsilon_test']:.3f}",
+            str(s["name"]),
+            str(s["units"]),
+            f"{s['rate']:.4f}",
+            str(s["steps"]),
+            str(s["rounds"]),
+            f"{s['noise']:.3f}",
+            f"{s['epsilon']:.3f}",
+            f"{s['epsilon_most']:.3f}",
+            f"{s['epsilon_tight']:.3f}",
+            f"{s['epsilon_record']:.3f}",
+            f"{s['epsilon_test']:.3f}",
         )
         for s in found["silos"]
-    ]  # fmt: skip
+    ]
     if not rows:
         console.OUT.print(f"privacy={found['profile']} adds no noise: no epsilon bounds what this run shows")
         return
-    head = ("hospital", "size", "q", "steps", "rounds", "noise z", "epsilon", "with reserve", "tighter bound",
-            "of a record", "of a test record")  # fmt: skip
+    head = (
+        "hospital",
+        "size",
+        "q",
+        "steps",
+        "rounds",
+        "noise z",
+        "epsilon",
+        "with reserve",
+        "tighter bound",
+        "of a record",
+        "of a test record",
+    )
     title = f"{found['method']}, {found['rounds']} rounds, delta {found['delta']:g}"
     console.OUT.print(make_table(title, head, rows))
     console.OUT.print(f"drawing the noise with finite precision adds at most {found['delta_of_sampling']:.1e} to delta")

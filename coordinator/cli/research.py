@@ -114,20 +114,31 @@ def methods(as_json: Json = False) -> None:
     rows = []
     for name, kind in METHODS.items():
         method = kind()
-        rows.append({
-            "name": name, "exposure": method.exposure.value, "coupling": method.coupling.value,
-            "sends": list(method.sends), "personal_model": method.has_personal_model,
-            "summary": (kind.__doc__ or "").split("\n")[0],
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": name,
+                "exposure": method.exposure.value,
+                "coupling": method.coupling.value,
+                "sends": list(method.sends),
+                "personal_model": method.has_personal_model,
+                "summary": (kind.__doc__ or "").split("\n")[0],
+            }
+        )
     if as_json:
         print_json(rows)
         return
     head = ("method", "server sees", "loss per", "silo sends", "personal model", "")
     lines = [
-        (str(r["name"]), str(r["exposure"]), str(r["coupling"]), ", ".join(METHODS[str(r["name"])]().sends),
-         "yes" if r["personal_model"] else "no", str(r["summary"]))
+        (
+            str(r["name"]),
+            str(r["exposure"]),
+            str(r["coupling"]),
+            ", ".join(METHODS[str(r["name"])]().sends),
+            "yes" if r["personal_model"] else "no",
+            str(r["summary"]),
+        )
         for r in rows
-    ]  # fmt: skip
+    ]
     console.OUT.print(make_table("Methods", head, lines))
 
 
@@ -143,12 +154,17 @@ def models(
     head = ("model", "data", "example", "classes", "feature dimension", "parameters", "with buffers", "paper, options")
     lines = [
         (
-            str(r["name"]), str(r["data"]), "x".join(map(str, r["shape"])), str(r["classes"]), str(r["feature_dim"]),
-            f"{r['parameters']:,}", f"{r['total']:,}",
+            str(r["name"]),
+            str(r["data"]),
+            "x".join(map(str, r["shape"])),
+            str(r["classes"]),
+            str(r["feature_dim"]),
+            f"{r['parameters']:,}",
+            f"{r['total']:,}",
             " ".join([str(r["paper"]), *(f"{k}={v}" for k, v in r["options"].items())]),
         )
         for r in rows
-    ]  # fmt: skip
+    ]
     console.OUT.print(make_table("Models", head, lines))
 
 
@@ -187,10 +203,16 @@ def _row(
     facts: ModelFacts, paper: str, data: str, shape: Sequence[int], classes: int, options: Mapping[str, object]
 ) -> _ModelRow:
     return {
-        "name": facts.name, "paper": paper, "data": data, "shape": list(shape), "classes": classes,
-        "options": dict(options), "feature_dim": facts.feature_dim, "parameters": facts.parameters,
+        "name": facts.name,
+        "paper": paper,
+        "data": data,
+        "shape": list(shape),
+        "classes": classes,
+        "options": dict(options),
+        "feature_dim": facts.feature_dim,
+        "parameters": facts.parameters,
         "total": facts.total_with_buffers,
-    }  # fmt: skip
+    }
 
 
 def demo(

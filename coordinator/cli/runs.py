@@ -89,8 +89,12 @@ def _follow(client: LeadClient, run: str, as_json: bool) -> None:
 
 def _event_json(event: pb.Event) -> dict[str, object]:
     line: dict[str, object] = {
-        "event": event.kind, "number": event.number, "at": event.at_unix, "run": event.run_id, "round": event.round,
-    }  # fmt: skip
+        "event": event.kind,
+        "number": event.number,
+        "at": event.at_unix,
+        "run": event.run_id,
+        "round": event.round,
+    }
     if event.silo:
         line["silo"] = event.silo
     if event.text:
@@ -114,11 +118,13 @@ def status(home: Home = None, as_json: Json = False) -> None:
     with _client(home) as client:
         silos, runs = client.silos(), [r for r in client.runs() if r.state in ("waiting", "running")]
     if as_json:
-        print_json({
-            "silos": [console.silo_json(s) for s in silos.silos],
-            "invitations": [{"name": i.name, "expires": i.expires_unix} for i in silos.invitations],
-            "runs": [console.run_json(r) for r in runs],
-        })  # fmt: skip
+        print_json(
+            {
+                "silos": [console.silo_json(s) for s in silos.silos],
+                "invitations": [{"name": i.name, "expires": i.expires_unix} for i in silos.invitations],
+                "runs": [console.run_json(r) for r in runs],
+            }
+        )
         return
     console.OUT.print(console.silos_table(silos.silos))
     console.OUT.print(console.runs_table(runs) if runs else "no run is under way")
@@ -147,10 +153,16 @@ def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
         console.OUT.print(form)
     rows = []
     for r in detail.rounds:
-        rows.append((
-            console.round_text(r.round, r.kind), pb.TaskKind.Name(r.kind).lower(), measured.of_round(r).text(),
-            ", ".join(r.included), "; ".join(f"{k}: {v}" for k, v in r.missing.items()) or "-", str(r.clipped),
-        ))  # fmt: skip
+        rows.append(
+            (
+                console.round_text(r.round, r.kind),
+                pb.TaskKind.Name(r.kind).lower(),
+                measured.of_round(r).text(),
+                ", ".join(r.included),
+                "; ".join(f"{k}: {v}" for k, v in r.missing.items()) or "-",
+                str(r.clipped),
+            )
+        )
     head = ("round", "kind", "accuracy before it", "took part", "missing", "clipped")
     console.OUT.print(make_table("Rounds", head, rows))
 
@@ -210,10 +222,12 @@ def silos(home: Home = None, as_json: Json = False) -> None:
     with _client(home) as client:
         found = client.silos()
     if as_json:
-        print_json({
-            "silos": [console.silo_json(s) for s in found.silos],
-            "invitations": [{"name": i.name, "expires": i.expires_unix} for i in found.invitations],
-        })  # fmt: skip
+        print_json(
+            {
+                "silos": [console.silo_json(s) for s in found.silos],
+                "invitations": [{"name": i.name, "expires": i.expires_unix} for i in found.invitations],
+            }
+        )
         return
     console.OUT.print(console.silos_table(found.silos))
     for invitation in found.invitations:

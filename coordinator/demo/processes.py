@@ -104,9 +104,13 @@ class Processes:
         """Start and note a process: in a session of its own, so that a Ctrl-C reaches the demo alone."""
         with self.signals.held():  # held: no process is started and not noted
             process = subprocess.Popen(
-                [str(BIN / words[0]), *words[1:]], stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL,
-                env=_env(), start_new_session=True,
-            )  # fmt: skip
+                [str(BIN / words[0]), *words[1:]],
+                stdout=stdout,
+                stderr=stderr,
+                stdin=subprocess.DEVNULL,
+                env=_env(),
+                start_new_session=True,
+            )
             self.running.append(process)
         return process
 

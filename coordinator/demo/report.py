@@ -64,8 +64,13 @@ def report(
         "submits_prototypes": {name: s.prototypes for name, s in spent.items()},
         "rounds": ours.info.rounds,
         "silos": [
-            {"name": s.name, "identity": f"silo://demo/{s.name}", "fingerprint": s.fingerprint,
-             "epsilon": spent[s.name].epsilon, "delta": spent[s.name].delta}
+            {
+                "name": s.name,
+                "identity": f"silo://demo/{s.name}",
+                "fingerprint": s.fingerprint,
+                "epsilon": spent[s.name].epsilon,
+                "delta": spent[s.name].delta,
+            }
             for s in silos
         ],
         "mtls": True,
@@ -76,7 +81,7 @@ def report(
         "model_digest": {method: d.info.model_digest for method, d in details.items()},
         "accuracy_by_round": {method: [e.point for e in _series(d)] for method, d in details.items()},
         "hospital_accuracy": {method: dict(s) for method, s in scores.items()},
-    }  # fmt: skip
+    }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _picture(out / "accuracy.png", details)
     if quiet:
@@ -93,11 +98,18 @@ def _tables(
     silos: Sequence[pb.SiloInfo],
 ) -> None:
     rows = [
-        (LABELS[m], _model(d), measured.of_run(d.info).text(), measured.best_of_run(d.info).text(),
-         str(d.info.rounds), console.size(d.info.bytes_up), console.size(d.info.bytes_down),
-         console.span(d.info.ended_unix - d.info.created_unix))
+        (
+            LABELS[m],
+            _model(d),
+            measured.of_run(d.info).text(),
+            measured.best_of_run(d.info).text(),
+            str(d.info.rounds),
+            console.size(d.info.bytes_up),
+            console.size(d.info.bytes_down),
+            console.span(d.info.ended_unix - d.info.created_unix),
+        )
         for m, d in details.items()
-    ]  # fmt: skip
+    ]
     head = ("method", "model", "global accuracy", "best", "rounds", "bytes up", "bytes down", "time")
     console.OUT.print(make_table("One model for six hospitals, no image moved", head, rows))
     last = {m: measured.classes_of_round(d.rounds[-1]) for m, d in details.items()}
@@ -105,10 +117,14 @@ def _tables(
     by_class = [(name, *(found[c].text() for found in last.values())) for c, name in enumerate(names)]
     console.OUT.print(make_table("Accuracy by class", ("class", *(LABELS[m] for m in last)), by_class))
     by_silo = [
-        (s.name, f"silo://demo/{s.name}", s.fingerprint[:23],
-         *(console.percent(-1 if scores[m][s.name] is None else float(scores[m][s.name] or 0)) for m in details))
+        (
+            s.name,
+            f"silo://demo/{s.name}",
+            s.fingerprint[:23],
+            *(console.percent(-1 if scores[m][s.name] is None else float(scores[m][s.name] or 0)) for m in details),
+        )
         for s in silos
-    ]  # fmt: skip
+    ]
     columns = ("hospital", "certificate identity", "key fingerprint", *(LABELS[m] for m in details))
     console.OUT.print(make_table("Accuracy by hospital, on its own test images", columns, by_silo))
 
@@ -116,10 +132,17 @@ def _tables(
 def _spending(spent: Mapping[str, Spending]) -> None:
     """Print what the private run cost each hospital, by its ledger."""
     rows = [
-        (name, "yes" if s.prototypes else "no", f"{s.noise:.3f}", f"{s.epsilon:.4f}", f"{s.projected:.4f}",
-         f"{s.tight:.2f}", f"{s.delta:g}")
+        (
+            name,
+            "yes" if s.prototypes else "no",
+            f"{s.noise:.3f}",
+            f"{s.epsilon:.4f}",
+            f"{s.projected:.4f}",
+            f"{s.tight:.2f}",
+            f"{s.delta:g}",
+        )
         for name, s in spent.items()
-    ]  # fmt: skip
+    ]
     head = ("hospital", "sends prototypes", "noise z", "epsilon by its ledger", "projected", "tighter bound", "delta")
     title = f"What the private run cost the training images ({COLLECTION}/train), budget epsilon {EPSILON:g}"
     console.OUT.print(make_table(title, head, rows))

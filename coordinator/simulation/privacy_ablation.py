@@ -117,8 +117,10 @@ def ablate(plan: Plan, tell: Callable[[str], None]) -> list[Check]:
         run = jobs[words]
         table.append(file, {**row, "config_hash": plan.key(run), "method": run.variant})
         left = (time.monotonic() - started) / count * (len(missing) - count)
-        tell(f"{count} of {len(missing)}: {run.variant} epsilon {run.epsilon:g} share {run.share:g} seed {run.seed}, "
-             f"accuracy {float(str(row['acc_final'])):.4f}; left {console.span(left)}")  # fmt: skip
+        tell(
+            f"{count} of {len(missing)}: {run.variant} epsilon {run.epsilon:g} share {run.share:g} seed {run.seed}, "
+            f"accuracy {float(str(row['acc_final'])):.4f}; left {console.span(left)}"
+        )
     return _report(plan)
 
 
@@ -139,12 +141,23 @@ def _report(plan: Plan) -> list[Check]:
     (plan.out / "table5.md").write_text(f"{text}\n{table.by_epsilon(accuracy, grid)}", encoding="utf-8")
     plots.draw(accuracy, grid, plan.out / "acc_vs_eps.png", f"{first.data['name']}, {split}, {first.rounds} rounds")
     helps = checks.full_share_helps(accuracy, grid)
-    found = [checks.monotone(accuracy, grid), *([helps] if helps else []), checks.spent(list(mine.values())),
-             checks.above_chance(accuracy, grid, classes)]  # fmt: skip
+    found = [
+        checks.monotone(accuracy, grid),
+        *([helps] if helps else []),
+        checks.spent(list(mine.values())),
+        checks.above_chance(accuracy, grid, classes),
+    ]
     found += _controls(plan) if plan.controls else []
-    report = {"checks": [asdict(c) for c in found], "runs": len(mine), "cells": len(cells), "software": software(),
-              "base": list(plan.base), "plain": list(plan.plain), "private": list(plan.private),
-              "rates": {f"{e:g}": r for e, r in plan.rates.items()}}  # fmt: skip
+    report = {
+        "checks": [asdict(c) for c in found],
+        "runs": len(mine),
+        "cells": len(cells),
+        "software": software(),
+        "base": list(plan.base),
+        "plain": list(plan.plain),
+        "private": list(plan.private),
+        "rates": {f"{e:g}": r for e, r in plan.rates.items()},
+    }
     (plan.out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return found
 
@@ -207,21 +220,34 @@ def _row(words: Words) -> Row:
     by_class = [e.point for e in result.by_class().values() if e.point is not None]
     coupled = terms.coupled if silos else "full"
     return {
-        "shared_run_id": "", "coupled_mode": coupled, "split": spec.federation["name"],
-        "share": f"{spec.prototype_share:g}", "eps_target": f"{terms.epsilon:g}",
-        "eps_rdp": private.get("epsilon", math.inf), "eps_prv": private.get("epsilon_prv", math.inf),
+        "shared_run_id": "",
+        "coupled_mode": coupled,
+        "split": spec.federation["name"],
+        "share": f"{spec.prototype_share:g}",
+        "eps_target": f"{terms.epsilon:g}",
+        "eps_rdp": private.get("epsilon", math.inf),
+        "eps_prv": private.get("epsilon_prv", math.inf),
         "budget_used": over(max, lambda s: s.used),
-        "delta": terms.delta, "z_min": over(min, lambda s: s.noise), "z_max": over(max, lambda s: s.noise),
-        "z_p": terms.prototype_noise, "C1": terms.clip, "C2": terms.coupled_clip,
-        "q_min": over(min, lambda s: s.rate), "q_max": over(max, lambda s: s.rate),
-        "T": over(max, lambda s: s.steps), "rounds": spec.rounds, "seed": spec.seed,
+        "delta": terms.delta,
+        "z_min": over(min, lambda s: s.noise),
+        "z_max": over(max, lambda s: s.noise),
+        "z_p": terms.prototype_noise,
+        "C1": terms.clip,
+        "C2": terms.coupled_clip,
+        "q_min": over(min, lambda s: s.rate),
+        "q_max": over(max, lambda s: s.rate),
+        "T": over(max, lambda s: s.steps),
+        "rounds": spec.rounds,
+        "seed": spec.seed,
         "acc_final": math.nan if accuracy is None else accuracy,
         "acc_best_public": summary["best_pa" if personal else "best_global_accuracy"],
         "worst_class_acc": min(by_class, default=""),
-        "per_class_acc": json.dumps(summary["class_accuracy"]), "measure": "personal" if personal else "global",
-        "wall_s": round(time.monotonic() - started, 2), "private": bool(private.get("private", False)),
+        "per_class_acc": json.dumps(summary["class_accuracy"]),
+        "measure": "personal" if personal else "global",
+        "wall_s": round(time.monotonic() - started, 2),
+        "private": bool(private.get("private", False)),
         "git_sha": _commit(),
-    }  # fmt: skip
+    }
 
 
 def _commit() -> str:

@@ -125,8 +125,10 @@ class RoundLoop:
         """
         places = {self.ports[k].name: k for k in ids}
         sums, included, missing = (
-            Aggregator(layout, self.grid, self.method.unsummed_parts), list[str](), dict[str, str]()
-        )  # fmt: skip
+            Aggregator(layout, self.grid, self.method.unsummed_parts),
+            list[str](),
+            dict[str, str](),
+        )
         for name, reply in self._replies([self.ports[k] for k in ids], msg, context, kind):
             try:
                 update = reply.result()

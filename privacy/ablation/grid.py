@@ -64,8 +64,13 @@ class Run:
         """Return what the run changes of the base configuration."""
         epsilon = "inf" if math.isinf(self.epsilon) else f"{self.epsilon:g}"
         own = VARIANTS[self.variant].words
-        return ("privacy=dp_record", f"privacy.epsilon={epsilon}", *own, f"prototype_share={self.share:g}",
-                f"seed={self.seed}")  # fmt: skip
+        return (
+            "privacy=dp_record",
+            f"privacy.epsilon={epsilon}",
+            *own,
+            f"prototype_share={self.share:g}",
+            f"seed={self.seed}",
+        )
 
     def key(self, base: Sequence[str], software: str) -> str:
         """Return what a finished run is found by: a hash of all that decides its result."""

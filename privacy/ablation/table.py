@@ -11,10 +11,36 @@ from privacy.ablation.checks import Accuracy, Estimate, estimate
 from privacy.ablation.grid import VARIANTS, Grid
 
 COLUMNS = (
-    "config_hash", "shared_run_id", "method", "coupled_mode", "split", "share", "eps_target", "eps_rdp", "eps_prv",
-    "budget_used", "delta", "z_min", "z_max", "z_p", "C1", "C2", "q_min", "q_max", "T", "rounds", "seed", "acc_final",
-    "acc_best_public", "worst_class_acc", "per_class_acc", "measure", "wall_s", "private", "git_sha",
-)  # fmt: skip
+    "config_hash",
+    "shared_run_id",
+    "method",
+    "coupled_mode",
+    "split",
+    "share",
+    "eps_target",
+    "eps_rdp",
+    "eps_prv",
+    "budget_used",
+    "delta",
+    "z_min",
+    "z_max",
+    "z_p",
+    "C1",
+    "C2",
+    "q_min",
+    "q_max",
+    "T",
+    "rounds",
+    "seed",
+    "acc_final",
+    "acc_best_public",
+    "worst_class_acc",
+    "per_class_acc",
+    "measure",
+    "wall_s",
+    "private",
+    "git_sha",
+)
 
 
 def append(file: Path, row: Mapping[str, object]) -> None:

@@ -123,9 +123,16 @@ class ReleasePlan:
                 f"method {method.name} has a loss that mixes examples, set privacy.coupled=split or micro",
             )
         return cls(
-            terms, rates, rounds, method.coupling, tuple(needs.steps), needs.class_sums, needs.counts,
-            method.has_global_model, personal,
-        )  # fmt: skip
+            terms,
+            rates,
+            rounds,
+            method.coupling,
+            tuple(needs.steps),
+            needs.class_sums,
+            needs.counts,
+            method.has_global_model,
+            personal,
+        )
 
     @property
     def units(self) -> int:

@@ -18,9 +18,13 @@ from privacy.audit.step_checks import Step
 from privacy.audit.target import AuditTarget
 
 STEPS = {
-    "per unit": Step("example"), "split": Step("split"), "micro": Step("micro"), "z = 0.5": Step("example", 0.5),
-    "z = 2": Step("example", 2.0), "z = 5": Step("example", 5.0),
-}  # fmt: skip
+    "per unit": Step("example"),
+    "split": Step("split"),
+    "micro": Step("micro"),
+    "z = 0.5": Step("example", 0.5),
+    "z = 2": Step("example", 2.0),
+    "z = 5": Step("example", 5.0),
+}
 """Steps whose mu is bounded: each kind at z = 1, and other noise multipliers."""
 
 
@@ -57,14 +61,20 @@ def steps(setting: Setting, runs: int, out: Path) -> Outcome:
     }
     refuted = {
         name: [
-            float(step_checks.mu_bounds(of, runs, [
-                (setting.noise("mu", name, seed, again, 0), setting.noise("mu", name, seed, again, 1))
-                for again in range(3)
-            ])[-1])
+            float(
+                step_checks.mu_bounds(
+                    of,
+                    runs,
+                    [
+                        (setting.noise("mu", name, seed, again, 0), setting.noise("mu", name, seed, again, 1))
+                        for again in range(3)
+                    ],
+                )[-1]
+            )
             for seed in range(setting.seeds)
         ]
         for name, of in STEPS.items()
-    }  # fmt: skip
+    }
     plots.steps(scales, moved, refuted, out / "steps.png")
     verdicts = [
         *(Verdict(f"noise, {k}", "1 +- 0.005 of the claim", f"{s.ratio:.4f}", s.holds) for k, s in scales.items()),

@@ -106,9 +106,14 @@ class Tracing:
 
 
 def prototypes(
-    subject: AuditTarget, cases: Sequence[tuple[int, float]] = CASES, repeats: int = 20, seed: int = 0, steps: int = 60,
-    seeded: bool = True, extractor: Training | None = None,
-) -> list[Tracing]:  # fmt: skip
+    subject: AuditTarget,
+    cases: Sequence[tuple[int, float]] = CASES,
+    repeats: int = 20,
+    seed: int = 0,
+    steps: int = 60,
+    seeded: bool = True,
+    extractor: Training | None = None,
+) -> list[Tracing]:
     """Attack prototypes of one class; the extractor was trained on other images, a third of all, which are public.
 
     The release is that of record-level privacy, `privacy.dp_sgd.class_sums`, at the case's noise. Cases of more
@@ -139,9 +144,17 @@ def prototypes(
 
 
 def _attacked(
-    subject: AuditTarget, model: nn.Module, shown: ListedExamples, pools: Sequence[tuple[int, Tensor]], n: int, z: float,
-    repeats: int, seed: int, steps: int, seeded: bool,
-) -> Tracing:  # fmt: skip
+    subject: AuditTarget,
+    model: nn.Module,
+    shown: ListedExamples,
+    pools: Sequence[tuple[int, Tensor]],
+    n: int,
+    z: float,
+    repeats: int,
+    seed: int,
+    steps: int,
+    seeded: bool,
+) -> Tracing:
     inside, outside, hits, chance = list[float](), list[float](), 0, 0.0
     for repeat in range(repeats):
         c, pool = pools[repeat % len(pools)]

@@ -207,8 +207,13 @@ AUDITS: Mapping[str, Audit] = {
     "prototypes": prototypes,
 }
 SHARES: Mapping[str, float] = {
-    "hostile": 0.3, "white-box": 0.15, "black-box": 0.3, "membership": 0.1, "presence": 0.1, "prototypes": 0.05
-}  # fmt: skip
+    "hostile": 0.3,
+    "white-box": 0.15,
+    "black-box": 0.3,
+    "membership": 0.1,
+    "presence": 0.1,
+    "prototypes": 0.05,
+}
 """About what share of the time of all of them each takes: what a word about the time left is computed from."""
 
 

@@ -80,9 +80,12 @@ class Step:
         """Plan so many of these steps."""
         config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=self.units, epochs=1)
         terms = RecordDpConfig(
-            clip=self.clip, coupled="off" if self.kind == "example" else self.kind,
-            microbatch=max(1, self.units // self.groups), test_data="public", physical_batch=512,
-        )  # fmt: skip
+            clip=self.clip,
+            coupled="off" if self.kind == "example" else self.kind,
+            microbatch=max(1, self.units // self.groups),
+            test_data="public",
+            physical_batch=512,
+        )
         coupling = Coupling.EXAMPLE if self.kind == "example" else Coupling.BATCH
         made = ReleasePlan(terms, SamplingSchedule(config, self.units), 1, coupling, (steps,), 0, False)
         made.__dict__["noise"] = self.noise  # where solving for an epsilon would put it

@@ -34,9 +34,15 @@ class Training:
         return not math.isinf(self.epsilon)
 
     def run(
-        self, model: nn.Module, data: Examples, loss: LossFn, n_classes: int, noise: NoiseSource | None = None, seed: int = 0,
+        self,
+        model: nn.Module,
+        data: Examples,
+        loss: LossFn,
+        n_classes: int,
+        noise: NoiseSource | None = None,
+        seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Train `model` in place through the doors; noise: None for the operating system's entropy."""
         context = RoundContext(1, n_classes, 1, 0, 1).for_silo(0, seed)
         if not self.private:
@@ -46,9 +52,9 @@ class Training:
             return
         course = self.course(len(data))
         spend = ReleaseAllowance(course.training(self.steps))
-        DpSgdLocalData(
-            data, data, self.config, context, course, spend, noise or SecureNoise(), progress=progress
-        ).sgd(model, loss, SgdOptions(steps=self.steps))  # fmt: skip
+        DpSgdLocalData(data, data, self.config, context, course, spend, noise or SecureNoise(), progress=progress).sgd(
+            model, loss, SgdOptions(steps=self.steps)
+        )
 
     @property
     def config(self) -> TrainConfig:

@@ -93,12 +93,14 @@ def measure(
     """Run an attack in both worlds; source: of the noise of a world and a trial, the operating system's without."""
     score = attack.score or _along(_direction(attack))
     worlds = [
-        np.array([
-            score(attack.released(world, source(world, trial) if source else SecureNoise()))
-            for trial in range(trials or attack.trials)
-        ])
+        np.array(
+            [
+                score(attack.released(world, source(world, trial) if source else SecureNoise()))
+                for trial in range(trials or attack.trials)
+            ]
+        )
         for world in (False, True)
-    ]  # fmt: skip
+    ]
     return judged(attack, worlds[0], worlds[1])
 
 

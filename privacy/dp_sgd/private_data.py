@@ -220,9 +220,16 @@ class DpSgdLocalData:
         weight = terms.count_weight * bound if split is Split.TRAIN else bound
         few = terms.min_count if split is Split.TRAIN else 0.0
         return class_sums(
-            query, self._split[split], self._units[split], bound, weight, release.mechanism.noise, self._noise,
-            few=few, device=self._device,
-        )  # fmt: skip
+            query,
+            self._split[split],
+            self._units[split],
+            bound,
+            weight,
+            release.mechanism.noise,
+            self._noise,
+            few=few,
+            device=self._device,
+        )
 
     def _width(self, query: ClassSums) -> int:
         """Return the width of a query's vectors without reading an example of the hospital."""

@@ -58,8 +58,10 @@ class Entry:
 
     def detail(self) -> str:
         """Write all of it as the event that makes it says it."""
-        facts = {name: getattr(self, name) for name in
-                 ("collection", "fingerprint", "run", "manifest", "round", "attempt", "kind", "owner")}  # fmt: skip
+        facts = {
+            name: getattr(self, name)
+            for name in ("collection", "fingerprint", "run", "manifest", "round", "attempt", "kind", "owner")
+        }
         return json.dumps(facts | {"mechanisms": plain(self.planned)})
 
     @classmethod
@@ -67,10 +69,18 @@ class Entry:
         """Read it off the event that makes it."""
         said = json.loads(event.detail)
         return cls(
-            str(event.entry), said["collection"], said["fingerprint"], said["run"], said["manifest"],
-            int(said["round"]), int(said["attempt"]), said["kind"], event.created_at, planned_of(said["mechanisms"]),
+            str(event.entry),
+            said["collection"],
+            said["fingerprint"],
+            said["run"],
+            said["manifest"],
+            int(said["round"]),
+            int(said["attempt"]),
+            said["kind"],
+            event.created_at,
+            planned_of(said["mechanisms"]),
             said["owner"],
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,16 +193,18 @@ class Account:
 
     def snapshot(self) -> str:
         """Write all of it, as the event says it that begins a chain under a key."""
-        return json.dumps({
-            "collections": self.collections,
-            "versions": {f: [v.collection, v.records, v.units, v.created_at] for f, v in self.versions.items()},
-            "units": self.units,
-            "budgets": [[b.collection, b.detail(), b.created_at] for b in self.budgets],
-            "kept": [[*key, *value] for key, value in self.kept.items()],
-            "entries": [[e.id, e.state, e.detail(), e.created_at] for e in self.entries.values()],
-            "forgiven": sorted(self.forgiven),
-            "restored": self.restored,
-        })  # fmt: skip
+        return json.dumps(
+            {
+                "collections": self.collections,
+                "versions": {f: [v.collection, v.records, v.units, v.created_at] for f, v in self.versions.items()},
+                "units": self.units,
+                "budgets": [[b.collection, b.detail(), b.created_at] for b in self.budgets],
+                "kept": [[*key, *value] for key, value in self.kept.items()],
+                "entries": [[e.id, e.state, e.detail(), e.created_at] for e in self.entries.values()],
+                "forgiven": sorted(self.forgiven),
+                "restored": self.restored,
+            }
+        )
 
     def _load(self, said: Mapping[str, Any]) -> None:
         if self.entries or self.versions:

@@ -130,8 +130,9 @@ class HashChain:
                 raise put_back(after.seq, self._head(db).seq)
         rows = db.execute(
             "SELECT seq, entry, subject, state, detail, created_at, prev_hash, hash FROM event WHERE seq>? "
-            "ORDER BY seq", (after.seq,)
-        )  # fmt: skip
+            "ORDER BY seq",
+            (after.seq,),
+        )
         head = after
         for *fields, previous, found in rows:
             event = Event(*fields)

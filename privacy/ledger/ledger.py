@@ -147,9 +147,18 @@ class Ledger(Verified):
             same = [e for e in account.of_run(task.run, "", collection) if (e.round, e.kind) == (task.round, task.kind)]
             entry = f"{task.run}/{task.round}/{task.kind}/{len(same)}/{collection}"
             made = Entry(
-                entry, collection, task.fingerprint, task.run, task.manifest, task.round, len(same), task.kind, now(),
-                tuple(planned), owners.own(self._file),
-            )  # fmt: skip
+                entry,
+                collection,
+                task.fingerprint,
+                task.run,
+                task.manifest,
+                task.round,
+                len(same),
+                task.kind,
+                now(),
+                tuple(planned),
+                owners.own(self._file),
+            )
             rows = Account(entries={entry: made}).rows()
             insert(db, {"entry": rows["entry"], "mechanism": rows["mechanism"]})
             self._event(db, entry, entry, "REFUSED" if refusal else "INTENT", made.detail(), made.created_at)
@@ -208,9 +217,10 @@ class Ledger(Verified):
         """Return those of these units or contents that stand in another collection."""
         with self._reading() as db:
             return [
-                name for name in names
+                name
+                for name in names
                 if any(db.execute(_ELSEWHERE, (d, collection)).fetchone() for d in self._digests([name]))
-            ]  # fmt: skip
+            ]
 
     # ---- what anybody may read ----------------------------------------------------------------------------------
 
@@ -252,10 +262,14 @@ class Ledger(Verified):
             unit = account.unit(collection)
         delta = budget.delta if budget else 1e-5
         return Status(
-            collection, unit, budget.epsilon if budget else None, budget.delta if budget else None,
-            epsilon_rdp(spent, delta), epsilon_prv(spent, delta) if prv else None,
+            collection,
+            unit,
+            budget.epsilon if budget else None,
+            budget.delta if budget else None,
+            epsilon_rdp(spent, delta),
+            epsilon_prv(spent, delta) if prv else None,
             budget.used(spent) if budget else None,
-        )  # fmt: skip
+        )
 
     def statement(self) -> tuple[ChainHead, bytes, int]:
         """Return what goes with an update: the end of the chain, sealed figures, and how often it was restored."""

@@ -62,9 +62,17 @@ def charge_unknown_spending(ledger: Ledger, seen: Sequence[LastSeen], operator: 
         for name, planned in charges.items():
             fingerprint = [f for f, v in account.versions.items() if v.collection == name][-1]
             made = Entry(
-                f"{entry}/{name}", name, fingerprint, f"restored {newest.head.hash}", "", newest.head.seq,
-                account.restored, "restored", now(), tuple(planned),
-            )  # fmt: skip
+                f"{entry}/{name}",
+                name,
+                fingerprint,
+                f"restored {newest.head.hash}",
+                "",
+                newest.head.seq,
+                account.restored,
+                "restored",
+                now(),
+                tuple(planned),
+            )
             rows = Account(entries={made.id: made}).rows()
             insert(db, {"entry": rows["entry"], "mechanism": rows["mechanism"]})
             ledger._event(db, made.id, made.id, "INTENT", made.detail(), made.created_at)

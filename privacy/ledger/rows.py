@@ -10,9 +10,7 @@ from functools import cache
 from privacy.ledger import hash_chain
 from privacy.ledger.account import Account, Rows
 
-_KEYS: Mapping[str, int] = {
-    "collection": 1, "dataset_version": 1, "budget": 1, "entry": 1, "mechanism": 2, "kept": 2
-}  # fmt: skip
+_KEYS: Mapping[str, int] = {"collection": 1, "dataset_version": 1, "budget": 1, "entry": 1, "mechanism": 2, "kept": 2}
 """How many of the first columns of each table name a row."""
 
 

@@ -104,9 +104,14 @@ def _audited(subject: AuditTarget, setting: Setting, chosen: Sequence[str], plac
     before = os.umask(0o077)
     try:
         about = {
-            "data": subject.name, "records": len(subject.y), "classes": len(subject.classes), "unit": "record",
-            "epsilon": setting.epsilons[0], "delta": setting.delta, "seeds": setting.seeds,
-        }  # fmt: skip
+            "data": subject.name,
+            "records": len(subject.y),
+            "classes": len(subject.classes),
+            "unit": "record",
+            "epsilon": setting.epsilons[0],
+            "delta": setting.delta,
+            "seeds": setting.seeds,
+        }
         save(place / SUMMARY, "about", about)
         began = time.monotonic()
         for k, name in enumerate(chosen):

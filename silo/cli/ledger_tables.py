@@ -32,14 +32,18 @@ def collection_json(ledger: Ledger, name: str) -> Json:
                 "entry": entry,
                 "state": state,
                 "releases": [
-                    {"purpose": p.purpose, "noise": p.mechanism.noise, "rate": p.mechanism.rate,
-                     "steps": p.mechanism.steps}
+                    {
+                        "purpose": p.purpose,
+                        "noise": p.mechanism.noise,
+                        "rate": p.mechanism.rate,
+                        "steps": p.mechanism.steps,
+                    }
                     for p in planned
                 ],
             }
             for entry, state, planned in ledger.entries(name)
         ],
-    }  # fmt: skip
+    }
 
 
 def show_collections(found: Iterable[Json]) -> None:

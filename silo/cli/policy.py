@@ -88,10 +88,16 @@ def approve(
     word = {None: "waits", True: "approved", False: "denied"}
     if as_json:
         runs = [
-            {"run": a.run_id, "name": a.name, "manifest_digest": a.manifest_digest, "about": a.about, "asked": a.asked,
-             "decided": word[a.decided]}
+            {
+                "run": a.run_id,
+                "name": a.name,
+                "manifest_digest": a.manifest_digest,
+                "about": a.about,
+                "asked": a.asked,
+                "decided": word[a.decided],
+            }
             for a in found
-        ]  # fmt: skip
+        ]
         print_json({"runs": runs})
         return
     rows = [(a.run_id, a.name, word[a.decided], local_time(a.asked), a.about) for a in found]

@@ -59,13 +59,27 @@ class ReceiptVerifier:
         """
         receipts.verify(receipt, self.authority_pem, self.consortium)
         expected = (
-            entry.contribution_id, entry.key.run_id, entry.key.round, entry.key.wire_kind, self.silo,
-            entry.manifest_digest, entry.object_digest, entry.size, entry.attested,
-        )  # fmt: skip
+            entry.contribution_id,
+            entry.key.run_id,
+            entry.key.round,
+            entry.key.wire_kind,
+            self.silo,
+            entry.manifest_digest,
+            entry.object_digest,
+            entry.size,
+            entry.attested,
+        )
         found = (
-            receipt.contribution_id, receipt.run_id, receipt.round, receipt.kind, receipt.silo,
-            receipt.manifest_digest, receipt.object_digest, receipt.size, Attestation.of(receipt.attestation),
-        )  # fmt: skip
+            receipt.contribution_id,
+            receipt.run_id,
+            receipt.round,
+            receipt.kind,
+            receipt.silo,
+            receipt.manifest_digest,
+            receipt.object_digest,
+            receipt.size,
+            Attestation.of(receipt.attestation),
+        )
         if found != expected:
             raise ProtocolError("E-WIRE-12", f"expected a receipt for {expected}, found one for {found}")
         return receipt.SerializeToString(deterministic=True)

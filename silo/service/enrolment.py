@@ -78,8 +78,10 @@ def _present(identity: SiloIdentity, token: InvitationToken, clock: Clock) -> Pe
     """Return the certificate in force when this token was, or might have been, used up for it already."""
     own = identity.load()
     same = (own.identity.consortium, own.identity.name, identity.ca_fingerprint()) == (
-        token.consortium, token.name, certificate_fingerprint(token.ca_pem)
-    )  # fmt: skip
+        token.consortium,
+        token.name,
+        certificate_fingerprint(token.ca_pem),
+    )
     return own if same and own.not_before <= clock() <= own.not_after else None
 
 

@@ -115,9 +115,17 @@ class Service:
         trainer = Trainer(self.name, source, self._custody, self._device, settings.prototypes, do)
         outbox = Outbox(self.store, objects, self.name)
         self._worker = TaskRunner(
-            self._desk, outbox, transfer, trainer, self._custody, self._receipt_verifier, say, self._client.recycle, greeted,
+            self._desk,
+            outbox,
+            transfer,
+            trainer,
+            self._custody,
+            self._receipt_verifier,
+            say,
+            self._client.recycle,
+            greeted,
             self._pace,
-        )  # fmt: skip
+        )
         self._stop, self._over, self._ended = CancelToken(), threading.Event(), threading.Event()
         self.error: BaseException | None = None
         self._threads: list[threading.Thread] = []

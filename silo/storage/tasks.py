@@ -38,17 +38,23 @@ class Attestation(NamedTuple):
     def message(self) -> pb.Attestation:
         """Write it as a message."""
         return pb.Attestation(
-            policy_digest=self.policy, ledger_seq=self.seq, ledger_head=self.head,
-            ledger_sealed=bytes.fromhex(self.sealed), ledger_restored=self.restored,
-        )  # fmt: skip
+            policy_digest=self.policy,
+            ledger_seq=self.seq,
+            ledger_head=self.head,
+            ledger_sealed=bytes.fromhex(self.sealed),
+            ledger_restored=self.restored,
+        )
 
     @classmethod
     def of(cls, message: pb.Attestation) -> Attestation:
         """Read a message."""
         return cls(
-            message.policy_digest, message.ledger_seq, message.ledger_head, message.ledger_sealed.hex(),
+            message.policy_digest,
+            message.ledger_seq,
+            message.ledger_head,
+            message.ledger_sealed.hex(),
             message.ledger_restored,
-        )  # fmt: skip
+        )
 
 
 def further(attested: Attestation) -> tuple[int, int]:

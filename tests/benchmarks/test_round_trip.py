@@ -21,11 +21,26 @@ from protos.wire.codec import pack_bundle, pack_state
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
-    "silos", "params", "params_sent", "rounds", "starts", "bytes_up", "bytes_down", "run_bytes_up", "run_bytes_down",
-    "round_seconds", "bare_stream_seconds", "ratio", "coordinator_peak_mib", "round_seconds_each",
-    "warm_up_seconds_each", "bare_stream_seconds_each",
-    "coordinator_cpu_seconds", "silos_cpu_seconds", "bare_cpu_seconds",
-}  # fmt: skip
+    "silos",
+    "params",
+    "params_sent",
+    "rounds",
+    "starts",
+    "bytes_up",
+    "bytes_down",
+    "run_bytes_up",
+    "run_bytes_down",
+    "round_seconds",
+    "bare_stream_seconds",
+    "ratio",
+    "coordinator_peak_mib",
+    "round_seconds_each",
+    "warm_up_seconds_each",
+    "bare_stream_seconds_each",
+    "coordinator_cpu_seconds",
+    "silos_cpu_seconds",
+    "bare_cpu_seconds",
+}
 
 
 @pytest.mark.slow

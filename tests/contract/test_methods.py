@@ -78,11 +78,15 @@ def test_contents_of_the_scratch_model_change_nothing(name: str) -> None:
         context = FED.for_silo(k, 0)
         a, b = (
             run_silo_round(
-                bench, method.broadcast(server), None, PlainLocalData(share.train, share.test, TRAIN, context), context,
+                bench,
+                method.broadcast(server),
+                None,
+                PlainLocalData(share.train, share.test, TRAIN, context),
+                context,
                 TaskKind.TRAIN,
             )
             for bench in (clean, dirty)
-        )  # fmt: skip
+        )
         assert same_bundle(a.bundle, b.bundle)
         assert same_state(a.state, b.state)
 
@@ -115,11 +119,15 @@ def test_evaluation_reads_nothing_of_the_scratch_model(name: str) -> None:
     layout = derive_layout(method, model_of(), SCHEMA)
     parts = [
         run_silo_round(
-            SiloRuntime(method, model, layout, initial=tensor_maps.copy_state(model_of())), msg, None,
-            PlainLocalData(share.train, share.test, TRAIN, context), context, TaskKind.EVALUATE,
+            SiloRuntime(method, model, layout, initial=tensor_maps.copy_state(model_of())),
+            msg,
+            None,
+            PlainLocalData(share.train, share.test, TRAIN, context),
+            context,
+            TaskKind.EVALUATE,
         ).bundle
         for model in (model_of(), poisoned())
-    ]  # fmt: skip
+    ]
     assert set(parts[0]) == {"metrics"}
     assert same_bundle(parts[0], parts[1])
 

@@ -12,9 +12,15 @@ from protos.console import make_table
 
 @pytest.mark.parametrize(
     ("share", "shown"),
-    [(0.0, "0.00 %"), (0.923, "92.30 %"), (1.0, "100.00 %"), (-1.0, "-"),
-     (-0.031, "withheld: no counts can be these"), (1.2, "withheld: no counts can be these")],
-)  # fmt: skip
+    [
+        (0.0, "0.00 %"),
+        (0.923, "92.30 %"),
+        (1.0, "100.00 %"),
+        (-1.0, "-"),
+        (-0.031, "withheld: no counts can be these"),
+        (1.2, "withheld: no counts can be these"),
+    ],
+)
 def test_what_can_be_no_accuracy_is_not_shown_as_one(share: float, shown: str) -> None:
     assert percent(share) == shown
 

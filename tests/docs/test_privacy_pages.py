@@ -63,7 +63,7 @@ def says_at_most(cell: str, value: float) -> None:
 def curve(epsilon: float, delta: float) -> list[tuple[float, float]]:
     """Walk the best tests (false, true positives) of the worst mechanism of all: it tells with probability delta, and
     else answers truly with odds e^epsilon. Outcomes are taken by their likelihood ratio, as Neyman and Pearson say.
-    """  # fmt: skip
+    """
     true = (1 - delta) * math.exp(epsilon) / (1 + math.exp(epsilon))
     used = [delta, true, 1 - delta - true, 0.0]
     points, x, y = [(0.0, 0.0)], 0.0, 0.0

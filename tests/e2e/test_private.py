@@ -26,9 +26,15 @@ DATA = ["digits/p2c5/0", "digits/p2c5/1"]
 NAMES = ["hospital0", "hospital1"]
 SEEDED = '[privacy]\nrng = "test"\n'
 RUN = (
-    "data=digits", "federation=p2c5", "rounds=2", "train.epochs=1", "seed=3", "privacy=dp_record", "privacy.rng=test",
+    "data=digits",
+    "federation=p2c5",
+    "rounds=2",
+    "train.epochs=1",
+    "seed=3",
+    "privacy=dp_record",
+    "privacy.rng=test",
     "privacy.epsilon=8",
-)  # fmt: skip
+)
 
 METHODS = {
     "fedmr": ("method=fedmr",),

@@ -19,9 +19,16 @@ from silo.storage.home import Home
 DELTA = 1e-5
 DATA = {"hospital0": "digits/p2c5/0", "hospital1": "digits/p2c5/1"}
 RUN = (
-    "method=fedproto", "data=digits", "federation=p2c5", "rounds=2", "train.epochs=1", "seed=3",
-    "privacy=dp_silo_small", "privacy.rng=test", "privacy.epsilon=8",
-)  # fmt: skip
+    "method=fedproto",
+    "data=digits",
+    "federation=p2c5",
+    "rounds=2",
+    "train.epochs=1",
+    "seed=3",
+    "privacy=dp_silo_small",
+    "privacy.rng=test",
+    "privacy.epsilon=8",
+)
 TERMS = {
     "fixed": ("privacy.clipping=fixed",),
     "adaptive": ("privacy.clipping=adaptive", "privacy.bit_noise=20", "privacy.weights=uniform"),

@@ -102,9 +102,13 @@ class GeneratorConfig:
 
 
 def train(
-    model: Generator, course: GeneratorConfig, teachers: SiloClassifiers, known: Tensor, random: torch.Generator,
+    model: Generator,
+    course: GeneratorConfig,
+    teachers: SiloClassifiers,
+    known: Tensor,
+    random: torch.Generator,
     moments: Mapping[str, Tensors] | None = None,
-) -> dict[str, dict[str, Tensor]]:  # fmt: skip
+) -> dict[str, dict[str, Tensor]]:
     """Train a generator in place, on labels that `known` (C,) marks; return Adam's moments and step count.
 
     moments: as an earlier call returned them; None starts anew.

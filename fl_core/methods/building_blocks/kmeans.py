@@ -58,9 +58,7 @@ def _moments(features: Callable[[Tensor], Tensor], data: LocalData, n_classes: i
     return mean, (square - mean.square()).clamp(min=0.0).sqrt(), sums["count"]
 
 
-def _lloyd(
-    features: Callable[[Tensor], Tensor], data: LocalData, points: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _lloyd(features: Callable[[Tensor], Tensor], data: LocalData, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Assign all examples and average: new points (R, C, M, d), sizes (R, C, M) and the inertia before (R, C)."""
     restarts, n_classes, per_class, d = points.shape
 

@@ -39,9 +39,7 @@ class Generated(nn.Module):
 
     def __init__(self, n_classes: int, feature_dim: int, hidden: int, shares: Tensor) -> None:
         super().__init__()
-        self.nu = nn.Sequential(
-            nn.Linear(n_classes, hidden), nn.ReLU(), nn.Linear(hidden, feature_dim * n_classes)
-        )  # fmt: skip
+        self.nu = nn.Sequential(nn.Linear(n_classes, hidden), nn.ReLU(), nn.Linear(hidden, feature_dim * n_classes))
         self.register_buffer("shares", shares, persistent=False)
         self._shape = (feature_dim, n_classes)
 

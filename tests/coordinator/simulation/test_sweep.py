@@ -29,8 +29,9 @@ def test_combinations_are_the_grid_and_brackets_separate_nothing() -> None:
     assert not is_sweep(words[2:])
 
 
-@pytest.mark.parametrize(("words", "code"), [(["seed=0,x"], "E-CFG-02"), (["method=fedavg,fedmrr"], "E-CFG-01"),
-                                             (["=1"], "E-CFG-01")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "code"), [(["seed=0,x"], "E-CFG-02"), (["method=fedavg,fedmrr"], "E-CFG-01"), (["=1"], "E-CFG-01")]
+)
 def test_a_wrong_word_is_refused_before_anything_runs(words: list[str], code: str) -> None:
     with pytest.raises(ConfigError) as caught:
         combinations(words)
@@ -74,9 +75,14 @@ def test_under_a_cohort_accuracies_are_over_all_silos_and_the_cohorts_are_given_
 
 @pytest.mark.parametrize(
     ("words", "more", "code"),
-    [(["seed=0,1"], {}, "E-CFG-08"), ([], {"engine": "slurm"}, "E-CFG-08"), ([], {"device": "tpu"}, "E-CFG-02"),
-     ([], {"engine": "ray", "device": "auto"}, "E-CFG-08"), (["train.amp=int8"], {}, "E-CFG-02")],
-)  # fmt: skip
+    [
+        (["seed=0,1"], {}, "E-CFG-08"),
+        ([], {"engine": "slurm"}, "E-CFG-08"),
+        ([], {"device": "tpu"}, "E-CFG-02"),
+        ([], {"engine": "ray", "device": "auto"}, "E-CFG-08"),
+        (["train.amp=int8"], {}, "E-CFG-02"),
+    ],
+)
 def test_what_does_not_go_together_is_refused(words: list[str], more: dict[str, str], code: str) -> None:
     with pytest.raises(ConfigError) as caught:
         simulate([*SHORT, *words], **more)

@@ -27,8 +27,11 @@ from fl_core.types.values import Bundle, LocalResult, Part, RoundContext, State,
 def test_rounds_evaluate_what_they_broadcast_and_end_with_an_evaluation() -> None:
     final, kept = go(manifest(rounds=3))
     assert [(r.round, r.kind) for r in kept.records] == [
-        (0, TaskKind.TRAIN), (1, TaskKind.TRAIN), (2, TaskKind.TRAIN), (3, TaskKind.EVALUATE)
-    ]  # fmt: skip
+        (0, TaskKind.TRAIN),
+        (1, TaskKind.TRAIN),
+        (2, TaskKind.TRAIN),
+        (3, TaskKind.EVALUATE),
+    ]
     assert same(kept.states[2]["w"], final["w"])
     assert sum(kept.records[0].examples) == sum(len(s.test) for s in shares())
     assert len(kept.accuracies) == 4

@@ -61,11 +61,22 @@ def test_digest_is_stable() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"rounds": 4}, {"seed": 1}, {"cohort": 2}, {"quorum": 1}, {"threads": 2}, {"name": "other"}, {"data": "x"},
-        {"train": TrainConfig(lr=0.5)}, {"layout": {}}, {"grid": FixedPointFormat("ring64", 4)}, {"deadline_s": 1.0},
-        {"members": (Member("north"), Member("south"), Member("east"))}, {"image_size": 8}, {"software": "x"},
+        {"rounds": 4},
+        {"seed": 1},
+        {"cohort": 2},
+        {"quorum": 1},
+        {"threads": 2},
+        {"name": "other"},
+        {"data": "x"},
+        {"train": TrainConfig(lr=0.5)},
+        {"layout": {}},
+        {"grid": FixedPointFormat("ring64", 4)},
+        {"deadline_s": 1.0},
+        {"members": (Member("north"), Member("south"), Member("east"))},
+        {"image_size": 8},
+        {"software": "x"},
     ],
-)  # fmt: skip
+)
 def test_every_field_is_part_of_the_digest(change: dict[str, object]) -> None:
     assert replace(manifest(), **change).digest() != manifest().digest()  # type: ignore[arg-type]
 

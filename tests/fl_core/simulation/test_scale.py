@@ -67,8 +67,10 @@ def test_a_staged_state_is_committed_or_forgotten(kind: str, tmp_path: Path) -> 
 def test_a_hundred_silos_do_not_hold_a_hundred_models(tmp_path: Path) -> None:
     """Counts the numbers in living tensors after every arrival: with states in files, those of a few models."""
     names = [f"h{k}" for k in range(100)]
-    run = replace(manifest("moon", train=TrainConfig(batch_size=4, epochs=1, max_steps=1), rounds=12, cohort=10),
-                  members=make_members(names, 0, 1.0))  # fmt: skip
+    run = replace(
+        manifest("moon", train=TrainConfig(batch_size=4, epochs=1, max_steps=1), rounds=12, cohort=10),
+        members=make_members(names, 0, 1.0),
+    )
     given = [shares()[k % 3] for k in range(100)]
     size = tensor_maps.count(tensor_maps.copy_state(build_model("digits_cnn", {}, SCHEMA, 0)))
 

@@ -137,8 +137,10 @@ def test_measuring_personal_models_changes_no_bit_of_the_run(method: str) -> Non
     b = simulate(RunSetup.of(manifest(method, train=train)), shares(), without)
     assert all(same(a[group], b[group]) for group in a)
     assert with_it.accuracies == without.accuracies
-    assert all(set(r.personal) == {f"{s}{d}" for s in ("pa", "pm_l", "pm_v", "ga") for d in ("", "_std")}
-               for r in with_it.records[:-1])  # fmt: skip
+    assert all(
+        set(r.personal) == {f"{s}{d}" for s in ("pa", "pm_l", "pm_v", "ga") for d in ("", "_std")}
+        for r in with_it.records[:-1]
+    )
     assert [r.personal for r in without.records] + [with_it.records[-1].personal] == [{}] * 5
     assert with_it.records[2].personal["pa"] > with_it.records[2].accuracy  # two classes are easier than four
 

@@ -128,8 +128,9 @@ def test_plain_parameters_take_bare_steps_beside_the_schedule() -> None:
     )
     assert torch.equal(bare.b, mixed.b)
     assert not bare.a.any()
-    silo = PlainLocalData(examples(8), examples(6), TrainConfig(lr=0.1, batch_size=4, epochs=1, optimizer="adam"),
-                     FED.for_silo(0, 0))  # fmt: skip
+    silo = PlainLocalData(
+        examples(8), examples(6), TrainConfig(lr=0.1, batch_size=4, epochs=1, optimizer="adam"), FED.for_silo(0, 0)
+    )
     silo.sgd(adam, slopes, SgdOptions(no_momentum=lambda name: name == "b"))
     assert torch.equal(adam.b, mixed.b)
 

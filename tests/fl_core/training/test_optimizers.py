@@ -21,9 +21,18 @@ from fl_core.types.values import TrainConfig
 
 @pytest.mark.parametrize(
     ("momentum", "steps", "expected"),
-    [(0, 7, 7), (0.9, 1, 1), (0.9, 2, 2.9), (0.9, 3, 5.61), (0.9, 5, 13.1441), (0.9, 10, 41.381059609),
-     (0.9, 20, 120.941898913), (0.5, 2, 2.5), (0.5, 10, 18.001953125)],
-)  # fmt: skip
+    [
+        (0, 7, 7),
+        (0.9, 1, 1),
+        (0.9, 2, 2.9),
+        (0.9, 3, 5.61),
+        (0.9, 5, 13.1441),
+        (0.9, 10, 41.381059609),
+        (0.9, 20, 120.941898913),
+        (0.5, 2, 2.5),
+        (0.5, 10, 18.001953125),
+    ],
+)
 def test_effective_steps_of_heavy_ball(momentum: float, steps: int, expected: float) -> None:
     assert effective_steps(TrainConfig(momentum=momentum), steps) == pytest.approx(expected, rel=1e-9)
 

@@ -26,9 +26,13 @@ from fl_core.types.records import RoundRecord
 
 @pytest.mark.parametrize(
     ("values", "expected"),
-    [([512.0] + [0.0] * 511, 2007.04), ([10.24] * 50, 0.0), ([256.0] * 2 + [0.0] * 48, 983.04),
-     ([512 / 12] * 12 + [0.0] * 38, 129.7067)],
-)  # fmt: skip
+    [
+        ([512.0] + [0.0] * 511, 2007.04),
+        ([10.24] * 50, 0.0),
+        ([256.0] * 2 + [0.0] * 48, 983.04),
+        ([512 / 12] * 12 + [0.0] * 38, 129.7067),
+    ],
+)
 def test_met_1_variance_of_the_top_eigenvalues(values: list[float], expected: float) -> None:
     """MET-1: (512, 0, ...) 2007.04; fifty equal 0; two of 256 983.04; twelve equal 129.7067; in any order."""
     assert eigenvalue_variance(torch.tensor(values).flip(0)) == pytest.approx(expected, abs=1e-4)

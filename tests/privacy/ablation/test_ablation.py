@@ -51,9 +51,16 @@ def test_cells_share_runs() -> None:
     assert Run("fedmr", INF, 0.5, 3).words[1] == "privacy.epsilon=inf"
 
 
-@pytest.mark.parametrize("bad", [(("fedsgd",), (1.0,), (1.0,), (0,)), (("fedavg",), (0.0,), (1.0,), (0,)),
-                                 (("fedavg",), (1.0,), (1.5,), (0,)), (("fedavg",), (1.0, 1.0), (1.0,), (0,)),
-                                 (("fedavg",), (1.0,), (1.0,), ())])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        (("fedsgd",), (1.0,), (1.0,), (0,)),
+        (("fedavg",), (0.0,), (1.0,), (0,)),
+        (("fedavg",), (1.0,), (1.5,), (0,)),
+        (("fedavg",), (1.0, 1.0), (1.0,), (0,)),
+        (("fedavg",), (1.0,), (1.0,), ()),
+    ],
+)
 def test_a_grid_that_makes_no_sense_is_refused(bad: tuple[tuple[str], tuple[float], tuple[float], tuple[int]]) -> None:
     with pytest.raises(ConfigError) as found:
         Grid(*bad)

@@ -140,9 +140,20 @@ class Bound:
 
 
 MIXING = (
-    of_place, of_the_end, of_the_size, of_large_batches, of_the_mean, normalised, of_the_largest, spreading, failing,
-    branching, remembering, remembering_in_the_coupled_term, too_short,
-)  # fmt: skip
+    of_place,
+    of_the_end,
+    of_the_size,
+    of_large_batches,
+    of_the_mean,
+    normalised,
+    of_the_largest,
+    spreading,
+    failing,
+    branching,
+    remembering,
+    remembering_in_the_coupled_term,
+    too_short,
+)
 
 
 @pytest.mark.parametrize("planted", MIXING, ids=lambda f: f.__name__)

@@ -63,8 +63,11 @@ def test_it_is_brought_under_a_key_and_says_what_it_said(tmp_path: Path) -> None
     assert Ledger(file).verify(HEAD) == 25
     assert len(Ledger(file).recover()) == 1
     anew = Ledger(file)
-    entry = anew.reserve(TRAIN, LedgerTask("run-1", "manifest-1", 3, "train", version(data(), "train")),
-                         [PlannedRelease("training", Mechanism(5.0))])  # fmt: skip
+    entry = anew.reserve(
+        TRAIN,
+        LedgerTask("run-1", "manifest-1", 3, "train", version(data(), "train")),
+        [PlannedRelease("training", Mechanism(5.0))],
+    )
     anew.start(entry)
     anew.commit(entry, "sha")
     assert anew.verify(HEAD) > 26

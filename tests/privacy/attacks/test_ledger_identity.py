@@ -105,9 +105,7 @@ def some_of_them(folder: Path) -> SiloDataset:
 
 
 @pytest.mark.parametrize("first", [as_list, as_folder])
-@pytest.mark.parametrize(
-    "again", [one_byte_more, renamed, regrouped, ungrouped, relabelled, stored_anew, some_of_them]
-)  # fmt: skip
+@pytest.mark.parametrize("again", [one_byte_more, renamed, regrouped, ungrouped, relabelled, stored_anew, some_of_them])
 def test_the_same_images_under_another_name_have_no_second_budget(
     tmp_path: Path, first: Callable[[Path], SiloDataset], again: Callable[[Path], SiloDataset]
 ) -> None:

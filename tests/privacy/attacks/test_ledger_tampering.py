@@ -58,8 +58,10 @@ EDITS = {
     "noise beyond floats": ("UPDATE mechanism SET noise=9e999", "mechanism"),
     "one more mechanism": ("INSERT INTO mechanism SELECT id, 9, 'x', 1.0, 1.0, 1 FROM entry LIMIT 1", "mechanism"),
     "a budget of 200": ("UPDATE budget SET epsilon=200", "budget"),
-    "another budget": ("INSERT INTO budget SELECT 2,collection,200,delta,1.1,operator,reason,created_at FROM budget",
-                       "budget"),
+    "another budget": (
+        "INSERT INTO budget SELECT 2,collection,200,delta,1.1,operator,reason,created_at FROM budget",
+        "budget",
+    ),
     "no budget": ("DELETE FROM budget", "budget"),
     "another order": ("UPDATE budget SET filter_order=1.1", "budget"),
     "another collection": ("INSERT INTO collection VALUES('mine','record','now')", "collection"),
@@ -70,7 +72,7 @@ EDITS = {
     "units forgotten": ("DELETE FROM unit_digest", "unit_digest"),
     "units moved": ("INSERT INTO unit_digest VALUES(x'00','skin/train')", "unit_digest"),
     "an older date": ("UPDATE entry SET created_at='2001-01-01'", "entry"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -105,7 +107,7 @@ def test_no_row_decides_what_is_admitted(tmp_path: Path, edit: str) -> None:
         ("CREATE INDEX more ON entry(run)", "index more was added"),
         ("ALTER TABLE kept ADD COLUMN more TEXT", "table kept was changed"),
     ],
-)  # fmt: skip
+)
 def test_a_schema_that_is_not_the_ledgers_is_found_before_anything_is_admitted(
     tmp_path: Path, statement: str, named: str
 ) -> None:
@@ -171,8 +173,12 @@ def louder(event: Event) -> Event:
 def test_a_chain_that_was_made_anew_without_the_key_is_found(tmp_path: Path, secret: bytes | None) -> None:
     spent(tmp_path)
     rechained(tmp_path, louder, secret)
-    for use in (lambda x: x.verify(), lambda x: x.history(SKIN), lambda x: x.recover(),
-                lambda x: x.reserve(SKIN, LedgerTask("run", "m", 5, "train", "v1"), ROUND)):  # fmt: skip
+    for use in (
+        lambda x: x.verify(),
+        lambda x: x.history(SKIN),
+        lambda x: x.recover(),
+        lambda x: x.reserve(SKIN, LedgerTask("run", "m", 5, "train", "v1"), ROUND),
+    ):
         with pytest.raises(StateError, match=r"E-BUDGET-07.*event 1"):
             use(Ledger(tmp_path / "ledger.db"))
 

@@ -45,9 +45,15 @@ from silo.training import measured
 CLASSES = 10
 PERSONAL = {"pa": 0.97, "pa_std": 0.02, "pm_l": 0.5, "pm_l_std": 0.1, "pm_v": 0.4, "pm_v_std": 0.1}
 SUMS = {
-    "right on 70 of 39": (70.3, 39.1), "-4 %": (-4.0, 100.0), "642 %": (642.0, 100.0), "nothing passed": (0.0, 0.0),
-    "negative count": (3.0, -55.0), "minus one": (-100.0, 100.0), "zeros": (-0.0, -0.0), "huge": (1e38, 1e-40),
-}  # fmt: skip
+    "right on 70 of 39": (70.3, 39.1),
+    "-4 %": (-4.0, 100.0),
+    "642 %": (642.0, 100.0),
+    "nothing passed": (0.0, 0.0),
+    "negative count": (3.0, -55.0),
+    "minus one": (-100.0, 100.0),
+    "zeros": (-0.0, -0.0),
+    "huge": (1e38, 1e-40),
+}
 PER_CENT = re.compile(r"(-?\d+(?:\.\d+)?) ?%")
 OUT_OF = re.compile(r"-?\d+ of (?:about )?-?\d+ own|\d+/\d+ -?\d")
 
@@ -73,9 +79,17 @@ class Case:
         self.manifest, self.records = manifest, found
         self.store = Store(folder)
         run = Run(
-            "r1", "private", "q", "{}", manifest.to_json(), manifest.digest(), manifest.method.name, manifest.data, 2,
+            "r1",
+            "private",
+            "q",
+            "{}",
+            manifest.to_json(),
+            manifest.digest(),
+            manifest.method.name,
+            manifest.data,
+            2,
             tuple(MEMBERS),
-        )  # fmt: skip
+        )
         self.store.runs.add(run, 2)
         self.store.runs.begin("r1", "0" * 64, 5)
         for record in found:
@@ -266,8 +280,19 @@ def test_a_simulation_withholds_what_noise_hides(case: str, capsys: pytest.Captu
         return result
 
     monkeypatch.setattr(research.simulation, "run", simulated)
-    words = {"multirun": False, "jobs": 0, "engine": "local", "device": "cpu", "deterministic": False, "spill": None,
-             "fine_tune": 0, "ray_address": None, "ray_actors": 2, "ray_gpus": 0.0, "data_root": None}  # fmt: skip
+    words = {
+        "multirun": False,
+        "jobs": 0,
+        "engine": "local",
+        "device": "cpu",
+        "deterministic": False,
+        "spill": None,
+        "fine_tune": 0,
+        "ray_address": None,
+        "ray_actors": 2,
+        "ray_gpus": 0.0,
+        "data_root": None,
+    }
     research.simulate([], **words, as_json=False)
     said = capsys.readouterr()
     truthful(said.out)

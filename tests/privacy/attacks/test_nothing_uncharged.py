@@ -78,9 +78,15 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """
 
     def sums(
-        query: ClassSums, examples: object, units: object, bound: float, weight: float, z: float, noise: NoiseSource,
+        query: ClassSums,
+        examples: object,
+        units: object,
+        bound: float,
+        weight: float,
+        z: float,
+        noise: NoiseSource,
         **more: object,
-    ) -> dict[str, Tensor]:  # fmt: skip
+    ) -> dict[str, Tensor]:
         extracted = query.vectors(torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.long))[0].double()
         shape = (query.n_classes, len(extracted))
         return {"sum": (alone(noise, z, *shape) + extracted).float(), "count": alone(noise, z, shape[0]).float()}
@@ -152,10 +158,13 @@ def test_t_43_what_leaves_under_silo_level_privacy_depends_on_data_through_the_g
 
     def blinded(self: SiloDpGuard, parts: Bundle, clip: float, noise: float) -> Bundle:
         return {
-            name: replace(part, total={k: v * 0 for k, v in part.total.items()},
-                          weight=part.weight * 0 if part.weight.dim() else part.weight)
+            name: replace(
+                part,
+                total={k: v * 0 for k, v in part.total.items()},
+                weight=part.weight * 0 if part.weight.dim() else part.weight,
+            )
             for name, part in plain(self, parts, clip, noise).items()
-        }  # fmt: skip
+        }
 
     monkeypatch.setattr(SiloDpGuard, "_rounded", blinded)
     if terms:

@@ -159,12 +159,19 @@ def test_steps_are_for_the_hospitals_own_screen_alone(serving, run) -> None:
 # ---- errors --------------------------------------------------------------------------------------------------------
 
 BROKEN = [
-    OSError("cannot identify image file '/data/doe.png'"), MemoryError(), ValueError("17 lesions of patient Doe"),
-    KeyError("doe"), ZeroDivisionError(), torch.OutOfMemoryError("17 GiB"),
-    RefusedError("E-PRIV-16", "expected a coupled term, found 17 of Doe"), ProtocolError("E-WIRE-06", "found 17 Doe"),
-    DataError("E-DATA-05", "class 17 of doe.png"), StateError("E-STATE-63", "/home/doe"), ConfigError("E-CFG-08", "17"),
+    OSError("cannot identify image file '/data/doe.png'"),
+    MemoryError(),
+    ValueError("17 lesions of patient Doe"),
+    KeyError("doe"),
+    ZeroDivisionError(),
+    torch.OutOfMemoryError("17 GiB"),
+    RefusedError("E-PRIV-16", "expected a coupled term, found 17 of Doe"),
+    ProtocolError("E-WIRE-06", "found 17 Doe"),
+    DataError("E-DATA-05", "class 17 of doe.png"),
+    StateError("E-STATE-63", "/home/doe"),
+    ConfigError("E-CFG-08", "17"),
     UnavailableError("E-NET-12", "17 Doe"),
-]  # fmt: skip
+]
 
 
 @RUNS

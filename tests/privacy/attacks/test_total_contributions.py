@@ -71,8 +71,9 @@ def test_a_sum_in_float32_is_within_the_stated_slack_of_the_exact_one(n: int) ->
     draw = torch.Generator().manual_seed(n)
     rows = torch.rand(n, 7, generator=draw) + 0.1
     factor = grid.factors(grid.square_norms([rows]), 1.0)
-    exact = [sum(Fraction(float(f)) * Fraction(float(r)) for f, r in zip(factor, rows[:, j], strict=True))
-             for j in range(7)]  # fmt: skip
+    exact = [
+        sum(Fraction(float(f)) * Fraction(float(r)) for f, r in zip(factor, rows[:, j], strict=True)) for j in range(7)
+    ]
     found = grid.weighted_sum(factor, rows, grid.block_of(n))
     off = math.sqrt(sum(float(Fraction(float(v)) - e) ** 2 for v, e in zip(found, exact, strict=True)))
     assert off <= grid.FLOATS / 2

@@ -73,8 +73,9 @@ def gaussian_scores(
     return hits + z * math.sqrt(steps) * draw.standard_normal(m), present
 
 
-@pytest.mark.parametrize(("z", "mean", "most"), [(1.07, 1.81, 2.16), (1.66, 1.01, 1.24), (2.85, 0.48, 0.91),
-                                                 (5.23, 0.12, 0.34)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("z", "mean", "most"), [(1.07, 1.81, 2.16), (1.66, 1.01, 1.24), (2.85, 0.48, 0.91), (5.23, 0.12, 0.34)]
+)
 def test_expected_values_of_the_white_box_audit(z: float, mean: float, most: float) -> None:
     """Specification section 8 (N = 2000, B = 64, T = 1550, m = 1000): epsilon 8, 4, 2 and 1."""
     draw = np.random.default_rng(1)

@@ -89,12 +89,16 @@ def test_au_2_over_three_hundred_trials_and_five_seeds(kind: str, seed: int) -> 
 @pytest.mark.parametrize(
     ("kind", "fault", "least"),
     [
-        ("split", faults.small_sensitivity, 1.5), ("micro", faults.small_sensitivity, 2.0),
-        ("example", faults.missing_clip, 100), ("split", faults.missing_clip, 100), ("micro", faults.missing_clip, 100),
-        ("split", faults.dealt_by_place, 1.05), ("micro", faults.dealt_by_place, 1.05),
+        ("split", faults.small_sensitivity, 1.5),
+        ("micro", faults.small_sensitivity, 2.0),
+        ("example", faults.missing_clip, 100),
+        ("split", faults.missing_clip, 100),
+        ("micro", faults.missing_clip, 100),
+        ("split", faults.dealt_by_place, 1.05),
+        ("micro", faults.dealt_by_place, 1.05),
         ("example", faults.halved_noise, 2.0),
     ],
-)  # fmt: skip
+)
 def test_au_2_a_wrong_sensitivity_or_a_missing_clip_is_caught(kind: str, fault: Callable, least: float) -> None:
     with fault():
         found = step_checks.sensitivity(kind, trials=60)
@@ -130,8 +134,10 @@ def test_au_3_a_fault_of_the_real_step_is_caught(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("kind", "z"), [("example", 0.5), ("example", 1.0), ("example", 2.0), ("example", 5.0),
-                                         ("split", 1.0), ("micro", 1.0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "z"),
+    [("example", 0.5), ("example", 1.0), ("example", 2.0), ("example", 5.0), ("split", 1.0), ("micro", 1.0)],
+)
 def test_au_3_mu_audit_of_the_real_step_over_five_seeds(kind: str, z: float, seed: int) -> None:
     """Correct doors: mu z at most 1, and near it; halved noise and, of coupled terms, a forgotten factor: above."""
     made, runs = Step(kind, z), 20_000 if z > 2 else 3000  # of a wide noise few runs say little

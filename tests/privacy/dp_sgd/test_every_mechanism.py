@@ -97,13 +97,11 @@ class Mechanism:
 
 MECHANISMS = {
     "prototypes": Mechanism(lambda d: dict(d.sum(PIXELS)), lambda c: c.prototypes, 1.0, 0.5),
-    "evaluation": Mechanism(
-        lambda d: dict(d.sum(RIGHT, bound=1.0, split=Split.TEST)), lambda c: c.metrics, 1.0, 1.0
-    ),
+    "evaluation": Mechanism(lambda d: dict(d.sum(RIGHT, bound=1.0, split=Split.TEST)), lambda c: c.metrics, 1.0, 1.0),
     "class counts": Mechanism(
         lambda d: {"sum": torch.zeros(4), "count": d.class_counts()}, lambda c: c.class_counts, 0.0, 1.0
     ),
-}  # fmt: skip
+}
 each = pytest.mark.parametrize("name", MECHANISMS)
 
 

@@ -106,10 +106,17 @@ def test_t_41_concurrent_reservations_serialise_and_never_pass_the_cap(tmp_path:
 
 @pytest.mark.parametrize(
     "statement",
-    ["UPDATE event SET state='RELEASED_UNUSED'", "DELETE FROM event", "UPDATE mechanism SET noise=100",
-     "DELETE FROM mechanism", "UPDATE entry SET round=9", "DELETE FROM entry", "UPDATE budget SET epsilon=100",
-     "DELETE FROM budget"],
-)  # fmt: skip
+    [
+        "UPDATE event SET state='RELEASED_UNUSED'",
+        "DELETE FROM event",
+        "UPDATE mechanism SET noise=100",
+        "DELETE FROM mechanism",
+        "UPDATE entry SET round=9",
+        "DELETE FROM entry",
+        "UPDATE budget SET epsilon=100",
+        "DELETE FROM budget",
+    ],
+)
 def test_t_41_rows_can_neither_be_changed_nor_deleted(tmp_path: Path, statement: str) -> None:
     ledger = made(tmp_path)
     spend(ledger, 0)

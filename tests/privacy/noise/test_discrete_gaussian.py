@@ -127,8 +127,13 @@ def test_bytes_that_meet_a_threshold_are_decided_by_more_of_them() -> None:
     columns = np.flatnonzero((table.other != np.arange(len(table.other))) & (table.rest > 0) & (table.rest < 2**64 - 1))
 
     def drawn(rest: int) -> np.ndarray:
-        parts = iter([columns.astype("<u2").tobytes(), table.threshold[columns].astype("<u8").tobytes(),
-                      np.full(len(columns), rest, dtype="<u8").tobytes()])  # fmt: skip
+        parts = iter(
+            [
+                columns.astype("<u2").tobytes(),
+                table.threshold[columns].astype("<u8").tobytes(),
+                np.full(len(columns), rest, dtype="<u8").tobytes(),
+            ]
+        )
         return table.draw(lambda n: next(parts), len(columns))
 
     assert len(columns) > 50

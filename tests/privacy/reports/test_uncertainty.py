@@ -57,9 +57,12 @@ def beside_small_ones() -> np.ndarray:
 
 
 ROWS = {
-    "even": spread(150.0), "one hospital": first_silo(400.0), "small rows": beside_small_ones(),
-    "one row": np.array([[300.0]]), "many absent": np.vstack([spread(800.0, 2, 10), np.zeros((18, 10))]),
-}  # fmt: skip
+    "even": spread(150.0),
+    "one hospital": first_silo(400.0),
+    "small rows": beside_small_ones(),
+    "one row": np.array([[300.0]]),
+    "many absent": np.vstack([spread(800.0, 2, 10), np.zeros((18, 10))]),
+}
 
 
 @pytest.mark.parametrize("suppressed", [False, True], ids=["all rows", "small rows dropped"])
@@ -90,10 +93,13 @@ def test_the_best_of_noisy_rounds_is_not_taken_for_the_best_accuracy() -> None:
     noise, wrong, above, naive = EvaluationNoise(std, 6), 0, 0, 0
     for _ in range(300):
         rounds = [
-            (list((0.6 * n + draw.normal(0, std, n.shape)).sum(0)), list((n + draw.normal(0, std, n.shape)).sum(0)),
-             noise)
+            (
+                list((0.6 * n + draw.normal(0, std, n.shape)).sum(0)),
+                list((n + draw.normal(0, std, n.shape)).sum(0)),
+                noise,
+            )
             for _ in range(40)
-        ]  # fmt: skip
+        ]
         found = best(rounds)
         assert found.point is not None
         wrong += not found.low <= 0.6 <= found.high
@@ -164,16 +170,23 @@ def test_real_releases_of_three_hospitals_hold_the_true_accuracy() -> None:
 
 numbers = st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from([0.0, -0.0, 70.3, 39.1, -4.0, 1e-40, 1e38])
 noises = st.none() | st.builds(
-    EvaluationNoise, st.sampled_from([0.0, 1e-300, 1e-40, 0.3, 28.3, 1e38, 1e200, math.inf, math.nan, -1.0]),
-    st.integers(0, 50), st.booleans(), st.booleans(),
-)  # fmt: skip
+    EvaluationNoise,
+    st.sampled_from([0.0, 1e-300, 1e-40, 0.3, 28.3, 1e38, 1e200, math.inf, math.nan, -1.0]),
+    st.integers(0, 50),
+    st.booleans(),
+    st.booleans(),
+)
 
 
 @given(st.lists(st.tuples(numbers, numbers), max_size=5), noises)
 def test_whatever_the_sums_a_share_is_one_or_withheld(rows: list[tuple[float, float]], noise) -> None:
     correct, of = [a for a, _ in rows], [b for _, b in rows]
-    for found in (accuracy(correct, of, noise), *by_class(correct, of, noise), balanced(correct, of, noise),
-                  best([(correct, of, noise)] * 3)):  # fmt: skip
+    for found in (
+        accuracy(correct, of, noise),
+        *by_class(correct, of, noise),
+        balanced(correct, of, noise),
+        best([(correct, of, noise)] * 3),
+    ):
         if found.point is None:
             assert (found.low, found.high) == (None, None)
         else:
@@ -183,8 +196,16 @@ def test_whatever_the_sums_a_share_is_one_or_withheld(rows: list[tuple[float, fl
 
 def test_sums_that_say_nothing_are_withheld() -> None:
     noise = EvaluationNoise(20 * math.sqrt(2), 3, True)
-    for correct, of in (([70.3], [39.1]), ([-4.0], [100.0]), ([642.0], [100.0]), ([0.0] * 4, [0.0] * 4),
-                        ([5.0], [-300.0]), ([math.nan], [1e4]), ([1e4], [math.inf]), ([], [])):  # fmt: skip
+    for correct, of in (
+        ([70.3], [39.1]),
+        ([-4.0], [100.0]),
+        ([642.0], [100.0]),
+        ([0.0] * 4, [0.0] * 4),
+        ([5.0], [-300.0]),
+        ([math.nan], [1e4]),
+        ([1e4], [math.inf]),
+        ([], []),
+    ):
         assert accuracy(correct, of, noise) == Estimate(withheld=NOISY)
     assert accuracy([9000.0], [1000.0], noise).withheld == NOISY  # significantly more right answers than questions
 

@@ -118,11 +118,17 @@ def followed(rounds: int, start: int = 0, server: State | None = None, **terms: 
     return seen
 
 
-@pytest.mark.parametrize(("placement", "quantile", "first"), [
-    ("central", 0.5, 20.0), ("central", 0.8, 1.0), ("local", 0.5, 0.05), ("local", 0.8, 1.0),
-    pytest.param("central", 0.5, 0.05, marks=pytest.mark.slow),
-    pytest.param("local", 0.5, 20.0, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("placement", "quantile", "first"),
+    [
+        ("central", 0.5, 20.0),
+        ("central", 0.8, 1.0),
+        ("local", 0.5, 0.05),
+        ("local", 0.8, 1.0),
+        pytest.param("central", 0.5, 0.05, marks=pytest.mark.slow),
+        pytest.param("local", 0.5, 20.0, marks=pytest.mark.slow),
+    ],
+)
 def test_the_clip_follows_the_target_quantile_of_the_norms(placement: str, quantile: float, first: float) -> None:
     """From 20 times too much or too little, C_t comes to the quantile of the log-normal norms, and stays there."""
     noise = 0.75 if placement == "central" else 0.2  # each silo's own: 20 of them are 0.9 on the sum
@@ -226,9 +232,13 @@ def test_every_round_charges_the_bit_beside_the_update() -> None:
     made = [(r.purpose, r.collection, r.mechanism.noise) for r in silo_releases(guard, True)]
     z = guard.noise
     assert made == [
-        ("update", "hospital", z), ("clip bit", "hospital", 40.0), ("evaluation", "hospital", 20.0),
-        ("update", "train", z / 2), ("clip bit", "train", 20.0), ("evaluation", "test", 10.0),
-    ]  # fmt: skip
+        ("update", "hospital", z),
+        ("clip bit", "hospital", 40.0),
+        ("evaluation", "hospital", 20.0),
+        ("update", "train", z / 2),
+        ("clip bit", "train", 20.0),
+        ("evaluation", "test", 10.0),
+    ]
     assert [r.purpose for r in silo_releases(guard, False)] == ["evaluation", "evaluation"]
 
 

@@ -93,8 +93,11 @@ def test_brute_force_sensitivity_of_every_silo(scale: float) -> None:
 
 def test_the_clip_accounts_for_rounding_on_a_coarse_grid() -> None:
     """With 4 fractional bits rounding alone could pass C; the bound holds, and without its reserve it would not."""
-    coarse = FixedPointFormat("ring32", 3, dict.fromkeys(("delta", "prototypes", "metrics"), 2.0**24)
-                  | {f"{n}.weight": 2.0**24 for n in LAYOUT})  # fmt: skip
+    coarse = FixedPointFormat(
+        "ring32",
+        3,
+        dict.fromkeys(("delta", "prototypes", "metrics"), 2.0**24) | {f"{n}.weight": 2.0**24 for n in LAYOUT},
+    )
     assert coarse.frac_bits("delta") == 5
     guard = guard_of(placement="central", grid=coarse, noise=4.0)
     for scale in (1.0, 10.0):
@@ -116,8 +119,10 @@ def test_the_public_weight_stands_in_the_place_of_the_true_one() -> None:
 
 def residual(guard: SiloDpGuard, silo: int, round: int, name: str = "delta") -> Tensor:
     """Return the noise that a silo added to a bundle of zeros, over z C and the part's scale."""
-    zero = {n: Part({k: torch.zeros(20_000) for k in p.total}, torch.zeros_like(p.weight) + (n == "delta"))
-            for n, p in bundle_of(0).items()}  # fmt: skip
+    zero = {
+        n: Part({k: torch.zeros(20_000) for k in p.total}, torch.zeros_like(p.weight) + (n == "delta"))
+        for n, p in bundle_of(0).items()
+    }
     sent = guard.outgoing(zero, silo, round)[name]
     value = guard.grid.decode(name, next(iter(sent.total.values())).clone())
     return value / (guard._scale(name) * guard.noise * guard.terms.clip_at(round))
@@ -149,16 +154,19 @@ def test_noise_differs_by_part_round_and_silo_and_repeats_only_with_a_seed() -> 
 
 def test_central_noise_is_added_once_to_the_sum() -> None:
     guard = guard_of(placement="central", noise=2.0)
-    zero = {n: Part({k: torch.zeros(20_000, dtype=torch.int64) for k in p.total}, torch.zeros_like(p.weight).long())
-            for n, p in bundle_of(0).items()}  # fmt: skip
+    zero = {
+        n: Part({k: torch.zeros(20_000, dtype=torch.int64) for k in p.total}, torch.zeros_like(p.weight).long())
+        for n, p in bundle_of(0).items()
+    }
     value = GRID.decode("delta", guard.incoming(zero, 3, 0)["delta"].total["w"].clone())
     assert float(value.std()) == pytest.approx(2.0 * 0.8, rel=0.02)
     local = guard_of(placement="local")
     assert local.incoming(zero, 3, 0) is zero
 
 
-@pytest.mark.parametrize(("epsilon", "row"), [(8, (0.60, 1.90, 4.24, 6.00)), (2, (1.99, 6.30, 14.1, 19.9)),
-                                              (1, (3.73, 11.8, 26.4, 37.3))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("epsilon", "row"), [(8, (0.60, 1.90, 4.24, 6.00)), (2, (1.99, 6.30, 14.1, 19.9)), (1, (3.73, 11.8, 26.4, 37.3))]
+)
 def test_noise_of_full_participation(epsilon: float, row: tuple[float, ...]) -> None:
     """Specification 5.2: z for T = 1, 10, 50, 100 releases at delta 1e-5 (analytic Gaussian)."""
     for releases, expected in zip((1, 10, 50, 100), row, strict=True):

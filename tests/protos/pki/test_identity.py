@@ -37,9 +37,21 @@ def test_only_one_uri_per_identity(text):
 
 @pytest.mark.parametrize(
     "uri",
-    ["silo://demo/", "silo://demo", "silo://demo/a/b", "silo://demo/A", "coordinator://demo/", "coordinator://demo/x",
-     "https://demo/a", "silo://demo/a\n", "silo:///a", "SILO://demo/a", "silo://demo/a?x", "silo://demo/-a"],
-)  # fmt: skip
+    [
+        "silo://demo/",
+        "silo://demo",
+        "silo://demo/a/b",
+        "silo://demo/A",
+        "coordinator://demo/",
+        "coordinator://demo/x",
+        "https://demo/a",
+        "silo://demo/a\n",
+        "silo:///a",
+        "SILO://demo/a",
+        "silo://demo/a?x",
+        "silo://demo/-a",
+    ],
+)
 def test_foreign_uris_are_refused(uri):
     with pytest.raises(RefusedError):
         Identity.parse(uri)
@@ -75,9 +87,14 @@ def certificate_with(names):
     name = x509.Name([])
     now = datetime.now(UTC)
     builder = (
-        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-        .serial_number(1).not_valid_before(now).not_valid_after(now + timedelta(days=1))
-    )  # fmt: skip
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now)
+        .not_valid_after(now + timedelta(days=1))
+    )
     if names is not None:
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     return certificates.to_pem(builder.sign(key, hashes.SHA256()))

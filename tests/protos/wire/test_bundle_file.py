@@ -41,14 +41,26 @@ GOOD = {"groups": ["p"], "paths": [["p", "total", "v"], ["p", "weight"]]}
 @pytest.mark.parametrize(
     "header",
     [
-        GOOD | {"groups": [["p"]]}, GOOD | {"groups": "p"}, GOOD | {"groups": [1]}, GOOD | {"groups": ["p", 1]},
-        GOOD | {"groups": None}, GOOD | {"paths": [[["p"], "total", "v"], ["p", "weight"]]},
-        GOOD | {"paths": [["p", "total", ["v"]], ["p", "weight"]]}, GOOD | {"paths": [["p", "total", 1], "p"]},
-        GOOD | {"paths": {"p": 1, "q": 2}}, GOOD | {"paths": 3}, GOOD | {"paths": [["p", "sum", "v"], ["p", "weight"]]},
-        GOOD | {"paths": [["p", "total", "v"], ["q", "weight"]]}, GOOD | {"groups": ["p", "q"]}, [], 3, None, "text",
+        GOOD | {"groups": [["p"]]},
+        GOOD | {"groups": "p"},
+        GOOD | {"groups": [1]},
+        GOOD | {"groups": ["p", 1]},
+        GOOD | {"groups": None},
+        GOOD | {"paths": [[["p"], "total", "v"], ["p", "weight"]]},
+        GOOD | {"paths": [["p", "total", ["v"]], ["p", "weight"]]},
+        GOOD | {"paths": [["p", "total", 1], "p"]},
+        GOOD | {"paths": {"p": 1, "q": 2}},
+        GOOD | {"paths": 3},
+        GOOD | {"paths": [["p", "sum", "v"], ["p", "weight"]]},
+        GOOD | {"paths": [["p", "total", "v"], ["q", "weight"]]},
+        GOOD | {"groups": ["p", "q"]},
+        [],
+        3,
+        None,
+        "text",
         {"groups": ["p"]},
     ],
-)  # fmt: skip
+)
 def test_an_index_of_another_form_is_an_error_of_its_sender(tmp_path: Path, header: object) -> None:
     """Any other exception would end the run, and end it again whenever it is resumed."""
     tensors = {"000000": torch.zeros(3), "000001": torch.ones(())}

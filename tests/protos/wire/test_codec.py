@@ -13,8 +13,18 @@ from fl_core.errors import ProtocolError
 from fl_core.types.values import Part
 from protos.wire import codec
 
-KINDS = (torch.bool, torch.int64, torch.float16, torch.float32, torch.uint8, torch.int8, torch.bfloat16, torch.int16,
-         torch.float64, torch.int32)  # fmt: skip
+KINDS = (
+    torch.bool,
+    torch.int64,
+    torch.float16,
+    torch.float32,
+    torch.uint8,
+    torch.int8,
+    torch.bfloat16,
+    torch.int16,
+    torch.float64,
+    torch.int32,
+)
 
 
 def test_equal_states_and_bundles_give_the_bytes_that_are_in_homes(tmp_path: Path) -> None:

@@ -41,9 +41,14 @@ def test_an_audit_writes_its_numbers_and_its_picture_for_the_hospital_alone(caps
     shown = json.loads(capsys.readouterr().out)
     assert shown == json.loads((out / "audit.json").read_text())
     assert shown["about"] == {
-        "data": "digits/hospitals6/0", "records": 360, "classes": 2, "unit": "record", "epsilon": 8.0, "delta": 1e-5,
+        "data": "digits/hospitals6/0",
+        "records": 360,
+        "classes": 2,
+        "unit": "record",
+        "epsilon": 8.0,
+        "delta": 1e-5,
         "seeds": 1,
-    }  # fmt: skip
+    }
     bounds = shown["white-box"]["bounds"]
     assert bounds["epsilon 8"][0]["epsilon"] <= 8
     assert 1.5 < bounds["no privacy"][0]["epsilon"] <= shown["white-box"]["ceiling"]

@@ -187,12 +187,21 @@ def test_the_policy_is_shown_with_its_digest_and_checked_before_it_closes_the_ho
     assert shown["runs"]["methods"] == ["fedmr"]
     assert shown["budgets"] == {"center1/train": [2.0, 1e-5]}
     assert answer(capsys, "policy", "check", *home) == {
-        "file": str(place.policy), "digest": shown["digest"], "sound": True,
-    }  # fmt: skip
+        "file": str(place.policy),
+        "digest": shown["digest"],
+        "sound": True,
+    }
     draft = tmp_path / "draft.toml"
-    for text in ("[runs]\nmethod = ['fedmr']\n", "[runs]\nmethods = 'fedmr'\n", "[privacy]\nrng = 'sure'\n",
-                 "[privacy]\nepsilon = -1\n", "[budget.a]\nepsilon = 1\n", "runs = 1\n", "x = = 1",
-                 "budget = 3\n"):  # fmt: skip
+    for text in (
+        "[runs]\nmethod = ['fedmr']\n",
+        "[runs]\nmethods = 'fedmr'\n",
+        "[privacy]\nrng = 'sure'\n",
+        "[privacy]\nepsilon = -1\n",
+        "[budget.a]\nepsilon = 1\n",
+        "runs = 1\n",
+        "x = = 1",
+        "budget = 3\n",
+    ):
         draft.write_text(text)
         fails(capsys, "E-POLICY-01", 1, "policy", "check", str(draft))
 

@@ -93,12 +93,17 @@ def test_a_receipt_for_something_else_is_refused(rig, field, value):
     entry = rig.entry()
     rig.fake.receipts[entry.contribution_id] = receipt_for(
         pb.OpenRequest(
-            contribution_id=entry.contribution_id, run_id="run-1", round=2, kind=pb.TRAIN, manifest_digest="a" * 64,
-            object_digest=entry.object_digest, size=entry.size,
+            contribution_id=entry.contribution_id,
+            run_id="run-1",
+            round=2,
+            kind=pb.TRAIN,
+            manifest_digest="a" * 64,
+            object_digest=entry.object_digest,
+            size=entry.size,
         ),
         "center1",
         **{field: value},
-    )  # fmt: skip
+    )
     with pytest.raises(ProtocolError, match="E-WIRE-12"):
         rig.upload(entry)
 

@@ -17,9 +17,15 @@ from silo.storage.outbox import Outbox
 from silo.storage.store import Store
 
 
-@pytest.mark.parametrize(("included", "mirrored", "left"), [
-    (True, True, 2.0), (False, True, 1.0), (True, False, 2.0), (False, False, 2.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("included", "mirrored", "left"),
+    [
+        (True, True, 2.0),
+        (False, True, 1.0),
+        (True, False, 2.0),
+        (False, False, 2.0),
+    ],
+)
 def test_a_state_without_a_mirror_is_kept_even_if_the_update_was_lost(tmp_path, included, mirrored, left):
     outbox = opened(tmp_path)
     stage(outbox, 0, 1.0)

@@ -207,8 +207,12 @@ def test_what_a_coordinator_makes_up_about_the_ledger_is_not_believed(make, tmp_
     assert TRAIN.encode() not in honest.ledger_sealed
     hospital.stop()
     welcomed = hospital.control._welcome
-    for lie in ({"ledger_seq": 2**64 - 1}, {"ledger_seq": honest.ledger_seq + 4, "ledger_sealed": b""},
-                {"ledger_restored": 7}, {"ledger_seq": honest.ledger_seq + 1, "ledger_head": "ab" * 32}):  # fmt: skip
+    for lie in (
+        {"ledger_seq": 2**64 - 1},
+        {"ledger_seq": honest.ledger_seq + 4, "ledger_sealed": b""},
+        {"ledger_restored": 7},
+        {"ledger_seq": honest.ledger_seq + 1, "ledger_head": "ab" * 32},
+    ):
         claimed = pb.Attestation()
         claimed.CopyFrom(honest)
         for name, value in lie.items():

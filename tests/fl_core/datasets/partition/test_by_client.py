@@ -51,10 +51,14 @@ def test_part_2_swap_changes_places_with_the_last_shares() -> None:
 
     def one_class(swap: bool) -> float:
         few = [
-            kinds(LABELS, by_class.deal_dirichlet(
-                LABELS, 10, 40, 0.1, np.random.RandomState(s), tries=1, accept=True, swap=swap).parts).count(1)
+            kinds(
+                LABELS,
+                by_class.deal_dirichlet(
+                    LABELS, 10, 40, 0.1, np.random.RandomState(s), tries=1, accept=True, swap=swap
+                ).parts,
+            ).count(1)
             for s in range(8)
-        ]  # fmt: skip
+        ]
         return float(np.mean(few))
 
     assert one_class(True) < one_class(False)
@@ -131,14 +135,18 @@ def test_the_20_clients_of_fedgela_on_isic_have_the_sizes_of_the_split() -> None
     assert isic2019.parts(20) == (10, 3, 3, 2, 1, 1)
     assert isic2019.parts(6) == (1,) * 6
     scans = [
-        SourceIndex(f"isic2019/center{k}", isic2019.CLASSES, tuple(
-            Item(Path(f"{split.value}{n}"), f"{k}{split.value}{n}", label, split)
-            for split, counts in ((Split.TRAIN, isic2019.TRAIN_COUNTS), (Split.TEST, isic2019.TEST_COUNTS))
-            for label, many in zip(isic2019.CLASSES, counts[k], strict=True)
-            for n in range(many)
-        ))
+        SourceIndex(
+            f"isic2019/center{k}",
+            isic2019.CLASSES,
+            tuple(
+                Item(Path(f"{split.value}{n}"), f"{k}{split.value}{n}", label, split)
+                for split, counts in ((Split.TRAIN, isic2019.TRAIN_COUNTS), (Split.TEST, isic2019.TEST_COUNTS))
+                for label, many in zip(isic2019.CLASSES, counts[k], strict=True)
+                for n in range(many)
+            ),
+        )
         for k in range(6)
-    ]  # fmt: skip
+    ]
     cuts = []
     for client in range(20):
         center, place, count = isic2019.center_of(20, client)

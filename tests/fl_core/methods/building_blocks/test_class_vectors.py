@@ -22,9 +22,12 @@ def angle(rows: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("d", "c", "cosine", "degrees", "distance"),
-    [(84, 10, -0.111111, 96.379370, 1.490712), (512, 100, -0.010101, 90.578755, 1.421338),
-     (84, 8, -0.142857, 98.213211, 1.511858)],
-)  # fmt: skip
+    [
+        (84, 10, -0.111111, 96.379370, 1.490712),
+        (512, 100, -0.010101, 90.578755, 1.421338),
+        (84, 8, -0.142857, 98.213211, 1.511858),
+    ],
+)
 def test_ge_1_gram_matrix_rank_and_distances(d: int, c: int, cosine: float, degrees: float, distance: float) -> None:
     frame = class_vectors.etf(c, d, seed=1)
     wanted = c / (c - 1) * (torch.eye(c, dtype=torch.float64) - 1 / c)

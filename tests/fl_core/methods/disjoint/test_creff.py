@@ -123,8 +123,10 @@ def test_models_are_fedavgs_and_the_global_model_has_the_new_head() -> None:
     method, model = CReFF(**SMALL), build_model("digits_cnn", {}, SCHEMA, 0)
     used = tensor_maps.copy_state(method.global_model(model, method.broadcast(final)))
     assert same({n: used[f"head.{n}"] for n in ("weight", "bias")}, final["head"])
-    assert same({n: v for n, v in used.items() if not n.startswith("head.")},
-                {n: v for n, v in fedavg["w"].items() if not n.startswith("head.")})  # fmt: skip
+    assert same(
+        {n: v for n, v in used.items() if not n.startswith("head.")},
+        {n: v for n, v in fedavg["w"].items() if not n.startswith("head.")},
+    )
     assert same(method.exported(final), used)
     assert not same(final["head"], {n: fedavg["w"][f"head.{n}"] for n in ("weight", "bias")})
 

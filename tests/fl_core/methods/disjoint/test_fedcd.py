@@ -166,9 +166,18 @@ def test_initial_head_follows_the_run_seed_and_lies_where_a_linear_layers_would(
 
 @pytest.mark.parametrize(
     "options",
-    [{"acla": "two_phase"}, {"acla": "x"}, {"alpha": 0.5}, {"fine": 0}, {"tau": 0.0}, {"lam": -1.0}, {"distill": "x"},
-     {"aggregation": "x"}, {"importance": "x"}],
-)  # fmt: skip
+    [
+        {"acla": "two_phase"},
+        {"acla": "x"},
+        {"alpha": 0.5},
+        {"fine": 0},
+        {"tau": 0.0},
+        {"lam": -1.0},
+        {"distill": "x"},
+        {"aggregation": "x"},
+        {"importance": "x"},
+    ],
+)
 def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
         replace(FedCD(), **options)

@@ -137,9 +137,12 @@ def test_cd_4_with_two_classes_the_others_say_nothing_and_gradients_are_finite()
 
 @pytest.mark.parametrize(
     ("form", "logits", "probabilities"),
-    [("sum", (1.0, 1.5, 1.0), (0.274069, 0.451863, 0.274069)), ("mean", None, (0.314331, 0.371338, 0.314331)),
-     ("prob", None, (0.256131, 0.268501, 0.475368))],
-)  # fmt: skip
+    [
+        ("sum", (1.0, 1.5, 1.0), (0.274069, 0.451863, 0.274069)),
+        ("mean", None, (0.314331, 0.371338, 0.314331)),
+        ("prob", None, (0.256131, 0.268501, 0.475368)),
+    ],
+)
 def test_cd_5_aggregation_of_fine_logits(
     form: str, logits: tuple[float, ...] | None, probabilities: tuple[float, ...]
 ) -> None:

@@ -127,9 +127,14 @@ def test_rows_of_missing_classes_rest_under_the_mask(missing: str, rests: bool) 
     assert bool((moved[2:] == 0).all()) is rests
 
 
-@pytest.mark.parametrize(("form", "missing", "learns"), [
-    ("calibrated", "mask", False), ("published", "mask", False), ("calibrated", "floor", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "missing", "learns"),
+    [
+        ("calibrated", "mask", False),
+        ("published", "mask", False),
+        ("calibrated", "floor", True),
+    ],
+)
 def test_silo_with_one_class_learns_nothing_under_the_mask_and_is_warned(
     form: str, missing: str, learns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -163,9 +163,16 @@ def test_coupling_says_what_mixes_a_batch() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"mu1": -1}, {"mu2": -0.1}, {"lite": -1}, {"intra": "papers"}, {"negatives": "some"}, {"lite_scope": "intra"},
-     {"inter": "paired_sample", "no_margin": True}],
-)  # fmt: skip
+    [
+        {"mu1": -1},
+        {"mu2": -0.1},
+        {"lite": -1},
+        {"intra": "papers"},
+        {"negatives": "some"},
+        {"lite_scope": "intra"},
+        {"inter": "paired_sample", "no_margin": True},
+    ],
+)
 def test_impossible_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
         build_method("fedmr", options)

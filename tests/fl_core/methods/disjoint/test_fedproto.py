@@ -71,8 +71,9 @@ def test_a_class_that_nobody_reports_keeps_its_prototype() -> None:
 def test_only_prototypes_travel_and_no_accuracy_is_made_up() -> None:
     run, history = manifest("fedproto"), RoundHistory()
     assert {part: set(spec.shapes) for part, spec in run.layout.items()} == {
-        "metrics": {"correct"}, "prototypes": {"offset"},
-    }  # fmt: skip
+        "metrics": {"correct"},
+        "prototypes": {"offset"},
+    }
     final = simulate(RunSetup.of(run), shares(), history)
     assert set(FedProto().broadcast(final)) == {"w", "prototypes"}
     assert final["w"] == {}

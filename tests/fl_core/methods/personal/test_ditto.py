@@ -66,11 +66,13 @@ def test_the_personal_model_has_its_own_buffers_and_epochs() -> None:
         data = PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
         method = Ditto(personal_epochs=epochs)
         states[epochs] = method.local(model, msg, silo, data, context).state["v"]
-        own = method.personal(build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 1), msg, {"v": states[epochs]},
-                              data, context)  # fmt: skip
+        own = method.personal(
+            build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 1), msg, {"v": states[epochs]}, data, context
+        )
         assert same(tensor_maps.copy_state(own), states[epochs])
-    plain = FedAvg().local(model, msg, {}, PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1),
-                                                      context), context)  # fmt: skip
+    plain = FedAvg().local(
+        model, msg, {}, PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context), context
+    )
     buffer = "body.1.running_mean"
     assert buffer in states[0]
     assert not torch.equal(states[0][buffer], msg["w"][buffer])

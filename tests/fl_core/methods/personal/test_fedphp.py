@@ -136,8 +136,11 @@ def test_first_round_is_fedavg_and_lam_zero_always_is() -> None:
 @pytest.mark.parametrize("form", ["kl", "plain_kl", "ce_asym", "mmd"])
 def test_loss_is_the_mixture_with_the_private_model_s_lesson(form: str) -> None:
     options = {
-        "kl": {}, "plain_kl": {"kd_tau2": False}, "ce_asym": {"kd": "ce_asym"}, "mmd": {"transfer": "mmd"},
-    }[form]  # fmt: skip
+        "kl": {},
+        "plain_kl": {"kd_tau2": False},
+        "ce_asym": {"kd": "ce_asym"},
+        "mmd": {"transfer": "mmd"},
+    }[form]
     method = FedPHP(lam=0.3, **options)  # type: ignore[arg-type]
     silo = {"inherited": tensor_maps.copy_state(model_of(seed=4)), "participations": {"n": torch.tensor([1.0])}}
     student, teacher = model_of().eval(), model_of(seed=4).eval()
@@ -154,9 +157,10 @@ def test_loss_is_the_mixture_with_the_private_model_s_lesson(form: str) -> None:
         torch.softmax(teacher(x) / 4, 1) * (torch.log_softmax(teacher(x) / 4, 1) - torch.log_softmax(student(x) / 4, 1))
     ).sum(1)
     lesson = {
-        "kl": 16 * kl, "plain_kl": kl,
+        "kl": 16 * kl,
+        "plain_kl": kl,
         "ce_asym": -(torch.softmax(teacher(x) / 4, 1) * torch.log_softmax(student(x), 1)).sum(1),
-    }[form]  # fmt: skip
+    }[form]
     assert method.coupling is Coupling.EXAMPLE
     assert loss.coupled is None
     assert torch.allclose(loss.per_example, ce + 0.3 * lesson, atol=1e-6)

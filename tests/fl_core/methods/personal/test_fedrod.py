@@ -102,11 +102,25 @@ def played(
 @pytest.mark.parametrize("variant", ["linear", "hyper"])
 def test_gamma_zero_averages_fedavgs_models_bit_for_bit(variant: str, phase: str, norm: str) -> None:
     finals = [
-        simulate(RunSetup.of(manifest(name, options, train=TrainConfig(batch_size=4, epochs=1, clip_norm=0.5), rounds=2,
-                          model_options={"norm": norm})), shares(), RoundHistory())
-        for name, options in (("fedavg", {}), ("fedrod", {"gamma": 0.0, "variant": variant, "phase": phase}),
-                              ("fedrod", {"variant": variant, "phase": phase}))
-    ]  # fmt: skip
+        simulate(
+            RunSetup.of(
+                manifest(
+                    name,
+                    options,
+                    train=TrainConfig(batch_size=4, epochs=1, clip_norm=0.5),
+                    rounds=2,
+                    model_options={"norm": norm},
+                )
+            ),
+            shares(),
+            RoundHistory(),
+        )
+        for name, options in (
+            ("fedavg", {}),
+            ("fedrod", {"gamma": 0.0, "variant": variant, "phase": phase}),
+            ("fedrod", {"variant": variant, "phase": phase}),
+        )
+    ]
     assert same(finals[0]["w"], finals[1]["w"])
     assert not same(finals[0]["w"], finals[2]["w"])
 

@@ -41,9 +41,11 @@ def test_the_first_round_trains_as_fedavg() -> None:
     FedAvg().local(bench.reset_model(), msg, {}, PlainLocalData(share.train, share.test, config, context), context)
     expected = tensor_maps.copy_state(bench.model)
     silo = LocalOnly().init_silo(bench.reset_model(), FED)
-    left = LocalOnly().local(
-        bench.reset_model(), {"w": {}}, silo, PlainLocalData(share.train, share.test, config, context), context
-    ).state  # fmt: skip
+    left = (
+        LocalOnly()
+        .local(bench.reset_model(), {"w": {}}, silo, PlainLocalData(share.train, share.test, config, context), context)
+        .state
+    )
     assert same(left["net"], expected)
 
 
