@@ -11,9 +11,10 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from helpers_data import real_data  # noqa: E402
-from helpers_pki import today  # noqa: E402
 from hypothesis import settings  # noqa: E402
+
+from tests.support.images import real_data  # noqa: E402
+from tests.support.pki import today  # noqa: E402
 
 settings.register_profile("ci", derandomize=True, max_examples=25, deadline=None)
 settings.register_profile("nightly", max_examples=500, deadline=None)

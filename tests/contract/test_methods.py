@@ -7,22 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_core import METHOD_OPTIONS, SCHEMA, Given, manifest, same, same_bundle, shares
-from helpers_drift import total_of
-from helpers_methods import (
-    FED,
-    TRAIN,
-    answers,
-    copied,
-    copied_bundle,
-    local,
-    made,
-    merged_total,
-    model_of,
-    same_state,
-    server_after_a_round,
-    server_of,
-)
 from torch import nn
 
 from fl_core.aggregation.aggregator import Aggregator
@@ -35,6 +19,22 @@ from fl_core.simulation.in_process import InProcessSilo
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import Bundle, Part, PartSpec, TaskKind
+from tests.support.federations import METHOD_OPTIONS, SCHEMA, Given, manifest, same, same_bundle, shares
+from tests.support.methods import (
+    CONTEXT,
+    TRAIN,
+    answers,
+    copied,
+    copied_bundle,
+    local,
+    made,
+    merged_total,
+    model_of,
+    same_state,
+    server_after_a_round,
+    server_of,
+    total_of,
+)
 
 
 def poisoned() -> nn.Module:
@@ -53,10 +53,10 @@ every_method = pytest.mark.parametrize("name", METHODS)
 def test_derived_layout_is_the_layout_of_real_bundles(name: str, norm: str) -> None:
     run = manifest(name, METHOD_OPTIONS.get(name, {}), train=TRAIN, model_options={"norm": norm})
     bench = RunSetup.of(run).silo_runtime()
-    server = made(name).init_server(bench.model, FED)
+    server = made(name).init_server(bench.model, CONTEXT)
     msg = made(name).broadcast(server)
     for k, share in enumerate(shares()):
-        context = FED.for_silo(k, 0, prototypes=k != 1)
+        context = CONTEXT.for_silo(k, 0, prototypes=k != 1)
         outcome = run_silo_round(
             bench, msg, None, PlainLocalData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN
         )
@@ -75,7 +75,7 @@ def test_contents_of_the_scratch_model_change_nothing(name: str) -> None:
     clean = SiloRuntime(method, model_of(), derive_layout(method, model_of(), SCHEMA))
     dirty = SiloRuntime(method, poisoned(), clean.layout, initial=clean.initial)
     for k, share in enumerate(shares()):
-        context = FED.for_silo(k, 0)
+        context = CONTEXT.for_silo(k, 0)
         a, b = (
             run_silo_round(
                 bench,
@@ -94,7 +94,7 @@ def test_contents_of_the_scratch_model_change_nothing(name: str) -> None:
 @every_method
 def test_a_silo_s_second_round_uses_its_state_alone_and_leaves_it_as_it_is(name: str) -> None:
     method, server = made(name), server_after_a_round(name)
-    layout, share, context = derive_layout(method, model_of(), SCHEMA), shares()[1], FED.for_silo(1, 0)
+    layout, share, context = derive_layout(method, model_of(), SCHEMA), shares()[1], CONTEXT.for_silo(1, 0)
     initial, outcomes = tensor_maps.copy_state(model_of()), []
     for model in (model_of(), poisoned()):
         bench, msg = SiloRuntime(method, model, layout, initial=initial), method.broadcast(server)
@@ -114,7 +114,7 @@ def test_a_silo_s_second_round_uses_its_state_alone_and_leaves_it_as_it_is(name:
 
 @every_method
 def test_evaluation_reads_nothing_of_the_scratch_model(name: str) -> None:
-    method, share, context = made(name), shares()[0], FED.for_silo(0, 0)
+    method, share, context = made(name), shares()[0], CONTEXT.for_silo(0, 0)
     msg = method.broadcast(server_after_a_round(name))
     layout = derive_layout(method, model_of(), SCHEMA)
     parts = [
@@ -135,7 +135,7 @@ def test_evaluation_reads_nothing_of_the_scratch_model(name: str) -> None:
 @every_method
 def test_local_mutates_nothing_of_its_arguments(name: str) -> None:
     method = made(name)
-    server, silo = server_after_a_round(name), method.init_silo(model_of(), FED)
+    server, silo = server_after_a_round(name), method.init_silo(model_of(), CONTEXT)
     before_server, before_silo = copied(server), copied(silo)
     local(method, server, 0, silo=silo)
     assert same_state(server, before_server)
@@ -166,7 +166,7 @@ def test_merge_of_an_empty_cohort_changes_nothing(name: str) -> None:
         for part, spec in derive_layout(method, model_of(), SCHEMA).items()
         if part != "metrics"
     }
-    assert same_state(method.merge(server, nothing, replace(FED, cohort=0)), server)
+    assert same_state(method.merge(server, nothing, replace(CONTEXT, cohort=0)), server)
 
 
 @every_method
@@ -175,7 +175,7 @@ def test_merge_mutates_neither_the_state_nor_the_sum(name: str) -> None:
     server = server_after_a_round(name)
     before, total = copied(server), merged_total(method, answers(name)[:2])
     kept = copied_bundle(total)
-    method.merge(server, total, FED)
+    method.merge(server, total, CONTEXT)
     assert same_state(server, before)
     assert same_bundle(total, kept)
 
@@ -201,7 +201,7 @@ def test_arrival_order_does_not_matter(name: str) -> None:
         sums = Aggregator(layout, grid, method.unsummed_parts)
         for place, bundle in order:
             sums.add(bundle, place)
-        merged.append(method.merge(server, FixedPoint(grid).incoming(sums.total(), 3, 0), FED))
+        merged.append(method.merge(server, FixedPoint(grid).incoming(sums.total(), 3, 0), CONTEXT))
     assert all(same_state(state, merged[0]) for state in merged)
 
 
@@ -252,21 +252,23 @@ def _wrap(part: Part, ring: str) -> Part:
 @every_method
 def test_rounds_through_a_port_repeat(name: str) -> None:
     run, share = manifest(name, METHOD_OPTIONS.get(name, {}), train=TRAIN), shares()[0]
-    msg = made(name).broadcast(made(name).init_server(RunSetup.of(run).silo_runtime().model, FED))
+    msg = made(name).broadcast(made(name).init_server(RunSetup.of(run).silo_runtime().model, CONTEXT))
 
     def port() -> InProcessSilo:
         return InProcessSilo("north", 0, share, RunSetup.of(run).silo_runtime(), TRAIN, 0, True)
 
     used = port()
-    used.round(msg, FED, TaskKind.EVALUATE)  # an evaluation leaves no trace
-    assert same_bundle(used.round(msg, FED, TaskKind.TRAIN), port().round(msg, FED, TaskKind.TRAIN))
+    used.round(msg, CONTEXT, TaskKind.EVALUATE)  # an evaluation leaves no trace
+    assert same_bundle(used.round(msg, CONTEXT, TaskKind.TRAIN), port().round(msg, CONTEXT, TaskKind.TRAIN))
 
 
 @every_method
 def test_a_silo_with_one_class_takes_part(name: str) -> None:
-    method, context = made(name), FED.for_silo(0, 0)
+    method, context = made(name), CONTEXT.for_silo(0, 0)
     server = server_after_a_round(name)
     only = Given(torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.full((5,), 2))
     data = PlainLocalData(only, only, TRAIN, context)
-    bundle = method.local(model_of(), method.broadcast(server), method.init_silo(model_of(), FED), data, context).bundle
+    bundle = method.local(
+        model_of(), method.broadcast(server), method.init_silo(model_of(), CONTEXT), data, context
+    ).bundle
     assert all(tensor_maps.all_finite(p.total) for p in bundle.values())

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from helpers_core import NAMES, manifest, same, shares
-from helpers_grpc import World, running, until
-from helpers_scripted import ScriptedSilo
 
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types import tensor_maps
+from tests.support import until
+from tests.support.coordinator import World, running
+from tests.support.federations import NAMES, manifest, same, shares
+from tests.support.hospital import ScriptedSilo
 
 
 @pytest.fixture(scope="module")

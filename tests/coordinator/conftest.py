@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers_core import NAMES
-from helpers_grpc import World, running
+
+from tests.support.coordinator import World, running
+from tests.support.federations import NAMES
 
 
 @pytest.fixture

@@ -9,9 +9,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
-from helpers_core import manifest, shares
-from helpers_grpc import World, until
-from helpers_scripted import Memory, ScriptedSilo
 from sqlalchemy import Connection
 
 from coordinator.api.server import CoordinatorServer
@@ -20,6 +17,10 @@ from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import simulate
 from fl_core.types import tensor_maps
+from tests.support import until
+from tests.support.coordinator import World
+from tests.support.federations import manifest, shares
+from tests.support.hospital import Memory, ScriptedSilo
 
 PEOPLE = ("north", "east")
 AGREED = manifest(rounds=2, names=PEOPLE)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers_world import BIN, ENV, until
+
+from tests.support import until
+from tests.support.processes import BIN, ENV
 
 
 class Demo:
@@ -67,7 +69,7 @@ MOMENTS: dict[str, Callable[[Demo], object]] = {
     ],
 )
 def test_an_interrupted_demo_leaves_no_process_and_no_folder(demo: Demo, moment: str, signals: list[int]) -> None:
-    until(lambda: demo.process.poll() is not None or MOMENTS[moment](demo), moment, 400)
+    until(lambda: demo.process.poll() is not None or MOMENTS[moment](demo), moment, seconds=400)
     assert demo.process.poll() is None, demo.log()
     for number in signals:
         demo.process.send_signal(number)

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers_world import World, here, until, world
 
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation import runner
+from tests.support import until
+from tests.support.processes import World, here, world
 
 P5C2 = [f"digits/p5c2/{k}" for k in range(5)]
 SHORT = ("data=digits", "federation=p5c2", "rounds=3", "train.epochs=1", "seed=3")

@@ -11,7 +11,6 @@ from typing import Any
 import dp_accounting
 import pytest
 from dp_accounting import rdp
-from helpers_world import World, until, world
 
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation import runner
@@ -20,6 +19,8 @@ from privacy.accounting.accountant import ORDERS
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from silo.storage.home import Home
+from tests.support import until
+from tests.support.processes import World, world
 
 DELTA = 1e-5
 DATA = ["digits/p2c5/0", "digits/p2c5/1"]

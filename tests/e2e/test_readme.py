@@ -9,8 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers_world import BIN, ENV, ROOT, free_port, until
 from PIL import Image
+
+from tests.support import until
+from tests.support.processes import BIN, ENV, ROOT, free_port
 
 README, OPERATIONS, RESEARCH = (
     (ROOT / name).read_text() for name in ("README.md", "docs/operations.md", "docs/research.md")

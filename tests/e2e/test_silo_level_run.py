@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_world import world
 
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation import runner
@@ -15,6 +14,7 @@ from privacy.accounting.accountant import epsilon_rdp
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from silo.storage.home import Home
+from tests.support.processes import world
 
 DELTA = 1e-5
 DATA = {"hospital0": "digits/p2c5/0", "hospital1": "digits/p2c5/1"}

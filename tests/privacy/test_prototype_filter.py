@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, manifest, same, same_bundle, shares
 from torch import nn
 
 from fl_core.methods import build_method
@@ -21,6 +20,7 @@ from fl_core.types.values import Bundle, State, TaskKind
 from privacy.compiled_run import CompiledRun
 from privacy.prototype_filter import with_prototype_filter
 from privacy.release_log import InMemoryReleaseLog
+from tests.support.federations import FED, SCHEMA, manifest, same, same_bundle, shares
 
 TRAINED = {"fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"}, "fedproc": {}, "fednh": {}}
 WITHHELD = frozenset({1, 3})

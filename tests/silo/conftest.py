@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from helpers_hospital import Slow
-from helpers_silo import Hospital
-from helpers_silo_transfer import Rig
 
 from fl_core.rounds.silo_round import run_silo_round
+from tests.support.fake_coordinator import Hospital
+from tests.support.hospital import Slow
+from tests.support.transfers import Rig
 
 
 @pytest.fixture

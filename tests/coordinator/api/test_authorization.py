@@ -3,10 +3,10 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
-from helpers_pki import today
 
 from coordinator.api.authorise import MembershipStatus, authorize
 from protos.pki.identity import Identity, Kind, PeerCertificate
+from tests.support.pki import today
 
 CLOCK = today()
 

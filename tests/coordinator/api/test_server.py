@@ -10,9 +10,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from helpers_core import NAMES, manifest, shares
-from helpers_grpc import World, channel, running, until
-from helpers_scripted import ScriptedSilo
 
 from coordinator.api.control import ControlService
 from coordinator.api.enrolment import EnrolmentService
@@ -33,6 +30,10 @@ from protos.pki.invitation import InvitationToken
 from protos.pki.roster import SignedRoster, renewed_from
 from protos.storage.private_files import Credentials
 from protos.wire.codec import read_state
+from tests.support import until
+from tests.support.coordinator import World, channel, running
+from tests.support.federations import NAMES, manifest, shares
+from tests.support.hospital import ScriptedSilo
 
 
 def test_every_call_of_the_protocol_is_answered_by_code_of_ours() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_core import SCHEMA, manifest, same, shares
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -21,6 +20,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.values import State
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import write_state
+from tests.support.federations import SCHEMA, manifest, same, shares
 
 METHODS = {
     "fedavg": ("fedavg", {}),

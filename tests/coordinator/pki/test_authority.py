@@ -10,13 +10,13 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from cryptography.x509.verification import PolicyBuilder, Store
-from helpers_pki import authority, certified, today
 
 from coordinator.pki.authority import Authority
 from fl_core.errors import ConfigError, RefusedError, StateError
 from protos.pki import certificates
 from protos.pki.identity import Identity, Kind, identity_of
 from protos.storage import private_files
+from tests.support.pki import authority, certified, today
 
 
 @pytest.fixture

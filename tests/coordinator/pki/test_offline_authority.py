@@ -7,7 +7,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from helpers_grpc import FAST, World, channel, until
 
 from coordinator.cli import authority, consortium
 from coordinator.lead_client import LeadClient
@@ -20,6 +19,8 @@ from protos.pki.offline_signing import Admission, SigningRequest
 from protos.pki.roster import SignedRoster
 from silo.cli.service import run as silo
 from silo.identity.identity import SiloIdentity
+from tests.support import until
+from tests.support.coordinator import FAST, World, channel
 
 DENIED = grpc.StatusCode.PERMISSION_DENIED
 

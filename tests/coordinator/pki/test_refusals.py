@@ -8,9 +8,6 @@ import time
 
 import grpc
 import pytest
-from helpers_pki import authority, join, today
-from helpers_pki_calls import HOST, call, refused_call
-from helpers_pki_server import Server
 
 from coordinator.pki.authority import Authority
 from fl_core.errors import RefusedError, UnavailableError
@@ -19,6 +16,8 @@ from protos.pki.invitation import InvitationToken
 from protos.storage.private_files import Credentials
 from protos.tls.connect import diagnose
 from silo.identity.credentials import explain, silo_credentials
+from tests.support.coordinator_process import Server
+from tests.support.pki import HOST, authority, call, join, refused_call, today
 
 pytestmark = pytest.mark.usefixtures("no_proxy")
 

@@ -8,14 +8,14 @@ import ssl
 import grpc
 import pytest
 from cryptography import x509
-from helpers_pki import authority, join, today
-from helpers_pki_server import Server
 
 from coordinator.pki.authority import Authority
 from coordinator.pki.server_certificate import ServerCertificate
 from fl_core.errors import StateError
 from protos.pki.identity import identity_of, serial_of
 from silo.identity.credentials import silo_credentials
+from tests.support.coordinator_process import Server
+from tests.support.pki import authority, join, today
 
 HOST = "127.0.0.1"
 

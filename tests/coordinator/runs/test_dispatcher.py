@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers_line import session
 
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.session import Session
@@ -15,6 +14,7 @@ from coordinator.runs.tasks import RunInterrupted, SiloTaskKey, Task
 from coordinator.storage.store import Store
 from fl_core.types.values import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
+from tests.support.coordinator import session
 
 TASK = Task(SiloTaskKey("run", 3, TaskKind.TRAIN, "north"), "m" * 64, "b" * 64, 100, 1, time.monotonic() + 1000)
 

@@ -9,9 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers_core import NAMES, manifest
-from helpers_grpc import until
-from helpers_line import session
 
 from coordinator.runs import preflight
 from coordinator.runs.dispatcher import Dispatcher
@@ -23,6 +20,9 @@ from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.values import TaskKind
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
+from tests.support import until
+from tests.support.coordinator import session
+from tests.support.federations import NAMES, manifest
 
 PRIVATE = replace(manifest(), privacy=NamedOptions("dp_record", {"epsilon": 8.0}))
 ALONE = replace(PRIVATE, members=PRIVATE.members[:1])

@@ -11,9 +11,6 @@ import grpc
 import psutil
 import pytest
 import torch
-from helpers_core import NAMES, manifest, same, shares
-from helpers_grpc import FAST, World, running, until
-from helpers_scripted import Memory, ScriptedSilo
 
 from coordinator.api.server import Settings
 from coordinator.cli import runs as lead
@@ -31,6 +28,10 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.bundle_file import BundleFile
 from protos.wire.tasks import TaskKey, contribution_id
+from tests.support import until
+from tests.support.coordinator import FAST, World, running
+from tests.support.federations import NAMES, manifest, same, shares
+from tests.support.hospital import Memory, ScriptedSilo
 
 
 def silos(world: World, memories: dict[str, Memory] | None = None, **script: object) -> list[ScriptedSilo]:

@@ -7,10 +7,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from helpers_core import NAMES, manifest
-from helpers_grpc import FAST, World, channel, credentials, running, until
-from helpers_line import DENIED, HELLO, Line, online
-from helpers_wire import send
 
 from coordinator.api.server import Settings
 from coordinator.pki.authority import Authority
@@ -21,6 +17,10 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.invitation import InvitationToken
 from protos.version import PROTOCOL
+from tests.support import until
+from tests.support.coordinator import DENIED, FAST, HELLO, Line, World, channel, credentials, online, running
+from tests.support.federations import NAMES, manifest
+from tests.support.transfers import send
 
 
 def test_a_session_begins_with_a_welcome_and_has_pulses_both_ways(world: World) -> None:

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from helpers_core import manifest
-from helpers_grpc import World, channel, credentials, until
-from helpers_line import DENIED, HELLO, Line, instance
 
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.session import Session
@@ -18,6 +15,9 @@ from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.identity import Identity, Kind, PeerCertificate
+from tests.support import until
+from tests.support.coordinator import DENIED, HELLO, Line, World, channel, credentials, instance
+from tests.support.federations import manifest
 
 
 def test_a_second_session_supersedes_the_first(world: World) -> None:

@@ -7,9 +7,6 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from helpers_core import manifest
-from helpers_grpc import World, channel, until
-from helpers_wire import open_request, send
 
 from fl_core.errors import RefusedError
 from fl_core.rounds.manifest import RunManifest
@@ -17,6 +14,10 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.version import PROTOCOL
 from protos.wire import receipts
+from tests.support import until
+from tests.support.coordinator import World, channel
+from tests.support.federations import manifest
+from tests.support.transfers import open_request, send
 
 DATA = bytes(range(256)) * 8
 STATED = pb.Attestation(

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_stored import LAYOUT, SHAPES, drawn, stored
-from oracles import units
 from torch import Tensor
 
 from fl_core.aggregation.aggregator import BLOCK, Aggregator
@@ -15,6 +13,8 @@ from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.errors import ProtocolError
 from fl_core.types import tensor_maps
 from fl_core.types.values import Bundle, Part, PartSpec
+from tests.oracles import units
+from tests.support.federations import LAYOUT, SHAPES, drawn, stored
 
 EXTREMES = [
     0.0,

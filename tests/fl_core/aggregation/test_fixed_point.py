@@ -7,15 +7,15 @@ from fractions import Fraction
 
 import pytest
 import torch
-from helpers_core import same_bundle
 from hypothesis import example, given
 from hypothesis import strategies as st
-from oracles import units
 
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPoint, FixedPointFormat
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.types.values import Part, PartSpec
+from tests.oracles import units
+from tests.support.federations import same_bundle
 
 LAYOUT = {"p": PartSpec({"v": (2,)}, ())}
 values = st.floats(-1e4, 1e4, width=32)

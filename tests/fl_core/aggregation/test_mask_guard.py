@@ -8,11 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_core import FED, NAMES, manifest, same, same_bundle, shares
-from helpers_grpc import running
-from helpers_scripted import Alter, ScriptedSilo
-from helpers_silo import Hospital
-from helpers_silo import manifest as hospital_manifest
 from torch import Tensor
 
 from fl_core import datasets, rng
@@ -29,6 +24,11 @@ from privacy.compiled_run import CompiledRun
 from privacy.profiles.plain import PlainProfile
 from protos.wire import codec
 from protos.wire.tasks import TaskKey
+from tests.support.coordinator import running
+from tests.support.fake_coordinator import Hospital
+from tests.support.fake_coordinator import manifest as hospital_manifest
+from tests.support.federations import FED, NAMES, manifest, same, same_bundle, shares
+from tests.support.hospital import Alter, ScriptedSilo
 
 OPTIONS = {
     "fedmr": {"mu1": 1e-4, "mu2": 0.5},

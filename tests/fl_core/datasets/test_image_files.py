@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers_images import truncate, write_image
 from PIL import Image
 
 from fl_core.datasets.augmentation import LESIONS, Augmentation, augmented
 from fl_core.datasets.examples import TensorExamples, fingerprint
 from fl_core.datasets.image_files import IMAGENET_MEAN, IMAGENET_STD, ImageExamples, ImageTransform, decode
 from fl_core.errors import DataError
+from tests.support.images import truncate, write_image
 
 
 @pytest.fixture

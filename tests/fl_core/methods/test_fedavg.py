@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, QData, Scalar, same, shares
 
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import Part, RoundContext, State, TrainConfig
+from tests.support.federations import FED, SCHEMA, QData, Scalar, same, shares
 
 
 def round_of(method: FedAvg, server: State, silos: Sequence[QData]) -> State:

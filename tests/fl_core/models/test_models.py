@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_models import SHAPES, schema, small
 from safetensors.torch import save_file
 from torch import nn
 
 from fl_core.errors import ConfigError
 from fl_core.models import MODELS, SplitModel, build_model, describe
 from fl_core.types import tensor_maps
+from tests.support.models import SHAPES, schema, small
 
 
 def test_resnet18_with_group_norm_has_no_buffers_and_512_features() -> None:

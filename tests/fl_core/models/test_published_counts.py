@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_models import SHAPES, schema, small
 from torch import nn
 
 from fl_core.models import MODELS, SplitModel, build_model, describe, published
+from tests.support.models import SHAPES, schema, small
 
 # name, options, shape, classes, parameters, total with buffers: FedMR table 3 (A.2) and the other counts (A.3)
 COUNTS = [

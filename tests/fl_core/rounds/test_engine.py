@@ -7,8 +7,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from helpers_core import NAMES, SCHEMA, manifest, same, shares
-from helpers_rounds import Failing, Kept, go
 from torch import nn
 
 from fl_core.errors import ConfigError
@@ -22,6 +20,7 @@ from fl_core.rounds.silo_round import SiloRuntime
 from fl_core.simulation.in_process import InProcessSilo, local_ports
 from fl_core.types.interfaces import LocalData, SiloPort
 from fl_core.types.values import Bundle, LocalResult, Part, RoundContext, State, TaskKind
+from tests.support.federations import NAMES, SCHEMA, Failing, Kept, go, manifest, same, shares
 
 
 def test_rounds_evaluate_what_they_broadcast_and_end_with_an_evaluation() -> None:

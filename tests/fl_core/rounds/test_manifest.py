@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers_core import manifest
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.rounds.manifest import Member, RunManifest, make_members
 from fl_core.types.values import TrainConfig
+from tests.support.federations import manifest
 
 
 def test_round_trip_is_exact() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
-from helpers_core import NAMES, manifest, same, shares
-from helpers_rounds import Failing, Kept, go
 from torch import Tensor
 
 from fl_core.errors import ProtocolError, UnavailableError
@@ -15,6 +13,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import local_ports
 from fl_core.types.interfaces import SiloPort
 from fl_core.types.values import Bundle, Part, RoundContext, State, StoredTensors, TaskKind, Tensors
+from tests.support.federations import NAMES, Failing, Kept, go, manifest, same, shares
 
 
 def failing(run: RunManifest, which: int, rounds: Sequence[int], *, spoil: bool = False) -> list[SiloPort]:

@@ -7,7 +7,6 @@ import statistics
 
 import pytest
 import torch
-from helpers_core import Given, manifest, same, shares
 
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.fine_tuning import BestHistory, fine_tuned
@@ -16,6 +15,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import TrainConfig
+from tests.support.federations import Given, manifest, same, shares
 
 RUN = manifest(rounds=3, train=TrainConfig(lr=0.05, batch_size=4, epochs=2))
 

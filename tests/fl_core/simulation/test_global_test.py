@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from helpers_core import manifest, same, shares
 
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.fine_tuning import BestHistory
@@ -13,6 +12,7 @@ from fl_core.simulation.global_test import GlobalTestEvaluator
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import State, TrainConfig
+from tests.support.federations import manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 

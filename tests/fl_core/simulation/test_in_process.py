@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_core import SCHEMA, manifest, same, shares
 
 from fl_core.errors import ProtocolError
 from fl_core.methods import build_method
@@ -16,6 +15,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, local_ports, public_test, simulate
 from fl_core.types import tensor_maps
 from fl_core.types.values import Part, PartSpec, Schema, TrainConfig
+from tests.support.federations import SCHEMA, manifest, same, shares
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmr"])

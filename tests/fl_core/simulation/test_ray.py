@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from helpers_core import METHOD_OPTIONS, manifest, same, shares
 
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
@@ -16,6 +15,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.simulation.ray import Cluster, library, simulate_ray
 from fl_core.types.values import TrainConfig
+from tests.support.federations import METHOD_OPTIONS, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 THERE = importlib.util.find_spec("ray") is not None
@@ -24,7 +24,7 @@ needs_ray = pytest.mark.skipif(not THERE, reason="Ray is an extra: make test-ray
 
 @pytest.fixture(scope="module", autouse=True)
 def path() -> Iterator[None]:
-    """Let the actors import `helpers_core`, whose examples they are sent."""
+    """Let the actors import `tests.support`, whose examples they are sent."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         yield

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 
 from coordinator.simulation.state_files import FileStateStore
 from fl_core.errors import ConfigError
@@ -22,6 +21,7 @@ from fl_core.training import devices
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import TrainConfig
+from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 

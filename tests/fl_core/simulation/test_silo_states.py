@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_core import FED, NAMES, manifest, same, shares
 
 from fl_core.errors import FederationError
 from fl_core.methods import METHODS
@@ -21,6 +20,7 @@ from protos.wire.tasks import TaskKey
 from silo.storage.outbox import Outbox, TrainingResult
 from silo.storage.store import Store
 from silo.storage.tasks import Evaluation
+from tests.support.federations import FED, NAMES, manifest, same, shares
 
 KEEPERS = ("local", "fedper", "fedrep", "ditto", "fedrod", "fedproto")
 OPTIONS: Mapping[str, Mapping[str, int]] = {"fedrep": {"head_epochs": 1}}

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_core import FED, Given, manifest, same, shares
 from torch import nn
 
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
@@ -26,6 +25,7 @@ from fl_core.training.evaluation import (
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.records import fairness
 from fl_core.types.values import RoundContext, Split, TrainConfig
+from tests.support.federations import FED, Given, manifest, same, shares
 
 
 class Told(nn.Module):

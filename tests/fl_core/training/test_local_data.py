@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, Given, same, shares
-from oracles import slow_class_sums
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -15,6 +13,8 @@ from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import ClassSums, ExampleSums, Losses, RoundContext, SgdOptions, Split, TrainConfig
+from tests.oracles import slow_class_sums
+from tests.support.federations import FED, SCHEMA, Given, same, shares
 
 
 def ce(model: nn.Module, x: Tensor, y: Tensor) -> Losses:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers_private import DATA, HOSPITAL, SEEDED_POLICY, TEST, TRAIN
-from helpers_silo import Hospital
 
 from fl_core import datasets
 from fl_core.rounds.silo_round import run_silo_round
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from silo.storage.home import Home
+from tests.support.fake_coordinator import Hospital
+from tests.support.privacy import DATA, HOSPITAL, SEEDED_POLICY, TEST, TRAIN
 
 
 @pytest.fixture

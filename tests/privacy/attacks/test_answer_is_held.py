@@ -6,14 +6,15 @@ import math
 import threading
 
 import pytest
-from helpers_private import hospital_level, private
-from helpers_silo import Hospital, manifest, until
 
 from fl_core.errors import ConfigError
 from fl_core.rounds.silo_round import run_silo_round
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.connection.retry import CancelledError, CancelToken
 from silo.service.pace import Pace
+from tests.support import until
+from tests.support.fake_coordinator import Hospital, manifest
+from tests.support.privacy import hospital_level, private
 
 RUNS = pytest.mark.parametrize("run", [private, hospital_level], ids=["records", "hospital"])
 HELD_S = 1000.0

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers_core import SCHEMA
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout
 
@@ -20,6 +19,7 @@ from fl_core.types.values import ClassSums, Losses, LossFn, TrainConfig
 from privacy import profiles
 from privacy.accounting.dry_run import dry_run
 from privacy.dp_sgd.independence import check_independence, check_rows
+from tests.support.federations import SCHEMA
 
 PLAIN = TrainConfig(lr=0.1, batch_size=1000, epochs=3)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers_private import TRAIN, budgeted, hospital_level, private
 
 from fl_core import datasets
 from fl_core.errors import ConfigError, RefusedError
@@ -20,6 +19,7 @@ from privacy.ledger.registration import register
 from privacy.ledger.run_ledger import RunLedger
 from privacy.profiles.record import release_plan
 from silo.storage.home import Home
+from tests.support.privacy import TRAIN, budgeted, hospital_level, private
 
 RECORDS = datasets.load("digits/p3c4/1")
 

@@ -16,9 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers_outbox import B, M, key, opened
-from helpers_private import private
-from helpers_silo import MEMBERS
 from rich.console import Console
 
 from coordinator import console
@@ -41,6 +38,9 @@ from protos.consilium.v1 import federation_pb2 as pb
 from silo.cli import console as show
 from silo.storage.tasks import Evaluation
 from silo.training import measured
+from tests.support.fake_coordinator import MEMBERS
+from tests.support.hospital import B, M, key, opened
+from tests.support.privacy import private
 
 CLASSES = 10
 PERSONAL = {"pa": 0.97, "pa_std": 0.02, "pm_l": 0.5, "pm_l_std": 0.1, "pm_v": 0.4, "pm_v_std": 0.1}
@@ -316,7 +316,7 @@ def test_a_hospital_reads_no_noise_as_its_own_accuracy(
     truthful(measured.sentence(found))
     assert measured.facts(found)["withheld"] is True
     outbox = opened(tmp_path)
-    from helpers_outbox import finished
+    from tests.support.hospital import finished
 
     outbox.store.note_run("run-1", "private", M, B)
     outbox.stage(key(), M, B, replace(finished(1.0), evaluation=found))

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_core import FED, NAMES, Given, manifest, same_bundle, shares
 from torch import Tensor
 
 from fl_core.errors import ConfigError
@@ -32,6 +31,7 @@ from privacy.noise.sources import NoiseSource
 from privacy.profiles import record
 from privacy.release_log import InMemoryReleaseLog
 from privacy.silo_dp.mechanism import SiloDpGuard
+from tests.support.federations import FED, NAMES, Given, manifest, same_bundle, shares
 
 OPTIONS = {
     "fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"},

@@ -8,9 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers_hospital import Watched
-from helpers_private import TEST, TRAIN, budgeted, private
-from helpers_silo import Hospital, enrolled, manifest
 
 from fl_core.errors import ConfigError, FederationError, RefusedError
 from fl_core.rounds.run_setup import RunSetup
@@ -20,6 +17,9 @@ from silo.cli.service import run
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.training.hospital_controls import HospitalControls
+from tests.support.fake_coordinator import Hospital, enrolled, manifest
+from tests.support.hospital import Watched
+from tests.support.privacy import TEST, TRAIN, budgeted, private
 
 SOUND = '[privacy]\nrng = "test"\nepsilon = 8.0\n'
 STRANGER = 54321

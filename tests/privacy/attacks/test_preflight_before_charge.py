@@ -6,16 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers_federation import COLLECTION, DELTA, Site, events, federation, heard
-from helpers_grpc import World, until
-from helpers_private import private
-from helpers_silo import MEMBERS
 
 from coordinator.runs import preflight
 from coordinator.storage.records import Run, RunState
 from fl_core.rounds.manifest import RunManifest
 from privacy.accounting.accountant import Filter, Mechanism
 from privacy.compiled_run import CompiledRun
+from tests.support import until
+from tests.support.coordinator import COLLECTION, DELTA, Site, World, events, federation, heard
+from tests.support.fake_coordinator import MEMBERS
+from tests.support.privacy import private
 
 DATA = {name: f"digits/p3c4/{k}" for k, name in enumerate(MEMBERS)}
 RUN = private(physical_batch=16)

@@ -6,7 +6,6 @@ import json
 from dataclasses import fields, replace
 
 import pytest
-from helpers_private import private
 from typer.testing import CliRunner
 
 from coordinator.cli.main import build
@@ -21,6 +20,7 @@ from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.enums import Capability
 from privacy import profiles
 from privacy.compiled_run import CompiledRun
+from tests.support.privacy import private
 
 NAMES = ["a", "b", "c"]
 TYPED = ["method=fedmr", "data=digits", "federation=hospitals6", "privacy=dp_record"]

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_private import hospital_level, private
-from helpers_silo import manifest
 
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
@@ -29,6 +27,8 @@ from privacy.silo_dp.config import SiloDpConfig
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.training.hospital_controls import HospitalControls
+from tests.support.fake_coordinator import manifest
+from tests.support.privacy import hospital_level, private
 
 BAD = [math.nan, math.inf, -math.inf, 1e38, 1e-40, -1.0, 10**400, "1", None, True, [1.0]]
 REFUSALS = {"E-PRIV-20", "E-CFG-02"}

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_hospital import Watched
-from helpers_private import DATA, HOSPITAL, SEEDED_POLICY, TEST, TRAIN, hospital_level, private
-from helpers_silo import FakeControl, Hospital, manifest, until
 
 import coordinator.config.manifest_builder
 from coordinator.config.hydra_config import compose_spec
@@ -32,6 +29,10 @@ from silo.service.service import Settings, data_offer
 from silo.service.task_queue import public_reason
 from silo.storage.home import Home
 from silo.training.trainer import DataSource
+from tests.support import until
+from tests.support.fake_coordinator import FakeControl, Hospital, manifest
+from tests.support.hospital import Watched
+from tests.support.privacy import DATA, HOSPITAL, SEEDED_POLICY, TEST, TRAIN, hospital_level, private
 
 RUNS = pytest.mark.parametrize("run", [private, hospital_level], ids=["records", "hospital"])
 

@@ -14,12 +14,12 @@ from dataclasses import fields
 
 import pytest
 import torch
-from helpers_force import CLIP, CONDITIONS, ByPlace, Call, Force, N, captured, extremes, splits_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core.methods import METHODS, build_method
 from fl_core.types.values import AS_SCHEDULED, Coupling, Losses
+from tests.support.privacy import CLIP, CONDITIONS, ByPlace, Call, Force, N, captured, extremes, splits_of
 
 INTER = {"mu1": 1e-2, "mu2": 1.0}
 CASES: dict[str, list[dict[str, object]]] = {

@@ -8,10 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers_core import SCHEMA, Given
-from helpers_force import Silent
-from helpers_private import HOSPITAL, TEST, TRAIN, budgeted, hospital_level, private
-from helpers_silo import Hospital
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -24,6 +20,9 @@ from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, Sampl
 from privacy.dp_sgd.draws import Draws
 from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise.sources import SecureNoise
+from tests.support.fake_coordinator import Hospital
+from tests.support.federations import SCHEMA, Given
+from tests.support.privacy import HOSPITAL, TEST, TRAIN, Silent, budgeted, hospital_level, private
 
 N, PLACES, WIDTH = 16, 9, 64
 

@@ -8,8 +8,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-from helpers_core import Given
-from helpers_doors import Silent, ce, course_of, doors, examples, model_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -27,6 +25,8 @@ from privacy.dp_sgd.per_sample_gradients import MODES, PADDING, clipped, per_uni
 from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise import grid
 from privacy.noise.sources import SecureNoise, SeededNoise
+from tests.support.federations import Given
+from tests.support.privacy import Silent, ce, course_of, doors, examples, model_of
 
 EXTREMES = (0.0, 1e-45, 1e-40, 1e-30, 1e-10, 1.0, 1e10, 1e19, 1e30, 3e38, math.inf, -math.inf, math.nan)
 STEP = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=1000, epochs=1, max_steps=1)

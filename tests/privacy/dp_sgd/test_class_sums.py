@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from helpers_core import Given
-from helpers_doors import PLAIN, TURN, course_of, doors, examples
 from torch import Tensor
 
 from fl_core.training.local_data import PlainLocalData
@@ -19,6 +17,8 @@ from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise import grid
 from privacy.noise.sources import SeededNoise
 from privacy.release_log import InMemoryReleaseLog
+from tests.support.federations import Given
+from tests.support.privacy import PLAIN, TURN, course_of, doors, examples
 
 FLAT = ClassSums(lambda x, y: x.flatten(1) - 0.5, 4)
 

@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from helpers_core import Given
-from helpers_doors import Silent, ce, course_of, doors, examples
 from torch import Tensor, nn
 
 from fl_core.models import build_model
@@ -18,6 +16,8 @@ from privacy.dp_sgd.class_sums import filled
 from privacy.dp_sgd.per_sample_gradients import MODES, PADDING, per_unit
 from privacy.noise import grid
 from privacy.noise.sources import SeededNoise
+from tests.support.federations import Given
+from tests.support.privacy import Silent, ce, course_of, doors, examples
 
 STEP = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=1000, epochs=1, max_steps=1)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from helpers_core import Given, manifest, shares
 from scipy.stats import kstest
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -30,6 +29,7 @@ from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise import grid
 from privacy.noise.sources import SecureNoise, SeededNoise
 from privacy.release_log import InMemoryReleaseLog
+from tests.support.federations import Given, manifest, shares
 
 TURN = RoundContext(1, 4, 1, 0, 1).for_silo(0, 0)
 TRAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=24, epochs=2)

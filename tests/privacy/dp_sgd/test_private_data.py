@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_core import SCHEMA, Given
-from helpers_doors import PLAIN, TURN, Silent, ce, course_of, doors, examples, model_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -24,6 +22,8 @@ from privacy.dp_sgd.per_sample_gradients import clipped
 from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise import grid
 from privacy.noise.sources import Keys, SecureNoise, SeededNoise
+from tests.support.federations import SCHEMA, Given
+from tests.support.privacy import PLAIN, TURN, Silent, ce, course_of, doors, examples, model_of
 
 OPEN = RecordDpConfig(clip=1e4, physical_batch=5)
 

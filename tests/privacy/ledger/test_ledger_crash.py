@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers_private import TEST, TRAIN, budgeted, private
 
 from fl_core import datasets
 from fl_core.errors import RefusedError
@@ -26,6 +25,7 @@ from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.registration import version
 from privacy.ledger.run_ledger import RunLedger
 from privacy.profiles.record import release_plan
+from tests.support.privacy import TEST, TRAIN, budgeted, private
 
 DATA = "digits/p3c4/1"
 READ = b"a record was read\n"

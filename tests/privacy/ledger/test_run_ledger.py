@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_private import DATA, TEST, TRAIN, budgeted, private
 
 from fl_core import datasets
 from fl_core.datasets import SiloDataset, TensorExamples
@@ -20,6 +19,7 @@ from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register, unit_names
 from privacy.ledger.run_ledger import RunLedger
+from tests.support.privacy import DATA, TEST, TRAIN, budgeted, private
 
 STEPS = Release("training", "train", Mechanism(2.0, 0.1, 10))
 LOOK = Release("evaluation", "test", Mechanism(20.0))

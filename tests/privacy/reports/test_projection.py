@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from helpers_core import NAMES, manifest, shares
 from typer.testing import CliRunner
 
 from coordinator.cli.main import build
@@ -19,6 +18,7 @@ from privacy.accounting.release_plan import TRAIN
 from privacy.compiled_run import CompiledRun
 from privacy.release_log import InMemoryReleaseLog
 from privacy.reports.projection import preview
+from tests.support.federations import NAMES, manifest, shares
 
 
 def run_of(profile: str = "dp_record", **terms: object) -> RunManifest:

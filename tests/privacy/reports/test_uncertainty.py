@@ -8,8 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers_doors import course_of, doors, examples, model_of
-from helpers_private import hospital_level, private
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +32,7 @@ from privacy.reports.uncertainty import (
     by_class,
 )
 from privacy.silo_dp.mechanism import silo_level
+from tests.support.privacy import course_of, doors, examples, hospital_level, model_of, private
 
 DRAWS = 2000
 LOWEST = 0.94

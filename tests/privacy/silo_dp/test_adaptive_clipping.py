@@ -9,7 +9,6 @@ from functools import cache
 
 import pytest
 import torch
-from helpers_core import manifest, same, shares
 from scipy.stats import kstest, norm
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from privacy.profiles.silo import silo_releases
 from privacy.silo_dp import adaptive_clipping
 from privacy.silo_dp.config import SiloDpConfig
 from privacy.silo_dp.mechanism import SiloDpGuard, silo_level
+from tests.support.federations import manifest, same, shares
 
 LAYOUT = {
     "delta": PartSpec({"w": (40,)}, ()),

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_core import NAMES, manifest, shares
 from scipy.stats import kstest, norm
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from privacy.compiled_run import CompiledRun
 from privacy.profiles.silo import silo_releases
 from privacy.silo_dp.config import SiloDpConfig, analytic_delta, analytic_epsilon, analytic_noise
 from privacy.silo_dp.mechanism import SiloDpGuard, coordinates, silo_level
+from tests.support.federations import NAMES, manifest, shares
 
 UNITS = (14, 7, 10)
 

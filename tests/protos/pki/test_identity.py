@@ -5,13 +5,13 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from helpers_pki import authority, certified, today
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_core.errors import ConfigError, RefusedError
 from protos.pki import certificates
 from protos.pki.identity import Address, Identity, Kind, certificate_fingerprint, colons, identity_of, peer_of
+from tests.support.pki import authority, certified, today
 
 names = st.from_regex(r"[a-z0-9][a-z0-9-]{0,62}", fullmatch=True)
 identities = st.one_of(

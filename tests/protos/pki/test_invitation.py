@@ -6,13 +6,13 @@ import zlib
 from datetime import timedelta
 
 import pytest
-from helpers_pki import authority, today
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fl_core.errors import ConfigError
 from protos.pki.identity import Identity, Kind
 from protos.pki.invitation import PREFIX, InvitationToken
+from tests.support.pki import authority, today
 
 CLOCK = today()
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from helpers_pki import authority, certified, join, member, roster, today
 
 from fl_core.errors import ConfigError, ProtocolError, RefusedError, StateError
 from protos.pki import certificates
 from protos.pki.identity import identity_of
 from protos.pki.roster import Member, Roster, SignedRoster, renewal_link
+from tests.support.pki import authority, certified, join, member, roster, today
 
 
 @pytest.fixture

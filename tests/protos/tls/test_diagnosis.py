@@ -11,13 +11,13 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from helpers_pki import authority, join, today
 
 from protos.pki import certificates
 from protos.storage import private_files
 from protos.tls.connect import diagnose
 from protos.tls.diagnosis import Diagnosis
 from protos.tls.proxy import proxy_for
+from tests.support.pki import authority, join, today
 
 HOST = "127.0.0.1"
 pytestmark = pytest.mark.usefixtures("no_proxy")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_stored import drawn, stored
 from safetensors.torch import save
 
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Part, PartSpec
 from protos.wire.bundle_file import BundleFile
+from tests.support.federations import drawn, stored
 
 
 def test_a_stored_bundle_is_read_as_it_was_written(tmp_path: Path) -> None:

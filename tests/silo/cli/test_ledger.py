@@ -9,19 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers_private import DATA, TEST, TRAIN, budgeted
-from helpers_silo import enrolled
 
 from privacy.accounting.accountant import Mechanism, epsilon_rdp
-from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.registration import version
 from privacy.policy import Policy
 from silo.cli.service import run
 from silo.storage.home import Home
 from silo.storage.store import Store
-from silo.storage.tasks import Attested
+from silo.storage.tasks import Attestation
+from tests.support.fake_coordinator import enrolled
+from tests.support.privacy import DATA, TEST, TRAIN, budgeted
 
-ROUND = [Planned("training", Mechanism(2.85, 0.032, 31))]
+ROUND = [PlannedRelease("training", Mechanism(2.85, 0.032, 31))]
 
 
 def answer(capsys, *words):
@@ -39,7 +39,7 @@ def fails(capsys, code, status, *words):
 def spend(ledger: Ledger, round: int, state: str = "SPENT") -> str:
     from fl_core import datasets
 
-    task = Task("run", "digest", round, "train", version(datasets.load(DATA), "train"))
+    task = LedgerTask("run", "digest", round, "train", version(datasets.load(DATA), "train"))
     entry = ledger.reserve(TRAIN, task, ROUND)
     if state == "SPENT":
         ledger.start(entry)
@@ -111,7 +111,7 @@ def test_an_older_ledger_goes_on_only_at_the_price_of_what_it_may_have_forgotten
     for t in range(1, 4):
         spend(ledger, t)
     head, sealed, restored = ledger.statement()
-    place.attested.write_text(json.dumps(Attested("", head.seq, head.hash, sealed.hex(), restored)))
+    place.attested.write_text(json.dumps(Attestation("", head.seq, head.hash, sealed.hex(), restored)))
     fails(capsys, "E-BUDGET-11", 1, "ledger", "restore", "--acknowledge-spend", *home)
     place.ledger.write_bytes(backup)
     fails(capsys, "E-BUDGET-08", 1, "ledger", "verify", *home)
@@ -130,7 +130,7 @@ def test_without_figures_every_collection_loses_its_budget(capsys, tmp_path):
     place, home = Home(tmp_path / "home"), ["--home", str(tmp_path / "home")]
     backup = place.ledger.read_bytes()
     spend(ledger, 0)
-    place.attested.write_text(json.dumps(Attested("", ledger.head().seq, ledger.head().hash)))
+    place.attested.write_text(json.dumps(Attestation("", ledger.head().seq, ledger.head().hash)))
     place.ledger.write_bytes(backup)
     found = answer(capsys, "ledger", "restore", "--acknowledge-spend", *home)["charged"]
     assert found == dict.fromkeys((TEST, TRAIN, "hospital"), "its whole budget")
@@ -171,7 +171,7 @@ def test_the_ledgers_place_is_a_setting_that_every_command_honours(capsys, tmp_p
 
 def test_a_lost_ledger_without_collections_cannot_be_restored_to_a_fresh_budget(capsys, tmp_path):
     place = Home(tmp_path / "home").make()
-    place.attested.write_text(json.dumps(Attested("", 12, "ab" * 32)))
+    place.attested.write_text(json.dumps(Attestation("", 12, "ab" * 32)))
     home = ["--home", str(place.path)]
     fails(capsys, "E-BUDGET-04", 1, "ledger", "restore", "--acknowledge-spend", *home)
 

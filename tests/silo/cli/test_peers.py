@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from helpers_pki import authority, certified, join, member, roster, today
 
 from protos.pki.identity import colons, identity_of
 from silo.cli import console
 from silo.cli.service import run
+from tests.support.pki import authority, certified, join, member, roster, today
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers_silo import Hospital, enrolled, until
-from helpers_transfer import authority
 
 from silo.cli.service import run
 from silo.storage.home import Home
 from silo.training.trainer import choose_device
+from tests.support import until
+from tests.support.fake_coordinator import Hospital, authority, enrolled
 
 
 def fails(capsys, code, status, *words):
@@ -166,7 +166,7 @@ def test_serve_ends_in_good_order_on_a_signal(tmp_path, number):
     silo = Path(sys.executable).with_name("silo")
     process = subprocess.Popen([str(silo), *words], stdout=log, stderr=subprocess.STDOUT, env=env)
     try:
-        until(lambda: "serving" in (tmp_path / "log").read_text() or process.poll() is not None, 60)
+        until(lambda: "serving" in (tmp_path / "log").read_text() or process.poll() is not None, seconds=60)
         assert process.poll() is None, (tmp_path / "log").read_text()
         process.send_signal(number)
         assert process.wait(30) == 0, (tmp_path / "log").read_text()

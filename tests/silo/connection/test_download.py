@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from helpers_silo import PATIENCE
-from helpers_silo_transfer import CUTS, IDS, Rig, still
-from helpers_transfer import BYTES
 
 from fl_core.errors import FederationError, ProtocolError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.chunks import CHUNK_BYTES
 from silo.connection.transfer import RetryPolicy
+from tests.support.fake_coordinator import BYTES, PATIENCE
+from tests.support.transfers import CUTS, IDS, Rig, still
 
 
 @pytest.mark.parametrize("size", [0, len(BYTES)], ids=["size unknown", "size known"])

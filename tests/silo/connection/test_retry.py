@@ -6,11 +6,11 @@ import statistics
 import threading
 
 import pytest
-from helpers_silo import until
 
 from fl_core.errors import RefusedError, UnavailableError
 from fl_core.rng import numpy_stream
 from silo.connection.retry import Backoff, CancelledError, CancelToken, IdleWatch, retry_until
+from tests.support import until
 
 
 def test_a_nudge_ends_a_sleep_and_is_no_stop():

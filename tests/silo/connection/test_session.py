@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 
 import pytest
-from helpers_silo import FakeControl, Host, until
-from helpers_transfer import FakeTransfer
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
@@ -18,6 +16,8 @@ from silo.connection.control_client import RECONNECT_CAP_S, ControlClient
 from silo.connection.retry import Backoff, CancelToken
 from silo.connection.transfer import RetryPolicy
 from silo.storage.store import Store
+from tests.support import until
+from tests.support.fake_coordinator import FakeControl, FakeTransfer, Host
 
 WELL = Diagnosis(None, "works", "all is well")
 QUICK = RetryPolicy(idle_s=5.0, backoff_s=0.001, backoff_cap_s=0.02)

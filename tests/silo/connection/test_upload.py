@@ -6,14 +6,14 @@ import threading
 
 import grpc
 import pytest
-from helpers_silo import PATIENCE, until
-from helpers_silo_transfer import CUTS, IDS, Rig
-from helpers_transfer import BYTES, receipt_for
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from silo.connection.transfer import RetryPolicy
+from tests.support import until
+from tests.support.fake_coordinator import BYTES, PATIENCE, receipt_for
+from tests.support.transfers import CUTS, IDS, Rig
 
 
 def test_an_upload_gives_a_verified_receipt(rig):

@@ -3,7 +3,6 @@ from __future__ import annotations
 import stat
 
 import pytest
-from helpers_pki import authority, certified, join, member, roster, today
 
 from fl_core.errors import RefusedError, StateError
 from protos.pki import certificates
@@ -11,6 +10,7 @@ from protos.pki.identity import Identity, Kind, certificate_fingerprint, identit
 from protos.pki.invitation import InvitationToken
 from protos.storage import private_files
 from silo.identity.identity import SiloIdentity
+from tests.support.pki import authority, certified, join, member, roster, today
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers_pki import authority, today
 
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import Store
@@ -14,6 +13,7 @@ from protos.pki.identity import identity_of
 from protos.pki.invitation import InvitationToken
 from protos.pki.roster import SignedRoster
 from silo.identity.identity import SiloIdentity
+from tests.support.pki import authority, today
 
 
 class Consortium:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from helpers_pki import authority, join, today
-from helpers_pki_calls import HOST, refused_call
-from helpers_pki_server import Server
 
 from coordinator.pki.authority import Authority
 from protos.pki.identity import Address, identity_of
 from protos.tls.connect import diagnose
 from silo.identity.credentials import explain
+from tests.support.coordinator_process import Server
+from tests.support.pki import HOST, authority, join, refused_call, today
 
 pytestmark = pytest.mark.usefixtures("no_proxy")
 

@@ -7,9 +7,6 @@ from datetime import timedelta
 
 import grpc
 import pytest
-from helpers_pki import authority as new_authority
-from helpers_pki import join as joined_silo
-from helpers_pki import member, roster, today
 
 from fl_core.errors import ConfigError, FederationError, RefusedError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
@@ -21,6 +18,9 @@ from silo.connection.channel import ConnectionManager
 from silo.identity.identity import SiloIdentity
 from silo.service.enrolment import MembershipMaintainer, join, pinned_version
 from silo.storage.home import Home, default_home
+from tests.support.pki import authority as new_authority
+from tests.support.pki import join as joined_silo
+from tests.support.pki import member, roster, today
 
 
 class Enrolment(rpc.EnrolmentServicer):
@@ -214,7 +214,7 @@ def test_a_renewal_that_fails_is_told_once_and_tried_again(rig, kept):
 
 
 def test_a_newer_roster_is_pinned_and_what_changed_is_told(rig, kept):
-    from helpers_pki import certified
+    from tests.support.pki import certified
 
     mine = member(rig.ca, kept.silo.current_credentials().cert_pem)
     other = member(rig.ca, certified(rig.ca, "center2"))

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from helpers_silo import manifest, until
 from PIL import Image
 
 from fl_core import datasets
@@ -15,6 +14,8 @@ from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Member, NamedOptions
 from fl_core.types.values import PartSpec, Schema
+from tests.support import until
+from tests.support.fake_coordinator import manifest
 
 
 def unknown_classes():

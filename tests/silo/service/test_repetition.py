@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from helpers_silo import until
 
 from fl_core.methods.fedavg import FedAvg
 from protos.consilium.v1 import federation_pb2 as pb
+from tests.support import until
 
 
 def test_an_offer_repeated_is_not_trained_twice(make, slow):

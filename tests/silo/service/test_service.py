@@ -9,8 +9,6 @@ from dataclasses import replace
 import grpc
 import pytest
 import torch
-from helpers_hospital import TRAINED, upload
-from helpers_silo import MEMBERS, FakeSession, manifest, until
 
 from fl_core import datasets
 from fl_core.methods import build_method
@@ -22,6 +20,9 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from silo.connection.transfer import RetryPolicy
 from silo.storage.home import Home
+from tests.support import until
+from tests.support.fake_coordinator import MEMBERS, FakeSession, manifest
+from tests.support.hospital import TRAINED, upload
 
 # ---- a round -------------------------------------------------------------------------------------------------------
 
@@ -144,7 +145,8 @@ def test_threads_of_the_machine_are_as_before_a_task(make):
 def test_an_upload_that_waits_goes_on_when_the_coordinator_is_back(make, monkeypatch):
     """Its own back-off may be a minute long; the welcome of the next session ends it."""
     monkeypatch.setattr(
-        "helpers_silo.PATIENCE", RetryPolicy(idle_s=5.0, backoff_s=3600.0, backoff_cap_s=3600.0, tries=3)
+        "tests.support.fake_coordinator.PATIENCE",
+        RetryPolicy(idle_s=5.0, backoff_s=3600.0, backoff_cap_s=3600.0, tries=3),
     )
     monkeypatch.setattr("silo.connection.control_client.RECONNECT_CAP_S", 0.01)
     hospital = make()

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from helpers_outbox import B, key, opened, stage, value
 from sqlalchemy import Connection
 
 from protos.wire import codec
 from silo.storage.store import Store
+from tests.support.hospital import B, key, opened, stage, value
 
 
 class Snapshots:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 
 import pytest
-from helpers_silo import Hospital, until
 
 from fl_core.types.values import TaskKind
 from protos.storage.object_store import ContributionStore
 from protos.wire.tasks import TaskKey
+from tests.support import until
+from tests.support.fake_coordinator import Hospital
 
 TRAINED = TaskKey("run-1", 0, TaskKind.TRAIN)
 

@@ -6,7 +6,6 @@ import stat
 import threading
 
 import pytest
-from helpers_outbox import FACTS, B, M, finished, key, opened, stage, value
 
 from fl_core.errors import StateError
 from fl_core.types.values import TaskKind
@@ -15,6 +14,7 @@ from protos.wire import codec
 from protos.wire.tasks import TaskKey
 from silo.storage.outbox import Outbox
 from silo.storage.store import Store
+from tests.support.hospital import FACTS, B, M, finished, key, opened, stage, value
 
 
 @pytest.mark.parametrize(

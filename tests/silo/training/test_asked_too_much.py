@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_private import SEEDED_POLICY, TRAIN, budgeted, private
-from helpers_silo import until
 
 from fl_core import datasets
 from fl_core.rounds.run_setup import RunSetup
 from privacy.profiles.record import release_plan
 from protos.consilium.v1 import federation_pb2 as pb
+from tests.support import until
+from tests.support.privacy import SEEDED_POLICY, TRAIN, budgeted, private
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_round_asked_for_again_and_again_is_charged_each_time_and_three_times_
         moved = {n: v + attempt for n, v in hospital.server["w"].items()}
         hospital.offer(0, pb.TRAIN, {"w": moved})
         done = attempt + 1
-        until(lambda done=done: hospital.events().count("sent") == done or "refused" in hospital.events(), 60)
+        until(lambda done=done: hospital.events().count("sent") == done or "refused" in hospital.events(), seconds=60)
     assert hospital.refused().code == "E-BUDGET-12"
     assert hospital.events().count("sent") == 3
     assert ledger.history(TRAIN)[0].steps == 3 * once.steps

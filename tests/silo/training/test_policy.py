@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_hospital import Watched, first
-from helpers_private import DATA, SEEDED_POLICY, TRAIN, budgeted, private
-from helpers_silo import manifest, until
 
 from fl_core import datasets
 from privacy.ledger.ledger import Ledger
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.bundle_file import BundleFile
 from silo.service.task_queue import public_reason
+from tests.support import until
+from tests.support.fake_coordinator import manifest
+from tests.support.hospital import Watched, first
+from tests.support.privacy import DATA, SEEDED_POLICY, TRAIN, budgeted, private
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,6 @@ from collections import namedtuple
 from dataclasses import replace
 
 import pytest
-from helpers_hospital import Watched, first
-from helpers_private import HOSPITAL, TEST, TRAIN, budgeted, hospital_level, private
-from helpers_silo import until
 
 from fl_core.models import build_model
 from fl_core.rounds.manifest import NamedOptions
@@ -21,6 +18,9 @@ from privacy.profiles.silo import silo_releases
 from privacy.silo_dp.mechanism import silo_level
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.training import preflight
+from tests.support import until
+from tests.support.hospital import Watched, first
+from tests.support.privacy import HOSPITAL, TEST, TRAIN, budgeted, hospital_level, private
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -35,7 +35,7 @@ def answers(hospital) -> list[pb.PreflightAnswer]:
 
 
 def answered(hospital, times: int = 1) -> pb.PreflightAnswer:
-    until(lambda: len(answers(hospital)) >= times, 60, str([n.text for n in hospital.notices]))
+    until(lambda: len(answers(hospital)) >= times, str([n.text for n in hospital.notices]), seconds=60)
     return answers(hospital)[-1]
 
 
@@ -197,7 +197,7 @@ def test_a_question_that_names_no_run_is_left_out_and_the_service_goes_on(make, 
     hospital = make(private())
     hospital.start()
     ask(hospital, run_id="../../etc")
-    until(lambda: "trouble" in hospital.events(), 20)
+    until(lambda: "trouble" in hospital.events(), seconds=20)
     ask(hospital, manifest_digest="no digest")
     assert answered(hospital).code == "E-WIRE-06"
     ask(hospital)
@@ -209,10 +209,10 @@ def test_the_end_of_a_run_ends_the_wait_for_its_approval(make, tmp_path):
     hospital = make(private())
     service = hospital.start()
     ask(hospital)
-    until(lambda: "approval" in hospital.events(), 60)
+    until(lambda: "approval" in hospital.events(), seconds=60)
     assert service.pulse().activity == pb.AWAITING_APPROVAL
     hospital.control.last.send(run_ended=pb.RunEnded(run_id=hospital.run_id, state="aborted"))
-    until(lambda: "ended" in hospital.events(), 20)
+    until(lambda: "ended" in hospital.events(), seconds=20)
     service.store.approvals.decide(hospital.run_id, True)
     hospital.run_id = "run-2"
     ask(hospital)

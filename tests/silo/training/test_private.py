@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from helpers_hospital import Watched, first
-from helpers_private import SEEDED_POLICY, TEST, TRAIN, budgeted, private
 
 from fl_core import datasets
 from fl_core.errors import StateError
@@ -19,6 +17,8 @@ from privacy.profiles.record import release_plan
 from privacy.release_log import InMemoryReleaseLog
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
+from tests.support.hospital import Watched, first
+from tests.support.privacy import SEEDED_POLICY, TEST, TRAIN, budgeted, private
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedgela"])

@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_hospital import Watched
-from helpers_private import HOSPITAL, SEEDED_POLICY, TEST, TRAIN, budgeted, hospital_level, private
-from helpers_silo import until
 
 from fl_core import datasets
 from fl_core.errors import RefusedError
@@ -30,6 +27,9 @@ from protos.wire import codec
 from protos.wire.bundle_file import BundleFile
 from silo.storage.home import Home
 from silo.training.hospital_controls import describe_request
+from tests.support import until
+from tests.support.hospital import Watched
+from tests.support.privacy import HOSPITAL, SEEDED_POLICY, TEST, TRAIN, budgeted, hospital_level, private
 
 ROOM = 40.0
 """Of training records: a run of epsilon 8 for the hospital costs each of them more."""

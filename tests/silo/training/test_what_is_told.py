@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_private import HOSPITAL, SEEDED_POLICY, hospital_level, private
-from helpers_silo import Hospital
 
 from fl_core import datasets
 from fl_core.rounds.silo_round import run_silo_round
@@ -19,6 +17,8 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.storage.home import Home
+from tests.support.fake_coordinator import Hospital
+from tests.support.privacy import HOSPITAL, SEEDED_POLICY, hospital_level, private
 
 DECLARED = "the same whatever the records are: the software's, the run's, or typed by the operator"
 STATED = "set by the hospital about itself: its policy file, the end of its ledger's chain"

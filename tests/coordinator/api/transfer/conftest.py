@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from helpers_core import NAMES
-from helpers_grpc import World, running
-from helpers_upload import open_round
 
 from coordinator.api.server import Settings
 from protos.consilium.v1 import federation_pb2 as pb
+from tests.support.coordinator import World, running
+from tests.support.federations import NAMES
+from tests.support.transfers import open_round
 
 
 @pytest.fixture(scope="module")

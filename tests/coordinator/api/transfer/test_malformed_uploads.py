@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from helpers_grpc import World, channel
-from helpers_upload import DATA, INVALID, LATE, STEP, chunk, code, commit, cut, open_round
-from helpers_wire import open_request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.chunks import CHUNK_BYTES
+from tests.support.coordinator import World, channel
+from tests.support.transfers import DATA, INVALID, LATE, STEP, chunk, code, commit, cut, open_request, open_round
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from helpers_grpc import FAST, running, until
 
 from coordinator.api import server, transfer
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire import chunks
+from tests.support import until
+from tests.support.coordinator import FAST, running
 
 THREADS, READERS, CHUNKS = 40, 60, 4
 NOTHING_AHEAD = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import grpc
 import pytest
-from helpers_core import NAMES
-from helpers_grpc import FAST, World, running, until
-from helpers_upload import DATA, INVALID, LATE, STEP, chunk, code, commit, cut, open_round
-from helpers_wire import fetch, open_request
 
 from coordinator.api.server import Settings
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import receipts
+from tests.support import until
+from tests.support.coordinator import FAST, World, running
+from tests.support.federations import NAMES
+from tests.support.transfers import DATA, INVALID, LATE, STEP, chunk, code, commit, cut, fetch, open_request, open_round
 
 
 def test_open_and_commit_are_idempotent_and_the_receipt_is_signed(world: World, offer: pb.Offer) -> None:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_images import truncate, write_csv, write_image
-from helpers_refused import refuse
 
 from fl_core.datasets import check, federation, load
 from fl_core.errors import DataError
 from fl_core.types.values import Split
+from tests.support.images import refuse, truncate, write_csv, write_image
 
 HEADER = ("path", "label", "group", "split")
 

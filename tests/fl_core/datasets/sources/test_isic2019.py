@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_images import isic_row, truncate, write_csv, write_image, write_isic
-from helpers_refused import refuse
 
 from fl_core.datasets import DATA_ROOT, check, load
 from fl_core.errors import DataError
+from tests.support.images import isic_row, refuse, truncate, write_csv, write_image, write_isic
 
 
 def isic_rows() -> list[list[object]]:

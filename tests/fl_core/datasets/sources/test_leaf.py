@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_published import images, write_leaf
 
 from fl_core.datasets import federation, load
 from fl_core.datasets.catalogue import CHARACTERS
 from fl_core.datasets.sources import leaf
 from fl_core.errors import DataError
+from tests.support.images import images, write_leaf
 
 pytestmark = pytest.mark.usefixtures("fresh")
 

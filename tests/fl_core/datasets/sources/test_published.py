@@ -7,15 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers_data import real_data
-from helpers_images import write_image
-from helpers_published import images, write_cifar, write_emnist, write_mnist, write_svhn
 
 from fl_core.datasets import check, federation, load
 from fl_core.datasets.catalogue import CIFAR10_CLASSES, KNOWN
 from fl_core.datasets.sources import torchvision
 from fl_core.errors import DataError
 from fl_core.types.values import Split
+from tests.support.images import images, real_data, write_cifar, write_emnist, write_image, write_mnist, write_svhn
 
 N, TRAIN = 60, 40
 pytestmark = pytest.mark.usefixtures("fresh")

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from helpers_core import SCHEMA
 from torch.nn.functional import pdist
 
 from fl_core.errors import ConfigError
 from fl_core.methods.building_blocks import class_vectors
 from fl_core.models import build_model
+from tests.support.federations import SCHEMA
 
 
 def angle(rows: torch.Tensor) -> float:

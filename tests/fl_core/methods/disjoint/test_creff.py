@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 from torch.nn.functional import cross_entropy, linear
 
 from fl_core import rng
@@ -26,6 +25,7 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import TrainConfig
+from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 SMALL = {"features": 6, "feature_steps": 5, "epochs": 4, "batch": 8}

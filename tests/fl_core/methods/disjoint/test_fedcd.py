@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_core import FED, Given, manifest, same, shares
-from helpers_fedcd import TRAIN, model_of, played
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -24,6 +22,8 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import AS_SCHEDULED, Capability, Coupling, Exposure, SgdOptions
+from tests.support.federations import FED, Given, manifest, same, shares
+from tests.support.methods import FEDCD_TRAIN, fedcd_model, played
 
 
 class Blobs:
@@ -37,7 +37,7 @@ class Blobs:
         self.x = torch.cat([*rows, torch.tensor([[5.0, 5.0], [6.0, 6.0]])])
         self.y = torch.tensor([0] * 12 + [1] * 12 + [2] * 2)
         given = Given(self.x, self.y)
-        self.data = PlainLocalData(given, given, TRAIN, FED.for_silo(0, 0))
+        self.data = PlainLocalData(given, given, FEDCD_TRAIN, FED.for_silo(0, 0))
 
     def found(self) -> tuple[Tensor, Tensor]:
         return clusters(lambda x: x, self.data, 4, 3, torch.Generator().manual_seed(4), restarts=10, steps=10)
@@ -77,7 +77,7 @@ def test_first_round_measures_the_silos_own_classes_and_leaves_out_missing_ones(
 def test_a_class_that_becomes_known_later_is_clustered_then() -> None:
     method = FedCD(acla="stale")
     _, first = played(method, 0)
-    server = method.merge(method.init_server(model_of(), FED), first.bundle, FED)
+    server = method.merge(method.init_server(fedcd_model(), FED), first.bundle, FED)
     assert server[PROTOTYPES]["known"].view(4, 3).any(1).tolist() == [True, True, False, False]
     _, second = played(method, 1, server, t=1)  # classes 1 and 2
     assert second.bundle[PROTOTYPES].weight.view(4, 3).sum(1).tolist() == [0, 7, 7, 0]
@@ -87,7 +87,7 @@ def test_without_hpc_prototypes_are_mean_features() -> None:
     method = FedCD(hpc=False, acla="fedavg")
     msg, outcome = played(method)
     delta = outcome.bundle["delta"].mean()
-    net = FineModel(model_of(), 3, "sum").eval()
+    net = FineModel(fedcd_model(), 3, "sum").eval()
     tensor_maps.load_state(net, {name: v + delta[name] for name, v in msg["w"].items()})
     share = shares()[0]
     x, y = share.train.batch(torch.arange(14))
@@ -110,9 +110,9 @@ def test_only_the_published_rule_shows_single_heads_to_the_server() -> None:
 
 @pytest.mark.parametrize("mode", ["server", "stale", "counts", "fedavg"])
 def test_every_rule_runs_with_partial_participation_and_moves_the_head(mode: str) -> None:
-    run = manifest("fedcd", {"acla": mode, "restarts": 2, "steps": 3}, train=TRAIN, cohort=2)
+    run = manifest("fedcd", {"acla": mode, "restarts": 2, "steps": 3}, train=FEDCD_TRAIN, cohort=2)
     final = simulate(RunSetup.of(run), shares(), RoundHistory())
-    start = FedCD().init_server(model_of(), FED)
+    start = FedCD().init_server(fedcd_model(), FED)
     assert tensor_maps.all_finite(final["w"])
     assert not torch.equal(final["w"][class_level_aggregation.HEAD], start["w"][class_level_aggregation.HEAD])
     assert (class_level_aggregation.PART in run.layout) == (mode != "fedavg")
@@ -126,7 +126,7 @@ def test_counts_weigh_rows_by_the_silos_examples_and_stale_falls_back_to_them_in
     counts = by_counts.bundle[PROTOTYPES].weight
     assert torch.equal(by_counts.bundle[class_level_aggregation.PART].weight, counts)
     assert torch.equal(stale.bundle[class_level_aggregation.PART].weight, counts)
-    server = FedCD(acla="stale").merge(FedCD().init_server(model_of(), FED), stale.bundle, FED)
+    server = FedCD(acla="stale").merge(FedCD().init_server(fedcd_model(), FED), stale.bundle, FED)
     _, later = played(FedCD(acla="stale"), 0, server, t=1)
     weight = later.bundle[class_level_aggregation.PART].weight[server[PROTOTYPES]["known"] > 0]
     assert bool(((weight > 1) & (weight < math.e)).all())
@@ -150,14 +150,14 @@ def test_without_extra_terms_it_trains_by_cross_entropy_alone() -> None:
     method = FedCD(lam=0.0, gamma=0.0, zero_based=True, restarts=1, steps=1)
     assert method.coupling is Coupling.EXAMPLE
     share, context = shares()[0], replace(FED, round=0).for_silo(0, 0)
-    data = Seen(share.train, share.test, TRAIN, context)
-    method.local(model_of(), method.init_server(model_of(), FED), {}, data, context)
+    data = Seen(share.train, share.test, FEDCD_TRAIN, context)
+    method.local(fedcd_model(), method.init_server(fedcd_model(), FED), {}, data, context)
     assert len(data.seen) == 8
     assert all(found == pytest.approx(ce, rel=1e-5) for found, ce in data.seen)
 
 
 def test_initial_head_follows_the_run_seed_and_lies_where_a_linear_layers_would() -> None:
-    heads = [FedCD().init_server(model_of(seed), FED)["w"][class_level_aggregation.HEAD] for seed in (0, 0, 1)]
+    heads = [FedCD().init_server(fedcd_model(seed), FED)["w"][class_level_aggregation.HEAD] for seed in (0, 0, 1)]
     assert same({"h": heads[0]}, {"h": heads[1]})
     assert not torch.equal(heads[0], heads[2])
     assert heads[0].shape == (12, 64)

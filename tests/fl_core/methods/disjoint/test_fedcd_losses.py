@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_core import FED, same, shares
-from helpers_fedcd import TRAIN, model_of, played
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
@@ -21,6 +19,8 @@ from fl_core.methods.losses import decoupled_distillation
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import Part
+from tests.support.federations import FED, same, shares
+from tests.support.methods import FEDCD_TRAIN, fedcd_model, played
 
 
 def double(*values: float) -> Tensor:
@@ -195,7 +195,7 @@ def test_cd_8_loss_is_the_mean_over_the_rebalanced_batch(n: float) -> None:
     """Against the definition: prototypes appended to the batch with their importances, one weighted mean over all."""
     count = torch.tensor([3.0, 0, 4, 5, 1, 2, 0, 6, 7, 8, 2, 1])
     rule = objective(count, n, importance="scaled" if n else "unscaled", gamma=0.0)
-    net = FineModel(model_of(), 3, "sum", torch.randn(12, 64, generator=torch.Generator().manual_seed(2))).eval()
+    net = FineModel(fedcd_model(), 3, "sum", torch.randn(12, 64, generator=torch.Generator().manual_seed(2))).eval()
     torch.nn.init.normal_(net.fine.weight, generator=torch.Generator().manual_seed(3))
     x, y = shares()[0].train.batch(torch.arange(5))
     z = net.features(x)
@@ -217,7 +217,7 @@ def test_cd_8_loss_is_the_mean_over_the_rebalanced_batch(n: float) -> None:
 def test_cd_8_a_shuffled_batch_is_the_mean_over_its_examples_and_the_prototypes_drawn_into_it() -> None:
     count = torch.tensor([3.0, 0, 4, 5, 1, 2, 0, 6, 7, 8, 2, 1])
     joins = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0])
-    net = FineModel(model_of(), 3, "sum", torch.randn(12, 64, generator=torch.Generator().manual_seed(2))).eval()
+    net = FineModel(fedcd_model(), 3, "sum", torch.randn(12, 64, generator=torch.Generator().manual_seed(2))).eval()
     torch.nn.init.normal_(net.fine.weight, generator=torch.Generator().manual_seed(3))
     x, y = shares()[0].train.batch(torch.arange(5))
     shuffled = objective(count, 0.0, importance="shuffle", gamma=0.0)
@@ -232,7 +232,7 @@ def test_cd_8_a_shuffled_batch_is_the_mean_over_its_examples_and_the_prototypes_
 
 def test_cd_8_each_prototype_joins_one_batch_of_an_epoch_on_average() -> None:
     share, context = shares()[0], FED.for_silo(0, 7)
-    data, count = PlainLocalData(share.train, share.test, TRAIN, context), torch.arange(1.0, 13.0)
+    data, count = PlainLocalData(share.train, share.test, FEDCD_TRAIN, context), torch.arange(1.0, 13.0)
     draw, again = (FedCD(importance="shuffle")._shuffled(count, data, context) for _ in range(2))
     seen = torch.stack([draw(b) / count for _ in range(1000) for b in (4, 4, 4, 2)])  # 14 examples
     assert seen.unique().tolist() == [0, 1]
@@ -243,7 +243,7 @@ def test_cd_8_each_prototype_joins_one_batch_of_an_epoch_on_average() -> None:
 @pytest.mark.parametrize("importance", ["scaled", "unscaled", "shuffle", "none"])
 def test_every_importance_trains_and_without_any_no_prototype_is_appended(importance: str) -> None:
     method = FedCD(acla="stale", importance=importance)
-    server = method.init_server(model_of(), FED)
+    server = method.init_server(fedcd_model(), FED)
     _, first = played(method, 0, server)
     server = method.merge(server, first.bundle, FED)
     _, second = played(method, 0, server, t=1)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 from torch.nn.functional import cross_entropy
 
 from fl_core.errors import ConfigError
@@ -21,6 +20,7 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import Method
 from fl_core.types.values import LocalResult, RoundContext, TrainConfig
+from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 FLOAT64 = {"dtype": torch.float64}

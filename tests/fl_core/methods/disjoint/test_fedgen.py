@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 from torch.nn.functional import cross_entropy, linear
 
 from fl_core import rng
@@ -23,6 +22,7 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import AS_SCHEDULED, Capability, Exposure, Part, TrainConfig
+from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 SMALL = {"made": 8, "noise": 4, "hidden": 16, "steps": 5}

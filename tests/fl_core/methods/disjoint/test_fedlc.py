@@ -6,7 +6,6 @@ import logging
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -20,6 +19,7 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import TrainConfig
+from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
 COUNTS = torch.tensor([1, 16, 81, 256, 10000], dtype=torch.float64)
 G = torch.tensor([[2, 1, 0.5, 0, -1]], dtype=torch.float64)

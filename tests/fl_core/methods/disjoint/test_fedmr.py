@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, manifest, same, shares
-from oracles import slow_class_sums, slow_inter, slow_intra
 
 from fl_core import rng
 from fl_core.errors import ConfigError
@@ -20,6 +18,8 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import AS_SCHEDULED, Coupling, Losses, Part, State, TrainConfig
+from tests.oracles import slow_class_sums, slow_inter, slow_intra
+from tests.support.federations import FED, SCHEMA, manifest, same, shares
 
 
 def run(method: str, options: Mapping[str, str | int | float | bool], share: float = 1.0) -> tuple[State, RoundHistory]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, manifest, same, shares
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
@@ -24,6 +23,7 @@ from fl_core.training.evaluation import weighted_accuracy
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import AS_SCHEDULED, LocalResult, Part, RoundContext, SgdOptions, State, TrainConfig
+from tests.support.federations import FED, SCHEMA, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, manifest, same, same_bundle, shares
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -21,6 +20,7 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import Part, RoundContext, State, TrainConfig
+from tests.support.federations import FED, SCHEMA, manifest, same, same_bundle, shares
 
 PROTOTYPES = torch.tensor([[2, 0], [0, 3], [-1, -1]], dtype=torch.float64)
 Z = torch.tensor([[0.6, 0.8], [1, 0]], dtype=torch.float64)

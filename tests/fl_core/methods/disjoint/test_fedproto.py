@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 from torch import Tensor, nn
 
 from fl_core.errors import ConfigError
@@ -17,6 +16,7 @@ from fl_core.simulation.in_process import InProcessSilo, RoundHistory, local_por
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import Part, RoundContext, State, TaskKind, TrainConfig
+from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
 Z = torch.tensor([[1.0, 2], [3, 4], [0, 0]], dtype=torch.float64)
 G = torch.tensor([[0.0, 0], [3, 2], [9, 9]], dtype=torch.float64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, Given, manifest, same, same_bundle, shares
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -18,6 +17,7 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import TrainConfig
+from tests.support.federations import FED, SCHEMA, Given, manifest, same, same_bundle, shares
 
 H = torch.tensor([[1, 2]], dtype=torch.float64)
 W = torch.tensor([[1, 0], [0, 1], [1, 1]], dtype=torch.float64)

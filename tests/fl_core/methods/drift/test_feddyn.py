@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers_core import SCHEMA, QData, Scalar, manifest, same, shares
-from helpers_drift import Exact, alternating, play, run_and_lose
 
 from fl_core.errors import ConfigError
 from fl_core.methods.drift.feddyn import FedDyn, pull
@@ -16,6 +14,8 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types import tensor_maps
 from fl_core.types.values import Part, RoundContext, TrainConfig
+from tests.support.federations import SCHEMA, QData, Scalar, manifest, same, shares
+from tests.support.methods import Exact, alternating, play, run_and_lose
 
 EXACT = (Exact(1, 0), Exact(4, 1))
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=1)

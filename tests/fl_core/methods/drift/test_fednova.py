@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, QData, Scalar, manifest, same, shares
-from helpers_drift import play, total_of
 
 from fl_core.errors import ConfigError, DataError
 from fl_core.methods.drift.fednova import FedNova
@@ -21,6 +19,8 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import Bundle, Capability, Part, RoundContext, State, TrainConfig
+from tests.support.federations import FED, SCHEMA, QData, Scalar, manifest, same, shares
+from tests.support.methods import play, total_of
 
 
 def bundle(n: float, delta: Sequence[float], a: float) -> Bundle:

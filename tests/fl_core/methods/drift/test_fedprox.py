@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, QData, Scalar, manifest, same, shares
 
 from fl_core.errors import ConfigError
 from fl_core.methods.drift.fedprox import FedProx
@@ -17,6 +16,7 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import AS_SCHEDULED, RoundContext, TrainConfig
+from tests.support.federations import FED, SCHEMA, QData, Scalar, manifest, same, shares
 
 
 class Exact(QData):

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, manifest, same, same_bundle, shares
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
@@ -21,6 +20,7 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import AS_SCHEDULED, LocalResult, State, TrainConfig
+from tests.support.federations import FED, SCHEMA, manifest, same, same_bundle, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers_core import QData, manifest, same, shares
-from helpers_drift import alternating, play, run_and_lose
 
 from fl_core.errors import ConfigError, DataError
 from fl_core.methods.drift.scaffold import Scaffold
@@ -16,6 +14,8 @@ from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types.values import Capability, TrainConfig
+from tests.support.federations import QData, manifest, same, shares
+from tests.support.methods import alternating, play, run_and_lose
 
 Q = (QData(1, 0), QData(4, 1))
 A_10 = 41.381059609  # effective steps of ten steps with momentum 0.9

@@ -6,10 +6,8 @@ import math
 
 import pytest
 import torch
-from helpers_core import FED
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import slow_inter, slow_inter_paired, slow_intra
 from torch import Tensor
 
 from fl_core import rng
@@ -26,6 +24,8 @@ from fl_core.methods.losses.fedmr import (
 )
 from fl_core.rounds import sampling
 from fl_core.types.values import Part
+from tests.oracles import slow_inter, slow_inter_paired, slow_intra
+from tests.support.federations import FED
 
 F64 = torch.float64
 PAPER, CODE, LITERAL = IntraVariant(), IntraVariant(code=True), IntraVariant(literal_std=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, QData, Scalar, manifest, same, shares
-from helpers_drift import Exact
 
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.ditto import Ditto
@@ -15,6 +13,8 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import TrainConfig
+from tests.support.federations import FED, SCHEMA, QData, Scalar, manifest, same, shares
+from tests.support.methods import Exact
 
 
 def number(value: float) -> dict[str, dict[str, torch.Tensor]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, manifest, same, shares
-from helpers_pair import Pair, PairData
 
 from fl_core.methods.personal.fedbabu import FedBABU
 from fl_core.models import build_model
@@ -14,6 +12,8 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import RoundContext, TrainConfig
+from tests.support.federations import FED, SCHEMA, manifest, same, shares
+from tests.support.methods import Pair, PairData
 
 
 def test_t_bab_1_one_step_and_one_step_of_fine_tuning() -> None:

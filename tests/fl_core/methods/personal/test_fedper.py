@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, manifest, same, shares
-from helpers_pair import Pair, PairData
 
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.fedper import FedPer
@@ -15,6 +13,8 @@ from fl_core.simulation.in_process import RoundHistory, local_ports, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import RoundContext, State, TrainConfig
+from tests.support.federations import FED, SCHEMA, manifest, same, shares
+from tests.support.methods import Pair, PairData
 
 
 def played(method: FedAvg, rounds: int = 1) -> tuple[State, list[tuple[float, float]], list[State]]:

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, Given, manifest, same, same_bundle, shares
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -22,6 +21,7 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import Coupling, LocalResult, RoundContext, State, TrainConfig
+from tests.support.federations import FED, SCHEMA, Given, manifest, same, same_bundle, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=1)
 

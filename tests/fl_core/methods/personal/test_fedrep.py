@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, shares
-from helpers_pair import Pair, PairData
 from torch import Tensor, nn
 
 from fl_core.errors import ConfigError
@@ -14,6 +12,8 @@ from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import AS_SCHEDULED, LocalResult, RoundContext, TrainConfig
+from tests.support.federations import FED, SCHEMA, shares
+from tests.support.methods import Pair, PairData
 
 CONFIG = TrainConfig(lr=0.05, momentum=0.5, weight_decay=1e-2, batch_size=4, epochs=2)
 

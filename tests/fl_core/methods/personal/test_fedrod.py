@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, Given, manifest, same, shares
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -19,6 +18,7 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import Capability, LocalResult, State, TrainConfig
+from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
 CONFIG = TrainConfig(lr=0.05, momentum=0.9, weight_decay=0.1, batch_size=4, epochs=2)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_core import FED, QData, Scalar, manifest, same, shares
 
 from coordinator.console import percent
 from coordinator.simulation.runner import Result
@@ -16,6 +15,7 @@ from fl_core.simulation.in_process import RoundHistory, local_ports, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import TaskKind, TrainConfig
+from tests.support.federations import FED, QData, Scalar, manifest, same, shares
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_core import FED, SCHEMA, same, same_bundle, shares
 from torch import Tensor, nn
 
 from fl_core.errors import ConfigError
@@ -19,6 +18,7 @@ from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import AS_SCHEDULED, LocalResult, SgdOptions, State, TrainConfig
+from tests.support.federations import FED, SCHEMA, same, same_bundle, shares
 
 TURN = FED.for_silo(0, 0)
 TRAIN = TrainConfig(lr=0.05, batch_size=5, epochs=2)  # 14 examples: 3 batches an epoch

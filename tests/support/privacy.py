@@ -1,38 +1,118 @@
-"""One private step of a method's own loss, with and without a record more: how far the clipped sum moves, by force."""
+"""Private runs: manifests, homes whose records have a budget, data behind a privacy profile, and sensitivity by brute force."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from helpers_core import Given
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
+from fl_core import datasets
 from fl_core.methods import build_method
+from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel, assemble
-from fl_core.rounds.manifest import NamedOptions
+from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
 from fl_core.training.local_data import PlainLocalData
-from fl_core.types.values import AS_SCHEDULED, Coupling, LossFn, Part, RoundContext, SgdOptions, TrainConfig
+from fl_core.types.values import AS_SCHEDULED, Coupling, Losses, LossFn, Part, RoundContext, SgdOptions, TrainConfig
 from privacy import profiles
-from privacy.accounting.record_config import RecordDpConfig
+from privacy.accounting.record_config import RecordDpConfig, round_to_two_digits
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
+from privacy.dp_sgd.class_sums import PrivacyUnits
 from privacy.dp_sgd.private_data import DpSgdLocalData
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.registration import register
 from privacy.noise.sources import SeededNoise
+from silo.storage.home import Home
+from tests.support.fake_coordinator import MEMBERS, manifest
+from tests.support.federations import SCHEMA, Given
+
+TRAIN, TEST, HOSPITAL = "center1/train", "center1/test", "hospital"
+DATA = "digits/p3c4/1"
+SEEDED_POLICY = '[privacy]\nrng = "test"\n'
+
+
+def private(method: str = "fedavg", options: dict | None = None, **terms) -> RunManifest:
+    """Freeze a small private run; noise is seeded unless the test says otherwise."""
+    units = round_to_two_digits(len(PrivacyUnits.of(datasets.load(DATA).train)))
+    facts = {"rng": "test", "epsilon": 8.0, **terms}
+    return manifest(
+        method=NamedOptions(method, options or {}),
+        members=make_members(MEMBERS, 3, 1.0, [units] * 3),
+        privacy=NamedOptions("dp_record", facts),
+    )
+
+
+def hospital_level(method: str = "fedavg", options: dict | None = None, **terms) -> RunManifest:
+    """Freeze a small run that hides what a whole hospital changes; the digits' network is large for it."""
+    units = round_to_two_digits(len(PrivacyUnits.of(datasets.load(DATA).train)))
+    choice = NamedOptions("dp_silo_small", {"rng": "test", "epsilon": 8.0, "allow_large": True, **terms})
+    made = manifest(
+        method=NamedOptions(method, options or {}), members=make_members(MEMBERS, 3, 1.0, [units] * 3), privacy=choice
+    )
+    return replace(made, layout={**made.layout, **profiles.extra_parts(choice)})
+
+
+def budgeted(folder: Path, epsilon: float = 8.0, test_epsilon: float = 8.0, policy: str = SEEDED_POLICY) -> Ledger:
+    """Register the tests' data in a home and give it a budget."""
+    home = Home(folder).make()
+    if policy:
+        home.policy.write_text(policy)
+    ledger = Ledger(home.ledger)
+    register(ledger, datasets.load(DATA), "center1")
+    ledger.set_budget(TRAIN, epsilon, 1e-5, "dpo", "test")
+    ledger.set_budget(TEST, test_epsilon, 1e-5, "dpo", "test")
+    return ledger
+
+
+TURN = RoundContext(3, 4, rounds=5, round=0, cohort=3).for_silo(0, 7)
+PLAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=1000, epochs=3)
+
+
+class Silent(SeededNoise):
+    """Samples as usual, adds nothing."""
+
+    def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
+        return torch.zeros(shape, dtype=torch.long)
+
+
+def examples(n: int = 24, groups: bool = False) -> Given:
+    g = torch.Generator().manual_seed(n)
+    made = Given(torch.rand(n, 1, 8, 8, generator=g), torch.arange(n) % 4)
+    if groups:
+        made.groups = tuple(f"patient {i // 3}" for i in range(n))
+    return made
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    return build_model("digits_cnn", {}, SCHEMA, seed)
+
+
+def course_of(
+    terms: RecordDpConfig, train: TrainConfig = PLAIN, units: int = 24, method: str = "fedavg", **options: object
+) -> ReleasePlan:
+    return ReleasePlan.of(terms, train, 5, units, build_method(method, options), model_of(), SCHEMA)
+
+
+def doors(course: ReleasePlan, data: Given, noise: object = None, round: int = 0, **more: object) -> DpSgdLocalData:
+    context = replace(TURN, round=round)
+    spend = ReleaseAllowance([r for _ in range(3) for r in course.releases(round, True)])
+    source = Silent(1, "sampling") if noise is None else noise
+    return DpSgdLocalData(data, data, course.rates.train, context, course, spend, source, **more)  # type: ignore[arg-type]
+
+
+def ce(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+    return Losses(cross_entropy(model(x), y, reduction="none"))
+
 
 N, CLASSES = 10, 4
 CLIP = 0.1
 CONDITIONS = ("as it is", "augmented", "dropout", "groups")
 TREATMENTS = ("split", "micro", "off")
-
-
-class Silent(SeededNoise):
-    """Adds no noise; what it draws follows from contents."""
-
-    def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
-        return torch.zeros(shape, dtype=torch.long)
 
 
 class ByPlace(Silent):

@@ -1,4 +1,4 @@
-"""Silos that follow a script: sessions, training and uploads, with exceptions on demand."""
+"""Hospitals for tests: work that waits, an outbox by hand, and silos that follow a script."""
 
 from __future__ import annotations
 
@@ -7,23 +7,108 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import grpc
-from helpers_grpc import World, channel
-from helpers_wire import fetch, send
+import torch
 
+from fl_core import datasets
+from fl_core.methods import build_method
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import run_silo_round
 from fl_core.simulation.in_process import SiloShare
 from fl_core.training.local_data import PlainLocalData
-from fl_core.types.values import Bundle, RoundContext, State, TaskKind
+from fl_core.types.values import Bundle, Part, RoundContext, State, TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.storage.object_store import ContributionStore
 from protos.version import PROTOCOL
 from protos.wire import codec
 from protos.wire.tasks import TaskKey
+from silo.storage.outbox import Outbox, TrainingResult
+from silo.storage.store import Store
+from silo.storage.tasks import Evaluation
+from tests.support import until
+from tests.support.coordinator import World, channel
+from tests.support.transfers import fetch, send
+
+TRAINED = TaskKey("run-1", 0, TaskKind.TRAIN)
+
+
+class Slow:
+    """A round's arithmetic that takes steps until it is let go, and counts how often it began."""
+
+    def __init__(self):
+        self.begun, self.held, self.fail = [], True, None
+        self.started, self.free = threading.Event(), threading.Event()
+
+    def __call__(self, bench, msg, state, data, context, kind):
+        self.begun.append(context.round)
+        self.started.set()
+        while self.held and not self.free.wait(0.002):
+            data._progress(1, 5)
+        if self.fail is not None:
+            raise self.fail
+        return run_silo_round(bench, msg, state, data, context, kind)
+
+
+class Watched:
+    """Counts how often examples are read."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.read = 0
+        plain = datasets.TensorExamples.batch
+
+        def batch(examples, index, augment=None):
+            self.read += 1
+            return plain(examples, index, augment)
+
+        monkeypatch.setattr(datasets.TensorExamples, "batch", batch)
+
+
+def first(hospital, times=1):
+    """Let a hospital do a round."""
+    method = build_method(hospital.manifest.method.name, hospital.manifest.method.options)
+    hospital.offer(state=method.broadcast(hospital.server))
+    until(lambda: hospital.events().count("sent") >= times or "refused" in hospital.events(), seconds=60)
+    assert "refused" not in hospital.events(), [n.text for n in hospital.notices]
+
+
+def upload(hospital) -> bytes:
+    return bytes(next(iter(hospital.transfer.uploads.values())))
+
+
+FACTS = Evaluation(("a", "b"), (1.0, 0.0), (2.0, 0.0))
+M, B = "a" * 64, "b" * 64
+
+
+def key(round=0, run="run-1", kind=TaskKind.TRAIN):
+    return TaskKey(run, round, kind)
+
+
+def finished(value: float, mirrored: bool = True) -> TrainingResult:
+    bundle = {
+        "metrics": Part({"correct": torch.ones(2)}, torch.ones(2)),
+        "delta": Part.of({"w": torch.ones(3) * value}),
+    }
+    return TrainingResult(bundle, {"own": {"w": torch.full((2,), value)}}, FACTS, mirrored)
+
+
+def opened(home: Path) -> Outbox:
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return Outbox(Store(home / "silo.db"), ContributionStore(home / "objects"), "center1")
+
+
+def value(outbox: Outbox, run="run-1") -> float | None:
+    state = outbox.state(run)
+    return None if state is None else float(state["own"]["w"][0])
+
+
+def stage(outbox: Outbox, round=0, value=1.0, base=B, kind=TaskKind.TRAIN):
+    return outbox.stage(key(round, kind=kind), M, base, finished(value))
+
 
 Stub = TypeVar("Stub", rpc.ControlStub, rpc.TransferStub)
 _ONE_MODEL_AT_A_TIME = threading.Lock()  # training seeds torch's global generator

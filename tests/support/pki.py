@@ -1,4 +1,4 @@
-"""A consortium in a folder, a clock that tests turn, and a silo that has joined."""
+"""A consortium in a folder, a clock that tests turn, a silo that has joined, and calls with its credentials."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import grpc
+import pytest
+
 from coordinator.pki.authority import Authority
 from protos.pki.invitation import InvitationToken
 from protos.pki.roster import Member, SignedRoster
+from silo.identity.credentials import channel_credentials, name_options
 from silo.identity.identity import SiloIdentity
 
 
@@ -58,3 +62,18 @@ def certified(ca: Authority, name: str) -> bytes:
     from protos.pki import certificates
 
     return ca.sign_silo(certificates.make_request(certificates.new_key()), name)
+
+
+HOST = "127.0.0.1"
+
+
+def call(port, credentials, method="/x/silo", name=None):
+    options = [*name_options(name), ("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+    with grpc.secure_channel(f"{HOST}:{port}", channel_credentials(credentials), options=options) as channel:
+        return channel.unary_unary(method)(b"", timeout=10)
+
+
+def refused_call(port, credentials, method="/x/silo", name=None) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(port, credentials, method, name)
+    return caught.value

@@ -1,33 +1,45 @@
-"""Small federations for tests of the core: the quadratic problem Q, made-up images, and whole manifests."""
+"""Small federations in this process: problem Q, made-up images, whole manifests, the round loop, updates in files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from fl_core.aggregation.aggregator import BLOCK
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import Option
+from fl_core.errors import UnavailableError
 from fl_core.methods import build_method
 from fl_core.models import build_model
+from fl_core.rounds.engine import RoundRecord
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
-from fl_core.simulation.in_process import SiloShare
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import RoundHistory, SiloShare, local_ports
 from fl_core.training.optimizers import effective_steps
+from fl_core.types.interfaces import SiloPort
 from fl_core.types.values import (
     AS_SCHEDULED,
     Bundle,
     Examples,
     LossFn,
+    Part,
+    PartSpec,
     Query,
     RoundContext,
     Schema,
     SgdOptions,
     Split,
+    State,
+    TaskKind,
     Tensors,
     TrainConfig,
 )
+from protos.wire import codec
+from protos.wire.bundle_file import BundleFile
 
 METHOD_OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "fedmr": {"mu1": 1e-4, "mu2": 0.5},
@@ -169,3 +181,74 @@ def same_bundle(a: Bundle, b: Bundle) -> bool:
     return set(a) == set(b) and all(
         same(p.total, b[name].total) and torch.equal(p.weight, b[name].weight) for name, p in a.items()
     )
+
+
+class Kept(RoundHistory):
+    """Keeps the state after every round, and what was announced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[State] = []
+        self.seen: list[tuple[int, TaskKind, tuple[str, ...]]] = []
+        self.came: list[str] = []
+
+    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
+        self.seen.append((context.round, kind, tuple(names)))
+
+    def arrived(self, name: str) -> None:
+        self.came.append(name)
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        super().closed(record, server)
+        self.states.append(server)
+
+
+class Failing:
+    """A port that raises, or spoils what it sends, in some rounds."""
+
+    def __init__(self, inner: SiloPort, rounds: Sequence[int], spoil: bool = False) -> None:
+        self.name, self._inner, self._rounds, self._spoil = inner.name, inner, rounds, spoil
+
+    def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
+        self._inner.settle(context, kind, included)
+
+    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
+        if context.round not in self._rounds:
+            return self._inner.round(msg, context, kind)
+        if not self._spoil:
+            raise UnavailableError("E-NET-01", f"{self.name} is away")
+        bundle = dict(self._inner.round(msg, context, kind))
+        delta = bundle["delta"]
+        bundle["delta"] = Part({k: v * float("nan") for k, v in delta.total.items()}, delta.weight)
+        return bundle
+
+
+def go(
+    run: RunManifest,
+    ports: Sequence[SiloPort] | None = None,
+    start: int = 0,
+    state: State | None = None,
+    parallel: int = 1,
+) -> tuple[State, Kept]:
+    kept = Kept()
+    ports = local_ports(RunSetup.of(run), shares()) if ports is None else ports
+    final = (
+        RunSetup.of(run)
+        .round_loop(ports, parallel)
+        .run(RunSetup.of(run).initial_state() if state is None else state, kept, start)
+    )
+    return final, kept
+
+
+SHAPES = {"large": (2, BLOCK // 2 + 3), "small": (5,), "none": (0, 3)}
+LAYOUT = {"p": PartSpec(SHAPES, ())}
+
+
+def drawn(seed: int, scale: float = 1.0, weight: float = 3.0) -> dict[str, Part]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"p": Part.of({k: torch.randn(s, generator=generator) * scale for k, s in SHAPES.items()}, weight)}
+
+
+def stored(bundle: Bundle, folder: Path, name: str = "bundle") -> BundleFile:
+    codec.write_bundle(bundle, folder / name)
+    return BundleFile(folder / name)

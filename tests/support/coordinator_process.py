@@ -1,6 +1,6 @@
 """A coordinator in a process of its own: real TLS, a handler that authorises, calls and denials as JSON on stdout.
 
-Run as a script: helpers_pki_server.py HOME; end of input stops it.
+Run as a script: coordinator_process.py HOME; end of input stops it.
 """
 
 from __future__ import annotations

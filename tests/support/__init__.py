@@ -1,0 +1,17 @@
+"""What tests share: one module for each thing that is set up, and here how they wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def until(condition: Callable[[], Any], what: str = "", seconds: float = 200.0) -> Any:
+    """Wait for a condition with a deadline, and return its value."""
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain {what}"
+        pause.wait(0.005)
+    return value

@@ -1,0 +1,320 @@
+"""The coordinator in this process over real gRPC and mutual TLS, sessions by hand, and whole federations with it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+
+from coordinator.api.server import CoordinatorServer, Settings
+from coordinator.pki.authority import Authority
+from coordinator.pki.membership import Membership
+from coordinator.runs.session import Session
+from coordinator.storage.records import Run, RunState
+from coordinator.storage.store import Store
+from fl_core import datasets
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types.values import State
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.registration import register
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.pki import certificates
+from protos.pki.identity import Identity, Kind, PeerCertificate, identity_of
+from protos.pki.invitation import InvitationToken
+from protos.storage.private_files import Credentials
+from protos.tls.diagnosis import Diagnosis
+from protos.version import PROTOCOL
+from protos.wire import codec
+from silo.connection.transfer import RetryPolicy
+from silo.events import Event
+from silo.identity.identity import SiloIdentity
+from silo.service.service import Service
+from silo.service.service import Settings as SiloSettings
+from silo.storage.home import Home
+from tests.support import until
+
+CONSORTIUM = "test"
+FAST = Settings(pulse_s=0.2, recycle_s=300)
+
+
+def credentials(home: Path, name: str) -> Credentials:
+    """Enrol a silo as the service does, without a connection."""
+    store = Store(home)
+    try:
+        membership = Membership(home, store)
+        token = InvitationToken.decode(membership.invite(name).token)
+        key = certificates.new_key()
+        made = membership.join(identity_of(token.cert_pem), certificates.make_request(key))
+        return Credentials(key, made.certificate_pem, made.authority_pem)
+    finally:
+        store.close()
+
+
+def channel(port: int, own: Credentials | None) -> grpc.Channel:
+    """Connect as somebody."""
+    assert own is not None
+    secure = grpc.ssl_channel_credentials(own.ca_pem, own.key_pem, own.cert_pem)
+    # Each channel gets connections of its own: gRPC would share one between equal channels of a process.
+    return grpc.secure_channel(f"127.0.0.1:{port}", secure, [("grpc.use_local_subchannel_pool", 1)])
+
+
+@dataclass
+class World:
+    """A consortium's home, who is enrolled, and the service while it runs."""
+
+    home: Path
+    settings: Settings = FAST
+    people: dict[str, Credentials] = field(default_factory=dict)
+    server: CoordinatorServer | None = None
+    port: int = 0
+    manifests: dict[str, RunManifest] = field(default_factory=dict)
+
+    @classmethod
+    def create(cls, home: Path, names: Sequence[str], settings: Settings = FAST) -> World:
+        authority = Authority.create(home, CONSORTIUM, ["127.0.0.1:8443"])
+        world = cls(home, settings)
+        world.people["lead"] = authority.issue_lead("lead")
+        for name in names:
+            world.people[name] = credentials(home, name)
+        return world
+
+    def compose(self, spec: str, roster: list[pb.SiloInfo]) -> RunManifest:
+        """Stand in for the configuration: a spec names a manifest that the test has put here."""
+        del roster
+        return self.manifests[spec]
+
+    def start(self) -> CoordinatorServer:
+        self.server = CoordinatorServer(self.home, "127.0.0.1:0", self.compose, self.settings)
+        self.port = self.server.start()
+        return self.server
+
+    def stop(self) -> None:
+        if self.server is not None:
+            self.server.stop(0.5)
+            self.server = None
+
+    def submit(self, manifest: RunManifest, request_id: str = "request") -> Run:
+        assert self.server is not None
+        return self.server.runs.submit(manifest, "{}", request_id)
+
+    def run(self, run_id: str) -> Run:
+        assert self.server is not None
+        return self.server.store.runs.get(run_id)
+
+    def ended(self, run_id: str, seconds: float = 30.0) -> Run:
+        """Wait until a run has ended and its thread has cleaned up."""
+
+        def over() -> bool:
+            assert self.server is not None
+            return run_id not in self.server.runs._active and self.run(run_id).state.ended
+
+        until(over, f"the end of {run_id}", seconds)
+        return self.run(run_id)
+
+    def finished(self, run_id: str, seconds: float = 30.0) -> Run:
+        run = self.ended(run_id, seconds)
+        assert run.state is RunState.FINISHED, run.reason
+        return run
+
+    def model(self, run_id: str) -> State:
+        """Read the newest server state."""
+        assert self.server is not None
+        found = self.run(run_id).state_object
+        assert found is not None
+        return codec.read_state(self.server.blobs.path(found))
+
+    def transfer(self, name: str) -> rpc.TransferStub:
+        return rpc.TransferStub(channel(self.port, self.people[name]))
+
+    def lead(self) -> rpc.LeadStub:
+        return rpc.LeadStub(channel(self.port, self.people["lead"]))
+
+
+@contextmanager
+def running(home: Path, names: Sequence[str], settings: Settings = FAST) -> Iterator[World]:
+    """A started service with enrolled silos."""
+    world = World.create(home, names, settings)
+    world.start()
+    try:
+        yield world
+    finally:
+        world.stop()
+
+
+DENIED = grpc.StatusCode.PERMISSION_DENIED
+
+
+def session(name: str = "north") -> Session:
+    """A silo's session without a connection."""
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+    return Session(PeerCertificate(Identity(Kind.SILO, "test", name), "1", "f", start, start + timedelta(days=90)))
+
+
+class Line:
+    """A session by hand."""
+
+    def __init__(self, world: World, name: str, hello: pb.Hello | None = None, own=None, silent: bool = False) -> None:
+        self._out: queue.Queue[pb.SiloMessage | None] = queue.Queue()
+        self.got: list[pb.CoordinatorMessage] = []
+        self.error: grpc.RpcError | None = None
+        self.over = threading.Event()
+        self._silent = silent
+        self._channel = channel(world.port, own or world.people[name])
+        if hello is not None:
+            self.say(hello=hello)
+        self._call = rpc.ControlStub(self._channel).Session(iter(self._out.get, None))
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def say(self, **body: object) -> None:
+        self._out.put(pb.SiloMessage(**body))
+
+    def _read(self) -> None:
+        try:
+            for message in self._call:
+                self.got.append(message)
+                if message.HasField("pulse") and not self._silent:
+                    self.say(pulse=pb.Pulse(activity=pb.TRAINING, done=len(self.got)))
+        except grpc.RpcError as error:
+            self.error = error
+        self.over.set()
+
+    def kinds(self) -> list[str]:
+        return [str(m.WhichOneof("body")) for m in self.got]
+
+    def of(self, kind: str) -> list[pb.CoordinatorMessage]:
+        return [m for m in self.got if m.WhichOneof("body") == kind]
+
+    def close(self) -> None:
+        self._out.put(None)
+        self._call.cancel()
+        self._channel.close()
+        assert self.over.wait(10)
+
+    def failure(self) -> tuple[grpc.StatusCode, str]:
+        assert self.over.wait(10)
+        assert self.error is not None
+        return self.error.code(), self.error.details().split(":")[0]
+
+
+HELLO = pb.Hello(
+    protocol_min=PROTOCOL,
+    protocol_max=PROTOCOL,
+    software="by hand 1.0",
+    data=pb.DataOffer(name="digits", shape=[1, 8, 8]),
+)
+
+
+def instance(id: str, previous: str = "") -> pb.Hello:
+    return pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=id, previous_instance=previous)
+
+
+def online(world: World, name: str) -> Callable[[], bool]:
+    return lambda: world.server.hub.live(name) is not None
+
+
+PATIENCE = RetryPolicy(idle_s=5.0, backoff_s=0.01, backoff_cap_s=0.1, tries=3)
+COLLECTION = "records"
+DELTA = 1e-5
+
+
+@dataclass
+class Site:
+    """One hospital: its home, its data, and the service while it runs."""
+
+    world: World
+    home: Home
+    data: str
+    notices: list[Event] = field(default_factory=list)
+    service: Service | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger(self.home.ledger)
+
+    def policy(self, text: str) -> None:
+        self.home.policy.write_text(text)
+
+    def budget(self, epsilon: float, split: str = "train") -> None:
+        self.ledger.set_budget(f"{COLLECTION}/{split}", epsilon, DELTA, "dpo", "test")
+
+    def entries(self) -> list[tuple[str, str]]:
+        """List (entry, state) of every collection."""
+        ledger = self.ledger
+        return [(entry, state) for c in ledger.collections() for entry, state, _ in ledger.entries(c)]
+
+    def start(self) -> None:
+        own = SiloIdentity(self.home.path).current_credentials()
+        well = Diagnosis(None, "works", "all is well")
+        self.service = Service(
+            SiloSettings(self.home, self.data, device="cpu"),
+            self.notices.append,
+            PATIENCE,
+            lambda _: channel(self.world.port, own),
+            lambda _: well,
+        )
+        self.service.start()
+
+    def stop(self) -> None:
+        if self.service is not None:
+            self.service.stop()
+            self.service = None
+
+    def told(self, event: str) -> list[str]:
+        return [n.text for n in self.notices if n.event == event]
+
+
+def enrolled(world: World, name: str, folder: Path) -> Home:
+    """Enrol a hospital without a connection, its home ready to serve."""
+    home = Home(folder).make()
+    identity = SiloIdentity(home.path)
+    store = Store(world.home)
+    try:
+        membership = Membership(world.home, store)
+        token = InvitationToken.decode(membership.invite(name).token)
+        material = identity.join_material(token)
+        made = membership.join(identity_of(token.cert_pem), material.csr_pem)
+    finally:
+        store.close()
+    identity.install(made.certificate_pem, made.authority_pem)
+    home.write_addresses(material.addresses)
+    return home
+
+
+@contextmanager
+def federation(folder: Path, data: dict[str, str], epsilon: float = 100.0) -> Iterator[tuple[World, dict[str, Site]]]:
+    """A coordinator that runs, and hospitals (name: data) with registered records and a budget that do not yet."""
+    world = World.create(folder / "coordinator", ())
+    sites = {}
+    for name, reference in data.items():
+        site = Site(world, enrolled(world, name, folder / name), reference)
+        site.policy('[privacy]\nrng = "test"\n')
+        register(site.ledger, datasets.load(reference), COLLECTION)
+        site.budget(epsilon)
+        site.budget(epsilon, "test")
+        sites[name] = site
+    world.start()
+    try:
+        yield world, sites
+    finally:
+        for site in sites.values():
+            site.stop()
+        world.stop()
+
+
+def events(world: World, run_id: str, kind: str) -> list[tuple[str, str]]:
+    """List (silo, text) of a run's events of one kind."""
+    assert world.server is not None
+    return [(e.silo, e.text) for e in world.server.store.runs.events(run_id, 0) if e.kind == kind]
+
+
+def heard(world: World, run_id: str, kind: str, times: int = 1) -> list[tuple[str, str]]:
+    """Wait for so many events of a kind."""
+    until(lambda: len(events(world, run_id, kind)) >= times, f"{times} events {kind!r}", 60)
+    return events(world, run_id, kind)
