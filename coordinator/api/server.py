@@ -36,7 +36,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.identity import Address
 from protos.storage import private_files
-from protos.storage.object_store import ContributionStore
+from protos.storage.object_store import ObjectStore
 from protos.wire.channel_options import SERVER_OPTIONS
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class CoordinatorServer:
         self._lock = _lock(self.home / LOCK_FILE)
         try:
             self.store = Store(self.home)
-            self.blobs = ContributionStore(self.home / "blobs" / "objects", sharded=True)
+            self.blobs = ObjectStore(self.home / "blobs" / "objects", sharded=True)
             self.uploads = UploadRegistry(self.home / "blobs", self.settings.quota)
             self.hub = Dispatcher(self.store, self.settings.pulse_s)
             self.runs = RunScheduler(self.store, self.blobs, self.uploads, self.hub, self.settings.parallel_runs)

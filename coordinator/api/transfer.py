@@ -25,7 +25,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.identity import Kind
 from protos.storage.digests import file_digest
-from protos.storage.object_store import ContributionStore
+from protos.storage.object_store import ObjectStore
 from protos.storage.partial_file import open_partial
 from protos.wire import receipts
 from protos.wire.chunks import append_chunk, read_chunks
@@ -42,7 +42,7 @@ class TransferService(rpc.TransferServicer):
         self,
         gate: Authorizer,
         store: Store,
-        blobs: ContributionStore,
+        blobs: ObjectStore,
         uploads: UploadRegistry,
         hub: Dispatcher,
         certificate: ServerCertificate,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +16,20 @@ from coordinator.config.run_spec import RunSpec
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
 from protos.console import make_table, print_json
+
+_COLUMNS = (
+    "hospital",
+    "size",
+    "q",
+    "steps",
+    "rounds",
+    "noise z",
+    "epsilon",
+    "with reserve",
+    "tighter bound",
+    "of a record",
+    "of a test record",
+)
 
 privacy = typer.Typer(no_args_is_help=True, help="Look at privacy before a run.")
 privacy.callback()(lambda: None)
@@ -50,41 +65,18 @@ def preview(
         return
     if form:
         console.OUT.print(form)
-    rows = [
-        (
-            str(s["name"]),
-            str(s["units"]),
-            f"{s['rate']:.4f}",
-            str(s["steps"]),
-            str(s["rounds"]),
-            f"{s['noise']:.3f}",
-            f"{s['epsilon']:.3f}",
-            f"{s['epsilon_most']:.3f}",
-            f"{s['epsilon_tight']:.3f}",
-            f"{s['epsilon_record']:.3f}",
-            f"{s['epsilon_test']:.3f}",
-        )
-        for s in found["silos"]
-    ]
-    if not rows:
+    if not found["silos"]:
         console.OUT.print(f"privacy={found['profile']} adds no noise: no epsilon bounds what this run shows")
         return
-    head = (
-        "hospital",
-        "size",
-        "q",
-        "steps",
-        "rounds",
-        "noise z",
-        "epsilon",
-        "with reserve",
-        "tighter bound",
-        "of a record",
-        "of a test record",
-    )
     title = f"{found['method']}, {found['rounds']} rounds, delta {found['delta']:g}"
-    console.OUT.print(make_table(title, head, rows))
+    console.OUT.print(make_table(title, _COLUMNS, [_row(silo) for silo in found["silos"]]))
     console.OUT.print(f"drawing the noise with finite precision adds at most {found['delta_of_sampling']:.1e} to delta")
+
+
+def _row(silo: Mapping[str, Any]) -> tuple[str, ...]:
+    numbers = ("noise", "epsilon", "epsilon_most", "epsilon_tight", "epsilon_record", "epsilon_test")
+    facts = (silo["name"], silo["units"], f"{silo['rate']:.4f}", silo["steps"], silo["rounds"])
+    return (*map(str, facts), *(f"{silo[key]:.3f}" for key in numbers))
 
 
 def _given(spec: RunSpec, sizes: str) -> RunManifest:

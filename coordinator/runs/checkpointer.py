@@ -13,7 +13,7 @@ from fl_core.errors import StateError
 from fl_core.rounds.engine import Observer, RoundRecord
 from fl_core.types import tensor_maps
 from fl_core.types.values import RoundContext, State, TaskKind
-from protos.storage.object_store import ContributionStore
+from protos.storage.object_store import ObjectStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class RunCheckpointer(Observer):
     run_id: str
     broadcasts: BroadcastCache
     store: Store
-    blobs: ContributionStore
+    blobs: ObjectStore
     hub: Dispatcher
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:

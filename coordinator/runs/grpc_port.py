@@ -15,7 +15,7 @@ from coordinator.runs.tasks import SiloTaskKey, Task
 from coordinator.storage.store import Store
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Bundle, RoundContext, State, TaskKind
-from protos.storage.object_store import ContributionStore
+from protos.storage.object_store import ObjectStore
 from protos.wire import codec
 from protos.wire.bundle_file import BundleFile
 
@@ -27,7 +27,7 @@ class StoredObject(NamedTuple):
     size: int
 
     @classmethod
-    def stored(cls, state: State, blobs: ContributionStore) -> StoredObject:
+    def stored(cls, state: State, blobs: ObjectStore) -> StoredObject:
         """Store a state as an object, on the disk on return."""
         return cls(*blobs.put_file(lambda file: codec.write_state(state, file)))
 
@@ -53,7 +53,7 @@ class BroadcastCache:
     """
 
     def __init__(
-        self, run_id: str, deadline_s: float, store: Store, blobs: ContributionStore, collect: Callable[[str], None]
+        self, run_id: str, deadline_s: float, store: Store, blobs: ObjectStore, collect: Callable[[str], None]
     ) -> None:
         self._run_id = run_id
         self._deadline_s = deadline_s
@@ -110,7 +110,7 @@ class GrpcPort:
     allowed: frozenset[torch.dtype]
     broadcasts: BroadcastCache
     store: Store
-    blobs: ContributionStore
+    blobs: ObjectStore
     hub: Dispatcher
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:

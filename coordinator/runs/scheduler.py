@@ -23,7 +23,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
 from fl_core.types.values import State
 from privacy.compiled_run import CompiledRun
-from protos.storage.object_store import ContributionStore
+from protos.storage.object_store import ObjectStore
 from protos.wire.codec import read_state
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class RunScheduler:
     def __init__(
         self,
         store: Store,
-        blobs: ContributionStore,
+        blobs: ObjectStore,
         uploads: UploadRegistry,
         hub: Dispatcher,
         parallel: int = PARALLEL_RUNS,

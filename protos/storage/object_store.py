@@ -19,7 +19,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PARTIAL = ".part"
 
 
-class ContributionStore:
+class ObjectStore:
     """A folder of objects. Calls may come from several threads, and from one process only.
 
     Guarantees: a file gets its name when all of it was written with that digest, never before; storing the same bytes

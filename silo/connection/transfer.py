@@ -17,7 +17,7 @@ import grpc
 from fl_core.errors import FederationError, ProtocolError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.storage.object_store import ContributionStore
+from protos.storage.object_store import ObjectStore
 from protos.storage.partial_file import open_partial, partial_size
 from protos.wire import receipts
 from protos.wire.chunks import append_chunk, read_chunks
@@ -109,7 +109,7 @@ class Transfer:
     def __init__(
         self,
         stub: Callable[[], rpc.TransferStub],
-        objects: ContributionStore,
+        objects: ObjectStore,
         patience: RetryPolicy,
         tell: Callable[[FederationError], None],
     ) -> None:

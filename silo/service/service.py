@@ -13,7 +13,7 @@ from fl_core.rounds.silo_round import run_silo_round
 from privacy.profiles import PROFILES
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki.identity import Address
-from protos.storage.object_store import ContributionStore
+from protos.storage.object_store import ObjectStore
 from protos.storage.private_files import private_folder
 from protos.tls.diagnosis import Diagnosis
 from protos.version import PROTOCOL, software
@@ -108,7 +108,7 @@ class Service:
             pulse_floor=self._pace.pulse_floor,
         )
         self._keeper = MembershipMaintainer(self._identity, lines, say, self._client.renewed)
-        objects = ContributionStore(private_folder(settings.home.objects))
+        objects = ObjectStore(private_folder(settings.home.objects))
         transfer = Transfer(lambda: lines.current().transfer, objects, self._patience, lambda e: say(error_event(e)))
         self._desk = TaskQueue(self.store, self._client.send, say)
         self._custody = HospitalControls(settings.home, self.store)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_core.types.values import Bundle, State, TaskKind
-from protos.storage.object_store import ContributionStore
+from protos.storage.object_store import ObjectStore
 from protos.wire import codec
 from protos.wire.tasks import TaskKey, contribution_id
 from silo.storage.store import Store
@@ -49,7 +49,7 @@ class Outbox:
     """Finished updates of one silo. Files first, then the one row that makes them count."""
 
     store: Store
-    objects: ContributionStore
+    objects: ObjectStore
     silo: str
 
     def stage(

@@ -1,6 +1,6 @@
 """A coordinator in a process of its own: real TLS, a handler that authorises, calls and denials as JSON on stdout.
 
-Run as a script: coordinator_process.py HOME; end of input stops it.
+Run as a program: python -m tests.support.coordinator_process HOME; end of input stops it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Server:
         drop = {"GRPC_TRACE", "GRPC_VERBOSITY", "GRPC_SSL_CIPHER_SUITES"}
         env = {k: v for k, v in os.environ.items() if k not in drop and "proxy" not in k.lower()}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(home)],
+            [sys.executable, "-m", __name__, str(home)],
+            cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

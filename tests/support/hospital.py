@@ -23,7 +23,7 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types.values import Bundle, Part, RoundContext, State, TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.storage.object_store import ContributionStore
+from protos.storage.object_store import ObjectStore
 from protos.version import PROTOCOL
 from protos.wire import codec
 from protos.wire.tasks import TaskKey
@@ -98,7 +98,7 @@ def finished(value: float, mirrored: bool = True) -> TrainingResult:
 
 def opened(home: Path) -> Outbox:
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return Outbox(Store(home / "silo.db"), ContributionStore(home / "objects"), "center1")
+    return Outbox(Store(home / "silo.db"), ObjectStore(home / "objects"), "center1")
 
 
 def value(outbox: Outbox, run="run-1") -> float | None:

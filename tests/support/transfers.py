@@ -15,7 +15,7 @@ from fl_core.errors import FederationError
 from fl_core.types.values import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.storage.object_store import ContributionStore
+from protos.storage.object_store import ObjectStore
 from protos.wire import codec
 from protos.wire.chunks import CHUNK_BYTES, append_chunk, read_chunks
 from protos.wire.tasks import FROM_WIRE, TaskKey, contribution_id
@@ -128,7 +128,7 @@ class Rig:
         self.host = Host(self.fake)
         self.channel = self.host.channel()
         self.told: list[FederationError] = []
-        self.objects = ContributionStore(folder / "objects")
+        self.objects = ObjectStore(folder / "objects")
         self.stop = CancelToken()
         self.witness = ReceiptVerifier(authority().ca_pem, CONSORTIUM, "center1")
         self.transfer = Transfer(lambda: rpc.TransferStub(self.channel), self.objects, patience, self.told.append)

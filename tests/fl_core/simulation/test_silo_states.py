@@ -15,7 +15,7 @@ from fl_core.simulation.in_process import InProcessSilo, RoundHistory, local_por
 from fl_core.simulation.silo_states import MemoryStateStore
 from fl_core.types.interfaces import Method
 from fl_core.types.values import Bundle, Part, RoundContext, State, TaskKind, TrainConfig
-from protos.storage.object_store import ContributionStore
+from protos.storage.object_store import ObjectStore
 from protos.wire.tasks import TaskKey
 from silo.storage.outbox import Outbox, TrainingResult
 from silo.storage.store import Store
@@ -88,7 +88,7 @@ def test_the_real_silo_keeps_what_the_simulated_one_keeps(
     port._states = states
     method: Method = RunSetup.of(run).method
     monkeypatch.setattr(type(method), "mirrored", mirrored)
-    outbox = Outbox(Store(tmp_path / "silo.db"), ContributionStore(tmp_path / "objects"), NAMES[0])
+    outbox = Outbox(Store(tmp_path / "silo.db"), ObjectStore(tmp_path / "objects"), NAMES[0])
     bundle = port.round(method.broadcast(RunSetup.of(run).initial_state()), FED, TaskKind.TRAIN)
     staged, key = states.staged(0), TaskKey("run-1", FED.round, TaskKind.TRAIN)
     outbox.stage(key, "a" * 64, "b" * 64, TrainingResult(bundle, staged, Evaluation((), (), ()), method.mirrored))

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from fl_core.types.values import TaskKind
-from protos.storage.object_store import ContributionStore
+from protos.storage.object_store import ObjectStore
 from protos.wire.tasks import TaskKey
 from tests.support import until
 from tests.support.fake_coordinator import Hospital
@@ -27,16 +27,16 @@ class Disk:
     """Holds the sync of finished updates back until it is let go, and may fail then."""
 
     def __init__(self, monkeypatch, error: OSError | None = None) -> None:
-        self.free, self.sealing, real = threading.Event(), threading.Event(), ContributionStore.sync
+        self.free, self.sealing, real = threading.Event(), threading.Event(), ObjectStore.sync
 
-        def sync(objects: ContributionStore, *digests: str) -> None:
+        def sync(objects: ObjectStore, *digests: str) -> None:
             self.sealing.set()
             assert self.free.wait(60)
             if error is not None:
                 raise error
             real(objects, *digests)
 
-        monkeypatch.setattr(ContributionStore, "sync", sync)
+        monkeypatch.setattr(ObjectStore, "sync", sync)
 
 
 def test_an_update_is_sent_while_it_goes_to_the_disk_and_committed_once_it_is_there(hospital, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 from fl_core.errors import StateError
 from fl_core.types.values import TaskKind
-from protos.storage.object_store import ContributionStore
+from protos.storage.object_store import ObjectStore
 from protos.wire import codec
 from protos.wire.tasks import TaskKey
 from silo.storage.outbox import Outbox
@@ -116,7 +116,7 @@ def test_the_newest_two_bases_of_a_run_are_kept(tmp_path):
 def test_ended_runs_keep_their_last_state_and_only_the_newest_three(tmp_path):
     ticks = iter(range(1000))
     store = Store(tmp_path / "silo.db", clock=lambda: float(next(ticks)))
-    outbox = Outbox(store, ContributionStore(tmp_path / "objects"), "center1")
+    outbox = Outbox(store, ObjectStore(tmp_path / "objects"), "center1")
     for n in range(5):
         run = f"run-{n}"
         manifest, base = (outbox.objects.put(f"{what} {n}".encode()) for what in ("manifest", "base"))
