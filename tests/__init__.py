@@ -1,1 +1,1 @@
-"""Tests lie where the modules lie that they test; `support` is what they share, `contract` what every method and port owes."""
+"""The tests mirror the source tree; `support` is what they share, `contract` what every method and port must do."""

@@ -1,16 +1,21 @@
-"""The gate before every call: who is calling, may they, and what a person reads of it afterwards."""
+"""Authorization of every call: role, consortium, membership, revocation; refusals go to the audit log.
+
+TLS only checks that our CA signed the certificate: a revoked silo's still passes, and so does an invitation's.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 import grpc
 
-from coordinator.api.authorise import MembershipStatus, authorize
 from coordinator.storage.members import MemberStore
+from coordinator.storage.records import MembershipStatus
 from fl_core.errors import FederationError, RefusedError
+from protos.pki.certificates import utc_now
 from protos.pki.identity import Kind, PeerCertificate, peer_of
 
 audit = logging.getLogger("consilium.audit")
@@ -37,20 +42,68 @@ PUBLIC_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 """Services that any certificate of the consortium may call."""
 
 
+def authorize(
+    peer: PeerCertificate,
+    allowed_kinds: Collection[Kind],
+    consortium: str,
+    membership: Callable[[PeerCertificate], MembershipStatus],
+    now: datetime | None = None,
+) -> RefusedError | None:
+    """Return why `peer` may not make this call, or None; call it per call and per heartbeat.
+
+    membership: looks the peer up; called once, and only for a peer whose certificate alone does not refuse it.
+
+    | code     | the peer                                                                    |
+    |----------|-----------------------------------------------------------------------------|
+    | E-ID-10  | is of another consortium                                                    |
+    | E-ID-11  | has a role that may not make this call (an invitation opens enrolment alone)|
+    | E-TLS-08 | has a certificate that expired while its connection stayed open             |
+    | E-ID-12  | has been revoked                                                            |
+    | E-ID-13  | is not on the list of members, or its invitation is used up                 |
+    """
+    who, time = peer.identity, now or utc_now()
+    if who.consortium != consortium:
+        return RefusedError("E-ID-10", f"expected a peer of consortium {consortium!r}, found {who}; check the address")
+    if who.kind not in allowed_kinds:
+        allowed = " or ".join(sorted(kind.value for kind in allowed_kinds))
+        return RefusedError(
+            "E-ID-11", f"expected a call by a {allowed}, found one by {who}; use that role's certificate"
+        )
+    if not peer.not_before <= time <= peer.not_after:
+        return RefusedError(
+            "E-TLS-08",
+            f"expected a certificate in force, found one of {who} valid from {peer.not_before:%Y-%m-%d %H:%M} to "
+            f"{peer.not_after:%Y-%m-%d %H:%M} UTC; renew it, or enrol again with a new invitation",
+        )
+    found = membership(peer)
+    if found.revoked is not None:
+        return RefusedError(
+            "E-ID-12",
+            f"expected a certificate in force, found the revoked one {peer.serial} of {who} ({found.revoked}); ask the "
+            "lead",
+        )
+    if not found.member:
+        what = "an open invitation" if who.kind is Kind.INVITE else "a member of the consortium"
+        return RefusedError(
+            "E-ID-13", f"expected {what}, found {who} (key {peer.fingerprint[:16]}...); ask the lead for an invitation"
+        )
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Authorizer:
     """Decides about each call from its certificate and the store, as they are at that moment.
 
-    refused: told of every refusal of a peer whose certificate could be read.
+    on_refusal: called with every refused peer whose certificate could be read.
     Guarantees: nothing is remembered between calls, so a revocation counts from the very next one.
     """
 
     consortium: str
     members: MemberStore
-    refused: Callable[[PeerCertificate, FederationError], None] = lambda _peer, _error: None
+    on_refusal: Callable[[PeerCertificate, FederationError], None] = lambda _peer, _error: None
 
     def caller(self, context: grpc.ServicerContext) -> PeerCertificate:
-        """Read who makes a call that was let in."""
+        """Return the peer of a call that was authorized before."""
         return _peer(context)
 
     def authorize_call(self, method: str, context: grpc.ServicerContext) -> PeerCertificate:
@@ -64,25 +117,27 @@ class Authorizer:
         return peer
 
     def authorize_peer(
-        self, peer: PeerCertificate, method: str = _SERVICE + "Control/Session", place: str = ""
+        self, peer: PeerCertificate, method: str = _SERVICE + "Control/Session", address: str = ""
     ) -> None:
         """Raise RefusedError unless this peer may call this method now; also for each heartbeat of a session."""
         if method.startswith(PUBLIC_SERVICES):
             error = authorize(peer, list(Kind), self.consortium, self._unrevoked)
         else:
             allowed = ALLOWED_ROLES.get(method.removeprefix(_SERVICE), frozenset())
-            error = authorize(peer, allowed, self.consortium, self._standing)
+            error = authorize(peer, allowed, self.consortium, self._membership_status)
         if error is not None:
-            audit.warning("refused %s to %s (certificate %s) %s: %s", method, peer.identity, peer.serial, place, error)
-            self.refused(peer, error)
+            audit.warning(
+                "refused %s to %s (certificate %s) %s: %s", method, peer.identity, peer.serial, address, error
+            )
+            self.on_refusal(peer, error)
             raise error
 
     def _unrevoked(self, peer: PeerCertificate) -> MembershipStatus:
         return MembershipStatus(self.members.why_revoked(peer.serial), member=True)
 
-    def _standing(self, peer: PeerCertificate) -> MembershipStatus:
+    def _membership_status(self, peer: PeerCertificate) -> MembershipStatus:
         if peer.identity.kind is Kind.SILO:
-            return self.members.standing(peer.identity.name, peer.serial)
+            return self.members.membership_status(peer.identity.name, peer.serial)
         if peer.identity.kind is Kind.INVITE:
             return MembershipStatus(self.members.why_revoked(peer.serial), self.members.is_invited(peer.serial))
         return MembershipStatus(self.members.why_revoked(peer.serial), peer.identity.kind is Kind.LEAD)

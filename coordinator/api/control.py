@@ -11,7 +11,7 @@ import grpc
 from coordinator.api.authorization import Authorizer
 from coordinator.pki.membership import Membership
 from coordinator.runs.dispatcher import MISSED_PULSES, Dispatcher, negotiate, silent
-from coordinator.runs.session import Session as Stream
+from coordinator.runs.session import SiloSession
 from coordinator.storage.records import DataOffer
 from fl_core.errors import FederationError, ProtocolError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
@@ -24,13 +24,13 @@ _SIZE = 2.0**53
 
 
 class ControlService(rpc.ControlServicer):
-    """Session."""
+    """One stream per silo."""
 
     def __init__(
-        self, gate: Authorizer, hub: Dispatcher, membership: Membership, software: str, recycle_s: float
+        self, authorizer: Authorizer, dispatcher: Dispatcher, membership: Membership, software: str, recycle_s: float
     ) -> None:
-        self._gate = gate
-        self._hub = hub
+        self._authorizer = authorizer
+        self._dispatcher = dispatcher
         self._membership = membership
         self._software = software
         self._recycle_s = recycle_s
@@ -39,7 +39,7 @@ class ControlService(rpc.ControlServicer):
         self, request_iterator: Iterator[pb.SiloMessage], context: grpc.ServicerContext
     ) -> Iterator[pb.CoordinatorMessage]:
         """Run a silo's session until one side ends it; see docs/protocol.md."""
-        session = Stream(self._gate.caller(context))
+        session = SiloSession(self._authorizer.caller(context))
         context.add_callback(session.finish)
         threading.Thread(
             target=self._listen, args=(session, request_iterator), name=f"session-{session.name}", daemon=True
@@ -53,10 +53,10 @@ class ControlService(rpc.ControlServicer):
             raise
         finally:
             session.finish()
-            self._hub.detach(session)
+            self._dispatcher.detach(session)
 
-    def _talk(self, session: Stream) -> Iterator[pb.CoordinatorMessage]:
-        pulse = self._hub.pulse_s
+    def _talk(self, session: SiloSession) -> Iterator[pb.CoordinatorMessage]:
+        pulse = self._dispatcher.pulse_s
         hello = session.wait_for_hello(MISSED_PULSES * pulse)
         if hello is None:
             raise session.error or ProtocolError("E-WIRE-06", "expected a Hello first in a session, found none")
@@ -66,7 +66,7 @@ class ControlService(rpc.ControlServicer):
             if message := session.next(due):
                 yield message
             elif not session.over and time.monotonic() >= due:
-                self._gate.authorize_peer(session.peer)
+                self._authorizer.authorize_peer(session.peer)
                 if (quiet := time.monotonic() - session.heard) > MISSED_PULSES * pulse:
                     raise silent(quiet)
                 yield pb.CoordinatorMessage(pulse=pb.Pulse())
@@ -74,27 +74,27 @@ class ControlService(rpc.ControlServicer):
         if session.error is not None:
             raise session.error
 
-    def _welcome(self, session: Stream, hello: pb.Hello) -> pb.CoordinatorMessage:
+    def _welcome(self, session: SiloSession, hello: pb.Hello) -> pb.CoordinatorMessage:
         """Check the first message, take the session in and queue what the silo missed behind the welcome."""
         negotiate(hello, PROTOCOL)
-        members, name = self._hub.store.members, session.name
+        members, name = self._dispatcher.store.members, session.name
         before = members.silo(name)
-        self._hub.attach(session)
+        self._dispatcher.attach(session)
         members.introduce(name, hello.software[:_TEXT], data_offer(hello.data))
-        self._hub.store.attested.keep_policy(name, hello.policy_digest[:_TEXT])
-        self._hub.catch_up(session, hello, 0.0 if before is None else before.last_seen)
+        self._dispatcher.store.attestations.keep_policy(name, hello.policy_digest[:_TEXT])
+        self._dispatcher.catch_up(session, hello, 0.0 if before is None else before.last_seen)
         return pb.CoordinatorMessage(
             welcome=pb.Welcome(
                 protocol=PROTOCOL,
                 software=self._software,
-                pulse_seconds=self._hub.pulse_s,
+                pulse_seconds=self._dispatcher.pulse_s,
                 recycle_seconds=self._recycle_s,
                 signed_roster=self._membership.roster(hello.roster_version),
-                attested=self._hub.store.attested.newest(name),
+                attested=self._dispatcher.store.attestations.newest(name),
             )
         )
 
-    def _listen(self, session: Stream, messages: Iterator[pb.SiloMessage]) -> None:
+    def _listen(self, session: SiloSession, messages: Iterator[pb.SiloMessage]) -> None:
         """Take the silo's messages, on a thread of its own, until the stream ends."""
         try:
             for message in messages:
@@ -107,19 +107,19 @@ class ControlService(rpc.ControlServicer):
         finally:
             session.finish()
 
-    def _take(self, session: Stream, message: pb.SiloMessage) -> None:
+    def _take(self, session: SiloSession, message: pb.SiloMessage) -> None:
         kind = message.WhichOneof("body")
         if (kind == "hello") is not (session.hello is None):
             raise ProtocolError("E-WIRE-06", f"expected a Hello first and once in a session, found {kind}")
         if kind == "hello":
             session.receive_hello(message.hello)
         elif kind == "pulse":
-            self._gate.authorize_peer(session.peer)
-            self._hub.pulse(session, message.pulse)
+            self._authorizer.authorize_peer(session.peer)
+            self._dispatcher.pulse(session, message.pulse)
         elif kind == "answer":
-            self._hub.answer(session, message.answer)
+            self._dispatcher.answer(session, message.answer)
         elif kind == "preflight":
-            self._hub.preflight(session, message.preflight)
+            self._dispatcher.preflight(session, message.preflight)
         elif kind != "settled":  # `settled` needs nothing: what is staged is named in the next Hello
             raise ProtocolError("E-WIRE-06", "found a message that this version does not know: upgrade the coordinator")
 

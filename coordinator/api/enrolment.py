@@ -17,20 +17,20 @@ audit = logging.getLogger("consilium.audit")
 class EnrolmentService(rpc.EnrolmentServicer):
     """Join and Renew."""
 
-    def __init__(self, gate: Authorizer, membership: Membership) -> None:
-        self._gate = gate
+    def __init__(self, authorizer: Authorizer, membership: Membership) -> None:
+        self._authorizer = authorizer
         self._membership = membership
 
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.Membership:  # noqa: N802
         """Sign the request of an invited silo; the same request gets the same certificate until its first use."""
-        peer = self._gate.caller(context)
+        peer = self._authorizer.caller(context)
         made = self._membership.join(peer, request.csr_pem, request.renewal_proof)
         audit.info("%s enrolled from %s", peer.identity.name, context.peer())
         return made
 
     def Renew(self, request: pb.RenewRequest, context: grpc.ServicerContext) -> pb.Membership:  # noqa: N802
         """Sign a silo's next key."""
-        peer = self._gate.caller(context)
+        peer = self._authorizer.caller(context)
         made = self._membership.renew(peer, request.csr_pem, request.renewal_proof)
         audit.info("%s renewed its certificate", peer.identity.name)
         return made

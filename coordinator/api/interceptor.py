@@ -1,4 +1,4 @@
-"""Around every call of every kind: the gate before it, and our errors as statuses after it."""
+"""Authorization before every call, and our errors as statuses after it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 class Interceptor(grpc.ServerInterceptor):
     """Lets a call in or refuses it, and answers every error with a status whose text begins with a code.
 
-    Guarantees: no handler runs for a peer that the gate refuses; nothing but our own messages crosses the wire, what
-    was not foreseen is E-RUN-99 there and a traceback in the log here.
+    Guarantees: no handler runs for a peer that is refused; only our own messages cross the wire: an unexpected error is
+    E-RUN-99 there and a traceback in the log here.
     """
 
-    def __init__(self, gate: Authorizer) -> None:
-        self._gate = gate
+    def __init__(self, authorizer: Authorizer) -> None:
+        self._authorizer = authorizer
 
     def intercept_service(
         self,
@@ -67,7 +67,7 @@ class Interceptor(grpc.ServerInterceptor):
     @contextmanager
     def _answering(self, method: str, context: grpc.ServicerContext) -> Iterator[None]:
         try:
-            self._gate.authorize_call(method, context)
+            self._authorizer.authorize_call(method, context)
             yield
         except FederationError as error:
             name, text = status.to_status(error)

@@ -29,10 +29,12 @@ _LOOK_EVERY_S = 5.0
 class LeadService(rpc.LeadServicer):
     """Submit, Runs, Show, Watch, Abort, Resume and Silos."""
 
-    def __init__(self, gate: Authorizer, store: Store, hub: Dispatcher, runs: RunScheduler, compose: Compose) -> None:
-        self._gate = gate
+    def __init__(
+        self, authorizer: Authorizer, store: Store, dispatcher: Dispatcher, runs: RunScheduler, compose: Compose
+    ) -> None:
+        self._authorizer = authorizer
         self._store = store
-        self._hub = hub
+        self._dispatcher = dispatcher
         self._runs = runs
         self._compose = compose
 
@@ -45,7 +47,7 @@ class LeadService(rpc.LeadServicer):
             return self._info(known)
         with self._runs.seeding:
             manifest = self._compose(request.spec_json, self._silos(revoked=False))
-        manifest = replace(manifest, lead=self._gate.caller(context).identity.name)
+        manifest = replace(manifest, lead=self._authorizer.caller(context).identity.name)
         return self._info(self._runs.submit(manifest, request.spec_json, request.request_id))
 
     def Runs(self, request: pb.RunsRequest, context: grpc.ServicerContext) -> pb.RunList:  # noqa: ARG002, N802
@@ -65,9 +67,9 @@ class LeadService(rpc.LeadServicer):
         The live events have kind "silo", no silo of their own and the number of the last stored event.
         """
         run = self._store.runs.find(request.run_id)
-        last, rung, shown = request.after, -1, list[pb.SiloInfo]()
+        last, changes, shown = request.after, -1, list[pb.SiloInfo]()
         while context.is_active():
-            rung = self._hub.bell.wait(rung, _LOOK_EVERY_S)
+            changes = self._dispatcher.changes.wait(changes, _LOOK_EVERY_S)
             run = self._store.runs.get(run.id)
             for row in self._store.runs.events(run.id, last):
                 last = row.number
@@ -84,9 +86,9 @@ class LeadService(rpc.LeadServicer):
 
     def _pause(self, seconds: float, run_id: str, last: int) -> None:
         """Let pulses pile up for a moment; a stored event ends the pause."""
-        until, rung = time.monotonic() + seconds, self._hub.bell.count()
+        until, changes = time.monotonic() + seconds, self._dispatcher.changes.count()
         while (left := until - time.monotonic()) > 0 and not self._store.runs.events(run_id, last):
-            rung = self._hub.bell.wait(rung, left)
+            changes = self._dispatcher.changes.wait(changes, left)
 
     def Abort(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: ARG002, N802
         """End a run for good."""
@@ -109,7 +111,7 @@ class LeadService(rpc.LeadServicer):
     def _silos(self, revoked: bool) -> list[pb.SiloInfo]:
         now = time.time()
         silos = self._store.members.silos()
-        return [messages.silo_info(s, self._hub, now) for s in silos if revoked or not s.revoked]
+        return [messages.silo_info(s, self._dispatcher, now) for s in silos if revoked or not s.revoked]
 
     def _members(self, run: Run) -> list[pb.SiloInfo]:
         return [s for s in self._silos(revoked=True) if s.name in run.members]

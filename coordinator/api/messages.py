@@ -73,9 +73,9 @@ def round_info(row: RoundRow, noise: RunNoise = SILENT) -> pb.RoundInfo:
     return message
 
 
-def silo_info(silo: Silo, hub: Dispatcher, now: float) -> pb.SiloInfo:
+def silo_info(silo: Silo, dispatcher: Dispatcher, now: float) -> pb.SiloInfo:
     """Write a silo, with what it is doing now."""
-    found = hub.live(silo.name)
+    found = dispatcher.live(silo.name)
     offer = pb.DataOffer(
         name=silo.data.name, shape=silo.data.shape, classes=silo.data.classes, nominal_size=silo.data.nominal_size
     )
@@ -87,7 +87,7 @@ def silo_info(silo: Silo, hub: Dispatcher, now: float) -> pb.SiloInfo:
         last_seen_unix=silo.last_seen if found is None else now - found[1],
         data=offer,
         software=silo.software,
-        policy_digest=hub.store.attested.policy(silo.name),
+        policy_digest=dispatcher.store.attestations.policy(silo.name),
     )
     if found is not None and not silo.revoked:
         live = found[0]

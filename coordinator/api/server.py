@@ -84,10 +84,12 @@ class CoordinatorServer:
         self._lock = _lock(self.home / LOCK_FILE)
         try:
             self.store = Store(self.home)
-            self.blobs = ObjectStore(self.home / "blobs" / "objects", sharded=True)
+            self.objects = ObjectStore(self.home / "blobs" / "objects", sharded=True)
             self.uploads = UploadRegistry(self.home / "blobs", self.settings.quota)
-            self.hub = Dispatcher(self.store, self.settings.pulse_s)
-            self.runs = RunScheduler(self.store, self.blobs, self.uploads, self.hub, self.settings.parallel_runs)
+            self.dispatcher = Dispatcher(self.store, self.settings.pulse_s)
+            self.runs = RunScheduler(
+                self.store, self.objects, self.uploads, self.dispatcher, self.settings.parallel_runs
+            )
             self.grpc = self._build(consortium)
             port = self._listen()
         except BaseException:
@@ -107,7 +109,7 @@ class CoordinatorServer:
         self._stopping.set()
         (self.home / ADDRESS_FILE).unlink(missing_ok=True)
         self.runs.stop(grace)
-        self.hub.close()
+        self.dispatcher.close()
         # Calls are cancelled after the grace; gRPC never counts one as ended whose message could not be read.
         self.grpc.stop(grace).wait(2 * grace)
         if self._patrol is not None:
@@ -117,22 +119,26 @@ class CoordinatorServer:
             self._lock.close()
 
     def _build(self, consortium: str) -> grpc.Server:
-        gate = Authorizer(consortium, self.store.members, self.hub.note_refusal)
+        authorizer = Authorizer(consortium, self.store.members, self.dispatcher.note_refusal)
         membership = Membership(self.home, self.store)
         # A session, a watch or a transfer holds a thread each: 4 per silo, and room for those that will be invited.
         threads = max(_MIN_THREADS, 32 + 4 * len(self.store.members.silos()))
         server = grpc.server(
             ThreadPoolExecutor(threads, thread_name_prefix="rpc"),
-            interceptors=[Interceptor(gate)],
+            interceptors=[Interceptor(authorizer)],
             options=SERVER_OPTIONS,
         )
         certificate = ServerCertificate(self.home)
-        rpc.add_EnrolmentServicer_to_server(EnrolmentService(gate, membership), server)
-        control = ControlService(gate, self.hub, membership, self.settings.software, self.settings.recycle_s)
+        rpc.add_EnrolmentServicer_to_server(EnrolmentService(authorizer, membership), server)
+        control = ControlService(
+            authorizer, self.dispatcher, membership, self.settings.software, self.settings.recycle_s
+        )
         rpc.add_ControlServicer_to_server(control, server)
-        transfer = TransferService(gate, self.store, self.blobs, self.uploads, self.hub, certificate)
+        transfer = TransferService(authorizer, self.store, self.objects, self.uploads, self.dispatcher, certificate)
         rpc.add_TransferServicer_to_server(transfer, server)
-        rpc.add_LeadServicer_to_server(LeadService(gate, self.store, self.hub, self.runs, self._compose), server)
+        rpc.add_LeadServicer_to_server(
+            LeadService(authorizer, self.store, self.dispatcher, self.runs, self._compose), server
+        )
         names = [pb.DESCRIPTOR.services_by_name[name].full_name for name in _SERVICES]
         alive = health.HealthServicer()
         for name in ("", *names):
@@ -160,7 +166,7 @@ class CoordinatorServer:
         """Look after tasks of silos that are not here, once per pulse."""
         while not self._stopping.wait(self.settings.pulse_s):
             try:
-                self.hub.fail_revoked_tasks()
+                self.dispatcher.fail_revoked_tasks()
             except Exception:  # the next walk may do better; a patrol that has died would go unnoticed
                 log.exception("the patrol met an unexpected error")
 

@@ -40,32 +40,32 @@ class TransferService(rpc.TransferServicer):
 
     def __init__(
         self,
-        gate: Authorizer,
+        authorizer: Authorizer,
         store: Store,
-        blobs: ObjectStore,
+        objects: ObjectStore,
         uploads: UploadRegistry,
-        hub: Dispatcher,
+        dispatcher: Dispatcher,
         certificate: ServerCertificate,
     ) -> None:
-        self._gate = gate
+        self._authorizer = authorizer
         self._store = store
-        self._blobs = blobs
+        self._objects = objects
         self._uploads = uploads
-        self._hub = hub
+        self._dispatcher = dispatcher
         self._certificate = certificate
         self._limits: dict[str, int] = {}
         self._limits_lock = threading.Lock()
 
     def Open(self, request: pb.OpenRequest, context: grpc.ServicerContext) -> pb.OpenReply:  # noqa: N802
         """Take the announcement of an update and say how much of it is here."""
-        silo = self._gate.caller(context).identity.name
+        silo = self._authorizer.caller(context).identity.name
         wanted = _announced(request, silo)
-        known = self._store.objects.contribution(wanted.id)
+        known = self._store.contributions.contribution(wanted.id)
         if known is None or known.receipt is None:
             self._check_size(wanted)
             _require_digests(request)
         stated = request.attestation if request.HasField("attestation") else None
-        found, anew = self._store.objects.announce(wanted, stated)
+        found, anew = self._store.contributions.announce(wanted, stated)
         if found.receipt is not None:
             return pb.OpenReply(have=found.size, receipt=pb.Receipt.FromString(found.receipt))
         have = self._uploads.size(silo, found.id)
@@ -117,24 +117,24 @@ class TransferService(rpc.TransferServicer):
             except FileNotFoundError as error:  # its round ended while we read it, and its bytes are forgotten
                 raise _forgotten(c) from error
         self._uploads.forget(c.id)
-        self._hub.delivered(SiloTaskKey(c.run_id, c.round, c.kind, c.silo), c.object_digest)
+        self._dispatcher.delivered(SiloTaskKey(c.run_id, c.round, c.kind, c.silo), c.object_digest)
         return receipt
 
     def _take(self, c: Contribution, upload: Upload) -> pb.Receipt:
-        if not self._store.objects.is_open(c.id):
+        if not self._store.contributions.is_open(c.id):
             raise _forgotten(c)
         have, partial = self._uploads.size(c.silo, c.id), self._uploads.path(c.silo, c.id)
         if have != c.size:
             raise ProtocolError("E-WIRE-04", f"expected {c.size} bytes before a commit, found {have}: send the rest")
         found = upload.digest or file_digest(partial)
         receipt = self._sign(c)
-        with self._blobs.lock:
-            self._blobs.commit(partial, c.object_digest, found)
+        with self._objects.lock:
+            self._objects.commit(partial, c.object_digest, found)
             try:
-                self._store.objects.commit(c, receipt.at_unix, receipt.SerializeToString(deterministic=True))
+                self._store.contributions.commit(c, receipt.at_unix, receipt.SerializeToString(deterministic=True))
             except FederationError:
-                if c.object_digest not in self._store.objects.referenced_digests():
-                    self._blobs.remove(c.object_digest)
+                if c.object_digest not in self._store.contributions.referenced_digests():
+                    self._objects.remove(c.object_digest)
                 raise
         return receipt
 
@@ -150,20 +150,20 @@ class TransferService(rpc.TransferServicer):
             object_digest=c.object_digest,
             size=c.size,
             at_unix=time.time(),
-            attestation=self._store.attested.of(c.id),
+            attestation=self._store.attestations.of(c.id),
         )
         return receipts.sign(plain, own.key_pem, own.cert_pem)
 
     def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[pb.Chunk]:  # noqa: N802
         """Read an object from an offset: a silo the manifests and bases of its runs, a lead anything."""
-        who = self._gate.caller(context).identity
+        who = self._authorizer.caller(context).identity
         silo = who.name if who.kind is Kind.SILO else None
-        run_id = self._store.objects.readable(request.digest, silo)
+        run_id = self._store.contributions.readable(request.digest, silo)
         if run_id is None:
             raise ProtocolError(
                 "E-WIRE-12", f"there is no object {request.digest[:16]!r} for {who}: ask for the task anew"
             )
-        file = self._blobs.path(request.digest)
+        file = self._objects.path(request.digest)
         size = file.stat().st_size
         if request.offset > size:
             raise ProtocolError(
@@ -180,8 +180,8 @@ class TransferService(rpc.TransferServicer):
                 self._store.runs.add_traffic(run_id, sent)
 
     def _mine(self, contribution_id: str, context: grpc.ServicerContext) -> Contribution:
-        c = self._store.objects.contribution(contribution_id)
-        if c is None or c.silo != self._gate.caller(context).identity.name:
+        c = self._store.contributions.contribution(contribution_id)
+        if c is None or c.silo != self._authorizer.caller(context).identity.name:
             raise StateError(
                 "E-WIRE-06", f"expected a contribution that was opened, found {contribution_id[:16]!r}: open it first"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -116,7 +117,9 @@ def _validate_override(word: str) -> list[str]:
         return [word]
     if key == "federation" and (short := _federation(value)):
         return short
-    raise _no_choice(key, value)
+    near = difflib.get_close_matches(value, choices(key), n=1)
+    hint = f"did you mean {key}={near[0]}? " if near else ""
+    raise ConfigError("E-CFG-01", f"there is no {key}={value}: {hint}valid: {', '.join(choices(key))}")
 
 
 def _federation(value: str) -> list[str]:
@@ -127,10 +130,6 @@ def _federation(value: str) -> list[str]:
         known = value.partition("@")[0]  # another draw of a partition with a file of its own keeps what suits that
         return [f"federation={known if known in choices('federation') else 'hospitals6'}", f"federation.name={value}"]
     return []
-
-
-def _no_choice(group: str, value: str) -> ConfigError:
-    return ConfigError("E-CFG-01", f"there is no {group}={value}: {suggest(value, choices(group))}")
 
 
 def _explain(error: Exception, words: Sequence[str]) -> str:

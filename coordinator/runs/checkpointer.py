@@ -23,8 +23,8 @@ class RunCheckpointer(Observer):
     run_id: str
     broadcasts: BroadcastCache
     store: Store
-    blobs: ObjectStore
-    hub: Dispatcher
+    objects: ObjectStore
+    dispatcher: Dispatcher
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         """Note the open round before anything is sent."""
@@ -36,16 +36,16 @@ class RunCheckpointer(Observer):
         model = (
             "" if train else tensor_maps.digest(server["w"])
         )  # between rounds: when somebody asks, see `RunScheduler.named`
-        with self.blobs.lock:
-            base = StoredObject.stored(server, self.blobs) if train else None
+        with self.objects.lock:
+            base = StoredObject.stored(server, self.objects) if train else None
             self._unless_aborted(lambda: close(self.run_id, record, base, model))
         if base is not None:
             self.broadcasts.remember(server, base)
         row = self.store.runs.round(self.run_id, record.round)
         assert row is not None
-        self.hub.announce_close(row)
+        self.dispatcher.announce_close(row)
         if record.kind is TaskKind.EVALUATE:
-            self.hub.announce_end(self.store.runs.get(self.run_id))
+            self.dispatcher.announce_end(self.store.runs.get(self.run_id))
 
     def _unless_aborted(self, write: Callable[[], object]) -> None:
         """Write, unless the run was aborted meanwhile."""

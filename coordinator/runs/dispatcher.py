@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from coordinator.runs.bell import ChangeCounter
-from coordinator.runs.session import Session, SiloActivity
+from coordinator.runs.changes import ChangeCounter
+from coordinator.runs.session import SiloActivity, SiloSession
 from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey, RunInterrupted, SiloTaskKey, Task
 from coordinator.storage.records import RoundRow, Run, RunState
 from coordinator.storage.store import Store
@@ -42,16 +42,16 @@ class Dispatcher:
     def __init__(self, store: Store, pulse_s: float) -> None:
         self.store = store
         self.pulse_s = pulse_s
-        self.bell = ChangeCounter()
+        self.changes = ChangeCounter()
         self._lock = threading.RLock()
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, SiloSession] = {}
         self._pending: dict[SiloTaskKey | PreflightKey, PendingTask] = {}
         self._stopped: set[str] = set()
         self._told: dict[tuple[str, str], str] = {}
 
     # ---- sessions --------------------------------------------------------------------------------------------------
 
-    def attach(self, session: Session) -> None:
+    def attach(self, session: SiloSession) -> None:
         """Make this the session of its silo and end an older one: of the same process, or of the same home before.
 
         Raises RefusedError (E-ID-26) when two machines have one name: the silo is here with a newer certificate, or
@@ -76,9 +76,9 @@ class Dispatcher:
         else:
             for message in older.close_and_drain():
                 session.send(message)
-        self.bell.notify()
+        self.changes.notify()
 
-    def catch_up(self, session: Session, hello: pb.Hello, last_seen: float) -> None:
+    def catch_up(self, session: SiloSession, hello: pb.Hello, last_seen: float) -> None:
         """Tell a silo what it missed: closed rounds, ended runs, open tasks."""
         for ref in hello.staged:
             if message := self._answer(session.name, ref):
@@ -100,7 +100,7 @@ class Dispatcher:
             return round_closed(row.run_id, row.round, ref.kind, included)
         return None
 
-    def detach(self, session: Session) -> None:
+    def detach(self, session: SiloSession) -> None:
         """Note that a session has ended."""
         with self._lock:
             if self._sessions.get(session.name) is not session:
@@ -108,7 +108,7 @@ class Dispatcher:
             del self._sessions[session.name]
         self.store.members.seen(session.name)
         self._send_to(session.name, "away" if session.error is None else f"away: {session.error}")
-        self.bell.notify()
+        self.changes.notify()
 
     def close(self) -> None:
         """End all sessions: the service stops."""
@@ -119,12 +119,12 @@ class Dispatcher:
 
     # ---- what silos say --------------------------------------------------------------------------------------------
 
-    def pulse(self, session: Session, pulse: pb.Pulse) -> None:
+    def pulse(self, session: SiloSession, pulse: pb.Pulse) -> None:
         """Take a heartbeat."""
         if session.live.update(pulse):
-            self.bell.notify()
+            self.changes.notify()
 
-    def answer(self, session: Session, answer: pb.Answer) -> None:
+    def answer(self, session: SiloSession, answer: pb.Answer) -> None:
         """Take a silo's yes or no to an offer; a no settles the task."""
         if answer.kind not in FROM_WIRE:
             return
@@ -140,7 +140,7 @@ class Dispatcher:
             return
         self._refuse(pending, answer.code, answer.reason)
 
-    def preflight(self, session: Session, answer: pb.PreflightAnswer) -> None:
+    def preflight(self, session: SiloSession, answer: pb.PreflightAnswer) -> None:
         """Take a silo's answer to a preflight; one about another manifest, or to none, answers nothing."""
         key = PreflightKey(answer.run_id, session.name)
         with self._lock:
@@ -192,7 +192,7 @@ class Dispatcher:
             pending = self._pending.get(key)
         if pending is not None:
             pending.settle(digest)
-        self.bell.notify()
+        self.changes.notify()
 
     def interrupt(self, run_id: str) -> None:
         """Let nobody wait for a run any more."""
@@ -201,7 +201,7 @@ class Dispatcher:
             mine = [p for key, p in self._pending.items() if key.run_id == run_id]
         for pending in mine:
             pending.settle(RunInterrupted(run_id))
-        self.bell.notify()
+        self.changes.notify()
 
     def allow(self, run_id: str) -> None:
         """Let a run wait for silos (again)."""
@@ -228,13 +228,13 @@ class Dispatcher:
         """Tell a closed round to its cohort; whoever is away hears it when it is back."""
         for name in row.cohort:
             self._send(name, round_closed(row.run_id, row.round, TO_WIRE[row.kind], name in row.included))
-        self.bell.notify()
+        self.changes.notify()
 
     def announce_end(self, run: Run) -> None:
         """Tell a run's end to its members."""
         for name in run.members:
             self._send(name, run_ended(run))
-        self.bell.notify()
+        self.changes.notify()
 
     def _send(self, name: str, message: pb.CoordinatorMessage) -> None:
         with self._lock:
@@ -264,7 +264,7 @@ class Dispatcher:
 
     def _event(self, key: SiloTaskKey | PreflightKey, kind: str, text: str = "") -> None:
         self.store.runs.event(key.run_id, kind, key.round, key.silo, text)
-        self.bell.notify()
+        self.changes.notify()
 
 
 def negotiate(hello: pb.Hello, ours: int) -> None:

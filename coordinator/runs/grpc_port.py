@@ -27,9 +27,9 @@ class StoredObject(NamedTuple):
     size: int
 
     @classmethod
-    def stored(cls, state: State, blobs: ObjectStore) -> StoredObject:
+    def stored(cls, state: State, objects: ObjectStore) -> StoredObject:
         """Store a state as an object, on the disk on return."""
-        return cls(*blobs.put_file(lambda file: codec.write_state(state, file)))
+        return cls(*objects.put_file(lambda file: codec.write_state(state, file)))
 
 
 def checked(bundle: BundleFile, allowed: frozenset[torch.dtype]) -> BundleFile:
@@ -53,12 +53,12 @@ class BroadcastCache:
     """
 
     def __init__(
-        self, run_id: str, deadline_s: float, store: Store, blobs: ObjectStore, collect: Callable[[str], None]
+        self, run_id: str, deadline_s: float, store: Store, objects: ObjectStore, collect: Callable[[str], None]
     ) -> None:
         self._run_id = run_id
         self._deadline_s = deadline_s
         self._store = store
-        self._blobs = blobs
+        self._objects = objects
         self._collect = collect
         self._lock = threading.Lock()
         self._stored: tuple[State, StoredObject] | None = None
@@ -82,10 +82,10 @@ class BroadcastCache:
             return self._round[1:]
 
     def _write(self, msg: State, round: int) -> StoredObject:
-        with self._blobs.lock:
+        with self._objects.lock:
             base = self._known(msg)
             if base is None:
-                base = StoredObject.stored(msg, self._blobs)
+                base = StoredObject.stored(msg, self._objects)
             self._store.runs.set_base(self._run_id, round, base.digest, base.size)
         return base
 
@@ -110,8 +110,8 @@ class GrpcPort:
     allowed: frozenset[torch.dtype]
     broadcasts: BroadcastCache
     store: Store
-    blobs: ObjectStore
-    hub: Dispatcher
+    objects: ObjectStore
+    dispatcher: Dispatcher
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         """Ask the silo for its update and return it, to be read when it is folded.
@@ -122,16 +122,16 @@ class GrpcPort:
         base, due = self.broadcasts.base(msg, context.round)
         key = SiloTaskKey(self.run_id, context.round, kind, self.name)
         task = Task(key, self.manifest_digest, base.digest, base.size, context.cohort, due)
-        with self.hub.pending_task(task) as pending:  # before the look: what comes after it is told to us
+        with self.dispatcher.pending_task(task) as pending:  # before the look: what comes after it is told to us
             digest = self._taken(task)
             if digest is None:
-                self.hub.offer(task)
+                self.dispatcher.offer(task)
                 digest = pending.wait()
-        return checked(BundleFile(self.blobs.path(digest)), self.allowed)
+        return checked(BundleFile(self.objects.path(digest)), self.allowed)
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
         """Do nothing: the close that was stored is announced to every silo."""
 
     def _taken(self, task: Task) -> str | None:
-        found = self.store.objects.contribution(task.contribution_id)
+        found = self.store.contributions.contribution(task.contribution_id)
         return None if found is None or found.receipt is None else found.object_digest

@@ -32,7 +32,7 @@ def is_due(run: Run, compiled: CompiledRun, store: Store) -> bool:
     return not opened and compiled.private
 
 
-def ask(run: Run, manifest: RunManifest, hub: Dispatcher) -> None:
+def ask(run: Run, manifest: RunManifest, dispatcher: Dispatcher) -> None:
     """Ask all silos of a run at once, and return when all are ready; one that is away is asked when it comes.
 
     Raises RefusedError (E-RUN-36) that names every silo that refused, with its code; UnavailableError (E-RUN-37) that
@@ -40,17 +40,19 @@ def ask(run: Run, manifest: RunManifest, hub: Dispatcher) -> None:
     Guarantees: no task of a run is offered before this has returned.
     """
     names, due = run.members, time.monotonic() + manifest.deadline_s
-    away = [name for name in names if hub.live(name) is None]
+    away = [name for name in names if dispatcher.live(name) is None]
     said = f"{len(names)} silos are asked whether they are ready" + (f"; away: {', '.join(away)}" if away else "")
-    hub.store.runs.event(run.id, "preflight", text=said)
-    hub.bell.notify()
+    dispatcher.store.runs.event(run.id, "preflight", text=said)
+    dispatcher.changes.notify()
     with ExitStack() as stack:
         asked = {
-            name: stack.enter_context(hub.pending_task(Preflight(PreflightKey(run.id, name), run.manifest_digest, due)))
+            name: stack.enter_context(
+                dispatcher.pending_task(Preflight(PreflightKey(run.id, name), run.manifest_digest, due))
+            )
             for name in names
         }
         for pending in asked.values():
-            hub.offer(pending.task)
+            dispatcher.offer(pending.task)
         failures = _failures(asked)
     if failures:
         raise _verdict(failures, len(names))

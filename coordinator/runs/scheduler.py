@@ -41,15 +41,15 @@ class RunScheduler:
     def __init__(
         self,
         store: Store,
-        blobs: ObjectStore,
+        objects: ObjectStore,
         uploads: UploadRegistry,
-        hub: Dispatcher,
+        dispatcher: Dispatcher,
         parallel: int = PARALLEL_RUNS,
     ) -> None:
         self._store = store
-        self._blobs = blobs
+        self._objects = objects
         self._uploads = uploads
-        self._hub = hub
+        self._dispatcher = dispatcher
         self._parallel = parallel
         self.seeding = threading.Lock()
         """Held while a model is built: initial weights come from torch's global generator, which all threads share."""
@@ -72,10 +72,10 @@ class RunScheduler:
             if not self._store.members.is_member(member.name):
                 raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
         text = manifest.to_json().encode()
-        with self._blobs.lock:
-            digest = self._blobs.put(text)
+        with self._objects.lock:
+            digest = self._objects.put(text)
             run = self._store.runs.add(_new_run(manifest, digest, spec, request_id), len(text))
-        self._hub.bell.notify()
+        self._dispatcher.changes.notify()
         self._enqueue(run)
         return run
 
@@ -83,8 +83,8 @@ class RunScheduler:
         """End a run for good, whatever state it is in; raises StateError (E-RUN-11) when it is over already."""
         run = self._store.runs.find(query)
         run = self._store.runs.end(run.id, RunState.ABORTED, reason, (*_LIVE, RunState.FAILED))
-        self._hub.interrupt(run.id)
-        self._hub.announce_end(run)
+        self._dispatcher.interrupt(run.id)
+        self._dispatcher.announce_end(run)
         with self._lock:
             if run.id not in self._active:
                 self._schedule_cleanup(run.id)
@@ -93,7 +93,7 @@ class RunScheduler:
     def resume(self, query: str) -> Run:
         """Let a failed run go on at its last closed round; raises StateError (E-RUN-11) when it has not failed."""
         run = self._store.runs.resume(self._store.runs.find(query).id)
-        self._hub.bell.notify()
+        self._dispatcher.changes.notify()
         self._enqueue(run)
         return run
 
@@ -102,7 +102,7 @@ class RunScheduler:
         if run.model_digest or not run.closed or run.state_object is None:
             return run
         try:
-            model = tensor_maps.digest(read_state(self._blobs.path(run.state_object))["w"])
+            model = tensor_maps.digest(read_state(self._objects.path(run.state_object))["w"])
         except (StateError, FileNotFoundError):  # rounds were closed meanwhile: there is a newer one
             newer = self._store.runs.get(run.id)
             if newer.state_object == run.state_object:
@@ -113,8 +113,8 @@ class RunScheduler:
 
     def resume_all(self) -> None:
         """Go on with every run that has not ended: what a start of the service does."""
-        with self._blobs.lock:
-            self._blobs.sweep(self._store.objects.referenced_digests())
+        with self._objects.lock:
+            self._objects.sweep(self._store.contributions.referenced_digests())
         self._drop_uploads()
         for run in self._store.runs.unfinished():
             self._enqueue(run)
@@ -126,7 +126,7 @@ class RunScheduler:
             self._queue.clear()
             active = dict(self._active)
         for run_id in active:
-            self._hub.interrupt(run_id)
+            self._dispatcher.interrupt(run_id)
         for thread in active.values():
             thread.join(seconds)
         wait([self._tidier.submit(lambda: None)], seconds)  # what is being deleted now needs the store
@@ -137,7 +137,7 @@ class RunScheduler:
         with self._lock:
             if run.state.ended or run.id in self._active or run.id in self._queue:
                 return
-            self._hub.allow(run.id)
+            self._dispatcher.allow(run.id)
             self._queue.append(run.id)
             self._start_queued()
 
@@ -179,8 +179,8 @@ class RunScheduler:
         with self.seeding:
             compiled = CompiledRun.of(manifest)
         if preflight.is_due(run, compiled, self._store):
-            preflight.ask(run, manifest, self._hub)
-        broadcasts = BroadcastCache(run_id, manifest.deadline_s, self._store, self._blobs, self._schedule_cleanup)
+            preflight.ask(run, manifest, self._dispatcher)
+        broadcasts = BroadcastCache(run_id, manifest.deadline_s, self._store, self._objects, self._schedule_cleanup)
         server = self._begin(run, compiled, broadcasts)
         ports = [
             GrpcPort(
@@ -190,24 +190,24 @@ class RunScheduler:
                 compiled.dtypes,
                 broadcasts,
                 self._store,
-                self._blobs,
-                self._hub,
+                self._objects,
+                self._dispatcher,
             )
             for m in manifest.members
         ]
-        keeper = RunCheckpointer(run_id, broadcasts, self._store, self._blobs, self._hub)
-        compiled.round_loop(ports, parallel=len(ports)).run(server, keeper, start=run.closed)
+        checkpointer = RunCheckpointer(run_id, broadcasts, self._store, self._objects, self._dispatcher)
+        compiled.round_loop(ports, parallel=len(ports)).run(server, checkpointer, start=run.closed)
 
     def _begin(self, run: Run, compiled: CompiledRun, broadcasts: BroadcastCache) -> State:
         """Return the server state to go on from: the stored one, or that of round 0, which is stored first."""
         if run.state_object is None:
             with self.seeding:
                 state = compiled.initial_state()
-            with self._blobs.lock:
-                base = StoredObject.stored(state, self._blobs)
+            with self._objects.lock:
+                base = StoredObject.stored(state, self._objects)
                 self._store.runs.begin(run.id, base.digest, base.size)
         else:
-            file = self._blobs.path(run.state_object)
+            file = self._objects.path(run.state_object)
             state, base = read_state(file), StoredObject(run.state_object, file.stat().st_size)
             self._store.runs.begin(run.id, base.digest, base.size)
         broadcasts.remember(state, base)
@@ -219,7 +219,7 @@ class RunScheduler:
             self._store.runs.end(run_id, RunState.FAILED, reason, _LIVE)
         except StateError as error:
             log.info("run %s had ended already: %s", run_id, error)
-        self._hub.bell.notify()
+        self._dispatcher.changes.notify()
 
     def _schedule_cleanup(self, run_id: str) -> None:
         """Delete what nothing needs any more, beside whatever comes next: nothing waits for it."""
@@ -227,15 +227,15 @@ class RunScheduler:
 
     def _delete_unused(self, run_id: str) -> None:
         try:
-            with self._blobs.lock:
-                self._store.objects.delete_unreferenced(run_id, self._blobs.remove)
+            with self._objects.lock:
+                self._store.contributions.delete_unreferenced(run_id, self._objects.remove)
             self._drop_uploads()
         except Exception:  # no run fails for it: what stays is deleted at the next round's end, or at the next start
             log.exception("what run %s no longer needs could not be deleted", run_id)
 
     def _drop_uploads(self) -> None:
         for silo, contribution in self._uploads.all():
-            if not self._store.objects.is_open(contribution):
+            if not self._store.contributions.is_open(contribution):
                 self._uploads.discard(silo, contribution)
 
 

@@ -31,7 +31,7 @@ class SiloActivity:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class SiloSession:
     """A control stream. Any thread sends; one thread, the stream's own, takes messages out."""
 
     peer: PeerCertificate
@@ -48,7 +48,7 @@ class Session:
         """Name the silo."""
         return self.peer.identity.name
 
-    def conflict_with(self, other: Session, alive_s: float) -> str | None:
+    def conflict_with(self, other: SiloSession, alive_s: float) -> str | None:
         """Say why this session does not make place for a newer one of its name; None when it does.
 
         It does for a newer certificate, for its own process, for the next one on its home, and when nothing was heard

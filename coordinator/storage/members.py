@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 
 from sqlalchemy import Connection, Integer, RowMapping, func, insert, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from coordinator.api.authorise import MembershipStatus
-from coordinator.storage.records import Certificate, DataOffer, InvitationRow, Silo
-from coordinator.storage.rosters import VERSION_OF_MEMBERSHIP, adopt, revoke_certificate
+from coordinator.storage.records import Certificate, DataOffer, InvitationRow, MembershipStatus, Silo
 from coordinator.storage.schema import certificates, counters, invitations, revocations, rosters, silos
 from fl_core.errors import RefusedError
 from protos.pki.roster import Revocation, Roster, SignedRoster
 from protos.storage.sqlite import Database
+
+_VERSION_COUNTER = "roster"
+"""The counter that grows with every change of the membership."""
 
 
 class MemberStore:
@@ -31,7 +33,7 @@ class MemberStore:
         with self._db.read() as db:
             return _why_revoked(db, serial)
 
-    def standing(self, name: str, serial: str) -> MembershipStatus:
+    def membership_status(self, name: str, serial: str) -> MembershipStatus:
         """Tell whether a certificate is revoked, and whether it was given to a silo of this name that is a member.
 
         Notes that a certificate in force is in use. The first use of one that came by an invitation ends all older ones
@@ -66,7 +68,7 @@ class MemberStore:
             before = literal_column("certificates.rowid") < mine.scalar_subquery()
             older = select(certificates.c.serial).where(certificates.c.name == name, before)
             gone = [
-                revoke_certificate(db, s, name, "replaced by a new enrolment", now) for s in db.scalars(older).all()
+                _revoke_certificate(db, s, name, "replaced by a new enrolment", now) for s in db.scalars(older).all()
             ]
             if any(gone):
                 _bump(db)
@@ -189,7 +191,7 @@ class MemberStore:
             if _silo(db, name) is None:
                 return withdrawn > 0
             for serial in db.scalars(select(certificates.c.serial).where(certificates.c.name == name)).all():
-                revoke_certificate(db, serial, name, reason, now)
+                _revoke_certificate(db, serial, name, reason, now)
             db.execute(update(silos).where(silos.c.name == name).values(state="revoked"))
             _bump(db)
             return True
@@ -201,7 +203,39 @@ class MemberStore:
         Raises RefusedError (E-ID-14) when a later roster, or another of this version, is known.
         """
         with self._db.write() as db:
-            adopt(db, roster, signed, held)
+            newest = db.execute(select(rosters).order_by(rosters.c.version.desc())).first()
+            if newest is not None and (
+                newest.version > roster.version
+                or (newest.version == roster.version and newest.document != signed.document)
+            ):
+                raise RefusedError(
+                    "E-ID-14",
+                    f"expected a roster after version {newest.version}, found another one of version {roster.version}: "
+                    "take the newest (coordinator ca roster); the one in force stays",
+                )
+            for gone in roster.revoked:
+                _revoke_certificate(
+                    db, gone.serial, gone.name, gone.reason, datetime.fromisoformat(gone.at).timestamp()
+                )
+            out = set(db.scalars(select(revocations.c.serial)).all())
+            for member, made in zip(roster.members, held, strict=True):
+                values = {c: getattr(made, c) for c in certificates.c.keys()}  # noqa: SIM118
+                db.execute(upsert(certificates).values(**values).on_conflict_do_nothing())
+                fresh = {
+                    "state": "revoked" if made.serial in out else "member",
+                    "serial": made.serial,
+                    "proofs": member.renewal_proof,
+                }
+                since = datetime.fromisoformat(member.since).timestamp()
+                row = upsert(silos).values(name=member.name, since=since, software="", last_seen=0.0, **fresh)
+                db.execute(row.on_conflict_do_update(index_elements=["name"], set_=fresh))
+            names = [member.name for member in roster.members]
+            db.execute(update(silos).where(silos.c.name.not_in(names)).values(state="revoked"))
+            row = upsert(rosters).values(version=roster.version, document=signed.document, signature=signed.signature)
+            db.execute(row.on_conflict_do_nothing())
+            row = upsert(counters).values(name=_VERSION_COUNTER, value=roster.version)
+            latest = func.max(counters.c.value, roster.version)
+            db.execute(row.on_conflict_do_update(index_elements=["name"], set_={"value": latest}))
 
     # ---- the roster ------------------------------------------------------------------------------------------------
 
@@ -241,6 +275,12 @@ def _why_revoked(db: Connection, serial: str) -> str | None:
     return db.scalar(select(revocations.c.reason).where(revocations.c.serial == serial))
 
 
+def _revoke_certificate(db: Connection, serial: str, name: str, reason: str, now: float) -> bool:
+    """Note a revocation; False when it was noted before."""
+    row = upsert(revocations).values(serial=serial, name=name, reason=reason, at=now)
+    return bool(db.execute(row.on_conflict_do_nothing()).rowcount)
+
+
 def _silo(db: Connection, name: str) -> Silo | None:
     row = db.execute(_SILOS.where(silos.c.name == name)).first()
     return None if row is None else _to_silo(row._mapping)
@@ -270,13 +310,12 @@ def _certify(db: Connection, made: Certificate, proofs: tuple[tuple[str, str], .
 
 def _version(db: Connection) -> int:
     return int(
-        db.scalar(select(func.coalesce(func.max(counters.c.value), 0)).where(counters.c.name == VERSION_OF_MEMBERSHIP))
-        or 0
+        db.scalar(select(func.coalesce(func.max(counters.c.value), 0)).where(counters.c.name == _VERSION_COUNTER)) or 0
     )
 
 
 def _bump(db: Connection) -> None:
-    row = upsert(counters).values(name=VERSION_OF_MEMBERSHIP, value=1)
+    row = upsert(counters).values(name=_VERSION_COUNTER, value=1)
     db.execute(row.on_conflict_do_update(index_elements=["name"], set_={"value": counters.c.value + 1}))
 
 

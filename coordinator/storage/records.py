@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from fl_core.types.enums import TaskKind
 
@@ -69,6 +70,17 @@ class Silo:
     software: str = ""
     data: DataOffer = field(default_factory=DataOffer)
     last_seen: float = 0.0
+
+
+class MembershipStatus(NamedTuple):
+    """What the lists say of a certificate at one moment.
+
+    revoked: the reason it was revoked, or None   member: a silo or lead of this name and key is in force, or an
+    invitation of this serial is open
+    """
+
+    revoked: str | None
+    member: bool
 
 
 @dataclass(frozen=True, slots=True)

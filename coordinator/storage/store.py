@@ -1,4 +1,4 @@
-"""What the coordinator knows, in one file: `members`, `runs`, `objects` and `attested`.
+"""What the coordinator knows, in one file: `members`, `runs`, `contributions` and `attestations`.
 
 Every method of these is one transaction, on the disk when it returns.
 """
@@ -27,8 +27,8 @@ class Store:
         self.database = Database(home / FILE, metadata, MIGRATIONS, IN_EVERY_VERSION)
         self.members = MemberStore(self.database, clock)
         self.runs = RunStore(self.database, clock)
-        self.objects = ContributionStore(self.database, clock)
-        self.attested = AttestationStore(self.database)
+        self.contributions = ContributionStore(self.database, clock)
+        self.attestations = AttestationStore(self.database)
 
     def close(self) -> None:
         """Close the file."""

@@ -57,7 +57,7 @@ class Power:
 
         database.write = guarded  # type: ignore[method-assign]
         for name in OBJECTS:
-            setattr(server.blobs, name, self._wrap(getattr(server.blobs, name), name))
+            setattr(server.objects, name, self._wrap(getattr(server.objects, name), name))
         server.uploads.discard = self._wrap(server.uploads.discard, "discard")  # type: ignore[method-assign]
 
     def _wrap(self, inner: Callable[..., object], name: str) -> Callable[..., object]:
@@ -93,7 +93,7 @@ def bury(server: CoordinatorServer) -> None:
     server._stopping.set()
     with suppress(PowerCut):
         server.runs.stop(5)
-    server.hub.close()
+    server.dispatcher.close()
     server.grpc.stop(0).wait()
     server.store.database.close()
     server._lock.close()

@@ -15,7 +15,7 @@ import grpc
 from coordinator.api.server import CoordinatorServer, Settings
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
-from coordinator.runs.session import Session
+from coordinator.runs.session import SiloSession
 from coordinator.storage.records import Run, RunState
 from coordinator.storage.store import Store
 from fl_core import datasets
@@ -128,7 +128,7 @@ class World:
         assert self.server is not None
         found = self.run(run_id).state_object
         assert found is not None
-        return codec.read_state(self.server.blobs.path(found))
+        return codec.read_state(self.server.objects.path(found))
 
     def transfer(self, name: str) -> rpc.TransferStub:
         return rpc.TransferStub(channel(self.port, self.people[name]))
@@ -151,10 +151,10 @@ def running(home: Path, names: Sequence[str], settings: Settings = FAST) -> Iter
 DENIED = grpc.StatusCode.PERMISSION_DENIED
 
 
-def session(name: str = "north") -> Session:
+def session(name: str = "north") -> SiloSession:
     """A silo's session without a connection."""
     start = datetime(2026, 1, 1, tzinfo=UTC)
-    return Session(PeerCertificate(Identity(Kind.SILO, "test", name), "1", "f", start, start + timedelta(days=90)))
+    return SiloSession(PeerCertificate(Identity(Kind.SILO, "test", name), "1", "f", start, start + timedelta(days=90)))
 
 
 class Line:
@@ -216,7 +216,7 @@ def instance(id: str, previous: str = "") -> pb.Hello:
 
 
 def online(world: World, name: str) -> Callable[[], bool]:
-    return lambda: world.server.hub.live(name) is not None
+    return lambda: world.server.dispatcher.live(name) is not None
 
 
 PATIENCE = RetryPolicy(idle_s=5.0, backoff_s=0.01, backoff_cap_s=0.1, tries=3)

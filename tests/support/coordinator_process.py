@@ -81,8 +81,9 @@ def main() -> None:
 
     import grpc
 
-    from coordinator.api.authorise import MembershipStatus, authorize
+    from coordinator.api.authorization import authorize
     from coordinator.pki.server_certificate import server_credentials
+    from coordinator.storage.records import MembershipStatus
     from fl_core.errors import RefusedError
     from protos.pki.identity import Kind, peer_of
 

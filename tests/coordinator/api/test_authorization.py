@@ -4,7 +4,8 @@ from datetime import timedelta
 
 import pytest
 
-from coordinator.api.authorise import MembershipStatus, authorize
+from coordinator.api.authorization import authorize
+from coordinator.storage.records import MembershipStatus
 from protos.pki.identity import Identity, Kind, PeerCertificate
 from tests.support.pki import today
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.runs.dispatcher import Dispatcher
-from coordinator.runs.session import Session
+from coordinator.runs.session import SiloSession
 from coordinator.runs.tasks import RunInterrupted, SiloTaskKey, Task
 from coordinator.storage.store import Store
 from fl_core.types.values import TaskKind
@@ -20,44 +20,44 @@ TASK = Task(SiloTaskKey("run", 3, TaskKind.TRAIN, "north"), "m" * 64, "b" * 64, 
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Dispatcher]:
+def dispatcher(tmp_path: Path) -> Iterator[Dispatcher]:
     found = Dispatcher(Store(tmp_path), 1.0)
     yield found
     found.store.close()
 
 
-def offered(here: Session) -> list[int]:
+def offered(here: SiloSession) -> list[int]:
     """The rounds of the offers that are queued for a silo."""
     taken = list(iter(lambda: here.next(0.0), None))
     assert all(message.WhichOneof("body") == "offer" for message in taken)
     return [message.offer.round for message in taken]
 
 
-def test_an_open_task_is_offered_now_and_on_every_new_session(hub: Dispatcher) -> None:
+def test_an_open_task_is_offered_now_and_on_every_new_session(dispatcher: Dispatcher) -> None:
     first, second = session(), session()
-    hub.attach(first)
-    with hub.pending_task(TASK):
-        hub.offer(TASK)
+    dispatcher.attach(first)
+    with dispatcher.pending_task(TASK):
+        dispatcher.offer(TASK)
         assert offered(first) == [3]
-        hub.attach(second)
-        hub.catch_up(second, pb.Hello(), time.time())
+        dispatcher.attach(second)
+        dispatcher.catch_up(second, pb.Hello(), time.time())
         assert offered(second) == [3]
 
 
-def test_a_task_of_a_run_that_was_interrupted_is_offered_to_nobody(hub: Dispatcher) -> None:
+def test_a_task_of_a_run_that_was_interrupted_is_offered_to_nobody(dispatcher: Dispatcher) -> None:
     """Also when it is interrupted between a port's look for an update and its offer."""
     here = session()
-    hub.attach(here)
-    with hub.pending_task(TASK) as pending:
-        hub.interrupt("run")
-        hub.offer(TASK)
-        hub.catch_up(here, pb.Hello(), time.time())
+    dispatcher.attach(here)
+    with dispatcher.pending_task(TASK) as pending:
+        dispatcher.interrupt("run")
+        dispatcher.offer(TASK)
+        dispatcher.catch_up(here, pb.Hello(), time.time())
         assert offered(here) == []
         with pytest.raises(RunInterrupted):
             pending.wait()
-    with pytest.raises(RunInterrupted), hub.pending_task(TASK):
+    with pytest.raises(RunInterrupted), dispatcher.pending_task(TASK):
         pass
-    hub.allow("run")
-    with hub.pending_task(TASK):
-        hub.offer(TASK)
+    dispatcher.allow("run")
+    with dispatcher.pending_task(TASK):
+        dispatcher.offer(TASK)
     assert offered(here) == [3]

@@ -30,39 +30,39 @@ DIGEST = "m" * 64
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Dispatcher]:
+def dispatcher(tmp_path: Path) -> Iterator[Dispatcher]:
     found = Dispatcher(Store(tmp_path), 1.0)
     yield found
     found.store.close()
 
 
-def stored(hub: Dispatcher, of: RunManifest = PRIVATE) -> Run:
+def stored(dispatcher: Dispatcher, of: RunManifest = PRIVATE) -> Run:
     names = tuple(m.name for m in of.members)
     run = Run("run-1", "run", "request", "{}", of.to_json(), DIGEST, "fedavg", "made-up", of.rounds, names)
-    return hub.store.runs.add(run, 1)
+    return dispatcher.store.runs.add(run, 1)
 
 
 def said(**other: object) -> pb.PreflightAnswer:
     return pb.PreflightAnswer(**{"run_id": "run-1", "manifest_digest": DIGEST, "ready": True, **other})
 
 
-def kinds(hub: Dispatcher) -> list[str]:
-    return [e.kind for e in hub.store.runs.events("run-1", 0)]
+def kinds(dispatcher: Dispatcher) -> list[str]:
+    return [e.kind for e in dispatcher.store.runs.events("run-1", 0)]
 
 
 class Asking:
     """`preflight.ask` on a thread of its own."""
 
-    def __init__(self, hub: Dispatcher, of: RunManifest) -> None:
+    def __init__(self, dispatcher: Dispatcher, of: RunManifest) -> None:
         self.error: BaseException | None = None
-        self._run, self._of, self._hub = stored(hub, of), of, hub
+        self._run, self._of, self._dispatcher = stored(dispatcher, of), of, dispatcher
         self.thread = threading.Thread(target=self._ask)
         self.thread.start()
-        until(lambda: hub._pending or not self.thread.is_alive(), "the question")
+        until(lambda: dispatcher._pending or not self.thread.is_alive(), "the question")
 
     def _ask(self) -> None:
         try:
-            preflight.ask(self._run, self._of, self._hub)
+            preflight.ask(self._run, self._of, self._dispatcher)
         except BaseException as error:  # kept for the test
             self.error = error
 
@@ -72,45 +72,45 @@ class Asking:
         return self.error
 
 
-def test_a_private_run_is_asked_about_until_its_round_0_was_opened_and_never_after(hub: Dispatcher) -> None:
-    run, private = stored(hub), CompiledRun.of(PRIVATE)
+def test_a_private_run_is_asked_about_until_its_round_0_was_opened_and_never_after(dispatcher: Dispatcher) -> None:
+    run, private = stored(dispatcher), CompiledRun.of(PRIVATE)
     infinite = replace(PRIVATE, privacy=NamedOptions("dp_record", {"epsilon": float("inf")}))
-    assert preflight.is_due(run, private, hub.store)
+    assert preflight.is_due(run, private, dispatcher.store)
     quorum = CompiledRun.of(replace(PRIVATE, quorum=1))  # no reason to charge in vain
-    assert preflight.is_due(run, quorum, hub.store)
-    assert not preflight.is_due(run, CompiledRun.of(manifest()), hub.store)
-    assert not preflight.is_due(run, CompiledRun.of(infinite), hub.store)
-    assert not preflight.is_due(replace(run, closed=1), private, hub.store)
-    hub.store.runs.open_round(run.id, 0, TaskKind.TRAIN, NAMES)
-    assert not preflight.is_due(run, private, hub.store)
+    assert preflight.is_due(run, quorum, dispatcher.store)
+    assert not preflight.is_due(run, CompiledRun.of(manifest()), dispatcher.store)
+    assert not preflight.is_due(run, CompiledRun.of(infinite), dispatcher.store)
+    assert not preflight.is_due(replace(run, closed=1), private, dispatcher.store)
+    dispatcher.store.runs.open_round(run.id, 0, TaskKind.TRAIN, NAMES)
+    assert not preflight.is_due(run, private, dispatcher.store)
 
 
-def test_only_the_answer_of_the_silo_itself_about_this_manifest_counts_and_only_once(hub: Dispatcher) -> None:
+def test_only_the_answer_of_the_silo_itself_about_this_manifest_counts_and_only_once(dispatcher: Dispatcher) -> None:
     here, stranger = session(), session("west")
-    asking = Asking(hub, ALONE)
-    hub.attach(here)
-    hub.catch_up(here, pb.Hello(), time.time())
+    asking = Asking(dispatcher, ALONE)
+    dispatcher.attach(here)
+    dispatcher.catch_up(here, pb.Hello(), time.time())
     messages = list(iter(lambda: here.next(0.0), None))
     assert [m.WhichOneof("body") for m in messages] == ["preflight"]
     assert (messages[0].preflight.run_id, messages[0].preflight.manifest_digest) == ("run-1", DIGEST)
-    hub.preflight(stranger, said())
-    hub.preflight(here, said(manifest_digest="n" * 64))
-    hub.preflight(here, said(run_id="run-2"))
-    hub.preflight(here, said(manifest_digest=""))
-    assert "ready" not in kinds(hub)
+    dispatcher.preflight(stranger, said())
+    dispatcher.preflight(here, said(manifest_digest="n" * 64))
+    dispatcher.preflight(here, said(run_id="run-2"))
+    dispatcher.preflight(here, said(manifest_digest=""))
+    assert "ready" not in kinds(dispatcher)
     assert asking.thread.is_alive()
-    hub.preflight(here, said())
-    hub.preflight(here, said())
-    hub.preflight(here, said(ready=False, code="E-BUDGET-01"))
+    dispatcher.preflight(here, said())
+    dispatcher.preflight(here, said())
+    dispatcher.preflight(here, said(ready=False, code="E-BUDGET-01"))
     assert asking.over() is None
-    hub.preflight(here, said(ready=False, code="E-BUDGET-01"))
-    assert kinds(hub).count("ready") == 1
-    assert "refused" not in kinds(hub)
+    dispatcher.preflight(here, said(ready=False, code="E-BUDGET-01"))
+    assert kinds(dispatcher).count("ready") == 1
+    assert "refused" not in kinds(dispatcher)
 
 
-def test_a_reason_is_cut_and_a_code_that_is_none_is_replaced(hub: Dispatcher) -> None:
-    asking = Asking(hub, ALONE)
-    hub.preflight(session(), said(ready=False, code="nonsense\n", reason="x" * 100_000))
+def test_a_reason_is_cut_and_a_code_that_is_none_is_replaced(dispatcher: Dispatcher) -> None:
+    asking = Asking(dispatcher, ALONE)
+    dispatcher.preflight(session(), said(ready=False, code="nonsense\n", reason="x" * 100_000))
     error = asking.over()
     assert isinstance(error, RefusedError)
     assert error.code == "E-RUN-36"
@@ -118,19 +118,19 @@ def test_a_reason_is_cut_and_a_code_that_is_none_is_replaced(hub: Dispatcher) ->
     assert len(error.message) < 600
 
 
-def test_who_has_answered_is_not_asked_again_in_the_next_session(hub: Dispatcher) -> None:
-    asking = Asking(hub, replace(PRIVATE, members=PRIVATE.members[:2]))
-    hub.preflight(session(), said())
+def test_who_has_answered_is_not_asked_again_in_the_next_session(dispatcher: Dispatcher) -> None:
+    asking = Asking(dispatcher, replace(PRIVATE, members=PRIVATE.members[:2]))
+    dispatcher.preflight(session(), said())
     again = session()
-    hub.attach(again)
-    hub.catch_up(again, pb.Hello(), time.time())
+    dispatcher.attach(again)
+    dispatcher.catch_up(again, pb.Hello(), time.time())
     assert again.next(0.0) is None
-    hub.interrupt("run-1")
+    dispatcher.interrupt("run-1")
     assert isinstance(asking.over(), RunInterrupted)
 
 
-def test_a_silence_until_the_deadline_names_the_silent(hub: Dispatcher) -> None:
-    error = Asking(hub, replace(PRIVATE, deadline_s=0.2)).over()
+def test_a_silence_until_the_deadline_names_the_silent(dispatcher: Dispatcher) -> None:
+    error = Asking(dispatcher, replace(PRIVATE, deadline_s=0.2)).over()
     assert isinstance(error, UnavailableError)
     assert error.code == "E-RUN-37"
     assert "east, north, south" in error.message

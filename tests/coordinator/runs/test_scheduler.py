@@ -108,7 +108,7 @@ def test_a_run_without_its_quorum_fails_and_can_be_resumed_without_training_anew
         assert run.closed == 1
         assert run.model_digest == ""  # nobody has asked for it yet
         shown = world.lead().Show(pb.RunQuery(run_id=run.id)).info
-        after_one = codec.read_state(world.server.blobs.path(run.state_object or ""))
+        after_one = codec.read_state(world.server.objects.path(run.state_object or ""))
         assert shown.model_digest == tensor_maps.digest(after_one["w"]) == world.run(run.id).model_digest
         assert all(not silo.memory.ended for silo in people)  # what they have staged is needed
         willing.set()
@@ -136,7 +136,10 @@ def test_an_abort_ends_a_run_in_any_state(tmp_path: Path) -> None:
     with running(tmp_path / "home", NAMES, Settings(pulse_s=FAST.pulse_s, parallel_runs=1)) as world:
         runs = world.server.runs
         first, second = world.submit(manifest(rounds=1), "one"), world.submit(manifest(rounds=1), "two")
-        until(lambda: world.run(first.id).state is RunState.RUNNING and world.server.hub._pending, "the first to wait")
+        until(
+            lambda: world.run(first.id).state is RunState.RUNNING and world.server.dispatcher._pending,
+            "the first to wait",
+        )
         assert world.run(second.id).state is RunState.WAITING
         assert runs.abort(second.id).state is RunState.ABORTED  # while it waits for its turn
         assert runs.abort(first.id, "wrong data").reason == "wrong data"  # while a round is open
@@ -194,8 +197,8 @@ def test_a_finished_run_leaves_its_final_state_its_manifest_and_its_receipts(tmp
         bases = [world.server.store.runs.round(run.id, t).base_digest for t in range(4)]
         kinds = [TaskKind.TRAIN] * 3 + [TaskKind.EVALUATE]
         names = [contribution_id(run.id, t, kinds[t], "north", bases[t]) for t in range(4)]
-        assert all(world.server.store.objects.contribution(name).receipt for name in names)
-        assert run.bytes_up == sum(world.server.store.objects.contribution(n).size for n in names) * 3
+        assert all(world.server.store.contributions.contribution(name).receipt for name in names)
+        assert run.bytes_up == sum(world.server.store.contributions.contribution(n).size for n in names) * 3
         stop(people)
 
 
@@ -212,7 +215,7 @@ def test_a_run_goes_on_while_what_it_leaves_cannot_be_deleted(
             asked.append(digest)
             raise error
 
-        monkeypatch.setattr(world.server.blobs, "remove", fail)
+        monkeypatch.setattr(world.server.objects, "remove", fail)
         people = silos(world)
         started = world.submit(run)
         world.finished(started.id)

@@ -101,7 +101,7 @@ def test_a_revoked_silo_is_dropped_at_the_next_heartbeat_and_refused_at_the_next
 
 def test_a_task_of_a_revoked_silo_that_is_away_does_not_wait(world: World) -> None:
     run = world.submit(manifest(rounds=1))
-    until(lambda: any(k.silo == "north" for k in world.server.hub._pending), "the tasks")
+    until(lambda: any(k.silo == "north" for k in world.server.dispatcher._pending), "the tasks")
     for name in NAMES:
         world.server.store.members.revoke(name, "test")
     ended = world.ended(run.id)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from coordinator.runs.dispatcher import Dispatcher
-from coordinator.runs.session import Session
+from coordinator.runs.session import SiloSession
 from coordinator.storage.store import Store
 from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
@@ -28,7 +28,7 @@ def test_a_second_session_supersedes_the_first(world: World) -> None:
     assert first.over.wait(10)
     assert first.error is None
     assert not second.over.is_set()
-    assert world.server.hub.live("north") is not None
+    assert world.server.dispatcher.live("north") is not None
     second.close()
 
 
@@ -46,28 +46,28 @@ def test_the_first_use_of_a_new_enrolment_shuts_the_old_key_out(world: World) ->
 def test_two_machines_with_one_name_are_told(tmp_path: Path) -> None:
     """The one with the newer certificate stays."""
 
-    def session(issued: int) -> Session:
+    def session(issued: int) -> SiloSession:
         start = datetime(2026, 1, issued, tzinfo=UTC)
         who = Identity(Kind.SILO, "test", "north")
-        return Session(PeerCertificate(who, f"{issued:x}", "f", start, start + timedelta(days=90)))
+        return SiloSession(PeerCertificate(who, f"{issued:x}", "f", start, start + timedelta(days=90)))
 
-    hub = Dispatcher(Store(tmp_path), 1.0)
+    dispatcher = Dispatcher(Store(tmp_path), 1.0)
     newer, renewed = session(2), session(3)
-    hub.attach(newer)
+    dispatcher.attach(newer)
     with pytest.raises(RefusedError, match="E-ID-26"):
-        hub.attach(session(1))
+        dispatcher.attach(session(1))
     assert not newer.over
     newer.send(pb.CoordinatorMessage(pulse=pb.Pulse(round=7)))
-    hub.attach(renewed)
+    dispatcher.attach(renewed)
     assert newer.over
     assert renewed.next(0.0) == pb.CoordinatorMessage(pulse=pb.Pulse(round=7))  # nothing that was queued is lost
-    hub.store.close()
+    dispatcher.store.close()
 
 
 def test_a_second_machine_is_refused_while_the_first_is_alive(world: World) -> None:
     """The first stays undisturbed, the second is told why, and so is the lead."""
     run = world.submit(manifest(rounds=1, names=("north",)))
-    until(lambda: world.server.hub._pending, "the task")
+    until(lambda: world.server.dispatcher._pending, "the task")
     first = Line(world, "north", instance("a"))
     until(lambda: first.got, "a welcome")
     second = Line(world, "north", instance("b", previous="c"))
@@ -103,13 +103,13 @@ def test_a_machine_that_fell_silent_makes_place(tmp_path: Path) -> None:
     who = Identity(Kind.SILO, "test", "north")
     start = datetime(2026, 1, 1, tzinfo=UTC)
     peer = PeerCertificate(who, "1", "f", start, start + timedelta(days=90))
-    silent, fresh = Session(peer, hello=instance("a")), Session(peer, hello=instance("b"))
-    hub = Dispatcher(Store(tmp_path), 1.0)
-    hub.attach(silent)
+    silent, fresh = SiloSession(peer, hello=instance("a")), SiloSession(peer, hello=instance("b"))
+    dispatcher = Dispatcher(Store(tmp_path), 1.0)
+    dispatcher.attach(silent)
     silent.heard -= 1.9
     with pytest.raises(RefusedError, match="E-ID-26"):
-        hub.attach(fresh)
+        dispatcher.attach(fresh)
     silent.heard -= 0.2
-    hub.attach(fresh)
+    dispatcher.attach(fresh)
     assert silent.over
-    hub.store.close()
+    dispatcher.store.close()

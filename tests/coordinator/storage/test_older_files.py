@@ -48,7 +48,7 @@ def test_members_runs_and_rounds_of_a_file_of_version_1_are_there(tmp_path: Path
                 ("hospital1", False, "digits"),
             ]
             serial = store.members.silos()[1].certificate.serial
-            assert store.members.standing("hospital1", serial).member
+            assert store.members.membership_status("hospital1", serial).member
             assert [i.name for i in store.members.invitations()] == ["hospital2"]
             version, signed = store.members.roster() or (0, None)
             assert (version, store.members.version()) == (2, 2)
@@ -76,19 +76,19 @@ def test_members_runs_and_rounds_of_a_file_of_version_1_are_there(tmp_path: Path
             row = store.runs.round(RUNNING, 0)
             assert row is not None
             assert row.is_open
-            assert store.objects.readable(row.base_digest, "hospital0") == RUNNING
-            assert len(store.objects.referenced_digests()) == 7
+            assert store.contributions.readable(row.base_digest, "hospital0") == RUNNING
+            assert len(store.contributions.referenced_digests()) == 7
 
 
 def test_what_hospitals_stated_is_there(tmp_path: Path) -> None:
     with opened(older(tmp_path)) as store:
-        found = store.attested.newest("hospital1")
+        found = store.attestations.newest("hospital1")
         assert found is not None
         assert (found.ledger_seq, len(found.ledger_sealed)) == (21, 32)
-        assert store.attested.policy("hospital1").startswith("ff09b028")
+        assert store.attestations.policy("hospital1").startswith("ff09b028")
     (tmp_path / "sealed").mkdir()
     with opened(older(tmp_path / "sealed", BEFORE_SEALED)) as store:
-        assert store.attested.newest("hospital1") == pb.Attestation(
+        assert store.attestations.newest("hospital1") == pb.Attestation(
             policy_digest=found.policy_digest, ledger_seq=21, ledger_head=found.ledger_head
         )
 
@@ -99,9 +99,9 @@ def test_a_run_of_an_older_file_goes_on(tmp_path: Path) -> None:
         assert store.runs.resume(RUNNING).state is RunState.WAITING
         store.runs.event(RUNNING, "opened")
         assert [e.number for e in store.runs.events(RUNNING, 4)] == [5, 6, 7]
-        assert store.attested.newest("hospital1") is None
-        store.attested.keep_policy("hospital1", "d" * 64)
-        assert store.attested.policy("hospital1") == "d" * 64
+        assert store.attestations.newest("hospital1") is None
+        store.attestations.keep_policy("hospital1", "d" * 64)
+        assert store.attestations.policy("hospital1") == "d" * 64
 
 
 def test_a_migrated_file_has_the_tables_of_a_new_one(tmp_path: Path) -> None:

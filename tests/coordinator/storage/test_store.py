@@ -67,7 +67,7 @@ def test_an_invitation_gives_one_key_one_certificate(store: Store) -> None:
     assert enrol(store, serial="other") == first
     with pytest.raises(RefusedError, match="E-ID-24"):
         enrol(store, key="thief", serial="c9")
-    assert store.members.standing("north", "c1").member
+    assert store.members.membership_status("north", "c1").member
     with pytest.raises(RefusedError, match="E-ID-24"):
         enrol(store)
 
@@ -108,13 +108,13 @@ def test_a_revocation_takes_every_certificate_and_open_invitation_of_a_name(stor
     store.members.invite(InvitationRow("i1", "north", 0, 2000))
     enrol(store)
     store.members.renew(certificate("c2", "k2", enrolled=False), (("old", "proof"),))
-    assert store.members.standing("north", "c1").member
-    assert store.members.standing("north", "c2").member
+    assert store.members.membership_status("north", "c1").member
+    assert store.members.membership_status("north", "c2").member
     store.members.invite(InvitationRow("i2", "north", 0, 2000))
     assert store.members.revoke("north", "left")
-    assert store.members.standing("north", "c1") == ("left", False)
-    assert store.members.standing("north", "c2") == ("left", False)
-    assert store.members.standing("north", "c3") == (None, False)
+    assert store.members.membership_status("north", "c1") == ("left", False)
+    assert store.members.membership_status("north", "c2") == ("left", False)
+    assert store.members.membership_status("north", "c3") == (None, False)
     assert store.members.why_revoked("c1") is not None
     assert not store.members.is_invited("i2")
     version, members, revoked = store.members.membership()
@@ -127,9 +127,9 @@ def test_the_first_use_of_a_new_enrolment_ends_the_older_certificates(store: Sto
         store.members.invite(InvitationRow(f"i{k}", "north", 0, 2000))
         enrol(store, f"i{k}", f"k{k}", f"c{k}")
         if k == 1:
-            assert store.members.standing("north", "c1").member
+            assert store.members.membership_status("north", "c1").member
     assert store.members.why_revoked("c1") is None
-    assert store.members.standing("north", "c2").member
+    assert store.members.membership_status("north", "c2").member
     assert store.members.why_revoked("c1") is not None
     assert store.members.why_revoked("c2") is None
 
@@ -197,14 +197,14 @@ def test_the_closing_evaluation_finishes_the_run(store: Store) -> None:
 
 def test_an_announced_object_is_fixed_once_it_is_taken(store: Store) -> None:
     opened(store)
-    assert store.objects.announce(update()) == (update(), True)
-    assert store.objects.announce(update()) == (update(), False)
+    assert store.contributions.announce(update()) == (update(), True)
+    assert store.contributions.announce(update()) == (update(), False)
     changed = update(digest="e" * 64)
-    assert store.objects.announce(changed) == (changed, True)
-    store.objects.commit(changed, 1.0, b"receipt")
-    assert store.objects.announce(changed)[0].receipt == b"receipt"
+    assert store.contributions.announce(changed) == (changed, True)
+    store.contributions.commit(changed, 1.0, b"receipt")
+    assert store.contributions.announce(changed)[0].receipt == b"receipt"
     with pytest.raises(ProtocolError, match="E-WIRE-07"):
-        store.objects.announce(update())
+        store.contributions.announce(update())
     assert store.runs.get("run-0001").bytes_up == 10
 
 
@@ -212,13 +212,13 @@ def test_what_is_stated_with_an_announcement_replaces_what_was_stated_before(sto
     opened(store)
     stated = [pb.Attestation(policy_digest="p", ledger_seq=n, ledger_head="h") for n in range(2)]
     for word in (stated[0], stated[1], None, stated[0]):
-        store.objects.announce(update(), word)
-        assert store.attested.of("c") == word
+        store.contributions.announce(update(), word)
+        assert store.attestations.of("c") == word
     with pytest.raises(StateError, match="E-RUN-06"):
-        store.objects.announce(update(silo="west"), stated[1])
-    store.objects.commit(update(), 1.0, b"r")
-    store.objects.announce(update(), stated[1])  # it was taken: what was signed for stays
-    assert store.attested.of("c") == store.attested.newest("north") == stated[0]
+        store.contributions.announce(update(silo="west"), stated[1])
+    store.contributions.commit(update(), 1.0, b"r")
+    store.contributions.announce(update(), stated[1])  # it was taken: what was signed for stays
+    assert store.attestations.of("c") == store.attestations.newest("north") == stated[0]
 
 
 def test_events_are_numbered_from_one_for_each_run(store: Store) -> None:
@@ -232,17 +232,20 @@ def test_events_are_numbered_from_one_for_each_run(store: Store) -> None:
 def test_an_update_of_a_closed_round_or_of_another_base_is_refused(store: Store) -> None:
     opened(store)
     with pytest.raises(ProtocolError, match="E-WIRE-12"):
-        store.objects.announce(
+        store.contributions.announce(
             Contribution("x", "run-0001", 0, TaskKind.TRAIN, "north", "m" * 64, "f" * 64, "d" * 64, 1)
         )
     with pytest.raises(StateError, match="did not ask"):
-        store.objects.announce(update(silo="west"))
-    store.objects.announce(update())
+        store.contributions.announce(update(silo="west"))
+    store.contributions.announce(update())
     store.runs.close_round("run-0001", record(), ("1" * 64, 5), "model")
-    for attempt in (lambda: store.objects.announce(update()), lambda: store.objects.commit(update(), 1.0, b"r")):
+    for attempt in (
+        lambda: store.contributions.announce(update()),
+        lambda: store.contributions.commit(update(), 1.0, b"r"),
+    ):
         with pytest.raises(StateError, match="E-RUN-06"):
             attempt()
-    assert not store.objects.is_open("c")
+    assert not store.contributions.is_open("c")
 
 
 def test_what_is_closed_is_collected_and_shared_objects_stay(store: Store) -> None:
@@ -250,28 +253,28 @@ def test_what_is_closed_is_collected_and_shared_objects_stay(store: Store) -> No
     opened_two = run_of("run-0002", "r2")
     store.runs.add(opened_two, 2)
     store.runs.begin("run-0002", "0" * 64, 5)  # the same initial state
-    store.objects.announce(update())
-    store.objects.commit(update(), 1.0, b"r")
+    store.contributions.announce(update())
+    store.contributions.commit(update(), 1.0, b"r")
     gone: list[str] = []
-    store.objects.delete_unreferenced("run-0001", gone.append)
+    store.contributions.delete_unreferenced("run-0001", gone.append)
     assert gone == []
     for t in range(3):
         if t:
             store.runs.open_round("run-0001", t, TaskKind.TRAIN, ["north"])
         store.runs.close_round("run-0001", record(t), (str(t + 1) * 64, 5), "model")
-    store.objects.delete_unreferenced("run-0001", gone.append)
+    store.contributions.delete_unreferenced("run-0001", gone.append)
     assert gone == ["1" * 64, "b" * 64, "d" * 64]  # round 0's state is still run-0002's
-    assert {"2" * 64, "3" * 64, "0" * 64, "m" * 64} == store.objects.referenced_digests()
-    assert store.objects.contribution("c").receipt == b"r"
+    assert {"2" * 64, "3" * 64, "0" * 64, "m" * 64} == store.contributions.referenced_digests()
+    assert store.contributions.contribution("c").receipt == b"r"
     store.runs.end("run-0001", RunState.ABORTED, "", [RunState.RUNNING])
-    store.objects.delete_unreferenced("run-0001", gone.append)
+    store.contributions.delete_unreferenced("run-0001", gone.append)
     assert gone[-1] == "2" * 64
 
 
 def test_who_may_read_an_object(store: Store) -> None:
     opened(store)
-    assert store.objects.readable("b" * 64, "north") == "run-0001"
-    assert store.objects.readable("m" * 64, "south") == "run-0001"
-    assert store.objects.readable("b" * 64, "west") is None
-    assert store.objects.readable("0" * 64, "north") is None  # a server state is no silo's business
-    assert store.objects.readable("0" * 64, None) == "run-0001"
+    assert store.contributions.readable("b" * 64, "north") == "run-0001"
+    assert store.contributions.readable("m" * 64, "south") == "run-0001"
+    assert store.contributions.readable("b" * 64, "west") is None
+    assert store.contributions.readable("0" * 64, "north") is None  # a server state is no silo's business
+    assert store.contributions.readable("0" * 64, None) == "run-0001"

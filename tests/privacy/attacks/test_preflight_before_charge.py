@@ -131,7 +131,7 @@ def test_an_absent_hospital_is_waited_for_and_named_and_nobody_is_charged_meanwh
     with federation(tmp_path, DATA) as (world, sites):
         started(sites, "center1")
         assert world.server is not None
-        until(lambda: len(world.server.hub._sessions) == 2, "two hospitals", 60)
+        until(lambda: len(world.server.dispatcher._sessions) == 2, "two hospitals", 60)
         run = world.submit(RUN)
         ((_, said),) = heard(world, run.id, "preflight")
         assert said.endswith("away: center1")

@@ -59,8 +59,8 @@ def test_readers_that_do_not_read_hold_one_chunk_each_and_those_beyond_the_threa
     data = os.urandom(CHUNKS * chunks.CHUNK_BYTES)
     with running(tmp_path / "home", (), FAST) as world:
         assert world.server is not None
-        monkeypatch.setattr(world.server.store.objects, "readable", lambda *_: "run")
-        request = pb.GetRequest(digest=world.server.blobs.put(data))
+        monkeypatch.setattr(world.server.store.contributions, "readable", lambda *_: "run")
+        request = pb.GetRequest(digest=world.server.objects.put(data))
         own = world.people["lead"]
         secure = grpc.ssl_channel_credentials(own.ca_pem, own.key_pem, own.cert_pem)
         line = grpc.secure_channel(f"127.0.0.1:{world.port}", secure, NOTHING_AHEAD)
