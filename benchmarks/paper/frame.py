@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper import images, tables
-from benchmarks.paper.study import Watch, bench_and_tests, seeded, whole
+from benchmarks.paper.study import GlobalTestObserver, runtime_and_tests, seeded, whole
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation import runner
 from fl_core.methods.disjoint.fedgela import adaptation
@@ -64,11 +64,11 @@ def answers(words: Sequence[str], seed: int, data_root: Path | None) -> dict[str
     """Simulate FedGELA, and score every way of answering: accuracy, balanced accuracy, share of the commonest class."""
     spec = seeded(compose_spec(images.resolved(words, data_root)), seed)
     root = images.root_of(words, data_root)
-    watch = Watch(spec, root)
-    runner.run(spec, root, watch)
-    assert watch.server is not None
-    bench, tests = bench_and_tests(spec, root)
-    model = bench.method.global_model(bench.reset_model(), bench.method.broadcast(watch.server)).eval()
+    observer = GlobalTestObserver(spec, root)
+    runner.run(spec, root, observer)
+    assert observer.server is not None
+    runtime, tests = runtime_and_tests(spec, root)
+    model = runtime.method.global_model(runtime.reset_model(), runtime.method.broadcast(observer.server)).eval()
     with torch.no_grad():
         logits = torch.cat([model(tests.batch(part)[0]) for part in whole(tests).split(BATCH)])
     counts = sum(_counts(part.train.labels, logits.shape[1]) for part in runner.build_simulation(spec, root)[1])
@@ -85,12 +85,12 @@ def ways(logits: Tensor, counts: Tensor) -> Mapping[str, Tensor]:
 
 def score(logits: Tensor, labels: Tensor, counts: Tensor) -> dict[str, float]:
     """Score answers: accuracy, the mean of the accuracies per class, and how many answers are the commonest class."""
-    said = logits.argmax(1)
-    per_class = [(said[labels == c] == c).float().mean() for c in labels.unique()]
+    predicted = logits.argmax(1)
+    per_class = [(predicted[labels == c] == c).float().mean() for c in labels.unique()]
     return {
-        "accuracy": round(float((said == labels).float().mean()), 4),
+        "accuracy": round(float((predicted == labels).float().mean()), 4),
         "balanced": round(float(torch.stack(per_class).mean()), 4),
-        "commonest": round(float((said == counts.argmax()).float().mean()), 4),
+        "commonest": round(float((predicted == counts.argmax()).float().mean()), 4),
     }
 
 

@@ -30,7 +30,7 @@ from coordinator.simulation.engine import SimulationEngine
 from fl_core import datasets, rng
 from fl_core.methods import build_method
 from fl_core.models import describe
-from fl_core.rounds.engine import RoundRecord
+from fl_core.rounds.engine import Observer, RoundRecord
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime
 from fl_core.training import paper_metrics
@@ -101,7 +101,7 @@ def point_of(
 ) -> dict[int, Point]:
     """Compose one run of a cell, at every seed.
 
-    The key is a digest of the run's manifest (at seed 0), the seed, how data are dealt, and what is measured beside.
+    The key digests the run's manifest (at seed 0), the seed, how data are partitioned, and what else is measured.
     """
     written = (f"experiment={table.experiment}", f"scale={table.scale}", *words)
     spec = compose_spec(images.resolved(written, data_root))
@@ -123,12 +123,12 @@ def point_of(
 
 def seeded(spec: RunSpec, seed: int) -> RunSpec:
     """Draw partition, weights and batches by one seed; all runs have one name, so that tables share them."""
-    dealt = {"partition_seed": seed} if "partition_seed" in spec.federation else {}
-    return replace(spec, name="paper", seed=seed, federation={**spec.federation, **dealt})
+    partition = {"partition_seed": seed} if "partition_seed" in spec.federation else {}
+    return replace(spec, name="paper", seed=seed, federation={**spec.federation, **partition})
 
 
-class Watch:
-    """An observer that keeps the newest server state, and measures it on the global test set where no record does.
+class GlobalTestObserver(Observer):
+    """Keeps the newest server state, and measures it on the global test set where no record does.
 
     Under partial participation a round's record covers the test sets of its cohort alone, and a best over such rounds
     would be the luck of the draw; where silos hold out their own test examples, it covers those. The papers measure
@@ -140,30 +140,30 @@ class Watch:
         self.accuracies: list[float] = []
         self._spec = spec
         self._root = data_root
-        self._all: tuple[SiloRuntime, ConcatExamples] | None = None
+        self._runtime_and_tests: tuple[SiloRuntime, ConcatExamples] | None = None
 
     def closed(self, record: RoundRecord, server: State) -> None:
         """Keep the state, and measure it where the record does not; the closing evaluation is over all silos."""
         self.server = server
         if not self._spec.cohort > 0 or record.round >= self._spec.rounds:
             return
-        bench, tests = self._all = self._all or bench_and_tests(self._spec, self._root)
-        if bench.method.has_global_model:
-            model = bench.method.global_model(bench.reset_model(), bench.method.broadcast(server)).eval()
+        runtime, tests = self._runtime_and_tests = self._runtime_and_tests or runtime_and_tests(self._spec, self._root)
+        if runtime.method.has_global_model:
+            model = runtime.method.global_model(runtime.reset_model(), runtime.method.broadcast(server)).eval()
             with torch.no_grad():
                 right = [(model(x).argmax(1) == y).sum() for x, y in map(tests.batch, whole(tests).split(500))]
             self.accuracies.append(float(sum(right)) / len(tests.labels))
 
 
-def bench_and_tests(spec: RunSpec, data_root: Path | None) -> tuple[SiloRuntime, ConcatExamples]:
-    """Build a run's bench, and the global test set: the official one, or the union of the silos' own."""
-    dealt = datasets.federation(runner.data_reference(spec), datasets.federation_text(spec.federation))
+def runtime_and_tests(spec: RunSpec, data_root: Path | None) -> tuple[SiloRuntime, ConcatExamples]:
+    """Build what a silo trains with, and the global test set: the official one, or the union of the silos' own."""
+    references = datasets.federation(runner.data_reference(spec), datasets.federation_text(spec.federation))
     size, classes = spec.data.get("image_size"), spec.data.get("classes")
     labels = [str(c) for c in classes] if isinstance(classes, list | tuple) else None
     pixels = size if isinstance(size, int) else None
-    sets = [datasets.load(r, data_root=data_root, classes=labels, image_size=pixels) for r in dealt]
+    sets = [datasets.load(r, data_root=data_root, classes=labels, image_size=pixels) for r in references]
     tests = [sets[0].public] if sets[0].public is not None else [s.test for s in sets]
-    manifest = manifest_from(spec, [f"hospital{k}" for k in range(len(dealt))])
+    manifest = manifest_from(spec, [f"hospital{k}" for k in range(len(references))])
     return RunSetup.of(manifest).silo_runtime(), ConcatExamples(tests)
 
 
@@ -180,13 +180,13 @@ def measure(point: Point) -> dict[str, object]:
     found: dict[str, object] = {"key": point.key, "seed": point.seed, "words": list(point.words)}
     if point.numbers:
         return {**found, "numbers": _numbers(spec)}
-    watch = Watch(spec, root)
-    result = runner.run(spec, root, watch, point.how, point.fine_tune)
+    observer = GlobalTestObserver(spec, root)
+    result = runner.run(spec, root, observer, point.how, point.fine_tune)
     said = result.summary()
     scores = [dict(s) for s in said.get("personal_by_round", [])]  # type: ignore[attr-defined]
     accuracies = list(said["accuracy_by_round"])  # type: ignore[call-overload]
-    if watch.accuracies:
-        accuracies = [None, *watch.accuracies]
+    if observer.accuracies:
+        accuracies = [None, *observer.accuracies]
     found |= {
         "manifest": result.manifest.digest(),
         "model": result.model_digest[:16],
@@ -195,16 +195,16 @@ def measure(point: Point) -> dict[str, object]:
         "personal": {name: [round(s[name], 5) for s in scores] for name in (scores[-1] if scores else ())},
         "pa_fine_tuned": said.get("pa_fine_tuned"),
     }
-    if point.eigenvalues and watch.server is not None:
-        found["eigenvalues"] = _eigenvalues(spec, watch.server, root)
+    if point.eigenvalues and observer.server is not None:
+        found["eigenvalues"] = _eigenvalues(spec, observer.server, root)
     return {**found, "cpu_seconds": round(time.process_time() - start, 2)}
 
 
 def _eigenvalues(spec: RunSpec, server: State, data_root: Path | None) -> float:
     """Return Table 7's number for the final model, on one batch of 128 test examples."""
-    bench, tests = bench_and_tests(spec, data_root)
+    runtime, tests = runtime_and_tests(spec, data_root)
     order = torch.from_numpy(rng.numpy_stream(spec.seed, "paper", "eigenvalues").permutation(len(tests.labels)))
-    model = bench.method.global_model(bench.reset_model(), bench.method.broadcast(server)).eval()
+    model = runtime.method.global_model(runtime.reset_model(), runtime.method.broadcast(server)).eval()
     with torch.no_grad():
         z = model.features(tests.batch(order[: paper_metrics.BATCH])[0])
     return round(

@@ -161,8 +161,8 @@ class TaskRunner:
     def _agreement(self, task: Task | Check, digest: str) -> CompiledRun:
         """Fetch the manifest of a run that the hospital takes part in.
 
-        Raises RefusedError (E-RUN-33) when a run comes back under another manifest, and as `HospitalControls.admit` before any
-        data is loaded.
+        Raises RefusedError (E-RUN-33) when a run comes back under another manifest, and as `HospitalControls.admit`
+        before any data is loaded.
         """
         run_id = task.key.run_id
         known = self.outbox.store.manifest_of(run_id)
@@ -202,7 +202,7 @@ class TaskRunner:
     def _meter(
         self, task: Task | Check, activity: pb.Activity.ValueType, checked: bool = True, quiet: bool = False
     ) -> Callable[[int, int], None]:
-        """Make a progress callback; it ends training where it is when the task is given up. quiet: see `TaskQueue.note`."""
+        """Make a progress callback that stops a cancelled task's training. quiet: see `TaskQueue.note`."""
 
         def moved(done: int, total: int) -> None:
             if checked:

@@ -113,9 +113,9 @@ class Trainer:
     def prepare(self, run: CompiledRun) -> PreparedRun:
         """Check that this silo can do its part of a run, and build what it needs.
 
-        Raises RefusedError: E-WIRE-01 on another version of the software, as `HospitalControls.access` for what the hospital
-        does not allow; ConfigError (E-RUN-05) when this silo is no member; DataError when the data cannot be loaded or
-        is not what the run is about (E-DATA-05); ProtocolError (E-WIRE-06) on another layout.
+        Raises RefusedError: E-WIRE-01 on another version of the software, and as `HospitalControls.access` for what
+        the hospital does not allow; ConfigError (E-RUN-05) when this silo is no member; DataError when the data cannot
+        be loaded or is not what the run is about (E-DATA-05); ProtocolError (E-WIRE-06) on another layout.
         """
         policy, manifest = self._custody.policy_digest(), run.manifest
         if self._prepared is not None and (self._prepared[0], self._prepared[1].run.manifest) == (policy, manifest):

@@ -236,7 +236,7 @@ def test_under_partial_participation_every_round_is_measured_on_all_test_sets(tm
     )[0]
     found = study.measure(point)["by_round"]
     assert isinstance(found, list)
-    result = study.simulation.run(study.seeded(compose_spec(point.words), 0))
+    result = study.runner.run(study.seeded(compose_spec(point.words), 0))
     assert found[0] is None
     assert found[2] == round(result.accuracies[2], 5)
     assert sum(result.records[2].examples) > sum(result.records[1].examples)

@@ -17,9 +17,13 @@ def test_a_nudge_ends_a_sleep_and_is_no_stop():
     stop, woken = CancelToken(), []
     sleeper = threading.Thread(target=lambda: woken.append(stop.wait(60.0)))
     sleeper.start()
-    until(lambda: stop._lock._waiters)
-    stop.wake()
-    sleeper.join(10)
+
+    def nudged_awake() -> bool:
+        stop.wake()  # one that comes before the sleep begins ends no sleep
+        sleeper.join(0.01)
+        return not sleeper.is_alive()
+
+    until(nudged_awake)
     assert woken == [False]
     assert not stop.is_set
 
