@@ -117,7 +117,7 @@ def methods(as_json: Json = False) -> None:
         rows.append(
             {
                 "name": name,
-                "exposure": method.exposure.value,
+                "exposure": "each" if method.unsummed_parts else "sum",
                 "coupling": method.coupling.value,
                 "sends": list(method.sends),
                 "personal_model": method.has_personal_model,

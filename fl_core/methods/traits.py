@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from fl_core.types.values import Capability, Coupling, Exposure
+from fl_core.types.values import Capability, Coupling
 
 
 class Traits:
@@ -13,16 +13,11 @@ class Traits:
 
     has_personal_model: ClassVar[bool] = False
     has_global_model: ClassVar[bool] = True
-    mirrored: ClassVar[bool] = False
+    server_tracks_state: ClassVar[bool] = False
     schedule: ClassVar[Mapping[str, float]] = {}
     """What the method changes of the default schedule (`train`); what the command line says wins."""
     without_prototypes: ClassVar[Mapping[str, str | bool] | None] = None
     """The options that turn prototypes off, for a run in which no silo submits any; None where there is no such way."""
-
-    @property
-    def exposure(self) -> Exposure:
-        """Say that the sum over silos is enough, unless parts are named to be seen apart."""
-        return Exposure.EACH if self.unsummed_parts else Exposure.SUM
 
     @property
     def unsummed_parts(self) -> frozenset[str]:

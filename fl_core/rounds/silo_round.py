@@ -53,30 +53,30 @@ class SiloRound(NamedTuple):
 
 
 def run_silo_round(
-    bench: SiloRuntime, msg: State, state: State | None, data: LocalData, context: RoundContext, kind: TaskKind
+    runtime: SiloRuntime, msg: State, state: State | None, data: LocalData, context: RoundContext, kind: TaskKind
 ) -> SiloRound:
     """Evaluate what was broadcast, train if asked to, measure the personal model if the layout has it, guard all.
 
     Returns the bundle that may leave and the silo's next state, the old one where training diverged; the caller
-    commits it at the round's close, as `Method.mirrored` says. `bench.model` is scratch: it gets the run's initial
-    weights before every use.
+    commits it at the round's close, as `Method.server_tracks_state` says. `runtime.model` is scratch: it gets the
+    run's initial weights before every use.
     Raises ProtocolError (E-WIRE-06) when the method's bundle does not have the run's layout; RefusedError, before any
     example is read, on a guard's setting that the plan is silent on.
     """
-    method = bench.method
-    guards, theirs = adaptive_guards.guards_for_round(bench.guards, msg), adaptive_guards.groups(bench.guards)
+    method = runtime.method
+    guards, theirs = adaptive_guards.guards_for_round(runtime.guards, msg), adaptive_guards.groups(runtime.guards)
     msg = adaptive_guards.method_state(msg, theirs)
-    state = method.init_silo(bench.reset_model(), context) if state is None else state
-    bundle: dict[str, Part] = {METRICS: measure_global(method, bench.reset_model(), msg, data, context.n_classes)}
-    layout = {METRICS: bench.layout[METRICS]}
+    state = method.init_silo(runtime.reset_model(), context) if state is None else state
+    bundle: dict[str, Part] = {METRICS: measure_global(method, runtime.reset_model(), msg, data, context.n_classes)}
+    layout = {METRICS: runtime.layout[METRICS]}
     if kind is TaskKind.TRAIN:
-        local, trained = method.local(bench.reset_model(), msg, state, data, context)
+        local, trained = method.local(runtime.reset_model(), msg, state, data, context)
         bundle |= local
         state = trained if trained is state or _finite(local, trained) else state
-        if PERSONAL in bench.layout:
-            own = method.personal(bench.model, msg, trained, data, context)
+        if PERSONAL in runtime.layout:
+            own = method.personal(runtime.model, msg, trained, data, context)
             bundle |= evaluate_personal(own, data, context.n_classes)
-        layout = {name: spec for name, spec in bench.layout.items() if name not in theirs}
+        layout = {name: spec for name, spec in runtime.layout.items() if name not in theirs}
     check_layout(bundle, layout)
     guarded: Bundle = bundle
     for guard in guards:

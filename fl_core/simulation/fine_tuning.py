@@ -81,13 +81,13 @@ def fine_tuned(
     """
     if server is None:
         return FineTuned(())
-    manifest, bench = run.manifest, run.silo_runtime()
+    manifest, runtime = run.manifest, run.silo_runtime()
     n_classes = len(manifest.schema.classes)
-    msg = bench.method.broadcast(server)
+    msg = runtime.method.broadcast(server)
     context = RoundContext(len(shares), n_classes, manifest.rounds, round, len(shares))
     found: list[float] = []
     for k, share in enumerate(shares):
-        model: Module = bench.method.global_model(bench.reset_model(), msg)
+        model: Module = runtime.method.global_model(runtime.reset_model(), msg)
         at_silo = context.for_silo(k, rng.derive(manifest.seed, "fine-tune"))
         data = PlainLocalData(share.train, share.test, manifest.train, at_silo)
         if len(share.train):

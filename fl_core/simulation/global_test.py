@@ -29,8 +29,8 @@ class GlobalTestEvaluator:
     """
 
     def __init__(self, run: RunSetup, shares: Sequence[SiloShare], device: torch.device | None = None) -> None:
-        manifest, self._bench, self._device = run.manifest, run.silo_runtime(), device or torch.device("cpu")
-        self._bench.model.to(self._device)
+        manifest, self._runtime, self._device = run.manifest, run.silo_runtime(), device or torch.device("cpu")
+        self._runtime.model.to(self._device)
         self._n_classes, self._silos = len(manifest.schema.classes), len(shares)
         self._initial = run.initial_state()
         tests = ConcatExamples([share.test for share in shares])
@@ -42,10 +42,10 @@ class GlobalTestEvaluator:
 
         The record itself where it covers everybody, and where the method has no global model.
         """
-        method = self._bench.method
+        method = self._runtime.method
         if len(record.included) == self._silos or not method.has_global_model:
             return record
         msg = method.broadcast(self._initial if before is None else before)
-        part = evaluate(method.global_model(self._bench.reset_model(), msg), self._data, self._n_classes)
+        part = evaluate(method.global_model(self._runtime.reset_model(), msg), self._data, self._n_classes)
         correct, examples = part.total["correct"].tolist(), part.weight.tolist()
         return replace(record, correct=tuple(correct), examples=tuple(examples))

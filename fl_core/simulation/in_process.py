@@ -35,34 +35,34 @@ class InProcessSilo:
         name: str,
         index: int,
         share: SiloShare,
-        bench: SiloRuntime,
+        runtime: SiloRuntime,
         train: TrainConfig,
         seed: int,
         prototypes: bool,
         public: Examples | None = None,
-        doors: DataFactory = PlainLocalData,
+        data_factory: DataFactory = PlainLocalData,
         states: StateStore | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.name = name
         self._index = index
         self._share = share
-        self._bench = bench
+        self._runtime = runtime
         self._train = train
         self._seed = seed
         self._prototypes = prototypes
         self._public = public
-        self._doors = doors
+        self._data_factory = data_factory
         self._states = states or MemoryStateStore()
         self._device = device
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         """Run `run_silo_round` and stage the silo's next state."""
         context = context.for_silo(self._index, self._seed, self._prototypes)
-        data = self._doors(
+        data = self._data_factory(
             self._share.train, self._share.test, self._train, context, device=self._device, public=self._public
         )
-        outcome = run_silo_round(self._bench, msg, self.state, data, context, kind)
+        outcome = run_silo_round(self._runtime, msg, self.state, data, context, kind)
         if kind is TaskKind.TRAIN:
             self._states.stage(self._index, outcome.state)
         return outcome.bundle
@@ -73,8 +73,8 @@ class InProcessSilo:
         return self._states.get(self._index)
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:  # noqa: ARG002
-        """Commit what was staged; of a method whose server mirrors silo states, only when this silo was included."""
-        self._states.settle(self._index, included or not self._bench.method.mirrored)
+        """Commit what was staged; of a method whose server tracks silo states, only when this silo was included."""
+        self._states.settle(self._index, included or not self._runtime.method.server_tracks_state)
 
 
 def on_device(shares: Sequence[SiloShare], device: torch.device) -> list[SiloShare]:
@@ -91,22 +91,22 @@ def on_device(shares: Sequence[SiloShare], device: torch.device) -> list[SiloSha
 def local_ports(
     run: RunSetup,
     shares: Sequence[SiloShare],
-    doors: Sequence[DataFactory] | None = None,
+    data_factories: Sequence[DataFactory] | None = None,
     states: StateStore | None = None,
     device: torch.device | None = None,
 ) -> list[InProcessSilo]:
     """Make one port per member, all sharing one scratch model; the official test set is public here.
 
-    doors: of each member; plain ones where there are none   states: where silos' states lie between rounds
-    device: where models are trained; examples lie there as well, as far as they fit.
+    data_factories: one per member; None gives each `PlainLocalData`   states: where silos' states are kept between
+    rounds   device: where models are trained; examples are put there as well, as far as they fit.
     """
-    manifest, bench, device, states = (
+    manifest, runtime, device, states = (
         run.manifest,
         run.silo_runtime(),
         device or torch.device("cpu"),
         states or MemoryStateStore(),
     )
-    bench.model.to(device)
+    runtime.model.to(device)
     shares = on_device(shares, device)
     public = public_test(shares) if manifest.personal else None
     return [
@@ -114,12 +114,12 @@ def local_ports(
             m.name,
             k,
             share,
-            bench,
+            runtime,
             manifest.train,
             manifest.seed,
             m.prototypes,
             public,
-            doors[k] if doors else PlainLocalData,
+            data_factories[k] if data_factories else PlainLocalData,
             states,
             device,
         )
@@ -137,20 +137,19 @@ def simulate(
     run: RunSetup,
     shares: Sequence[SiloShare],
     observer: Observer,
-    doors: Sequence[DataFactory] | None = None,
+    data_factories: Sequence[DataFactory] | None = None,
     states: StateStore | None = None,
     device: torch.device | None = None,
 ) -> State:
-    """Do a run in this process and return the final server state; doors: of each member, plain ones by default.
+    """Do a run in this process and return the final server state; the arguments are those of `local_ports`.
 
-    states: where silos' states lie between rounds   device: where models are trained
     Guarantees: equals the same manifest over real silo processes bit for bit, on one kind of machine.
     """
     before = torch.get_num_threads()
     if run.manifest.threads:
         torch.set_num_threads(run.manifest.threads)
     try:
-        ports = local_ports(run, shares, doors, states, device)
+        ports = local_ports(run, shares, data_factories, states, device)
         return run.round_loop(ports, parallel=1).run(run.initial_state(), observer)
     finally:
         torch.set_num_threads(before)

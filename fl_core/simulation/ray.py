@@ -1,8 +1,8 @@
 """Simulation on several processes, GPUs and machines: the silos' rounds run in Ray actors.
 
 Ray is an extra (`consilium-fl[ray]`) and is imported only here, when a simulation asks for it. Each actor builds what a
-silo works with from the manifest and runs the same `InProcessSilo` as a simulation in one process. A silo's rounds always
-run in the same actor, so its examples lie there alone; its private state stays with the caller.
+silo works with from the manifest and runs the same `InProcessSilo` as a simulation in one process. A silo's rounds
+always run in the same actor, so its examples lie only there; its private state stays with the caller.
 """
 
 from __future__ import annotations
@@ -56,13 +56,22 @@ class SiloActor:
         torch.set_num_threads(threads)
         manifest = RunManifest.from_json(manifest_json)
         self._states = _PassedState()
-        device, bench = torch.device("cuda" if cuda else "cpu"), RunSetup.of(manifest).silo_runtime()
-        bench.model.to(device)
+        device, runtime = torch.device("cuda" if cuda else "cpu"), RunSetup.of(manifest).silo_runtime()
+        runtime.model.to(device)
         self._ports: dict[int, InProcessSilo] = {}
         for k, share in zip(shares, on_device(list(shares.values()), device), strict=True):
             m, seed = manifest.members[k], manifest.seed
             self._ports[k] = InProcessSilo(
-                m.name, k, share, bench, manifest.train, seed, m.prototypes, public, states=self._states, device=device
+                m.name,
+                k,
+                share,
+                runtime,
+                manifest.train,
+                seed,
+                m.prototypes,
+                public,
+                states=self._states,
+                device=device,
             )
 
     def round(
@@ -93,14 +102,14 @@ class RayPort:
     """A silo whose rounds run in an actor."""
 
     def __init__(
-        self, name: str, index: int, actor: Handle, post: _ActorPool, states: StateStore, mirrored: bool
+        self, name: str, index: int, actor: Handle, post: _ActorPool, states: StateStore, server_tracks_state: bool
     ) -> None:
         self.name = name
         self._index = index
         self._actor = actor
         self._post = post
         self._states = states
-        self._mirrored = mirrored
+        self._server_tracks_state = server_tracks_state
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         """Run the round at the actor and stage the silo's next state."""
@@ -113,7 +122,7 @@ class RayPort:
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:  # noqa: ARG002
         """Commit what was staged, as a simulation in one process does."""
-        self._states.settle(self._index, included or not self._mirrored)
+        self._states.settle(self._index, included or not self._server_tracks_state)
 
 
 class _ActorPool:
@@ -171,7 +180,7 @@ def simulate_ray(
             actors.append(kind.remote(manifest.to_json(), own, public, threads, where.gpus > 0))
         post = _ActorPool(ray)
         ports = [
-            RayPort(m.name, k, actors[k % number], post, states, run.method.mirrored)
+            RayPort(m.name, k, actors[k % number], post, states, run.method.server_tracks_state)
             for k, m in enumerate(manifest.members)
         ]
         return run.round_loop(ports, parallel=number).run(run.initial_state(), observer)

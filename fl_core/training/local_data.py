@@ -1,4 +1,4 @@
-"""The two doors to a silo's examples without differential privacy."""
+"""Access to a silo's examples without differential privacy."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class PlainLocalData:
         return x.to(self._device), y.to(self._device)
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:  # noqa: ARG002
-        """Sum a query over one split, without augmentation; `bound` is for private doors and does nothing here."""
+        """Sum a query over one split, without augmentation; `bound` is for private data and does nothing here."""
         total: dict[str, Tensor] = {}
         with torch.no_grad():
             batches = torch.split(torch.arange(len(self._examples[split])), EVAL_BATCH)

@@ -5,13 +5,6 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Exposure(Enum):
-    """What `merge` must see."""
-
-    SUM = "sum"
-    EACH = "each"
-
-
 class Coupling(Enum):
     """Whether the loss of one example depends on the other examples of its batch."""
 

@@ -14,7 +14,6 @@ from fl_core.types.values import (
     Capability,
     Coupling,
     Examples,
-    Exposure,
     LocalResult,
     LossFn,
     Part,
@@ -31,9 +30,9 @@ from fl_core.types.values import (
 
 
 class LocalData(Protocol):
-    """The two doors to a silo's examples, `sgd` and `sum`; a method reaches no example past them.
+    """The only access to a silo's examples: `sgd` and `sum`.
 
-    `PlainLocalData` and the private doors implement it; a method cannot tell which one it holds.
+    `PlainLocalData` and the data of private runs implement it; a method cannot tell which one it has.
     """
 
     lr: float
@@ -103,14 +102,9 @@ class Method(Protocol):
     name: ClassVar[str]
     has_global_model: ClassVar[bool]
     """Whether the federation has a model of its own; else no global accuracy is measured and nothing exported."""
-    mirrored: ClassVar[bool]
-    """Whether silo states are mirrored in a server sum: then a silo whose update was not included discards its new
-    state; else it keeps it."""
-
-    @property
-    def exposure(self) -> Exposure:
-        """Say what `merge` must see, with these hyper-parameters."""
-        ...
+    server_tracks_state: ClassVar[bool]
+    """Whether the server keeps a sum of silo states: then a silo whose update was not included discards its new state;
+    else it keeps it."""
 
     @property
     def unsummed_parts(self) -> frozenset[str]:

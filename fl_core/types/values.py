@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from fl_core.errors import ProtocolError
 from fl_core.types.enums import Capability as Capability
 from fl_core.types.enums import Coupling as Coupling
-from fl_core.types.enums import Exposure as Exposure
 from fl_core.types.enums import Split as Split
 from fl_core.types.enums import TaskKind as TaskKind
 from fl_core.types.records import Schema as Schema

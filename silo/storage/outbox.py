@@ -19,13 +19,13 @@ from silo.storage.tasks import Attestation, Evaluation, OutboxEntry
 class TrainingResult:
     """What training gives: the bundle that may leave, the state that stays, and what was measured on the way.
 
-    mirrored: the method's server keeps a sum of such states, so this one counts only if the bundle is included.
+    server_tracks_state: the method's server keeps a sum of such states: this one counts only if the bundle is included.
     """
 
     bundle: Bundle
     state: State
     evaluation: Evaluation
-    mirrored: bool
+    server_tracks_state: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Outbox:
             bundle,
             size,
             staged,
-            mirrored=done.mirrored,
+            mirrored=done.server_tracks_state,
             attested=attested or Attestation(),
         )
 

@@ -188,7 +188,7 @@ class Trainer:
         correct, examples = outcome.metrics.total["correct"].tolist(), outcome.metrics.weight.tolist()
         noise, method = prepared.run.profile.own_noise(), prepared.run.method
         evaluation = Evaluation(manifest.schema.classes, tuple(correct), tuple(examples), noise)
-        return TrainingResult(outcome.bundle, outcome.state, evaluation, method.mirrored)
+        return TrainingResult(outcome.bundle, outcome.state, evaluation, method.server_tracks_state)
 
     @staticmethod
     def _check_broadcast(prepared: PreparedRun, msg: State) -> None:

@@ -52,13 +52,13 @@ every_method = pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_derived_layout_is_the_layout_of_real_bundles(name: str, norm: str) -> None:
     run = manifest(name, METHOD_OPTIONS.get(name, {}), train=TRAIN, model_options={"norm": norm})
-    bench = RunSetup.of(run).silo_runtime()
-    server = made(name).init_server(bench.model, CONTEXT)
+    runtime = RunSetup.of(run).silo_runtime()
+    server = made(name).init_server(runtime.model, CONTEXT)
     msg = made(name).broadcast(server)
     for k, share in enumerate(shares()):
         context = CONTEXT.for_silo(k, 0, prototypes=k != 1)
         outcome = run_silo_round(
-            bench, msg, None, PlainLocalData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN
+            runtime, msg, None, PlainLocalData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN
         )
         assert {part: PartSpec.of(p) for part, p in outcome.bundle.items()} == run.layout
 
@@ -78,14 +78,14 @@ def test_contents_of_the_scratch_model_change_nothing(name: str) -> None:
         context = CONTEXT.for_silo(k, 0)
         a, b = (
             run_silo_round(
-                bench,
+                runtime,
                 method.broadcast(server),
                 None,
                 PlainLocalData(share.train, share.test, TRAIN, context),
                 context,
                 TaskKind.TRAIN,
             )
-            for bench in (clean, dirty)
+            for runtime in (clean, dirty)
         )
         assert same_bundle(a.bundle, b.bundle)
         assert same_state(a.state, b.state)
@@ -97,13 +97,13 @@ def test_a_silo_s_second_round_uses_its_state_alone_and_leaves_it_as_it_is(name:
     layout, share, context = derive_layout(method, model_of(), SCHEMA), shares()[1], CONTEXT.for_silo(1, 0)
     initial, outcomes = tensor_maps.copy_state(model_of()), []
     for model in (model_of(), poisoned()):
-        bench, msg = SiloRuntime(method, model, layout, initial=initial), method.broadcast(server)
+        runtime, msg = SiloRuntime(method, model, layout, initial=initial), method.broadcast(server)
         first = run_silo_round(
-            bench, msg, None, PlainLocalData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN
+            runtime, msg, None, PlainLocalData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN
         )
         before = copied(first.state)
         again = run_silo_round(
-            bench, msg, first.state, PlainLocalData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN
+            runtime, msg, first.state, PlainLocalData(share.train, share.test, TRAIN, context), context, TaskKind.TRAIN
         )
         assert same_state(first.state, before)
         assert all(tensor_maps.all_finite(values) for values in again.state.values())

@@ -39,7 +39,9 @@ def sent(method: str, private: bool, hidden: frozenset[int], **options: object) 
     factory = with_prototype_filter(
         CompiledRun.of(run).profile.data_factory(0, book) if private else PlainLocalData, hidden, 0.0
     )
-    port = InProcessSilo("north", 0, shares()[0], RunSetup.of(run).silo_runtime(), run.train, 0, True, doors=factory)
+    port = InProcessSilo(
+        "north", 0, shares()[0], RunSetup.of(run).silo_runtime(), run.train, 0, True, data_factory=factory
+    )
     msg: State = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
     return port.round(msg, replace(FED, round=0), TaskKind.TRAIN), book
 

@@ -77,7 +77,7 @@ class Scalar(nn.Module):
 
 
 class QData:
-    """Problem Q as a silo's doors: F(w) = a/2 (w - b)^2 by full-batch gradient descent, in float64."""
+    """Problem Q as a silo's data: F(w) = a/2 (w - b)^2 by full-batch gradient descent, in float64."""
 
     batch_size = 1
 

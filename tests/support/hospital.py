@@ -88,12 +88,12 @@ def key(round=0, run="run-1", kind=TaskKind.TRAIN):
     return TaskKey(run, round, kind)
 
 
-def finished(value: float, mirrored: bool = True) -> TrainingResult:
+def finished(value: float, server_tracks_state: bool = True) -> TrainingResult:
     bundle = {
         "metrics": Part({"correct": torch.ones(2)}, torch.ones(2)),
         "delta": Part.of({"w": torch.ones(3) * value}),
     }
-    return TrainingResult(bundle, {"own": {"w": torch.full((2,), value)}}, FACTS, mirrored)
+    return TrainingResult(bundle, {"own": {"w": torch.full((2,), value)}}, FACTS, server_tracks_state)
 
 
 def opened(home: Path) -> Outbox:

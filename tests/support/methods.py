@@ -1,4 +1,4 @@
-"""Rounds of any method over a few silos, with cohorts and lost updates, and the small problems whose answer is known."""
+"""Rounds of any method over a few silos, with cohorts and lost updates; small problems whose answer is known."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Zhu, Hong and Zhou, "Data-Free Knowledge Distillation for Heterogeneous Federate
 and their released code. With one-hot y, noise e and v_kc = n_kc / sum_k n_kc,
 
     G(y, e) = V relu(BN(U [e, y] + u)) + v
-    teachers   sum_k mean_i v_{k,y_i} CE(head_k(G(y_i, e_i)), y_i)
+    silos      sum_k mean_i v_{k,y_i} CE(head_k(G(y_i, e_i)), y_i)
     diversity  exp(-mean_{ij} mean (e_i - e_j)^2 mean |G_i - G_j|)      over all ordered pairs
 """
 
@@ -45,21 +45,21 @@ class Generator(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class SiloClassifiers:
-    """Classifiers and their say: weight (K, C, d), bias (K, C), share v (K, C)."""
+    """The classifiers of K silos: weight (K, C, d), bias (K, C), and their shares of each class, v (K, C)."""
 
     weight: Tensor
     bias: Tensor
     share: Tensor
 
     def loss(self, z: Tensor, y: Tensor) -> Tensor:
-        """Return the teachers' term for features z (n, d) made for labels y (n,)."""
+        """Return the classifiers' term for features z (n, d) made for labels y (n,)."""
         each = [
             cross_entropy(linear(z, w, b), y, reduction="none") for w, b in zip(self.weight, self.bias, strict=True)
         ]
-        return agreed(torch.stack(each), self.share, y)
+        return weighted_loss(torch.stack(each), self.share, y)
 
 
-def agreed(losses: Tensor, share: Tensor, y: Tensor) -> Tensor:
+def weighted_loss(losses: Tensor, share: Tensor, y: Tensor) -> Tensor:
     """Return sum_k mean_i v_{k,y_i} losses_ki, for losses (K, n), v (K, C) and y (n,)."""
     return (share[:, y] * losses).mean(1).sum()
 
@@ -71,9 +71,9 @@ def shares(counts: Tensor) -> Tensor:
 
 def diversity(e: Tensor, z: Tensor) -> Tensor:
     """Return the diversity term for noise e (n, m) and features z (n, d)."""
-    apart = (e.unsqueeze(0) - e.unsqueeze(1)).square().mean(2)
-    spread = (z.unsqueeze(0) - z.unsqueeze(1)).abs().mean(2)
-    return torch.exp(-(apart * spread).mean())
+    noise_distance = (e.unsqueeze(0) - e.unsqueeze(1)).square().mean(2)
+    feature_distance = (z.unsqueeze(0) - z.unsqueeze(1)).abs().mean(2)
+    return torch.exp(-(noise_distance * feature_distance).mean())
 
 
 def draw_noise(n: int, size: int, kind: str, random: torch.Generator) -> Tensor:
@@ -103,27 +103,27 @@ class GeneratorConfig:
 
 def train(
     model: Generator,
-    course: GeneratorConfig,
-    teachers: SiloClassifiers,
+    config: GeneratorConfig,
+    classifiers: SiloClassifiers,
     known: Tensor,
     random: torch.Generator,
     moments: Mapping[str, Tensors] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """Train a generator in place, on labels that `known` (C,) marks; return Adam's moments and step count.
 
-    moments: as an earlier call returned them; None starts anew.
+    moments: as an earlier call returned them; None starts from zeros.
     """
     named = dict(model.named_parameters())
     before = fresh_moments(model) if moments is None else moments
-    adam = Adam(named.values(), course.lr, weight_decay=course.weight_decay)
+    adam = Adam(named.values(), config.lr, weight_decay=config.weight_decay)
     for name, p in named.items():
         adam.state[p] = {**{key: before[key][name].clone() for key in ADAM}, "step": before["step"]["t"].clone()}
     model.train()
     with one_thread():
-        for _ in range(course.steps):
-            y, e = draw_labels(course.batch, known, random), draw_noise(course.batch, course.noise, course.kind, random)
+        for _ in range(config.steps):
+            y, e = draw_labels(config.batch, known, random), draw_noise(config.batch, config.noise, config.kind, random)
             z = model(y, e)
-            loss = teachers.loss(z, y) + course.diversity * diversity(e, z)
+            loss = classifiers.loss(z, y) + config.diversity * diversity(e, z)
             adam.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             adam.step()

@@ -1,46 +1,122 @@
 """FedGen: FedAvg taught by a generator of features that has learnt from all silos' classifiers.
 
 Zhu, Hong and Zhou, "Data-Free Knowledge Distillation for Heterogeneous Federated Learning", ICML 2021, Algorithm 1 and
-their released code (generator.py). From the second round on, with a_t = max(1e-4, alpha 0.98^t) and b_t alike,
+their released code (feature_generator.py). From the second round on, with a_t = max(1e-4, alpha 0.98^t) and b_t alike,
 
     L = CE + (B_g/B) a_t mean_j CE(head(G(y_j, e_j)), y_j) + b_t mean_i KL(q_i || p_i),   q_i = head(G(y_i, e_i))
 
 on labels y_j that somebody has; q_i passes no gradient on. Models are averaged as in FedAvg. Two modes to train G:
 
 "plain"   as published: the server sees every silo's classifier and class counts, and nothing else of one silo.
-"secagg"  a deviation: each silo takes the generator's steps on its own classifier's term, with Adam begun anew, and the
+"secagg"  a deviation: each silo takes the generator's steps on its own classifier's term, with a fresh Adam, and the
           differences are averaged; v_kc is its share of the counts that the federation had in the round before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
 
-from fl_core import rng
-from fl_core.methods.building_blocks import answers, class_vectors, feature_generator
-from fl_core.methods.building_blocks.answers import classifier
-from fl_core.methods.building_blocks.feature_generator import Generator, SiloClassifiers
+from fl_core import rng, validate
+from fl_core.methods.building_blocks import class_vectors, feature_generator
+from fl_core.methods.building_blocks.feature_generator import Generator, GeneratorConfig, SiloClassifiers
 from fl_core.methods.building_blocks.prototypes import features_of
-from fl_core.methods.disjoint.fedgen_options import GENERATOR, HEADS, LABELS, FedGenOptions, coefficient
+from fl_core.methods.fedavg import FedAvg
 from fl_core.models.split_model import SplitModel
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, LocalResult, Losses, Part, RoundContext, SgdOptions, State, Tensors
+from fl_core.types.values import Bundle, Capability, LocalResult, Losses, Part, RoundContext, SgdOptions, State, Tensors
+
+HEADS, GENERATOR, LABELS = "heads", "generator", "labels"
+
+
+def coefficient(start: float, t: int) -> float:
+    """Return max(1e-4, start 0.98^t), and 0 for a term that is switched off."""
+    return max(1e-4, start * 0.98**t) if start else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedGen(FedGenOptions):
-    """As FedAvg, except that made-up features teach the classifier and its answers steer the model.
+class FedGen(FedAvg):
+    """As FedAvg, except that generated features teach the classifier and its answers on them steer the model.
 
-    The options: fedgen_options.py. Guarantees: round 0 is FedAvg bit for bit, and so is alpha = beta = 0.
+    mode: "plain" or "secagg"   alpha, beta: a_0 and b_0   made: B_g   noise, hidden: sizes of the generator
+    noise_kind: "normal", or "uniform" as released   steps, lr, weight_decay: Adam of the generator
+    diversity: strength of that term   draws: "example" draws noise for each example of a batch, as published; "class"
+    draws B_g times per class and round, and an example's term is the mean over those of its class.
+
+    Guarantees: round 0 is FedAvg bit for bit, and so is alpha = beta = 0.
     """
 
     name: ClassVar[str] = "fedgen"
+    mode: str = "plain"
+    alpha: float = 10.0
+    beta: float = 10.0
+    made: int = 32
+    noise: int = 32
+    noise_kind: str = "normal"
+    hidden: int = 256
+    steps: int = 50
+    lr: float = 3e-4
+    weight_decay: float = 1e-2
+    diversity: float = 1.0
+    draws: str = "example"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        validate.one_of(
+            "E-CFG-02",
+            self.name,
+            mode=(self.mode, ("plain", "secagg")),
+            noise_kind=(self.noise_kind, ("normal", "uniform")),
+            draws=(self.draws, ("example", "class")),
+        )
+        validate.at_least(
+            "E-CFG-02",
+            self.name,
+            0,
+            alpha=self.alpha,
+            beta=self.beta,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            diversity=self.diversity,
+            steps=self.steps,
+        )
+        validate.at_least("E-CFG-02", self.name, 1, noise=self.noise, hidden=self.hidden)
+        validate.at_least("E-CFG-02", self.name, 2, made=self.made)  # the generator's BatchNorm needs two
+
+    @property
+    def unsummed_parts(self) -> frozenset[str]:
+        """Name the classifiers, which the plain mode's server must see one by one."""
+        return frozenset({HEADS}) if self.mode == "plain" else frozenset()
+
+    @property
+    def private_form(self) -> Mapping[str, str | int]:
+        """Draw noise per class: drawn place by place, it would move with every example more or less."""
+        return {"draws": "class"} if self.draws == "example" and self.beta else {}
+
+    @property
+    def unsupported(self) -> Mapping[Capability, str]:
+        """Say also that the published form sees single classifiers."""
+        remedy = "the server sees each silo's classifier: set mode=secagg"
+        return {**super().unsupported, **({Capability.SECURE_AGGREGATION: remedy} if self.mode == "plain" else {})}
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Name what goes up, part by part."""
+        return ("delta", HEADS) if self.mode == "plain" else ("delta", GENERATOR, LABELS)
+
+    def generator_config(self, t: int) -> GeneratorConfig:
+        """Return how the generator is trained in round t; its rate falls by 0.98 a round."""
+        rate = self.lr * 0.98**t
+        return GeneratorConfig(
+            self.steps, rate, self.weight_decay, self.made, self.noise, self.noise_kind, self.diversity
+        )
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start with an untrained generator and no label known."""
@@ -60,7 +136,7 @@ class FedGen(FedGenOptions):
         return {group: server[group] for group in ("w", GENERATOR, LABELS)}
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train with the generator's help; send the classifier, or what it taught the generator."""
+        """Train with generated features; send the classifier, or the generator's steps on it."""
         tensor_maps.load_state(model, msg["w"])
         t, known = context.round, msg[LABELS]["n"]
         a, b = ((coefficient(v, t) if t and bool(known.any()) else 0.0) for v in (self.alpha, self.beta))
@@ -68,7 +144,7 @@ class FedGen(FedGenOptions):
         random = rng.stream(context.seed, "round", t, "silo", context.silo, "noise")
         device = next(model.parameters()).device
         made.to(device).eval()
-        held = self._held(made, context) if b and self.draws == "class" else None
+        per_class = self._features_by_class(made, context) if b and self.draws == "class" else None
 
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
             logits = model(x)
@@ -77,48 +153,50 @@ class FedGen(FedGenOptions):
                 return Losses(plain)
             with torch.no_grad():
                 q = (
-                    log_softmax(self._answers(model, made, y, random), 1)
-                    if held is None
-                    else answers.mean(model, held)[y]
+                    log_softmax(self._logits(model, made, y, random), 1)
+                    if per_class is None
+                    else mean_log_softmax(model, per_class)[y]
                 )
             steer = kl_div(log_softmax(logits, 1), q, reduction="none", log_target=True).sum(1)
             return Losses(plain + b * steer)
 
-        def taught(model: nn.Module) -> Tensor:
+        def penalty(model: nn.Module) -> Tensor:
             y = feature_generator.draw_labels(self.made, known, random).to(device)
-            return self.made / data.batch_size * a * cross_entropy(self._answers(model, made, y, random), y)
+            return self.made / data.batch_size * a * cross_entropy(self._logits(model, made, y, random), y)
 
-        data.sgd(model, loss, SgdOptions(penalty=taught if a else None))
-        return LocalResult({"delta": self.delta(model, msg, data), **self._lessons(model, msg, data, context)}, silo)
+        data.sgd(model, loss, SgdOptions(penalty=penalty if a else None))
+        return LocalResult(
+            {"delta": self.delta(model, msg, data), **self._generator_parts(model, msg, data, context)}, silo
+        )
 
-    def _answers(self, model: nn.Module, made: Generator, y: Tensor, random: torch.Generator) -> Tensor:
+    def _logits(self, model: nn.Module, made: Generator, y: Tensor, random: torch.Generator) -> Tensor:
         e = feature_generator.draw_noise(len(y), self.noise, self.noise_kind, random).to(y.device)
         with torch.no_grad():
             z = made(y, e)
-        return answers.of(model, z)
+        return head_logits(model, z)
 
-    def _held(self, made: Generator, context: RoundContext) -> Tensor:
-        """Make a round's features of every class (C, B_g, d), from a stream that nothing else draws from."""
+    def _features_by_class(self, made: Generator, context: RoundContext) -> Tensor:
+        """Generate a round's features of every class (C, B_g, d), from a stream that nothing else draws from."""
         draw = rng.stream(context.seed, "round", context.round, "silo", context.silo, "held noise")
         e = feature_generator.draw_noise(made.n_classes * self.made, self.noise, self.noise_kind, draw)
-        return answers.held(made, e, self.made)
+        return features_by_class(made, e, self.made)
 
     def _received(self, state: Tensors, split: SplitModel) -> Generator:
         made = feature_generator.seeded(0, split.n_classes, self.noise, self.hidden, split.feature_dim)
         tensor_maps.load_state(made, state)
         return made
 
-    def _lessons(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> dict[str, Part]:
-        """Make what trains the generator: this silo's classifier, or the steps that it asks for."""
-        head, counts = classifier(model), data.class_counts().cpu()
+    def _generator_parts(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> dict[str, Part]:
+        """Return what trains the generator: this silo's classifier, or its steps on it."""
+        head, counts = head_tensors(model), data.class_counts().cpu()
         if self.mode == "plain":
             return {HEADS: Part({**head, "n": counts}, torch.tensor(1.0))}
         before = msg[LABELS]["n"]
         share = counts / torch.maximum(before, counts).clamp(min=1e-12)
-        teacher = SiloClassifiers(head["weight"].unsqueeze(0), head["bias"].unsqueeze(0), share.unsqueeze(0))
+        classifiers = SiloClassifiers(head["weight"].unsqueeze(0), head["bias"].unsqueeze(0), share.unsqueeze(0))
         made = self._received(msg[GENERATOR], features_of(model))
         random = rng.stream(context.seed, "round", context.round, "generator")
-        feature_generator.train(made, self.course(context.round), teacher, before + counts, random)
+        feature_generator.train(made, self.generator_config(context.round), classifiers, before + counts, random)
         moved = tensor_maps.sub(tensor_maps.copy_state(made), msg[GENERATOR])
         return {GENERATOR: Part.of(moved, self.weight(data)), LABELS: Part({"n": counts}, torch.tensor(1.0))}
 
@@ -137,6 +215,35 @@ class FedGen(FedGenOptions):
         made = feature_generator.seeded(0, c, self.noise, self.hidden, d)
         tensor_maps.load_state(made, server[GENERATOR])
         random = rng.stream(int(server["seed"]["s"]), "round", context.round, "generator")
-        teachers = SiloClassifiers(heads["weight"], heads["bias"], feature_generator.shares(heads["n"]))
-        moments = feature_generator.train(made, self.course(context.round), teachers, n, random, server)
+        classifiers = SiloClassifiers(heads["weight"], heads["bias"], feature_generator.shares(heads["n"]))
+        moments = feature_generator.train(made, self.generator_config(context.round), classifiers, n, random, server)
         return {**after, **moments, GENERATOR: tensor_maps.copy_state(made)}
+
+
+def head_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Copy the head: weight (C, d) and bias (C,), zeros where it has none."""
+    named = {name: v.cpu() for name, v in tensor_maps.copy_state(features_of(model).head).items()}
+    return {"bias": torch.zeros(len(named["weight"])), **named}
+
+
+def head_logits(model: nn.Module, z: Tensor) -> Tensor:
+    """Return the head's logits (..., C) of features (..., d), past the hooks that gradients of examples need."""
+    head = dict(features_of(model).head.named_parameters())
+    return linear(z.to(head["weight"]), head["weight"], head.get("bias"))
+
+
+def features_by_class(made: Generator, e: Tensor, per_class: int) -> Tensor:
+    """Generate features (C, n, d) of n noise vectors per class, from noise e (C n, noise)."""
+    device = next(made.parameters()).device
+    y = torch.arange(made.n_classes, device=device).repeat_interleave(per_class)
+    with torch.no_grad():
+        z: Tensor = made(y, e.to(device))
+    return z.view(made.n_classes, per_class, -1)
+
+
+def mean_log_softmax(model: nn.Module, z: Tensor) -> Tensor:
+    """Return the log of the mean softmax per class (C, C) on features z (C, n, d).
+
+    KL from it has the mean gradient of KL from each single softmax: what one draw per example estimates.
+    """
+    return log_softmax(head_logits(model, z), 2).logsumexp(1) - log(z.shape[1])

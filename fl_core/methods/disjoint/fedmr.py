@@ -1,7 +1,7 @@
 """FedMR: FedAvg with reshaped feature manifolds.
 
 Fan, Yao, Han, Zhang, Wang and Zhang, "Federated Learning under Partially Class-Disjoint Data via Manifold
-Reshaping", TMLR 2023, equations 3 to 5 and Algorithm 1 (losses: manifold.py, prototypes: prototypes.py).
+Reshaping", TMLR 2023, equations 3 to 5 and Algorithm 1 (losses/fedmr.py, building_blocks/prototypes.py).
 
     min_w  CE(w) + mu1 L_intra(w) + mu2 L_inter(w; g)          (5), by E epochs of SGD from w
     g_c    = sum_k p_k^c g_k^c, p_k^c = n_k^c / sum_k n_k^c    after training, in eval mode, over all of D_k
@@ -13,15 +13,17 @@ option: `paper_literal_std`, `inter`, `negatives`; `intra="code"` is the officia
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core import rng
+from fl_core import rng, validate
+from fl_core.errors import ConfigError
 from fl_core.methods.building_blocks import prototypes
-from fl_core.methods.disjoint.fedmr_options import FedMROptions
+from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses import fedmr
 from fl_core.methods.losses.fedmr import IntraVariant, PrototypeTargets
 from fl_core.types import tensor_maps
@@ -30,14 +32,75 @@ from fl_core.types.values import Bundle, Coupling, Losses, LossFn, Part, RoundCo
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedMR(FedMROptions):
+class FedMR(FedAvg):
     """As FedAvg, except that features are decorrelated within classes and kept apart from other classes' prototypes.
 
-    The options: fedmr_options.py. Guarantees: mu1 = mu2 = 0 is FedAvg bit for bit; without prototypes the bundle is
-    FedAvg's.
+    mu1, mu2: weights of L_intra and L_inter, >= 0   eps: added to variances   warmup: rounds in which mu2 grows to
+    its value   lite: examples of a batch that L_inter is computed on, 0 for all (the paper's Lite 10, Lite 50)
+    prototypes: False is "prototypes off": L_intra alone, nothing else travels
+    inter_weighting: "batch" is equation 4; "example" averages each example over its own negatives.
+
+    Guarantees: mu1 = mu2 = 0 is FedAvg bit for bit; without prototypes the bundle is FedAvg's.
     """
 
     name: ClassVar[str] = "fedmr"
+    without_prototypes: ClassVar[Mapping[str, str | bool] | None] = {"prototypes": False}
+    mu1: float = 1e-5
+    mu2: float = 0.1
+    intra: str = "paper"
+    inter: str = "own_sample"
+    inter_weighting: str = "batch"
+    negatives: str = "all"
+    no_margin: bool = False
+    paper_literal_std: bool = False
+    eps: float = 1e-8
+    warmup: int = 0
+    lite: int = 0
+    lite_scope: str = "inter"
+    prototypes: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        validate.at_least(
+            "E-CFG-02", self.name, 0, mu1=self.mu1, mu2=self.mu2, eps=self.eps, warmup=self.warmup, lite=self.lite
+        )
+        validate.one_of(
+            "E-CFG-02",
+            self.name,
+            intra=(self.intra, ("paper", "code")),
+            inter=(self.inter, ("own_sample", "paired_sample")),
+            inter_weighting=(self.inter_weighting, ("batch", "example")),
+            negatives=(self.negatives, ("all", "observed")),
+            lite_scope=(self.lite_scope, ("inter", "both")),
+        )
+        if self.no_margin and self.inter == "paired_sample":
+            raise ConfigError("E-CFG-02", "no_margin pairs nothing: expected inter=own_sample, found paired_sample")
+
+    @property
+    def uses_prototypes(self) -> bool:
+        """Tell whether prototypes are measured and sent: only when a loss needs them."""
+        return self.prototypes and self.mu2 > 0
+
+    @property
+    def coupling(self) -> Coupling:
+        """Say that the batch is mixed by L_intra, and by L_inter unless its terms depend on one example each."""
+        separable = self.inter == "own_sample" and self.inter_weighting == "example"
+        return Coupling.BATCH if self.mu1 > 0 or (self.uses_prototypes and not separable) else Coupling.EXAMPLE
+
+    @property
+    def private_form(self) -> Mapping[str, str | int]:
+        """Make L_inter a loss of single examples, on all of a batch.
+
+        Lite draws places of a batch from a stream that all batches share, and its terms grow with the batch: one
+        example more would change what every other one adds, in this step and in all later ones.
+        """
+        mixed = self.uses_prototypes and self.inter == "own_sample" and self.inter_weighting == "batch"
+        return {**({"inter_weighting": "example"} if mixed else {}), **({"lite": 0} if self.lite else {})}
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Name what goes up, part by part."""
+        return ("delta", prototypes.PROTOTYPES) if self.uses_prototypes else ("delta",)
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start from the initialised model, with no prototype known."""

@@ -41,7 +41,7 @@ class FedDyn(PrototypeAided):
     """
 
     name: ClassVar[str] = "feddyn"
-    mirrored: ClassVar[bool] = True
+    server_tracks_state: ClassVar[bool] = True
     alpha: float = 0.01
     report: str = "average"
 

@@ -40,7 +40,7 @@ class Scaffold(FedAvg):
     """
 
     name: ClassVar[str] = "scaffold"
-    mirrored: ClassVar[bool] = True
+    server_tracks_state: ClassVar[bool] = True
     schedule: ClassVar[Mapping[str, float]] = {"momentum": 0.0}
     server_lr: float = 1.0
 

@@ -78,8 +78,8 @@ def test_the_masked_sum_on_the_grid_is_the_plain_sum(method: str, ring: str) -> 
     msg = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
 
     def bundles(*guards: Guard) -> list[Bundle]:
-        bench = replace(RunSetup.of(run).silo_runtime(), guards=guards)
-        ports = [InProcessSilo(n, k, shares()[k], bench, run.train, 0, True) for k, n in enumerate(NAMES)]
+        runtime = replace(RunSetup.of(run).silo_runtime(), guards=guards)
+        ports = [InProcessSilo(n, k, shares()[k], runtime, run.train, 0, True) for k, n in enumerate(NAMES)]
         return [port.round(msg, replace(FED, round=0), TaskKind.TRAIN) for port in ports]
 
     plain = bundles()
@@ -181,8 +181,8 @@ def test_a_mask_goes_over_silo_level_noise() -> None:
     msg = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
     sums = []
     for more in ((), (FixedPoint(run.grid), Mask("ring64", 3))):
-        bench = replace(compiled.silo_runtime(), guards=(*compiled.guards.silo, *more))
-        ports = [InProcessSilo(n, k, shares()[k], bench, run.train, run.seed, True) for k, n in enumerate(NAMES)]
+        runtime = replace(compiled.silo_runtime(), guards=(*compiled.guards.silo, *more))
+        ports = [InProcessSilo(n, k, shares()[k], runtime, run.train, run.seed, True) for k, n in enumerate(NAMES)]
         total = Aggregator(run.layout, run.grid)
         for k, port in enumerate(ports):
             total.add(port.round(msg, replace(FED, round=0), TaskKind.TRAIN), k)

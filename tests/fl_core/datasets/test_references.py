@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import PARTITIONS, compose_spec
 from fl_core.datasets import DATA_ROOT, Source, federation, federation_text, load, parse, schema_of
 from fl_core.errors import ConfigError, DataError
 from fl_core.models import describe
@@ -189,22 +189,8 @@ def test_each_public_data_set_brings_a_model_that_takes_it_and_its_papers_augmen
 
 
 FEDERATIONS = {
-    "hospitals6": "hospitals6",
-    "p5c2": "p5c2",
-    "p10c2": "p10c2",
-    "p10c3": "p10c3",
-    "p10c5": "p10c5",
     "dirichlet": "dirichlet-0.5-10",
     "iid": "iid-10",
-    "p10c10": "p10c10",
-    "p10c20": "p10c20",
-    "p10c30": "p10c30",
-    "p10c50": "p10c50",
-    "p50c2": "p50c2",
-    "p50c3": "p50c3",
-    "p50c10": "p50c10",
-    "p100c3": "p100c3",
-    "p100c10": "p100c10",
     "fednh": "dirichlet-0.3-100-two",
     "fedgela": "dirichlet-0.2-50",
     "persilo": "persilo-0.5-100",
@@ -219,6 +205,9 @@ FEDERATIONS = {
 def test_every_federation_configuration_names_a_federation() -> None:
     files = {file.stem: yaml.safe_load(file.read_text()) for file in (CONFIGS / "federation").glob("*.yaml")}
     assert {name: federation_text(config) for name, config in files.items()} == FEDERATIONS
+    for name in PARTITIONS:
+        assert federation_text({"name": name, "partition_seed": 0}) == name
+        assert federation("cifar100", name)
     for name, text in FEDERATIONS.items():
         assert federation("isic2019" if name in ("centers", "clients20") else "digits", text)
     assert federation("isic2019", "centers") == federation("isic2019", FEDERATIONS["centers"])

@@ -57,7 +57,7 @@ def test_a_resumed_run_equals_the_straight_run_bit_for_bit(method: str, start: i
 
 def test_parallel_ports_give_the_same_bits() -> None:
     run = manifest("fedmr")
-    # Ports of one bench share a scratch model, so each gets a bench of its own.
+    # Ports of one runtime share a scratch model, so each gets a runtime of its own.
     ports = [local_ports(RunSetup.of(run), shares())[k] for k in range(3)]
     assert same(go(run, ports, parallel=3)[0]["w"], go(run)[0]["w"])
 
@@ -104,7 +104,7 @@ def test_values_that_the_grid_cuts_off_are_reported() -> None:
 class Counting(FedAvg):
     """Keeps the number of rounds that its silo believes to be part of, and shows each one its own sum."""
 
-    mirrored: ClassVar[bool] = True
+    server_tracks_state: ClassVar[bool] = True
 
     @property
     def unsummed_parts(self) -> frozenset[str]:
@@ -124,21 +124,21 @@ class Counting(FedAvg):
         return super().merge(seen, total, context)
 
 
-@pytest.mark.parametrize("mirrored", [True, False])
-def test_a_mirrored_silo_state_is_committed_only_when_the_round_names_the_silo(mirrored: bool) -> None:
-    method = type("Sub", (Counting,), {"mirrored": mirrored})()
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_tracked_silo_state_is_committed_only_when_the_round_names_the_silo(tracked: bool) -> None:
+    method = type("Sub", (Counting,), {"server_tracks_state": tracked})()
     run = manifest("fedavg", rounds=4)
-    bench = RunSetup.of(run).silo_runtime()
-    layout = derive_layout(method, bench.model, SCHEMA)
+    runtime = RunSetup.of(run).silo_runtime()
+    layout = derive_layout(method, runtime.model, SCHEMA)
     ports = [
-        InProcessSilo(m.name, k, shares()[k], SiloRuntime(method, bench.model, layout), run.train, run.seed, True)
+        InProcessSilo(m.name, k, shares()[k], SiloRuntime(method, runtime.model, layout), run.train, run.seed, True)
         for k, m in enumerate(run.members)
     ]
     spoilt = [ports[0], Failing(ports[1], [1], spoil=True), ports[2]]  # an update that was made, and was not included
     engine = replace(RunSetup.of(replace(run, layout=layout, quorum=2)).round_loop(spoilt, 1), method=method)
-    final = engine.run(method.init_server(bench.model, engine_fed(run)), Observer())
+    final = engine.run(method.init_server(runtime.model, engine_fed(run)), Observer())
     rounds = final["seen"]["rounds"].flatten() / final["seen"]["weight"]
-    assert rounds.tolist() == ([4, 3, 4] if mirrored else [4, 4, 4])
+    assert rounds.tolist() == ([4, 3, 4] if tracked else [4, 4, 4])
     assert final["seen"]["weight"].tolist() == [1, 2, 3]  # one by one, in the roster's order
 
 

@@ -34,9 +34,9 @@ def test_counts_are_those_of_every_silos_test_examples_one_by_one() -> None:
     history = Kept(GlobalTestEvaluator(RunSetup.of(run), given))
     simulate(RunSetup.of(run), given, history)
     assert [sum(r.examples) for r in history.records[:4]] == [len(given[0].test.labels)] * 4
-    bench = RunSetup.of(run).silo_runtime()
+    runtime = RunSetup.of(run).silo_runtime()
     for record, before in zip(history.measured, [RunSetup.of(run).initial_state(), *history.states], strict=False):
-        model = bench.method.global_model(bench.reset_model(), bench.method.broadcast(before)).eval()
+        model = runtime.method.global_model(runtime.reset_model(), runtime.method.broadcast(before)).eval()
         correct, examples = [0] * 4, [0] * 4
         for share in given:
             x, y = share.test.batch(torch.arange(len(share.test)))

@@ -1,4 +1,4 @@
-"""What a silo keeps of a round: private state survives a lost update, mirrored and diverged state does not."""
+"""What a silo keeps of a round: private state survives a lost update, tracked and diverged state does not."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Watched(MemoryStateStore):
 def test_private_state_of_a_lost_update_is_kept(name: str) -> None:
     run = manifest(name, OPTIONS.get(name, {}), rounds=2, quorum=2)
     ports = local_ports(RunSetup.of(run), shares())
-    bench = RunSetup.of(run).silo_runtime()
-    ports[2] = Deaf("south", 2, shares()[2], bench, run.train, run.seed, True)
+    runtime = RunSetup.of(run).silo_runtime()
+    ports[2] = Deaf("south", 2, shares()[2], runtime, run.train, run.seed, True)
     server, seen = RunSetup.of(run).initial_state(), []
     for t in range(2):
         history = RoundHistory()
@@ -78,24 +78,26 @@ def test_state_of_a_diverged_round_is_rolled_back(name: str) -> None:
     assert all(same(state_of(port)[group], before[group]) for group in before)
 
 
-@pytest.mark.parametrize("mirrored", [True, False])
+@pytest.mark.parametrize("tracked", [True, False])
 @pytest.mark.parametrize("included", [True, False])
 def test_the_real_silo_keeps_what_the_simulated_one_keeps(
-    tmp_path: Path, included: bool, mirrored: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, included: bool, tracked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = manifest("ditto")
     port, states = local_ports(RunSetup.of(run), shares())[0], Watched()
     port._states = states
     method: Method = RunSetup.of(run).method
-    monkeypatch.setattr(type(method), "mirrored", mirrored)
+    monkeypatch.setattr(type(method), "server_tracks_state", tracked)
     outbox = Outbox(Store(tmp_path / "silo.db"), ObjectStore(tmp_path / "objects"), NAMES[0])
     bundle = port.round(method.broadcast(RunSetup.of(run).initial_state()), FED, TaskKind.TRAIN)
     staged, key = states.staged(0), TaskKey("run-1", FED.round, TaskKind.TRAIN)
-    outbox.stage(key, "a" * 64, "b" * 64, TrainingResult(bundle, staged, Evaluation((), (), ()), method.mirrored))
+    outbox.stage(
+        key, "a" * 64, "b" * 64, TrainingResult(bundle, staged, Evaluation((), (), ()), method.server_tracks_state)
+    )
     outbox.store.close(key, included)
     port.settle(FED, TaskKind.TRAIN, included)
     found = outbox.state("run-1")
-    assert (found is None) is (states.get(0) is None) is (mirrored and not included)
+    assert (found is None) is (states.get(0) is None) is (tracked and not included)
     assert found is None or same(found["v"], state_of(port)["v"])
 
 

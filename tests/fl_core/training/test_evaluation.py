@@ -58,7 +58,7 @@ def test_t_ev_1_weighted_accuracies() -> None:
     assert weighted_accuracy(correct, count, torch.tensor([0.75, 0.25, 0])) == pytest.approx(0.875)
 
 
-def test_t_ev_1_and_nh_4_through_the_doors() -> None:
+def test_t_ev_1_and_nh_4_through_local_data() -> None:
     """T-EV-1 and NH-4 again, counted by a silo: NH-4 has PM(L) 0.725, PM(V) 0.65, GM 0.733333."""
     public = told([0] * 100 + [1] * 100 + [2] * 100, [80, 50, 90, 0])
     data = door([0] * 30 + [1] * 10, told([0, 1], [1, 0, 0, 0]), public)

@@ -1,4 +1,4 @@
-"""The plain doors: schedule, streams, penalties, shifts and queries."""
+"""The plain local data: schedule, streams, penalties, shifts and queries."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ class Norms:
 
     name = "norms"
     has_global_model = False
-    mirrored = False
-    apart: frozenset[str] = frozenset()
+    server_tracks_state = False
+    unsummed_parts: frozenset[str] = frozenset()
 
     def broadcast(self, server: State) -> State:
         return server

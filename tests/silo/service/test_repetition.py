@@ -45,7 +45,7 @@ def test_a_restart_sends_what_is_in_the_outbox_without_training(make, slow):
 @pytest.mark.parametrize("mirrored", [True, False])
 @pytest.mark.parametrize("included", [True, False])
 def test_a_close_for_a_staged_round_after_a_restart(make, included, mirrored, monkeypatch):
-    monkeypatch.setattr(FedAvg, "mirrored", mirrored)
+    monkeypatch.setattr(FedAvg, "server_tracks_state", mirrored)
     hospital = make()
     hospital.start()
     hospital.offer()

@@ -41,7 +41,7 @@ def test_a_state_without_a_mirror_is_kept_even_if_the_update_was_lost(tmp_path, 
 def test_a_run_that_ends_before_its_close_discards_every_state(tmp_path):
     """The round is played again from its start when the run is resumed."""
     outbox = opened(tmp_path)
-    outbox.stage(key(), M, B, finished(2.0, mirrored=False))
+    outbox.stage(key(), M, B, finished(2.0, server_tracks_state=False))
     outbox.store.note_run("run-1", "r", M, B)
     outbox.store.end_run("run-1", "failed", "too few")
     assert value(outbox) is None

@@ -21,7 +21,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import AS_SCHEDULED, Capability, Coupling, Exposure, SgdOptions
+from fl_core.types.values import AS_SCHEDULED, Capability, Coupling, SgdOptions
 from tests.support.federations import FED, Given, manifest, same, shares
 from tests.support.methods import FEDCD_TRAIN, fedcd_model, played
 
@@ -97,12 +97,11 @@ def test_without_hpc_prototypes_are_mean_features() -> None:
 
 
 def test_only_the_published_rule_shows_single_heads_to_the_server() -> None:
-    assert FedCD().exposure is Exposure.EACH
     assert FedCD().unsummed_parts == {class_level_aggregation.PART}
     with pytest.raises(ConfigError, match="acla=stale"):
         capabilities.check_supported(FedCD(), [Capability.SECURE_AGGREGATION])
     for mode in ("stale", "counts", "fedavg"):
-        assert FedCD(acla=mode).exposure is Exposure.SUM
+        assert not FedCD(acla=mode).unsummed_parts
         capabilities.check_supported(FedCD(acla=mode), [Capability.SECURE_AGGREGATION])
     with pytest.raises(ConfigError, match="fednh"):
         capabilities.check_supported(FedCD(), [Capability.DIFFERENTIAL_PRIVACY])

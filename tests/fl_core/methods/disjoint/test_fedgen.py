@@ -13,15 +13,14 @@ from fl_core.errors import ConfigError
 from fl_core.methods import build_method
 from fl_core.methods.building_blocks import feature_generator
 from fl_core.methods.building_blocks.feature_generator import Generator, GeneratorConfig, SiloClassifiers
-from fl_core.methods.disjoint.fedgen import FedGen, classifier
-from fl_core.methods.disjoint.fedgen_options import coefficient
+from fl_core.methods.disjoint.fedgen import FedGen, coefficient, head_tensors
 from fl_core.models import build_model
 from fl_core.rounds import capabilities
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import AS_SCHEDULED, Capability, Exposure, Part, TrainConfig
+from fl_core.types.values import AS_SCHEDULED, Capability, Part, TrainConfig
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
@@ -82,14 +81,16 @@ def test_t_gen_3_direction_of_the_divergence() -> None:
     assert float(divergence.detach()) == pytest.approx(0.0992727822, abs=1e-6)
 
 
-def test_t_gen_4_teachers() -> None:
+def test_t_gen_4_classifiers() -> None:
     v = feature_generator.shares(torch.tensor([[31.0, 1], [11, 21]]).double())
     assert v.flatten().tolist() == pytest.approx([0.7380952381, 0.0454545455, 0.2619047619, 0.9545454545], abs=1e-9)
     losses = torch.tensor([[0.2, 2.0], [1.0, 0.1]], dtype=torch.float64)
-    assert float(feature_generator.agreed(losses, v, torch.tensor([0, 1]))) == pytest.approx(0.2979437229, abs=1e-9)
+    assert float(feature_generator.weighted_loss(losses, v, torch.tensor([0, 1]))) == pytest.approx(
+        0.2979437229, abs=1e-9
+    )
 
 
-def test_teachers_ask_each_classifier() -> None:
+def test_classifiers_ask_each_classifier() -> None:
     draw = torch.Generator().manual_seed(0)
     w, b, z = (torch.randn(s, generator=draw) for s in ((2, 3, 4), (2, 3), (5, 4)))
     y, v = torch.tensor([0, 2, 2, 1, 0]), feature_generator.shares(torch.tensor([[4.0, 0, 1], [1, 0, 3]]))
@@ -112,25 +113,25 @@ def test_labels_are_drawn_of_those_that_somebody_has() -> None:
 
 
 def test_training_lowers_the_loss_goes_on_with_its_moments_and_needs_no_global_randomness() -> None:
-    course = GeneratorConfig(30, 1e-2, 1e-2, 16, 4, "normal", 1.0)
-    teachers = SiloClassifiers(torch.eye(3, 6).unsqueeze(0), torch.zeros(1, 3), torch.ones(1, 3))
+    config = GeneratorConfig(30, 1e-2, 1e-2, 16, 4, "normal", 1.0)
+    classifiers = SiloClassifiers(torch.eye(3, 6).unsqueeze(0), torch.zeros(1, 3), torch.ones(1, 3))
     made, known = feature_generator.seeded(0, 3, 4, 16, 6), torch.ones(3)
     y, e = torch.arange(3).repeat(20), torch.randn(60, 4, generator=rng.stream(1))
 
     def loss() -> float:
-        return float(teachers.loss(made.eval()(y, e), y).detach())
+        return float(classifiers.loss(made.eval()(y, e), y).detach())
 
     before, seen = loss(), torch.get_rng_state()
-    first = feature_generator.train(made, course, teachers, known, rng.stream(0, "a"))
+    first = feature_generator.train(made, config, classifiers, known, rng.stream(0, "a"))
     middle = loss()
     half = tensor_maps.copy_state(made)
-    second = feature_generator.train(made, course, teachers, known, rng.stream(0, "b"), first)
+    second = feature_generator.train(made, config, classifiers, known, rng.stream(0, "b"), first)
     assert before > middle > loss()
     assert (float(first["step"]["t"]), float(second["step"]["t"])) == (30, 60)
     assert torch.equal(torch.get_rng_state(), seen)
     alone = feature_generator.seeded(0, 3, 4, 16, 6)
     tensor_maps.load_state(alone, half)
-    feature_generator.train(alone, course, teachers, known, rng.stream(0, "b"))
+    feature_generator.train(alone, config, classifiers, known, rng.stream(0, "b"))
     assert not same(tensor_maps.copy_state(alone), tensor_maps.copy_state(made))  # moments matter
 
 
@@ -165,9 +166,8 @@ def test_the_generator_learns_what_the_classifiers_know(mode: str) -> None:
 
 def test_only_the_plain_mode_shows_single_classifiers() -> None:
     plain, masked = FedGen(), FedGen(mode="secagg")
-    assert (plain.exposure, plain.unsummed_parts, plain.sends) == (Exposure.EACH, {"heads"}, ("delta", "heads"))
-    assert (masked.exposure, masked.unsummed_parts, masked.sends) == (
-        Exposure.SUM,
+    assert (plain.unsummed_parts, plain.sends) == ({"heads"}, ("delta", "heads"))
+    assert (masked.unsummed_parts, masked.sends) == (
         set(),
         ("delta", "generator", "labels"),
     )
@@ -184,12 +184,16 @@ def test_one_silo_gives_both_modes_the_same_first_generator() -> None:
     method, start = FedGen(mode="secagg", **SMALL), RunSetup.of(run).initial_state()
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     tensor_maps.load_state(model, ours["w"])
-    head = classifier(model)
+    head = head_tensors(model)
     counts = torch.tensor([7.0, 7, 0, 0])
     made = feature_generator.seeded(0, 4, 4, 16, 64)
     tensor_maps.load_state(made, start["generator"])
-    teacher = SiloClassifiers(head["weight"].unsqueeze(0), head["bias"].unsqueeze(0), (counts > 0).float().unsqueeze(0))
-    feature_generator.train(made, method.course(0), teacher, counts, rng.stream(0, "round", 0, "generator"))
+    classifiers = SiloClassifiers(
+        head["weight"].unsqueeze(0), head["bias"].unsqueeze(0), (counts > 0).float().unsqueeze(0)
+    )
+    feature_generator.train(
+        made, method.generator_config(0), classifiers, counts, rng.stream(0, "round", 0, "generator")
+    )
     assert all(
         torch.allclose(v, ours["generator"][name], atol=1e-6) for name, v in tensor_maps.copy_state(made).items()
     )

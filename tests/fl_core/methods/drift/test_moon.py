@@ -126,7 +126,7 @@ def test_silo_keeps_its_last_models_newest_first_whatever_became_of_its_upload()
     assert list(state) == ["last_000", "last_001"]
     assert same(state["last_000"], trained[2])
     assert same(state["last_001"], trained[1])
-    assert not method.mirrored
+    assert not method.server_tracks_state
 
 
 def test_loss_is_the_mixture_plus_the_contrast() -> None:

@@ -38,7 +38,7 @@ def test_t_bab_2_the_head_is_bit_identical_after_all_rounds() -> None:
     """With weight decay and momentum, at every silo and in the global model."""
     run = manifest("fedbabu", train=TrainConfig(lr=0.05, weight_decay=0.1, batch_size=4, epochs=1))
     final, initial = simulate(RunSetup.of(run), shares(), RoundHistory()), build_model("digits_cnn", {}, SCHEMA, 0)
-    method, bench = FedBABU(), RunSetup.of(run).silo_runtime()
+    method, runtime = FedBABU(), RunSetup.of(run).silo_runtime()
     msg, head = (
         method.broadcast(final),
         {n: v for n, v in tensor_maps.copy_state(initial).items() if n.startswith("head")},
@@ -47,8 +47,10 @@ def test_t_bab_2_the_head_is_bit_identical_after_all_rounds() -> None:
     assert not set(head) & set(run.layout["delta"].shapes)
     for k, share in enumerate(shares()):
         context = FED.for_silo(k, 0)
-        method.local(bench.reset_model(), msg, {}, PlainLocalData(share.train, share.test, run.train, context), context)
-        left = tensor_maps.copy_state(bench.model)
+        method.local(
+            runtime.reset_model(), msg, {}, PlainLocalData(share.train, share.test, run.train, context), context
+        )
+        left = tensor_maps.copy_state(runtime.model)
         assert same({n: left[n] for n in head}, head)
         assert not same({n: left[n] for n in msg["w"]}, msg["w"])
     whole = tensor_maps.copy_state(method.global_model(initial, msg))

@@ -254,7 +254,7 @@ def test_lost_state_begins_anew_and_a_lost_upload_does_not_matter() -> None:
     method = FedPHP()
     first = step(method, {}, model_of())
     assert float(first.state["participations"]["n"]) == 1
-    assert not method.mirrored
+    assert not method.server_tracks_state
     again = step(method, {}, model_of())
     assert same(again.state["inherited"], first.state["inherited"])
 

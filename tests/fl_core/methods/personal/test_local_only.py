@@ -15,6 +15,7 @@ from fl_core.simulation.in_process import RoundHistory, local_ports, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import TaskKind, TrainConfig
+from privacy.reports.uncertainty import RunNoise
 from tests.support.federations import FED, QData, Scalar, manifest, same, shares
 
 
@@ -31,19 +32,21 @@ def test_t_loc_1_after_m_rounds(rounds: int) -> None:
 
 
 def test_the_first_round_trains_as_fedavg() -> None:
-    bench, share, context = (
+    runtime, share, context = (
         RunSetup.of(manifest(model_options={"norm": "batch"})).silo_runtime(),
         shares()[0],
         FED.for_silo(0, 0),
     )
     config = TrainConfig(batch_size=4, epochs=2)
-    msg = {"w": dict(bench.initial)}
-    FedAvg().local(bench.reset_model(), msg, {}, PlainLocalData(share.train, share.test, config, context), context)
-    expected = tensor_maps.copy_state(bench.model)
-    silo = LocalOnly().init_silo(bench.reset_model(), FED)
+    msg = {"w": dict(runtime.initial)}
+    FedAvg().local(runtime.reset_model(), msg, {}, PlainLocalData(share.train, share.test, config, context), context)
+    expected = tensor_maps.copy_state(runtime.model)
+    silo = LocalOnly().init_silo(runtime.reset_model(), FED)
     left = (
         LocalOnly()
-        .local(bench.reset_model(), {"w": {}}, silo, PlainLocalData(share.train, share.test, config, context), context)
+        .local(
+            runtime.reset_model(), {"w": {}}, silo, PlainLocalData(share.train, share.test, config, context), context
+        )
         .state
     )
     assert same(left["net"], expected)
@@ -57,9 +60,9 @@ def test_only_counts_of_nothing_leave_the_silo_and_no_accuracy_is_made_up() -> N
     assert all(not any(r.examples) and not any(r.correct) for r in history.records)
     assert history.accuracies == [-1.0] * 4
     assert history.records[-1].class_accuracy() == [None] * 4
-    said = Result(run, history.records, "").summary()
-    assert said["global_accuracy"] is said["best_global_accuracy"] is None
-    assert said["accuracy_by_round"] == [None] * 4
+    summary = Result(run, RunNoise(), history.records, model_digest="").summary()
+    assert summary["global_accuracy"] is summary["best_global_accuracy"] is None
+    assert summary["accuracy_by_round"] == [None] * 4
     assert percent(history.accuracies[-1]) == "-"
 
 
