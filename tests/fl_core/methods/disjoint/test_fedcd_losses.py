@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy, normalize
 from fl_core.methods.building_blocks import class_level_aggregation, fine_grained
 from fl_core.methods.building_blocks.fine_grained import Anchors, FineModel, class_logits
 from fl_core.methods.building_blocks.prototypes import PROTOTYPES
-from fl_core.methods.disjoint.fedcd import FedCD
-from fl_core.methods.disjoint.fedcd.losses import Objective, bpr, decay, hpc
+from fl_core.methods.disjoint.fedcd import FedCD, Objective
 from fl_core.methods.losses import decoupled_distillation
+from fl_core.methods.losses.fedcd import bpr, decay, hpc
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import Part

@@ -1,0 +1,300 @@
+"""FedCD: fine-grained prototypes, rebalanced and regularised local training, class-level aggregation of the head.
+
+Long, Xue, Chu, Zhang, Wu, Zang and Du, "FedCD: A Classifier Debiased Federated Learning Framework for Non-IID Data",
+ACM MM 2023, equations 1 to 15 (hpc, bpr: losses/fedcd.py, dkd: decoupled_distillation.py; fine classes:
+fine_grained.py, head: class_level_aggregation.py, first clusters: kmeans.py).
+
+    theta, phi, P^k <- SGD on L                            P^k starts from P^g
+    theta = sum_k p_k theta_k,   phi = ACLA(phi_k)
+    P^g_j = sum_k n^k_j P^k_j / sum_k n^k_j                n^k_j: the silo's examples nearest to fine class j
+
+    dcl = CE(z phi_k Wagg, c)
+    gid = DKD(softmax(z phi^g Wagg) || softmax(z phi_k Wagg))
+    L   = 1/N sum I (mu_t dcl + (1 - mu_t) hpc + lam gid) + gamma bpr,      mu_t = 1 - t/T
+
+The sum of L is over D^{k+}: the silo's n_k examples with importance I = 1, and every global prototype, which stands in
+for the other silos' examples, with I = the examples it stands for; N = n_k + sum I. In a mini-batch b all importances
+of prototypes are multiplied by |b|/n_k, which keeps the ratio: of K equal silos each then sees its own examples with a
+weight of 1/(K + 1). Shuffled among the examples instead, as algorithm 1 may be read, each prototype joins a batch with
+chance |b|/n_k and its whole importance.
+
+theta, phi, P^g and sum_k n^k_j go down; theta, phi, P^k and n^k_j go up. A class of which no fine class is known yet is
+clustered by each silo that holds it, on the received model, before it trains: in the first round all of them.
+What the paper leaves open: aggregation by sums, assignment by the nearest P^g in every batch, prototypes in every batch
+with their importance scaled to it (others: `importance`). No official code is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+
+from fl_core import rng, validate
+from fl_core.errors import ConfigError
+from fl_core.methods.building_blocks import class_level_aggregation, class_vectors, fine_grained
+from fl_core.methods.building_blocks.fine_grained import Anchors, FineModel, class_logits
+from fl_core.methods.building_blocks.kmeans import clusters
+from fl_core.methods.building_blocks.prototypes import PROTOTYPES, features_of
+from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.losses import decoupled_distillation
+from fl_core.methods.losses.fedcd import bpr, decay, hpc
+from fl_core.types import tensor_maps
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import Bundle, LocalResult, Losses, Part, RoundContext, SgdOptions, State, Tensors
+from fl_core.types.enums import Capability, Coupling
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedCD(FedAvg):
+    """As FedAvg, except that classes are split, prototypes rebalance local training and the head is merged by classes.
+
+    fine: M   lam, gamma: weights of gid and bpr   alpha: weight of the own class's other prototypes   tau: temperature
+    xi: weight of the other classes in distillation   aggregation: "sum", "mean" or "prob"   distill: "dkd" or "kd"
+    acla: "server", "stale", "counts" or "fedavg"   hpc: False takes mean features as prototypes, and mu_t = 1
+    importance: how prototypes join a batch: "scaled" to it, "unscaled", "shuffle" (as items of the silo's data) or
+    "none" (not at all)   zero_based: mu of the first round is 1   restarts, steps: k-means
+
+    Guarantees: nothing is kept at a silo between rounds.
+    """
+
+    name: ClassVar[str] = "fedcd"
+    fine: int = 3
+    lam: float = 0.1
+    gamma: float = 0.1
+    alpha: float = 0.1
+    tau: float = 1.0
+    xi: float = 0.5
+    aggregation: str = "sum"
+    distill: str = "dkd"
+    acla: str = "server"
+    hpc: bool = True
+    importance: str = "scaled"
+    zero_based: bool = False
+    restarts: int = 10
+    steps: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        validate.at_least("E-CFG-02", self.name, 1, fine=self.fine, restarts=self.restarts, steps=self.steps)
+        validate.at_least("E-CFG-02", self.name, 0, lam=self.lam, gamma=self.gamma, alpha=self.alpha, xi=self.xi)
+        validate.positive("E-CFG-02", self.name, tau=self.tau)
+        validate.below("E-CFG-02", self.name, 0.5, alpha=self.alpha)
+        if self.acla == "two_phase":
+            raise ConfigError(
+                "E-CFG-02",
+                "fedcd.acla: two_phase needs two exchanges in a round, and a round has one: expected "
+                "server (the same rule, made by the server) or stale (under secure aggregation)",
+            )
+        validate.one_of(
+            "E-CFG-02",
+            self.name,
+            acla=(self.acla, class_level_aggregation.MODES),
+            aggregation=(self.aggregation, tuple(fine_grained.AGGREGATIONS)),
+            distill=(self.distill, ("dkd", "kd")),
+            importance=(self.importance, ("scaled", "unscaled", "shuffle", "none")),
+        )
+
+    @property
+    def unsummed_parts(self) -> frozenset[str]:
+        """Let the server see each head where it weighs them."""
+        return frozenset({class_level_aggregation.PART}) if self.acla == "server" else frozenset()
+
+    @property
+    def unsupported(self) -> Mapping[Capability, str]:
+        """Lack privacy of records, and with the published rule also sums that hide silos."""
+        each = (
+            {Capability.SECURE_AGGREGATION: "set method.acla=stale, which needs sums alone"}
+            if self.unsummed_parts
+            else {}
+        )
+        remedy = "it clusters features by many queries and counts examples exactly: take fednh, fedproc or fedmr"
+        return {**each, Capability.DIFFERENTIAL_PRIVACY: remedy}
+
+    @property
+    def coupling(self) -> Coupling:
+        """Say that bpr mixes a batch, and so do importances that ignore its size."""
+        return Coupling.BATCH if self.gamma or self.importance in ("unscaled", "shuffle") else Coupling.EXAMPLE
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Name what goes up, part by part."""
+        return ("delta", PROTOTYPES) if self.acla == "fedavg" else ("delta", class_level_aggregation.PART, PROTOTYPES)
+
+    def shared(self, name: str) -> bool:
+        """Average what makes features, and the head where it has no rule of its own."""
+        return not name.startswith(("head.", "prototypes.")) and (
+            name != class_level_aggregation.HEAD or self.acla == "fedavg"
+        )
+
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
+        """Start with an evenly random head, as a linear layer has, and without prototypes."""
+        split = features_of(model)
+        rows, d = context.n_classes * self.fine, split.feature_dim
+        head = torch.rand(rows, d, generator=rng.stream(class_vectors.seed_of(model), "fine head"))
+        w = tensor_maps.select(
+            tensor_maps.copy_state(FineModel(split, self.fine, self.aggregation)),
+            lambda name: name != class_level_aggregation.HEAD,
+        )
+        return {
+            "w": {**w, class_level_aggregation.HEAD: (2 * head - 1) / d**0.5},
+            PROTOTYPES: fine_grained.unknown(rows, d),
+        }
+
+    def broadcast(self, server: State) -> State:
+        """Send the model, the prototypes and what they stand for."""
+        return dict(server)
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
+        """Find the silo's anchors, train everything at once, count again and send."""
+        anchors = self._anchors(self._received(model, msg), msg[PROTOTYPES], data, context)
+        net = self._received(model, msg, anchors.points)
+        objective = self._objective(msg, anchors, data, context)
+        penalty = objective.penalty if objective.n and bool(objective.count.any()) else None
+        data.sgd(
+            net, objective.loss, SgdOptions(penalty=penalty, only=lambda name: self.hpc or name != "prototypes.weight")
+        )
+        sums, counts = fine_grained.census(net, anchors, data, self.fine)
+        trained = {name: v.cpu() for name, v in tensor_maps.copy_state(net).items()}
+        moved = tensor_maps.sub(tensor_maps.select(trained, msg["w"].__contains__), msg["w"])
+        points = trained["prototypes.weight"] if self.hpc else sums / counts.clamp(min=1.0).unsqueeze(1)
+        weight = counts if context.prototypes else torch.zeros_like(counts)
+        bundle = {
+            "delta": Part.of(tensor_maps.select(moved, self.shared), self.weight(data)),
+            PROTOTYPES: Part.of({"p": points - msg[PROTOTYPES]["p"]}, weight),
+        }
+        if self.acla != "fedavg":
+            known = Anchors(msg[PROTOTYPES]["p"], msg[PROTOTYPES]["known"] > 0)
+            bundle[class_level_aggregation.PART] = class_level_aggregation.outgoing(
+                self.acla, moved[class_level_aggregation.HEAD], trained[class_level_aggregation.HEAD], known, counts
+            )
+        return LocalResult(bundle, silo)
+
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:  # noqa: ARG002
+        """Average features by examples, prototypes by their counts, the head by its rule."""
+        w, after = server["w"], fine_grained.merged(server[PROTOTYPES], total[PROTOTYPES], self.fine)
+        w = {**w, **tensor_maps.add(tensor_maps.select(w, self.shared), total["delta"].mean())}
+        if self.acla != "fedavg":
+            w[class_level_aggregation.HEAD] = class_level_aggregation.merged(
+                self.acla,
+                w[class_level_aggregation.HEAD],
+                total[class_level_aggregation.PART],
+                after["p"],
+                after["known"],
+            )
+        return {**server, "w": w, PROTOTYPES: after}
+
+    def global_model(self, model: nn.Module, msg: State) -> nn.Module:
+        """Classify with the fine head."""
+        return self._received(model, msg)
+
+    def _received(self, model: nn.Module, msg: State, points: Tensor | None = None) -> FineModel:
+        net = FineModel(features_of(model), self.fine, self.aggregation, points)
+        tensor_maps.load_state(net, msg["w"])
+        return net
+
+    def _anchors(self, net: FineModel, state: Tensors, data: LocalData, context: RoundContext) -> Anchors:
+        """Take the known prototypes; cluster the silo's classes that have none."""
+        known = state["known"] > 0
+        of_class = fine_grained.by_class(known, self.fine).any(1)
+        new = (data.class_counts().cpu() > 0) & ~of_class
+        if not bool(new.any()):
+            return Anchors(state["p"], known)
+        net.eval()
+        draw = rng.stream(context.seed, "round", context.round, "silo", context.silo, "clusters")
+        found, _ = clusters(
+            torch.no_grad()(net.features), data, net.n_classes, self.fine, draw, self.restarts, self.steps
+        )
+        rows = new.repeat_interleave(self.fine)
+        return Anchors(torch.where(rows.unsqueeze(1), found.flatten(0, 1), state["p"]), known | rows)
+
+    def _objective(self, msg: State, anchors: Anchors, data: LocalData, context: RoundContext) -> Objective:
+        state = msg[PROTOTYPES]
+        mu = decay(context.round, context.rounds, zero_based=self.zero_based) if self.hpc else 1.0
+        n = 0.0 if self.importance in ("unscaled", "shuffle") else data.size()
+        count = state["count"] * state["known"] * float(self.importance != "none")
+        drawn = self._shuffled(count, data, context) if self.importance == "shuffle" else None
+        return Objective(self, mu, msg["w"][class_level_aggregation.HEAD], anchors, state["p"], count, n, drawn)
+
+    def _shuffled(self, count: Tensor, data: LocalData, context: RoundContext) -> Callable[[int], Tensor]:
+        """Draw which prototypes join a batch: each one batch of an epoch on average."""
+        draw = rng.stream(context.seed, "round", context.round, "silo", context.silo, "prototypes")
+        return lambda batch: count * (torch.rand(len(count), generator=draw) < batch / data.size())
+
+
+@dataclass(frozen=True)
+class Objective:
+    """FedCD's loss of one silo's round.
+
+    options: M and the weights above   mu: of this round
+    phi: the received head (CM, d)   anchors: what examples are assigned by, P^k at the start of the round
+    prototypes: the received ones (CM, d) and count: what they stand for (CM,), 0 for unknown ones
+    n: the silo's examples; 0 takes importances as they are in every batch, whatever its size
+    drawn: with n = 0, the importances (CM,) that join a batch of so many examples; all of them without it
+    """
+
+    options: FedCD
+    mu: float
+    phi: Tensor
+    anchors: Anchors
+    prototypes: Tensor
+    count: Tensor
+    n: float
+    drawn: Callable[[int], Tensor] | None = None
+
+    def example_losses(self, model: FineModel, z: Tensor, y: Tensor, own: Tensor) -> Tensor:
+        """Return mu dcl + (1 - mu) hpc + lam gid of each row (B,); own: fine classes in 0..CM-1."""
+        logits = model.classify(z)
+        total = self.mu * cross_entropy(logits, y, reduction="none")
+        if self.mu < 1.0:
+            cosine = model.prototypes(z)
+            total = total + (1 - self.mu) * hpc(
+                cosine, own, self.options.fine, self.anchors.there, self.options.alpha, self.options.tau
+            )
+        if self.options.lam:
+            with torch.no_grad():
+                global_logits = class_logits(linear(z, self.phi.to(z)), self.options.fine, self.options.aggregation)
+            distillation = (
+                decoupled_distillation.kd(global_logits, logits)
+                if self.options.distill == "kd"
+                else decoupled_distillation.dkd(global_logits, logits, y, self.options.xi)
+            )
+            total = total + self.options.lam * distillation
+        return total
+
+    def share(self, batch: int, joining: Tensor | None = None) -> float:
+        """Return what the silo's own examples count in the mean over D^{k+}, or over a batch and what joins it."""
+        own = self.n or float(batch)
+        return own / (own + float((self.count if joining is None else joining).sum()))
+
+    def prototype_loss(self, model: nn.Module, count: Tensor) -> Tensor:
+        """Return the mean loss () of the prototypes, weighed by importances (CM,): no example enters it."""
+        known = count.nonzero().squeeze(1)
+        z, weight = self.prototypes[known].to(next(model.parameters())), count[known]
+        own = known.to(z.device)
+        rows = self.example_losses(cast(FineModel, model), z, own // self.options.fine, own)
+        return (rows * (weight / weight.sum()).to(z)).sum()
+
+    def penalty(self, model: nn.Module) -> Tensor:
+        """Return the prototypes' share of the loss."""
+        return (1.0 - self.share(0)) * self.prototype_loss(model, self.count)
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+        """Return the examples' share of the loss, and what mixes the batch."""
+        fine = cast(FineModel, model)
+        z = fine.features(x)
+        own = self.options.fine * y + self.anchors.nearest(z, y, self.options.fine)
+        joining = self.drawn(len(y)) if self.drawn else self.count
+        share, coupled = self.share(len(y), joining), z.new_zeros(())
+        if self.options.gamma:
+            coupled = coupled + self.options.gamma * bpr(
+                z, y, self.phi.to(z), self.options.fine, self.options.aggregation, fine.n_classes
+            )
+        if not self.n and bool(joining.any()):
+            coupled = coupled + (1.0 - share) * self.prototype_loss(model, joining)
+        mixed = self.options.coupling is Coupling.BATCH
+        return Losses(share * self.example_losses(fine, z, y, own), coupled if mixed else None)
