@@ -8,8 +8,9 @@ from typing import ParamSpec
 import torch
 
 from fl_core.training.local_data import LocalDataWrapper
+from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import ClassSums, Query, Split, Tensors
+from fl_core.types.values import ClassSums, Query, Tensors
 
 
 class PrototypeFilter(LocalDataWrapper):

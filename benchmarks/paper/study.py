@@ -30,11 +30,12 @@ from coordinator.simulation.engine import SimulationEngine
 from fl_core import datasets, rng
 from fl_core.methods import build_method
 from fl_core.models import describe
-from fl_core.rounds.engine import Observer, RoundRecord
+from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime
 from fl_core.training import paper_metrics
 from fl_core.training.evaluation import ConcatExamples
+from fl_core.types.records import RoundRecord
 from fl_core.types.values import State
 
 HOLD_OUT = ("persilo", "label", "map")

@@ -13,9 +13,11 @@ from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
-from fl_core.rounds.silo_round import METRICS, SiloRound, SiloRuntime  # noqa: E402
+from fl_core.rounds.silo_round import SiloRound, SiloRuntime  # noqa: E402
+from fl_core.training.evaluation import METRICS  # noqa: E402
+from fl_core.types.enums import TaskKind  # noqa: E402
 from fl_core.types.interfaces import LocalData  # noqa: E402
-from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State, TaskKind  # noqa: E402
+from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State  # noqa: E402
 from silo.cli import foreground  # noqa: E402
 from silo.service.service import Settings  # noqa: E402
 from silo.storage.home import Home  # noqa: E402

@@ -12,7 +12,7 @@ from torch import nn
 from fl_core import datasets
 from fl_core.models import build_model
 from fl_core.types import tensor_maps
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 
 CLASSES = tuple(f"class{k}" for k in range(10))
 RESNET18 = 11_183_582

@@ -20,7 +20,8 @@ from coordinator.simulation.runner import build_simulation
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, SiloShare, local_ports
-from fl_core.types.values import State, TaskKind
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import State
 
 
 class Federated:

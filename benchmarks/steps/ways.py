@@ -23,7 +23,8 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.training import devices
 from fl_core.training.local_data import PlainLocalData
-from fl_core.types.values import Examples, RoundContext, Schema, SgdOptions, State, TrainConfig
+from fl_core.types.records import Schema, TrainConfig
+from fl_core.types.values import Examples, RoundContext, SgdOptions, State
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
 from privacy.dp_sgd import per_sample_gradients, private_data

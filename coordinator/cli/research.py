@@ -23,10 +23,12 @@ from fl_core.errors import ConfigError
 from fl_core.errors.catalogue import EXPLANATIONS, explain_text
 from fl_core.methods import METHODS
 from fl_core.models import MODELS, ModelFacts, describe
-from fl_core.rounds.engine import Observer, RoundRecord
+from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.ray import Cluster
-from fl_core.types.values import State, TaskKind
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
+from fl_core.types.values import State
 from privacy import profiles
 from privacy.reports import uncertainty
 from protos.console import make_table, print_json

@@ -16,7 +16,7 @@ from fl_core.rounds import capabilities
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, make_members
 from fl_core.training import optimizers
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 from privacy import profiles
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb

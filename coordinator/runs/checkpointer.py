@@ -10,9 +10,11 @@ from coordinator.runs.grpc_port import BroadcastCache, StoredObject
 from coordinator.runs.tasks import RunInterrupted
 from coordinator.storage.store import Store
 from fl_core.errors import StateError
-from fl_core.rounds.engine import Observer, RoundRecord
+from fl_core.rounds.engine import Observer
 from fl_core.types import tensor_maps
-from fl_core.types.values import RoundContext, State, TaskKind
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
+from fl_core.types.values import RoundContext, State
 from protos.storage.object_store import ObjectStore
 
 

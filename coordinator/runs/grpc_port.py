@@ -14,7 +14,8 @@ from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.tasks import SiloTaskKey, Task
 from coordinator.storage.store import Store
 from fl_core.errors import ProtocolError
-from fl_core.types.values import Bundle, RoundContext, State, TaskKind
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import Bundle, RoundContext, State
 from protos.storage.object_store import ObjectStore
 from protos.wire import codec
 from protos.wire.bundle_file import BundleFile

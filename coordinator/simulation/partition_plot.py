@@ -18,7 +18,7 @@ from fl_core.datasets.partition.by_class import Labels
 from fl_core.datasets.partition.federations import PartitionSpec
 from fl_core.datasets.sources import isic2019
 from fl_core.errors import ConfigError
-from fl_core.types.values import Split
+from fl_core.types.enums import Split
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis

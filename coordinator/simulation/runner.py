@@ -11,15 +11,16 @@ from coordinator.config.run_spec import RunSpec
 from coordinator.simulation.engine import SimulationEngine
 from fl_core import datasets
 from fl_core.errors import ConfigError
-from fl_core.rounds.engine import Observer, RoundRecord
+from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.fine_tuning import BestHistory, FineTuned, fine_tuned
 from fl_core.simulation.global_test import GlobalTestEvaluator
 from fl_core.simulation.in_process import SiloShare
 from fl_core.training.devices import choose_device
 from fl_core.types import tensor_maps
-from fl_core.types.records import fairness
-from fl_core.types.values import RoundContext, State, TaskKind
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord, fairness
+from fl_core.types.values import RoundContext, State
 from privacy.accounting.record_config import round_to_two_digits
 from privacy.compiled_run import CompiledRun
 from privacy.dp_sgd.class_sums import PrivacyUnits

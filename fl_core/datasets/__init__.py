@@ -29,7 +29,7 @@ from fl_core.datasets.sources import (
 )
 from fl_core.errors import ConfigError, DataError
 from fl_core.suggest import suggest
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 
 __all__ = [
     "DATA_ROOT",

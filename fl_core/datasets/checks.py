@@ -15,7 +15,8 @@ from fl_core.datasets.examples import SPLITS, SiloDataset, fingerprint
 from fl_core.datasets.image_files import ImageExamples, ImageTransform, UnreadableError, open_image
 from fl_core.datasets.partition.federations import PartitionedData, PartitionSpec
 from fl_core.errors import DataError
-from fl_core.types.values import Schema, Split
+from fl_core.types.enums import Split
+from fl_core.types.records import Schema
 
 SHOWN = 5
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from fl_core.datasets.augmentation import Augmentation, augmented
-from fl_core.types.values import Examples, Schema, Split
+from fl_core.types.enums import Split
+from fl_core.types.records import Schema
+from fl_core.types.values import Examples
 
 SPLITS = (Split.TRAIN, Split.TEST)
 """The splits that a hospital's own data has."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from fl_core.types.values import Capability, Coupling
+from fl_core.types.enums import Capability, Coupling
 
 
 class Traits:

@@ -28,7 +28,7 @@ from fl_core.models.split_model import SplitModel
 from fl_core.models.vgg import Vgg8, Vgg11, Vgg16
 from fl_core.models.wide_resnet import WideResNet2810
 from fl_core.suggest import suggest
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 
 __all__ = ["MODELS", "ModelFacts", "ModelOptions", "SplitModel", "build_model", "describe", "model_options"]
 

@@ -16,7 +16,8 @@ from fl_core import validate
 from fl_core.errors import ConfigError
 from fl_core.models.split_model import SplitModel, assemble
 from fl_core.models.validation import image_shape
-from fl_core.types.values import Schema, Tensors
+from fl_core.types.records import Schema
+from fl_core.types.values import Tensors
 
 FEATURES = 1280
 

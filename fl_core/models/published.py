@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fl_core.models import ModelFacts, describe
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 
 GRAY, COLOUR, LESION, TINY = (1, 28, 28), (3, 32, 32), (3, 200, 200), (3, 64, 64)
 

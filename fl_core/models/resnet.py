@@ -23,7 +23,7 @@ from fl_core import validate
 from fl_core.errors import ConfigError
 from fl_core.models.split_model import SplitModel, assemble, kaiming
 from fl_core.models.validation import image_shape
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 
 Norm = Callable[[int], nn.Module]
 

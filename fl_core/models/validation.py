@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fl_core.errors import ConfigError
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 
 
 def image_shape(owner: str, schema: Schema, *, channels: Collection[int], sizes: Collection[int]) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from torch import nn
 from fl_core import validate
 from fl_core.models.split_model import SplitModel, assemble, kaiming
 from fl_core.models.validation import image_shape
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 
 FEATURES = 512
 # channels of the convolutions before each of the five poolings

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fl_core import validate
 from fl_core.models.split_model import SplitModel, assemble, kaiming
 from fl_core.models.validation import image_shape
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 
 STEM, WIDTHS, BLOCKS = 16, (160, 320, 640), 4
 

@@ -14,9 +14,10 @@ from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import REASON_CHARS, FederationError, UnavailableError
 from fl_core.rounds import sampling as cohort
 from fl_core.training.evaluation import METRIC_PARTS, METRICS, personal_scores
+from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Guard, Method, SiloPort
-from fl_core.types.records import RoundRecord as RoundRecord
-from fl_core.types.values import Bundle, Layout, RoundContext, State, TaskKind
+from fl_core.types.records import RoundRecord
+from fl_core.types.values import Bundle, Layout, RoundContext, State
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from fl_core.rounds.silo_round import SiloRuntime, measure_global, run_silo_round
 from fl_core.training.evaluation import METRICS, evaluate_personal
 from fl_core.training.local_data import PlainLocalData
+from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
-from fl_core.types.values import Bundle, Examples, Layout, PartSpec, RoundContext, Schema, TaskKind, TrainConfig
+from fl_core.types.records import Schema, TrainConfig
+from fl_core.types.values import Bundle, Examples, Layout, PartSpec, RoundContext
 
 __all__ = ["derive_layout"]
 

@@ -12,7 +12,8 @@ from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import ConversionError, Option, parse_json, rename, shown, structure
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.rounds import sampling as cohort
-from fl_core.types.values import Layout, PartSpec, Schema, TrainConfig
+from fl_core.types.records import Schema, TrainConfig
+from fl_core.types.values import Layout, PartSpec
 
 FORMAT = 1
 rename(PartSpec, shapes="tensors", weight_shape="weight")

@@ -11,12 +11,11 @@ from torch import nn
 
 from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.fixed_point import check_layout
-from fl_core.training.evaluation import METRICS as METRICS
-from fl_core.training.evaluation import PERSONAL, evaluate_personal
-from fl_core.training.evaluation import evaluate as evaluate
+from fl_core.training.evaluation import METRICS, PERSONAL, evaluate, evaluate_personal
 from fl_core.types import tensor_maps
+from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Guard, LocalData, Method
-from fl_core.types.values import Bundle, Layout, Part, RoundContext, State, TaskKind, Tensors
+from fl_core.types.values import Bundle, Layout, Part, RoundContext, State, Tensors
 
 
 @dataclass(frozen=True, slots=True)

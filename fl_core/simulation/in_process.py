@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from fl_core.rounds.engine import Observer, RoundRecord
+from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime, run_silo_round
 from fl_core.simulation.silo_states import MemoryStateStore, StateStore
 from fl_core.training import devices
 from fl_core.training.evaluation import ConcatExamples
 from fl_core.training.local_data import PlainLocalData
+from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import DataFactory
-from fl_core.types.values import Bundle, Examples, RoundContext, State, TaskKind, TrainConfig
+from fl_core.types.records import RoundRecord, TrainConfig
+from fl_core.types.values import Bundle, Examples, RoundContext, State
 
 
 @dataclass(frozen=True, slots=True)

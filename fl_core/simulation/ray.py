@@ -27,7 +27,8 @@ from fl_core.simulation.in_process import (
     public_test,
 )
 from fl_core.simulation.silo_states import MemoryStateStore, StateStore
-from fl_core.types.values import Bundle, Examples, RoundContext, State, TaskKind
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import Bundle, Examples, RoundContext, State
 
 Handle: TypeAlias = Any
 """An actor of Ray, which has no types here."""

@@ -25,8 +25,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, ClassSums, Examples, Part, Split
+from fl_core.types.values import Bundle, ClassSums, Examples, Part
 
 METRICS = "metrics"
 """The part that every bundle carries: correct answers over test examples, per class."""

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from fl_core import rng
 from fl_core.errors import DataError
 from fl_core.training import optimizers
+from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData
+from fl_core.types.records import TrainConfig
 from fl_core.types.values import (
     AS_SCHEDULED,
     Examples,
@@ -23,9 +25,7 @@ from fl_core.types.values import (
     Query,
     RoundContext,
     SgdOptions,
-    Split,
     Tensors,
-    TrainConfig,
 )
 
 EVAL_BATCH = 512

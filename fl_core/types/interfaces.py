@@ -8,11 +8,11 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from fl_core.types.enums import Capability, Coupling, Split, TaskKind
+from fl_core.types.records import TrainConfig
 from fl_core.types.values import (
     AS_SCHEDULED,
     Bundle,
-    Capability,
-    Coupling,
     Examples,
     LocalResult,
     LossFn,
@@ -21,11 +21,8 @@ from fl_core.types.values import (
     Query,
     RoundContext,
     SgdOptions,
-    Split,
     State,
-    TaskKind,
     Tensors,
-    TrainConfig,
 )
 
 

@@ -16,12 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.errors import ProtocolError
-from fl_core.types.enums import Capability as Capability
-from fl_core.types.enums import Coupling as Coupling
-from fl_core.types.enums import Split as Split
-from fl_core.types.enums import TaskKind as TaskKind
-from fl_core.types.records import Schema as Schema
-from fl_core.types.records import TrainConfig as TrainConfig
 
 Tensors = Mapping[str, Tensor]
 """Parameter name -> tensor; float32, or integers once on the fixed-point grid."""

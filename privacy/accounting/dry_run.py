@@ -12,21 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.training.optimizers import effective_steps
+from fl_core.types.enums import Coupling, Split
 from fl_core.types.interfaces import Method
-from fl_core.types.values import (
-    AS_SCHEDULED,
-    ClassSums,
-    Coupling,
-    LossFn,
-    Part,
-    Query,
-    RoundContext,
-    Schema,
-    SgdOptions,
-    Split,
-    Tensors,
-    TrainConfig,
-)
+from fl_core.types.records import Schema, TrainConfig
+from fl_core.types.values import AS_SCHEDULED, ClassSums, LossFn, Part, Query, RoundContext, SgdOptions, Tensors
 from privacy.dp_sgd.independence import blanks, check_independence, check_rows
 
 StepsOf = Callable[[float], int]

@@ -14,8 +14,9 @@ from functools import cached_property
 from torch import nn
 
 from fl_core.errors import RefusedError
+from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import Method
-from fl_core.types.values import Coupling, Schema, TrainConfig
+from fl_core.types.records import Schema, TrainConfig
 from privacy.accounting.accountant import History, Mechanism, solve_noise
 from privacy.accounting.dry_run import dry_run, treatment
 from privacy.accounting.record_config import COUPLED, WITHDRAWN, RecordDpConfig

@@ -13,7 +13,7 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Member, NamedOptions, RunManifest
-from fl_core.types.values import Schema, TrainConfig
+from fl_core.types.records import Schema, TrainConfig
 from privacy.compiled_run import CompiledRun
 
 _SCHEMA = Schema((1, 8, 8), ("a", "b"))

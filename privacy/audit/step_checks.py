@@ -21,7 +21,9 @@ from scipy.stats import kstest
 from torch import Tensor, nn
 
 from fl_core import rng
-from fl_core.types.values import Coupling, Losses, RoundContext, SgdOptions, TrainConfig
+from fl_core.types.enums import Coupling
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import Losses, RoundContext, SgdOptions
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
 from privacy.audit.epsilon_bounds import Floats, mu_bound

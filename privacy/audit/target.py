@@ -13,7 +13,8 @@ from fl_core import datasets, rng
 from fl_core.datasets import SiloDataset
 from fl_core.errors import ConfigError
 from fl_core.models.split_model import SplitModel, assemble
-from fl_core.types.values import Examples, Losses, Schema
+from fl_core.types.records import Schema
+from fl_core.types.values import Examples, Losses
 
 LEAST, MOST = 100, 4000
 """Records that an audit needs to say anything, and the most that it takes: a random subset of more."""

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from fl_core.training.local_data import PlainLocalData
-from fl_core.types.values import Coupling, Examples, LossFn, RoundContext, SgdOptions, TrainConfig
+from fl_core.types.enums import Coupling
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import Examples, LossFn, RoundContext, SgdOptions
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
 from privacy.dp_sgd.private_data import DpSgdLocalData

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core import rng
-from fl_core.types.values import ClassSums, Coupling, Examples, Losses, LossFn, RoundContext, SgdOptions, TrainConfig
+from fl_core.types.enums import Coupling
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import ClassSums, Examples, Losses, LossFn, RoundContext, SgdOptions
 from privacy.accounting.accountant import Mechanism, epsilon_rdp
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule

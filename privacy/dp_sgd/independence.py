@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from fl_core import rng
 from fl_core.errors import RefusedError
-from fl_core.types.values import ClassSums, Losses, LossFn, Schema
+from fl_core.types.records import Schema
+from fl_core.types.values import ClassSums, Losses, LossFn
 from privacy.dp_sgd.generators import Drawn, hush
 from privacy.dp_sgd.model_check import validate
 

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from fl_core.errors import RefusedError
 from fl_core.training.local_data import PlainLocalData
 from fl_core.training.optimizers import effective_steps, make_optimizers
+from fl_core.types.enums import Split
+from fl_core.types.records import TrainConfig
 from fl_core.types.values import (
     AS_SCHEDULED,
     ClassSums,
@@ -36,9 +38,7 @@ from fl_core.types.values import (
     Query,
     RoundContext,
     SgdOptions,
-    Split,
     Tensors,
-    TrainConfig,
 )
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
 from privacy.dp_sgd.class_sums import KeyedUnits, PrivacyUnits, class_counts, class_sums, filled

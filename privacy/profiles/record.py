@@ -16,7 +16,8 @@ from fl_core.rounds import capabilities
 from fl_core.rounds.run_setup import Guards, RunSetup
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import DataFactory, Method
-from fl_core.types.values import Examples, Progress, RoundContext, TrainConfig
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import Examples, Progress, RoundContext
 from privacy.accounting.accountant import Bound, Filter, Mechanism, Most, epsilon_prv, epsilon_rdp, replace_one
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import TEST, TRAIN, Release, ReleaseAllowance, ReleasePlan

@@ -22,7 +22,8 @@ from fl_core.errors import RefusedError
 from fl_core.rounds.run_setup import Guards
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import DataFactory
-from fl_core.types.values import Examples, Layout, Progress, RoundContext, TrainConfig
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import Examples, Layout, Progress, RoundContext
 from privacy.accounting.accountant import Bound, Filter, Mechanism, Most, epsilon_rdp, replace_one
 from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN, Release
 from privacy.profiles.base import Config, PrivacyProfile, Projection, mechanisms

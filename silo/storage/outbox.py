@@ -7,7 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_core.types.values import Bundle, State, TaskKind
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import Bundle, State
 from protos.storage.object_store import ObjectStore
 from protos.wire import codec
 from protos.wire.tasks import TaskKey, contribution_id

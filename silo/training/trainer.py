@@ -19,8 +19,9 @@ from fl_core.rounds import sampling
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round
 from fl_core.training.devices import choose_device as choose_device
+from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import DataFactory, LocalData
-from fl_core.types.values import Progress, RoundContext, State, TaskKind
+from fl_core.types.values import Progress, RoundContext, State
 from privacy import profiles
 from privacy.accounting.record_config import round_to_two_digits
 from privacy.compiled_run import CompiledRun

@@ -18,7 +18,8 @@ from fl_core.rounds.silo_round import SiloRuntime, run_silo_round
 from fl_core.simulation.in_process import InProcessSilo
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import Bundle, Part, PartSpec, TaskKind
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import Bundle, Part, PartSpec
 from tests.support.federations import METHOD_OPTIONS, SCHEMA, Given, manifest, same, same_bundle, shares
 from tests.support.methods import (
     CONTEXT,

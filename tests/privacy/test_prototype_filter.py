@@ -16,7 +16,8 @@ from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import InProcessSilo, RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
-from fl_core.types.values import Bundle, State, TaskKind
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import Bundle, State
 from privacy.compiled_run import CompiledRun
 from privacy.prototype_filter import with_prototype_filter
 from privacy.release_log import InMemoryReleaseLog

@@ -25,7 +25,8 @@ from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import run_silo_round
-from fl_core.types.values import State, TrainConfig
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import State
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.invitation import InvitationToken

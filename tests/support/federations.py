@@ -14,13 +14,14 @@ from fl_core.converter import Option
 from fl_core.errors import UnavailableError
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.rounds.engine import RoundRecord
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, SiloShare, local_ports
 from fl_core.training.optimizers import effective_steps
+from fl_core.types.enums import Split, TaskKind
 from fl_core.types.interfaces import SiloPort
+from fl_core.types.records import RoundRecord, Schema, TrainConfig
 from fl_core.types.values import (
     AS_SCHEDULED,
     Bundle,
@@ -30,13 +31,9 @@ from fl_core.types.values import (
     PartSpec,
     Query,
     RoundContext,
-    Schema,
     SgdOptions,
-    Split,
     State,
-    TaskKind,
     Tensors,
-    TrainConfig,
 )
 from protos.wire import codec
 from protos.wire.bundle_file import BundleFile

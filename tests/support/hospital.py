@@ -20,7 +20,8 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import run_silo_round
 from fl_core.simulation.in_process import SiloShare
 from fl_core.training.local_data import PlainLocalData
-from fl_core.types.values import Bundle, Part, RoundContext, State, TaskKind
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import Bundle, Part, RoundContext, State
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.storage.object_store import ObjectStore

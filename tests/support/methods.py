@@ -19,19 +19,10 @@ from fl_core.models.split_model import SplitModel
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import InProcessSilo, RoundHistory, local_ports
 from fl_core.training.local_data import PlainLocalData
+from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
-from fl_core.types.values import (
-    AS_SCHEDULED,
-    Bundle,
-    LocalResult,
-    LossFn,
-    Part,
-    RoundContext,
-    SgdOptions,
-    State,
-    TaskKind,
-    TrainConfig,
-)
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import AS_SCHEDULED, Bundle, LocalResult, LossFn, Part, RoundContext, SgdOptions, State
 from tests.support.federations import FED, METHOD_OPTIONS, SCHEMA, QData, Scalar, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=5, epochs=1)

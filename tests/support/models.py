@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fl_core.models import MODELS, SplitModel, build_model
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 
 SHAPES = dict.fromkeys(MODELS, (3, 32, 32)) | {
     "digits_cnn": (1, 8, 8),

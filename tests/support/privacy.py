@@ -18,7 +18,9 @@ from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel, assemble
 from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
 from fl_core.training.local_data import PlainLocalData
-from fl_core.types.values import AS_SCHEDULED, Coupling, Losses, LossFn, Part, RoundContext, SgdOptions, TrainConfig
+from fl_core.types.enums import Coupling
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import AS_SCHEDULED, Losses, LossFn, Part, RoundContext, SgdOptions
 from privacy import profiles
 from privacy.accounting.record_config import RecordDpConfig, round_to_two_digits
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule

@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.storage.records import Run
 from fl_core.errors import FederationError
-from fl_core.types.values import TaskKind
+from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.storage.object_store import ObjectStore

@@ -20,7 +20,7 @@ from fl_core.datasets.examples import SPLITS, ArrayExamples, SiloDataset, finger
 from fl_core.datasets.partition.by_class import Indices, Labels
 from fl_core.datasets.partition.federations import PartitionedData, PartitionSpec
 from fl_core.errors import DataError
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 
 
 @dataclass(frozen=True, slots=True)

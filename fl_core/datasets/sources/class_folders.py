@@ -11,7 +11,7 @@ from fl_core.datasets.checks import Item, SourceIndex, problem
 from fl_core.datasets.examples import SPLITS
 from fl_core.datasets.image_files import SUFFIXES, ImageTransform
 from fl_core.errors import DataError
-from fl_core.types.values import Split
+from fl_core.types.enums import Split
 
 DEFAULT_SIZE = 224
 TEST_SHARE = 0.2

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fl_core.datasets.checks import Item, SourceIndex, problem, straddling
 from fl_core.datasets.sources.csv_reader import read_table
-from fl_core.types.values import Split
+from fl_core.types.enums import Split
 
 COLUMNS = ("path", "label", "group", "split")
 

@@ -22,7 +22,8 @@ from fl_core.datasets.checks import CheckReport, problem
 from fl_core.datasets.examples import SiloDataset, TensorExamples, fingerprint
 from fl_core.datasets.partition.federations import PartitionedData
 from fl_core.errors import DataError
-from fl_core.types.values import Schema, Split
+from fl_core.types.enums import Split
+from fl_core.types.records import Schema
 
 CLASSES = tuple("0123456789")
 SHAPE = (1, 8, 8)

@@ -14,7 +14,7 @@ from fl_core.datasets.partition.federations import PartitionedData, PartitionSpe
 from fl_core.datasets.sources.arrays import no_data_root
 from fl_core.datasets.sources.class_folders import listed
 from fl_core.datasets.sources.csv_reader import read_lines
-from fl_core.types.values import Split
+from fl_core.types.enums import Split
 
 TREES = {"cifar10": ("", "cifar10", "cifar10-jpeg"), "cinic10": ("", "cinic10", "CINIC-10")}
 TINY = ("", "tinyimagenet", "tiny-imagenet-200")

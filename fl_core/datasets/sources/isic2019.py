@@ -21,7 +21,7 @@ from fl_core.datasets.examples import SPLITS
 from fl_core.datasets.image_files import ImageTransform
 from fl_core.datasets.sources.csv_reader import Row, read_table
 from fl_core.errors import ConfigError, DataError
-from fl_core.types.values import Split
+from fl_core.types.enums import Split
 
 CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 CENTERS = 6

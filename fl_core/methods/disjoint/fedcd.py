@@ -44,9 +44,9 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses import decoupled_distillation
 from fl_core.methods.losses.fedcd import bpr, decay, hpc
 from fl_core.types import tensor_maps
+from fl_core.types.enums import Capability, Coupling
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, LocalResult, Losses, Part, RoundContext, SgdOptions, State, Tensors
-from fl_core.types.enums import Capability, Coupling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,9 @@ from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models.split_model import SplitModel
 from fl_core.types import tensor_maps
+from fl_core.types.enums import Capability
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, Capability, LocalResult, Losses, Part, RoundContext, SgdOptions, State, Tensors
+from fl_core.types.values import Bundle, LocalResult, Losses, Part, RoundContext, SgdOptions, State, Tensors
 
 HEADS, GENERATOR, LABELS = "heads", "generator", "labels"
 

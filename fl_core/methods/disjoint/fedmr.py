@@ -27,8 +27,9 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses import fedmr
 from fl_core.methods.losses.fedmr import IntraVariant, PrototypeTargets
 from fl_core.types import tensor_maps
+from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, Coupling, Losses, LossFn, Part, RoundContext, State
+from fl_core.types.values import Bundle, Losses, LossFn, Part, RoundContext, State
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,9 @@ from fl_core import validate
 from fl_core.methods.drift import common as drift
 from fl_core.methods.drift.feddyn import FedDyn
 from fl_core.types import tensor_maps
+from fl_core.types.enums import Capability
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, Capability, LocalResult, Part, RoundContext, State
+from fl_core.types.values import Bundle, LocalResult, Part, RoundContext, State
 
 CONTROLS = ("code", "paper", "none")
 

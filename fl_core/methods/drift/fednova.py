@@ -25,8 +25,9 @@ from fl_core.methods.drift import common as drift
 from fl_core.methods.drift.fedprox import proximal
 from fl_core.methods.prototype_aided import PrototypeAided
 from fl_core.types import tensor_maps
+from fl_core.types.enums import Capability
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, Capability, LocalResult, Part, RoundContext, SgdOptions, State
+from fl_core.types.values import Bundle, LocalResult, Part, RoundContext, SgdOptions, State
 
 TAUS = ("effective", "steps")
 

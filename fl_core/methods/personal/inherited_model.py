@@ -27,8 +27,9 @@ from fl_core.methods.building_blocks.frozen_copies import frozen_copy
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses import distillation as transfer
 from fl_core.types import tensor_maps
+from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Coupling, Losses, LossFn, RoundContext, State
+from fl_core.types.values import Losses, LossFn, RoundContext, State
 
 HPM = "inherited"
 COUNT = "participations"

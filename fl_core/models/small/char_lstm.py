@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fl_core.errors import ConfigError
 from fl_core.models.split_model import SplitModel, assemble
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 
 EMBEDDING, HIDDEN, LAYERS = 8, 256, 2
 

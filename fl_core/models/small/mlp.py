@@ -12,7 +12,7 @@ from torch import nn
 from fl_core.errors import ConfigError
 from fl_core.models.split_model import SplitModel, assemble
 from fl_core.models.validation import image_shape
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 
 
 @dataclass(frozen=True, slots=True)

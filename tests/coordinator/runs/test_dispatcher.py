@@ -12,7 +12,7 @@ from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.session import SiloSession
 from coordinator.runs.tasks import RunInterrupted, SiloTaskKey, Task
 from coordinator.storage.store import Store
-from fl_core.types.values import TaskKind
+from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support.coordinator import session
 

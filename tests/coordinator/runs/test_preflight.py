@@ -17,7 +17,7 @@ from coordinator.storage.records import Run
 from coordinator.storage.store import Store
 from fl_core.errors import RefusedError, UnavailableError
 from fl_core.rounds.manifest import NamedOptions, RunManifest
-from fl_core.types.values import TaskKind
+from fl_core.types.enums import TaskKind
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support import until

@@ -23,7 +23,8 @@ from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import simulate
 from fl_core.types import tensor_maps
-from fl_core.types.values import Bundle, Part, PartSpec, TaskKind
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import Bundle, Part, PartSpec
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.bundle_file import BundleFile

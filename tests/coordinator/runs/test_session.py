@@ -11,8 +11,8 @@ import pytest
 from coordinator.api.server import Settings
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
-from fl_core.rounds.engine import RoundRecord
-from fl_core.types.values import TaskKind
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.invitation import InvitationToken

@@ -15,8 +15,8 @@ from coordinator.console import personal_text, round_json
 from coordinator.storage.records import Certificate, Contribution, EventRow, InvitationRow, Run, RunState
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError, ProtocolError, RefusedError, StateError
-from fl_core.rounds.engine import RoundRecord
-from fl_core.types.values import TaskKind
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
 from protos.consilium.v1 import federation_pb2 as pb
 
 

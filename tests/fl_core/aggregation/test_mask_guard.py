@@ -17,8 +17,9 @@ from fl_core.methods import METHODS
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import Guards, RunSetup
 from fl_core.simulation.in_process import InProcessSilo, RoundHistory, SiloShare, local_ports, simulate
+from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Guard
-from fl_core.types.values import Bundle, Part, RoundContext, TaskKind
+from fl_core.types.values import Bundle, Part, RoundContext
 from privacy import profiles
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.plain import PlainProfile

@@ -11,7 +11,8 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import Part, RoundContext, State, TrainConfig
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import Part, RoundContext, State
 from tests.support.federations import FED, SCHEMA, QData, Scalar, same, shares
 
 

@@ -12,14 +12,16 @@ from torch import nn
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds import sampling
-from fl_core.rounds.engine import Observer, RoundRecord
+from fl_core.rounds.engine import Observer
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime
 from fl_core.simulation.in_process import InProcessSilo, local_ports
+from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import LocalData, SiloPort
-from fl_core.types.values import Bundle, LocalResult, Part, RoundContext, State, TaskKind
+from fl_core.types.records import RoundRecord
+from fl_core.types.values import Bundle, LocalResult, Part, RoundContext, State
 from tests.support.federations import NAMES, SCHEMA, Failing, Kept, go, manifest, same, shares
 
 

@@ -11,7 +11,7 @@ import pytest
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.rounds.manifest import Member, RunManifest, make_members
-from fl_core.types.values import TrainConfig
+from fl_core.types.records import TrainConfig
 from tests.support.federations import manifest
 
 

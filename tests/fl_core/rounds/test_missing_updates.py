@@ -11,8 +11,9 @@ from fl_core.errors import ProtocolError, UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import local_ports
+from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import SiloPort
-from fl_core.types.values import Bundle, Part, RoundContext, State, StoredTensors, TaskKind, Tensors
+from fl_core.types.values import Bundle, Part, RoundContext, State, StoredTensors, Tensors
 from tests.support.federations import NAMES, Failing, Kept, go, manifest, same, shares
 
 

@@ -13,8 +13,7 @@ from fl_core.simulation.fine_tuning import BestHistory, fine_tuned
 from fl_core.simulation.in_process import SiloShare, simulate
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
-from fl_core.types.records import RoundRecord
-from fl_core.types.values import TrainConfig
+from fl_core.types.records import RoundRecord, TrainConfig
 from tests.support.federations import Given, manifest, same, shares
 
 RUN = manifest(rounds=3, train=TrainConfig(lr=0.05, batch_size=4, epochs=2))

@@ -10,8 +10,8 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.fine_tuning import BestHistory
 from fl_core.simulation.global_test import GlobalTestEvaluator
 from fl_core.simulation.in_process import RoundHistory, simulate
-from fl_core.types.records import RoundRecord
-from fl_core.types.values import State, TrainConfig
+from fl_core.types.records import RoundRecord, TrainConfig
+from fl_core.types.values import State
 from tests.support.federations import manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)

@@ -14,7 +14,8 @@ from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, local_ports, public_test, simulate
 from fl_core.types import tensor_maps
-from fl_core.types.values import Part, PartSpec, Schema, TrainConfig
+from fl_core.types.records import Schema, TrainConfig
+from fl_core.types.values import Part, PartSpec
 from tests.support.federations import SCHEMA, manifest, same, shares
 
 
@@ -76,7 +77,8 @@ def test_a_bundle_that_is_not_the_agreed_one_is_refused_before_it_leaves() -> No
     run = manifest()
     odd = replace(run, layout={**run.layout, "delta": PartSpec({"x": (1,)}, ())})
     (port, *_) = local_ports(RunSetup.of(odd), shares())
-    from fl_core.types.values import RoundContext, TaskKind
+    from fl_core.types.enums import TaskKind
+    from fl_core.types.values import RoundContext
 
     with pytest.raises(ProtocolError) as caught:
         port.round(

@@ -14,7 +14,7 @@ from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.simulation.ray import Cluster, library, simulate_ray
-from fl_core.types.values import TrainConfig
+from fl_core.types.records import TrainConfig
 from tests.support.federations import METHOD_OPTIONS, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)

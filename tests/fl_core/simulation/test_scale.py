@@ -20,7 +20,7 @@ from fl_core.simulation.silo_states import MemoryStateStore
 from fl_core.training import devices
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import TrainConfig
+from fl_core.types.records import TrainConfig
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)

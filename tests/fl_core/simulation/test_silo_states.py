@@ -13,8 +13,10 @@ from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import InProcessSilo, RoundHistory, local_ports, simulate
 from fl_core.simulation.silo_states import MemoryStateStore
+from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
-from fl_core.types.values import Bundle, Part, RoundContext, State, TaskKind, TrainConfig
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import Bundle, Part, RoundContext, State
 from protos.storage.object_store import ObjectStore
 from protos.wire.tasks import TaskKey
 from silo.storage.outbox import Outbox, TrainingResult

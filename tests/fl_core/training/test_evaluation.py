@@ -23,8 +23,9 @@ from fl_core.training.evaluation import (
     weighted_accuracy,
 )
 from fl_core.training.local_data import PlainLocalData
-from fl_core.types.records import fairness
-from fl_core.types.values import RoundContext, Split, TrainConfig
+from fl_core.types.enums import Split
+from fl_core.types.records import TrainConfig, fairness
+from fl_core.types.values import RoundContext
 from tests.support.federations import FED, Given, manifest, same, shares
 
 

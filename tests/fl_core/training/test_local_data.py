@@ -12,7 +12,9 @@ from fl_core.errors import DataError
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import ClassSums, ExampleSums, Losses, RoundContext, SgdOptions, Split, TrainConfig
+from fl_core.types.enums import Split
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import ClassSums, ExampleSums, Losses, RoundContext, SgdOptions
 from tests.oracles import slow_class_sums
 from tests.support.federations import FED, SCHEMA, Given, same, shares
 

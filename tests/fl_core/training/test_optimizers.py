@@ -16,7 +16,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.capabilities import check_supported, required_capabilities
 from fl_core.training.optimizers import GradientDescent, check, effective_steps, make_optimizer, make_optimizers
 from fl_core.types.enums import Capability
-from fl_core.types.values import TrainConfig
+from fl_core.types.records import TrainConfig
 
 
 @pytest.mark.parametrize(

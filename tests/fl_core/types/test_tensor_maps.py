@@ -8,7 +8,7 @@ from torch import nn
 
 from fl_core.models import MODELS
 from fl_core.types import tensor_maps
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 
 
 @pytest.mark.parametrize("name", MODELS)

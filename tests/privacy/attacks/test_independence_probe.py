@@ -15,7 +15,8 @@ from fl_core.methods import METHODS
 from fl_core.models import build_model
 from fl_core.models.split_model import assemble
 from fl_core.rounds.manifest import NamedOptions
-from fl_core.types.values import ClassSums, Losses, LossFn, TrainConfig
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import ClassSums, Losses, LossFn
 from privacy import profiles
 from privacy.accounting.dry_run import dry_run
 from privacy.dp_sgd.independence import check_independence, check_rows

@@ -30,8 +30,8 @@ from coordinator.simulation.runner import Result
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
 from fl_core.rounds.manifest import NamedOptions, RunManifest
+from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
-from fl_core.types.values import TaskKind
 from privacy.ablation.checks import Estimate
 from privacy.reports.uncertainty import EvaluationNoise
 from protos.consilium.v1 import federation_pb2 as pb

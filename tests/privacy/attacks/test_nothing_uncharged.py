@@ -20,8 +20,8 @@ from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import InProcessSilo, RoundHistory, SiloShare, simulate
 from fl_core.simulation.silo_states import MemoryStateStore
-from fl_core.types.enums import Capability
-from fl_core.types.values import Bundle, ClassSums, TaskKind
+from fl_core.types.enums import Capability, TaskKind
+from fl_core.types.values import Bundle, ClassSums
 from privacy import profiles
 from privacy.accounting.release_plan import ReleaseAllowance
 from privacy.compiled_run import CompiledRun

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core.methods import METHODS, build_method
-from fl_core.types.values import AS_SCHEDULED, Coupling, Losses
+from fl_core.types.enums import Coupling
+from fl_core.types.values import AS_SCHEDULED, Losses
 from tests.support.privacy import CLIP, CONDITIONS, ByPlace, Call, Force, N, captured, extremes, splits_of
 
 INTER = {"mu1": 1e-2, "mu2": 1.0}

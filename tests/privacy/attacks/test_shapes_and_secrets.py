@@ -14,7 +14,9 @@ from torch.nn.functional import cross_entropy
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.types.values import Coupling, Losses, RoundContext, SgdOptions, TrainConfig
+from fl_core.types.enums import Coupling
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import Losses, RoundContext, SgdOptions
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
 from privacy.dp_sgd.draws import Draws

@@ -15,7 +15,9 @@ from fl_core.datasets.augmentation import LESIONS
 from fl_core.datasets.examples import TensorExamples
 from fl_core.models import build_model
 from fl_core.types import tensor_maps
-from fl_core.types.values import ClassSums, Coupling, Losses, Schema, Split, TrainConfig
+from fl_core.types.enums import Coupling, Split
+from fl_core.types.records import Schema, TrainConfig
+from fl_core.types.values import ClassSums, Losses
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
 from privacy.dp_sgd import layer_gradients

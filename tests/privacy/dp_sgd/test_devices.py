@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from fl_core.models import build_model
 from fl_core.types import tensor_maps
-from fl_core.types.values import ClassSums, Schema, TrainConfig
+from fl_core.types.records import Schema, TrainConfig
+from fl_core.types.values import ClassSums
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.dp_sgd.class_sums import filled
 from privacy.dp_sgd.per_sample_gradients import MODES, PADDING, per_unit

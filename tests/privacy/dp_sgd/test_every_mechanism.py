@@ -21,7 +21,9 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.evaluation import evaluate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import ClassSums, Coupling, Losses, RoundContext, Split, TrainConfig
+from fl_core.types.enums import Coupling, Split
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import ClassSums, Losses, RoundContext
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import Release, ReleaseAllowance, ReleasePlan, SamplingSchedule
 from privacy.compiled_run import CompiledRun

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from fl_core.errors import ConfigError
 from fl_core.models import build_model
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 from privacy.dp_sgd import layer_gradients
 from privacy.dp_sgd.model_check import validate
 from privacy.dp_sgd.per_sample_gradients import (

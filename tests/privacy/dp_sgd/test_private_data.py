@@ -14,7 +14,9 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import ClassSums, Coupling, Losses, SgdOptions, Split, TrainConfig
+from fl_core.types.enums import Coupling, Split
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import ClassSums, Losses, SgdOptions
 from privacy.accounting.dry_run import check_independence, dry_run
 from privacy.accounting.record_config import RecordDpConfig, round_to_two_digits
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule

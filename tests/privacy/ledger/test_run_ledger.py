@@ -12,7 +12,7 @@ from fl_core import datasets
 from fl_core.datasets import SiloDataset, TensorExamples
 from fl_core.errors import RefusedError
 from fl_core.rounds.manifest import NamedOptions
-from fl_core.types.values import Schema
+from fl_core.types.records import Schema
 from privacy.accounting.accountant import Mechanism
 from privacy.accounting.release_plan import Release
 from privacy.compiled_run import CompiledRun

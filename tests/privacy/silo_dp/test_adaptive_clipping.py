@@ -16,11 +16,13 @@ from fl_core.aggregation.adaptive_guards import current_settings
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.errors import RefusedError, StateError
-from fl_core.rounds.engine import Observer, RoundLoop, RoundRecord, Schedule
+from fl_core.rounds.engine import Observer, RoundLoop, Schedule
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
-from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State, TaskKind
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
+from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State
 from privacy import profiles
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.silo import silo_releases

@@ -13,7 +13,8 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Member, NamedOptions
-from fl_core.types.values import PartSpec, Schema
+from fl_core.types.records import Schema
+from fl_core.types.values import PartSpec
 from tests.support import until
 from tests.support.fake_coordinator import manifest
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from fl_core.types.values import TaskKind
+from fl_core.types.enums import TaskKind
 from protos.storage.object_store import ObjectStore
 from protos.wire.tasks import TaskKey
 from tests.support import until

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from fl_core.errors import StateError
-from fl_core.types.values import TaskKind
+from fl_core.types.enums import TaskKind
 from protos.storage.object_store import ObjectStore
 from protos.wire import codec
 from protos.wire.tasks import TaskKey

@@ -13,7 +13,8 @@ from fl_core.methods import build_method
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import run_silo_round
 from fl_core.simulation.in_process import SiloShare, local_ports
-from fl_core.types.values import RoundContext, TaskKind
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import RoundContext
 from privacy.accounting.accountant import aggregated, epsilon_rdp
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger

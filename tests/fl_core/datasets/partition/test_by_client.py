@@ -11,7 +11,7 @@ from fl_core.datasets.checks import Item, SourceIndex
 from fl_core.datasets.partition import by_class, by_client, federations
 from fl_core.datasets.sources import isic2019
 from fl_core.errors import ConfigError
-from fl_core.types.values import Split
+from fl_core.types.enums import Split
 
 LABELS = np.repeat(np.arange(10), 500)
 

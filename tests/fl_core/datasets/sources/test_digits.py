@@ -14,7 +14,8 @@ from sklearn.datasets import load_digits
 from fl_core.datasets import check, federation, load
 from fl_core.datasets.sources import digits
 from fl_core.errors import ConfigError, DataError
-from fl_core.types.values import Schema, Split
+from fl_core.types.enums import Split
+from fl_core.types.records import Schema
 
 
 def rows(x: torch.Tensor) -> list[tuple[float, ...]]:

@@ -10,7 +10,7 @@ import torch
 
 from fl_core.datasets import check, federation, load
 from fl_core.errors import DataError
-from fl_core.types.values import Split
+from fl_core.types.enums import Split
 from tests.support.images import refuse, truncate, write_csv, write_image
 
 HEADER = ("path", "label", "group", "split")

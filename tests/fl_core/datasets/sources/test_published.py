@@ -12,7 +12,7 @@ from fl_core.datasets import check, federation, load
 from fl_core.datasets.catalogue import CIFAR10_CLASSES, KNOWN
 from fl_core.datasets.sources import torchvision
 from fl_core.errors import DataError
-from fl_core.types.values import Split
+from fl_core.types.enums import Split
 from tests.support.images import images, real_data, write_cifar, write_emnist, write_image, write_mnist, write_svhn
 
 N, TRAIN = 60, 40

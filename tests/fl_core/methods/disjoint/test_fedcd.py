@@ -21,7 +21,8 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import AS_SCHEDULED, Capability, Coupling, SgdOptions
+from fl_core.types.enums import Capability, Coupling
+from fl_core.types.values import AS_SCHEDULED, SgdOptions
 from tests.support.federations import FED, Given, manifest, same, shares
 from tests.support.methods import FEDCD_TRAIN, fedcd_model, played
 

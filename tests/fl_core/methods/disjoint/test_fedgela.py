@@ -19,7 +19,8 @@ from fl_core.simulation.in_process import RoundHistory, SiloShare, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import Method
-from fl_core.types.values import LocalResult, RoundContext, TrainConfig
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import LocalResult, RoundContext
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)

@@ -20,7 +20,9 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import AS_SCHEDULED, Capability, Part, TrainConfig
+from fl_core.types.enums import Capability
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import AS_SCHEDULED, Part
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)

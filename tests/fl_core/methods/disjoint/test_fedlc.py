@@ -18,7 +18,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import TrainConfig
+from fl_core.types.records import TrainConfig
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
 COUNTS = torch.tensor([1, 16, 81, 256, 10000], dtype=torch.float64)

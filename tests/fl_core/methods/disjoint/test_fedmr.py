@@ -17,7 +17,9 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import AS_SCHEDULED, Coupling, Losses, Part, State, TrainConfig
+from fl_core.types.enums import Coupling
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import AS_SCHEDULED, Losses, Part, State
 from tests.oracles import slow_class_sums, slow_inter, slow_intra
 from tests.support.federations import FED, SCHEMA, manifest, same, shares
 

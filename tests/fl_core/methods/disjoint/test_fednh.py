@@ -22,7 +22,8 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.evaluation import weighted_accuracy
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import AS_SCHEDULED, LocalResult, Part, RoundContext, SgdOptions, State, TrainConfig
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import AS_SCHEDULED, LocalResult, Part, RoundContext, SgdOptions, State
 from tests.support.federations import FED, SCHEMA, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)

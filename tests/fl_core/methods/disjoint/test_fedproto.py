@@ -15,7 +15,9 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import InProcessSilo, RoundHistory, local_ports, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import Part, RoundContext, State, TaskKind, TrainConfig
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import Part, RoundContext, State
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
 Z = torch.tensor([[1.0, 2], [3, 4], [0, 0]], dtype=torch.float64)

@@ -13,7 +13,8 @@ from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types import tensor_maps
-from fl_core.types.values import Part, RoundContext, TrainConfig
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import Part, RoundContext
 from tests.support.federations import SCHEMA, QData, Scalar, manifest, same, shares
 from tests.support.methods import Exact, alternating, play, run_and_lose
 

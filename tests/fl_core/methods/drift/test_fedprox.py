@@ -15,7 +15,8 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import AS_SCHEDULED, RoundContext, TrainConfig
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import AS_SCHEDULED, RoundContext
 from tests.support.federations import FED, SCHEMA, QData, Scalar, manifest, same, shares
 
 

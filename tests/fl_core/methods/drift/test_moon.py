@@ -19,7 +19,8 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import AS_SCHEDULED, LocalResult, State, TrainConfig
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import AS_SCHEDULED, LocalResult, State
 from tests.support.federations import FED, SCHEMA, manifest, same, same_bundle, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)

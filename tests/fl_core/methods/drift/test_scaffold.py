@@ -13,7 +13,8 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
-from fl_core.types.values import Capability, TrainConfig
+from fl_core.types.enums import Capability
+from fl_core.types.records import TrainConfig
 from tests.support.federations import QData, manifest, same, shares
 from tests.support.methods import alternating, play, run_and_lose
 

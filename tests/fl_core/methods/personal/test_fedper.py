@@ -12,7 +12,8 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, local_ports, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import RoundContext, State, TrainConfig
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import RoundContext, State
 from tests.support.federations import FED, SCHEMA, manifest, same, shares
 from tests.support.methods import Pair, PairData
 

@@ -11,7 +11,8 @@ from fl_core.methods.personal.fedrep import FedRep
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import AS_SCHEDULED, LocalResult, RoundContext, TrainConfig
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import AS_SCHEDULED, LocalResult, RoundContext
 from tests.support.federations import FED, SCHEMA, shares
 from tests.support.methods import Pair, PairData
 

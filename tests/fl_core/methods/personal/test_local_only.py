@@ -14,7 +14,8 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, local_ports, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import TaskKind, TrainConfig
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import TrainConfig
 from privacy.reports.uncertainty import RunNoise
 from tests.support.federations import FED, QData, Scalar, manifest, same, shares
 

@@ -17,7 +17,8 @@ from fl_core.methods.personal.map_ import Map
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.values import AS_SCHEDULED, LocalResult, SgdOptions, State, TrainConfig
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import AS_SCHEDULED, LocalResult, SgdOptions, State
 from tests.support.federations import FED, SCHEMA, same, same_bundle, shares
 
 TURN = FED.for_silo(0, 0)
