@@ -85,10 +85,13 @@ class HashChain:
             facts = self._facts()
             if set(facts) != set(_FACTS):
                 raise self.changed(f"table meta holds {sorted(facts)}, not {sorted(_FACTS)}")
-            self.secret = ledger_key.require(self.key_file).secret
+            key = ledger_key.require(self.key_file)
+            self.secret = key.secret
             self.units_key = facts["key"].encode()
             self._unkeyed = int(facts["unkeyed"])
             self._mac_key = derived(self.secret, facts)
+            if key.migrating:
+                self._note_migrated(key)
 
     @property
     def file(self) -> Path:
@@ -190,8 +193,16 @@ class HashChain:
                 version=schema_version,
                 set_version=lambda _db, _version: None,
             )
-        if key and found == UNKEYED:
-            ledger_key.migrated(self.key_file, key)
+
+    def _note_migrated(self, key: ledger_key.Key) -> None:
+        """Note that this file is under the key: right after it was, or at the next start if a crash came between.
+
+        Raises StateError as `_follow`: a file that is not under this key does not end the migration of another.
+        """
+        with self._reading() as db:
+            for _ in self._follow(db, START):
+                pass
+        ledger_key.migrated(self.key_file, key)
 
     def _facts(self) -> dict[str, str]:
         """Read what the file says of itself."""

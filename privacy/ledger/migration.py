@@ -83,10 +83,12 @@ class _Reader:
         def rows(what: str) -> list[Any]:
             return db.execute(f"SELECT {what}").fetchall()
 
+        versions = rows("fingerprint, collection, records, units FROM dataset_version")
+        entries = rows("id, collection, fingerprint, run, manifest, round, attempt, kind FROM entry")
         self._collections = dict(rows("name, unit FROM collection"))
-        self._versions = {f: (c, r, u) for f, c, r, u in rows("fingerprint, collection, records, units FROM dataset_version")}  # fmt: skip  # noqa: E501
+        self._versions = {fingerprint: facts for fingerprint, *facts in versions}
         self._budgets = rows("collection, epsilon, delta, filter_order, operator, reason FROM budget ORDER BY seq")
-        self._entries = {r[0]: r for r in rows("id, collection, fingerprint, run, manifest, round, attempt, kind FROM entry")}  # fmt: skip  # noqa: E501
+        self._entries = {row[0]: row for row in entries}
         self._mechanisms: dict[str, list[Any]] = {}
         for row in rows("entry, idx, purpose, noise, rate, steps FROM mechanism ORDER BY entry, idx"):
             self._mechanisms.setdefault(row[0], []).append(row)
@@ -106,8 +108,13 @@ class _Reader:
                 account.take(event)
             else:
                 raise UnsoundError(f"event {event.seq}, {event.state}, is about no entry")
-        left = {"entry": self._entries, "mechanism": self._mechanisms, "budget": self._budgets,
-                "dataset_version": self._versions, "collection": set(self._collections) - set(account.collections)}  # fmt: skip  # noqa: E501
+        left = {
+            "entry": self._entries,
+            "mechanism": self._mechanisms,
+            "budget": self._budgets,
+            "dataset_version": self._versions,
+            "collection": set(self._collections) - set(account.collections),
+        }
         for table, rows in left.items():
             if rows:
                 raise UnsoundError(f"table {table} has rows that no event made: {sorted(map(str, rows))[0]}")

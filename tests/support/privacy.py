@@ -1,4 +1,4 @@
-"""Private runs: manifests, homes whose records have a budget, data behind a privacy profile, and sensitivity by brute force."""
+"""Private runs: manifests, homes with budgets, data behind a privacy profile, and sensitivity by brute force."""
 
 from __future__ import annotations
 

@@ -206,6 +206,23 @@ def test_a_crash_while_it_is_brought_under_the_key_leaves_the_old_one_or_the_new
     with pytest.raises(KeyboardInterrupt):
         Ledger(file)
     monkeypatch.undo()
+    assert key.require(tmp_path / "ledger.key").migrating
+    assert Ledger(file).verify(HEAD) == 25
+    older(tmp_path)
+    with pytest.raises(StateError, match="E-BUDGET-08"):  # the crash does not let a copy from before the key pass
+        Ledger(file)
+
+
+def test_a_file_under_another_key_does_not_end_a_migration(tmp_path: Path) -> None:
+    """Else whoever can write the file, and not read the key, would have the hospital's own ledger refused."""
+    other = Ledger(tmp_path / "other.db", tmp_path / "other.key")
+    other.register("a", "record", "v", 1, ["x"])
+    file = older(tmp_path)
+    key.obtain(tmp_path / "ledger.key", migrating=True)
+    shutil.copy(tmp_path / "other.db", file)
+    with pytest.raises(StateError, match="E-BUDGET-07"):
+        Ledger(file)
+    older(tmp_path)
     assert Ledger(file).verify(HEAD) == 25
 
 

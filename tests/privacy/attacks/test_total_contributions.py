@@ -19,12 +19,11 @@ from fl_core.types.enums import Coupling, Split
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import ClassSums, Losses
 from privacy.accounting.record_config import RecordDpConfig
-from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
+from privacy.accounting.release_plan import ReleasePlan, SamplingSchedule
 from privacy.dp_sgd import layer_gradients
 from privacy.dp_sgd.class_sums import KeyedUnits, PrivacyUnits, class_sums, filled, unit_shares
 from privacy.dp_sgd.draws import Draws, is_stochastic, record_keys
 from privacy.dp_sgd.per_sample_gradients import MODES, PADDING, clipped, per_unit
-from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise import grid
 from privacy.noise.sources import SecureNoise, SeededNoise
 from tests.support.federations import Given
@@ -264,15 +263,10 @@ def test_every_number_of_a_step_is_a_whole_multiple_of_the_grid() -> None:
     course.__dict__["noise"] = 1.0
     seen: list[Tensor] = []
 
-    class Spied(DpSgdLocalData):
-        def _correct(self, model: nn.Module, named: object, *more: object) -> None:
-            seen.extend(p.grad.double() for p in model.parameters() if p.grad is not None)
+    def watch(done: int, total: int) -> None:
+        seen.extend(p.grad.double() for p in model.parameters() if p.grad is not None)
 
-    spend = ReleaseAllowance(course.releases(0, True))
-    turn = doors(course, data)._turn
-    Spied(data, data, STEP, turn, course, spend, SecureNoise()).sgd(
-        model.double(), lambda m, x, y: ce(m, x.double(), y)
-    )
+    doors(course, data, SecureNoise(), progress=watch).sgd(model.double(), lambda m, x, y: ce(m, x.double(), y))
     g = grid.step(1.0, sum(p.numel() for p in model.parameters()))
     units = torch.cat([v.flatten() for v in seen]) * course.batch / g
     assert len(units) == sum(p.numel() for p in model.parameters())
