@@ -150,8 +150,8 @@ class Policy:
         try:
             return cls.parse(raw)
         except (ConfigError, ValueError, ArithmeticError, RecursionError) as error:
-            said = error.message if isinstance(error, ConfigError) else str(error)
-            raise closed(f"{file.name}: {said}") from error
+            reason = error.message if isinstance(error, ConfigError) else str(error)
+            raise closed(f"{file.name}: {reason}") from error
 
     @classmethod
     def parse(cls, raw: bytes) -> Policy:
@@ -234,7 +234,7 @@ class Policy:
         declared: the size that the hospital declared, since the run's manifest may name a smaller one.
         """
         floors, most = self.privacy, SHARE_OF_UNITS / max(plan.units, declared)
-        if plan.passes and not plan.noise >= floors.min_noise:
+        if plan.steps_per_call and not plan.noise >= floors.min_noise:
             raise RefusedError("E-POLICY-05", f"expected noise >= {floors.min_noise:g}, found {plan.noise:.4g}")
         if not plan.rate <= floors.max_rate:
             raise RefusedError("E-POLICY-05", f"expected a rate <= {floors.max_rate:g}, found {plan.rate:.4g}")

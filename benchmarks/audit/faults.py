@@ -1,4 +1,4 @@
-"""Faults that are put into the private doors on purpose: an audit that sees none of them is worth nothing."""
+"""Faults that are put into private training on purpose: an audit that sees none of them is worth nothing."""
 
 from __future__ import annotations
 
@@ -24,23 +24,19 @@ OPEN = 1e12
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Put something else in the place of a function for a while."""
-    missing = object()
-    before = vars(owner).get(name, missing)
+    """Put something else in the place of a function for a while; raises KeyError where there is none of that name."""
+    before = vars(owner)[name]
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+        setattr(owner, name, before)
 
 
 def halved_noise() -> AbstractContextManager[None]:
     """Half of the noise that the ledger is charged for."""
     honest = ReleasePlan.std.fget
-    return replaced(ReleasePlan, "std", property(lambda course: honest(course) / 2))
+    return replaced(ReleasePlan, "std", property(lambda plan: honest(plan) / 2))
 
 
 def small_sensitivity() -> AbstractContextManager[None]:
@@ -77,8 +73,8 @@ def missing_clip() -> Iterator[None]:
 
 def dealt_by_place() -> AbstractContextManager[None]:
     """Microbatches by place in the sample, two by two: one unit in front moves all the others on."""
-    dealt = lambda noise, units, groups, *about: (torch.arange(len(units)) // 2).clamp(max=groups - 1)  # noqa: E731, ARG005
-    return replaced(sources, "labels", dealt)
+    by_place = lambda noise, units, groups, *about: (torch.arange(len(units)) // 2).clamp(max=groups - 1)  # noqa: E731, ARG005
+    return replaced(sources, "random_groups", by_place)
 
 
 @contextmanager
@@ -110,7 +106,7 @@ def finite_check_removed() -> Iterator[None]:
         for owner, name, value in (
             (grid, "factors", factors),
             (grid, "weighted_sum", weighted_sum),
-            (layer_gradients, "weighted", weighted),
+            (layer_gradients, "weighted_gradient", weighted),
             (grid, "rounded", lambda values, g: values / g),
             (grid, "truncated", lambda values, g: values / g),
             (grid, "add_noise", add_noise),
@@ -123,10 +119,10 @@ def finite_check_removed() -> Iterator[None]:
 def rounding_removed() -> AbstractContextManager[None]:
     """Gaussian floats on a sum in float32, where integers belong."""
 
-    def released(doors: DpSgdLocalData, total: Gradients, params: Sequence[nn.Parameter], divisor: float) -> None:
-        generator = torch.Generator().manual_seed(doors._noise.seed("floats"))
+    def released(data: DpSgdLocalData, total: Gradients, params: Sequence[nn.Parameter], divisor: float) -> None:
+        generator = torch.Generator().manual_seed(data._noise.seed("floats"))
         for p, s in zip(params, total, strict=True):
-            drawn = torch.randn(p.shape, generator=generator, dtype=torch.float64) * doors._plan.std
+            drawn = torch.randn(p.shape, generator=generator, dtype=torch.float64) * data._plan.std
             p.grad = s.to(p).add_(drawn.to(p)).div_(divisor)
 
     return replaced(DpSgdLocalData, "_release", released)
@@ -139,11 +135,17 @@ def drawn_by_position() -> Iterator[None]:
     def read(draws: Draws, index: Tensor, step: int) -> tuple[Tensor, Tensor]:
         return draws._examples.batch(index, rng.stream(0, "augment", step) if draws._augment else None)
 
+    def init(draws: Draws, *given: object) -> None:
+        honest(draws, *given)
+        draws.alone = False
+
+    honest = Draws.__init__
+
     with (
         replaced(Draws, "read", read),
         replaced(Draws, "scope", lambda draws: rng.torch_scope(0, "dropout")),  # noqa: ARG005
         replaced(Draws, "for_units", lambda draws, index, step: nullcontext()),  # noqa: ARG005
-        replaced(Draws, "alone", property(lambda draws: False, lambda draws, value: None)),  # noqa: ARG005
+        replaced(Draws, "__init__", init),
     ):
         yield
 
@@ -210,4 +212,4 @@ FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "any batch shape": any_shape,
     "convolutions not clipped": clip_without_convolutions,
 }
-"""Faults of the doors by name."""
+"""Faults by name."""

@@ -166,14 +166,14 @@ class Filter:
 
 
 @dataclass(frozen=True, slots=True)
-class Most:
+class RdpBound:
     """A bound on RDP at one order, beside a budget: what a plan comes to, and nothing above it."""
 
     order: float
     bound: float
 
     @classmethod
-    def of(cls, planned: Iterable[Mechanism], order: float) -> Most:
+    def of(cls, planned: Iterable[Mechanism], order: float) -> RdpBound:
         """Bound a history by what is planned."""
         return cls(order, float(rdp(planned, [order])[0]))
 
@@ -182,7 +182,7 @@ class Most:
         return float(rdp([*spent, *asked], [self.order])[0]) <= self.bound * (1 + _ROUNDING)
 
 
-Bound = Filter | Most
+Bound = Filter | RdpBound
 _ROUNDING = 1e-12
 
 

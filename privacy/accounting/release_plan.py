@@ -76,7 +76,7 @@ class SamplingSchedule:
 
 @dataclass(frozen=True)
 class ReleasePlan:
-    """One hospital's part in a private run; passes: the steps of each call of `sgd` in a round.
+    """One hospital's part in a private run; steps_per_call: the steps of each call of `sgd` in a round.
 
     measured: the model received is evaluated, which the federation has one of   personal: so are personal models, on
     the test records, and on a public test set with class counts.
@@ -86,7 +86,7 @@ class ReleasePlan:
     rates: SamplingSchedule
     rounds: int
     coupling: Coupling
-    passes: tuple[int, ...]
+    steps_per_call: tuple[int, ...]
     class_sums: int
     counts: bool
     measured: bool = True
@@ -228,7 +228,7 @@ class ReleasePlan:
         planned = [self.metrics] * models if self.terms.test_data == "private" else []
         if not train:
             return planned
-        for steps in self.passes:
+        for steps in self.steps_per_call:
             planned += self.training(steps, noise)
         if prototypes and self.sends_prototypes(round):
             planned += [self.prototypes] * self.class_sums

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fl_core import rng
 from fl_core.types.values import Losses
 from privacy.audit.epsilon_bounds import CONFIDENCE, Floats, Guesses, auc, one_run
-from privacy.audit.target import AuditTarget, ListedExamples, held_against, losses
+from privacy.audit.target import AuditTarget, ListedExamples, losses, negative_losses
 from privacy.audit.training import Training
 from privacy.noise.sources import NoiseSource
 
@@ -91,7 +91,7 @@ def mislabelled(
     data = ListedExamples(torch.cat((x[rest], x[own][kept])), torch.cat((y[rest], wrong[kept])))
     model = subject.network(seed)
     training.run(model, data, losses, n_classes, noise, seed)
-    scores = held_against(model, x[own], wrong).numpy()
+    scores = negative_losses(model, x[own], wrong).numpy()
     return Found(scores, present, one_run(scores, present, training.delta), "loss")
 
 
@@ -108,7 +108,7 @@ def members(
     model = subject.network(seed)
     data = ListedExamples(subject.x[inside], subject.y[inside])
     training.run(model, data, losses, subject.n_classes, noise, seed)
-    found = [held_against(model, subject.x[i], subject.y[i]).numpy() for i in (inside, outside)]
+    found = [negative_losses(model, subject.x[i], subject.y[i]).numpy() for i in (inside, outside)]
     return found[0], found[1]
 
 

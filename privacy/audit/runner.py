@@ -125,15 +125,15 @@ def membership(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:
     by = {name: [auc(*pair) for pair in pairs] for name, pairs in found.items()}
     n = len(found[PLAIN][0][0])
     error = math.sqrt((2 * n + 1) / (12 * n * n) / setting.seeds)
-    said = {name: f"AUC {_repeat(values)}" for name, values in by.items()}
-    verdicts = [Verdict(f"membership by loss, {PLAIN}", "what can be seen at all", said[PLAIN], None)]
+    shown = {name: f"AUC {_repeat(values)}" for name, values in by.items()}
+    verdicts = [Verdict(f"membership by loss, {PLAIN}", "what can be seen at all", shown[PLAIN], None)]
     if setting.demanding:
         holds = fmean(by[PLAIN]) >= 0.55
-        verdicts = [Verdict(f"membership by loss, {PLAIN}", "AUC at least 0.55", said[PLAIN], holds)]
+        verdicts = [Verdict(f"membership by loss, {PLAIN}", "AUC at least 0.55", shown[PLAIN], holds)]
     for t in setting.trainings[1:]:
         most = 0.58 if setting.demanding else min(1.0, 1 / (1 + math.exp(-t.epsilon)) + 3 * error)
         holds = fmean(by[_name(t)]) <= most
-        verdicts.append(Verdict(f"membership by loss, {_name(t)}", f"AUC at most {most:.3f}", said[_name(t)], holds))
+        verdicts.append(Verdict(f"membership by loss, {_name(t)}", f"AUC at most {most:.3f}", shown[_name(t)], holds))
     return Outcome({"auc": by, "members": n, "standard_error": error}, verdicts, "membership.png")
 
 
@@ -192,8 +192,8 @@ def hostile(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:  # no
         )
         for m in found
     ]
-    said = ", ".join(passed) if passed else f"all {len(list(manifests.lies()))} refused"
-    verdicts.append(Verdict("hostile manifests", "all refused", said, not passed))
+    shown = ", ".join(passed) if passed else f"all {len(list(manifests.lies()))} refused"
+    verdicts.append(Verdict("hostile manifests", "all refused", shown, not passed))
     numbers = {"attacks": [asdict(m) for m in found], "manifests_accepted": passed}
     return Outcome(numbers, verdicts, "hostile.png")
 
@@ -241,15 +241,15 @@ def _by_canaries(name: str, one: Callable[[Training, int], Found], m: int, setti
         most = QUIET if training.epsilon == 1 and setting.demanding else training.epsilon
         runs = [_without_canaries(one, training, seed, most) for seed in range(setting.seeds)]
         found[_name(training)] = runs
-        said = ", ".join(f"{f.guesses.epsilon:.2f}" for f in runs)
+        shown = ", ".join(f"{f.guesses.epsilon:.2f}" for f in runs)
         bounds = [f.guesses.epsilon for f in runs]
         if training.private:
-            verdicts.append(Verdict(f"{name}, {_name(training)}", f"at most {most:g}", said, max(bounds) <= most))
+            verdicts.append(Verdict(f"{name}, {_name(training)}", f"at most {most:g}", shown, max(bounds) <= most))
             continue
         ceiling = refuted(setting.delta, m, m, m)
         demanded = setting.demanding and m >= canaries.CANARIES
         expected = f"at least {FLAGGED:g}" if demanded else f"what {m} canaries can show: at most {ceiling:.2f}"
-        verdicts.append(Verdict(f"{name}, {PLAIN}", expected, said, min(bounds) >= FLAGGED if demanded else None))
+        verdicts.append(Verdict(f"{name}, {PLAIN}", expected, shown, min(bounds) >= FLAGGED if demanded else None))
     claims = {_name(t): t.epsilon for t in setting.trainings if t.private}
     plots.bounds(found, claims, file)
     rows = {training: [_row(f) for f in runs] for training, runs in found.items()}

@@ -1,4 +1,4 @@
-"""One step of the private doors against what the ledger is charged for it: audits that see a wrong factor.
+"""One step of private training against what the ledger is charged for it: audits that see a wrong factor.
 
 | audit | looks at | sees |
 |---|---|---|
@@ -40,7 +40,7 @@ _TRIALS = 300
 
 
 class ZeroNoise:
-    """Draws every unit, deals unit i to the microbatch that `groups` says, and adds no noise."""
+    """Draws every unit, assigns unit i to the microbatch that `groups` says, and adds no noise."""
 
     private = False
 
@@ -52,7 +52,7 @@ class ZeroNoise:
         return torch.zeros(n, dtype=torch.float64)
 
     def uniform_of(self, units: Keys, *about: str | int) -> Tensor:
-        """Return 0 for the sample, and what deals each unit to its microbatch."""
+        """Return 0 for the sample, and what assigns each unit to its microbatch."""
         return self._groups.double() if about[-1] == "groups" else self.uniform(len(units))
 
     def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:  # noqa: ARG002
@@ -78,7 +78,7 @@ class Step:
     groups: int = 1
     clip: float = 1.0
 
-    def course(self, steps: int = 1) -> ReleasePlan:
+    def plan(self, steps: int = 1) -> ReleasePlan:
         """Plan so many of these steps."""
         config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=self.units, epochs=1)
         terms = RecordDpConfig(
@@ -95,7 +95,7 @@ class Step:
 
     def sums(self, x: Tensor, groups: Sequence[str] | None, noise: NoiseSource, steps: int = 1) -> Tensor:
         """Take steps over records x (n, d) and return what each released (steps, d): noisy clipped sums."""
-        course, coupled = self.course(steps), self.kind != "example"
+        plan, coupled = self.plan(steps), self.kind != "example"
         model = nn.Linear(x.shape[1], 1, bias=False, dtype=x.dtype)
         nn.init.zeros_(model.weight)
         places = [torch.zeros(x.shape[1], dtype=x.dtype)]
@@ -107,25 +107,22 @@ class Step:
         def watch(done: int, total: int) -> None:  # noqa: ARG001
             places.append(model.weight.detach()[0].clone())
 
-        data, context = (
-            ListedExamples(x, torch.zeros(len(x), dtype=torch.long), groups),
-            RoundContext(1, 1, 1, 0, 1).for_silo(0, 0),
-        )
-        spend = ReleaseAllowance(course.training(steps))
-        DpSgdLocalData(data, data, course.rates.train, context, course, spend, noise, progress=watch).sgd(
-            model, loss, SgdOptions(steps=steps)
-        )
-        divisor = course.groups if self.kind == "micro" else course.batch
+        data = ListedExamples(x, torch.zeros(len(x), dtype=torch.long), groups)
+        context = RoundContext(1, 1, 1, 0, 1).for_silo(0, 0)
+        allowance = ReleaseAllowance(plan.training(steps))
+        private = DpSgdLocalData(data, data, plan.rates.train, context, plan, allowance, noise, progress=watch)
+        private.sgd(model, loss, SgdOptions(steps=steps))
+        divisor = plan.groups if self.kind == "micro" else plan.batch
         return -torch.diff(torch.stack(places), dim=0) * divisor
 
     def charged(self) -> float:
         """Return the noise multiplier that the ledger is charged with."""
-        (release,) = self.course().training(1)
+        (release,) = self.plan().training(1)
         return release.mechanism.noise
 
     def sensitivity(self) -> float:
         """Return how far the accountant believes that one unit moves the sum: the noise's std over what is charged."""
-        return self.course().std / self.charged()
+        return self.plan().std / self.charged()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +143,7 @@ def noise_scale(step: Step, noise: NoiseSource) -> Scale:
 
     Delta is the sensitivity by the clips' formulas, which AU-2 checks by force, with the slack of grid.py.
     """
-    bound = {"example": 1.0, "split": 1.0 + 2 * step.course().terms.coupled_clip_ratio, "micro": 2.0}[step.kind]
+    bound = {"example": 1.0, "split": 1.0 + 2 * step.plan().terms.coupled_clip_ratio, "micro": 2.0}[step.kind]
     moved = step.sums(torch.zeros(2, COORDINATES), None, noise)[0].double().numpy()
     claimed = step.charged() * bound * step.clip * (1 + grid.SLACK)
     return Scale(float(moved.std() / claimed), float(kstest(moved / claimed, "norm").pvalue))
@@ -168,14 +165,14 @@ class SensitivityCheck:
 def sensitivity(kind: str, grouped: bool = False, trials: int = _TRIALS, seed: int = 0) -> SensitivityCheck:
     """AU-2: add and remove a unit (a record, or a patient's three) of random data, and of the worst; no noise.
 
-    The dealing to microbatches stays: a unit more must not move the others.
+    The assignment to microbatches stays: one unit more must not move the others.
     """
     draw, furthest, worst = rng.stream(seed, "sensitivity", kind), 0.0, 0.0
     for trial in range(trials):
-        x, dealt, groups, gone = (_worst, _shifting, _random)[trial % 3](draw)
+        x, assignment, groups, gone = (_worst, _shifting, _random)[trial % 3](draw)
         step, rest = Step(kind, units=3 * len(x), groups=groups), torch.arange(len(x)) != gone
-        whole = step.sums(*_units(x, grouped), ZeroNoise(dealt))
-        less = step.sums(*_units(x[rest], grouped), ZeroNoise(dealt[rest]))
+        whole = step.sums(*_units(x, grouped), ZeroNoise(assignment))
+        less = step.sums(*_units(x[rest], grouped), ZeroNoise(assignment[rest]))
         moved = float((whole - less).norm()) / step.sensitivity()
         furthest = max(furthest, moved)
         worst = worst if trial % 3 else max(worst, moved)
@@ -183,7 +180,7 @@ def sensitivity(kind: str, grouped: bool = False, trials: int = _TRIALS, seed: i
 
 
 _Case = tuple[Tensor, Tensor, int, int]
-"""Records (n, d), what deals them to microbatches (n,) in [0, 1), how many of these, and the record that goes."""
+"""Records (n, d), what assigns them to microbatches (n,) in [0, 1), how many of these, and the record to remove."""
 
 
 def _worst(draw: torch.Generator) -> _Case:
@@ -196,21 +193,21 @@ def _worst(draw: torch.Generator) -> _Case:
 
 
 def _shifting(draw: torch.Generator) -> _Case:
-    """Make pairs that add up to 1; a record in front, dealt by place, would make others that add up to -1 or more."""
+    """Make pairs that add up to 1; one record more in front must not change which records are paired."""
     blocks = 2 * int(torch.randint(4, 9, (), generator=draw))
     pattern = torch.tensor([10.0, -9, -2, 3], dtype=torch.float64).repeat(blocks // 2)
     x = torch.cat((torch.zeros(1, dtype=torch.float64), pattern)).unsqueeze(1)
-    dealt = torch.cat((torch.zeros(1), torch.arange(blocks).repeat_interleave(2)))
-    return x, (dealt + 0.5) / blocks, blocks, 0
+    assignment = torch.cat((torch.zeros(1), torch.arange(blocks).repeat_interleave(2)))
+    return x, (assignment + 0.5) / blocks, blocks, 0
 
 
 def _random(draw: torch.Generator) -> _Case:
     """Draw records of all directions and lengths."""
     n, groups = int(torch.randint(2, 8, (), generator=draw)), 3
     size = 10 ** (4 * torch.rand(n, 1, generator=draw, dtype=torch.float64) - 2)
-    dealt = (torch.randint(0, groups, (n,), generator=draw) + 0.5) / groups
+    assignment = (torch.randint(0, groups, (n,), generator=draw) + 0.5) / groups
     gone = int(torch.randint(0, n, (), generator=draw))
-    return torch.randn(n, 4, generator=draw, dtype=torch.float64) * size, dealt, groups, gone
+    return torch.randn(n, 4, generator=draw, dtype=torch.float64) * size, assignment, groups, gone
 
 
 def _units(x: Tensor, grouped: bool) -> tuple[Tensor, list[str] | None]:

@@ -114,7 +114,7 @@ def losses(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
     return Losses(cross_entropy(model(x), y, reduction="none"))
 
 
-def held_against(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def negative_losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Return minus the loss of each example (n,), float64: high for what a model was trained on."""
     model.eval()
     with torch.no_grad():

@@ -45,25 +45,24 @@ class Training:
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Train `model` in place through the doors; noise: None for the operating system's entropy."""
+        """Train `model` in place, as a hospital does; noise: None for the operating system's entropy."""
         context = RoundContext(1, n_classes, 1, 0, 1).for_silo(0, seed)
         if not self.private:
-            PlainLocalData(data, data, self.config, context, progress=progress).sgd(
-                model, loss, SgdOptions(steps=self.steps)
-            )
+            plain = PlainLocalData(data, data, self.config, context, progress=progress)
+            plain.sgd(model, loss, SgdOptions(steps=self.steps))
             return
-        course = self.course(len(data))
-        spend = ReleaseAllowance(course.training(self.steps))
-        DpSgdLocalData(data, data, self.config, context, course, spend, noise or SecureNoise(), progress=progress).sgd(
-            model, loss, SgdOptions(steps=self.steps)
-        )
+        plan = self.plan(len(data))
+        allowance = ReleaseAllowance(plan.training(self.steps))
+        DpSgdLocalData(
+            data, data, self.config, context, plan, allowance, noise or SecureNoise(), progress=progress
+        ).sgd(model, loss, SgdOptions(steps=self.steps))
 
     @property
     def config(self) -> TrainConfig:
         """Return the schedule."""
         return TrainConfig(lr=self.lr, momentum=self.momentum, weight_decay=0.0, batch_size=self.batch, epochs=1)
 
-    def course(self, units: int) -> ReleasePlan:
+    def plan(self, units: int) -> ReleasePlan:
         """Plan the training: its noise is solved for epsilon."""
         terms = RecordDpConfig(
             epsilon=self.epsilon, delta=self.delta, clip=self.clip, test_data="public", physical_batch=512

@@ -27,7 +27,7 @@ from privacy.noise.sources import NoiseSource, SecureNoise
 from privacy.silo_dp.config import analytic_epsilon
 
 DELTA = 1e-5
-TURN = RoundContext(1, 4, 1, 0, 1).for_silo(0, 0)
+CONTEXT = RoundContext(1, 4, 1, 0, 1).for_silo(0, 0)
 Score = Callable[[Tensor], float]
 
 
@@ -61,16 +61,16 @@ class Attack:
         data = self.both if with_record else self.others
         config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=128, augment=self.augment)
         terms = RecordDpConfig(prototype_noise=self.noise, test_data="public")
-        course = ReleasePlan(terms, SamplingSchedule(config, 128), 1, Coupling.EXAMPLE, (1,), 1, False)
-        course.__dict__["noise"] = self.noise  # where solving for an epsilon would put it
-        doors = DpSgdLocalData(data, data, config, TURN, course, ReleaseAllowance(course.releases(0, True)), noise)
+        plan = ReleasePlan(terms, SamplingSchedule(config, 128), 1, Coupling.EXAMPLE, (1,), 1, False)
+        plan.__dict__["noise"] = self.noise  # where solving for an epsilon would put it
+        local_data = DpSgdLocalData(data, data, config, CONTEXT, plan, ReleaseAllowance(plan.releases(0, True)), noise)
         if self.query is not None:
-            sums = doors.sum(self.query)
+            sums = local_data.sum(self.query)
             return torch.cat([sums["sum"].flatten(), sums["count"].flatten()])
         with rng.torch_scope(0, "audit", "model"):
             model = self.model()
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        doors.sgd(model, self.loss, SgdOptions(steps=1))
+        local_data.sgd(model, self.loss, SgdOptions(steps=1))
         return torch.cat([(before[name] - p.detach()).flatten() for name, p in model.named_parameters()]) * 128
 
 

@@ -27,7 +27,7 @@ _KEYS: WeakKeyDictionary[Examples, NDArray[np.uint64]] = WeakKeyDictionary()
 _BATCH = 256
 _HEAD, _WORDS = 24, 624
 """Of the state of torch's Mersenne Twister: bytes before its words, and how many of 8 bytes these are."""
-Place = tuple[str | int, ...]
+DrawPath = tuple[str | int, ...]
 """What is drawn for, within a round of a silo: ("sgd", 0, "step", 12)."""
 
 
@@ -38,11 +38,11 @@ class Draws:
     the source repeats and the model draws at all.
     """
 
-    def __init__(self, noise: NoiseSource, examples: Examples, augment: bool, place: Place, stochastic: bool) -> None:
-        self.place = place
+    def __init__(self, noise: NoiseSource, examples: Examples, augment: bool, path: DrawPath, stochastic: bool) -> None:
+        self.path = path
         self._noise, self._examples = noise, examples
         self._augment = augment
-        self._secret = torch.Generator().manual_seed(noise.seed(*place, "augment")) if augment else None
+        self._secret = torch.Generator().manual_seed(noise.seed(*path, "augment")) if augment else None
         if self._secret is not None and noise.private:
             _fill(self._secret, noise)
         self.alone = stochastic and not noise.private
@@ -50,7 +50,7 @@ class Draws:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Seed torch's global generators for the whole call."""
-        with rng.torch_scope(self._noise.seed(*self.place, "layers")):
+        with rng.torch_scope(self._noise.seed(*self.path, "layers")):
             if self._noise.private:
                 _fill(torch.default_generator, self._noise)
             yield
@@ -78,14 +78,14 @@ class Draws:
     def subset(self, members: Tensor, most: int, step: int) -> Tensor:
         """Choose so many of a unit's records at random."""
         keys = () if self._noise.private else map(int, np.sort(self._keys(members)))
-        seed = self._noise.seed(*self.place, "step", step, "subset", *keys)
+        seed = self._noise.seed(*self.path, "step", step, "subset", *keys)
         return members[torch.randperm(len(members), generator=torch.Generator().manual_seed(seed))[:most]]
 
     def _own(self, step: int, key: int) -> torch.Generator:
-        return torch.Generator().manual_seed(self._noise.seed(*self.place, "step", step, "augment", int(key)))
+        return torch.Generator().manual_seed(self._noise.seed(*self.path, "step", step, "augment", int(key)))
 
     def _for(self, step: int, *about: str | int) -> AbstractContextManager[None]:
-        return rng.torch_scope(self._noise.seed(*self.place, "step", step, "layers", *about))
+        return rng.torch_scope(self._noise.seed(*self.path, "step", step, "layers", *about))
 
     def _keys(self, index: Tensor) -> NDArray[np.uint64]:
         found: NDArray[np.uint64] = record_keys(self._examples)[index.numpy()]

@@ -16,7 +16,7 @@ _DEEP = 6
 """How deep a generator is looked for: a function's cells, their attributes, and so on."""
 
 
-def hush(model: nn.Module, run: Callable[[], object]) -> None:
+def disable_random_layers(model: nn.Module, run: Callable[[], object]) -> None:
     """Put in eval mode, one by one, the innermost modules that draw from torch's global generator."""
     while drawing := _drawing(model, run):
         for module in drawing:

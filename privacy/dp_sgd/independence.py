@@ -24,7 +24,7 @@ from fl_core import rng
 from fl_core.errors import RefusedError
 from fl_core.types.records import Schema
 from fl_core.types.values import ClassSums, Losses, LossFn
-from privacy.dp_sgd.generators import Drawn, hush
+from privacy.dp_sgd.generators import Drawn, disable_random_layers
 from privacy.dp_sgd.model_check import validate
 
 LARGEST = 64
@@ -48,14 +48,14 @@ def check_independence(model: nn.Module, loss: LossFn, schema: Schema, batch_siz
     twin, drawn = copy.deepcopy(model).train(), Drawn(loss)
     x, y = blanks(schema, 2, 0)
     with rng.torch_scope(0, "independence"):
-        hush(twin, lambda: loss(twin, x, y))
+        disable_random_layers(twin, lambda: loss(twin, x, y))
         drawn.begin()
         work = _multiplications(twin, lambda: loss(twin, x, y)) // 2
         heavy = work > HEAVY
         for dtype, tolerance in PROBES[heavy:]:
             probe = _Probe(copy.deepcopy(twin).to(dtype), loss, schema, dtype, tolerance)
             try:
-                probe.seen(probe.batch(2, 0), [0, 1])
+                probe.observe(probe.batch(2, 0), [0, 1])
             except RuntimeError:
                 if dtype is PROBES[-1][0]:
                     raise
@@ -77,7 +77,7 @@ def check_rows(query: ClassSums, schema: Schema) -> None:
         alone, among = query.vectors(*base), query.vectors(*batch)
     if alone.shape[:1] != (6,) or among.shape[:1] != batch[1].shape:
         raise _refused(f"a query of {len(batch[1])} examples has {tuple(among.shape)} numbers")
-    if not (moved := _apart(alone, among[kept])) <= PROBES[-1][1]:
+    if not (moved := _distance(alone, among[kept])) <= PROBES[-1][1]:
         raise _refused(f"its vector in a sum moves by {moved:.1e} when others come")
 
 
@@ -91,7 +91,7 @@ _Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Observed:
     """What the examples that stay show: losses, weighted gradient, layers' rows; and the coupled gradient of all."""
 
     losses: Tensor
@@ -118,27 +118,27 @@ class _Probe:
         """Refuse when one of n examples moves with what is put around them; once: all finite ones together."""
         base, middle = self.batch(n, 99), n // 2
         stay = list(range(n))
-        alone = self.seen(base, stay)
+        alone = self.observe(base, stay)
         for places in [[0, n]] if once else [[0], [middle], [n, n]]:
             batch, kept = _inserted(base, self.batch(len(places), 7 + n), places)
-            self.compare("others come", alone, self.seen(batch, kept))
+            self.compare("others come", alone, self.observe(batch, kept))
         batch, kept = _inserted(base, _senseless(base, len(self.schema.classes)), [0, 0, middle, middle, n])
         try:
-            self.compare("others are not finite", alone, self.seen(batch, kept, finite=False))
+            self.compare("others are not finite", alone, self.observe(batch, kept, finite=False))
         except (RuntimeError, ValueError, IndexError, AssertionError, ZeroDivisionError) as error:
             raise _refused(f"the loss fails when another is not finite ({type(error).__name__})") from error
-        again = self.seen(base, stay)
+        again = self.observe(base, stay)
         self.compare("others came before", alone, again)
-        if not _apart(alone.coupled, again.coupled) <= self.tolerance:
+        if not _distance(alone.coupled, again.coupled) <= self.tolerance:
             raise _refused("the coupled term of a batch moves when other batches came before")
 
     def crowd(self, n: int) -> None:
         """Refuse when the first of the smallest batches moves with as many others as make a batch of n."""
         base = self.batch(1, 99)
         batch, kept = _inserted(base, self.batch(n - 1, 8), [0] * (n // 2) + [1] * (n - 1 - n // 2))
-        self.compare("a whole batch comes", self.seen(base, [0]), self.seen(batch, kept))
+        self.compare("a whole batch comes", self.observe(base, [0]), self.observe(batch, kept))
 
-    def seen(self, batch: _Batch, kept: Sequence[int], finite: bool = True) -> _Seen:
+    def observe(self, batch: _Batch, kept: Sequence[int], finite: bool = True) -> _Observed:
         """Pass a batch and look at the examples `kept`, in their order."""
         index, outs = torch.tensor(kept), list[Tensor]()
         with _Watching(self.model, lambda _, out: outs.append(out)):
@@ -151,7 +151,7 @@ class _Probe:
         slopes = self._slopes((found[index] * weight).sum(), [*params, *outs])
         rows = [v.detach()[index] for v in (*outs, *slopes[len(params) :])]
         mixed = self._slopes(coupled, params) if coupled is not None else []
-        return _Seen(found.detach()[index], _flat(slopes[: len(params)]), _flat(mixed), rows)
+        return _Observed(found.detach()[index], _flat(slopes[: len(params)]), _flat(mixed), rows)
 
     @staticmethod
     def _slopes(total: Tensor, of: Sequence[Tensor]) -> list[Tensor]:
@@ -160,13 +160,13 @@ class _Probe:
         found = torch.autograd.grad(total, list(of), allow_unused=True, retain_graph=True)
         return [torch.zeros_like(v) if g is None else g for v, g in zip(of, found, strict=True)]
 
-    def compare(self, when: str, alone: _Seen, among: _Seen) -> None:
+    def compare(self, when: str, alone: _Observed, among: _Observed) -> None:
         pairs = [(alone.losses, among.losses), *zip(alone.rows, among.rows, strict=False)]
         if len(alone.rows) != len(among.rows):
             raise _refused(f"other layers work when {when}")
         if len(among.gradient):
             pairs.append((alone.gradient, among.gradient))
-        moved = max(_apart(a, b) for a, b in pairs)
+        moved = max(_distance(a, b) for a, b in pairs)
         if not moved <= self.tolerance:
             raise _refused(f"its gradient moves by {moved:.1e} when {when}")
 
@@ -175,7 +175,7 @@ def _flat(gradients: Sequence[Tensor]) -> Tensor:
     return torch.cat([g.flatten().double() for g in gradients] or [torch.zeros(0, dtype=torch.float64)])
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
+def _distance(a: Tensor, b: Tensor) -> float:
     """Return how far two tensors are apart, relative to the largest entry of the first (at least 1)."""
     if a.shape != b.shape:
         return float("inf")
@@ -213,9 +213,9 @@ def _refused(found: str) -> RefusedError:
 class _Watching:
     """While open, tells of every output of a layer that has trainable parameters of its own."""
 
-    def __init__(self, model: nn.Module, told: Callable[[nn.Module, Tensor], None]) -> None:
+    def __init__(self, model: nn.Module, on_output: Callable[[nn.Module, Tensor], None]) -> None:
         self._layers = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
-        self._told = told
+        self._on_output = on_output
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> None:
@@ -228,7 +228,7 @@ class _Watching:
     def _note(self, layer: nn.Module, inputs: object, out: object) -> None:  # noqa: ARG002
         first = out[0] if isinstance(out, tuple) else out
         if isinstance(first, Tensor) and first.requires_grad:
-            self._told(layer, first)
+            self._on_output(layer, first)
 
 
 def _multiplications(model: nn.Module, run: Callable[[], Losses]) -> int:

@@ -76,7 +76,7 @@ class GhostClipping:
             # Where units may have several examples, one of two must not change how all others of a batch are computed.
             if (
                 not self._grouped
-                and batch.alone
+                and batch.one_row_each
                 and times[call.layer] == 1
                 and layer_gradients.prefers_ghost_norms(call.layer, dy)
             ):
@@ -155,7 +155,7 @@ class _Batch(NamedTuple):
     of_row: Tensor
     sizes: Tensor
     units: int
-    alone: bool
+    one_row_each: bool
 
     @classmethod
     def of(cls, units: Tensor) -> _Batch:
@@ -168,7 +168,7 @@ class _Batch(NamedTuple):
 
     def by_unit(self, sample: Tensor) -> Tensor:
         """Average per-example gradients (n, ...) over the examples of each unit; rows of no unit are left over."""
-        if self.alone:
+        if self.one_row_each:
             return sample
         total = torch.zeros_like(sample).index_add_(0, self.of_row, sample)
         return total / self.sizes.to(total.dtype).view(-1, *([1] * (sample.dim() - 1)))

@@ -42,7 +42,7 @@ from fl_core.types.values import (
 )
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
 from privacy.dp_sgd.class_sums import KeyedUnits, PrivacyUnits, class_counts, class_sums, filled
-from privacy.dp_sgd.draws import Draws, Place, is_stochastic
+from privacy.dp_sgd.draws import DrawPath, Draws, is_stochastic
 from privacy.dp_sgd.model_check import validate
 from privacy.dp_sgd.per_sample_gradients import PADDING, ClippedGradientEngine, Gradients, clipped, per_unit, trainable
 from privacy.noise import grid, sources
@@ -108,7 +108,7 @@ class DpSgdLocalData:
         for release in self._plan.training(planned):
             self._allowance.take(release)
         draws, grouped = self._draws(model, loss), self._split[Split.TRAIN].groups is not None
-        with _moving(model, options.only) as named:
+        with _trainable_only(model, options.only) as named:
             optimizers = make_optimizers(named, options.lr_scale * self.lr, self._config, options.no_momentum)
             model.train()
             with draws.scope(), per_unit(model, grouped=grouped) as engine:
@@ -122,26 +122,26 @@ class DpSgdLocalData:
 
     def _draws(self, model: nn.Module, loss: LossFn) -> Draws:
         """Make what one call of `sgd` draws; whether layers draw matters only where the source repeats."""
-        place: Place = ("sgd", self._calls)
+        path: DrawPath = ("sgd", self._calls)
         self._calls += 1
         train, stochastic = self._split[Split.TRAIN], False
         if not self._noise.private:
             x, y = train.batch(torch.zeros(0, dtype=torch.long))
             blank = x.new_zeros(2, *x.shape[1:]).to(self._device), y.new_zeros(2).to(self._device)
             stochastic = is_stochastic(model, loss, *blank)
-        return Draws(self._noise, train, self._config.augment, place, stochastic)
+        return Draws(self._noise, train, self._config.augment, path, stochastic)
 
     def _gradient(self, engine: ClippedGradientEngine, model: nn.Module, loss: LossFn, step: int, draws: Draws) -> None:
         """Draw a sample, sum clipped gradients, add noise, divide by B, and put the result where an optimizer looks."""
-        course, terms, params = self._plan, self._plan.terms, trainable(model)
+        plan, terms, params = self._plan, self._plan.terms, trainable(model)
         total = [torch.zeros_like(p, dtype=torch.float64) for p in params]
         units = KeyedUnits(self._units[Split.TRAIN], self._split[Split.TRAIN])
-        about = (*draws.place, "step", step)
-        drawn = sources.poisson_sample(self._noise, units, course.rate, *about, "sample")
-        coupled = course.is_coupled(step)
+        about = (*draws.path, "step", step)
+        drawn = sources.poisson_sample(self._noise, units, plan.rate, *about, "sample")
+        coupled = plan.is_coupled(step)
         micro = coupled and terms.coupled == "micro"
         # The mean over microbatches of a term that stands beside a mean over B examples: M terms, divided by B below.
-        weight = 1.0 if micro else course.batch / course.groups
+        weight = 1.0 if micro else plan.batch / plan.groups
         subset = partial(draws.subset, most=terms.max_per_unit, step=step) if terms.max_per_unit else None
 
         def losses(index: Tensor, rows: int = 1) -> Losses:
@@ -149,22 +149,22 @@ class DpSgdLocalData:
             return self._checked(loss(model, filled(x, rows).to(self._device), filled(y, rows).to(self._device)))
 
         if not micro:
-            rows = 1 if draws.alone else course.rows  # a unit that is alone has a shape of its own
+            rows = 1 if draws.alone else plan.rows  # a unit that is alone has a shape of its own
             for index, unit in units.units.chunks(drawn, 0 if draws.alone else rows, subset):
                 number = torch.cat((unit, unit.new_full((-len(unit) % rows,), PADDING)))
                 alone = partial(lambda i: losses(i, rows).per_example, index)
                 with draws.for_units(index, step):
                     _add(total, engine.clipped_sum(alone, number.to(self._device), terms.clip, len(drawn)))
         if coupled:
-            dealt = sources.random_groups(self._noise, units.at(drawn), course.groups, *about, "groups")
-            for group in range(course.groups):
-                for index, _ in units.units.chunks(drawn[dealt == group], None, subset):
+            group_of = sources.random_groups(self._noise, units.at(drawn), plan.groups, *about, "groups")
+            for group in range(plan.groups):
+                for index, _ in units.units.chunks(drawn[group_of == group], None, subset):
                     with draws.for_group(group, step):
                         found = losses(index)
                     term = found.objective() if micro else found.coupled
                     if term is not None and term.requires_grad:
                         _add(total, clipped(term * weight, params, terms.clip if micro else terms.coupled_clip))
-        self._release(total, params, course.groups if micro else course.batch)
+        self._release(total, params, plan.groups if micro else plan.batch)
 
     def _release(self, total: Gradients, params: Sequence[nn.Parameter], divisor: float) -> None:
         """Round the sum to the grid, add noise, and put the mean where an optimizer looks."""
@@ -210,11 +210,11 @@ class DpSgdLocalData:
             raise RefusedError(
                 "E-PRIV-16", "expected a joint sum per class under differential privacy, found a query without a bound"
             )
-        course, terms = self._plan, self._plan.terms
-        if split is Split.TRAIN and not course.sends_prototypes(self._context.round):
+        plan, terms = self._plan, self._plan.terms
+        if split is Split.TRAIN and not plan.sends_prototypes(self._context.round):
             width = self._width(query)
             return {"sum": torch.zeros(query.n_classes, width), "count": torch.zeros(query.n_classes)}
-        release = course.prototypes if split is Split.TRAIN else course.metrics
+        release = plan.prototypes if split is Split.TRAIN else plan.metrics
         self._allowance.take(release)
         bound = terms.prototype_bound if bound is None else bound
         weight = terms.count_weight * bound if split is Split.TRAIN else bound
@@ -259,7 +259,7 @@ def _add(total: Gradients, more: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def _moving(model: nn.Module, only: Callable[[str], bool] | None) -> Iterator[dict[str, nn.Parameter]]:
+def _trainable_only(model: nn.Module, only: Callable[[str], bool] | None) -> Iterator[dict[str, nn.Parameter]]:
     """Freeze what does not move for the time of a pass, so that no gradient of it is computed, clipped or noised."""
     frozen = [p for name, p in model.named_parameters() if p.requires_grad and only is not None and not only(name)]
     for p in frozen:

@@ -67,19 +67,19 @@ class Entry:
     @classmethod
     def of(cls, event: Event) -> Entry:
         """Read it off the event that makes it."""
-        said = json.loads(event.detail)
+        facts = json.loads(event.detail)
         return cls(
             str(event.entry),
-            said["collection"],
-            said["fingerprint"],
-            said["run"],
-            said["manifest"],
-            int(said["round"]),
-            int(said["attempt"]),
-            said["kind"],
+            facts["collection"],
+            facts["fingerprint"],
+            facts["run"],
+            facts["manifest"],
+            int(facts["round"]),
+            int(facts["attempt"]),
+            facts["kind"],
             event.created_at,
-            planned_of(said["mechanisms"]),
-            said["owner"],
+            planned_of(facts["mechanisms"]),
+            facts["owner"],
         )
 
 
@@ -140,15 +140,15 @@ class Account:
             if event.entry is not None:
                 self._move(event)
             elif event.state == "REGISTERED":
-                said = json.loads(event.detail)
-                self._register(event.subject, event.created_at, said)
+                facts = json.loads(event.detail)
+                self._register(event.subject, event.created_at, facts)
             elif event.state == "BUDGET":
-                said = json.loads(event.detail)
-                kept = Filter(float(said["epsilon"]), float(said["delta"]), float(said["order"]))
-                self.budgets.append(Budget(event.subject, kept, said["operator"], said["reason"], event.created_at))
+                facts = json.loads(event.detail)
+                kept = Filter(float(facts["epsilon"]), float(facts["delta"]), float(facts["order"]))
+                self.budgets.append(Budget(event.subject, kept, facts["operator"], facts["reason"], event.created_at))
             elif event.state == "KEPT":
-                said = json.loads(event.detail)
-                self.kept[event.subject, said["name"]] = said["value"], event.created_at
+                facts = json.loads(event.detail)
+                self.kept[event.subject, facts["name"]] = facts["value"], event.created_at
             elif event.state == "RESTORED":
                 seq, hash, *times = event.detail.split()
                 self.forgiven.add(f"{seq} {hash}")
@@ -183,13 +183,13 @@ class Account:
             for p in entry.planned:
                 self._spent[entry.collection][p.mechanism.noise, p.mechanism.rate] += sign * p.mechanism.steps
 
-    def _register(self, collection: str, at: str, said: Mapping[str, Any]) -> None:
-        self.collections.setdefault(collection, (said["unit"], at))
-        if said["unit"] == "record":
+    def _register(self, collection: str, at: str, facts: Mapping[str, Any]) -> None:
+        self.collections.setdefault(collection, (facts["unit"], at))
+        if facts["unit"] == "record":
             self.single.add(collection)
-        version = Version(collection, int(said["records"]), int(said["units"]), at)
-        self.versions.setdefault(said["fingerprint"], version)
-        self.units[collection] = said["digests"]
+        version = Version(collection, int(facts["records"]), int(facts["units"]), at)
+        self.versions.setdefault(facts["fingerprint"], version)
+        self.units[collection] = facts["digests"]
 
     def snapshot(self) -> str:
         """Write all of it, as the event says it that begins a chain under a key."""
@@ -206,20 +206,20 @@ class Account:
             }
         )
 
-    def _load(self, said: Mapping[str, Any]) -> None:
+    def _load(self, facts: Mapping[str, Any]) -> None:
         if self.entries or self.versions:
             raise UnsoundError("a ledger migrates before anything else")
-        self.collections = {name: (unit, at) for name, (unit, at) in said["collections"].items()}
-        self.versions = {f: Version(*facts) for f, facts in said["versions"].items()}
-        self.units = dict(said["units"])
-        for collection, detail, at in said["budgets"]:
+        self.collections = {name: (unit, at) for name, (unit, at) in facts["collections"].items()}
+        self.versions = {f: Version(*row) for f, row in facts["versions"].items()}
+        self.units = dict(facts["units"])
+        for collection, detail, at in facts["budgets"]:
             self.take(Event(0, None, collection, "BUDGET", detail, at))
-        self.kept = {(f, name): (value, at) for f, name, value, at in said["kept"]}
-        for id, state, detail, at in said["entries"]:
+        self.kept = {(f, name): (value, at) for f, name, value, at in facts["kept"]}
+        for id, state, detail, at in facts["entries"]:
             entry = self._enter(Entry.of(Event(0, id, id, "", detail, at)))
             entry.state = state
             self._tally(entry, 1)
-        self.forgiven, self.restored = set(said["forgiven"]), int(said["restored"])
+        self.forgiven, self.restored = set(facts["forgiven"]), int(facts["restored"])
 
     # ---- what follows from it -----------------------------------------------------------------------------------
 
@@ -270,6 +270,6 @@ def plain(planned: Iterable[PlannedRelease]) -> list[list[object]]:
     return [[p.purpose, p.mechanism.noise, p.mechanism.rate, p.mechanism.steps] for p in planned]
 
 
-def planned_of(said: Iterable[tuple[str, float, float, int]]) -> tuple[PlannedRelease, ...]:
+def planned_of(rows: Iterable[tuple[str, float, float, int]]) -> tuple[PlannedRelease, ...]:
     """Read mechanisms; raises ValueError, or ConfigError (E-PRIV-20), on values that are none."""
-    return tuple(PlannedRelease(str(p), Mechanism(float(z), float(q), int(n))) for p, z, q, n in said)
+    return tuple(PlannedRelease(str(p), Mechanism(float(z), float(q), int(n))) for p, z, q, n in rows)

@@ -47,8 +47,8 @@ def refused(
         )
     spent = account.history(collection)
     if not (budget.admits(spent, asked) and (cap is None or cap.admits(spent, asked))):
-        said = f"the privacy budget of {collection!r} does not cover round {task.round + 1} of this run"
-        return RefusedError("E-BUDGET-01", said)
+        message = f"the privacy budget of {collection!r} does not cover round {task.round + 1} of this run"
+        return RefusedError("E-BUDGET-01", message)
     before = [e for e in account.of_run(task.run, task.manifest, collection) if e.charged]
     tried = sum((e.round, e.kind) == (task.round, task.kind) for e in before)
     if tried >= ATTEMPTS:

@@ -85,13 +85,13 @@ class HashChain:
             facts = self._facts()
             if set(facts) != set(_FACTS):
                 raise self.changed(f"table meta holds {sorted(facts)}, not {sorted(_FACTS)}")
-            key = ledger_key.require(self.key_file)
-            self.secret = key.secret
+            used = ledger_key.require(self.key_file)
+            self.secret = used.secret
             self.units_key = facts["key"].encode()
             self._unkeyed = int(facts["unkeyed"])
             self._mac_key = derived(self.secret, facts)
-            if key.migrating:
-                self._note_migrated(key)
+            if used.migrating:
+                self._note_migrated(used)
 
     @property
     def file(self) -> Path:
@@ -130,7 +130,7 @@ class HashChain:
         if after.seq:
             row = db.execute("SELECT hash FROM event WHERE seq=?", (after.seq,)).fetchone()
             if row is None or row[0] != after.hash:
-                raise put_back(after.seq, self._head(db).seq)
+                raise rolled_back(after.seq, self._head(db).seq)
         rows = db.execute(
             "SELECT seq, entry, subject, state, detail, created_at, prev_hash, hash FROM event WHERE seq>? "
             "ORDER BY seq",
@@ -243,8 +243,8 @@ class HashChain:
 
 def keyed_hash(key: bytes, previous: str, event: Event) -> str:
     """Return the hash of an event under the key of its chain."""
-    said = json.dumps([previous, *event], separators=(",", ":"))
-    return hmac.new(key, said.encode(), hashlib.sha256).hexdigest()
+    text = json.dumps([previous, *event], separators=(",", ":"))
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
 def write(db: sqlite3.Connection, key: bytes, head: ChainHead, event: Event) -> None:
@@ -263,8 +263,8 @@ def unkeyed_hash(previous: str, event: Event) -> str:
 
 def derived(secret: bytes, facts: dict[str, str]) -> bytes:
     """Derive the key of the chain: it depends on all that the file says of itself, so none of that can be changed."""
-    said = json.dumps(["chain", *(facts[name] for name in _FACTS)]).encode()
-    return hmac.new(secret, said, hashlib.sha256).digest()
+    text = json.dumps(["chain", *(facts[name] for name in _FACTS)]).encode()
+    return hmac.new(secret, text, hashlib.sha256).digest()
 
 
 def schema_version(db: sqlite3.Connection) -> int:
@@ -304,7 +304,7 @@ def statements() -> Sequence[str]:
     return found
 
 
-def put_back(seen: int, own: int) -> StateError:
+def rolled_back(seen: int, own: int) -> StateError:
     """Make the error of a ledger that lacks an event that others, or this process, have seen."""
     return StateError(
         "E-BUDGET-08",

@@ -96,8 +96,8 @@ def _write(file: Path, key: Key, new: bool) -> None:
     fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as opened:
-            said = {"key": key.secret.hex()} | ({"migrating": True} if key.migrating else {})
-            opened.write(json.dumps(said).encode())
+            fields = {"key": key.secret.hex()} | ({"migrating": True} if key.migrating else {})
+            opened.write(json.dumps(fields).encode())
             opened.flush()
             os.fsync(opened.fileno())
         if new:

@@ -23,7 +23,7 @@ from privacy.ledger.account import OPEN, Account, Budget, Entry, PlannedRelease
 from privacy.ledger.admission import ATTEMPTS, LedgerTask, refused
 from privacy.ledger.hash_chain import ChainHead, now
 from privacy.ledger.rows import digest_of_units, insert, unit_differences
-from privacy.ledger.verified import Verified
+from privacy.ledger.verified import VerifiedChain
 from privacy.reports.sealed import Figures, seal
 
 __all__ = ["ATTEMPTS", "Ledger", "LedgerTask", "PlannedRelease", "Status"]
@@ -44,7 +44,7 @@ class Status:
     used: float | None
 
 
-class Ledger(Verified):
+class Ledger(VerifiedChain):
     """One hospital's ledger file, mode 0600.
 
     Guarantees: concurrent reservations serialise, of several services as well; a reservation that does not fit changes
@@ -94,8 +94,8 @@ class Ledger(Verified):
                 row = (fingerprint, collection, records, len(of_units), time)
                 db.execute("INSERT INTO dataset_version VALUES(?,?,?,?,?)", row)
             facts = {"fingerprint": fingerprint, "unit": unit, "records": records, "units": len(of_units)}
-            said = json.dumps(facts | {"digests": digest_of_units(every | known)})
-            self._event(db, None, collection, "REGISTERED", said, time)
+            detail = json.dumps(facts | {"digests": digest_of_units(every | known)})
+            self._event(db, None, collection, "REGISTERED", detail, time)
         return version is None
 
     def set_budget(self, collection: str, epsilon: float, delta: float, operator: str, reason: str) -> None:

@@ -85,13 +85,13 @@ def register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]
                 to, unit_of(examples), version(dataset, split), len(examples), units, [*contents, *older]
             )
         except RefusedError as error:
-            raise _told(error, ledger, to, examples, contents, older) from error
+            raise _naming_files(error, ledger, to, examples, contents, older) from error
     everything = len(dataset.train) + len(dataset.test)
     found[HOSPITAL] = ledger.register(HOSPITAL, HOSPITAL, version(dataset, HOSPITAL), everything, [HOSPITAL])
     return found
 
 
-def _told(
+def _naming_files(
     error: RefusedError, ledger: Ledger, to: str, examples: Examples, contents: Sequence[str], older: Sequence[str]
 ) -> RefusedError:
     """Say which files it is about, for whoever has to take them out of one of two places."""

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from fl_core.errors import StateError
 from privacy.ledger.account import Account, UnsoundError
-from privacy.ledger.hash_chain import START, ChainHead, HashChain, put_back
+from privacy.ledger.hash_chain import START, ChainHead, HashChain, rolled_back
 from privacy.ledger.rows import differences, schema_differences
 
 SHOWN = 5
 _SEQUENCES = 2**63
 
 
-class Verified(HashChain):
+class VerifiedChain(HashChain):
     """A chain with the account of its events; usable from several threads.
 
     Guarantees: no row other than an event decides anything; an event counts only after it was checked under the key.
@@ -53,7 +53,7 @@ class Verified(HashChain):
         if wrong := found + broken:
             raise self.differs(wrong)
         if seen is not None and seen.seq and at.get(seen.seq) != seen.hash and str(seen) not in account.forgiven:
-            raise put_back(seen.seq, head.seq)
+            raise rolled_back(seen.seq, head.seq)
         return head.seq
 
     def differs(self, wrong: Sequence[str]) -> StateError:
@@ -72,7 +72,7 @@ class Verified(HashChain):
         """
         with self._current() as account:
             if seen.seq and str(seen) not in account.forgiven and not self.holds(seen):
-                raise put_back(seen.seq, self._seen.seq)
+                raise rolled_back(seen.seq, self._seen.seq)
 
     def holds(self, head: ChainHead) -> bool:
         """Tell whether a head is one of this chain."""

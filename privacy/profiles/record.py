@@ -18,7 +18,7 @@ from fl_core.types.enums import Capability
 from fl_core.types.interfaces import DataFactory, Method
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Examples, Progress, RoundContext
-from privacy.accounting.accountant import Bound, Filter, Mechanism, Most, epsilon_prv, epsilon_rdp, replace_one
+from privacy.accounting.accountant import Bound, Filter, Mechanism, RdpBound, epsilon_prv, epsilon_rdp, replace_one
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import TEST, TRAIN, Release, ReleaseAllowance, ReleasePlan
 from privacy.noise.sources import NoiseSource, SecureNoise, SeededNoise
@@ -206,7 +206,7 @@ class RecordProfile(PrivacyProfile):
         times = (manifest.rounds + terms.reserve_rounds) * (measured + manifest.personal) + measured
         released = [Mechanism(terms.metric_noise, 1.0, times)] if times and terms.test_data == "private" else []
         more = (policy,) if policy else ()
-        return {TRAIN: (own, *more), TEST: (Most.of(released, own.order), *more)}
+        return {TRAIN: (own, *more), TEST: (RdpBound.of(released, own.order), *more)}
 
     def evaluation_noise(self) -> EvaluationNoise | None:
         if self.terms.test_data == "public" or not self.run.method.has_global_model:

@@ -24,7 +24,7 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import DataFactory
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Examples, Layout, Progress, RoundContext
-from privacy.accounting.accountant import Bound, Filter, Mechanism, Most, epsilon_rdp, replace_one
+from privacy.accounting.accountant import Bound, Filter, Mechanism, RdpBound, epsilon_rdp, replace_one
 from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN, Release
 from privacy.profiles.base import Config, PrivacyProfile, Projection, mechanisms
 from privacy.prototype_filter import with_prototype_filter
@@ -176,7 +176,7 @@ class SiloProfile(PrivacyProfile):
         """Hold the hospital to the run's epsilon and the policy's, its records to what follows for them."""
         own = Filter.of(self.terms.epsilon, self.terms.delta)
         promised = (own, policy) if policy else (own,)
-        record = tuple(Most(f.order, RECORD_OF_A_SILO * f.bound) for f in promised)
+        record = tuple(RdpBound(f.order, RECORD_OF_A_SILO * f.bound) for f in promised)
         return {HOSPITAL: promised, TRAIN: record, TEST: record}
 
     def evaluation_noise(self) -> EvaluationNoise | None:

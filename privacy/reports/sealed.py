@@ -59,12 +59,12 @@ def worst(account: Account, collection: str) -> tuple[PlannedRelease, ...]:
 
 def seal(secret: bytes, head: ChainHead, restored: int, figures: Figures) -> bytes:
     """Seal figures of a head; empty where they are too large to send, which restoring takes for not known."""
-    said = {
+    plain_figures = {
         "spent": {c: [[m.noise, m.rate, m.steps] for m in spent] for c, spent in figures.spent.items()},
         "worst": {c: plain(planned) for c, planned in figures.worst.items()},
         "budgets": {c: [f.epsilon, f.delta, f.order] for c, f in figures.budgets.items()},
     }
-    raw = zlib.compress(json.dumps(said, separators=(",", ":")).encode(), 9)
+    raw = zlib.compress(json.dumps(plain_figures, separators=(",", ":")).encode(), 9)
     raw = len(raw).to_bytes(4, "big") + raw
     raw += bytes(-len(raw) % PAD)
     if len(raw) > MOST:
@@ -77,11 +77,11 @@ def opened(secret: bytes, head: ChainHead, restored: int, sealed: bytes) -> Figu
     """Open figures; None where they are not this ledger's of this head, or none at all."""
     try:
         raw = AESGCM(_key(secret)).decrypt(sealed[:_NONCE], sealed[_NONCE:], f"{head} {restored}".encode())
-        said: Mapping[str, Any] = json.loads(zlib.decompress(raw[4 : 4 + int.from_bytes(raw[:4], "big")]))
+        plain_figures: Mapping[str, Any] = json.loads(zlib.decompress(raw[4 : 4 + int.from_bytes(raw[:4], "big")]))
         return Figures(
-            {c: [Mechanism(z, q, n) for z, q, n in spent] for c, spent in said["spent"].items()},
-            {c: planned_of(planned) for c, planned in said["worst"].items()},
-            {c: Filter(*budget) for c, budget in said["budgets"].items()},
+            {c: [Mechanism(z, q, n) for z, q, n in spent] for c, spent in plain_figures["spent"].items()},
+            {c: planned_of(planned) for c, planned in plain_figures["worst"].items()},
+            {c: Filter(*budget) for c, budget in plain_figures["budgets"].items()},
         )
     except (InvalidTag, ValueError, KeyError, TypeError, zlib.error):
         return None

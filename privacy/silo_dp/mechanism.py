@@ -43,11 +43,11 @@ class SiloDpGuard(Guard):
     """The guard at the silo, and with central noise at the coordinator.
 
     noise: z of a round's update   shares: a_k of each silo   sized: parts whose weight is a_k; of others it is 1 or 0
-    scale: public factor of parts with weights per class   told: C_t as it was broadcast, where it follows the norms
-    (adaptive.py); then the silo's bit is a part of its own, with noise of its own.
+    scale: public factor of parts with weights per class   broadcast_clip: C_t as it was broadcast, None while the clip
+    is fixed; where it follows the norms (adaptive_clipping.py) the silo's bit is a part of its own, with its own noise.
 
-    Guarantees: the bundle has the layout it had; everything that
-    depends on data is clipped, and noisy unless noise is central; evaluation passes as it is where test data is public.
+    Guarantees: the bundle has the layout it had; everything that depends on data is clipped, and noisy unless noise is
+    central; evaluation passes as it is where test data is public.
     """
 
     terms: SiloDpConfig
@@ -58,7 +58,7 @@ class SiloDpGuard(Guard):
     sized: frozenset[str]
     scale: float
     seed: int
-    told: float | None = None
+    broadcast_clip: float | None = None
     group: ClassVar[str] = adaptive_clipping.PART
 
     def initial_setting(self) -> Tensors:
@@ -67,17 +67,17 @@ class SiloDpGuard(Guard):
 
     def with_setting(self, setting: Tensors | None) -> SiloDpGuard:
         """Take a round's clip; raises RefusedError (E-PRIV-15) on one that the plan does not have, or lacks."""
-        return replace(self, told=adaptive_clipping.clip_of(self.terms, setting))
+        return replace(self, broadcast_clip=adaptive_clipping.clip_of(self.terms, setting))
 
     def next_setting(self, setting: Tensors, answered: Part) -> Tensors:
         """Return the next round's clip."""
         return adaptive_clipping.update_clip(self.terms, setting, answered)
 
     def clip_at(self, round: int) -> float:
-        """Return C_t; raises RefusedError (E-PRIV-15) where it follows the norms and was not told."""
-        if self.terms.adaptive and self.told is None:
+        """Return C_t; raises RefusedError (E-PRIV-15) where it follows the norms and was not broadcast."""
+        if self.terms.adaptive and self.broadcast_clip is None:
             raise RefusedError("E-PRIV-15", "expected the clip of this round beside the model, found none")
-        return self.terms.clip_at(round) if self.told is None else self.told
+        return self.terms.clip_at(round) if self.broadcast_clip is None else self.broadcast_clip
 
     def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:
         """Clip one silo's bundle, round it to the grid and, unless noise is central, add noise."""
@@ -109,7 +109,7 @@ class SiloDpGuard(Guard):
 
     def sensitivity(self) -> Mapping[str, float]:
         """Return, per part, how far all data of one silo can move the sum in round 0."""
-        first = replace(self, told=self.terms.clip if self.terms.adaptive else None)
+        first = replace(self, broadcast_clip=self.terms.clip if self.terms.adaptive else None)
         blocks = first._blocks(self.layout, 0)
         return {name: clip * self._scale(name) for names, clip, _ in blocks for name in names}
 

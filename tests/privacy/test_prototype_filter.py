@@ -36,15 +36,15 @@ def run_of(method: str, private: bool, **options: object) -> RunManifest:
 
 def sent(method: str, private: bool, hidden: frozenset[int], **options: object) -> tuple[Bundle, InMemoryReleaseLog]:
     """Run one round of silo 0, which holds classes 0 and 1 of four."""
-    run, book = run_of(method, private, **options), InMemoryReleaseLog()
+    run, log = run_of(method, private, **options), InMemoryReleaseLog()
     factory = with_prototype_filter(
-        CompiledRun.of(run).profile.data_factory(0, book) if private else PlainLocalData, hidden, 0.0
+        CompiledRun.of(run).profile.data_factory(0, log) if private else PlainLocalData, hidden, 0.0
     )
     port = InProcessSilo(
         "north", 0, shares()[0], RunSetup.of(run).silo_runtime(), run.train, 0, True, data_factory=factory
     )
     msg: State = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
-    return port.round(msg, replace(FED, round=0), TaskKind.TRAIN), book
+    return port.round(msg, replace(FED, round=0), TaskKind.TRAIN), log
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -127,14 +127,14 @@ def test_t_42_epsilon_infinity_is_the_plain_run_and_share_zero_holds_under_priva
     assert same(simulate(RunSetup.of(infinite), shares(), RoundHistory())["w"], final(plain)["w"])
     private = run_of("fedmr", True)
     nobody = replace(private, members=tuple(replace(m, prototypes=False) for m in private.members))
-    books = [InMemoryReleaseLog() for _ in range(3)]
+    logs = [InMemoryReleaseLog() for _ in range(3)]
     simulate(
         RunSetup.of(nobody),
         shares(),
         RoundHistory(),
-        [CompiledRun.of(nobody).profile.data_factory(k, b) for k, b in enumerate(books)],
+        [CompiledRun.of(nobody).profile.data_factory(k, b) for k, b in enumerate(logs)],
     )
-    assert all(r.purpose != "prototypes" for b in books for r in b.releases)
+    assert all(r.purpose != "prototypes" for b in logs for r in b.releases)
 
 
 def test_a_silo_that_submits_none_still_uses_prototypes() -> None:

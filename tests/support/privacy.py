@@ -71,11 +71,11 @@ def budgeted(folder: Path, epsilon: float = 8.0, test_epsilon: float = 8.0, poli
     return ledger
 
 
-TURN = RoundContext(3, 4, rounds=5, round=0, cohort=3).for_silo(0, 7)
+CONTEXT = RoundContext(3, 4, rounds=5, round=0, cohort=3).for_silo(0, 7)
 PLAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=1000, epochs=3)
 
 
-class Silent(SeededNoise):
+class NoNoise(SeededNoise):
     """Samples as usual, adds nothing."""
 
     def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
@@ -94,17 +94,19 @@ def model_of(seed: int = 0) -> nn.Module:
     return build_model("digits_cnn", {}, SCHEMA, seed)
 
 
-def course_of(
+def plan_of(
     terms: RecordDpConfig, train: TrainConfig = PLAIN, units: int = 24, method: str = "fedavg", **options: object
 ) -> ReleasePlan:
     return ReleasePlan.of(terms, train, 5, units, build_method(method, options), model_of(), SCHEMA)
 
 
-def doors(course: ReleasePlan, data: Given, noise: object = None, round: int = 0, **more: object) -> DpSgdLocalData:
-    context = replace(TURN, round=round)
-    spend = ReleaseAllowance([r for _ in range(3) for r in course.releases(round, True)])
-    source = Silent(1, "sampling") if noise is None else noise
-    return DpSgdLocalData(data, data, course.rates.train, context, course, spend, source, **more)  # type: ignore[arg-type]
+def private_data(
+    plan: ReleasePlan, data: Given, noise: object = None, round: int = 0, **more: object
+) -> DpSgdLocalData:
+    context = replace(CONTEXT, round=round)
+    allowance = ReleaseAllowance([r for _ in range(3) for r in plan.releases(round, True)])
+    source = NoNoise(1, "sampling") if noise is None else noise
+    return DpSgdLocalData(data, data, plan.rates.train, context, plan, allowance, source, **more)  # type: ignore[arg-type]
 
 
 def ce(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
@@ -117,7 +119,7 @@ CONDITIONS = ("as it is", "augmented", "dropout", "groups")
 TREATMENTS = ("split", "micro", "off")
 
 
-class ByPlace(Silent):
+class ByPlace(NoNoise):
     """The fault that was there before: what is drawn inside a unit follows from its place in the batch."""
 
     private = True
@@ -135,7 +137,7 @@ class Call(NamedTuple):
 
 
 class Capturing(PlainLocalData):
-    """Plain doors that write down each training before they do it."""
+    """Plain data that write down each training before they do it."""
 
     calls: list[Call]
 
@@ -171,7 +173,7 @@ def records() -> tuple[Tensor, Tensor]:
     return torch.rand(N, 1, 8, 8, generator=draw), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 3])
 
 
-def extremes() -> list[tuple[str, Tensor, int]]:
+def extreme_records() -> list[tuple[str, Tensor, int]]:
     """Records of every kind under labels of all classes: what it is, x (1, 8, 8), y."""
     x, y = records()
     spot = x[0].clone()
@@ -208,11 +210,11 @@ def captured(name: str, options: Mapping[str, object], dropout: bool, formed: bo
     for t in range(2):
         model.load_state_dict(start)
         now = replace(fed, round=t)
-        doors = Capturing(data, data, config, now.for_silo(0, 3))
-        doors.calls = calls = []
-        msg, turn = method.broadcast(server), now.for_silo(0, 3)
-        bundle, silo = method.local(model, msg, silo, doors, turn)
-        method.personal(model, msg, silo, doors, turn)
+        local_data = Capturing(data, data, config, now.for_silo(0, 3))
+        local_data.calls = calls = []
+        msg, context = method.broadcast(server), now.for_silo(0, 3)
+        bundle, silo = method.local(model, msg, silo, local_data, context)
+        method.personal(model, msg, silo, local_data, context)
         alone = {n: _alone(p) if n in method.unsummed_parts else p for n, p in bundle.items()}
         server = method.merge(server, alone, now)
     return calls
@@ -224,13 +226,13 @@ def _alone(part: Part) -> Part:
 
 @dataclass
 class Force:
-    """One step of a captured call under one treatment and condition, silent, over all records (q = 1)."""
+    """One step of a captured call under one treatment and condition, without noise, over all records (q = 1)."""
 
     call: Call
     coupling: Coupling
     treatment: str = "off"
     condition: str = "as it is"
-    noise: type[Silent] = Silent
+    noise: type[NoNoise] = NoNoise
 
     def __post_init__(self) -> None:
         terms = RecordDpConfig(
@@ -243,14 +245,14 @@ class Force:
         config = TrainConfig(
             lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=N, epochs=1, augment=self.condition == "augmented"
         )
-        self.course = ReleasePlan(terms, SamplingSchedule(config, N), 1, self.coupling, (1,), 0, False)
-        self.course.__dict__["noise"] = 1.0  # where solving for an epsilon would put it
+        self.plan = ReleasePlan(terms, SamplingSchedule(config, N), 1, self.coupling, (1,), 0, False)
+        self.plan.__dict__["noise"] = 1.0  # where solving for an epsilon would put it
         self._without: Tensor | None = None
 
     @property
     def accounted(self) -> float:
         """How far the accountant believes that one unit moves the sum: the noise's std over its multiplier."""
-        return self.course.std / self.course.noise
+        return self.plan.std / self.plan.noise
 
     def sum(self, x: Tensor, y: Tensor, groups: list[str]) -> Tensor:
         """Return the clipped sum of one step, flat, in float64."""
@@ -264,15 +266,17 @@ class Force:
             read.append(torch.cat([g.double().flatten() for g in found]))
 
         context = RoundContext(1, CLASSES, 4, 1, 1).for_silo(0, 0)
-        spend, source = ReleaseAllowance(self.course.training(1)), self.noise(11, "force")
-        doors = DpSgdLocalData(data, data, self.course.rates.train, context, self.course, spend, source, progress=watch)
-        doors.sgd(
+        allowance, source = ReleaseAllowance(self.plan.training(1)), self.noise(11, "force")
+        local_data = DpSgdLocalData(
+            data, data, self.plan.rates.train, context, self.plan, allowance, source, progress=watch
+        )
+        local_data.sgd(
             model,
             self.call.loss,
             SgdOptions(steps=1, only=self.call.options.only, no_momentum=self.call.options.no_momentum),
         )
-        micro = self.course.coupled and self.treatment == "micro"
-        return read[0] * (self.course.groups if micro else self.course.batch)
+        micro = self.plan.coupled and self.treatment == "micro"
+        return read[0] * (self.plan.groups if micro else self.plan.batch)
 
     def moved(self, image: Tensor, label: int, place: int) -> float:
         """Insert a record (of a group: with an ordinary one beside it) and return how far the sum moves."""

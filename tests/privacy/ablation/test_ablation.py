@@ -167,9 +167,9 @@ def test_a_small_grid_resumes_where_it_was(tmp_path: Path, monkeypatch: pytest.M
     with (tmp_path / "runs.csv").open("a") as file:
         file.write("cut off,")
     monkeypatch.setattr(privacy_ablation, "_all", here)
-    told: list[str] = []
-    found = privacy_ablation.ablate(plan, told.append)
-    assert told[0] == "6 runs, 4 to make, 6 cells"
+    messages: list[str] = []
+    found = privacy_ablation.ablate(plan, messages.append)
+    assert messages[0] == "6 runs, 4 to make, 6 cells"
     rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
     assert len(rows) == 6
     assert all(math.isinf(float(r["eps_rdp"])) == math.isinf(float(r["eps_target"])) for r in rows)

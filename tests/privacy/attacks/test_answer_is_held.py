@@ -125,12 +125,12 @@ def test_a_finished_update_that_is_asked_for_again_does_not_come_sooner(serving,
     """Another base in between makes the hospital give the update up; the first base then finds it done."""
     begun, holds = [], []
 
-    def do(bench, msg, state, data, turn, kind):
+    def do(runtime, msg, state, data, context, kind):
         begun.append(kind)
         while len(begun) > 1:  # the second task: until it is given up
             data._progress(1, 5)
             threading.Event().wait(0.002)
-        return run_silo_round(bench, msg, state, data, turn, kind)
+        return run_silo_round(runtime, msg, state, data, context, kind)
 
     def hold(pace, task, stop):
         holds.append(task)

@@ -87,15 +87,15 @@ def test_an_epsilon_is_of_a_patient_only_while_every_version_has_groups(tmp_path
 def test_a_personal_score_that_is_no_share_is_shown_nowhere(value: float) -> None:
     """One hospital's sum decides a mean over hospitals: whatever it is, no number outside of 0 to 1 leaves."""
     found = pb.RoundInfo(personal={"pa": value, "pm_l": 0.5, "pm_l_std": value})
-    said = dict(console.round_json(found))
-    json.dumps(said, allow_nan=False)
-    assert (said["pa"], said["pm_l"], said["fairness"], said["withheld_scores"]) == (None, 0.5, None, ["pa"])
+    facts = dict(console.round_json(found))
+    json.dumps(facts, allow_nan=False)
+    assert (facts["pa"], facts["pm_l"], facts["fairness"], facts["withheld_scores"]) == (None, 0.5, None, ["pa"])
     assert f"{100 * value:.0f}" not in console.personal_text(found.personal)
 
 
 def test_a_silo_is_never_further_than_done() -> None:
-    told = pb.SiloInfo(state="online", activity=pb.TRAINING, done=70, total=39)
-    assert console.doing(told) == "training (round 1) 100 %"
+    info = pb.SiloInfo(state="online", activity=pb.TRAINING, done=70, total=39)
+    assert console.doing(info) == "training (round 1) 100 %"
 
 
 @pytest.mark.parametrize("size", [math.nan, math.inf, -1.0])

@@ -24,19 +24,19 @@ from tests.support.privacy import TRAIN, budgeted, hospital_level, private
 RECORDS = datasets.load("digits/p3c4/1")
 
 
-def book_of(ledger: Ledger, run, epsilon: float = 8.0, id: str = "run") -> RunLedger:
-    book = RunLedger(ledger, CompiledRun.of(run), RECORDS, most=Filter.of(epsilon, 1e-5))
-    book.begin(id)
-    return book
+def run_ledger_of(ledger: Ledger, run, epsilon: float = 8.0, id: str = "run") -> RunLedger:
+    run_ledger = RunLedger(ledger, CompiledRun.of(run), RECORDS, most=Filter.of(epsilon, 1e-5))
+    run_ledger.begin(id)
+    return run_ledger
 
 
-def asked(book: RunLedger, round: int, releases: list[Release]) -> str:
+def asked(run_ledger: RunLedger, round: int, releases: list[Release]) -> str:
     """Ask for a round and do it; return the code of the refusal, or nothing."""
     try:
-        book.reserve(round, True, releases)
+        run_ledger.reserve(round, True, releases)
     except RefusedError as error:
         return error.code
-    book.commit("sha")
+    run_ledger.commit("sha")
     return ""
 
 
@@ -44,11 +44,11 @@ def test_a_round_offered_again_and_again_is_charged_three_times_at_most(tmp_path
     ledger = budgeted(tmp_path, epsilon=500.0, test_epsilon=500.0)
     run = private(reserve_rounds=10, epsilon=8.0)
     round0 = release_plan(RunSetup.of(run), 1).releases(0, True)
-    book = book_of(ledger, run)
-    assert [asked(book, 0, round0) for _ in range(ATTEMPTS + 3)] == [""] * ATTEMPTS + ["E-BUDGET-12"] * 3
+    run_ledger = run_ledger_of(ledger, run)
+    assert [asked(run_ledger, 0, round0) for _ in range(ATTEMPTS + 3)] == [""] * ATTEMPTS + ["E-BUDGET-12"] * 3
     assert sum(state == "SPENT" for _, state, _ in ledger.entries(TRAIN)) == ATTEMPTS
     assert [event[2] for event in ledger.events()][-3:] == ["REFUSED"] * 3
-    other = book_of(ledger, run, id="the same manifest under another id")
+    other = run_ledger_of(ledger, run, id="the same manifest under another id")
     assert asked(other, 0, round0) == "E-BUDGET-12"
     assert asked(other, 1, release_plan(RunSetup.of(run), 1).releases(1, True)) == ""
 
@@ -57,11 +57,11 @@ def test_a_run_never_passes_its_own_epsilon_however_it_is_asked(tmp_path: Path) 
     """Every round as often as attempts allow, under fresh ids of one manifest: the sum is what it announced at most."""
     ledger = budgeted(tmp_path, epsilon=500.0, test_epsilon=500.0)
     run = replace(private(epsilon=0.5, test_data="public"), rounds=4)
-    course = release_plan(RunSetup.of(run), 1)
+    plan = release_plan(RunSetup.of(run), 1)
     for attempt in range(ATTEMPTS):
-        book = book_of(ledger, run, id=f"run-{attempt}")
-        said = [asked(book, t, course.releases(t, True)) for t in range(4)]
-    assert "E-BUDGET-12" in said
+        run_ledger = run_ledger_of(ledger, run, id=f"run-{attempt}")
+        codes = [asked(run_ledger, t, plan.releases(t, True)) for t in range(4)]
+    assert "E-BUDGET-12" in codes
     assert 0.3 < epsilon_rdp(ledger.history(TRAIN), 1e-5) <= 0.5
 
 
@@ -69,7 +69,7 @@ def test_a_policys_epsilon_holds_where_the_manifest_asks_for_more(tmp_path: Path
     ledger = budgeted(tmp_path, epsilon=500.0, test_epsilon=500.0)
     run = private(epsilon=8.0, test_data="public")
     assert (
-        asked(book_of(ledger, run, epsilon=0.5), 0, release_plan(RunSetup.of(run), 1).releases(0, True))
+        asked(run_ledger_of(ledger, run, epsilon=0.5), 0, release_plan(RunSetup.of(run), 1).releases(0, True))
         == "E-BUDGET-12"
     )
     assert ledger.history(TRAIN) == []
@@ -80,14 +80,14 @@ def test_what_one_run_may_not_spend_is_refused_before_its_round_0(tmp_path: Path
     ledger = budgeted(tmp_path, epsilon=500.0, test_epsilon=500.0)
     run = private(epsilon=2.0, reserve_rounds=0)
     whole = CompiledRun.of(run).profile.charges(1)
-    book_of(ledger, run, epsilon=2.0).require(whole)
+    run_ledger_of(ledger, run, epsilon=2.0).require(whole)
     with pytest.raises(RefusedError, match="E-BUDGET-12"):
-        book_of(ledger, run, epsilon=0.5).require(whole)
-    book = book_of(ledger, run)
-    assert asked(book, 0, release_plan(RunSetup.of(run), 1).releases(0, True)) == ""
+        run_ledger_of(ledger, run, epsilon=0.5).require(whole)
+    run_ledger = run_ledger_of(ledger, run)
+    assert asked(run_ledger, 0, release_plan(RunSetup.of(run), 1).releases(0, True)) == ""
     with pytest.raises(RefusedError, match="E-BUDGET-12"):
-        book_of(ledger, run, id="the same again").require(whole)
-    book_of(ledger, replace(run, seed=99), id="another").require(whole)
+        run_ledger_of(ledger, run, id="the same again").require(whole)
+    run_ledger_of(ledger, replace(run, seed=99), id="another").require(whole)
     assert [state for _, state, _ in ledger.entries(TRAIN)] == ["SPENT"]
 
 
@@ -96,8 +96,8 @@ def test_evaluations_stay_within_what_the_preview_says_of_them(tmp_path: Path) -
     run = private(epsilon=8.0)
     look = [r for r in CompiledRun.of(run).profile.releases(1) if r.collection == "test"]
     reserve = 1
-    book = book_of(ledger, run)
-    codes = [asked(book, t, look[:1]) for t in range(20)]
+    run_ledger = run_ledger_of(ledger, run)
+    codes = [asked(run_ledger, t, look[:1]) for t in range(20)]
     assert codes == [""] * (len(look) + reserve) + ["E-BUDGET-12"] * (20 - len(look) - reserve)
 
 
@@ -107,7 +107,7 @@ def test_another_run_is_another_request_that_the_data_sets_budget_bounds(tmp_pat
     for seed in range(20):
         run = replace(private(epsilon=0.5, test_data="public"), seed=seed, rounds=1)
         codes.append(
-            asked(book_of(ledger, run, id=f"run-{seed}"), 0, release_plan(RunSetup.of(run), 1).releases(0, True))
+            asked(run_ledger_of(ledger, run, id=f"run-{seed}"), 0, release_plan(RunSetup.of(run), 1).releases(0, True))
         )
     fit = codes.count("")
     assert 2 <= fit < 20
@@ -118,23 +118,23 @@ def test_another_run_is_another_request_that_the_data_sets_budget_bounds(tmp_pat
 def test_a_crash_in_the_middle_leaves_room_to_repeat_that_round_and_a_second_one_does_not(tmp_path: Path) -> None:
     """Budget and epsilon are equal. Each round is reserved; a crash is one that is never committed."""
     run = replace(private(epsilon=2.0, test_data="public", reserve_rounds=1), rounds=3)
-    course = release_plan(RunSetup.of(run), 1)
+    plan = release_plan(RunSetup.of(run), 1)
     for crashes, last in ((0, ""), (1, ""), (2, "E-BUDGET-12")):
         home = tmp_path / str(crashes)
         ledger = budgeted(home, epsilon=2.0)
-        book = book_of(ledger, run, epsilon=2.0)
+        run_ledger = run_ledger_of(ledger, run, epsilon=2.0)
         for t in (0, 1):
-            assert asked(book, t, course.releases(t, True)) == ""
+            assert asked(run_ledger, t, plan.releases(t, True)) == ""
         for _ in range(crashes):
-            book.reserve(2, True, course.releases(2, True))
+            run_ledger.reserve(2, True, plan.releases(2, True))
             again = Ledger(Home(home).ledger)
             again.recover()
-            book = book_of(again, run, epsilon=2.0)
-        code = asked(book, 2, course.releases(2, True))
+            run_ledger = run_ledger_of(again, run, epsilon=2.0)
+        code = asked(run_ledger, 2, plan.releases(2, True))
         assert code == last or (last and code == "E-BUDGET-01")
         assert epsilon_rdp(ledger.history(TRAIN), 1e-5) <= 2.0
     without = replace(private(epsilon=2.0, test_data="public", reserve_rounds=0), rounds=3)
-    assert release_plan(RunSetup.of(without), 1).noise < course.noise
+    assert release_plan(RunSetup.of(without), 1).noise < plan.noise
 
 
 def test_a_run_with_silo_level_privacy_is_held_to_it_for_the_hospital_and_four_times_it_for_records(
@@ -144,12 +144,12 @@ def test_a_run_with_silo_level_privacy_is_held_to_it_for_the_hospital_and_four_t
     register(ledger, RECORDS, "center1")
     ledger.set_budget(HOSPITAL, 500.0, 1e-5, "dpo", "test")
     run = hospital_level(epsilon=1.0)
-    book = book_of(ledger, run, epsilon=1.0)
+    run_ledger = run_ledger_of(ledger, run, epsilon=1.0)
     whole, record = Release("update", HOSPITAL, Mechanism(12.0)), Release("update", "train", Mechanism(6.0))
-    codes = [asked(book, t, [whole, record]) for t in range(40)]
+    codes = [asked(run_ledger, t, [whole, record]) for t in range(40)]
     assert 1 < codes.index("E-BUDGET-12") < 30
     assert epsilon_rdp(ledger.history(HOSPITAL), 1e-5) <= 1.0
-    assert asked(book, 50, [Release("update", "train", Mechanism(0.5))]) == "E-BUDGET-12"
+    assert asked(run_ledger, 50, [Release("update", "train", Mechanism(0.5))]) == "E-BUDGET-12"
 
 
 @pytest.mark.parametrize("noise", [1e-320, 1e-200, 1e-40, 1e-7, 0.0, 1e-3])

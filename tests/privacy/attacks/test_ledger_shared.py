@@ -21,10 +21,10 @@ SERVICE = """
 import sys
 from pathlib import Path
 from privacy.accounting.accountant import Mechanism
-from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 ledger = Ledger(Path(sys.argv[1]))
-planned = [Planned("training", Mechanism(2.85, 0.032, 31))]
-entry = ledger.reserve("skin/train", Task("theirs", "m", 0, "train", "v1"), planned)
+planned = [PlannedRelease("training", Mechanism(2.85, 0.032, 31))]
+entry = ledger.reserve("skin/train", LedgerTask("theirs", "m", 0, "train", "v1"), planned)
 ledger.start(entry)
 print("at work", flush=True)
 for line in sys.stdin:

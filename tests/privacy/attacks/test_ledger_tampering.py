@@ -164,9 +164,9 @@ def louder(event: Event) -> Event:
     """Say of what was spent that its noise was a hundred times as much."""
     if event.state != "INTENT":
         return event
-    said = json.loads(event.detail)
-    said["mechanisms"] = [[p, 100 * z, q, n] for p, z, q, n in said["mechanisms"]]
-    return event._replace(detail=json.dumps(said))
+    facts = json.loads(event.detail)
+    facts["mechanisms"] = [[p, 100 * z, q, n] for p, z, q, n in facts["mechanisms"]]
+    return event._replace(detail=json.dumps(facts))
 
 
 @pytest.mark.parametrize("secret", [None, b"\0" * 32, b"somebody else's secret, 32 bytes"])

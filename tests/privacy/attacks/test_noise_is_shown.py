@@ -33,6 +33,7 @@ from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from privacy.ablation.checks import Estimate
+from privacy.profiles import result_noise
 from privacy.reports.uncertainty import EvaluationNoise
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.cli import console as show
@@ -147,13 +148,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         case.store.close()
 
 
-def truthful(text: str, told: bool = True) -> None:
+def truthful(text: str, must_say: bool = True) -> None:
     """Check that a text for people has no share outside of 0 to 100 %, and says what noise left."""
     for found in PER_CENT.findall(text):
         assert 0 <= float(found) <= 100, text
     assert not OUT_OF.search(text), text
     assert "nan" not in text.lower().replace("nannan", ""), text
-    assert not told or "withheld" in text or "95 %:" in text, text
+    assert not must_say or "withheld" in text or "95 %:" in text, text
 
 
 def shares(value: object, name: str = "") -> Iterator[tuple[str, float | None]]:
@@ -191,7 +192,7 @@ def test_the_leads_commands_withhold_what_noise_hides(case: str, run, capsys: py
         assert {v for _, v in found} == {None}
     for listing in (lead.runs, lead.status):
         listing()
-        truthful(capsys.readouterr().out, told=listing is lead.runs)
+        truthful(capsys.readouterr().out, must_say=listing is lead.runs)
         listing(as_json=True)
         machine(capsys.readouterr().out, 6 if listing is lead.runs else 0)
 
@@ -272,14 +273,14 @@ def test_a_picture_draws_no_point_outside_and_names_what_is_withheld(run, tmp_pa
 @pytest.mark.parametrize("case", SUMS)
 def test_a_simulation_withholds_what_noise_hides(case: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     manifest, found = private(), records(*SUMS[case])
-    result = Result(manifest, found, "d" * 64)
+    result = Result(manifest, result_noise(manifest), found, "d" * 64)
 
-    def simulated(spec, root, tell, how, fine_tune):
+    def simulated(spec, root, tell, *_):
         for record in found if tell else ():
             tell(manifest).closed(record, {})
         return result
 
-    monkeypatch.setattr(research.simulation, "run", simulated)
+    monkeypatch.setattr(research.runner, "run", simulated)
     words = {
         "multirun": False,
         "jobs": 0,
@@ -294,9 +295,9 @@ def test_a_simulation_withholds_what_noise_hides(case: str, capsys: pytest.Captu
         "data_root": None,
     }
     research.simulate([], **words, as_json=False)
-    said = capsys.readouterr()
-    truthful(said.out)
-    truthful(said.err)
+    output = capsys.readouterr()
+    truthful(output.out)
+    truthful(output.err)
     research.simulate([], **words, as_json=True)
     text = capsys.readouterr().out
     assert {v for _, v in machine(text, 10)} == {None}
@@ -346,7 +347,7 @@ def test_enough_signal_is_shown_with_its_interval_everywhere(run, capsys: pytest
     assert facts["accuracy_low"] < 0.7 < facts["accuracy_high"]
     assert facts["best_accuracy_low"] < facts["accuracy_low"]  # the best of three is less certain than one
     assert made.detail.info.accuracy == pytest.approx(0.7)
-    simulated = Result(made.manifest, made.records, "d" * 64).summary()
+    simulated = Result(made.manifest, result_noise(made.manifest), made.records, "d" * 64).summary()
     assert simulated["accuracy_by_round"] == [console.round_json(r)["accuracy"] for r in made.detail.rounds]
     assert (simulated["accuracy_low"], simulated["accuracy_high"]) == (facts["accuracy_low"], facts["accuracy_high"])
 
@@ -365,7 +366,7 @@ def test_a_plain_run_that_a_silo_lies_to_shows_no_impossible_share(run, capsys: 
             continue
         run(*sums, replace(private(), privacy=NamedOptions("none")), personal=False)
         lead.show()
-        truthful(capsys.readouterr().out, told=False)
+        truthful(capsys.readouterr().out, must_say=False)
         lead.show(as_json=True)
         machine(capsys.readouterr().out, 6)
 

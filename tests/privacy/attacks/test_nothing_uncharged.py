@@ -62,19 +62,19 @@ PUBLIC = Given(torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(5)
 
 def sent(run: RunManifest, share: SiloShare, public: bool = False) -> tuple[list[Bundle], InMemoryReleaseLog]:
     """Let a hospital train and evaluate, and return all that leaves it."""
-    book, bench = InMemoryReleaseLog(), CompiledRun.of(run).silo_runtime()
-    opened, open_test = CompiledRun.of(run).profile.data_factory(0, book), PUBLIC if public else None
-    port = InProcessSilo(NAMES[0], 0, share, bench, run.train, 0, True, open_test, opened)
-    msg = bench.method.broadcast(RunSetup.of(run).initial_state())
+    log, runtime = InMemoryReleaseLog(), CompiledRun.of(run).silo_runtime()
+    opened, open_test = CompiledRun.of(run).profile.data_factory(0, log), PUBLIC if public else None
+    port = InProcessSilo(NAMES[0], 0, share, runtime, run.train, 0, True, open_test, opened)
+    msg = runtime.method.broadcast(RunSetup.of(run).initial_state())
     rounds = [(0, TaskKind.TRAIN), (3, TaskKind.EVALUATE)]
-    return [port.round(msg, replace(FED, round=t), kind) for t, kind in rounds], book
+    return [port.round(msg, replace(FED, round=t), kind) for t, kind in rounds], log
 
 
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the mechanisms of record-level privacy see no data: what is left of them is noise.
 
-    Sums still show the extractor that they were asked of: one that was trained past the doors would be seen.
+    Sums still show the extractor that they were asked of: one that was trained without being charged would be seen.
     """
 
     def sums(
@@ -169,7 +169,9 @@ def test_t_43_what_leaves_under_silo_level_privacy_depends_on_data_through_the_g
     monkeypatch.setattr(SiloDpGuard, "_rounded", blinded)
     if terms:
         start = CompiledRun.of(run).guards.silo[0].initial_setting()
-        monkeypatch.setattr(SiloDpGuard, "with_setting", lambda self, _: replace(self, told=float(start["clip"])))
+        monkeypatch.setattr(
+            SiloDpGuard, "with_setting", lambda self, _: replace(self, broadcast_clip=float(start["clip"]))
+        )
     (mine, charged), (theirs, also) = sent(run, shares()[0]), sent(run, other())
     assert charged.releases == also.releases
     assert (adaptive_clipping.PART in mine[0]) is bool(terms)
@@ -184,16 +186,16 @@ def test_personal_models_are_rehearsed_every_release_is_planned_and_every_planne
 ) -> None:
     opened: list[ReleaseAllowance] = []
 
-    def spend(planned: list[object]) -> ReleaseAllowance:
+    def allow(planned: list[object]) -> ReleaseAllowance:
         opened.append(ReleaseAllowance(planned))  # type: ignore[arg-type]
         return opened[-1]
 
-    monkeypatch.setattr(record, "ReleaseAllowance", spend)
+    monkeypatch.setattr(record, "ReleaseAllowance", allow)
     run = run_of(method)
-    _, book = sent(run, shares()[0], public)
+    _, log = sent(run, shares()[0], public)
     assert [r for s in opened for r in s.left] == []
     assert [r for s in opened for r in s.made] != []
-    purposes = [r.purpose for r in book.releases]
+    purposes = [r.purpose for r in log.releases]
     assert purposes.count("evaluation") == 2 * METHODS[method].has_global_model + 1
     extra = {"fedbabu": 1, "fedrep": 1}.get(method, 0)
     without = sent(run_of(method, personal=False), shares()[0])[1].releases

@@ -33,18 +33,18 @@ def home(tmp_path: Path) -> Home:
 
 
 @pytest.fixture
-def custody(home: Home):
+def controls(home: Home):
     store = Store(home.database)
     yield HospitalControls(home, store)
     store.close_database()
 
 
-def code_of(custody: HospitalControls, about=None) -> str:
+def code_of(controls: HospitalControls, about=None) -> str:
     """Ask for a plain and for a private run; return the one code of both refusals, or that of `about` alone."""
     codes = []
     for asked in (private(), manifest()) if about is None else (about,):
         with pytest.raises(FederationError) as refused:
-            custody.admit("run-1", asked)
+            controls.admit("run-1", asked)
         assert isinstance(refused.value, RefusedError)
         codes.append(refused.value.code)
     (code,) = set(codes)
@@ -55,17 +55,17 @@ def checked(home: Home, capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """Run `silo policy check`; return the code that it fails with, "" where it finds the policy sound."""
     capsys.readouterr()
     status = run(["policy", "check", *words, "--home", str(home.path)])
-    said = capsys.readouterr().err
-    assert (status != 0) == bool(said)
-    return said.split(":")[0] if status else ""
+    message = capsys.readouterr().err
+    assert (status != 0) == bool(message)
+    return message.split(":")[0] if status else ""
 
 
-def test_the_sound_file_and_a_link_to_one_are_accepted(home, custody, capsys, tmp_path) -> None:
-    assert custody.admit("run-1", private())
+def test_the_sound_file_and_a_link_to_one_are_accepted(home, controls, capsys, tmp_path) -> None:
+    assert controls.admit("run-1", private())
     (tmp_path / "etc").mkdir()
     home.policy.rename(tmp_path / "etc/policy.toml")
     home.policy.symlink_to(tmp_path / "etc/policy.toml")
-    assert custody.admit("run-1", private())
+    assert controls.admit("run-1", private())
     assert checked(home, capsys) == ""
 
 
@@ -94,15 +94,15 @@ def huge(home: Home) -> None:
 
 
 @pytest.mark.parametrize("harm", [dangling, circle, folder, pipe, huge], ids=lambda harm: harm.__name__)
-def test_what_is_no_readable_file_allows_nothing(home, custody, capsys, harm) -> None:
+def test_what_is_no_readable_file_allows_nothing(home, controls, capsys, harm) -> None:
     harm(home)
-    assert code_of(custody) == "E-POLICY-01"
+    assert code_of(controls) == "E-POLICY-01"
     assert checked(home, capsys) == "E-POLICY-01"
-    assert custody.hides_size()
-    custody.policy_digest()  # goes with every session: it must not end the service
+    assert controls.hides_size()
+    controls.policy_digest()  # goes with every session: it must not end the service
 
 
-def test_a_file_that_cannot_be_opened_allows_nothing_and_does_not_end_the_service(home, custody, monkeypatch) -> None:
+def test_a_file_that_cannot_be_opened_allows_nothing_and_does_not_end_the_service(home, controls, monkeypatch) -> None:
     """The tests may run as root, whom no mode keeps out: the refusal is the operating system's, made here."""
     plain = os.open
 
@@ -113,17 +113,17 @@ def test_a_file_that_cannot_be_opened_allows_nothing_and_does_not_end_the_servic
 
     monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(Path, "read_bytes", lambda path: refuse(path, os.O_RDONLY))
-    assert code_of(custody) == "E-POLICY-01"
-    assert custody.policy_digest() == ""
+    assert code_of(controls) == "E-POLICY-01"
+    assert controls.policy_digest() == ""
 
 
-def test_a_file_that_was_there_and_vanished_is_no_policy_of_defaults(home, custody, capsys) -> None:
-    assert custody.admit("run-1", private())
+def test_a_file_that_was_there_and_vanished_is_no_policy_of_defaults(home, controls, capsys) -> None:
+    assert controls.admit("run-1", private())
     home.policy.unlink()
-    assert code_of(custody) == "E-POLICY-13"
+    assert code_of(controls) == "E-POLICY-13"
     assert checked(home, capsys) == "E-POLICY-13"
     home.policy.write_text("")  # the operator says that the defaults are meant
-    assert custody.admit("run-1", manifest())
+    assert controls.admit("run-1", manifest())
     assert checked(home, capsys) == ""
 
 
@@ -135,55 +135,55 @@ def test_a_home_that_never_had_a_policy_has_the_defaults(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o602, 0o620, 0o666])
-def test_a_file_that_others_can_write_allows_nothing_and_the_remedy_is_named(home, custody, capsys, mode) -> None:
+def test_a_file_that_others_can_write_allows_nothing_and_the_remedy_is_named(home, controls, capsys, mode) -> None:
     home.policy.chmod(mode)
-    assert code_of(custody) == "E-POLICY-10"
+    assert code_of(controls) == "E-POLICY-10"
     with pytest.raises(RefusedError, match="chmod go-w"):
-        custody.policy()
+        controls.policy()
     assert checked(home, capsys) == "E-POLICY-10"
     assert checked(home, capsys, str(home.policy)) == "E-POLICY-10"
     home.policy.chmod(mode & ~0o022)
-    assert custody.admit("run-1", private())
+    assert controls.admit("run-1", private())
 
 
-def test_a_link_to_a_file_that_others_can_write_allows_nothing(home, custody, tmp_path) -> None:
+def test_a_link_to_a_file_that_others_can_write_allows_nothing(home, controls, tmp_path) -> None:
     real = home.policy.rename(tmp_path / "policy.toml")
     home.policy.symlink_to(real)
     real.chmod(0o666)
-    assert code_of(custody) == "E-POLICY-10"
+    assert code_of(controls) == "E-POLICY-10"
 
 
-def test_a_file_in_a_folder_that_everybody_can_write_allows_nothing(home, custody, tmp_path) -> None:
+def test_a_file_in_a_folder_that_everybody_can_write_allows_nothing(home, controls, tmp_path) -> None:
     (tmp_path / "open").mkdir()
     real = home.policy.rename(tmp_path / "open/policy.toml")
     home.policy.symlink_to(real)
-    assert custody.admit("run-1", private())
+    assert controls.admit("run-1", private())
     (tmp_path / "open").chmod(0o777)
-    assert code_of(custody) == "E-POLICY-10"
+    assert code_of(controls) == "E-POLICY-10"
 
 
-def test_the_file_of_another_user_allows_nothing(home, custody, monkeypatch) -> None:
+def test_the_file_of_another_user_allows_nothing(home, controls, monkeypatch) -> None:
     if os.geteuid() == 0:
         os.chown(home.policy, STRANGER, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
-    assert code_of(custody) == "E-POLICY-10"
+    assert code_of(controls) == "E-POLICY-10"
 
 
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf", "-1.0", "0.0"])
 @pytest.mark.parametrize("key", ["privacy.epsilon", "privacy.delta", "budget.'center1/train'.epsilon"])
-def test_no_number_that_bounds_nothing_stands_in_a_policy(home, custody, capsys, key, number) -> None:
+def test_no_number_that_bounds_nothing_stands_in_a_policy(home, controls, capsys, key, number) -> None:
     rest = "budget.'center1/train'.delta = 1e-5\n" if key.startswith("budget") else ""
     home.policy.write_text(f"privacy.rng = 'test'\n{rest}{key} = {number}\n")
-    assert code_of(custody) == "E-POLICY-01"
+    assert code_of(controls) == "E-POLICY-01"
     assert checked(home, capsys) == "E-POLICY-01"
 
 
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf", "-1", "-0.5", "1" + "0" * 400])
 @pytest.mark.parametrize("key", ["prototypes.min_count", "privacy.min_noise"])
-def test_no_negative_or_endless_count_stands_in_a_policy(home, custody, key, number) -> None:
+def test_no_negative_or_endless_count_stands_in_a_policy(home, controls, key, number) -> None:
     home.policy.write_text(f"privacy.rng = 'test'\n{key} = {number}\n")
-    assert code_of(custody) == "E-POLICY-01"
+    assert code_of(controls) == "E-POLICY-01"
 
 
 @pytest.mark.parametrize("epsilon", [math.inf, math.nan, -1.0, 0.0])
@@ -212,31 +212,31 @@ def test_python_makes_no_policy_of_counts_and_rates_that_mean_nothing() -> None:
 
 
 def test_a_plan_whose_numbers_are_nan_is_not_allowed() -> None:
-    course = release_plan(RunSetup.of(private()), 1)
-    Policy().check_plan(course, "record")
-    vars(course)["noise"] = math.nan  # what a solver might return: the property is computed once and kept
+    plan = release_plan(RunSetup.of(private()), 1)
+    Policy().check_plan(plan, "record")
+    vars(plan)["noise"] = math.nan  # what a solver might return: the property is computed once and kept
     with pytest.raises(RefusedError, match="E-POLICY-05"):
-        Policy().check_plan(course, "record")
+        Policy().check_plan(plan, "record")
     with pytest.raises(RefusedError, match="E-POLICY-05"):
         Policy().check_update(math.nan)
 
 
 def test_a_manifest_that_states_a_smaller_hospital_gets_no_larger_delta() -> None:
     """delta must stay below a tenth of one unit: of the size that the hospital declared, not of what a run claims."""
-    course = release_plan(RunSetup.of(private(delta=9e-6)), 1)
-    Policy().check_plan(course, "record", declared=11_000)
+    plan = release_plan(RunSetup.of(private(delta=9e-6)), 1)
+    Policy().check_plan(plan, "record", declared=11_000)
     with pytest.raises(RefusedError, match="E-POLICY-05"):
-        Policy().check_plan(course, "record", declared=12_000)
+        Policy().check_plan(plan, "record", declared=12_000)
 
 
-def test_a_budget_for_no_collection_of_the_ledger_closes_the_hospital_to_private_runs(home, custody, capsys) -> None:
+def test_a_budget_for_no_collection_of_the_ledger_closes_the_hospital_to_private_runs(home, controls, capsys) -> None:
     home.policy.write_text(SOUND + "[budget.'center1/trian']\nepsilon = 1.0\ndelta = 1e-5\n")
     with pytest.raises(RefusedError, match=f"E-POLICY-09.*did you mean '{TRAIN}'.*{TEST}"):
-        custody.admit("run-1", private())
+        controls.admit("run-1", private())
     assert checked(home, capsys) == "E-POLICY-09"
-    assert "E-POLICY-09" in [detail for _, _, state, detail, _ in custody.ledger.events() if state == "REFUSED"]
+    assert "E-POLICY-09" in [detail for _, _, state, detail, _ in controls.ledger.events() if state == "REFUSED"]
     home.policy.write_text(SOUND + f"[budget.'{TRAIN}']\nepsilon = 1.0\ndelta = 1e-5\n")
-    assert custody.admit("run-1", private())
+    assert controls.admit("run-1", private())
     assert checked(home, capsys) == ""
 
 

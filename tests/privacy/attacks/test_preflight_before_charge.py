@@ -88,9 +88,9 @@ def test_a_run_that_one_hospital_cannot_finish_is_charged_at_none(tmp_path: Path
         assert "center0" not in ended.reason
         assert "center1" not in ended.reason
         assert uncharged(sites)
-        ((name, said),) = events(world, ended.id, "refused")
-        assert (name, said.partition(":")[0]) == ("center2", code)
-        own_words = said.partition("refused: ")[
+        ((name, reason),) = events(world, ended.id, "refused")
+        assert (name, reason.partition(":")[0]) == ("center2", code)
+        own_words = reason.partition("refused: ")[
             2
         ]  # what leaves of a budget or a policy has no number of the hospital's
         assert own_words
@@ -133,8 +133,8 @@ def test_an_absent_hospital_is_waited_for_and_named_and_nobody_is_charged_meanwh
         assert world.server is not None
         until(lambda: len(world.server.dispatcher._sessions) == 2, "two hospitals", 60)
         run = world.submit(RUN)
-        ((_, said),) = heard(world, run.id, "preflight")
-        assert said.endswith("away: center1")
+        ((_, reason),) = heard(world, run.id, "preflight")
+        assert reason.endswith("away: center1")
         assert {name for name, _ in heard(world, run.id, "ready", 2)} == {"center0", "center2"}
         assert world.run(run.id).state is RunState.WAITING
         assert not began(world, run.id)

@@ -59,9 +59,9 @@ def test_the_manifest_has_the_form_and_says_what_it_replaced(
     assert dict(made.private_form) == was
     assert {k: made.method.options[k] for k in now} == now
     assert RunManifest.from_json(made.to_json()) == made
-    told = private_form(made.to_json())
-    assert all(f"method.{k}={now[k]} (was {was[k]})" in told for k in now)
-    assert bool(told) == bool(was)
+    notes = private_form(made.to_json())
+    assert all(f"method.{k}={now[k]} (was {was[k]})" in notes for k in now)
+    assert bool(notes) == bool(was)
 
 
 @pytest.mark.parametrize("words", [("privacy=none",), ("privacy.epsilon=inf",)])

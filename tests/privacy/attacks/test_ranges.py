@@ -168,11 +168,11 @@ def test_the_coordinator_refuses_before_anything_is_sent() -> None:
 def test_a_silo_refuses_before_its_data_are_opened_and_the_ledger_has_the_record(tmp_path: Path) -> None:
     home = Home(tmp_path / "home").make()
     store = Store(home.database)
-    custody = HospitalControls(home, store)
+    controls = HospitalControls(home, store)
     with pytest.raises(RefusedError, match=r"E-PRIV-20.*privacy\.clip"):
-        custody.admit("run-1", with_terms(private(), clip=1e-30))
+        controls.admit("run-1", with_terms(private(), clip=1e-30))
     store.close_database()
-    assert "E-PRIV-20" in [detail for _, _, state, detail, _ in custody.ledger.events() if state == "REFUSED"]
+    assert "E-PRIV-20" in [detail for _, _, state, detail, _ in controls.ledger.events() if state == "REFUSED"]
 
 
 def test_plain_runs_may_have_any_number() -> None:

@@ -143,16 +143,16 @@ def test_steps_are_for_the_hospitals_own_screen_alone(serving, run) -> None:
     """The number of steps, and when each was done, would tell how long the records take."""
     seen: list[tuple[pb.Pulse, pb.Pulse]] = []
 
-    def steps(bench, msg, state, data, turn, kind):
+    def steps(runtime, msg, state, data, context, kind):
         for done in range(3):
             data._progress(done + 1, 3)
             seen.append((hospital.service.pulse(), hospital.service.doing()))
-        return run_silo_round(bench, msg, state, data, turn, kind)
+        return run_silo_round(runtime, msg, state, data, context, kind)
 
     hospital = serving(run(), steps)
     hospital.offer()
     hospital.sent()
-    assert [told for told, _ in seen] == [pb.Pulse(activity=pb.TRAINING, run_id="run-1", round=0)] * 3
+    assert [pulse for pulse, _ in seen] == [pb.Pulse(activity=pb.TRAINING, run_id="run-1", round=0)] * 3
     if run is private:
         assert [(own.done, own.total) for _, own in seen] == [(1, 3), (2, 3), (3, 3)]
 

@@ -2,7 +2,7 @@
 
 Every method that runs privately, every option that enters its loss, with augmentation, dropout and groups; records of
 every kind (zeros, 1e30, not a number, copies of others, all labels) in front, in the middle and at the end. The losses
-are the methods' own, as `local` gives them to its doors in the second round, when prototypes and earlier models are
+are the methods' own, as `local` gives them to its data in the second round, when prototypes and earlier models are
 there. The exhaustive grid is slow; `make test` runs a diagonal of it through every case.
 """
 
@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from fl_core.methods import METHODS, build_method
 from fl_core.types.enums import Coupling
 from fl_core.types.values import AS_SCHEDULED, Losses
-from tests.support.privacy import CLIP, CONDITIONS, ByPlace, Call, Force, N, captured, extremes, splits_of
+from tests.support.privacy import CLIP, CONDITIONS, ByPlace, Call, Force, N, captured, extreme_records, splits_of
 
 INTER = {"mu1": 1e-2, "mu2": 1.0}
 CASES: dict[str, list[dict[str, object]]] = {
@@ -118,8 +118,8 @@ def cells(name: str, k: int) -> Iterator[tuple[str, Force]]:
 
 
 def check(where: str, force: Force, chosen: list[int]) -> float:
-    """Insert the chosen extremes, each at one place, and return the furthest that the sum was moved."""
-    everything, furthest = extremes(), 0.0
+    """Insert the chosen extreme_records, each at one place, and return the furthest that the sum was moved."""
+    everything, furthest = extreme_records(), 0.0
     for k in chosen:
         kind, image, label = everything[k]
         place = PLACES[k // 3 % len(PLACES)]
@@ -136,7 +136,7 @@ def test_no_record_moves_a_step_further_than_accounted(name: str, k: int) -> Non
     """The diagonal: each case in one condition and treatment, with a few records that differ from case to case."""
     found = list(cells(name, k))
     where, force = found[(3 * ALL.index((name, k)) + 1) % len(found)]
-    count = len(extremes())
+    count = len(extreme_records())
     start = 5 * ALL.index((name, k))
     furthest = check(where, force, [(start + 7 * j) % count for j in range(6)])
     assert furthest > 0.05 * CLIP, f"{where}: nothing moved"
@@ -146,8 +146,8 @@ def test_no_record_moves_a_step_further_than_accounted(name: str, k: int) -> Non
 @pytest.mark.parametrize(("name", "k"), ALL)
 def test_no_record_moves_any_step_further_than_accounted(name: str, k: int) -> None:
     """The grid: every training, treatment and condition; cells take turns in the records, a third of them each."""
-    for turn, (where, force) in enumerate(cells(name, k)):
-        furthest = check(where, force, list(range(turn % 3, len(extremes()), 3)))
+    for number, (where, force) in enumerate(cells(name, k)):
+        furthest = check(where, force, list(range(number % 3, len(extreme_records()), 3)))
         assert furthest > 0.3 * CLIP, f"{where}: nothing moved"
 
 
@@ -177,7 +177,7 @@ def test_what_the_private_form_replaces_is_moved_further(name: str, options: dic
     """As asked for, these methods pass their bound: the reason for the form."""
     (asked,) = captured(name, options, dropout=False, formed=False)
     force = Force(asked, Coupling.EXAMPLE)
-    assert max(force.moved(image, label, 0) for _, image, label in extremes()[:12]) > force.accounted
+    assert max(force.moved(image, label, 0) for _, image, label in extreme_records()[:12]) > force.accounted
 
 
 def each(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def over_the_batch(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
 def test_the_measurement_sees_a_loss_that_looks_at_others(planted) -> None:  # type: ignore[no-untyped-def]
     (call,) = captured("fedavg", {}, dropout=False)
     force = Force(Call(call.model, planted, AS_SCHEDULED), Coupling.EXAMPLE)
-    assert max(force.moved(image, label, 0) for _, image, label in extremes()[:6]) > 1.5 * force.accounted
+    assert max(force.moved(image, label, 0) for _, image, label in extreme_records()[:6]) > 1.5 * force.accounted
 
 
 @pytest.mark.parametrize("condition", ["augmented", "dropout"])

@@ -24,7 +24,7 @@ from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise.sources import SecureNoise
 from tests.support.fake_coordinator import Hospital
 from tests.support.federations import SCHEMA, Given
-from tests.support.privacy import HOSPITAL, TEST, TRAIN, Silent, budgeted, hospital_level, private
+from tests.support.privacy import HOSPITAL, TEST, TRAIN, NoNoise, budgeted, hospital_level, private
 
 N, PLACES, WIDTH = 16, 9, 64
 
@@ -52,7 +52,7 @@ def _step(groups: tuple[str, ...]) -> Tensor:
     train = Given(x[: len(groups)], torch.zeros(len(groups), dtype=torch.long))
     train.groups = groups
     config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=N, epochs=1)
-    course = ReleasePlan(
+    plan = ReleasePlan(
         RecordDpConfig(clip=1.0, epsilon=8.0, physical_batch=N, rng="test"),
         SamplingSchedule(config, N),
         1,
@@ -66,9 +66,9 @@ def _step(groups: tuple[str, ...]) -> Tensor:
         train,
         config,
         RoundContext(1, 2, 1).for_silo(0, 0),
-        course,
-        ReleaseAllowance(course.training(1)),
-        Silent(0),
+        plan,
+        ReleaseAllowance(plan.training(1)),
+        NoNoise(0),
     )
     seen: list[Tensor] = []
     release = data._release

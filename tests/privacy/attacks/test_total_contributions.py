@@ -27,7 +27,7 @@ from privacy.dp_sgd.per_sample_gradients import MODES, PADDING, clipped, per_uni
 from privacy.noise import grid
 from privacy.noise.sources import SecureNoise, SeededNoise
 from tests.support.federations import Given
-from tests.support.privacy import Silent, ce, course_of, doors, examples, model_of
+from tests.support.privacy import NoNoise, ce, examples, model_of, plan_of, private_data
 
 EXTREMES = (0.0, 1e-45, 1e-40, 1e-30, 1e-10, 1.0, 1e10, 1e19, 1e30, 3e38, math.inf, -math.inf, math.nan)
 STEP = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=1000, epochs=1, max_steps=1)
@@ -99,11 +99,11 @@ def test_a_row_of_factor_zero_may_hold_anything_in_both_kinds_of_sum() -> None:
 
 def step_sum(data: Given, model: nn.Module, loss: Callable = ce, noise: object = None, **terms: object) -> Tensor:
     """Take one silent step of rate 1 and return the sum that is released, in float64."""
-    course = ReleasePlan(RecordDpConfig(**terms), SamplingSchedule(STEP, 32), 1, _coupling(terms), (1,), 1, True)  # type: ignore[arg-type]
-    course.__dict__["noise"] = 1.0
+    plan = ReleasePlan(RecordDpConfig(**terms), SamplingSchedule(STEP, 32), 1, _coupling(terms), (1,), 1, True)  # type: ignore[arg-type]
+    plan.__dict__["noise"] = 1.0
     before = tensor_maps.trainable(model)
-    doors(course, data, Silent(3, "s") if noise is None else noise).sgd(model, loss)
-    divisor = course.groups if terms.get("coupled") == "micro" else course.batch
+    private_data(plan, data, NoNoise(3, "s") if noise is None else noise).sgd(model, loss)
+    divisor = plan.groups if terms.get("coupled") == "micro" else plan.batch
     after = tensor_maps.trainable(model)
     return torch.cat([(before[n].double() - after[n].double()).flatten() for n in before]) * divisor
 
@@ -247,8 +247,8 @@ def test_a_vector_or_metric_of_any_size_moves_a_class_sum_by_at_most_delta(value
 
 
 def test_an_evaluation_of_a_model_of_nan_is_released_like_any_other() -> None:
-    course, data = course_of(RecordDpConfig()), examples()
-    found = doors(course, data, SeededNoise(1, "n")).sum(
+    plan, data = plan_of(RecordDpConfig()), examples()
+    found = private_data(plan, data, SeededNoise(1, "n")).sum(
         ClassSums(lambda x, y: torch.full((len(x), 1), math.nan), 4), bound=1.0, split=Split.TEST
     )
     assert all(bool(torch.isfinite(v).all()) for v in found.values())
@@ -259,16 +259,16 @@ def test_an_evaluation_of_a_model_of_nan_is_released_like_any_other() -> None:
 
 def test_every_number_of_a_step_is_a_whole_multiple_of_the_grid() -> None:
     data, model = examples(), model_of()
-    course = course_of(RecordDpConfig(), STEP)
-    course.__dict__["noise"] = 1.0
+    plan = plan_of(RecordDpConfig(), STEP)
+    plan.__dict__["noise"] = 1.0
     seen: list[Tensor] = []
 
     def watch(done: int, total: int) -> None:
         seen.extend(p.grad.double() for p in model.parameters() if p.grad is not None)
 
-    doors(course, data, SecureNoise(), progress=watch).sgd(model.double(), lambda m, x, y: ce(m, x.double(), y))
+    private_data(plan, data, SecureNoise(), progress=watch).sgd(model.double(), lambda m, x, y: ce(m, x.double(), y))
     g = grid.step(1.0, sum(p.numel() for p in model.parameters()))
-    units = torch.cat([v.flatten() for v in seen]) * course.batch / g
+    units = torch.cat([v.flatten() for v in seen]) * plan.batch / g
     assert len(units) == sum(p.numel() for p in model.parameters())
     assert float((units - units.round()).abs().max()) < 1e-4  # but for the division by the constant B
     assert len(torch.unique(units.round())) > 1000

@@ -1,4 +1,4 @@
-"""T-44: AU-1 to AU-4 on the real step: correct doors pass at five seeds, and those that should see a fault see it."""
+"""T-44: AU-1 to AU-4 on the real step: correct steps pass at five seeds, and those that should see a fault see it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_step_under_audit_is_what_the_ledger_is_charged_for() -> None:
     expected = [of * (1 + grid.SLACK) for of in (1.0, 1.5, 2.0)]
     assert [Step(k, 1.3).sensitivity() for k in KINDS] == pytest.approx(expected)
     assert [Step(k, 1.3).charged() for k in KINDS] == [1.3] * 3
-    assert Step("split", units=12, groups=3).course().groups == 3
+    assert Step("split", units=12, groups=3).plan().groups == 3
 
 
 @kinds
@@ -111,7 +111,7 @@ def pairs(*path: object, times: int = 3) -> list[tuple[SeededNoise, SeededNoise]
 
 
 def test_au_3_bound_on_mu_is_that_of_the_specification() -> None:
-    """mu_lb z = .95 .94 .87 .76 at z = .5 1 2 5 of 20,000 runs (without doors), and a factor of two is always seen."""
+    """mu_lb z = .95 .94 .87 .76 at z = .5 1 2 5 of 20,000 plain draws, and a factor of two is always seen."""
     draw = np.random.default_rng(2)
     n = 20_000
     for z, share in ((0.5, 0.95), (1.0, 0.94), (2.0, 0.87), (5.0, 0.76)):
@@ -125,7 +125,7 @@ def test_au_3_bound_on_mu_is_that_of_the_specification() -> None:
 
 @kinds
 def test_au_3_a_fault_of_the_real_step_is_caught(kind: str) -> None:
-    """One bound from 600 steps: correct doors are not refuted, half of the noise is."""
+    """One bound from 600 steps: correct steps are not refuted, half of the noise is."""
     assert step_checks.mu_bounds(Step(kind), 600, pairs("au-3", kind))[-1] <= 1
     with faults.halved_noise():
         assert step_checks.mu(Step(kind), 600, pairs("halved", kind)[0]) > 1
@@ -139,7 +139,7 @@ def test_au_3_a_fault_of_the_real_step_is_caught(kind: str) -> None:
     [("example", 0.5), ("example", 1.0), ("example", 2.0), ("example", 5.0), ("split", 1.0), ("micro", 1.0)],
 )
 def test_au_3_mu_audit_of_the_real_step_over_five_seeds(kind: str, z: float, seed: int) -> None:
-    """Correct doors: mu z at most 1, and near it; halved noise and, of coupled terms, a forgotten factor: above."""
+    """Correct steps: mu z at most 1, and near it; halved noise and, of coupled terms, a forgotten factor: above."""
     made, runs = Step(kind, z), 20_000 if z > 2 else 3000  # of a wide noise few runs say little
     found = step_checks.mu_bounds(made, runs, pairs("au-3", kind, z, seed))
     assert found[-1] <= 1

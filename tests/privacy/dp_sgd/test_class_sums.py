@@ -18,7 +18,7 @@ from privacy.noise import grid
 from privacy.noise.sources import SeededNoise
 from privacy.release_log import InMemoryReleaseLog
 from tests.support.federations import Given
-from tests.support.privacy import PLAIN, TURN, course_of, doors, examples
+from tests.support.privacy import CONTEXT, PLAIN, examples, plan_of, private_data
 
 FLAT = ClassSums(lambda x, y: x.flatten(1) - 0.5, 4)
 
@@ -75,28 +75,28 @@ def test_without_noise_a_joint_release_is_the_plain_sum(monkeypatch: pytest.Monk
     monkeypatch.setattr(grid, "ROUNDING", 1e-12)
     data = examples()
     private = class_sums(FLAT, data, PrivacyUnits.of(data), 1e2, 1e2, 0.0, SeededNoise(0, "x"))
-    plain = PlainLocalData(data, data, PLAIN, TURN).sum(FLAT)
+    plain = PlainLocalData(data, data, PLAIN, CONTEXT).sum(FLAT)
     assert torch.allclose(private["sum"], plain["sum"], atol=1e-5)
     assert torch.equal(private["count"], plain["count"])
 
 
 def test_rounds_without_a_release_send_zeros_of_weight_zero() -> None:
-    course = course_of(RecordDpConfig(prototype_every=2), method="fedproc")
-    silent = doors(course, examples(), round=1).sum(FLAT)
+    plan = plan_of(RecordDpConfig(prototype_every=2), method="fedproc")
+    silent = private_data(plan, examples(), round=1).sum(FLAT)
     assert not silent["sum"].any()
     assert not silent["count"].any()
     assert silent["sum"].shape == (4, 64)
-    assert not any(r.purpose == "prototypes" for r in course.releases(1, True))
-    assert sum(r.purpose == "prototypes" for r in course.releases(2, True)) == 1
+    assert not any(r.purpose == "prototypes" for r in plan.releases(1, True))
+    assert sum(r.purpose == "prototypes" for r in plan.releases(2, True)) == 1
 
 
 def test_class_counts_are_released_once() -> None:
-    course = course_of(RecordDpConfig(), method="fedrs")
+    plan = plan_of(RecordDpConfig(), method="fedrs")
     log = InMemoryReleaseLog()
-    first = doors(course, examples(), SeededNoise(1, "n"), log=log)
+    first = private_data(plan, examples(), SeededNoise(1, "n"), log=log)
     once = first.class_counts()
     later = DpSgdLocalData(
-        examples(), examples(), PLAIN, TURN, course, ReleaseAllowance([]), SeededNoise(2, "n"), log=log
+        examples(), examples(), PLAIN, CONTEXT, plan, ReleaseAllowance([]), SeededNoise(2, "n"), log=log
     )
     assert torch.equal(later.class_counts(), once)
     assert sum(r.purpose == "class counts" for r in first._allowance.made) == 1

@@ -18,7 +18,7 @@ from privacy.dp_sgd.per_sample_gradients import MODES, PADDING, per_unit
 from privacy.noise import grid
 from privacy.noise.sources import SeededNoise
 from tests.support.federations import Given
-from tests.support.privacy import Silent, ce, course_of, doors, examples
+from tests.support.privacy import NoNoise, ce, examples, plan_of, private_data
 
 STEP = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=1000, epochs=1, max_steps=1)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
@@ -36,29 +36,29 @@ def digits(device: str) -> nn.Module:
 
 
 def step(device: str, data: Given, noise: object, **terms: object) -> Tensor:
-    course, model = course_of(RecordDpConfig(**terms), STEP), digits(device)  # type: ignore[arg-type]
-    course.__dict__["noise"] = 1.0
+    plan, model = plan_of(RecordDpConfig(**terms), STEP), digits(device)  # type: ignore[arg-type]
+    plan.__dict__["noise"] = 1.0
     before = {name: v.double() for name, v in tensor_maps.trainable(model).items()}
-    doors(course, data, noise, device=torch.device(device)).sgd(model, ce)
+    private_data(plan, data, noise, device=torch.device(device)).sgd(model, ce)
     after = tensor_maps.trainable(model)
-    return torch.cat([(before[n] - after[n].double()).flatten().cpu() for n in before]) * course.batch
+    return torch.cat([(before[n] - after[n].double()).flatten().cpu() for n in before]) * plan.batch
 
 
 @devices
 def test_a_step_is_the_same_on_every_device(device: str) -> None:
     """Sums differ by the rounding of kernels, noise by nothing: it is drawn on the processor."""
     data = examples()
-    assert float((step(device, data, Silent(0)) - step("cpu", data, Silent(0))).norm()) < 1e-3
+    assert float((step(device, data, NoNoise(0)) - step("cpu", data, NoNoise(0))).norm()) < 1e-3
     assert float((step(device, data, SeededNoise(3)) - step("cpu", data, SeededNoise(3))).norm()) < 1e-3
 
 
 @devices
 def test_a_record_that_is_not_finite_adds_zero_on_every_device(device: str) -> None:
     data = examples(20)
-    without = step(device, data, Silent(0))
+    without = step(device, data, NoNoise(0))
     for value in (math.nan, math.inf, 3e38):
         x = torch.cat((torch.full((1, 1, 8, 8), value), data.x))
-        moved = step(device, Given(x, torch.cat((torch.tensor([1]), data.labels))), Silent(0)) - without
+        moved = step(device, Given(x, torch.cat((torch.tensor([1]), data.labels))), NoNoise(0)) - without
         assert bool(torch.isfinite(moved).all())
         assert float(moved.norm()) <= 1 + grid.SLACK
 
@@ -87,14 +87,14 @@ def test_no_record_changes_anothers_share_on_any_device(device: str, mode: str) 
 
 @devices
 def test_class_sums_are_the_same_on_every_device(device: str) -> None:
-    course, data = course_of(RecordDpConfig(), method="fedproc"), examples()
+    plan, data = plan_of(RecordDpConfig(), method="fedproc"), examples()
     model = digits(device)
 
     def vectors(x: Tensor, y: Tensor) -> Tensor:
         found: Tensor = model.to(x.device).features(x)  # type: ignore[operator]
         return found
 
-    here = doors(course, data, SeededNoise(1), device=torch.device(device)).sum(ClassSums(vectors, 4))
-    there = doors(course, data, SeededNoise(1)).sum(ClassSums(vectors, 4))
+    here = private_data(plan, data, SeededNoise(1), device=torch.device(device)).sum(ClassSums(vectors, 4))
+    there = private_data(plan, data, SeededNoise(1)).sum(ClassSums(vectors, 4))
     for name, value in here.items():
         assert torch.allclose(value, there[name], atol=1e-3)

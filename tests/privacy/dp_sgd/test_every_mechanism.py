@@ -1,4 +1,4 @@
-"""Every mechanism behind the private doors: bounded by force, noisy as charged, apart from all others, exact without.
+"""Every mechanism behind the private data: bounded by force, noisy as charged, apart from all others, exact without.
 
 Training steps of each kind are audited in test_audit_steps.py, silo-level privacy in test_central.py.
 """
@@ -33,11 +33,11 @@ from privacy.noise.sources import SecureNoise, SeededNoise
 from privacy.release_log import InMemoryReleaseLog
 from tests.support.federations import Given, manifest, shares
 
-TURN = RoundContext(1, 4, 1, 0, 1).for_silo(0, 0)
+CONTEXT = RoundContext(1, 4, 1, 0, 1).for_silo(0, 0)
 TRAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=24, epochs=2)
 
 
-class Silent(SeededNoise):
+class NoNoise(SeededNoise):
     """Draws samples and microbatches, adds nothing."""
 
     def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
@@ -67,11 +67,11 @@ def without(data: Given, gone: Tensor) -> Given:
     return made
 
 
-def doors(data: Given, noise: object, coupling: Coupling = Coupling.EXAMPLE, **terms: object) -> DpSgdLocalData:
-    course = ReleasePlan(RecordDpConfig(**terms), SamplingSchedule(TRAIN, 24), 1, coupling, (2,), 1, True)  # type: ignore[arg-type]
-    course.__dict__["noise"] = 1.0
-    spend = ReleaseAllowance([r for _ in range(9) for r in course.releases(0, True)])
-    return DpSgdLocalData(data, data, TRAIN, TURN, course, spend, noise)  # type: ignore[arg-type]
+def private_data(data: Given, noise: object, coupling: Coupling = Coupling.EXAMPLE, **terms: object) -> DpSgdLocalData:
+    plan = ReleasePlan(RecordDpConfig(**terms), SamplingSchedule(TRAIN, 24), 1, coupling, (2,), 1, True)  # type: ignore[arg-type]
+    plan.__dict__["noise"] = 1.0
+    allowance = ReleaseAllowance([r for _ in range(9) for r in plan.releases(0, True)])
+    return DpSgdLocalData(data, data, TRAIN, CONTEXT, plan, allowance, noise)  # type: ignore[arg-type]
 
 
 PIXELS = ClassSums(lambda x, y: 5 * (x.flatten(1) - 0.5), 4)
@@ -110,13 +110,13 @@ each = pytest.mark.parametrize("name", MECHANISMS)
 @each
 @pytest.mark.parametrize("grouped", [False, True], ids=["records", "groups"])
 def test_brute_force_sensitivity_of_every_record_and_group(name: str, grouped: bool) -> None:
-    """Add and remove each unit through the door itself, without noise; the bound is reached by a record."""
+    """Add and remove each unit through the mechanism itself, without noise; the bound is reached by a record."""
     mechanism, data = MECHANISMS[name], data_of(24, grouped)
     units = list(dict.fromkeys(data.groups)) if data.groups else list(range(24))
-    whole, moved = mechanism.vector(doors(data, Silent(0))), []
+    whole, moved = mechanism.vector(private_data(data, NoNoise(0))), []
     for unit in units:
         gone = torch.tensor([(data.groups[i] if data.groups else i) == unit for i in range(24)])
-        moved.append(float((whole - mechanism.vector(doors(without(data, gone), Silent(0)))).norm()))
+        moved.append(float((whole - mechanism.vector(private_data(without(data, gone), NoNoise(0)))).norm()))
     assert max(moved) <= mechanism.delta * (1 + 1e-6)  # float32 is what leaves; the integers are within delta
     if not grouped:
         assert max(moved) > 0.999 * mechanism.delta
@@ -126,12 +126,12 @@ def test_brute_force_sensitivity_of_every_record_and_group(name: str, grouped: b
 def test_noise_of_every_sum_is_what_is_charged_and_not_two_thirds_or_three_halves_of_it(name: str) -> None:
     """Residuals of repeated releases over z Delta, by Kolmogorov and Smirnov; enough records that none is cut at 0."""
     mechanism, data = MECHANISMS[name], data_of(1200)
-    exact = mechanism.vector(doors(data, Silent(0)))
+    exact = mechanism.vector(private_data(data, NoNoise(0)))
     noise = Scaled(3, name)
 
     def residuals(factor: float) -> Tensor:
         noise.factor = factor
-        private = doors(data, noise)
+        private = private_data(data, noise)
         z = mechanism.charged(private._plan).mechanism.noise
         found = []
         for _ in range(4):
@@ -150,7 +150,7 @@ def test_noise_of_every_sum_is_what_is_charged_and_not_two_thirds_or_three_halve
 
 
 def test_noise_is_distinct_for_every_part_step_round_and_silo() -> None:
-    """Through the doors that hospitals open: all noise of three silos and three rounds, and again for secure noise."""
+    """Through the data that hospitals open: all noise of three silos and three rounds, and again for secure noise."""
     run = manifest("fedproc", {})
     members = tuple(replace(m, units=14) for m in run.members)
     for rng in ("test", "secure"):
@@ -170,11 +170,11 @@ def test_noise_is_distinct_for_every_part_step_round_and_silo() -> None:
             opened = CompiledRun.of(private).profile.data_factory(silo, InMemoryReleaseLog())
             for round in range(3):
                 context = RoundContext(3, 4, 5, round, 3).for_silo(silo, run.seed)
-                door = opened(share.train, share.test, run.train, context)
-                door._noise = Noted(door._noise, drawn)
-                door.sgd(nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), ce)
-                door.sum(PIXELS)
-                evaluate(nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), door, 4)
+                local_data = opened(share.train, share.test, run.train, context)
+                local_data._noise = Noted(local_data._noise, drawn)
+                local_data.sgd(nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), ce)
+                local_data.sum(PIXELS)
+                evaluate(nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), local_data, 4)
         assert len(drawn) >= 9 * (2 + 2 + 2)
         heads = torch.stack([d[:4] for d in drawn])  # every part has at least 4 numbers
         assert len(torch.unique(heads, dim=0)) == len(drawn)
@@ -196,7 +196,7 @@ def mixed(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
 def test_with_infinite_clip_and_no_noise_the_private_step_equals_the_plain_one(
     kind: str, grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """q = 1, one microbatch: the plain door's full batch. A group of one record is a record."""
+    """q = 1, one microbatch: the plain full batch. A group of one record is a record."""
     monkeypatch.setattr(grid, "ROUNDING", 1e-18)
     data = data_of()
     if grouped:
@@ -207,8 +207,10 @@ def test_with_infinite_clip_and_no_noise_the_private_step_equals_the_plain_one(
     private, plain = (nn.Sequential(nn.Flatten(), nn.Linear(64, 4)).double() for _ in range(2))
     plain.load_state_dict(private.state_dict())
     data.x = data.x.double()
-    doors(data, Silent(0), coupling, clip=1e4, coupled_clip_ratio=1.0, microbatch=24, **terms).sgd(private, loss)
-    PlainLocalData(data, data, TRAIN, TURN).sgd(plain, loss)
+    private_data(data, NoNoise(0), coupling, clip=1e4, coupled_clip_ratio=1.0, microbatch=24, **terms).sgd(
+        private, loss
+    )
+    PlainLocalData(data, data, TRAIN, CONTEXT).sgd(plain, loss)
     for name, value in tensor_maps.copy_state(plain).items():
         assert torch.allclose(tensor_maps.copy_state(private)[name], value, rtol=1e-9, atol=1e-12), name
 
@@ -217,7 +219,7 @@ def test_with_infinite_clip_and_no_noise_the_private_step_equals_the_plain_one(
 def test_without_noise_and_with_room_every_sum_equals_the_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grid, "ROUNDING", 1e-12)
     data = data_of()
-    private, plain = doors(data, Silent(0), prototype_bound=1e3), PlainLocalData(data, data, TRAIN, TURN)
+    private, plain = private_data(data, NoNoise(0), prototype_bound=1e3), PlainLocalData(data, data, TRAIN, CONTEXT)
     found = MECHANISMS[name].ask(private)
     exact = MECHANISMS[name].ask(plain)  # type: ignore[arg-type]
     for part, value in exact.items():

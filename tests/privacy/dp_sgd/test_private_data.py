@@ -1,4 +1,4 @@
-"""The private doors: equal to the plain ones without noise, bounded with it, and noisy as planned."""
+"""The private data: equal to the plain ones without noise, bounded with it, and noisy as planned."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.noise import grid
 from privacy.noise.sources import Keys, SecureNoise, SeededNoise
 from tests.support.federations import SCHEMA, Given
-from tests.support.privacy import PLAIN, TURN, Silent, ce, course_of, doors, examples, model_of
+from tests.support.privacy import CONTEXT, PLAIN, NoNoise, ce, examples, model_of, plan_of, private_data
 
 OPEN = RecordDpConfig(clip=1e4, physical_batch=5)
 
 
 def test_with_infinite_clip_and_no_noise_the_private_door_equals_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full batches (q = 1), so that both doors see the same examples; in chunks of 5 on the private side."""
+    """Full batches (q = 1), so that both see the same examples; in chunks of 5 on the private side."""
     monkeypatch.setattr(grid, "ROUNDING", 1e-12)
-    data, course = examples(), course_of(OPEN)
+    data, plan = examples(), plan_of(OPEN)
     private, plain = model_of(), model_of()
-    assert doors(course, data).sgd(private, ce) == PlainLocalData(data, data, PLAIN, TURN).sgd(plain, ce) == 3
+    assert private_data(plan, data).sgd(private, ce) == PlainLocalData(data, data, PLAIN, CONTEXT).sgd(plain, ce) == 3
     for name, value in tensor_maps.copy_state(plain).items():
         assert torch.allclose(tensor_maps.copy_state(private)[name], value, rtol=1e-4, atol=1e-6)
 
 
 def test_t_22_penalty_and_shift_are_added_after_the_noise() -> None:
-    data, course = (
+    data, plan = (
         examples(),
-        course_of(RecordDpConfig(clip=1e-3), replace(PLAIN, epochs=1, momentum=0.0, weight_decay=0.0)),
+        plan_of(RecordDpConfig(clip=1e-3), replace(PLAIN, epochs=1, momentum=0.0, weight_decay=0.0)),
     )
     start = tensor_maps.copy_state(model_of())
     shift = {name: torch.full_like(v, 0.5) for name, v in start.items()}
@@ -52,8 +52,8 @@ def test_t_22_penalty_and_shift_are_added_after_the_noise() -> None:
         return sum((p.sum() for p in model.parameters()), torch.zeros(()))
 
     a, b = model_of(), model_of()
-    doors(course, data).sgd(a, ce)
-    doors(course, data).sgd(b, ce, SgdOptions(penalty=penalty, shift=shift))
+    private_data(plan, data).sgd(a, ce)
+    private_data(plan, data).sgd(b, ce, SgdOptions(penalty=penalty, shift=shift))
     for name, value in tensor_maps.copy_state(b).items():
         moved = (value.double() - tensor_maps.copy_state(a)[name].double()) / -0.1
         assert torch.allclose(moved, torch.full_like(moved, 1.5), atol=1e-5)  # 1 of the penalty, 0.5 of the shift
@@ -63,27 +63,27 @@ def test_t_22_penalty_and_shift_are_added_after_the_noise() -> None:
 def test_t_15_an_empty_draw_is_noise_and_a_step(coupled: str) -> None:
     """AU-1: the noise has the planned scale, and not 2/3 or 3/2 of it (T-16)."""
     train = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1, max_steps=1)
-    course = course_of(RecordDpConfig(coupled=coupled), train, units=100_000, method="fedmr", mu1=1e-4, mu2=0.0)
-    course.__dict__["noise"] = 1.3
+    plan = plan_of(RecordDpConfig(coupled=coupled), train, units=100_000, method="fedmr", mu1=1e-4, mu2=0.0)
+    plan.__dict__["noise"] = 1.3
     data, model = examples(), build_model("simple_cnn", {}, replace(SCHEMA, shape=(3, 32, 32)), 0)
-    private = doors(course, data)
+    private = private_data(plan, data)
     private._noise = SecureNoise()
     before = tensor_maps.copy_state(model)
     assert private.sgd(model, ce) == 1
     moved = torch.cat([(tensor_maps.copy_state(model)[n] - v).flatten() for n, v in before.items()])
-    divisor = course.groups if coupled == "micro" else course.batch
+    divisor = plan.groups if coupled == "micro" else plan.batch
     std = float(moved.double().std()) * divisor
-    assert std == pytest.approx(1.3 * course.terms.sensitivity(True), rel=0.02)
+    assert std == pytest.approx(1.3 * plan.terms.sensitivity(True), rel=0.02)
     assert len(private._allowance.made) == 1
 
 
 def test_t_20_steps_and_divisor_do_not_follow_the_true_number_of_records() -> None:
-    course = course_of(RecordDpConfig(), replace(PLAIN, batch_size=8), units=24)
+    plan = plan_of(RecordDpConfig(), replace(PLAIN, batch_size=8), units=24)
     for n in (23, 24, 25):
-        private = doors(course, examples(n))
+        private = private_data(plan, examples(n))
         assert private.planned_steps() == 9
         assert private.size() == 24
-        assert course.batch == 8
+        assert plan.batch == 8
 
 
 def test_units_are_declared_upward_to_two_digits_and_from_a_hundred_on() -> None:
@@ -98,18 +98,18 @@ def test_units_are_declared_upward_to_two_digits_and_from_a_hundred_on() -> None
     ]
 
 
-def moved_by(course: ReleasePlan, loss, keep: list[int] | None) -> Tensor:  # type: ignore[no-untyped-def]
+def moved_by(plan: ReleasePlan, loss, keep: list[int] | None) -> Tensor:  # type: ignore[no-untyped-def]
     """Return the sum of clipped gradients (times the divisor) over all but one record: q = 1, the same labels."""
     data = examples(12)
     whole = Given(data.x if keep is None else data.x[keep], data.labels if keep is None else data.labels[keep])
-    private, model = doors(course, whole, Fixed(keep, 12)), model_of()
+    private, model = private_data(plan, whole, Fixed(keep, 12)), model_of()
     before = tensor_maps.trainable(model)
     private.sgd(model, loss)
-    divisor = course.groups if course.terms.coupled == "micro" and course.coupled else course.batch
+    divisor = plan.groups if plan.terms.coupled == "micro" and plan.coupled else plan.batch
     return torch.cat([(v - tensor_maps.trainable(model)[n]).flatten().double() for n, v in before.items()]) * divisor
 
 
-class Fixed(Silent):
+class Fixed(NoNoise):
     """Draws every record, and deals each one to the microbatch that its number among all records says."""
 
     def __init__(self, keep: list[int] | None, n: int) -> None:
@@ -130,11 +130,11 @@ def intra(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
 def test_t_14_no_record_moves_a_coupled_step_by_more_than_its_sensitivity(coupled: str, bound: float) -> None:
     train = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=12, epochs=1)
     terms = RecordDpConfig(clip=0.02, coupled=coupled, microbatch=4)
-    course = course_of(terms, train, units=12, method="fedmr", mu1=1e-4, mu2=0.0)
-    assert course.terms.sensitivity(course.coupled) == pytest.approx(bound)
-    assert course.groups == 3
-    whole = moved_by(course, intra, None)
-    moved = [float((whole - moved_by(course, intra, [k for k in range(12) if k != i])).norm()) for i in range(12)]
+    plan = plan_of(terms, train, units=12, method="fedmr", mu1=1e-4, mu2=0.0)
+    assert plan.terms.sensitivity(plan.coupled) == pytest.approx(bound)
+    assert plan.groups == 3
+    whole = moved_by(plan, intra, None)
+    moved = [float((whole - moved_by(plan, intra, [k for k in range(12) if k != i])).norm()) for i in range(12)]
     assert max(moved) <= bound * (1 + grid.SLACK)
     assert max(moved) > 0.1 * bound  # the bound is not vacuous; T-14's constructed case below reaches it
 
@@ -170,9 +170,9 @@ def test_t_14_consecutive_blocks_would_have_no_bound() -> None:
 
 def test_coupled_terms_every_other_step_have_two_entries_of_equal_noise() -> None:
     terms = RecordDpConfig(coupled_every=4, clip=1.0, coupled_clip_ratio=0.25)
-    course = course_of(terms, replace(PLAIN, batch_size=6, epochs=4), method="fedmr", mu1=1e-4, mu2=0.0)
-    course.__dict__["noise"] = 1.0
-    (a, b) = (r.mechanism for r in course.training(16))
+    plan = plan_of(terms, replace(PLAIN, batch_size=6, epochs=4), method="fedmr", mu1=1e-4, mu2=0.0)
+    plan.__dict__["noise"] = 1.0
+    (a, b) = (r.mechanism for r in plan.training(16))
     assert (a.noise, a.steps) == (1.0, 4)
     assert (b.noise, b.steps) == (1.5, 12)  # the same standard deviation over the smaller sensitivity
 
@@ -191,8 +191,8 @@ def test_t_13_a_loss_that_mixes_examples_is_found_by_the_probe() -> None:
 
 def test_t_13_fedmrs_inter_loss_must_be_weighted_by_example() -> None:
     with pytest.raises(RefusedError, match="E-PRIV-16"):
-        course_of(RecordDpConfig(), method="fedmr", mu1=0.0, mu2=0.1, inter_weighting="batch")
-    course_of(RecordDpConfig(), method="fedmr", mu1=0.0, mu2=0.1, inter_weighting="example")
+        plan_of(RecordDpConfig(), method="fedmr", mu1=0.0, mu2=0.1, inter_weighting="batch")
+    plan_of(RecordDpConfig(), method="fedmr", mu1=0.0, mu2=0.1, inter_weighting="example")
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedproc", "moon", "fedrs", "fedlc", "fedgela", "fednh"])
@@ -205,15 +205,15 @@ def test_t_13_every_per_example_method_passes_the_probe(name: str) -> None:
 
 
 def test_a_release_that_was_not_planned_is_refused_before_any_example_is_read() -> None:
-    course = course_of(RecordDpConfig())
-    spend = ReleaseAllowance([])
+    plan = plan_of(RecordDpConfig())
+    allowance = ReleaseAllowance([])
 
     class Closed(Given):
         def batch(self, index, augment=None):  # type: ignore[no-untyped-def]
             raise AssertionError("an example was read")
 
     data = Closed(examples().x, examples().labels)
-    private = DpSgdLocalData(data, data, PLAIN, TURN, course, spend, Silent(0, "x"))
+    private = DpSgdLocalData(data, data, PLAIN, CONTEXT, plan, allowance, NoNoise(0, "x"))
     with pytest.raises(RefusedError, match="E-PRIV-15"):
         private.sgd(model_of(), ce)
     with pytest.raises(RefusedError, match="E-PRIV-15"):
@@ -225,12 +225,12 @@ def test_a_release_that_was_not_planned_is_refused_before_any_example_is_read() 
 def test_batch_norm_is_refused_before_the_first_step() -> None:
     model = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0)
     with pytest.raises(ConfigError, match="E-PRIV-14"):
-        doors(course_of(RecordDpConfig()), examples()).sgd(model, ce)
+        private_data(plan_of(RecordDpConfig()), examples()).sgd(model, ce)
 
 
 def test_evaluation_on_the_test_split_is_charged_to_its_own_collection() -> None:
-    course = course_of(RecordDpConfig())
-    private = doors(course, examples(), SeededNoise(1, "n"))
+    plan = plan_of(RecordDpConfig())
+    private = private_data(plan, examples(), SeededNoise(1, "n"))
     private.sum(ClassSums(lambda x, y: torch.ones(len(x), 1), 4), bound=1.0, split=Split.TEST)
     (made,) = private._allowance.made
     assert (made.purpose, made.collection) == ("evaluation", "test")
@@ -245,6 +245,6 @@ def test_impossible_terms_are_refused(wrong: dict[str, object]) -> None:
 
 
 def test_a_withdrawn_treatment_is_read_and_not_planned_for_a_loss_that_mixes() -> None:
-    assert course_of(RecordDpConfig(coupled="frozen")).passes  # fedavg's loss does not mix
+    assert plan_of(RecordDpConfig(coupled="frozen")).steps_per_call  # fedavg's loss does not mix
     with pytest.raises(RefusedError, match=r"E-PRIV-16.*no longer"):
-        course_of(RecordDpConfig(coupled="frozen"), method="fedmr", mu1=1e-4, mu2=0.0)
+        plan_of(RecordDpConfig(coupled="frozen"), method="fedmr", mu1=1e-4, mu2=0.0)

@@ -60,10 +60,10 @@ def test_t_40_a_crash_counts_as_spent(tmp_path: Path, started: bool) -> None:
 import sys
 from pathlib import Path
 from privacy.accounting.accountant import Mechanism
-from privacy.ledger.ledger import Ledger, Planned, Task
+from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 ledger = Ledger(Path({str(tmp_path / "ledger.db")!r}))
-planned = [Planned("training", Mechanism(2.85, 0.032, 31))]
-entry = ledger.reserve("isic/center3", Task("run", "digest", 0, "train", "v1"), planned)
+planned = [PlannedRelease("training", Mechanism(2.85, 0.032, 31))]
+entry = ledger.reserve("isic/center3", LedgerTask("run", "digest", 0, "train", "v1"), planned)
 if {started}:
     ledger.start(entry)
 print("ready", flush=True)

@@ -53,9 +53,9 @@ def forked(work: Callable[[int], None]) -> tuple[int, int]:
 def ended(child: int, reading: int) -> tuple[int, bytes]:
     """Wait for a child: its exit status, minus the signal that ended it, and what it wrote."""
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read()
+        written = pipe.read()
     _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status), said
+    return os.waitstatus_to_exitcode(status), written
 
 
 def killed_before(statement: int) -> Callable[[], int]:
@@ -94,11 +94,11 @@ def round_of(file: Path, planned: list[Release]) -> Callable[[int], None]:
     """Do what a task does: reserve, read a record, commit."""
 
     def work(pipe: int) -> None:
-        book = RunLedger(Ledger(file), CompiledRun.of(RUN), RECORDS)
-        book.begin("run")
-        book.reserve(0, True, planned)
+        run_ledger = RunLedger(Ledger(file), CompiledRun.of(RUN), RECORDS)
+        run_ledger.begin("run")
+        run_ledger.reserve(0, True, planned)
         os.write(pipe, READ)
-        book.commit("sha")
+        run_ledger.commit("sha")
 
     return work
 
@@ -134,12 +134,12 @@ def test_t_40_kill_9_at_every_write_never_counts_too_little(
             killed_before(statement)
             work(pipe)
 
-        status, said = ended(*forked(child))
+        status, written = ended(*forked(child))
         assert status in (0, -signal.SIGKILL)
         reached_end = status == 0
         ledger = Ledger(file)
         before = charged(ledger)
-        if said:
+        if written:
             assert before == whole
         ledger.recover()
         assert charged(ledger) == before  # recovery forgets nothing
@@ -147,9 +147,9 @@ def test_t_40_kill_9_at_every_write_never_counts_too_little(
         entries = [e for name in (TRAIN, TEST) for e in ledger.entries(name)]
         states |= {state for _, state, _ in entries}
         assert all(state in ("SPENT", "SPENT_ON_RECOVERY") for _, state, _ in entries)
-        book = RunLedger(ledger, CompiledRun.of(RUN), RECORDS)
-        book.begin("run")
-        book.reserve(0, True, planned)  # the ledger goes on: the round anew is charged anew
+        run_ledger = RunLedger(ledger, CompiledRun.of(RUN), RECORDS)
+        run_ledger.begin("run")
+        run_ledger.reserve(0, True, planned)  # the ledger goes on: the round anew is charged anew
         assert sum(m.steps for m in charged(ledger)) == sum(m.steps for m in (*before, *whole))
     assert statement > 30
     assert states == {"SPENT", "SPENT_ON_RECOVERY"}
@@ -169,21 +169,21 @@ def test_t_40_kill_9_at_any_moment_never_counts_too_little(tmp_path: Path, home:
             for name in (TRAIN, TEST):
                 ledger.set_budget(name, 1e4, 1e-5, "dpo", "room for as many as fit into the time")
             for number in range(1000):
-                book = RunLedger(
+                run_ledger = RunLedger(
                     ledger, CompiledRun.of(replace(RUN, name=f"run {number}")), RECORDS
                 )  # each its own bounds
-                book.begin(f"run{number}")
-                book.reserve(0, True, planned)
+                run_ledger.begin(f"run{number}")
+                run_ledger.reserve(0, True, planned)
                 os.write(pipe, READ)
-                book.commit("sha")
+                run_ledger.commit("sha")
 
         process, reading = forked(child)
         first = os.read(reading, len(READ))
         time.sleep(0.003 * moment)  # any moment will do
         os.kill(process, signal.SIGKILL)
-        status, said = ended(process, reading)
+        status, written = ended(process, reading)
         assert status == -signal.SIGKILL
-        reads = len(first + said) // len(READ)
+        reads = len(first + written) // len(READ)
         ledger = Ledger(file)
         ledger.recover()
         ledger.verify()
@@ -215,8 +215,8 @@ def test_two_runs_race_for_the_last_of_a_budget_and_exactly_one_starts(tmp_path:
         children = [forked(child), forked(child)]
         os.close(waiting)
         os.close(starting)
-        said = sorted(ended(*c)[1] for c in children)
-        assert said == [b"E-BUDGET-01", b"started"]
+        written = sorted(ended(*c)[1] for c in children)
+        assert written == [b"E-BUDGET-01", b"started"]
         assert ledger.history("isic/center3") == [most[0].mechanism]
         assert sorted(state for _, state, _ in ledger.entries("isic/center3")) == ["REFUSED", "RUNNING"]
         ledger.verify()

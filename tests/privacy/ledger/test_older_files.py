@@ -55,7 +55,7 @@ def test_what_it_says_is_there_and_it_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("made", "message"),
     [
         (
             "UPDATE meta SET value='99' WHERE key='schema_version'",
@@ -66,8 +66,8 @@ def test_what_it_says_is_there_and_it_goes_on(tmp_path: Path) -> None:
         ("DELETE FROM meta", "E-BUDGET-07.*restored from a backup"),
     ],
 )
-def test_a_newer_file_or_another_one_is_refused_with_what_to_do(tmp_path: Path, made: str, said: str) -> None:
+def test_a_newer_file_or_another_one_is_refused_with_what_to_do(tmp_path: Path, made: str, message: str) -> None:
     before = older(tmp_path, made).read_bytes()
-    with pytest.raises(StateError, match=said):
+    with pytest.raises(StateError, match=message):
         Ledger(tmp_path / "ledger.db")
     assert (tmp_path / "ledger.db").read_bytes() == before

@@ -1,4 +1,4 @@
-"""The book over the ledger, the registration of records, and what is released once."""
+"""The release log over the ledger, the registration of records, and what is released once."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ LOOK = Release("evaluation", "test", Mechanism(20.0))
 
 def test_a_task_is_reserved_and_started_before_it_is_done_and_committed_after(tmp_path: Path) -> None:
     ledger = budgeted(tmp_path)
-    book = RunLedger(ledger, CompiledRun.of(private()), datasets.load(DATA))
-    book.begin("run")
-    book.reserve(0, True, [STEPS, LOOK])
+    run_ledger = RunLedger(ledger, CompiledRun.of(private()), datasets.load(DATA))
+    run_ledger.begin("run")
+    run_ledger.reserve(0, True, [STEPS, LOOK])
     assert [state for _, state, _ in ledger.entries(TRAIN)] == ["RUNNING"]
-    book.commit("sha")
-    book.commit("sha")  # nothing is open any more
+    run_ledger.commit("sha")
+    run_ledger.commit("sha")  # nothing is open any more
     assert [state for _, state, _ in ledger.entries(TRAIN) + ledger.entries(TEST)] == ["SPENT", "SPENT"]
-    book.begin("run")
-    book.reserve(1, True, [STEPS])
-    book.begin("other")
-    book.commit("sha")  # of the other run, which did nothing: the first one's task stays as it was left
+    run_ledger.begin("run")
+    run_ledger.reserve(1, True, [STEPS])
+    run_ledger.begin("other")
+    run_ledger.commit("sha")  # of the other run, which did nothing: the first one's task stays as it was left
     assert [state for _, state, _ in ledger.entries(TRAIN)] == ["SPENT", "RUNNING"]
 
 
@@ -72,9 +72,9 @@ def test_a_policys_budget_stands_beside_the_ledgers(tmp_path: Path) -> None:
     from privacy.accounting.accountant import Filter
 
     ledger = budgeted(tmp_path, epsilon=50.0)
-    book = RunLedger(ledger, CompiledRun.of(private()), datasets.load(DATA), {TRAIN: Filter.of(0.5, 1e-5)})
+    run_ledger = RunLedger(ledger, CompiledRun.of(private()), datasets.load(DATA), {TRAIN: Filter.of(0.5, 1e-5)})
     with pytest.raises(RefusedError, match="E-BUDGET-01"):
-        book.reserve(0, True, [LOOK, STEPS])
+        run_ledger.reserve(0, True, [LOOK, STEPS])
     assert ledger.history(TRAIN) == ledger.history(TEST) == []
 
 

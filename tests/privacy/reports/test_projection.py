@@ -31,19 +31,19 @@ def run_of(profile: str = "dp_record", **terms: object) -> RunManifest:
 
 def test_what_is_projected_is_what_the_books_then_hold() -> None:
     run = run_of()
-    books = [InMemoryReleaseLog() for _ in NAMES]
+    logs = [InMemoryReleaseLog() for _ in NAMES]
     simulate(
         RunSetup.of(run),
         shares(),
         RoundHistory(),
-        [CompiledRun.of(run).profile.data_factory(k, book) for k, book in enumerate(books)],
+        [CompiledRun.of(run).profile.data_factory(k, log) for k, log in enumerate(logs)],
     )
-    spent = CompiledRun.of(run).profile.report([b.releases for b in books])
+    spent = CompiledRun.of(run).profile.report([b.releases for b in logs])
     found = CompiledRun.of(run).profile.project()
     for k, silo in enumerate(found):
-        assert sorted(map(repr, CompiledRun.of(run).profile.releases(k))) == sorted(map(repr, books[k].releases))
+        assert sorted(map(repr, CompiledRun.of(run).profile.releases(k))) == sorted(map(repr, logs[k].releases))
         assert silo.epsilon == spent["epsilon_by_silo"][silo.name]  # type: ignore[index]
-        assert silo.epsilon == epsilon_rdp([r.mechanism for r in books[k].releases if r.collection == TRAIN], 1e-5)
+        assert silo.epsilon == epsilon_rdp([r.mechanism for r in logs[k].releases if r.collection == TRAIN], 1e-5)
         assert silo.epsilon <= 8
     assert max(s.epsilon for s in found) == preview(CompiledRun.of(run))["epsilon"]
     assert max(s.epsilon_test for s in found) == spent["epsilon_test_data"]
@@ -53,7 +53,7 @@ def test_what_is_projected_is_what_the_books_then_hold() -> None:
     assert rates == [5 / 14, 5 / 28, 5 / 7]
 
 
-def said(*words: str) -> dict[str, object]:
+def projected(*words: str) -> dict[str, object]:
     result = CliRunner().invoke(build(["privacy"]), ["privacy", "preview", *words, "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
@@ -61,26 +61,26 @@ def said(*words: str) -> dict[str, object]:
 
 def test_preview_from_the_command_line() -> None:
     words = ("data=digits", "method=fedavg", "rounds=4", "privacy=dp_record", "privacy.epsilon=3")
-    found = said(*words, "--sizes", "300,1234")
+    found = projected(*words, "--sizes", "300,1234")
     first, second = found["silos"]  # type: ignore[misc]
     assert (first["units"], second["units"]) == (300, 1234)  # as declared: who types a size means it
     assert 2.2 < first["epsilon"] < first["epsilon_most"] <= 3
     assert found["epsilon_most"] == max(first["epsilon_most"], second["epsilon_most"])
     assert found["reserve_rounds"] == 1
     assert 0 < found["delta_of_sampling"] < 1e-5 / 100  # type: ignore[operator]
-    without = said(*words, "privacy.reserve_rounds=0", "--sizes", "300,1234")["silos"][0]  # type: ignore[index]
+    without = projected(*words, "privacy.reserve_rounds=0", "--sizes", "300,1234")["silos"][0]  # type: ignore[index]
     assert first["epsilon"] < without["epsilon"] == without["epsilon_most"] <= 3
     assert found["epsilon"] == max(first["epsilon"], second["epsilon"])
-    assert said("data=digits", "--sizes", "10,20")["silos"] == []
+    assert projected("data=digits", "--sizes", "10,20")["silos"] == []
     with pytest.raises(ConfigError, match="size"):
-        said(*words, "--sizes", "3,0")
+        projected(*words, "--sizes", "3,0")
     with pytest.raises(ConfigError, match="leave one out"):
-        said(*words, "--sizes", "3", "--online")
+        projected(*words, "--sizes", "3", "--online")
 
 
 def test_preview_of_a_simulated_federation_and_of_silo_level_privacy() -> None:
     words = ("data=digits", "federation=p5c2", "method=fedproto", "privacy=dp_silo_small", "rounds=2")
-    found = said(*words, "privacy.allow_large=true")
+    found = projected(*words, "privacy.allow_large=true")
     silos = found["silos"]
     assert [s["name"] for s in silos] == [f"hospital{k}" for k in range(5)]  # type: ignore[attr-defined]
     assert all(s["rate"] == 1 and 5 < s["epsilon_tight"] < s["epsilon"] < s["epsilon_most"] <= 8 for s in silos)  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ from privacy.reports.uncertainty import (
     by_class,
 )
 from privacy.silo_dp.mechanism import silo_level
-from tests.support.privacy import course_of, doors, examples, hospital_level, model_of, private
+from tests.support.privacy import examples, hospital_level, model_of, plan_of, private, private_data
 
 DRAWS = 2000
 LOWEST = 0.94
@@ -116,11 +116,11 @@ def test_the_noise_is_what_the_doors_release_with(groups: bool) -> None:
     manifest = private(metric_noise=3.0)
     known = CompiledRun.of(manifest).profile.evaluation_noise()
     assert known is not None
-    data, model, course = examples(900, groups), model_of(), course_of(terms, units=900)
-    silent = evaluate(model, doors(course, data), 4)
+    data, model, plan = examples(900, groups), model_of(), plan_of(terms, units=900)
+    silent = evaluate(model, private_data(plan, data), 4)
     source, off = SeededNoise(5, "t"), []
     for _ in range(100):
-        found = evaluate(model, doors(course, data, source), 4)
+        found = evaluate(model, private_data(plan, data, source), 4)
         off += [found.weight - silent.weight, found.total["correct"] - silent.total["correct"]]
     assert float(torch.cat(off).std()) == pytest.approx(known.std, rel=0.08)
     assert abs(float(torch.cat(off).mean())) < 4 * known.std / math.sqrt(800)
@@ -147,18 +147,18 @@ def test_the_noise_is_what_a_hospitals_guard_adds(placement: str) -> None:
 
 def test_real_releases_of_three_hospitals_hold_the_true_accuracy() -> None:
     terms = RecordDpConfig(metric_noise=1.0)
-    known, model, course = (
+    known, model, plan = (
         CompiledRun.of(private(metric_noise=1.0)).profile.evaluation_noise(),
         model_of(),
-        course_of(terms, units=200),
+        plan_of(terms, units=200),
     )
     assert known is not None
     data, source = [examples(n) for n in (200, 220, 240)], SeededNoise(11, "t")
-    exact = [evaluate(model, doors(course, d), 4) for d in data]
+    exact = [evaluate(model, private_data(plan, d), 4) for d in data]
     true = sum(float(p.total["correct"].sum()) for p in exact) / sum(float(p.weight.sum()) for p in exact)
     wrong = 0
     for _ in range(100):
-        parts = [evaluate(model, doors(course, d, source), 4) for d in data]
+        parts = [evaluate(model, private_data(plan, d, source), 4) for d in data]
         found = accuracy(
             sum(p.total["correct"] for p in parts).tolist(), sum(p.weight for p in parts).tolist(), known.over(3)
         )

@@ -40,9 +40,9 @@ GRID = FixedPointFormat("ring64", 20)
 FOLLOWING = {"clipping": "adaptive", "bit_noise": 1.5, "rng": "test", "test_data": "public"}
 
 
-def guard_of(noise: float = 1.0, told: float | None = None, **terms: object) -> SiloDpGuard:
+def guard_of(noise: float = 1.0, broadcast_clip: float | None = None, **terms: object) -> SiloDpGuard:
     made = SiloDpConfig(**{**FOLLOWING, **terms})  # type: ignore[arg-type]
-    return SiloDpGuard(made, GRID, LAYOUT, noise, (1.0,) * 20, frozenset({"delta"}), 1.0, 7, told)
+    return SiloDpGuard(made, GRID, LAYOUT, noise, (1.0,) * 20, frozenset({"delta"}), 1.0, 7, broadcast_clip)
 
 
 def bundle_of(length: float) -> Bundle:
@@ -179,7 +179,7 @@ def test_brute_force_sensitivity_of_the_bit_and_of_the_update_at_the_clip_of_the
 
 
 def test_the_bits_noise_is_the_planned_gaussian_and_not_two_thirds_or_three_halves_of_it() -> None:
-    guard = guard_of(bit_noise=1.5, told=1.0)
+    guard = guard_of(bit_noise=1.5, broadcast_clip=1.0)
     drawn = []
     for round in range(800):
         sent = guard.outgoing(bundle_of(0.5), round % 5, round)[adaptive_clipping.PART].total["within"]

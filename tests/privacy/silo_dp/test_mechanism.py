@@ -183,8 +183,8 @@ def test_t_8_analytic_epsilon() -> None:
         analytic_epsilon([Mechanism(1.0, 0.5)], 1e-5)
 
 
-def books_of(run: RunManifest) -> list[list[Release]]:
-    """Write what each hospital's book holds at the end of a run."""
+def logs_of(run: RunManifest) -> list[list[Release]]:
+    """Write what each hospital's log holds at the end of a run."""
     guard = silo_level(RunSetup.of(run))
     return [
         [r for _ in range(trained) for r in silo_releases(guard, True)] + silo_releases(guard, False)
@@ -194,7 +194,7 @@ def books_of(run: RunManifest) -> list[list[Release]]:
 
 def test_each_participated_round_is_charged_at_rate_one() -> None:
     run = run_of(cohort=2, rounds=6, test_data="public", reserve_rounds=0)
-    found = CompiledRun.of(run).profile.report(books_of(run))
+    found = CompiledRun.of(run).profile.report(logs_of(run))
     assert found is not None
     taken = [len(rounds) for rounds in RunSetup(run).training_rounds]
     assert sum(taken) == 12
@@ -205,7 +205,7 @@ def test_each_participated_round_is_charged_at_rate_one() -> None:
     assert found["epsilon_analytic"] < found["epsilon"]  # type: ignore[operator]
     assert found["private"] is False
     private_tests = run_of(rounds=6, reserve_rounds=0)
-    charged = CompiledRun.of(private_tests).profile.report(books_of(private_tests))
+    charged = CompiledRun.of(private_tests).profile.report(logs_of(private_tests))
     assert charged is not None
     assert 0.9 * 8 < charged["epsilon"] <= 8  # type: ignore[operator]
     assert charged["noise_multiplier"] > z  # type: ignore[operator]

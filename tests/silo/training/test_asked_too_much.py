@@ -81,7 +81,9 @@ def test_a_round_asked_for_again_and_again_is_charged_each_time_and_three_times_
     ledger = budgeted(tmp_path / "home")
     hospital = make(private())
     once = (
-        release_plan(RunSetup.of(private()), 1).training(release_plan(RunSetup.of(private()), 1).passes[0])[0].mechanism
+        release_plan(RunSetup.of(private()), 1)
+        .training(release_plan(RunSetup.of(private()), 1).steps_per_call[0])[0]
+        .mechanism
     )
     for attempt in range(4):
         moved = {n: v + attempt for n, v in hospital.server["w"].items()}
