@@ -10,7 +10,7 @@ import grpc
 
 from coordinator.api.authorization import Authorizer
 from coordinator.pki.membership import Membership
-from coordinator.runs.dispatcher import MISSED_PULSES, Dispatcher, negotiate, silent
+from coordinator.runs.dispatcher import MISSED_PULSES, Dispatcher, negotiate
 from coordinator.runs.session import SiloSession
 from coordinator.storage.records import DataOffer
 from fl_core.errors import FederationError, ProtocolError, UnavailableError
@@ -18,9 +18,10 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.version import PROTOCOL
 
-_TEXT = 200
-_CLASSES = 10_000
-_SIZE = 2.0**53
+_MAX_TEXT = 200
+_MAX_CLASSES = 10_000
+_MAX_SIZE = 2.0**53
+_MAX_DIMENSIONS = 8
 
 
 class ControlService(rpc.ControlServicer):
@@ -42,10 +43,10 @@ class ControlService(rpc.ControlServicer):
         session = SiloSession(self._authorizer.caller(context))
         context.add_callback(session.finish)
         threading.Thread(
-            target=self._listen, args=(session, request_iterator), name=f"session-{session.name}", daemon=True
+            target=self._receive, args=(session, request_iterator), name=f"session-{session.name}", daemon=True
         ).start()
         try:
-            yield from self._talk(session)
+            yield from self._send(session)
         except FederationError as error:
             session.finish(error)
             if not isinstance(error, UnavailableError):
@@ -55,7 +56,7 @@ class ControlService(rpc.ControlServicer):
             session.finish()
             self._dispatcher.detach(session)
 
-    def _talk(self, session: SiloSession) -> Iterator[pb.CoordinatorMessage]:
+    def _send(self, session: SiloSession) -> Iterator[pb.CoordinatorMessage]:
         pulse = self._dispatcher.pulse_s
         hello = session.wait_for_hello(MISSED_PULSES * pulse)
         if hello is None:
@@ -67,21 +68,23 @@ class ControlService(rpc.ControlServicer):
                 yield message
             elif not session.over and time.monotonic() >= due:
                 self._authorizer.authorize_peer(session.peer)
-                if (quiet := time.monotonic() - session.heard) > MISSED_PULSES * pulse:
-                    raise silent(quiet)
+                if (silent := time.monotonic() - session.last_heard) > MISSED_PULSES * pulse:
+                    raise UnavailableError(
+                        "E-NET-12", f"no pulse for {silent:.0f} s: the session is dropped, connect again"
+                    )
                 yield pb.CoordinatorMessage(pulse=pb.Pulse())
                 due = time.monotonic() + pulse
         if session.error is not None:
             raise session.error
 
     def _welcome(self, session: SiloSession, hello: pb.Hello) -> pb.CoordinatorMessage:
-        """Check the first message, take the session in and queue what the silo missed behind the welcome."""
+        """Check the first message, attach the session and queue what the silo missed behind the welcome."""
         negotiate(hello, PROTOCOL)
         members, name = self._dispatcher.store.members, session.name
         before = members.silo(name)
         self._dispatcher.attach(session)
-        members.introduce(name, hello.software[:_TEXT], data_offer(hello.data))
-        self._dispatcher.store.attestations.keep_policy(name, hello.policy_digest[:_TEXT])
+        members.introduce(name, hello.software[:_MAX_TEXT], data_offer(hello.data))
+        self._dispatcher.store.attestations.keep_policy(name, hello.policy_digest[:_MAX_TEXT])
         self._dispatcher.catch_up(session, hello, 0.0 if before is None else before.last_seen)
         return pb.CoordinatorMessage(
             welcome=pb.Welcome(
@@ -94,12 +97,12 @@ class ControlService(rpc.ControlServicer):
             )
         )
 
-    def _listen(self, session: SiloSession, messages: Iterator[pb.SiloMessage]) -> None:
-        """Take the silo's messages, on a thread of its own, until the stream ends."""
+    def _receive(self, session: SiloSession, messages: Iterator[pb.SiloMessage]) -> None:
+        """Process the silo's messages, on a thread of its own, until the stream ends."""
         try:
             for message in messages:
-                session.heard = time.monotonic()
-                self._take(session, message)
+                session.last_heard = time.monotonic()
+                self._process(session, message)
         except FederationError as error:
             session.finish(error)
         except grpc.RpcError:
@@ -107,7 +110,7 @@ class ControlService(rpc.ControlServicer):
         finally:
             session.finish()
 
-    def _take(self, session: SiloSession, message: pb.SiloMessage) -> None:
+    def _process(self, session: SiloSession, message: pb.SiloMessage) -> None:
         kind = message.WhichOneof("body")
         if (kind == "hello") is not (session.hello is None):
             raise ProtocolError("E-WIRE-06", f"expected a Hello first and once in a session, found {kind}")
@@ -125,9 +128,19 @@ class ControlService(rpc.ControlServicer):
 
 
 def data_offer(data: pb.DataOffer) -> DataOffer:
-    """Read what a silo declares; raises ProtocolError (E-WIRE-06) when it is beyond all measure."""
-    if len(data.classes) > _CLASSES or any(len(c) > _TEXT for c in data.classes) or len(data.shape) > 8:
-        raise ProtocolError("E-WIRE-06", "expected a description of data, found one beyond all measure")
-    if not 0 <= data.nominal_size < _SIZE:
-        raise ProtocolError("E-WIRE-06", f"expected a nominal size of 0 or more, found {data.nominal_size:g}")
-    return DataOffer(data.name[:_TEXT], tuple(data.shape), tuple(data.classes), data.nominal_size)
+    """Read what a silo declares; raises ProtocolError (E-WIRE-06) on sizes that no data has."""
+    if (
+        len(data.classes) > _MAX_CLASSES
+        or any(len(c) > _MAX_TEXT for c in data.classes)
+        or len(data.shape) > _MAX_DIMENSIONS
+    ):
+        raise ProtocolError(
+            "E-WIRE-06",
+            f"expected at most {_MAX_CLASSES} classes with names of at most {_MAX_TEXT} characters and at most "
+            f"{_MAX_DIMENSIONS} dimensions, found {len(data.classes)} classes and {len(data.shape)} dimensions",
+        )
+    if not 0 <= data.nominal_size < _MAX_SIZE:
+        raise ProtocolError(
+            "E-WIRE-06", f"expected a nominal size of 0 or more and below 2**53, found {data.nominal_size:g}"
+        )
+    return DataOffer(data.name[:_MAX_TEXT], tuple(data.shape), tuple(data.classes), data.nominal_size)

@@ -19,24 +19,29 @@ from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 
-Compose = Callable[[str, list[pb.SiloInfo]], RunManifest]
+BuildManifest = Callable[[str, list[pb.SiloInfo]], RunManifest]
 """From a submitted configuration (JSON) and the members of the consortium to the frozen manifest, or ConfigError."""
 
-_LIVE_EVERY_S = 1.0
-_LOOK_EVERY_S = 5.0
+_MIN_LIVE_INTERVAL_S = 1.0
+_POLL_S = 5.0
 
 
 class LeadService(rpc.LeadServicer):
     """Submit, Runs, Show, Watch, Abort, Resume and Silos."""
 
     def __init__(
-        self, authorizer: Authorizer, store: Store, dispatcher: Dispatcher, runs: RunScheduler, compose: Compose
+        self,
+        authorizer: Authorizer,
+        store: Store,
+        dispatcher: Dispatcher,
+        runs: RunScheduler,
+        build_manifest: BuildManifest,
     ) -> None:
         self._authorizer = authorizer
         self._store = store
         self._dispatcher = dispatcher
         self._runs = runs
-        self._compose = compose
+        self._build_manifest = build_manifest
 
     def Submit(self, request: pb.SubmitRequest, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: N802
         """Freeze a run and queue it; the same request id is the same run."""
@@ -45,8 +50,8 @@ class LeadService(rpc.LeadServicer):
         known = self._store.runs.of_request(request.request_id)
         if known is not None and known.spec == request.spec_json:
             return self._info(known)
-        with self._runs.seeding:
-            manifest = self._compose(request.spec_json, self._silos(revoked=False))
+        with self._runs.model_lock:
+            manifest = self._build_manifest(request.spec_json, self._silos(revoked=False))
         manifest = replace(manifest, lead=self._authorizer.caller(context).identity.name)
         return self._info(self._runs.submit(manifest, request.spec_json, request.request_id))
 
@@ -57,7 +62,7 @@ class LeadService(rpc.LeadServicer):
     def Show(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunDetail:  # noqa: ARG002, N802
         """Show one run with its manifest and its closed rounds."""
         run = self._runs.with_model_digest(self._store.runs.find(request.run_id))
-        noise = messages.what_is_noisy(run.manifest)
+        noise = messages.stored_result_noise(run.manifest)
         rounds = [messages.round_info(row, noise) for row in self._store.runs.rounds(run.id)]
         return pb.RunDetail(info=self._info(run), manifest_json=run.manifest, rounds=rounds)
 
@@ -69,7 +74,7 @@ class LeadService(rpc.LeadServicer):
         run = self._store.runs.find(request.run_id)
         last, changes, shown = request.after, -1, list[pb.SiloInfo]()
         while context.is_active():
-            changes = self._dispatcher.changes.wait(changes, _LOOK_EVERY_S)
+            changes = self._dispatcher.changes.wait(changes, _POLL_S)
             run = self._store.runs.get(run.id)
             for row in self._store.runs.events(run.id, last):
                 last = row.number
@@ -77,15 +82,15 @@ class LeadService(rpc.LeadServicer):
             if run.state.ended:
                 return
             live = self._members(run)
-            if [_doing(s) for s in live] != [_doing(s) for s in shown]:
+            if [_activity(s) for s in live] != [_activity(s) for s in shown]:
                 shown = live
                 yield pb.Event(
                     number=last, at_unix=time.time(), run_id=run.id, kind="silo", round=run.closed, silos=live
                 )
-                self._pause(_LIVE_EVERY_S, run.id, last)
+                self._pause(_MIN_LIVE_INTERVAL_S, run.id, last)
 
     def _pause(self, seconds: float, run_id: str, last: int) -> None:
-        """Let pulses pile up for a moment; a stored event ends the pause."""
+        """Wait so that heartbeats are shown together; a stored event ends the wait."""
         until, changes = time.monotonic() + seconds, self._dispatcher.changes.count()
         while (left := until - time.monotonic()) > 0 and not self._store.runs.events(run_id, last):
             changes = self._dispatcher.changes.wait(changes, left)
@@ -99,7 +104,7 @@ class LeadService(rpc.LeadServicer):
         return self._info(self._runs.with_model_digest(self._runs.resume(request.run_id)))
 
     def Silos(self, request: pb.SilosRequest, context: grpc.ServicerContext) -> pb.SiloList:  # noqa: ARG002, N802
-        """List the silos, who is here, and the open invitations."""
+        """List the silos, whether each is online, and the open invitations."""
         invitations = [
             pb.InvitationInfo(name=i.name, expires_unix=i.expires) for i in self._store.members.invitations()
         ]
@@ -117,5 +122,5 @@ class LeadService(rpc.LeadServicer):
         return [s for s in self._silos(revoked=True) if s.name in run.members]
 
 
-def _doing(silo: pb.SiloInfo) -> tuple[object, ...]:
+def _activity(silo: pb.SiloInfo) -> tuple[object, ...]:
     return silo.name, silo.state, silo.activity, silo.run_id, silo.round, silo.done, silo.total

@@ -1,4 +1,4 @@
-"""What a lead sees: the store's values and the live silos, as messages."""
+"""Records of the store, and what silos do now, as messages to a lead."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from protos.wire.tasks import TO_WIRE
 
 
 @lru_cache(maxsize=64)
-def what_is_noisy(manifest: str) -> RunNoise:
-    """Read off a run's manifest, as it is stored, which of its results are noisy; of one that nobody can read, all."""
+def stored_result_noise(manifest: str) -> RunNoise:
+    """Return which results of a run are noisy, from its manifest as JSON; all of them when it cannot be read."""
     try:
         return profiles.result_noise(RunManifest.from_json(manifest))
     except (FederationError, ValueError):  # of another version: its runs are listed all the same
@@ -27,7 +27,7 @@ def what_is_noisy(manifest: str) -> RunNoise:
 
 
 def run_info(run: Run, store: Store) -> pb.RunInfo:
-    """Write a run; of noisy evaluations an interval, and a number only where the noise leaves one."""
+    """Convert a run; noisy evaluations get an interval, and a number only where the noise leaves one."""
     message = pb.RunInfo(
         run_id=run.id,
         name=run.name,
@@ -47,14 +47,13 @@ def run_info(run: Run, store: Store) -> pb.RunInfo:
         model_digest=run.model_digest,
         model_object=(run.state_object or "") if run.closed else "",
     )
-    noise = what_is_noisy(run.manifest)
+    noise = stored_result_noise(run.manifest)
     if noise.evaluation is not None:
         measured.describe(message, [(r.correct, r.examples, noise.of(r.included)) for r in store.runs.rounds(run.id)])
     return message
 
 
 def round_info(row: RoundRow, noise: RunNoise = SILENT) -> pb.RoundInfo:
-    """Write a closed round, with the noise of its numbers."""
     message = pb.RoundInfo(
         round=row.round,
         kind=TO_WIRE[row.kind],
@@ -74,8 +73,7 @@ def round_info(row: RoundRow, noise: RunNoise = SILENT) -> pb.RoundInfo:
 
 
 def silo_info(silo: Silo, dispatcher: Dispatcher, now: float) -> pb.SiloInfo:
-    """Write a silo, with what it is doing now."""
-    found = dispatcher.live(silo.name)
+    found = dispatcher.activity_of(silo.name)
     offer = pb.DataOffer(
         name=silo.data.name, shape=silo.data.shape, classes=silo.data.classes, nominal_size=silo.data.nominal_size
     )
@@ -90,14 +88,14 @@ def silo_info(silo: Silo, dispatcher: Dispatcher, now: float) -> pb.SiloInfo:
         policy_digest=dispatcher.store.attestations.policy(silo.name),
     )
     if found is not None and not silo.revoked:
-        live = found[0]
-        info.activity, info.run_id, info.round = live.activity, live.run_id, live.round
-        info.done, info.total = live.done, live.total
+        now_doing = found[0]
+        info.activity, info.run_id, info.round = now_doing.activity, now_doing.run_id, now_doing.round
+        info.done, info.total = now_doing.done, now_doing.total
     return info
 
 
 def event(row: EventRow, store: Store) -> pb.Event:
-    """Write an event; the close of a round carries its result, and milestones the run as it is now."""
+    """Convert an event; the close of a round carries its result, and milestones the run as it is now."""
     message = pb.Event(
         number=row.number,
         at_unix=row.at,
@@ -108,7 +106,7 @@ def event(row: EventRow, store: Store) -> pb.Event:
         text=row.text,
     )
     if row.kind == "closed" and (found := store.runs.round(row.run_id, row.round)) is not None:
-        message.closed.CopyFrom(round_info(found, what_is_noisy(store.runs.get(row.run_id).manifest)))
+        message.closed.CopyFrom(round_info(found, stored_result_noise(store.runs.get(row.run_id).manifest)))
     if row.kind in ("submitted", "closed", "ended"):
         message.info.CopyFrom(run_info(store.runs.get(row.run_id), store))
     return message

@@ -1,4 +1,4 @@
-"""The service: one port, everything that a consortium needs behind it."""
+"""The coordinator's service: all of its gRPC services on one port."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from coordinator.api.authorization import Authorizer
 from coordinator.api.control import ControlService
 from coordinator.api.enrolment import EnrolmentService
 from coordinator.api.interceptor import Interceptor
-from coordinator.api.lead import Compose, LeadService
+from coordinator.api.lead import BuildManifest, LeadService
 from coordinator.api.transfer import TransferService
 from coordinator.paths import ADDRESS_FILE, LOCK_FILE
 from coordinator.pki.authority import Authority
@@ -48,7 +48,7 @@ _MIN_THREADS = 64
 class Settings:
     """What an operator may set.
 
-    pulse_s, recycle_s: seconds between heartbeats, and until a silo opens its session anew; parallel_runs: runs under
+    pulse_s, recycle_s: seconds between heartbeats, and until a silo opens a new session; parallel_runs: runs under
     way at once; quota: bytes of unfinished uploads per silo.
     """
 
@@ -65,15 +65,15 @@ class CoordinatorServer:
     Guarantees: two services never share a home; a stop loses nothing, and neither does a crash.
     """
 
-    def __init__(self, home: Path, bind: str, compose: Compose, settings: Settings | None = None) -> None:
+    def __init__(self, home: Path, bind: str, build_manifest: BuildManifest, settings: Settings | None = None) -> None:
         """Prepare a service; it listens once `start` was called. bind: `host:port`, port 0: chosen by the system."""
         self.home = home
         self.bind = bind
         self.settings = settings or Settings()
-        self._compose = compose
+        self._build_manifest = build_manifest
         self._lock: IO[str] | None = None
         self._stopping = threading.Event()
-        self._patrol: threading.Thread | None = None
+        self._maintenance: threading.Thread | None = None
 
     def start(self) -> int:
         """Start the service, resume its runs and return the port.
@@ -97,8 +97,8 @@ class CoordinatorServer:
             raise
         self.grpc.start()
         self.runs.resume_all()
-        self._patrol = threading.Thread(target=self._run_maintenance, name="patrol", daemon=True)
-        self._patrol.start()
+        self._maintenance = threading.Thread(target=self._run_maintenance, name="maintenance", daemon=True)
+        self._maintenance.start()
         about = {"address": _with_port(self.bind, port), "port": port, "pid": os.getpid(), "started": time.time()}
         private_files.write_public(self.home / ADDRESS_FILE, json.dumps(about).encode())
         log.info("listening on %s", about["address"])
@@ -112,8 +112,8 @@ class CoordinatorServer:
         self.dispatcher.close()
         # Calls are cancelled after the grace; gRPC never counts one as ended whose message could not be read.
         self.grpc.stop(grace).wait(2 * grace)
-        if self._patrol is not None:
-            self._patrol.join(grace)
+        if self._maintenance is not None:
+            self._maintenance.join(grace)
         self.store.close()
         if self._lock is not None:
             self._lock.close()
@@ -137,7 +137,7 @@ class CoordinatorServer:
         transfer = TransferService(authorizer, self.store, self.objects, self.uploads, self.dispatcher, certificate)
         rpc.add_TransferServicer_to_server(transfer, server)
         rpc.add_LeadServicer_to_server(
-            LeadService(authorizer, self.store, self.dispatcher, self.runs, self._compose), server
+            LeadService(authorizer, self.store, self.dispatcher, self.runs, self._build_manifest), server
         )
         names = [pb.DESCRIPTOR.services_by_name[name].full_name for name in _SERVICES]
         alive = health.HealthServicer()
@@ -163,12 +163,12 @@ class CoordinatorServer:
         return int(port)
 
     def _run_maintenance(self) -> None:
-        """Look after tasks of silos that are not here, once per pulse."""
+        """Fail the tasks of revoked silos, once per heartbeat."""
         while not self._stopping.wait(self.settings.pulse_s):
             try:
                 self.dispatcher.fail_revoked_tasks()
-            except Exception:  # the next walk may do better; a patrol that has died would go unnoticed
-                log.exception("the patrol met an unexpected error")
+            except Exception:  # the next attempt may succeed; if this thread ended, nobody would notice
+                log.exception("maintenance met an unexpected error")
 
 
 def _lock(path: Path) -> IO[str]:

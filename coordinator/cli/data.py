@@ -1,4 +1,4 @@
-"""Commands on data sets, without a service: how a federation deals them."""
+"""Commands on data sets, without a service: how a federation splits them."""
 
 from __future__ import annotations
 

@@ -13,17 +13,17 @@ from safetensors.torch import save_file
 from coordinator.api import measured
 from coordinator.console import private_form
 from fl_core.errors import StateError
-from fl_core.methods import build_method
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
 from privacy import profiles
+from privacy.compiled_run import CompiledRun
 from privacy.reports import uncertainty
 from privacy.reports.uncertainty import NOTHING, Estimate, EvaluationNoise
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import read_state
 
 
-def export(detail: pb.RunDetail, state_file: Path, out: Path) -> tuple[Path, Path]:
+def export_model(detail: pb.RunDetail, state_file: Path, out: Path) -> tuple[Path, Path]:
     """Write `<out>/<run>.safetensors` and `<out>/<run>.md`; return both paths.
 
     The tensors are all that the method needs to classify, and the metadata names its options and the model's.
@@ -35,7 +35,7 @@ def export(detail: pb.RunDetail, state_file: Path, out: Path) -> tuple[Path, Pat
         raise StateError(
             "E-STATE-22", f"expected the model {info.model_digest[:16]}, found {found[:16]}: fetch it again"
         )
-    weights = dict(build_method(manifest.method.name, manifest.method.options).exported(server))
+    weights = dict(CompiledRun(manifest).method.exported(server))
     out.mkdir(parents=True, exist_ok=True)
     tensors, card = out / f"{info.run_id}.safetensors", out / f"{info.run_id}.md"
     facts = {

@@ -34,7 +34,7 @@ from privacy.reports import uncertainty
 from protos.console import make_table, print_json
 
 
-class _Lines(Observer):
+class _RoundPrinter(Observer):
     """One line per round on stderr, so that stdout holds the result alone."""
 
     def __init__(self, manifest: RunManifest) -> None:
@@ -70,14 +70,14 @@ def simulate(
     On your own images, dealt to simulated hospitals: data=folder data.path=/data/images (one folder per class), or
     data=manifest data.path=/data/images.csv (columns path, label, group, split), with federation=p5c2 or another.
     """
-    how = SimulationEngine(engine, device, spill, deterministic, Cluster(ray_address, ray_actors, gpus=ray_gpus))
+    simulator = SimulationEngine(engine, device, spill, deterministic, Cluster(ray_address, ray_actors, gpus=ray_gpus))
     words = overrides or []
     if multirun:
-        _sweep(words, partial(_summary, data_root, how, fine_tune), jobs)
+        _sweep(words, partial(_summary, data_root, simulator, fine_tune), jobs)
         return
     if is_sweep(words):
         raise ConfigError("E-CFG-08", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
-    result = runner.run(compose_spec(words), data_root, None if as_json else _Lines, how, fine_tune)
+    result = runner.run(compose_spec(words), data_root, None if as_json else _RoundPrinter, simulator, fine_tune)
     summary = result.summary()
     if as_json:
         print_json(summary)
@@ -96,10 +96,10 @@ def simulate(
 
 
 def _summary(
-    data_root: Path | None, how: SimulationEngine, fine_tune: int, words: Sequence[str]
+    data_root: Path | None, simulator: SimulationEngine, fine_tune: int, words: Sequence[str]
 ) -> Mapping[str, object]:
-    spill = how.spill / "_".join(words).replace("/", "-") if how.spill else None
-    return runner.run(compose_spec(words), data_root, None, replace(how, spill=spill), fine_tune).summary()
+    spill = simulator.spill / "_".join(words).replace("/", "-") if simulator.spill else None
+    return runner.run(compose_spec(words), data_root, None, replace(simulator, spill=spill), fine_tune).summary()
 
 
 def _sweep(words: Sequence[str], job: Job, jobs: int) -> None:

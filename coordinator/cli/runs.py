@@ -200,7 +200,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a run's newest model as safetensors, with a model card."""
-    from coordinator.cli.export import export as export_model
+    from coordinator.cli.export import export_model
 
     with _client(home) as client, TemporaryDirectory() as scratch:
         detail = client.show(run)

@@ -17,7 +17,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from coordinator.pki import x509 as issuing
+from coordinator.pki.x509 import build_ca_certificate, build_leaf_certificate
 from fl_core.errors import RefusedError, StateError
 from protos.pki import certificates
 from protos.pki.certificates import Clock, utc_now
@@ -88,7 +88,7 @@ class Authority:
         shutil.rmtree(aside, ignore_errors=True)  # a creation that was interrupted: nothing was ever signed with it
         private_files.private_folder(aside)
         key = certificates.load_key(key_pem := certificates.new_key(), "the new authority")
-        ca = issuing.build_ca_certificate(key, consortium, clock(), timedelta(days=limits.ca_days))
+        ca = build_ca_certificate(key, consortium, clock(), timedelta(days=limits.ca_days))
         private_files.write_private(aside / "ca.key", key_pem)
         private_files.write_public(aside / "ca.crt", certificates.to_pem(ca))
         building = cls(home, consortium, where, limits, clock)
@@ -236,7 +236,7 @@ class Authority:
     def _issue(self, identity: Identity, public: ec.EllipticCurvePublicKey, days: float) -> bytes:
         ca, key = self._ca()
         return certificates.to_pem(
-            issuing.build_leaf_certificate(ca, key, identity, public, self.clock(), timedelta(days=days))
+            build_leaf_certificate(ca, key, identity, public, self.clock(), timedelta(days=days))
         )
 
     def _write_about(self, folder: Path) -> None:
@@ -249,7 +249,7 @@ class Authority:
 
     def _write_server(self, folder: Path, ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey) -> None:
         key = certificates.new_key()
-        cert = issuing.build_leaf_certificate(
+        cert = build_leaf_certificate(
             ca,
             ca_key,
             Identity(Kind.COORDINATOR, self.consortium),

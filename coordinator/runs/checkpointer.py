@@ -1,4 +1,4 @@
-"""Around a round of a real run: in the record before it begins, and stored before anybody hears of its end."""
+"""Checkpoints of a run: a round is in the store before it begins, and its result before any silo gets the close."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from protos.storage.object_store import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class RunCheckpointer(Observer):
-    """The observer of one run: what is closed is on the disk before any silo hears of it."""
+    """Observes the rounds of one run; a closed round is on disk before its close is announced."""
 
     run_id: str
     broadcasts: BroadcastCache
@@ -29,15 +29,14 @@ class RunCheckpointer(Observer):
     dispatcher: Dispatcher
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
-        """Note the open round before anything is sent."""
+        """Record the open round before anything is sent."""
         self._unless_aborted(lambda: self.store.runs.open_round(self.run_id, context.round, kind, names))
 
     def closed(self, record: RoundRecord, server: State) -> None:
-        """Store the state, close the round, tell the silos: in this order."""
+        """Store the state, close the round, announce it: in this order."""
         close, train = self.store.runs.close_round, record.kind is TaskKind.TRAIN
-        model = (
-            "" if train else tensor_maps.digest(server["w"])
-        )  # between rounds: when somebody asks, see `RunScheduler.named`
+        # Between rounds it is computed when it is asked for: `RunScheduler.with_model_digest`.
+        model = "" if train else tensor_maps.digest(server["w"])
         with self.objects.lock:
             base = StoredObject.stored(server, self.objects) if train else None
             self._unless_aborted(lambda: close(self.run_id, record, base, model))

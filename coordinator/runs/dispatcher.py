@@ -1,7 +1,7 @@
-"""Where runs and silos meet: who is here, what each is asked for, and what came of it.
+"""Dispatch of tasks to silos over their sessions.
 
-Nothing here is lost with the process: offers are made again from the store's open rounds, and what silos have staged
-is answered from its closed ones.
+Nothing here must survive the process: after a restart tasks are offered again from the store's open rounds, and staged
+updates are answered from its closed ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coordinator.runs.session import SiloActivity, SiloSession
 from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey, RunInterrupted, SiloTaskKey, Task
 from coordinator.storage.records import RoundRow, Run, RunState
 from coordinator.storage.store import Store
-from fl_core.errors import REASON_CHARS, FederationError, RefusedError, UnavailableError
+from fl_core.errors import REASON_CHARS, FederationError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki.identity import PeerCertificate
 from protos.wire.tasks import FROM_WIRE, TO_WIRE
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 _CODE = re.compile(r"E-[A-Z]+-\d\d")
 MISSED_PULSES = 3
 _ALIVE_PULSES = 2
-"""Who was heard within so many pulses is there; a line that died without a word makes place after them."""
+"""Heartbeats after which a silent session counts as dead and may be replaced."""
 _LOST_MESSAGES_S = 300.0
-"""A run's end is told again to a silo whose last sign of life is not this much younger."""
+"""A run's end is sent again to a silo that was last seen before the end, or less than this long after it."""
 
 
 class Dispatcher:
-    """The registry of sessions and open tasks.
+    """The sessions and open tasks of all silos. Thread-safe.
 
     Guarantees: a silo has at most one session; a task that is open is offered on every new session of its silo; a
     task of a silo that was revoked, or of a run that was interrupted, does not wait.
@@ -47,41 +47,41 @@ class Dispatcher:
         self._sessions: dict[str, SiloSession] = {}
         self._pending: dict[SiloTaskKey | PreflightKey, PendingTask] = {}
         self._stopped: set[str] = set()
-        self._told: dict[tuple[str, str], str] = {}
+        self._last_notes: dict[tuple[str, str], str] = {}
 
     # ---- sessions --------------------------------------------------------------------------------------------------
 
     def attach(self, session: SiloSession) -> None:
         """Make this the session of its silo and end an older one: of the same process, or of the same home before.
 
-        Raises RefusedError (E-ID-26) when two machines have one name: the silo is here with a newer certificate, or
-        with this one on another home, and was heard within two pulses. The lead sees it in the runs of that silo.
+        Raises RefusedError (E-ID-26) when two machines have one name: the older session has a newer certificate, or
+        this one on another home, and is alive. The lead sees it in the runs of that silo.
         """
         with self._lock:
             older = self._sessions.get(session.name)
-            found = None if older is None else older.conflict_with(session, _ALIVE_PULSES * self.pulse_s)
-            if found is None:
+            conflict = None if older is None else older.conflict_with(session, _ALIVE_PULSES * self.pulse_s)
+            if conflict is None:
                 self._sessions[session.name] = session
-        if found is not None:
+        if conflict is not None:
             error = RefusedError(
                 "E-ID-26",
-                f"expected {session.name!r} once, found it here already {found}: two machines use one name. Stop one "
-                f"of them; a machine that replaces another joins anew (coordinator invite {session.name} --again)",
+                f"expected {session.name!r} once, found it here already {conflict}: two machines use one name. Stop "
+                f"one of them; a machine that replaces another joins anew (coordinator invite {session.name} --again)",
             )
             log.warning("refused a session: %s", error)
             self.note_refusal(session.peer, error)
             raise error
         if older is None:
-            self._send_to(session.name, "here")
+            self._note(session.name, "here")
         else:
             for message in older.close_and_drain():
                 session.send(message)
         self.changes.notify()
 
     def catch_up(self, session: SiloSession, hello: pb.Hello, last_seen: float) -> None:
-        """Tell a silo what it missed: closed rounds, ended runs, open tasks."""
+        """Send a silo what it missed: closed rounds, ended runs, open tasks."""
         for ref in hello.staged:
-            if message := self._answer(session.name, ref):
+            if message := self._close_of(session.name, ref):
                 session.send(message)
         for run in self.store.runs.all():
             past = run.state in (RunState.FINISHED, RunState.ABORTED) and run.ended > last_seen - _LOST_MESSAGES_S
@@ -93,7 +93,7 @@ class Dispatcher:
                 if task.key.run_id not in self._stopped:  # as in `offer`
                     session.send(task.offer())
 
-    def _answer(self, name: str, ref: pb.RoundRef) -> pb.CoordinatorMessage | None:
+    def _close_of(self, name: str, ref: pb.RoundRef) -> pb.CoordinatorMessage | None:
         row = self.store.runs.round(ref.run_id, ref.round)
         if row is not None and not row.is_open and ref.kind in FROM_WIRE:
             included = row.kind is FROM_WIRE[ref.kind] and name in row.included
@@ -101,13 +101,13 @@ class Dispatcher:
         return None
 
     def detach(self, session: SiloSession) -> None:
-        """Note that a session has ended."""
+        """Remove a session that has ended."""
         with self._lock:
             if self._sessions.get(session.name) is not session:
                 return
             del self._sessions[session.name]
         self.store.members.seen(session.name)
-        self._send_to(session.name, "away" if session.error is None else f"away: {session.error}")
+        self._note(session.name, "away" if session.error is None else f"away: {session.error}")
         self.changes.notify()
 
     def close(self) -> None:
@@ -117,15 +117,15 @@ class Dispatcher:
         for session in sessions:
             session.finish()
 
-    # ---- what silos say --------------------------------------------------------------------------------------------
+    # ---- messages from silos ---------------------------------------------------------------------------------------
 
     def pulse(self, session: SiloSession, pulse: pb.Pulse) -> None:
-        """Take a heartbeat."""
-        if session.live.update(pulse):
+        """Process a heartbeat."""
+        if session.activity.update(pulse):
             self.changes.notify()
 
     def answer(self, session: SiloSession, answer: pb.Answer) -> None:
-        """Take a silo's yes or no to an offer; a no settles the task."""
+        """Process a silo's answer to an offer; a refusal settles the task."""
         if answer.kind not in FROM_WIRE:
             return
         key = SiloTaskKey(answer.run_id, answer.round, FROM_WIRE[answer.kind], session.name)
@@ -141,7 +141,7 @@ class Dispatcher:
         self._refuse(pending, answer.code, answer.reason)
 
     def preflight(self, session: SiloSession, answer: pb.PreflightAnswer) -> None:
-        """Take a silo's answer to a preflight; one about another manifest, or to none, answers nothing."""
+        """Process a silo's answer to a preflight; one about another manifest, or to none, is ignored."""
         key = PreflightKey(answer.run_id, session.name)
         with self._lock:
             pending = self._pending.get(key)
@@ -154,7 +154,6 @@ class Dispatcher:
             self._refuse(pending, answer.code, answer.reason)
 
     def _refuse(self, pending: PendingTask, code: str, reason: str) -> None:
-        """Settle what a silo was asked with its no."""
         code = code if _CODE.fullmatch(code) else "E-RUN-14"
         error = RefusedError(code, f"the hospital refused: {reason[:REASON_CHARS] or 'it gave no reason'}")
         self._event(pending.task.key, "refused", str(error))
@@ -164,7 +163,7 @@ class Dispatcher:
 
     @contextmanager
     def pending_task(self, task: Task | Preflight) -> Iterator[PendingTask]:
-        """Keep a task open inside the block; raises Interrupted when its run is."""
+        """Keep a task open inside the block; raises RunInterrupted when its run was interrupted."""
         pending = PendingTask(task)
         with self._lock:
             if task.key.run_id in self._stopped:
@@ -177,9 +176,9 @@ class Dispatcher:
                 self._pending.pop(task.key, None)
 
     def offer(self, task: Task | Preflight) -> None:
-        """Offer an open task to its silo; one that is away is offered it when it comes, one of a run that ends never.
+        """Offer an open task to its silo unless its run is interrupted; a silo without a session gets it in `catch_up`.
 
-        Under one lock with `interrupt`, after which the run's end is told: no silo hears of a task after that.
+        Under one lock with `interrupt`, after which the run's end is sent: no silo gets an offer after that.
         """
         with self._lock:
             session = self._sessions.get(task.key.silo)
@@ -187,7 +186,7 @@ class Dispatcher:
                 session.send(task.offer())
 
     def delivered(self, key: SiloTaskKey, digest: str) -> None:
-        """Say that a task's update is on the disk, with its record."""
+        """Settle the task whose update is on disk, with its record."""
         with self._lock:
             pending = self._pending.get(key)
         if pending is not None:
@@ -195,7 +194,7 @@ class Dispatcher:
         self.changes.notify()
 
     def interrupt(self, run_id: str) -> None:
-        """Let nobody wait for a run any more."""
+        """Fail all pending tasks of a run, and those that it opens until `allow`."""
         with self._lock:
             self._stopped.add(run_id)
             mine = [p for key, p in self._pending.items() if key.run_id == run_id]
@@ -204,7 +203,7 @@ class Dispatcher:
         self.changes.notify()
 
     def allow(self, run_id: str) -> None:
-        """Let a run wait for silos (again)."""
+        """Undo `interrupt`."""
         with self._lock:
             self._stopped.discard(run_id)
 
@@ -222,16 +221,16 @@ class Dispatcher:
                 self._event(pending.task.key, "refused", str(error))
                 pending.settle(error)
 
-    # ---- what silos are told ---------------------------------------------------------------------------------------
+    # ---- messages to silos -----------------------------------------------------------------------------------------
 
     def announce_close(self, row: RoundRow) -> None:
-        """Tell a closed round to its cohort; whoever is away hears it when it is back."""
+        """Send the close of a round to its cohort; silos without a session get it in `catch_up`."""
         for name in row.cohort:
             self._send(name, round_closed(row.run_id, row.round, TO_WIRE[row.kind], name in row.included))
         self.changes.notify()
 
     def announce_end(self, run: Run) -> None:
-        """Tell a run's end to its members."""
+        """Send a run's end to its members."""
         for name in run.members:
             self._send(name, run_ended(run))
         self.changes.notify()
@@ -244,21 +243,21 @@ class Dispatcher:
 
     # ---- what the lead sees ----------------------------------------------------------------------------------------
 
-    def live(self, name: str) -> tuple[SiloActivity, float] | None:
-        """Return what a silo is doing, and how many seconds ago it was heard; None when it is not here."""
+    def activity_of(self, name: str) -> tuple[SiloActivity, float] | None:
+        """Return what a silo is doing and the seconds since its last message; None without a session."""
         with self._lock:
             session = self._sessions.get(name)
-            return None if session is None else (session.live, time.monotonic() - session.heard)
+            return None if session is None else (session.activity, time.monotonic() - session.last_heard)
 
     def note_refusal(self, peer: PeerCertificate, error: FederationError) -> None:
         """Show a refused call of a silo in the runs that wait for it, once per reason."""
-        self._send_to(peer.identity.name, str(error), kind="refused")
+        self._note(peer.identity.name, str(error), kind="refused")
 
-    def _send_to(self, name: str, text: str, kind: str = "silo") -> None:
+    def _note(self, name: str, text: str, kind: str = "silo") -> None:
         with self._lock:
             keys = [key for key in self._pending if key.silo == name]
-            fresh = [key for key in keys if self._told.get((key.run_id, name)) != text]
-            self._told |= {(key.run_id, name): text for key in fresh}
+            fresh = [key for key in keys if self._last_notes.get((key.run_id, name)) != text]
+            self._last_notes |= {(key.run_id, name): text for key in fresh}
         for key in fresh:
             self._event(key, kind, text)
 
@@ -278,17 +277,10 @@ def negotiate(hello: pb.Hello, ours: int) -> None:
         )
 
 
-def silent(seconds: float) -> FederationError:
-    """Make the error of a session in which nothing was heard for too long."""
-    return UnavailableError("E-NET-12", f"no pulse for {seconds:.0f} s: the session is dropped, connect again")
-
-
 def round_closed(run_id: str, round: int, kind: pb.TaskKind.ValueType, included: bool) -> pb.CoordinatorMessage:
-    """Write the close of a round."""
     closed = pb.RoundClosed(run_id=run_id, round=round, kind=kind, included=included)
     return pb.CoordinatorMessage(round_closed=closed)
 
 
 def run_ended(run: Run) -> pb.CoordinatorMessage:
-    """Write the end of a run."""
     return pb.CoordinatorMessage(run_ended=pb.RunEnded(run_id=run.id, state=run.state.value, reason=run.reason))

@@ -1,4 +1,4 @@
-"""A silo as the round loop sees it: offer the task, wait, and read the update from the disk when it is folded."""
+"""A silo as the round loop sees it: offer the task, wait, and read the update from the disk when it is added."""
 
 from __future__ import annotations
 
@@ -115,15 +115,15 @@ class GrpcPort:
     dispatcher: Dispatcher
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
-        """Ask the silo for its update and return it, to be read when it is folded.
+        """Ask the silo for its update and return it, to be read when it is added.
 
         Raises FederationError when it refuses, is revoked or misses the round's deadline: the round goes on without it.
-        Raises Interrupted when the run was aborted or the service stops: the round ends unclosed.
+        Raises RunInterrupted when the run was aborted or the service stops: the round ends unclosed.
         """
         base, due = self.broadcasts.base(msg, context.round)
         key = SiloTaskKey(self.run_id, context.round, kind, self.name)
         task = Task(key, self.manifest_digest, base.digest, base.size, context.cohort, due)
-        with self.dispatcher.pending_task(task) as pending:  # before the look: what comes after it is told to us
+        with self.dispatcher.pending_task(task) as pending:  # before we look: a later delivery settles it
             digest = self._taken(task)
             if digest is None:
                 self.dispatcher.offer(task)

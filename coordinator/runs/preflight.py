@@ -1,4 +1,4 @@
-"""Before round 0: every silo says whether it can do its part of the whole run; who cannot stops it for all.
+"""Before round 0 of a private run every silo says whether it can do its part of all rounds; one that cannot stops it.
 
 No answer is kept: after a restart all are asked again, which costs nothing, since a silo charges nothing for it.
 """
@@ -19,12 +19,12 @@ from fl_core.rounds.manifest import RunManifest
 from privacy.compiled_run import CompiledRun
 
 GRACE_S = 30.0
-"""After the first refusal the others have so long to answer, so that the lead hears of all that is wrong at once."""
+"""After the first refusal the others have this long to answer, so that the lead sees all refusals at once."""
 _REASON_CHARS = 200
 
 
 def is_due(run: Run, compiled: CompiledRun, store: Store) -> bool:
-    """Tell whether the silos are asked: the run is private, and no round of it was ever opened.
+    """Return whether the silos are asked: the run is private, and no round of it was ever opened.
 
     A run without privacy is charged nowhere, and its quorum says how many silos it may go on without.
     """
@@ -36,13 +36,13 @@ def ask(run: Run, manifest: RunManifest, dispatcher: Dispatcher) -> None:
     """Ask all silos of a run at once, and return when all are ready; one that is away is asked when it comes.
 
     Raises RefusedError (E-RUN-36) that names every silo that refused, with its code; UnavailableError (E-RUN-37) that
-    names those that did not answer by the run's deadline; Interrupted when the run was aborted or the service stops.
+    names those that did not answer by the run's deadline; RunInterrupted when the run was aborted or the service stops.
     Guarantees: no task of a run is offered before this has returned.
     """
     names, due = run.members, time.monotonic() + manifest.deadline_s
-    away = [name for name in names if dispatcher.live(name) is None]
-    said = f"{len(names)} silos are asked whether they are ready" + (f"; away: {', '.join(away)}" if away else "")
-    dispatcher.store.runs.event(run.id, "preflight", text=said)
+    away = [name for name in names if dispatcher.activity_of(name) is None]
+    text = f"{len(names)} silos are asked whether they are ready" + (f"; away: {', '.join(away)}" if away else "")
+    dispatcher.store.runs.event(run.id, "preflight", text=text)
     dispatcher.changes.notify()
     with ExitStack() as stack:
         asked = {
@@ -55,18 +55,18 @@ def ask(run: Run, manifest: RunManifest, dispatcher: Dispatcher) -> None:
             dispatcher.offer(pending.task)
         failures = _failures(asked)
     if failures:
-        raise _verdict(failures, len(names))
+        raise _combined_error(failures, len(names))
 
 
 def _failures(asked: Mapping[str, PendingTask]) -> Mapping[str, FederationError]:
-    """Wait for all answers, after the first refusal not much longer; raises Interrupted when the run was."""
+    """Wait for all answers, after the first refusal not much longer; raises RunInterrupted when the run was."""
     with ThreadPoolExecutor(len(asked), thread_name_prefix="preflight") as pool:
         answers: dict[str, Future[str]] = {name: pool.submit(pending.wait) for name, pending in asked.items()}
         _, left = wait(answers.values(), return_when=FIRST_EXCEPTION)
         if left:
             wait(left, GRACE_S)
             for pending in asked.values():
-                pending.settle(pending.task.late)
+                pending.settle(pending.task.timeout_error)
         found = {name: answer.exception() for name, answer in answers.items()}
     failures: dict[str, FederationError] = {}
     for name, error in found.items():
@@ -77,17 +77,16 @@ def _failures(asked: Mapping[str, PendingTask]) -> Mapping[str, FederationError]
     return failures
 
 
-def _verdict(failures: Mapping[str, FederationError], silos: int) -> FederationError:
-    """Put what the silos said into one error."""
+def _combined_error(failures: Mapping[str, FederationError], silos: int) -> FederationError:
     silent = sorted(name for name, error in failures.items() if error.code == "E-RUN-37")
-    unheard = f"no answer from {', '.join(silent)}" if silent else ""
+    unanswered = f"no answer from {', '.join(silent)}" if silent else ""
     refused = [f"{name}: {str(error)[:_REASON_CHARS]}" for name, error in failures.items() if name not in silent]
-    then = "no round was begun and nothing charged; have it put right, then resume the run"
+    remedy = "no round was begun and nothing charged; have it put right, then resume the run"
     if not refused:
         return UnavailableError(
-            "E-RUN-37", f"expected all {silos} silos to say that they are ready, found {unheard}: {then}"
+            "E-RUN-37", f"expected all {silos} silos to say that they are ready, found {unanswered}: {remedy}"
         )
-    listed = "; ".join([*refused, unheard] if unheard else refused)
+    listed = "; ".join([*refused, unanswered] if unanswered else refused)
     return RefusedError(
-        "E-RUN-36", f"expected all {silos} silos to be ready, found {len(refused)} not: {listed}: {then}"
+        "E-RUN-36", f"expected all {silos} silos to be ready, found {len(refused)} not: {listed}: {remedy}"
     )

@@ -32,7 +32,7 @@ _LIVE = (RunState.WAITING, RunState.RUNNING)
 
 
 class RunScheduler:
-    """All runs of a coordinator: each on a thread of its own, at most `parallel` at a time, the others waiting.
+    """All runs of a coordinator: each on a thread of its own, at most `parallel` at a time, the others queued.
 
     Guarantees: a run goes on after a restart at its last closed round; ending the process at any moment changes no
     bit of the final model.
@@ -51,13 +51,13 @@ class RunScheduler:
         self._uploads = uploads
         self._dispatcher = dispatcher
         self._parallel = parallel
-        self.seeding = threading.Lock()
+        self.model_lock = threading.Lock()
         """Held while a model is built: initial weights come from torch's global generator, which all threads share."""
         self._lock = threading.RLock()
         self._queue: deque[str] = deque()
         self._active: dict[str, threading.Thread] = {}
         self._stopping = False
-        self._tidier = ThreadPoolExecutor(1, thread_name_prefix="tidy")
+        self._cleanup = ThreadPoolExecutor(1, thread_name_prefix="cleanup")
 
     # ---- commands --------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class RunScheduler:
         return replace(run, model_digest=model)
 
     def resume_all(self) -> None:
-        """Go on with every run that has not ended: what a start of the service does."""
+        """Continue every run that has not ended; called when the service starts."""
         with self._objects.lock:
             self._objects.sweep(self._store.contributions.referenced_digests())
         self._drop_uploads()
@@ -120,7 +120,7 @@ class RunScheduler:
             self._enqueue(run)
 
     def stop(self, seconds: float = 10.0) -> None:
-        """Leave every run where it is; `resume_all` goes on with it."""
+        """Interrupt every run; `resume_all` continues them."""
         with self._lock:
             self._stopping = True
             self._queue.clear()
@@ -129,7 +129,7 @@ class RunScheduler:
             self._dispatcher.interrupt(run_id)
         for thread in active.values():
             thread.join(seconds)
-        wait([self._tidier.submit(lambda: None)], seconds)  # what is being deleted now needs the store
+        wait([self._cleanup.submit(lambda: None)], seconds)  # what is being deleted now needs the store
 
     # ---- threads ---------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class RunScheduler:
         if run.state.ended:
             return
         manifest = RunManifest.from_json(run.manifest)
-        with self.seeding:
+        with self.model_lock:
             compiled = CompiledRun.of(manifest)
         if preflight.is_due(run, compiled, self._store):
             preflight.ask(run, manifest, self._dispatcher)
@@ -201,7 +201,7 @@ class RunScheduler:
     def _begin(self, run: Run, compiled: CompiledRun, broadcasts: BroadcastCache) -> State:
         """Return the server state to go on from: the stored one, or that of round 0, which is stored first."""
         if run.state_object is None:
-            with self.seeding:
+            with self.model_lock:
                 state = compiled.initial_state()
             with self._objects.lock:
                 base = StoredObject.stored(state, self._objects)
@@ -214,7 +214,7 @@ class RunScheduler:
         return state
 
     def _fail(self, run_id: str, reason: str) -> None:
-        """Note that a run cannot go on. Silos are not told: it may be resumed, with what they have staged."""
+        """End a run as failed. Silos get no message: it may be resumed, with what they have staged."""
         try:
             self._store.runs.end(run_id, RunState.FAILED, reason, _LIVE)
         except StateError as error:
@@ -222,8 +222,8 @@ class RunScheduler:
         self._dispatcher.changes.notify()
 
     def _schedule_cleanup(self, run_id: str) -> None:
-        """Delete what nothing needs any more, beside whatever comes next: nothing waits for it."""
-        self._tidier.submit(self._delete_unused, run_id)
+        """Delete what the run no longer needs, in the background."""
+        self._cleanup.submit(self._delete_unused, run_id)
 
     def _delete_unused(self, run_id: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""One silo's control stream, seen from here: an outbox of messages and what the silo last said of itself."""
+"""One silo's control stream: a queue of messages to send, and the silo's newest heartbeat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protos.pki.identity import PeerCertificate
 
 @dataclass(slots=True)
 class SiloActivity:
-    """What a silo is doing now, from its newest pulse."""
+    """What a silo does now, from its newest heartbeat."""
 
     activity: pb.Activity.ValueType = pb.IDLE
     run_id: str = ""
@@ -23,7 +23,7 @@ class SiloActivity:
     total: int = 0
 
     def update(self, pulse: pb.Pulse) -> bool:
-        """Take over a pulse; tell whether anything has changed."""
+        """Take over a heartbeat; return whether anything has changed."""
         before = (self.activity, self.run_id, self.round, self.done, self.total)
         now = (pulse.activity, pulse.run_id, pulse.round, pulse.done, pulse.total)
         self.activity, self.run_id, self.round, self.done, self.total = now
@@ -32,11 +32,11 @@ class SiloActivity:
 
 @dataclass(slots=True, eq=False)
 class SiloSession:
-    """A control stream. Any thread sends; one thread, the stream's own, takes messages out."""
+    """A control stream. Any thread sends; only the stream's own thread calls `next`."""
 
     peer: PeerCertificate
-    live: SiloActivity = field(default_factory=SiloActivity)
-    heard: float = field(default_factory=time.monotonic)
+    activity: SiloActivity = field(default_factory=SiloActivity)
+    last_heard: float = field(default_factory=time.monotonic)
     over: bool = False
     error: FederationError | None = None
     hello: pb.Hello | None = None
@@ -45,33 +45,31 @@ class SiloSession:
 
     @property
     def name(self) -> str:
-        """Name the silo."""
         return self.peer.identity.name
 
     def conflict_with(self, other: SiloSession, alive_s: float) -> str | None:
-        """Say why this session does not make place for a newer one of its name; None when it does.
+        """Return why a newer session of the same name may not replace this one; None when it may.
 
-        It does for a newer certificate, for its own process, for the next one on its home, and when nothing was heard
-        here for `alive_s` seconds.
+        It may with a newer certificate, from the same process, from the next process on the same home, and when this
+        session was silent for `alive_s` seconds.
         """
         if self.over or self.peer.not_before < other.peer.not_before:
             return None
         if self.peer.not_before > other.peer.not_before:
             return "with a newer certificate"
         mine, theirs = self.hello or pb.Hello(), other.hello or pb.Hello()
-        silent = time.monotonic() - self.heard >= alive_s
+        silent = time.monotonic() - self.last_heard >= alive_s
         if silent or mine.instance in (theirs.instance, theirs.previous_instance):
             return None
         return "with this certificate on another home"
 
     def send(self, message: pb.CoordinatorMessage) -> None:
-        """Queue a message; one for a session that is over is lost, as it would be on the way."""
+        """Queue a message; one for a session that is over is lost."""
         with self._changed:
             self._out.append(message)
             self._changed.notify_all()
 
     def receive_hello(self, hello: pb.Hello) -> None:
-        """Take the silo's first message."""
         with self._changed:
             self.hello = hello
             self._changed.notify_all()
@@ -84,7 +82,7 @@ class SiloSession:
                 self._changed.notify_all()
 
     def close_and_drain(self) -> list[pb.CoordinatorMessage]:
-        """End the session and give back what was never taken out of it."""
+        """End the session and return the messages that were not sent."""
         with self._changed:
             left = list(self._out)
             self._out.clear()
@@ -92,13 +90,13 @@ class SiloSession:
             return left
 
     def wait_for_hello(self, seconds: float) -> pb.Hello | None:
-        """Wait for the first message; None when it does not come in time or the session is over."""
+        """Return the first message; None when it does not come in time or the session is over."""
         with self._changed:
             self._changed.wait_for(lambda: self.over or self.hello is not None, seconds)
             return None if self.over else self.hello
 
     def next(self, until: float) -> pb.CoordinatorMessage | None:
-        """Take the next message out, waiting until a moment of time.monotonic(); None: nothing came, or it is over."""
+        """Wait for the next message to send until a moment of time.monotonic(); None: none came, or it is over."""
         with self._changed:
             self._changed.wait_for(lambda: self.over or bool(self._out), max(0.0, until - time.monotonic()))
             return self._out.popleft() if self._out and not self.over else None

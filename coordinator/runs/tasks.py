@@ -1,4 +1,4 @@
-"""What one silo is asked for, a task or whether it is ready for a run, and the wait for what comes of it."""
+"""Tasks and preflights of one silo, and waiting for their outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RunInterrupted(Exception):  # noqa: N818 - no error: the run was aborted, 
 
 
 class SiloTaskKey(NamedTuple):
-    """Which update, of whom."""
+    """Names one update of one silo."""
 
     run_id: str
     round: int
@@ -28,7 +28,7 @@ class SiloTaskKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one silo is asked for. due: time.monotonic() of the round's deadline."""
+    """One silo's part of a round. due: time.monotonic() of the round's deadline."""
 
     key: SiloTaskKey
     manifest_digest: str
@@ -39,12 +39,10 @@ class Task:
 
     @property
     def contribution_id(self) -> str:
-        """Name the one update that may be sent for this task."""
         k = self.key
         return contribution_id(k.run_id, k.round, k.kind, k.silo, self.base_digest)
 
     def offer(self) -> pb.CoordinatorMessage:
-        """Write the offer."""
         return pb.CoordinatorMessage(
             offer=pb.Offer(
                 run_id=self.key.run_id,
@@ -59,33 +57,31 @@ class Task:
         )
 
     @property
-    def late(self) -> FederationError:
-        """Say what it means that nothing came in time."""
+    def timeout_error(self) -> FederationError:
         return UnavailableError("E-RUN-13", "no update before the round's deadline")
 
 
 class PreflightKey(NamedTuple):
-    """Whose readiness, for which run."""
+    """Names the preflight of one silo for one run."""
 
     run_id: str
     silo: str
 
     @property
     def round(self) -> int:
-        """Name the round that it comes before."""
+        """The round that it comes before."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The question whether one silo can do its part of a whole run. due: time.monotonic() of its deadline."""
+    """Asks whether one silo can do its part of a whole run. due: time.monotonic() of its deadline."""
 
     key: PreflightKey
     manifest_digest: str
     due: float
 
     def offer(self) -> pb.CoordinatorMessage:
-        """Write the question."""
         return pb.CoordinatorMessage(
             preflight=pb.Preflight(
                 run_id=self.key.run_id,
@@ -95,14 +91,13 @@ class Preflight:
         )
 
     @property
-    def late(self) -> FederationError:
-        """Say what it means that nothing came in time."""
+    def timeout_error(self) -> FederationError:
         return UnavailableError("E-RUN-37", "no answer to the preflight")
 
 
 @dataclass(slots=True)
 class PendingTask:
-    """What a silo was asked. It is settled once: by a delivery or an answer, a failure or an interruption."""
+    """A task or preflight that waits for its outcome: a delivery, an answer, an error or an interruption, once."""
 
     task: Task | Preflight
     accepted: bool = False
@@ -112,23 +107,22 @@ class PendingTask:
 
     @property
     def settled(self) -> bool:
-        """Tell whether it is known what came of it."""
         return self._settled.is_set()
 
     def settle(self, outcome: str | FederationError | RunInterrupted) -> None:
-        """Say what came of it (a digest: delivered, or ready for this manifest); later words do not count."""
+        """Set the outcome (a digest: delivered, or ready for this manifest); later calls change nothing."""
         with self._lock:
             if self._outcome is None:
                 self._outcome = outcome
                 self._settled.set()
 
     def wait(self) -> str:
-        """Wait for the digest of the delivered object, or of the manifest that the silo is ready for.
+        """Return the digest of the delivered object, or of the manifest that the silo is ready for, once it is settled.
 
         Raises what it was settled with, and UnavailableError (E-RUN-13, E-RUN-37) when its deadline passes.
         """
         self._settled.wait(max(0.0, self.task.due - time.monotonic()))
-        self.settle(self.task.late)
+        self.settle(self.task.timeout_error)
         if isinstance(self._outcome, str):
             return self._outcome
         assert self._outcome is not None

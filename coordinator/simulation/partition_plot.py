@@ -1,4 +1,4 @@
-"""How a federation deals a data set: examples per silo and class, and the heat map of it."""
+"""How a federation splits a data set: examples per silo and class, as a table and as a heat map."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulation.runner import data_reference
+from coordinator.simulation.runner import read_silos
 from fl_core import datasets
 from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.partition.by_class import Labels
@@ -53,21 +53,11 @@ class SplitTable:
 
 def on_disk(spec: RunSpec, data_root: Path | None) -> SplitTable:
     """Count what each silo of a simulation would get; raises ConfigError and DataError as `datasets.check`."""
-    text = datasets.federation_text(spec.federation)
-    size, classes = spec.data.get("image_size"), spec.data.get("classes")
-    reports = [
-        datasets.check(
-            reference,
-            data_root=data_root,
-            classes=[str(c) for c in classes] if isinstance(classes, list | tuple) else None,
-            image_size=size if isinstance(size, int) else None,
-        )
-        for reference in datasets.federation(data_reference(spec), text)
-    ]
+    reports = read_silos(spec, data_root, datasets.check)
     for report in reports:
         report.require_sound()
     return SplitTable(
-        f"{spec.data['name']} {text}",
+        f"{spec.data['name']} {datasets.federation_text(spec.federation)}",
         tuple(f"hospital{k}" for k in range(len(reports))),
         reports[0].classes,
         tuple(r.counts[Split.TRAIN] for r in reports),
@@ -76,12 +66,12 @@ def on_disk(spec: RunSpec, data_root: Path | None) -> SplitTable:
 
 
 def published(spec: RunSpec) -> SplitTable:
-    """Deal the published class counts.
+    """Split the published class counts.
 
-    Guarantees: the same numbers as from the data, whose order matters to equal shares (iid) alone: there, chance makes
-    them others of the same kind.
-    Raises ConfigError: E-CFG-23 where no counts are published (users decide them, or a hospital), E-CFG-08 where they
-    cannot be dealt so.
+    Guarantees: the same numbers as from the data, except for equal shares (iid), which depend on the order of the data:
+    there they are another draw of the same distribution.
+    Raises ConfigError: E-CFG-23 where no counts are published (users or hospitals decide the split), E-CFG-08
+    where they cannot be split this way.
     """
     name, text = str(spec.data["name"]), datasets.federation_text(spec.federation)
     if name == "isic2019":
@@ -113,7 +103,7 @@ def _counts(share: PartitionSpec, train: Labels, test: Labels, n: int) -> tuple[
 
 
 def _isic(text: str) -> SplitTable:
-    """Give FLamby's counts; the classes of a centre that is cut are known only from the data itself."""
+    """Return FLamby's counts; the classes of a split centre are known only from the data itself."""
     references = [datasets.parse(r) for r in datasets.federation("isic2019", text)]
     if any(ref.clients for ref in references):
         raise ConfigError(
@@ -166,7 +156,7 @@ def draw(table: SplitTable, file: Path) -> None:
 
 
 def _name(axis: Axis, names: Sequence[str], numbers: Locator) -> None:
-    """Name every row or column where they are few, and number some of them where they are many."""
+    """Label every row or column up to NAMED of them, above that number some of them."""
     if len(names) <= NAMED:
         axis.set_ticks(range(len(names)), [repr(n)[1:-1] if n.isspace() else n for n in names])
     else:

@@ -61,12 +61,12 @@ class Plan:
     controls: bool = True
 
     def schedule(self, epsilon: float) -> Words:
-        """Return what all runs at an epsilon have in common."""
+        """Return the words that all runs at an epsilon share."""
         rate = (f"train.lr={self.rates[epsilon]:g}",) if epsilon in self.rates else ()
         return (*self.base, *(self.plain if math.isinf(epsilon) else self.private), *rate)
 
     def key(self, run: Run) -> str:
-        """Return what a finished run is found by."""
+        """Return the hash under which a finished run is stored."""
         return run.key(self.schedule(run.epsilon), software())
 
 
@@ -102,22 +102,21 @@ def main(words: Sequence[str]) -> int:
     return 0 if all(check.holds for check in found) else 1
 
 
-def ablate(plan: Plan, tell: Callable[[str], None]) -> list[Check]:
-    """Make what is missing, then write runs.csv, table5.md, acc_vs_eps.png and report.json into the folder."""
+def ablate(plan: Plan, report_progress: Callable[[str], None]) -> list[Check]:
+    """Simulate the missing runs, then write runs.csv, table5.md, acc_vs_eps.png and report.json into the folder."""
     plan.out.mkdir(parents=True, exist_ok=True)
     file = plan.out / "runs.csv"
     done = table.read(file)
     missing = [run for run in plan.grid.runs() if plan.key(run) not in done]
     table.write(file, list(done.values()))  # a line that a crash cut off is gone
-    said = f"{len(plan.grid.runs())} runs, {len(missing)} to make, {len(plan.grid.cells())} cells"
-    tell(said)
+    report_progress(f"{len(plan.grid.runs())} runs, {len(missing)} to make, {len(plan.grid.cells())} cells")
     started = time.monotonic()
     jobs = {(*plan.schedule(run.epsilon), *run.words): run for run in missing}
     for count, (words, row) in enumerate(_all(list(jobs), plan.jobs, _row), start=1):
         run = jobs[words]
         table.append(file, {**row, "config_hash": plan.key(run), "method": run.variant})
         left = (time.monotonic() - started) / count * (len(missing) - count)
-        tell(
+        report_progress(
             f"{count} of {len(missing)}: {run.variant} epsilon {run.epsilon:g} share {run.share:g} seed {run.seed}, "
             f"accuracy {float(str(row['acc_final'])):.4f}; left {console.span(left)}"
         )
@@ -163,9 +162,9 @@ def _report(plan: Plan) -> list[Check]:
 
 
 def _controls(plan: Plan) -> list[Check]:
-    """Run what must be equal by construction, and compare final models bit for bit."""
+    """Simulate pairs of runs that must be equal by construction, and compare their final models bit for bit."""
     asked = controls(plan.grid)
-    wordings = {(c.name, side): _wording(plan, c, side) for c in asked for side in ("left", "right")}
+    wordings = {(c.name, side): _words_of(plan, c, side) for c in asked for side in ("left", "right")}
     digests = dict(_all(sorted(set(wordings.values())), plan.jobs, _digest))
     found = []
     for control in asked:
@@ -174,8 +173,8 @@ def _controls(plan: Plan) -> list[Check]:
     return found
 
 
-def _wording(plan: Plan, control: Control, side: str) -> Words:
-    """Write out one side of a control; the run without privacy has no options of a profile."""
+def _words_of(plan: Plan, control: Control, side: str) -> Words:
+    """Return the words of one side of a control; the run without privacy has no options of a profile."""
     words: Words = getattr(control, side)
     schedule = plan.schedule(control.epsilon)
     if "privacy=dp_record" not in words:
@@ -203,7 +202,7 @@ def _digest(words: Words) -> str:
 
 
 def _row(words: Words) -> Row:
-    """Simulate one run and say what it found."""
+    """Simulate one run and return its row of `runs.csv`."""
     spec = replace(compose_spec(words), threads=1)
     started = time.monotonic()
     result = runner.run(spec)

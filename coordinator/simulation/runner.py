@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from coordinator.config.manifest_builder import IMAGES, manifest_from
 from coordinator.config.run_spec import RunSpec
@@ -28,13 +29,15 @@ from privacy.release_log import InMemoryReleaseLog
 from privacy.reports import uncertainty
 from privacy.reports.uncertainty import Estimate, RunNoise, Sums
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a simulation found: the records of its rounds and the digest of its final model.
+    """The records of a simulation's rounds and the digest of its final model.
 
-    noise: what is noisy of the results   measured: the records with the counts of all silos' test sets, where a round's
-    record covers its cohort alone
+    noise: which results are noisy   measured: the records with the counts of all silos' test sets, where a round's
+    record covers only its cohort
     """
 
     manifest: RunManifest
@@ -142,22 +145,22 @@ def _ends(found: Estimate) -> tuple[float, float] | None:
 
 
 class ReportingHistory(BestHistory):
-    """A history that also tells somebody."""
+    """A history that passes what it sees on to another observer."""
 
-    def __init__(self, tell: Observer | None, measure: GlobalTestEvaluator | None) -> None:
+    def __init__(self, observer: Observer, measure: GlobalTestEvaluator | None) -> None:
         super().__init__(measure)
-        self._tell = tell or Observer()
+        self._observer = observer
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
-        self._tell.opened(context, kind, names)
+        self._observer.opened(context, kind, names)
 
     def closed(self, record: RoundRecord, server: State) -> None:
         super().closed(record, server)
-        self._tell.closed(record, server)
+        self._observer.closed(record, server)
 
 
 def data_reference(spec: RunSpec) -> str:
-    """Name what is dealt to the silos: a data set, or with its path a folder or a manifest of images.
+    """Return the reference of the data that is split over the silos: a data set, or a path with images.
 
     Raises ConfigError (E-CFG-23) on images without a path: in a real run each hospital names its own.
     """
@@ -174,16 +177,30 @@ def data_reference(spec: RunSpec) -> str:
     return f"{name}:{path}"
 
 
+def read_silos(spec: RunSpec, data_root: Path | None, read: Callable[..., T]) -> list[T]:
+    """Call `read`, which is `datasets.load` or `datasets.check`, for the data of each silo of the federation."""
+    size, classes = spec.data.get("image_size"), spec.data.get("classes")
+    return [
+        read(
+            reference,
+            data_root=data_root,
+            classes=[str(c) for c in classes] if isinstance(classes, list | tuple) else None,
+            image_size=size if isinstance(size, int) else None,
+        )
+        for reference in datasets.federation(data_reference(spec), datasets.federation_text(spec.federation))
+    ]
+
+
 def run(
     spec: RunSpec,
     data_root: Path | None = None,
-    tell: Observer | Callable[[RunManifest], Observer] | None = None,
-    how: SimulationEngine | None = None,
+    observer: Observer | Callable[[RunManifest], Observer] | None = None,
+    engine: SimulationEngine | None = None,
     fine_tune: int = 0,
 ) -> Result:
     """Simulate a run over all silos of the spec's federation, named hospital0, hospital1, ...
 
-    tell: who is told, or what makes it of the manifest   how: engine, device and the like
+    observer: an observer of the rounds, or a function that makes one of the manifest
     fine_tune: epochs after which the best global model is evaluated at each silo
     Where a cohort is drawn, every round's model is also measured on all silos' test sets, and the best is chosen there;
     not in a private run, whose counts are released by the rounds alone.
@@ -193,14 +210,16 @@ def run(
     manifest, sets = build_simulation(spec, data_root)
     compiled = CompiledRun.of(manifest)
     logs = [InMemoryReleaseLog() for _ in manifest.members] if compiled.private else []
-    doors = [compiled.profile.data_factory(k, log) for k, log in enumerate(logs)]
-    shares, how = [SiloShare(s.train, s.test, s.public) for s in sets], how or SimulationEngine()
-    apart = 0 < manifest.cohort < len(shares) and not compiled.private
-    told = tell(manifest) if callable(tell) else tell
+    factories = [compiled.profile.data_factory(k, log) for k, log in enumerate(logs)]
+    shares, engine = [SiloShare(s.train, s.test, s.public) for s in sets], engine or SimulationEngine()
+    global_test = 0 < manifest.cohort < len(shares) and not compiled.private
+    if callable(observer):
+        observer = observer(manifest)
     history = ReportingHistory(
-        told, GlobalTestEvaluator(compiled, shares, choose_device(how.device)) if apart else None
+        observer or Observer(),
+        GlobalTestEvaluator(compiled, shares, choose_device(engine.device)) if global_test else None,
     )
-    final = how.simulate(compiled, shares, history, doors or None)
+    final = engine.simulate(compiled, shares, history, factories or None)
     tuned = fine_tuned(compiled, shares, history.best, history.best_round, fine_tune) if fine_tune else None
     spent = compiled.profile.report([log.releases for log in logs])
     return Result(
@@ -210,23 +229,14 @@ def run(
         tensor_maps.digest(final["w"]),
         tuned,
         spent,
-        history.measured if apart else (),
+        history.measured if global_test else (),
     )
 
 
 def build_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[RunManifest, list[datasets.SiloDataset]]:
-    """Deal the spec's data to its silos and freeze the run over them."""
-    size, classes = spec.data.get("image_size"), spec.data.get("classes")
-    sets = [
-        datasets.load(
-            reference,
-            data_root=data_root,
-            classes=[str(c) for c in classes] if isinstance(classes, list | tuple) else None,
-            image_size=size if isinstance(size, int) else None,
-        )
-        for reference in datasets.federation(data_reference(spec), datasets.federation_text(spec.federation))
-    ]
-    if not classes and spec.data["name"] in IMAGES:
+    """Split the spec's data over its silos and freeze the run over them."""
+    sets = read_silos(spec, data_root, datasets.load)
+    if not spec.data.get("classes") and spec.data["name"] in IMAGES:
         spec = replace(spec, data={**spec.data, "classes": list(sets[0].schema.classes)})
     sizes = [round_to_two_digits(len(PrivacyUnits.of(s.train))) for s in sets]
     return manifest_from(spec, [f"hospital{k}" for k in range(len(sets))], sizes), sets

@@ -216,7 +216,7 @@ def instance(id: str, previous: str = "") -> pb.Hello:
 
 
 def online(world: World, name: str) -> Callable[[], bool]:
-    return lambda: world.server.dispatcher.live(name) is not None
+    return lambda: world.server.dispatcher.activity_of(name) is not None
 
 
 PATIENCE = RetryPolicy(idle_s=5.0, backoff_s=0.01, backoff_cap_s=0.1, tries=3)

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from coordinator.cli.export import export
+from coordinator.cli.export import export_model
 from fl_core.errors import StateError
 from fl_core.methods import build_method
 from fl_core.models import build_model
@@ -41,7 +41,7 @@ def exported(tmp_path: Path, name: str, options: dict[str, object]) -> tuple[Sta
         run_id="r1", method=name, model_digest=tensor_maps.digest(final["w"]), manifest_digest=run.digest()
     )
     detail = pb.RunDetail(info=info, manifest_json=run.to_json())
-    return final, export(detail, stored, tmp_path)[0]
+    return final, export_model(detail, stored, tmp_path)[0]
 
 
 @pytest.mark.parametrize("case", METHODS)
@@ -74,5 +74,5 @@ def test_another_state_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
     write_state(simulate(RunSetup.of(run), shares(), RoundHistory()), stored)
     detail = pb.RunDetail(info=pb.RunInfo(run_id="r1", model_digest="0" * 64), manifest_json=run.to_json())
     with pytest.raises(StateError) as caught:
-        export(detail, stored, tmp_path)
+        export_model(detail, stored, tmp_path)
     assert caught.value.code == "E-STATE-22"

@@ -28,7 +28,7 @@ def test_a_second_session_supersedes_the_first(world: World) -> None:
     assert first.over.wait(10)
     assert first.error is None
     assert not second.over.is_set()
-    assert world.server.dispatcher.live("north") is not None
+    assert world.server.dispatcher.activity_of("north") is not None
     second.close()
 
 
@@ -106,10 +106,10 @@ def test_a_machine_that_fell_silent_makes_place(tmp_path: Path) -> None:
     silent, fresh = SiloSession(peer, hello=instance("a")), SiloSession(peer, hello=instance("b"))
     dispatcher = Dispatcher(Store(tmp_path), 1.0)
     dispatcher.attach(silent)
-    silent.heard -= 1.9
+    silent.last_heard -= 1.9
     with pytest.raises(RefusedError, match="E-ID-26"):
         dispatcher.attach(fresh)
-    silent.heard -= 0.2
+    silent.last_heard -= 0.2
     dispatcher.attach(fresh)
     assert silent.over
     dispatcher.store.close()

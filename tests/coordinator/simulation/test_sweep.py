@@ -55,7 +55,7 @@ def test_a_sweep_prints_one_object_per_run_that_equals_the_run_alone() -> None:
 def test_ways_to_run_give_one_digest_and_fine_tuning_changes_none(tmp_path: Path) -> None:
     spec = compose_spec([*SHORT, "method=scaffold", "cohort=3"])
     plain = runner.run(spec)
-    other = runner.run(spec, how=SimulationEngine(device="cpu", spill=tmp_path, exact=True), fine_tune=1)
+    other = runner.run(spec, engine=SimulationEngine(device="cpu", spill=tmp_path, exact=True), fine_tune=1)
     assert other.model_digest == plain.model_digest
     assert other.summary()["pa_fine_tuned"] > other.summary()["best_global_accuracy"]
     assert "pa_fine_tuned" not in plain.summary()

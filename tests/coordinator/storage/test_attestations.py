@@ -36,7 +36,7 @@ def greeted(world: World, name: str, policy: str = "") -> pb.Welcome:
     with channel(world.port, world.people[name]) as line:
         welcome = next(rpc.ControlStub(line).Session(say())).welcome
         over.set()
-    until(lambda: world.server.dispatcher.live(name) is None, "the end of the session")
+    until(lambda: world.server.dispatcher.activity_of(name) is None, "the end of the session")
     return welcome
 
 

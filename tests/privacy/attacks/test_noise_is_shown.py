@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from coordinator import console
-from coordinator.api.messages import event, round_info, run_info, what_is_noisy
+from coordinator.api.messages import event, round_info, run_info, stored_result_noise
 from coordinator.cli import research
 from coordinator.cli import runs as lead
 from coordinator.cli.export import model_card
@@ -100,7 +100,7 @@ class Case:
 
     @property
     def detail(self) -> pb.RunDetail:
-        run, noise = self.store.runs.get("r1"), what_is_noisy(self.manifest.to_json())
+        run, noise = self.store.runs.get("r1"), stored_result_noise(self.manifest.to_json())
         closed = [round_info(row, noise) for row in self.store.runs.rounds("r1")]
         return pb.RunDetail(info=run_info(run, self.store), manifest_json=run.manifest, rounds=closed)
 
@@ -376,7 +376,7 @@ def test_a_manifest_that_nobody_can_read_lists_its_run_and_withholds_its_numbers
     stored = replace(made.store.runs.get("r1"), manifest='{"format": 99}')
     info = run_info(stored, made.store)
     assert console.run_json(info)["withheld"] is True
-    assert what_is_noisy('{"format": 99}').scores == {"pa", "pm_l", "pm_v"}
+    assert stored_result_noise('{"format": 99}').scores == {"pa", "pm_l", "pm_v"}
 
 
 def test_an_ablation_writes_withheld_and_no_check_holds_on_it() -> None:
