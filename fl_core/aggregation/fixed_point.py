@@ -66,11 +66,14 @@ class FixedPointFormat:
             return value, 0
         check_finite(segment, value)
         # NumPy: torch's threads wait for each other at every step, many times as long as the step where cores are busy.
-        bound, scale, exact = self.bound(segment), 2.0 ** self.frac_bits(segment), _float64(value)
-        units, outside = np.rint(exact.clip(-bound, bound) * scale), np.abs(exact) > bound
-        if clipped := int(np.count_nonzero(outside)):
-            units = np.where(outside, np.sign(exact) * float(math.floor(bound * scale)), units)
-        return torch.from_numpy(np.asarray(units, np.int64)).to(value.device), clipped
+        bound, scale, exact = self.bound(segment), 2.0 ** self.frac_bits(segment), _numpy(value).astype(np.float64)
+        clipped = 0
+        if exact.min(initial=0.0) < -bound or exact.max(initial=0.0) > bound:
+            outside, top = np.abs(exact) > bound, float(math.floor(bound * scale)) / scale
+            exact, clipped = np.where(outside, np.copysign(top, exact), exact), int(np.count_nonzero(outside))
+        exact *= scale  # in place, as the next: most of the time goes where new memory is asked for
+        np.rint(exact, out=exact)
+        return torch.from_numpy(exact.astype(np.int64)).to(value.device), clipped
 
     def decode(self, segment: str, units: Tensor) -> Tensor:
         """Turn a sum of units back into float64; ring32 sums are read modulo 2^32 as signed integers."""
@@ -79,9 +82,9 @@ class FixedPointFormat:
         return units.double().mul_(2.0 ** -self.frac_bits(segment))
 
 
-def _float64(value: Tensor) -> NDArray[np.float64]:
+def _numpy(value: Tensor) -> NDArray[np.generic]:
     known = value.detach().float() if value.dtype == torch.bfloat16 else value.detach()  # NumPy has no bfloat16
-    return known.cpu().numpy().astype(np.float64)
+    return known.cpu().numpy()
 
 
 @cache
@@ -126,7 +129,7 @@ class FixedPoint(Guard):
 
 def check_finite(segment: str, value: Tensor) -> None:
     """Raise ProtocolError (E-WIRE-05) on NaN or infinity."""
-    if not bool(torch.isfinite(value).all()):
+    if not np.isfinite(_numpy(value)).all():  # NumPy takes a fifth of torch's time for this
         raise ProtocolError("E-WIRE-05", f"expected finite numbers in {segment!r}, found NaN or infinity")
 
 
