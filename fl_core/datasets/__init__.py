@@ -2,6 +2,8 @@
 
 sources/    one reader per source
 partition/  how examples are divided among silos
+
+`references` has the names of all sources, `catalogue` what is known of the public ones.
 """
 
 from __future__ import annotations
