@@ -28,7 +28,7 @@ from coordinator.pki.server_certificate import server_credentials  # noqa: E402
 from protos.pki.identity import Address  # noqa: E402
 from protos.wire.channel_options import SERVER_OPTIONS  # noqa: E402
 from protos.wire.chunks import CHUNK_BYTES  # noqa: E402
-from silo.connection.channel import dial_with  # noqa: E402
+from silo.connection.channel import connect_with  # noqa: E402
 from silo.identity.identity import SiloIdentity  # noqa: E402
 
 SERVICE = "benchmarks.Bare"
@@ -78,7 +78,7 @@ def serve(home: Path) -> None:
 
 def call(home: Path, address: str) -> None:
     """Move bytes for every line `DOWN UP` on standard input and answer the counts; ends with it."""
-    channel = dial_with(SiloIdentity(home).current_credentials)(Address.parse(address))
+    channel = connect_with(SiloIdentity(home).current_credentials)(Address.parse(address))
     grpc.channel_ready_future(channel).result(60)
     get: Callable[..., Iterator[bytes]] = channel.unary_stream(f"/{SERVICE}/Down")
     put: Callable[..., bytes] = channel.stream_unary(f"/{SERVICE}/Up")

@@ -19,7 +19,7 @@ from fl_core.types.enums import TaskKind  # noqa: E402
 from fl_core.types.interfaces import LocalData  # noqa: E402
 from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State  # noqa: E402
 from silo.cli import foreground  # noqa: E402
-from silo.service.service import Settings  # noqa: E402
+from silo.service.service import SiloSettings  # noqa: E402
 from silo.storage.home import Home  # noqa: E402
 
 CHANGE = 1e-4
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--data", required=True)
     words = parser.parse_args()
-    foreground.serve(Settings(Home(words.home), words.data, device="cpu"), as_json=True, do=idle)
+    foreground.serve(SiloSettings(Home(words.home), words.data, device="cpu"), as_json=True, run_round=idle)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from fl_core.errors import ConfigError, RefusedError
 from fl_core.suggest import suggest
 from protos.console import print_json
 from silo.cli import console
-from silo.cli.options import AsJson, Root
+from silo.cli.options import DataRootOption, JsonOption
 
 if TYPE_CHECKING:
     from privacy.audit.runner import Setting, Verdict
@@ -43,11 +43,11 @@ def audit(
     image_size: Annotated[
         int | None, typer.Option("--image-size", help=f"Pixels. Default: {PIXELS}, or what the data fixes.")
     ] = None,
-    data_root: Root = None,
+    data_root: DataRootOption = None,
     classes: Annotated[
         str | None, typer.Option("--classes", help="The label space, where the data needs it.", metavar="A,B,...")
     ] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Attack training on this hospital's images, with and without privacy; exit status 1 when a claim is refuted.
 

@@ -10,7 +10,7 @@ from fl_core.types.records import Schema
 from protos.console import local_time, make_table, plain_console
 from protos.pki.identity import PeerCertificate, colons
 from silo.storage.store import RunRecord, Store, TaskRecord
-from silo.training import measured
+from silo.training import evaluation_summary
 
 if TYPE_CHECKING:
     from fl_core.datasets import CheckReport
@@ -89,7 +89,7 @@ def _task_json(task: TaskRecord) -> Json:
     return {
         "round": task.key.round,
         "kind": task.key.kind.value,
-        **measured.class_facts(task.evaluation),
+        **evaluation_summary.class_facts(task.evaluation),
         "included": task.included,
         "receipt": task.receipt,
     }
@@ -131,7 +131,7 @@ def _evaluation_row(task: TaskRecord) -> tuple[str, str, str, str]:
     assert found is not None
     fate = {True: "included", False: "not included", None: task.refused or "round is open"}[task.included]
     name = str(task.key).removeprefix(task.key.run_id).strip()
-    return name, measured.overall(found), measured.classes(found), fate
+    return name, evaluation_summary.overall(found), evaluation_summary.classes(found), fate
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------

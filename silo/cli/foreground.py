@@ -1,4 +1,4 @@
-"""The foreground of `silo serve`: notices and progress for whoever watches, and an end in good order on a signal."""
+"""The foreground of `silo serve`: events and progress on the screen, and an orderly end on a signal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from protos.console import local_time, print_json
 from silo.cli.console import OUT
 from silo.events import Event
 from silo.identity.identity import SiloIdentity
-from silo.service.service import Service, Settings
+from silo.service.service import Service, SiloSettings
 from silo.training.trainer import RunRound
 
 POLL_S = 0.2
@@ -31,7 +31,7 @@ _DOING = {
 
 
 class Printer:
-    """Shows notices: JSON lines, plain lines, or lines above a live one on a terminal."""
+    """Shows events: JSON lines, plain lines, or lines above a live one on a terminal."""
 
     def __init__(self, as_json: bool) -> None:
         self._json = as_json
@@ -41,13 +41,13 @@ class Printer:
         if not as_json and self._console.is_terminal:
             self._status = self._console.status("starting")
 
-    def say(self, notice: Event) -> None:
-        """Show a notice."""
+    def show_event(self, event: Event) -> None:
+        """Print one event."""
         with self._lock:
             if self._json:
-                print_json({"event": notice.event, "at": time.time(), "text": notice.text} | dict(notice.facts))
+                print_json({"event": event.event, "at": time.time(), "text": event.text} | dict(event.facts))
             else:
-                self._console.print(f"{local_time(time.time())}  {notice.text}")
+                self._console.print(f"{local_time(time.time())}  {event.text}")
                 sys.stdout.flush()
 
     def progress(self, pulse: pb.Pulse) -> None:
@@ -68,13 +68,13 @@ class Printer:
             self._status.stop()
 
 
-class Signals:
+class ShutdownSignals:
     """Notes SIGTERM and SIGINT; the second one ends the process at once."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> ShutdownSignals:
         """Listen."""
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
@@ -91,8 +91,8 @@ class Signals:
             os._exit(128 + number)
 
 
-def serve(settings: Settings, as_json: bool, do: RunRound = run_silo_round) -> None:
-    """Serve until told to stop; raises what ended the service otherwise. do: see `Service`.
+def serve(settings: SiloSettings, as_json: bool, run_round: RunRound = run_silo_round) -> None:
+    """Serve until told to stop; raises what ended the service otherwise. run_round: see `Service`.
 
     On the first SIGTERM or SIGINT an upload under way is finished, training is given up (the coordinator offers it
     again), and what is staged stays on disk.
@@ -100,9 +100,9 @@ def serve(settings: Settings, as_json: bool, do: RunRound = run_silo_round) -> N
     SiloIdentity(settings.home.path).load()  # before anything is made in a home that is none
     with settings.home.make().locked():
         printer = Printer(as_json)
-        service = Service(settings, printer.say, do=do)
+        service = Service(settings, printer.show_event, run_round=run_round)
         try:
-            with Signals() as signals:
+            with ShutdownSignals() as signals:
                 service.start()
                 while not signals.received and not service.wait(POLL_S):
                     printer.progress(service.doing())

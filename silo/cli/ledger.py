@@ -15,7 +15,7 @@ from fl_core.errors import ConfigError, StateError
 from privacy.ledger.hash_chain import ChainHead
 from protos.console import print_json
 from silo.cli import console
-from silo.cli.options import AsJson, AtHome, Root
+from silo.cli.options import DataRootOption, HomeOption, JsonOption
 from silo.storage.home import Home, default_home
 from silo.storage.store import Store
 
@@ -41,9 +41,9 @@ def _ledger(home: Path | None, make: bool = False) -> Ledger:
 
 @app.command("show")
 def show_ledger(
-    home: AtHome = None,
+    home: HomeOption = None,
     entries: Annotated[bool, typer.Option("--entries", help="List every entry.")] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what is spent of each collection's budget, by two accountants.
 
@@ -64,7 +64,7 @@ def show_ledger(
 
 
 @app.command()
-def verify(home: AtHome = None, as_json: AsJson = False) -> None:
+def verify(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """Compute the ledger anew from its events, and name every row, view, trigger or budget that differs from them.
 
     Events are checked under the ledger's key, and against what others have signed for: nothing may be missing.
@@ -83,9 +83,9 @@ def verify(home: AtHome = None, as_json: AsJson = False) -> None:
 def register(
     data: Annotated[str, typer.Option("--data", help="The data, as `silo serve` takes it.", metavar="REF")],
     name: Annotated[str | None, typer.Option("--name", help="The collection's name. Default: the reference.")] = None,
-    data_root: Root = None,
-    home: AtHome = None,
-    as_json: AsJson = False,
+    data_root: DataRootOption = None,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Enter data in the ledger: once before its first private run, and again whenever records came or went.
 
@@ -121,8 +121,8 @@ def set_budget(
     delta: Annotated[float, typer.Option("--delta", help="Less than 1 / (10 units).")],
     reason: Annotated[str, typer.Option("--reason", help="Why, for the record.")],
     operator: Annotated[str | None, typer.Option("--operator", help="Who. Default: the user.")] = None,
-    home: AtHome = None,
-    as_json: AsJson = False,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Give a collection of records its budget; the newest one is in force, what was spent stays spent."""
     if not (epsilon > 0 and 0 < delta < 1e-3):
@@ -141,8 +141,8 @@ def set_budget(
 @app.command()
 def release(
     entry: Annotated[str, typer.Argument(help="The entry, as `silo ledger show --entries` names it.")],
-    home: AtHome = None,
-    as_json: AsJson = False,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Give back what was reserved and never started; with the service stopped, and before it starts again."""
     ledger = _ledger(home)
@@ -160,8 +160,8 @@ def restore(
         bool, typer.Option("--acknowledge-spend", help="Yes: what may have been spent since then is to be charged.")
     ] = False,
     operator: Annotated[str | None, typer.Option("--operator", help="Who. Default: the user.")] = None,
-    home: AtHome = None,
-    as_json: AsJson = False,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Go on with an older copy of the ledger when the newest one is lost, at the price of the most it may have spent.
 
@@ -200,8 +200,8 @@ def restore(
 def place_ledger(
     path: Annotated[Path | None, typer.Argument(help="The ledger's file. Default: show where it is.")] = None,
     key: Annotated[Path | None, typer.Option("--key", help="The key's file. Default: beside the ledger.")] = None,
-    home: AtHome = None,
-    as_json: AsJson = False,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show or set where the ledger and its key lie: one ledger for all homes of a hospital, or a key on another disk.
 

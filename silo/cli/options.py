@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-AtHome = Annotated[
+HomeOption = Annotated[
     Path | None,
     typer.Option("--home", help="The silo's folder. Default: $CONSILIUM_SILO_HOME, else ~/.consilium/silo."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-Root = Annotated[
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+DataRootOption = Annotated[
     Path | None,
     typer.Option("--data-root", help="Where named data sets lie. Default: $CONSILIUM_DATA_ROOT."),
 ]

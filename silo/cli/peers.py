@@ -10,7 +10,7 @@ from fl_core.errors import ConfigError
 from protos.console import print_json
 from protos.pki.identity import colons, identity_of
 from silo.cli import console
-from silo.cli.options import AsJson, AtHome
+from silo.cli.options import HomeOption, JsonOption
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home, default_home
 
@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="The other hospitals: whose keys ar
 
 
 @app.command("show")
-def show_peers(home: AtHome = None, as_json: AsJson = False) -> None:
+def show_peers(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """Show every member of the roster, its key's fingerprint, and whether this hospital accepts it."""
     pins = SiloIdentity(Home(home or default_home()).path).pins()
     accepted = {name: identity_of(pem).fingerprint for name, pem in sorted(pins.accepted().items())}
@@ -37,8 +37,8 @@ def accept(
     fingerprint: Annotated[
         str, typer.Argument(help="Its fingerprint, as that hospital reads it from its own machine.")
     ],
-    home: AtHome = None,
-    as_json: AsJson = False,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Consent to a key that is held back: a new member's, or another one of a member that could not prove the change.
 

@@ -10,7 +10,7 @@ import typer
 
 from protos.console import local_time, print_json
 from silo.cli import console
-from silo.cli.options import AsJson, AtHome
+from silo.cli.options import HomeOption, JsonOption
 from silo.storage.home import Home, default_home
 from silo.storage.store import Store
 
@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="The hospital's policy: policy.toml
 
 
 @app.command("show")
-def show_policy(home: AtHome = None, as_json: AsJson = False) -> None:
+def show_policy(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """Show the policy in force, and the digest that goes with every update."""
     from silo.training.policy_in_force import in_force
 
@@ -44,8 +44,8 @@ def _text(value: object) -> str:
 @app.command()
 def check(
     file: Annotated[Path | None, typer.Argument(help="A file to look at. Default: the one in force.")] = None,
-    home: AtHome = None,
-    as_json: AsJson = False,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Look for everything that would close this hospital to all runs, or to all private ones; exit status 1 then."""
     from privacy.policy import Policy
@@ -73,8 +73,8 @@ def check(
 def approve(
     run: Annotated[str | None, typer.Argument(help="A run's id or name; without one, those that wait.")] = None,
     deny: Annotated[bool, typer.Option("--deny", help="Decide against it.")] = False,
-    home: AtHome = None,
-    as_json: AsJson = False,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Decide about a run that waits for this hospital, where its policy says approve = "by hand".
 

@@ -17,7 +17,7 @@ from protos.console import print_json
 from protos.pki.identity import colons, identity_of
 from silo.cli import audit, console, ledger, policy
 from silo.cli import peers as peer_commands
-from silo.cli.options import AsJson, AtHome, Root
+from silo.cli.options import DataRootOption, HomeOption, JsonOption
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home, default_home
 from silo.storage.store import Store
@@ -58,11 +58,11 @@ def join(
     fingerprint: Annotated[
         str | None, typer.Option("--authority", help="With --signed: the authority's fingerprint, from the lead.")
     ] = None,
-    home: AtHome = None,
+    home: HomeOption = None,
     again: Annotated[
         bool, typer.Option("--again", help="Make a new key although this home has a certificate.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Become a member: make a key that never leaves this machine and have it certified by the coordinator.
 
@@ -117,8 +117,8 @@ def _read_file(file: Path | None) -> str:
 @app.command()
 def request(
     out: Annotated[Path, typer.Option("--out", help="The file to write, for the lead.")],
-    home: AtHome = None,
-    as_json: AsJson = False,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Make a key that never leaves this machine, and a request for its certificate that is carried by hand.
 
@@ -136,8 +136,8 @@ def request(
 @app.command()
 def serve(
     data: Annotated[str, typer.Option("--data", help="What to serve, for instance isic2019/center3.", metavar="REF")],
-    data_root: Root = None,
-    home: AtHome = None,
+    data_root: DataRootOption = None,
+    home: HomeOption = None,
     device: Annotated[
         str, typer.Option("--device", help="cpu, cuda, cuda:N, or auto: a GPU if there is one.")
     ] = "auto",
@@ -161,7 +161,7 @@ def serve(
     pulse_floor: Annotated[
         float, typer.Option("--pulse-floor", help="Least seconds between signs of life, whatever is asked for.")
     ] = 1.0,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Take part in runs until told to stop.
 
@@ -169,20 +169,20 @@ def serve(
     on disk. A second one ends at once. Image size, label space and schedule come from each run's manifest.
     """
     from silo.cli import foreground
-    from silo.service.service import Settings
+    from silo.service.service import SiloSettings
 
     place = Home(home or default_home())
-    settings = Settings(place, data, data_root, device, nominal_size, not no_prototypes, answer_after, pulse_floor)
+    settings = SiloSettings(place, data, data_root, device, nominal_size, not no_prototypes, answer_after, pulse_floor)
     foreground.serve(settings, as_json)
 
 
 @data.command()
 def check(
     reference: Reference,
-    data_root: Root = None,
+    data_root: DataRootOption = None,
     classes: Classes = None,
     deep: Annotated[bool, typer.Option("--deep", help="Decode every image to its end.")] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Look for everything that would stop a run; exit status 2 when something would."""
     from fl_core import datasets
@@ -196,7 +196,9 @@ def check(
 
 
 @data.command()
-def describe(reference: Reference, data_root: Root = None, classes: Classes = None, as_json: AsJson = False) -> None:
+def describe(
+    reference: Reference, data_root: DataRootOption = None, classes: Classes = None, as_json: JsonOption = False
+) -> None:
     """Show shape, classes and counts per split."""
     from fl_core import datasets
 
@@ -213,7 +215,7 @@ def _label_space(text: str | None) -> list[str] | None:
 
 
 @app.command()
-def status(home: AtHome = None, as_json: AsJson = False) -> None:
+def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """Show identity, connection, outbox, and what this hospital measured of each model it received.
 
     These measurements are in no message that names this hospital; they can be read here alone.
@@ -233,7 +235,7 @@ def status(home: AtHome = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def fingerprint(home: AtHome = None, as_json: AsJson = False) -> None:
+def fingerprint(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """Show the fingerprints that two hospitals read to each other: own, the authority's, and every peer's."""
     identity = SiloIdentity(Home(home or default_home()).path)
     own, authority = identity.load(), identity.ca_fingerprint()

@@ -1,4 +1,4 @@
-"""The connection to the coordinator: one channel, its three services, and its replacement while things go on."""
+"""The connection to the coordinator: one channel, its three services, and its replacement during transfers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from protos.pki.identity import Address
 from protos.storage.private_files import Credentials
 from protos.tls.diagnosis import Diagnosis
 from protos.wire.channel_options import CLIENT_OPTIONS
-from silo.identity.credentials import channel_credentials, explain
+from silo.identity.credentials import channel_credentials, diagnose_channel
 
-Dial = Callable[[Address], grpc.Channel]
+Connect = Callable[[Address], grpc.Channel]
 
 
-def dial_with(credentials: Callable[[], Credentials]) -> Dial:
+def connect_with(credentials: Callable[[], Credentials]) -> Connect:
     """Make the function that opens a channel with the credentials of the moment."""
     return lambda address: grpc.secure_channel(str(address), channel_credentials(credentials()), options=CLIENT_OPTIONS)
 
@@ -41,49 +41,49 @@ class Connection:
 
 
 class ConnectionManager:
-    """The line that is current, and the ones before it that are still in use.
+    """The connection that is current, and the ones before it that are still in use.
 
-    Closing a line cancels the calls over it; transfers go on over the current one.
+    Closing a connection cancels the calls over it; transfers go on over the current one.
     """
 
-    def __init__(self, addresses: Sequence[Address], dial: Dial) -> None:
+    def __init__(self, addresses: Sequence[Address], connect: Connect) -> None:
         self._addresses = tuple(addresses)
-        self._dial = dial
+        self._connect = connect
         self._lock = threading.Lock()
-        self._turn = 0
-        self._line: Connection | None = None
+        self._address_index = 0
+        self._current: Connection | None = None
         self._retired: list[Connection] = []
 
     def current(self) -> Connection:
-        """Return the line, opened when there is none."""
+        """Return the current connection; opens one when there is none."""
         with self._lock:
-            if self._line is None:
-                address = self._addresses[self._turn % len(self._addresses)]
-                self._line = Connection.over(address, self._dial(address))
-            return self._line
+            if self._current is None:
+                address = self._addresses[self._address_index % len(self._addresses)]
+                self._current = Connection.over(address, self._connect(address))
+            return self._current
 
-    def replace(self, elsewhere: bool = False) -> None:
-        """Have the next line made with fresh credentials, `elsewhere` at the next known address; see `retire`."""
+    def replace(self, next_address: bool = False) -> None:
+        """Make the next connection with fresh credentials, with `next_address` at the next known address."""
         with self._lock:
-            if self._line is not None:
-                self._retired.append(self._line)
-            self._line = None
-            self._turn += int(elsewhere)
+            if self._current is not None:
+                self._retired.append(self._current)
+            self._current = None
+            self._address_index += int(next_address)
 
     def close_replaced(self, used: Connection | None = None) -> None:
-        """Close every line that was replaced, but not the one that is `used`: it may have been replaced just now."""
+        """Close every replaced connection but the one in use, which may have been replaced just now."""
         with self._lock:
-            old = [line for line in self._retired if line is not used]
-            self._retired = [line for line in self._retired if line is used]
-        for line in old:
-            line.channel.close()
+            old = [connection for connection in self._retired if connection is not used]
+            self._retired = [connection for connection in self._retired if connection is used]
+        for connection in old:
+            connection.channel.close()
 
     def close(self) -> None:
-        """Close all lines."""
+        """Close all connections."""
         self.replace()
         self.close_replaced()
 
 
-def explainer(credentials: Callable[[], Credentials]) -> Callable[[Address], Diagnosis]:
+def diagnose_with(credentials: Callable[[], Credentials]) -> Callable[[Address], Diagnosis]:
     """Make the function that says why an address cannot be reached."""
-    return lambda address: explain(address, credentials())
+    return lambda address: diagnose_channel(address, credentials())

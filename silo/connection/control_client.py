@@ -17,7 +17,7 @@ from silo.connection.retry import Backoff, CancelToken
 from silo.connection.session import Handler, Session
 from silo.connection.transfer import RetryPolicy
 from silo.events import EmitEvent, error_event, event
-from silo.service.pace import PULSE_FLOOR_S
+from silo.service.response_timing import PULSE_FLOOR_S
 from silo.storage.store import Store
 
 RECONNECT_CAP_S = 15.0
@@ -28,25 +28,25 @@ RECONNECT_CAP_S = 15.0
 class ControlClient:
     """The silo's end of the control plane; `run` is the body of its thread.
 
-    hello: made anew for each session, so that it names every round that is staged by then.
-    welcomed: told of each welcome. explain: says why an address cannot be reached. pulse_floor: see `Session`.
+    make_hello: called for each session, so that it names every round that is staged by then.
+    on_welcome: called with each welcome. diagnose: says why an address cannot be reached. pulse_floor: see `Session`.
     """
 
-    lines: ConnectionManager
+    connections: ConnectionManager
     store: Store
-    hello: Callable[[], pb.Hello]
-    welcomed: Callable[[pb.Welcome], None]
-    explain: Callable[[Address], Diagnosis]
-    say: EmitEvent
-    patience: RetryPolicy
-    greeted: threading.Event
+    make_hello: Callable[[], pb.Hello]
+    on_welcome: Callable[[pb.Welcome], None]
+    diagnose: Callable[[Address], Diagnosis]
+    emit: EmitEvent
+    retry_policy: RetryPolicy
+    session_opened: threading.Event
     clock: Callable[[], float] = time.monotonic
     pulse_floor: float = PULSE_FLOOR_S
     _session: Session | None = None
     _opening: Session | None = None
     _wake: threading.Event = field(default_factory=threading.Event)
     _recycle: bool = False
-    _met: bool = False
+    _was_connected: bool = False
 
     def send(self, message: pb.SiloMessage) -> None:
         """Send over the session of the moment; without one it is lost, and the next session makes up for it."""
@@ -55,16 +55,16 @@ class ControlClient:
         session = self._session if opening is None or opening.welcome is None else opening
         if session is not None:
             session.send(message)
-            session.send_heartbeat()
+            session.send_pulse()
 
     def recycle(self) -> None:
-        """Ask for a new session soon, in which everything is said again; not more often than the longest back-off."""
+        """Ask for a new session soon, which reports all staged work again; at most once per longest back-off."""
         self._recycle = True
         self._wake.set()
 
     def renewed(self) -> None:
-        """Move to a new line with the credentials that are now on disk."""
-        self.lines.replace()
+        """Move to a new connection with the credentials that are now on disk."""
+        self.connections.replace()
         self.recycle()
 
     def run(self, handler: Handler, stop: CancelToken) -> None:
@@ -73,11 +73,11 @@ class ControlClient:
         Raises what no waiting can repair: a refusal, a protocol that this version does not speak, and before the first
         session a TLS failure that somebody must repair.
         """
-        backoff = Backoff(self.patience.backoff_s, min(self.patience.backoff_cap_s, RECONNECT_CAP_S))
+        backoff = Backoff(self.retry_policy.backoff_s, min(self.retry_policy.backoff_cap_s, RECONNECT_CAP_S))
         try:
-            with stop.cancels(self._wake.set):
-                while not stop.is_set:
-                    if self._try(handler, backoff):
+            with stop.on_cancel(self._wake.set):
+                while not stop.is_cancelled:
+                    if self._connect(handler, backoff):
                         self._run_session(stop)
                         if self._session is not None:
                             continue  # due for recycling: the next one is opened while this one lasts
@@ -85,75 +85,82 @@ class ControlClient:
         finally:
             self._close(stop.reason)
 
-    def _try(self, handler: Handler, backoff: Backoff) -> bool:
+    def _connect(self, handler: Handler, backoff: Backoff) -> bool:
         """Open a session; False when that must be tried again later."""
-        self._recycle = False  # before the line is read: a renewal that comes meanwhile asks again
-        line = self.lines.current()
-        fresh = Session(
-            line.control, handler, self._wake.set, lambda e: self.say(error_event(e)), self.clock, self.pulse_floor
+        self._recycle = False  # before the connection is read: a renewal that comes meanwhile asks again
+        connection = self.connections.current()
+        session = Session(
+            connection.control,
+            handler,
+            self._wake.set,
+            lambda e: self.emit(error_event(e)),
+            self.clock,
+            self.pulse_floor,
         )
-        self._opening = fresh
+        self._opening = session
         try:
-            welcome = fresh.open(self.hello(), self.patience.idle_s)
+            welcome = session.open(self.make_hello(), self.retry_policy.idle_s)
             if welcome.protocol != PROTOCOL:
                 raise ProtocolError(
                     "E-WIRE-01", f"expected protocol {PROTOCOL}, found {welcome.protocol}: upgrade the older side"
                 )
-            self.welcomed(welcome)
+            self.on_welcome(welcome)
         except UnavailableError as error:
             self._opening = None
-            fresh.drop()
-            self._on_failure(line.address, error)
+            session.drop()
+            self._on_failure(connection.address, error)
             return False
         except FederationError:
             self._opening = None
-            fresh.drop()
+            session.drop()
             raise
-        old, self._session = self._session, fresh
+        old, self._session = self._session, session
         self._opening = None
         if old is not None:
             old.drop()
-        self.lines.close_replaced(used=line)
+        self.connections.close_replaced(used=connection)
         backoff.reset()
         if old is None:
-            said = f"connected to {line.address} ({welcome.software or 'no version given'})"
-            self.say(event("connected", said, facts={"address": str(line.address), "software": welcome.software}))
-        self._met = True
-        self.store.record_contact(str(line.address), welcome.software)
-        self.greeted.set()
+            text = f"connected to {connection.address} ({welcome.software or 'no version given'})"
+            self.emit(
+                event("connected", text, facts={"address": str(connection.address), "software": welcome.software})
+            )
+        self._was_connected = True
+        self.store.record_contact(str(connection.address), welcome.software)
+        self.session_opened.set()
         return True
 
     def _on_failure(self, address: Address, error: UnavailableError) -> None:
         """Say why there is no session; raises the finding when waiting cannot help and there never was one."""
         found: FederationError = error
         if self._session is None or self._session.ended.is_set():
-            if error.code == "E-NET-01" and not (finding := self.explain(address)).ok:
+            if error.code == "E-NET-01" and not (finding := self.diagnose(address)).ok:
                 found = finding.error()
-            if not self._met and not isinstance(found, UnavailableError):
+            if not self._was_connected and not isinstance(found, UnavailableError):
                 raise found from error
-            self.lines.replace(elsewhere=True)
-            self.lines.close_replaced()
+            self.connections.replace(next_address=True)
+            self.connections.close_replaced()
             self.store.record_departure(str(found))
-        self.say(error_event(found))
+        self.emit(error_event(found))
 
     def _run_session(self, stop: CancelToken) -> None:
         """Wait until the session ends or is due for recycling; raises a final refusal."""
         session = self._session
         assert session is not None
         assert session.welcome is not None
-        born, asked = self.clock(), session.welcome.recycle_seconds
+        opened, asked = self.clock(), session.welcome.recycle_seconds
         period = max(asked, self.pulse_floor) if asked > 0 else float("inf")  # also of NaN: never
-        while not stop.is_set:
+        while not stop.is_cancelled:
             if session.ended.is_set():
                 self._session = None
                 error = session.error or UnavailableError("E-NET-12", "the session ended")
                 self.store.record_departure(str(error))
                 if not isinstance(error, UnavailableError):
                     raise error
-                self.say(event("disconnected", str(error), facts={"code": error.code}))
+                self.emit(event("disconnected", str(error), facts={"code": error.code}))
                 return
-            age = self.clock() - born
-            due = min(period, self.patience.backoff_cap_s) if self._recycle else period
+            age = self.clock() - opened
+            due = min(period, self.retry_policy.backoff_cap_s) if self._recycle else period
             if age >= due:
                 return
             self._wake.wait(min(due - age, 3600.0))
@@ -164,4 +171,4 @@ class ControlClient:
         if session is not None:
             session.leave()
             self.store.record_departure(why or "left")
-        self.lines.close()
+        self.connections.close()

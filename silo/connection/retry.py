@@ -1,4 +1,4 @@
-"""Waiting well: back-off without end, a request to stop that reaches every wait, and a watch over idle streams."""
+"""Waiting well: back-off without end, a cancellation that reaches every wait, and a watch over idle streams."""
 
 from __future__ import annotations
 
@@ -28,66 +28,66 @@ class CancelledError(UnavailableError):
 
 
 class CancelToken:
-    """A request to leave what is being done, heard by whoever waits or calls over the network.
+    """A request to leave what is being done, which reaches every wait and every call over the network.
 
-    set(gently=True) lets the attempt that is under way finish and prevents the next one.
+    cancel(gently=True) lets the attempt that is under way finish and prevents the next one.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
-        self._asked = False
-        self._nudges = 0
-        self._cancels: list[Callable[[], object]] = []
-        self._hard = False
+        self._cancelled = False
+        self._wakes = 0
+        self._callbacks: list[Callable[[], object]] = []
+        self._at_once = False
         self.reason = ""
 
-    def set(self, reason: str, gently: bool = False) -> None:
+    def cancel(self, reason: str, gently: bool = False) -> None:
         """Ask to stop, for a reason that is shown; unless gently, cancel the calls under way."""
         with self._lock:
             self.reason = self.reason or reason
-            self._asked = True
+            self._cancelled = True
             self._lock.notify_all()
-            self._hard = self._hard or not gently
-            cancels = list(self._cancels) if self._hard else []
-        for cancel in cancels:
-            cancel()
+            self._at_once = self._at_once or not gently
+            callbacks = list(self._callbacks) if self._at_once else []
+        for callback in callbacks:
+            callback()
 
     @property
-    def is_set(self) -> bool:
-        """Tell whether somebody asked."""
-        return self._asked
+    def is_cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._cancelled
 
-    def check(self) -> None:
-        """Raise CancelledError once somebody has asked."""
-        if self._asked:
+    def raise_if_cancelled(self) -> None:
+        """Raise CancelledError after `cancel`."""
+        if self._cancelled:
             raise CancelledError(self.reason)
 
     def wait(self, seconds: float) -> bool:
-        """Sleep, and wake at once (True) when somebody asks, or (False) on a nudge."""
+        """Sleep; return True at once after `cancel`, False after `wake` or when the time is over."""
         with self._lock:
-            before = self._nudges
-            self._lock.wait_for(lambda: self._asked or self._nudges != before, seconds)
-            return self._asked
+            before = self._wakes
+            self._lock.wait_for(lambda: self._cancelled or self._wakes != before, seconds)
+            return self._cancelled
 
     def wake(self) -> None:
-        """End the present sleeps early: what was waited for is there again."""
+        """End the present waits early."""
         with self._lock:
-            self._nudges += 1
+            self._wakes += 1
             self._lock.notify_all()
 
     @contextmanager
-    def cancels(self, cancel: Callable[[], object]) -> Iterator[None]:
-        """Call `cancel` when a stop comes inside the block."""
+    def on_cancel(self, cancel: Callable[[], object]) -> Iterator[None]:
+        """Call `cancel` when the token is cancelled inside the block, or at once when it was before."""
         with self._lock:
-            self._cancels.append(cancel)
-            late = self._hard
+            self._callbacks.append(cancel)
+            late = self._at_once
         try:
             if late:
                 cancel()
             yield
         finally:
             with self._lock:
-                self._cancels.remove(cancel)
+                self._callbacks.remove(cancel)
 
 
 @dataclass(slots=True)
@@ -110,23 +110,23 @@ class Backoff:
         return ceiling * self.uniform()
 
     def reset(self) -> None:
-        """Begin anew: there was progress."""
+        """Start again from `base`, after progress."""
         self._tries = 0
 
 
 def retry_until(
-    attempt: Callable[[], T], backoff: Backoff, stop: CancelToken, tell: Callable[[FederationError], None]
+    attempt: Callable[[], T], backoff: Backoff, stop: CancelToken, report: Callable[[FederationError], None]
 ) -> T:
-    """Repeat an attempt while it ends in UnavailableError, telling each; raises any other error, and CancelledError."""
+    """Repeat an attempt while it raises UnavailableError, which is reported; raises all else, and CancelledError."""
     while True:
-        stop.check()
+        stop.raise_if_cancelled()
         try:
             return attempt()
         except CancelledError:
             raise
         except UnavailableError as error:
-            stop.check()
-            tell(error)
+            stop.raise_if_cancelled()
+            report(error)
             stop.wait(backoff.next())
 
 
@@ -172,7 +172,7 @@ class IdleWatch:
                 return
 
 
-def translated(error: grpc.RpcError, watch: IdleWatch | None = None) -> FederationError:
+def to_federation_error(error: grpc.RpcError, watch: IdleWatch | None = None) -> FederationError:
     """Turn a failed call into the error that the other side raised, or that its silence means."""
     if watch is not None and watch.expired:
         return UnavailableError("E-NET-12", "no byte moved for too long; the connection is opened anew")

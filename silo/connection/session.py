@@ -14,13 +14,13 @@ from fl_core.errors import FederationError, ProtocolError, RefusedError, Unavail
 from fl_core.errors.catalogue import current
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from silo.connection.retry import translated
-from silo.service.pace import PULSE_FLOOR_S, bounded
+from silo.connection.retry import to_federation_error
+from silo.service.response_timing import PULSE_FLOOR_S, pulse_period
 
-MISSED = 3
+MISSED_PULSES = 3
 """Pulses after whose absence the other side counts as dead."""
 
-ReportStatus = Callable[[FederationError], None]
+ReportError = Callable[[FederationError], None]
 
 
 class Handler(Protocol):
@@ -66,37 +66,37 @@ class Session:
         stub: rpc.ControlStub,
         handler: Handler,
         on_end: Callable[[], None],
-        tell: ReportStatus,
+        report: ReportError,
         clock: Callable[[], float] = time.monotonic,
         pulse_floor: float = PULSE_FLOOR_S,
     ) -> None:
         self._stub = stub
         self._handler = handler
         self._on_end = on_end
-        self._tell = tell
+        self._report = report
         self._clock = clock
         self._pulse_floor = pulse_floor
         self._outgoing: queue.SimpleQueue[pb.SiloMessage | None] = queue.SimpleQueue()
-        self._beat = threading.Event()
+        self._pulse_due = threading.Event()
         self._answered = threading.Event()
         self._leaving = False
-        self._heard = clock()
+        self._last_received = clock()
         self._call: _Stream | None = None
         self.welcome: pb.Welcome | None = None
         self.ended = threading.Event()
         self.error: FederationError | None = None
 
-    def open(self, hello: pb.Hello, patience_s: float) -> pb.Welcome:
+    def open(self, hello: pb.Hello, timeout_s: float) -> pb.Welcome:
         """Say hello and wait for the welcome.
 
-        Raises UnavailableError when the coordinator is away or says nothing for `patience_s` seconds, and any final
+        Raises UnavailableError when the coordinator is away or says nothing for `timeout_s` seconds, and any final
         refusal as it is.
         """
         self.send(pb.SiloMessage(hello=hello))
         self._call = self._stub.Session(self._messages())
         threading.Thread(target=self._read, name="session-read", daemon=True).start()
-        if not self._answered.wait(patience_s):
-            self._fail(UnavailableError("E-NET-12", f"expected a welcome within {patience_s:g} s, found silence"))
+        if not self._answered.wait(timeout_s):
+            self._fail(UnavailableError("E-NET-12", f"expected a welcome within {timeout_s:g} s, found silence"))
         if self.welcome is None:
             raise self.error or UnavailableError("E-NET-12", "expected a welcome, found the end of the session")
         threading.Thread(target=self._keep_alive, name="session-pulse", daemon=True).start()
@@ -106,16 +106,16 @@ class Session:
         """Put a message on the stream; on one that has ended it is lost, and what it said is said in the next."""
         self._outgoing.put(message)
 
-    def send_heartbeat(self) -> None:
+    def send_pulse(self) -> None:
         """Send the next pulse as soon as the floor allows."""
-        self._beat.set()
+        self._pulse_due.set()
 
-    def leave(self, patience_s: float = 5.0) -> None:
+    def leave(self, timeout_s: float = 5.0) -> None:
         """End the session in good order: a last pulse, the end of our side, and a moment for the other's."""
         self._leaving = True
         self._outgoing.put(pb.SiloMessage(pulse=self._handler.pulse()))
         self._outgoing.put(None)
-        if not self.ended.wait(patience_s) and self._call is not None:
+        if not self.ended.wait(timeout_s) and self._call is not None:
             self._call.cancel()
 
     def drop(self) -> None:
@@ -132,15 +132,15 @@ class Session:
         assert self._call is not None
         try:
             for message in self._call:
-                self._heard = self._clock()
+                self._last_received = self._clock()
                 self._take(message)
             ended: FederationError = UnavailableError("E-NET-12", "the coordinator ended the session")
         except grpc.RpcError as error:
-            ended = translated(error)
+            ended = to_federation_error(error)
         self.error = self.error or ended
         self.ended.set()
         self._answered.set()
-        self._beat.set()
+        self._pulse_due.set()
         self._outgoing.put(None)  # gRPC's own thread waits for the next message: let it go
         self._on_end()
 
@@ -164,21 +164,21 @@ class Session:
                 case _:
                     pass  # a pulse, or a message of a later minor version: being heard is all it does
         except FederationError as error:
-            self._tell(error)
+            self._report(error)
 
     def _keep_alive(self) -> None:
         assert self.welcome is not None
-        period = bounded(self.welcome.pulse_seconds, self._pulse_floor)
+        period = pulse_period(self.welcome.pulse_seconds, self._pulse_floor)
         while not self.ended.is_set() and not self._leaving:
-            silent = self._clock() - self._heard
-            if silent > MISSED * period:
+            silent = self._clock() - self._last_received
+            if silent > MISSED_PULSES * period:
                 self._fail(UnavailableError("E-NET-12", f"the coordinator has been silent for {silent:.0f} s"))
                 return
             self.send(pb.SiloMessage(pulse=self._handler.pulse()))
-            told = self._clock()
-            if self._beat.wait(period):  # asked for sooner, however often: one pulse, and not below the floor
-                self._beat.clear()
-                self.ended.wait(max(0.0, told + self._pulse_floor - self._clock()))
+            sent = self._clock()
+            if self._pulse_due.wait(period):  # asked for sooner, however often: one pulse, and not below the floor
+                self._pulse_due.clear()
+                self.ended.wait(max(0.0, sent + self._pulse_floor - self._clock()))
 
     def _fail(self, error: FederationError) -> None:
         self.error = self.error or error

@@ -21,7 +21,7 @@ from protos.storage.object_store import ObjectStore
 from protos.storage.partial_file import open_partial, partial_size
 from protos.wire import receipts
 from protos.wire.chunks import append_chunk, read_chunks
-from silo.connection.retry import Backoff, CancelToken, IdleWatch, retry_until, translated
+from silo.connection.retry import Backoff, CancelToken, IdleWatch, retry_until, to_federation_error
 from silo.storage.tasks import Attestation, OutboxEntry
 
 Request = TypeVar("Request")
@@ -86,7 +86,7 @@ class ReceiptVerifier:
 
 
 ProgressFn = Callable[[int, int], None]
-"""Told (bytes so far, bytes in all; 0 when unknown)."""
+"""Called with the bytes so far and the bytes in all (0: unknown)."""
 
 
 class _RetryBudget:
@@ -110,13 +110,13 @@ class Transfer:
         self,
         stub: Callable[[], rpc.TransferStub],
         objects: ObjectStore,
-        patience: RetryPolicy,
-        tell: Callable[[FederationError], None],
+        retry_policy: RetryPolicy,
+        report: Callable[[FederationError], None],
     ) -> None:
         self._stub = stub
         self._objects = objects
-        self._patience = patience
-        self._tell = tell
+        self._retry_policy = retry_policy
+        self._report = report
 
     # ---- up ----------------------------------------------------------------------------------------------------
 
@@ -124,9 +124,9 @@ class Transfer:
         self,
         entry: OutboxEntry,
         file: Path,
-        witness: ReceiptVerifier,
+        verifier: ReceiptVerifier,
         stop: CancelToken,
-        moved: ProgressFn,
+        progress: ProgressFn,
         ready: Callable[[], None] = lambda: None,
     ) -> bytes:
         """Send an update until the coordinator's receipt for it is verified; return the receipt's bytes.
@@ -136,7 +136,7 @@ class Transfer:
         Guarantees: after a cut, only bytes that are not there yet are sent; an update that was taken before is not
         sent at all.
         """
-        backoff, faults, best = self._patience.backoff(), _RetryBudget(self._patience.tries), -1
+        backoff, damage, best = self._retry_policy.backoff(), _RetryBudget(self._retry_policy.tries), -1
 
         def attempt() -> bytes:
             nonlocal best
@@ -147,21 +147,21 @@ class Transfer:
                     backoff.reset()
                 if receipt is None:
                     if have < entry.size:
-                        self._put(entry, file, have, stop, moved)
+                        self._put(entry, file, have, stop, progress)
                     ready()
                     receipt = self._unary(self._stub().Commit, pb.CommitRequest(contribution_id=entry.contribution_id))
             except ProtocolError as error:
-                faults.note(error)
+                damage.note(error)
                 raise
-            moved(entry.size, entry.size)
-            return witness.verify(receipt, entry)
+            progress(entry.size, entry.size)
+            return verifier.verify(receipt, entry)
 
-        return retry_until(attempt, backoff, stop, self._tell)
+        return retry_until(attempt, backoff, stop, self._report)
 
-    def proof(self, entry: OutboxEntry, witness: ReceiptVerifier) -> bytes | None:
+    def fetch_receipt(self, entry: OutboxEntry, verifier: ReceiptVerifier) -> bytes | None:
         """Ask once for the receipt of an update that was taken; None when the coordinator has none."""
         _, receipt = self._open(entry)
-        return None if receipt is None else witness.verify(receipt, entry)
+        return None if receipt is None else verifier.verify(receipt, entry)
 
     def _open(self, entry: OutboxEntry) -> tuple[int, pb.Receipt | None]:
         request = pb.OpenRequest(
@@ -180,26 +180,26 @@ class Transfer:
             raise ProtocolError("E-WIRE-06", f"expected at most {entry.size} bytes to be there, found {reply.have}")
         return reply.have, reply.receipt if reply.HasField("receipt") else None
 
-    def _put(self, entry: OutboxEntry, file: Path, have: int, stop: CancelToken, moved: ProgressFn) -> None:
+    def _put(self, entry: OutboxEntry, file: Path, have: int, stop: CancelToken, progress: ProgressFn) -> None:
         """Stream the file from `have` on; a stream in which nothing moves is given up."""
         armed = threading.Event()
-        watch: list[IdleWatch] = []
+        idle_watch: list[IdleWatch] = []
         broken: list[OSError] = []
 
         def chunks() -> Iterator[pb.Chunk]:
             armed.wait()
             try:
                 for chunk in read_chunks(file, entry.contribution_id, have):
-                    watch[0].touch()
-                    moved(chunk.offset, entry.size)
+                    idle_watch[0].touch()
+                    progress(chunk.offset, entry.size)
                     yield chunk
             except OSError as error:  # runs in a thread of gRPC's, which would only say that the call was cancelled
                 broken.append(error)
                 raise
 
         call = self._stub().Put.future(chunks())
-        with IdleWatch(call, self._patience.idle_s) as idle, stop.cancels(call.cancel):
-            watch.append(idle)
+        with IdleWatch(call, self._retry_policy.idle_s) as idle, stop.on_cancel(call.cancel):
+            idle_watch.append(idle)
             armed.set()
             try:
                 there = call.result().have
@@ -207,14 +207,14 @@ class Transfer:
                 if broken:
                     raise broken[0] from error
                 if isinstance(error, grpc.RpcError):
-                    raise translated(error, idle) from error
-                raise UnavailableError("E-NET-12", f"no byte moved for {self._patience.idle_s:g} s") from error
+                    raise to_federation_error(error, idle) from error
+                raise UnavailableError("E-NET-12", f"no byte moved for {self._retry_policy.idle_s:g} s") from error
         if there < entry.size:
             raise ProtocolError("E-WIRE-04", f"expected {entry.size} bytes to be there, found {there}")
 
     # ---- down --------------------------------------------------------------------------------------------------
 
-    def fetch(self, digest: str, size: int, stop: CancelToken, moved: ProgressFn) -> Path:
+    def fetch(self, digest: str, size: int, stop: CancelToken, progress: ProgressFn) -> Path:
         """Return an object's file, from the disk or from the coordinator. size: 0 when unknown.
 
         Raises ProtocolError (E-WIRE-04) when what arrives never has its digest, and what the coordinator refuses with.
@@ -223,30 +223,30 @@ class Transfer:
         """
         if self._objects.holds(digest):
             return self._objects.path(digest)
-        backoff, faults = self._patience.backoff(), _RetryBudget(self._patience.tries)
+        backoff, damage = self._retry_policy.backoff(), _RetryBudget(self._retry_policy.tries)
 
         def attempt() -> Path:
             partial = self._objects.partial(digest)
             before = partial_size(partial)
             try:
-                found = self._get(digest, partial, size, stop, moved)
+                found = self._get(digest, partial, size, stop, progress)
                 # Not on the disk for certain: what a power cut damages is found by `holds` and fetched again.
                 return self._objects.commit(partial, digest, found, sync=False)
             except ProtocolError as error:
-                faults.note(error)
+                damage.note(error)
                 raise
             finally:
                 if partial_size(partial) > before:
                     backoff.reset()
 
-        return retry_until(attempt, backoff, stop, self._tell)
+        return retry_until(attempt, backoff, stop, self._report)
 
-    def _get(self, digest: str, partial: Path, size: int, stop: CancelToken, moved: ProgressFn) -> str | None:
+    def _get(self, digest: str, partial: Path, size: int, stop: CancelToken, progress: ProgressFn) -> str | None:
         """Append what is missing to the partial file; return its digest, None when earlier streams began it."""
         call = self._stub().Get(pb.GetRequest(digest=digest, offset=partial_size(partial)))
         with (
-            IdleWatch(call, self._patience.idle_s) as idle,
-            stop.cancels(call.cancel),
+            IdleWatch(call, self._retry_policy.idle_s) as idle,
+            stop.on_cancel(call.cancel),
             open_partial(partial) as file,
         ):
             try:
@@ -256,10 +256,10 @@ class Transfer:
                     if size and file.size > size:
                         partial.unlink()
                         raise ProtocolError("E-WIRE-04", f"expected an object of {size} bytes, found more")
-                    moved(file.size, size)
+                    progress(file.size, size)
                     del chunk  # before the next one comes
             except grpc.RpcError as error:
-                raise translated(error, idle) from error
+                raise to_federation_error(error, idle) from error
             finally:
                 call.cancel()
         if size and file.size < size:
@@ -268,6 +268,6 @@ class Transfer:
 
     def _unary(self, call: grpc.UnaryUnaryMultiCallable[Request, Reply], request: Request) -> Reply:
         try:
-            return call(request, timeout=self._patience.idle_s)
+            return call(request, timeout=self._retry_policy.idle_s)
         except grpc.RpcError as error:
-            raise translated(error) from error
+            raise to_federation_error(error) from error

@@ -30,7 +30,7 @@ def name_options(server_name: str | None) -> list[tuple[str, str]]:
     return [] if server_name is None else [("grpc.ssl_target_name_override", server_name)]
 
 
-def explain(address: Address, credentials: Credentials, server_name: str | None = None) -> Diagnosis:
+def diagnose_channel(address: Address, credentials: Credentials, server_name: str | None = None) -> Diagnosis:
     """Find out why a channel with these credentials does not come up; blocks for seconds at most."""
     key, cert, ca = credentials
     return diagnose(address.host, address.port, ca, cert, key, server_name)

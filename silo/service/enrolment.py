@@ -21,10 +21,10 @@ from protos.pki.roster import SignedRoster
 from protos.storage import private_files
 from protos.storage.private_files import Credentials
 from protos.tls.diagnosis import Diagnosis
-from silo.connection.channel import Connection, ConnectionManager, Dial, dial_with
-from silo.connection.retry import translated
+from silo.connection.channel import Connect, Connection, ConnectionManager, connect_with
+from silo.connection.retry import to_federation_error
 from silo.events import EmitEvent, error_event, event
-from silo.identity.credentials import explain
+from silo.identity.credentials import diagnose_channel
 from silo.identity.identity import SiloIdentity
 from silo.identity.pinned_peers import PinnedPeers
 from silo.storage.home import Home
@@ -48,8 +48,8 @@ def join(
     home: Home,
     again: bool = False,
     clock: Clock = utc_now,
-    dial: Callable[[Credentials], Dial] = lambda credentials: dial_with(lambda: credentials),
-    why: Callable[[Address, Credentials], Diagnosis] = explain,
+    connect: Callable[[Credentials], Connect] = lambda credentials: connect_with(lambda: credentials),
+    diagnose: Callable[[Address, Credentials], Diagnosis] = diagnose_channel,
 ) -> PeerCertificate:
     """Turn an invitation into this home's identity.
 
@@ -66,7 +66,7 @@ def join(
         return own
     material = identity.join_material(invitation)
     request = pb.JoinRequest(csr_pem=material.csr_pem, renewal_proof=material.proof)
-    answer = _first_answer(material.addresses, request, dial(material.invitation), material.invitation, why)
+    answer = _first_answer(material.addresses, request, connect(material.invitation), material.invitation, diagnose)
     if certificate_fingerprint(answer.authority_pem) != certificate_fingerprint(invitation.ca_pem):
         raise ProtocolError("E-WIRE-06", "expected the authority of the invitation, found another one: ask the lead")
     roster = SignedRoster.unpack(answer.signed_roster) if answer.signed_roster else None
@@ -88,24 +88,24 @@ def _present(identity: SiloIdentity, token: InvitationToken, clock: Clock) -> Pe
 def _first_answer(
     addresses: tuple[Address, ...],
     request: pb.JoinRequest,
-    dial: Dial,
+    connect: Connect,
     credentials: Credentials,
-    why: Callable[[Address, Credentials], Diagnosis],
+    diagnose: Callable[[Address, Credentials], Diagnosis],
 ) -> pb.Membership:
     """Ask one address after the other; raises what the last one had to say."""
     failure: FederationError = UnavailableError("E-NET-01", "the invitation names no address of the coordinator")
     for address in addresses:
-        line = Connection.over(address, dial(address))
+        connection = Connection.over(address, connect(address))
         try:
-            return line.enrolment.Join(request, timeout=CALL_S)
+            return connection.enrolment.Join(request, timeout=CALL_S)
         except grpc.RpcError as error:
-            failure = translated(error)
+            failure = to_federation_error(error)
             if not isinstance(failure, UnavailableError):
                 raise failure from error
-            if failure.code == "E-NET-01" and not (finding := why(address, credentials)).ok:
+            if failure.code == "E-NET-01" and not (finding := diagnose(address, credentials)).ok:
                 failure = finding.error()
         finally:
-            line.channel.close()
+            connection.channel.close()
     raise failure
 
 
@@ -153,8 +153,8 @@ class MembershipMaintainer:
     """
 
     identity: SiloIdentity
-    lines: ConnectionManager
-    say: EmitEvent
+    connections: ConnectionManager
+    emit: EmitEvent
     moved: Callable[[], None]
     clock: Clock = utc_now
     _complained: str = field(default="")
@@ -170,19 +170,19 @@ class MembershipMaintainer:
             request = self.identity.renewal_request()
             message = pb.RenewRequest(csr_pem=request.csr_pem, renewal_proof=request.proof)
             try:
-                answer = self.lines.current().enrolment.Renew(message, timeout=CALL_S)
+                answer = self.connections.current().enrolment.Renew(message, timeout=CALL_S)
             except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed for a newer one
                 raise _closed(error) from error
             peer = self.identity.install(answer.certificate_pem, self.identity.current_credentials().ca_pem)
         except FederationError as error:
             if str(error) != self._complained:
                 self._complained = str(error)
-                self.say(error_event(error))
+                self.emit(error_event(error))
             return False
         self._complained = ""
         if answer.signed_roster:
             self.apply_roster(answer.signed_roster)
-        self.say(event("renewed", f"certificate renewed until {peer.not_after:%Y-%m-%d}"))
+        self.emit(event("renewed", f"certificate renewed until {peer.not_after:%Y-%m-%d}"))
         self.moved()
         return True
 
@@ -193,15 +193,17 @@ class MembershipMaintainer:
         change = self.identity.update_roster(SignedRoster.unpack(raw))
         for verb, names in (("joined", change.added), ("left", change.removed), ("has a new key", change.rekeyed)):
             for name in names:
-                self.say(event("roster", f"{name} {verb} (roster {change.version})", facts={"silo": name, "how": verb}))
+                self.emit(
+                    event("roster", f"{name} {verb} (roster {change.version})", facts={"silo": name, "how": verb})
+                )
         for name, reason in change.held.items():
             remedy = f"compare fingerprints with that hospital, then: silo peers accept {name} FINGERPRINT"
-            self.say(
+            self.emit(
                 event("held", f"{name} is not accepted: {reason}; {remedy}", facts={"silo": name, "reason": reason})
             )
 
 
 def _closed(error: grpc.RpcError | ValueError) -> FederationError:
     if isinstance(error, grpc.RpcError):
-        return translated(error)
-    return UnavailableError("E-NET-01", f"the line was replaced: {error}")
+        return to_federation_error(error)
+    return UnavailableError("E-NET-01", f"the connection was replaced: {error}")

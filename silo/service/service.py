@@ -10,6 +10,7 @@ from pathlib import Path
 from fl_core.datasets import Source
 from fl_core.errors import ConfigError
 from fl_core.rounds.silo_round import run_silo_round
+from fl_core.training.devices import choose_device
 from privacy.profiles import PROFILES
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki.identity import Address
@@ -17,14 +18,14 @@ from protos.storage.object_store import ObjectStore
 from protos.storage.private_files import private_folder
 from protos.tls.diagnosis import Diagnosis
 from protos.version import PROTOCOL, software
-from silo.connection.channel import ConnectionManager, Dial, dial_with, explainer
+from silo.connection.channel import Connect, ConnectionManager, connect_with, diagnose_with
 from silo.connection.control_client import ControlClient
 from silo.connection.retry import CancelToken
 from silo.connection.transfer import ReceiptVerifier, RetryPolicy, Transfer
 from silo.events import EmitEvent, error_event, event
 from silo.identity.identity import SiloIdentity
 from silo.service.enrolment import MembershipMaintainer, pinned_version
-from silo.service.pace import PULSE_FLOOR_S, Pace
+from silo.service.response_timing import PULSE_FLOOR_S, ResponseTiming
 from silo.service.task_queue import TaskQueue
 from silo.service.task_runner import TaskRunner
 from silo.storage.home import Home
@@ -32,14 +33,14 @@ from silo.storage.outbox import Outbox
 from silo.storage.store import Store
 from silo.storage.tasks import Attestation
 from silo.training.hospital_controls import HospitalControls
-from silo.training.trainer import DataSource, RunRound, Trainer, choose_device
+from silo.training.trainer import DataSource, RunRound, Trainer
 
-LOOK_S = 60.0
+RENEWAL_CHECK_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What a hospital decides about its service; answer_after, pulse_floor: see `silo.service.pace`."""
+class SiloSettings:
+    """What a hospital decides about its service; answer_after, pulse_floor: see `silo.service.response_timing`."""
 
     home: Home
     data: str
@@ -71,85 +72,87 @@ def data_offer(source: DataSource) -> pb.DataOffer:
 class Service:
     """One silo at work. `start`, then `wait`; `stop` ends it in good order; `error` says what ended it otherwise.
 
-    dial, explain: replaced in tests that need no TLS. do: a task's arithmetic, replaced in benchmarks.
+    connect, diagnose: replaced in tests that need no TLS. run_round: the arithmetic of a round, replaced in benchmarks.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        say: EmitEvent,
-        patience: RetryPolicy | None = None,
-        dial: Dial | None = None,
-        explain: Callable[[Address], Diagnosis] | None = None,
-        do: RunRound = run_silo_round,
+        settings: SiloSettings,
+        emit: EmitEvent,
+        retry_policy: RetryPolicy | None = None,
+        connect: Connect | None = None,
+        diagnose: Callable[[Address], Diagnosis] | None = None,
+        run_round: RunRound = run_silo_round,
     ) -> None:
-        self._say = say
-        self._patience = patience or RetryPolicy()
+        self._emit = emit
+        self._retry_policy = retry_policy or RetryPolicy()
         self._identity = SiloIdentity(settings.home.path)
         own = self._identity.load().identity
         self.name, self._consortium = own.name, own.consortium
-        source, self._pace = settings.source(), Pace(settings.answer_after, settings.pulse_floor)
+        source, self._timing = settings.source(), ResponseTiming(settings.answer_after, settings.pulse_floor)
         self._device = choose_device(settings.device)
-        self._offer, self._typed = data_offer(source), settings.nominal_size is not None
+        self._data_offer, self._size_declared = data_offer(source), settings.nominal_size is not None
         self.store = Store(settings.home.database)
         self._instance = settings.home.begin_instance()
         credentials = self._identity.current_credentials
-        lines = ConnectionManager(settings.home.addresses(), dial or dial_with(credentials))
-        greeted = threading.Event()
+        connections = ConnectionManager(settings.home.addresses(), connect or connect_with(credentials))
+        session_opened = threading.Event()
         self._client = ControlClient(
-            lines,
+            connections,
             self.store,
             self._hello,
-            self._welcomed,
-            explain or explainer(credentials),
-            say,
-            self._patience,
-            greeted,
-            pulse_floor=self._pace.pulse_floor,
+            self._on_welcome,
+            diagnose or diagnose_with(credentials),
+            emit,
+            self._retry_policy,
+            session_opened,
+            pulse_floor=self._timing.pulse_floor,
         )
-        self._keeper = MembershipMaintainer(self._identity, lines, say, self._client.renewed)
+        self._membership = MembershipMaintainer(self._identity, connections, emit, self._client.renewed)
         objects = ObjectStore(private_folder(settings.home.objects))
-        transfer = Transfer(lambda: lines.current().transfer, objects, self._patience, lambda e: say(error_event(e)))
-        self._desk = TaskQueue(self.store, self._client.send, say)
-        self._custody = HospitalControls(settings.home, self.store)
-        trainer = Trainer(self.name, source, self._custody, self._device, settings.prototypes, do)
+        transfer = Transfer(
+            lambda: connections.current().transfer, objects, self._retry_policy, lambda e: emit(error_event(e))
+        )
+        self._queue = TaskQueue(self.store, self._client.send, emit)
+        self._controls = HospitalControls(settings.home, self.store)
+        trainer = Trainer(self.name, source, self._controls, self._device, settings.prototypes, run_round)
         outbox = Outbox(self.store, objects, self.name)
         self._worker = TaskRunner(
-            self._desk,
+            self._queue,
             outbox,
             transfer,
             trainer,
-            self._custody,
+            self._controls,
             self._receipt_verifier,
-            say,
+            emit,
             self._client.recycle,
-            greeted,
-            self._pace,
+            session_opened,
+            self._timing,
         )
-        self._stop, self._over, self._ended = CancelToken(), threading.Event(), threading.Event()
+        self._stop, self._leaving, self._ended = CancelToken(), threading.Event(), threading.Event()
         self.error: BaseException | None = None
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Begin to work; raises StateError (E-BUDGET-07, E-BUDGET-08) on a privacy ledger that lacks what it had."""
-        for entry in self._custody.recover():
-            self._say(event("recovered", f"{entry}: open after a restart, counted as spent", facts={"entry": entry}))
-        says = f"{self.name} of {self._consortium} serves {self._offer.name} data on {self._device}"
-        self._say(event("serving", says, facts={"silo": self.name, "device": str(self._device)}))
-        self._say(
+        for entry in self._controls.recover():
+            self._emit(event("recovered", f"{entry}: open after a restart, counted as spent", facts={"entry": entry}))
+        text = f"{self.name} of {self._consortium} serves {self._data_offer.name} data on {self._device}"
+        self._emit(event("serving", text, facts={"silo": self.name, "device": str(self._device)}))
+        self._emit(
             event(
                 "privacy",
                 "privacy: each run's manifest decides, within this hospital's policy (silo policy show): under the "
                 "profile 'none' updates leave as exact float32 numbers, without noise and without mask, readable by "
                 "the coordinator; under 'dp_record' and 'dp_silo_small' with noise, charged to the ledger (silo ledger "
                 "show)",
-                facts={"profiles": ", ".join(PROFILES), "policy": self._custody.policy_digest()},
+                facts={"profiles": ", ".join(PROFILES), "policy": self._controls.policy_digest()},
             )
         )
         bodies: dict[str, Callable[[], None]] = {
-            "worker": lambda: self._worker.run(self._over),
-            "client": lambda: self._client.run(self._desk, self._stop),
-            "keeper": self._keep,
+            "worker": lambda: self._worker.run(self._leaving),
+            "client": lambda: self._client.run(self._queue, self._stop),
+            "membership": self._maintain_membership,
         }
         self._threads = [
             threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True)
@@ -164,16 +167,16 @@ class Service:
 
     def pulse(self) -> pb.Pulse:
         """Say what is being done now, as the coordinator is told."""
-        return self._desk.pulse()
+        return self._queue.pulse()
 
     def doing(self) -> pb.Pulse:
         """Say what is being done now, for the hospital's own screen."""
-        return self._desk.doing()
+        return self._queue.doing()
 
     def leave(self, reason: str) -> None:
         """Begin to end: take no more tasks, give training up, let an upload under way finish."""
-        self._desk.close(reason)
-        self._over.set()
+        self._queue.close(reason)
+        self._leaving.set()
 
     def settled(self, seconds: float) -> bool:
         """Wait for the work under way after `leave`; True when nothing is left."""
@@ -185,7 +188,7 @@ class Service:
         self.leave(reason)
         for thread in self._threads[:1]:
             thread.join()
-        self._stop.set(reason)
+        self._stop.cancel(reason)
         for thread in self._threads[1:]:
             thread.join()
         self.store.close_database()
@@ -197,39 +200,39 @@ class Service:
         except BaseException as error:
             self.error = self.error or error
         finally:
-            if not self._over.is_set():
+            if not self._leaving.is_set():
                 self._ended.set()
 
-    def _keep(self) -> None:
-        while not self._stop.is_set:
-            self._keeper.renew_if_due()
-            self._stop.wait(LOOK_S)
+    def _maintain_membership(self) -> None:
+        while not self._stop.is_cancelled:
+            self._membership.renew_if_due()
+            self._stop.wait(RENEWAL_CHECK_S)
 
     def _hello(self) -> pb.Hello:
         return pb.Hello(
             protocol_min=PROTOCOL,
             protocol_max=PROTOCOL,
             software=software(),
-            data=self._declared(),
-            staged=[e.key.ref for e in self.store.outbox() if not self._pace.holds((e.key, e.base_digest))],
-            policy_digest=self._custody.policy_digest(),
+            data=self._declared_data(),
+            staged=[e.key.ref for e in self.store.outbox() if not self._timing.holds((e.key, e.base_digest))],
+            policy_digest=self._controls.policy_digest(),
             roster_version=pinned_version(self._identity),
             instance=self._instance.id,
             previous_instance=self._instance.previous,
         )
 
-    def _declared(self) -> pb.DataOffer:
+    def _declared_data(self) -> pb.DataOffer:
         """Say what is public by declaration: where the policy hides the size, one that was counted is not."""
         offer = pb.DataOffer()
-        offer.CopyFrom(self._offer)
-        if not self._typed and self._custody.hides_size():
+        offer.CopyFrom(self._data_offer)
+        if not self._size_declared and self._controls.hides_size():
             offer.nominal_size = 0.0
         return offer
 
-    def _welcomed(self, welcome: pb.Welcome) -> None:
-        self._custody.record_attestation(Attestation.of(welcome.attested))
-        self._desk.retry_now()
-        self._keeper.apply_roster(welcome.signed_roster)
+    def _on_welcome(self, welcome: pb.Welcome) -> None:
+        self._controls.record_attestation(Attestation.of(welcome.attested))
+        self._queue.retry_now()
+        self._membership.apply_roster(welcome.signed_roster)
 
     def _receipt_verifier(self) -> ReceiptVerifier:
         return ReceiptVerifier(self._identity.authority_pem(), self._consortium, self.name)

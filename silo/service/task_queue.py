@@ -36,10 +36,10 @@ class TaskQueue:
     settled when it has ended.
     """
 
-    def __init__(self, store: Store, send: Send, say: EmitEvent) -> None:
+    def __init__(self, store: Store, send: Send, emit: EmitEvent) -> None:
         self._store = store
         self._send = send
-        self._say = say
+        self._emit = emit
         self._lock = threading.Condition()
         self._waiting: dict[TaskKey, pb.Offer] = {}
         self._checks: dict[TaskKey, Check] = {}
@@ -75,7 +75,7 @@ class TaskQueue:
                     return
                 if self._current.key.round > key.round:
                     return
-                self._current.stop.set(f"{key} was offered instead")
+                self._current.stop.cancel(f"{key} was offered instead")
             for old in [k for k in self._waiting if k.run_id == key.run_id and k.round < key.round]:
                 del self._waiting[old]
             self._waiting[key] = offer
@@ -100,7 +100,7 @@ class TaskQueue:
             self._waiting.pop(key, None)
             if isinstance(self._current, Task) and self._current.key == key:
                 self._closing[key] = closed.included
-                self._current.stop.set(f"{key} is closed")
+                self._current.stop.cancel(f"{key} is closed")
             else:
                 self._settle(key, closed.included)
 
@@ -113,7 +113,7 @@ class TaskQueue:
                 del self._checks[key]
             if self._current is not None and self._current.key.run_id == ended.run_id:
                 self._ending[ended.run_id] = ended
-                self._current.stop.set(f"run {ended.run_id} has ended: {ended.state}")
+                self._current.stop.cancel(f"run {ended.run_id} has ended: {ended.state}")
             else:
                 self._leave(ended)
 
@@ -186,9 +186,9 @@ class TaskQueue:
         The coordinator gets no answer before, and sees what the silo waits for.
         """
         with self._lock:
-            if not task.stop.is_set and isinstance(task, Check):
+            if not task.stop.is_cancelled and isinstance(task, Check):
                 self._checks.setdefault(task.key, task)
-            elif not task.stop.is_set and isinstance(task, Task):
+            elif not task.stop.is_cancelled and isinstance(task, Task):
                 self._waiting.setdefault(task.key, task.offer)
             self._pulse = pb.Pulse(activity=pb.AWAITING_APPROVAL, run_id=task.key.run_id, round=task.key.round)
             news = task.key.run_id not in self._undecided
@@ -213,7 +213,7 @@ class TaskQueue:
             else:
                 self._refused[task.key, task.offer.base_digest] = error
                 self._answer(task.key, error)
-        self._say(event("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
+        self._emit(event("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
 
     def note(
         self, task: Task | Check, activity: pb.Activity.ValueType, done: int = 0, total: int = 0, quiet: bool = False
@@ -238,7 +238,7 @@ class TaskQueue:
             self._waiting.clear()
             self._checks.clear()
             if self._current is not None:
-                self._current.stop.set(reason, gently=self._pulse.activity == pb.UPLOADING)
+                self._current.stop.cancel(reason, gently=self._pulse.activity == pb.UPLOADING)
             self._lock.notify_all()
 
     # ---- inside ------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class TaskQueue:
 
     def _settle(self, key: TaskKey, included: bool) -> None:
         if self._store.close(key, included):
-            self._say(
+            self._emit(
                 event("closed", f"{key} closed, {'' if included else 'not '}included", key, {"included": included})
             )
         if (self._pulse.run_id, self._pulse.round) == (key.run_id, key.round):
@@ -267,7 +267,7 @@ class TaskQueue:
         self._refused = {name: error for name, error in self._refused.items() if name[0].run_id != ended.run_id}
         why = f": {ended.reason}" if ended.reason else ""
         facts = {"run": ended.run_id, "state": ended.state, "reason": ended.reason}
-        self._say(event("ended", f"run {ended.run_id} {ended.state}{why}", facts=facts))
+        self._emit(event("ended", f"run {ended.run_id} {ended.state}{why}", facts=facts))
         self.cleanup_needed.set()
 
 

@@ -18,11 +18,11 @@ from silo.connection.retry import CancelledError
 from silo.connection.transfer import ReceiptVerifier, Transfer
 from silo.events import EmitEvent, error_event, event
 from silo.service.check import Check
-from silo.service.pace import Pace
+from silo.service.response_timing import ResponseTiming
 from silo.service.task_queue import Task, TaskQueue
 from silo.storage.outbox import Outbox, PendingEntry
 from silo.storage.tasks import OutboxEntry
-from silo.training import measured, preflight
+from silo.training import evaluation_summary, preflight
 from silo.training.hospital_controls import HospitalControls
 from silo.training.trainer import PreparedRun, Trainer
 
@@ -38,68 +38,68 @@ class _AwaitingApprovalError(Exception):
 class TaskRunner:
     """Everything that one task needs; `run` is the body of the working thread.
 
-    witness: read for each use, since the identity may be renewed. recycle: asks for a new session, in which the
-    coordinator names every round that was closed.
+    receipt_verifier: called for each use, since the identity may be renewed. recycle: asks for a new session, in
+    which the coordinator names every round that was closed.
     """
 
-    desk: TaskQueue
+    queue: TaskQueue
     outbox: Outbox
     transfer: Transfer
     trainer: Trainer
-    custody: HospitalControls
-    witness: Callable[[], ReceiptVerifier]
-    say: EmitEvent
+    controls: HospitalControls
+    receipt_verifier: Callable[[], ReceiptVerifier]
+    emit: EmitEvent
     recycle: Callable[[], None]
-    greeted: threading.Event
+    session_opened: threading.Event
     """Set by the client when a session began: the moment to ask for receipts that were lost."""
-    pace: Pace
+    timing: ResponseTiming
 
     def run(self, over: threading.Event) -> None:
         """Work until `over` is set; an error of one task ends that task alone."""
         self.outbox.sweep()
         while not over.is_set():
-            task = self.desk.take(IDLE_S)
+            task = self.queue.take(IDLE_S)
             if task is None:
                 self._idle()
                 continue
             try:
                 if isinstance(task, Check):
-                    self._check(task)
+                    self._run_preflight(task)
                 else:
-                    self._do(task)
+                    self._run_task(task)
             except _AwaitingApprovalError:
-                if self.desk.defer(task):
+                if self.queue.defer(task):
                     said = f"{task.key.run_id} waits for the hospital's decision: silo approve {task.key.run_id}"
-                    self.say(event("approval", said, task.key))
+                    self.emit(event("approval", said, task.key))
             except CancelledError as error:
-                self.say(event("stopped", f"{task.key}: {error.reason}", task.key, {"reason": error.reason}))
+                self.emit(event("stopped", f"{task.key}: {error.reason}", task.key, {"reason": error.reason}))
             except FederationError as error:
-                self.desk.refuse(task, error)
+                self.queue.refuse(task, error)
             except Exception as error:  # a library's, a full disk's: the coordinator must know, the service goes on
                 log.exception("%s failed", task.key)
                 cause = f"{type(error).__name__}: {error}"
-                self.desk.refuse(task, StateError("E-RUN-31", f"the task failed at this silo: {cause}"))
+                self.queue.refuse(task, StateError("E-RUN-31", f"the task failed at this silo: {cause}"))
             finally:
-                self.desk.finish(task)
+                self.queue.finish(task)
                 self._clean_up()
 
-    def _check(self, check: Check) -> None:
+    def _run_preflight(self, check: Check) -> None:
         """Say before round 0 whether the whole run can be done here; nothing is charged and nothing released."""
         key, digest = check.key, check.asked.manifest_digest
-        self.desk.note(check, pb.FETCHING)
+        self.queue.note(check, pb.FETCHING)
         run = self._agreement(check, digest)
         prepared = self.trainer.prepare(run)
         try:
             preflight.require(prepared, self.outbox.objects.folder, self.trainer.device)
         except RefusedError as error:
             if run.private:
-                self.custody.note(key.run_id, error)
+                self.controls.note(key.run_id, error)
             raise
-        self.outbox.store.note_run(key.run_id, run.manifest.name, digest)
-        self.desk.ready(check)
-        self.say(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
+        self.outbox.store.record_run(key.run_id, run.manifest.name, digest)
+        self.queue.ready(check)
+        self.emit(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
 
-    def _do(self, task: Task) -> None:
+    def _run_task(self, task: Task) -> None:
         """Send the update that is in the outbox, or make it first."""
         entry = self.outbox.find(task.key, task.offer.base_digest)
         if entry is None:
@@ -112,36 +112,36 @@ class TaskRunner:
         if entry.refused is not None:
             code, _, reason = entry.refused.partition(": ")
             raise RefusedError(code, reason)
-        self.desk.accept(task)
+        self.queue.accept(task)
         self._send(task, entry, lambda: None)
 
     def _train(self, task: Task) -> PendingEntry:
         """Train, and write the result; of a private run all of it is on the disk before anything leaves."""
         offer, key = task.offer, task.key
-        self.desk.note(task, pb.FETCHING)
+        self.queue.note(task, pb.FETCHING)
         prepared = self._prepare(task)
         name, private = prepared.run.manifest.name, prepared.run.private
-        self.desk.accept(task)
+        self.queue.accept(task)
         base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, self._meter(task, pb.FETCHING))
         msg = codec.read_state(base)
-        self.say(event("training", f"{key} of {name}: training", key, {"name": name}))
-        self.desk.note(task, pb.TRAINING)
+        self.emit(event("training", f"{key} of {name}: training", key, {"name": name}))
+        self.queue.note(task, pb.TRAINING)
         state = self.outbox.state(key.run_id)
         meter = self._meter(task, pb.TRAINING, quiet=private)
-        self.pace.begin((key, offer.base_digest), private)
+        self.timing.begin((key, offer.base_digest), private)
         try:
             done = self.trainer.train(prepared, key, offer.cohort, msg, state, meter)
         except CancelledError:
             raise
         except Exception:
-            self.pace.hold((key, offer.base_digest), task.stop)  # when it went wrong is no news either
+            self.timing.hold((key, offer.base_digest), task.stop)  # when it went wrong is no news either
             raise
-        task.stop.check()
-        attested = self.custody.attested()
+        task.stop.raise_if_cancelled()
+        attested = self.controls.attested()
 
         def tell(entry: OutboxEntry) -> None:
-            facts = measured.facts(done.evaluation) | {"bytes": entry.size}
-            self.say(event("staged", f"{key}: {measured.sentence(done.evaluation)}", key, facts))
+            facts = evaluation_summary.facts(done.evaluation) | {"bytes": entry.size}
+            self.emit(event("staged", f"{key}: {evaluation_summary.sentence(done.evaluation)}", key, facts))
 
         made = self.outbox.begin(key, offer.manifest_digest, offer.base_digest, done, attested, tell)
         if prepared.ledger is not None:
@@ -153,7 +153,7 @@ class TaskRunner:
         """Take this silo's place in the run of a task; raises as `_agreement` and `Trainer.prepare`."""
         run = self._agreement(task, task.offer.manifest_digest)
         prepared = self.trainer.prepare(run)
-        self.outbox.store.note_run(
+        self.outbox.store.record_run(
             task.key.run_id, run.manifest.name, task.offer.manifest_digest, task.offer.base_digest
         )
         return prepared
@@ -171,7 +171,7 @@ class TaskRunner:
                 "E-RUN-33", f"expected run {run_id} under the manifest {known[:16]}, found {digest[:16]}: ask the lead"
             )
         path = self.transfer.fetch(digest, 0, task.stop, self._meter(task, pb.FETCHING))
-        run = self.custody.admit(run_id, _read_manifest(path, digest))
+        run = self.controls.admit(run_id, _read_manifest(path, digest))
         if run is None:
             raise _AwaitingApprovalError
         return run
@@ -181,12 +181,14 @@ class TaskRunner:
 
         ready: called before the commit, and before the refusal of an update is noted.
         """
-        task.stop.check()
-        self.pace.hold((entry.key, entry.base_digest), task.stop)
-        self.desk.note(task, pb.UPLOADING, 0, entry.size)
+        task.stop.raise_if_cancelled()
+        self.timing.hold((entry.key, entry.base_digest), task.stop)
+        self.queue.note(task, pb.UPLOADING, 0, entry.size)
         meter = self._meter(task, pb.UPLOADING, checked=False)
         try:
-            receipt = self.transfer.upload(entry, self.outbox.bundle(entry), self.witness(), task.stop, meter, ready)
+            receipt = self.transfer.upload(
+                entry, self.outbox.bundle(entry), self.receipt_verifier(), task.stop, meter, ready
+            )
         except FederationError as error:
             # Nobody refuses an update by the certificate that brings it: that one comes again once it is repaired.
             if not isinstance(error, CancelledError) and not error.code.startswith(("E-ID", "E-TLS")):
@@ -196,8 +198,8 @@ class TaskRunner:
             raise
         ready()  # also where it was taken before, and no commit was asked for
         self.outbox.store.deliver(entry.key, receipt)
-        self.desk.note(task, pb.WAITING)
-        self.say(event("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
+        self.queue.note(task, pb.WAITING)
+        self.emit(event("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
 
     def _meter(
         self, task: Task | Check, activity: pb.Activity.ValueType, checked: bool = True, quiet: bool = False
@@ -206,31 +208,31 @@ class TaskRunner:
 
         def moved(done: int, total: int) -> None:
             if checked:
-                task.stop.check()
-            self.desk.note(task, activity, done, total, quiet)
+                task.stop.raise_if_cancelled()
+            self.queue.note(task, activity, done, total, quiet)
 
         return moved
 
     def _idle(self) -> None:
         """Between tasks: ask for receipts that were lost, and for the closes that a task waits for."""
-        if self.greeted.is_set():
-            self.greeted.clear()
-            for entry in self.outbox.store.unproven():
+        if self.session_opened.is_set():
+            self.session_opened.clear()
+            for entry in self.outbox.store.missing_receipts():
                 try:
-                    receipt = self.transfer.proof(entry, self.witness())
+                    receipt = self.transfer.fetch_receipt(entry, self.receipt_verifier())
                 except FederationError as error:
-                    self.say(error_event(error))
+                    self.emit(error_event(error))
                     return
                 if receipt is not None:
                     self.outbox.store.deliver(entry.key, receipt)
-        if self.desk.held():
+        if self.queue.held():
             self.recycle()
         self._clean_up()
 
     def _clean_up(self) -> None:
         """Delete files that nothing refers to; only this thread writes any."""
-        if self.desk.cleanup_needed.is_set():
-            self.desk.cleanup_needed.clear()
+        if self.queue.cleanup_needed.is_set():
+            self.queue.cleanup_needed.clear()
             self.outbox.sweep()
 
 

@@ -23,7 +23,7 @@ from protos.storage.sqlite import Database
 from protos.wire.tasks import TaskKey
 from silo.storage.approvals import Approvals
 from silo.storage.schema import IN_EVERY_VERSION, MIGRATIONS, bases, contact, metadata, runs, tasks
-from silo.storage.tasks import Attestation, Evaluation, OutboxEntry, further
+from silo.storage.tasks import Attestation, Evaluation, OutboxEntry, ledger_position
 
 ENDED_RUNS = 3
 BASES_PER_RUN = 2
@@ -79,7 +79,7 @@ class Store:
 
     # ---- runs and what they need -------------------------------------------------------------------------------
 
-    def note_run(self, run_id: str, name: str, manifest_digest: str, base_digest: str = "") -> None:
+    def record_run(self, run_id: str, name: str, manifest_digest: str, base_digest: str = "") -> None:
         """Remember a run and that a base of it is needed: the newest two are; a run that had ended is running again.
 
         base_digest: empty before round 0.
@@ -187,7 +187,7 @@ class Store:
             row = _task(db, key)
         return row is not None and row.closed is not None
 
-    def unproven(self) -> list[OutboxEntry]:
+    def missing_receipts(self) -> list[OutboxEntry]:
         """Return the tasks that were included but whose receipt was lost with a connection."""
         lost = tasks.c.included.is_(True), tasks.c.receipt.is_(None), tasks.c.contribution_id != ""
         with self.database.read() as db:
@@ -197,9 +197,9 @@ class Store:
         """Return all that went with updates of this silo, the furthest end of the ledger first."""
         with self.database.read() as db:
             found = db.scalars(select(tasks.c.attested).where(tasks.c.attested != ""))
-            return sorted((Attestation(*json.loads(row)) for row in found), key=further, reverse=True)
+            return sorted((Attestation(*json.loads(row)) for row in found), key=ledger_position, reverse=True)
 
-    def newest_attested(self) -> Attestation:
+    def latest_attestation_sent(self) -> Attestation:
         """Return the furthest end of the ledger that any update of this silo went with."""
         return next(iter(self.attested()), Attestation())
 

@@ -57,7 +57,7 @@ class Attestation(NamedTuple):
         )
 
 
-def further(attested: Attestation) -> tuple[int, int]:
+def ledger_position(attested: Attestation) -> tuple[int, int]:
     """Return what orders ends of a ledger in time: after a restoration the numbers of events begin lower again."""
     return attested.restored, attested.seq
 

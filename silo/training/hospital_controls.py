@@ -21,7 +21,7 @@ from privacy.release_log import InMemoryReleaseLog
 from protos.storage import private_files
 from silo.storage.home import Home
 from silo.storage.store import Store
-from silo.storage.tasks import Attestation, further
+from silo.storage.tasks import Attestation, ledger_position
 from silo.training import policy_in_force
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class HospitalControls:
 
     def latest_attestation(self) -> Attestation:
         """Return the furthest end of the ledger that others have seen, as far as this home remembers."""
-        return max(self._told(), self.store.newest_attested(), key=further)
+        return max(self._told(), self.store.latest_attestation_sent(), key=ledger_position)
 
     def all_attestations(self) -> list[Attestation]:
         """Return every end of the ledger that others have seen."""
@@ -99,7 +99,7 @@ class HospitalControls:
 
         Raises StateError (E-BUDGET-18) on what this hospital never stated: it would burn budget to restore that.
         """
-        if further(seen) > further(self.latest_attestation()):
+        if ledger_position(seen) > ledger_position(self.latest_attestation()):
             self._require_own(seen)
             private_files.write_private(self.home.attested, json.dumps(seen).encode())
         self.check(seen)

@@ -1,4 +1,4 @@
-"""A task's arithmetic at the hospital: check the manifest, build what it names, do `fl_core.rounds.silo_round.work`."""
+"""A task's arithmetic at the hospital: check the manifest, build what it names, and run the silo's round."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from fl_core.errors import ConfigError, DataError, FederationError, ProtocolErro
 from fl_core.rounds import sampling
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round
-from fl_core.training.devices import choose_device as choose_device
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import DataFactory, LocalData
 from fl_core.types.values import Progress, RoundContext, State
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RunRound = Callable[[SiloRuntime, State, State | None, LocalData, RoundContext, TaskKind], SiloRound]
-"""A silo's whole round: `fl_core.rounds.silo_round.work`, or what a benchmark does in its place."""
+"""A silo's whole round: `fl_core.rounds.silo_round.run_silo_round`, or a benchmark's replacement."""
 
 
 class DataSource:
@@ -90,25 +89,25 @@ class PreparedRun:
 class Trainer:
     """Runs tasks on one hospital's data.
 
-    custody: gives each run its way to the examples   device: where models are trained   prototypes: False is the
-    hospital's own opt-out, for every run   do: the round.
+    controls: checks policy and ledger   device: where models are trained   prototypes: False is the
+    hospital's own opt-out, for every run   run_round: the arithmetic of a round.
     """
 
     def __init__(
         self,
         silo: str,
         data: DataSource,
-        custody: HospitalControls,
+        controls: HospitalControls,
         device: torch.device,
         prototypes: bool = True,
-        do: RunRound = run_silo_round,
+        run_round: RunRound = run_silo_round,
     ) -> None:
         self._silo = silo
-        self._custody = custody
+        self._controls = controls
         self._data = data
         self.device = device
         self._prototypes = prototypes
-        self._do = do
+        self._run_round = run_round
         self._prepared: tuple[str, PreparedRun] | None = None
 
     def prepare(self, run: CompiledRun) -> PreparedRun:
@@ -118,7 +117,7 @@ class Trainer:
         the hospital does not allow; ConfigError (E-RUN-05) when this silo is no member; DataError when the data cannot
         be loaded or is not what the run is about (E-DATA-05); ProtocolError (E-WIRE-06) on another layout.
         """
-        policy, manifest = self._custody.policy_digest(), run.manifest
+        policy, manifest = self._controls.policy_digest(), run.manifest
         if self._prepared is not None and (self._prepared[0], self._prepared[1].run.manifest) == (policy, manifest):
             return self._prepared[1]
         if not _compatible(manifest.software, software()):
@@ -126,7 +125,7 @@ class Trainer:
                 "E-WIRE-01", f"expected a run of {software()}, found one of {manifest.software}: upgrade the older side"
             )
         index = manifest.index(self._silo)
-        with _discreet(run.private, ConfigError):
+        with _hide_details(run.private, ConfigError):
             dataset = self._data.load(manifest.schema.classes, manifest.image_size)
         if dataset.schema != manifest.schema:
             raise DataError(
@@ -143,10 +142,10 @@ class Trainer:
             )
         runtime = run.silo_runtime()
         runtime.model.to(self.device)
-        with _discreet(run.private, ConfigError, RefusedError):
-            factory, ledger, submits = self._custody.access(run, index, dataset, self._data.nominal_size)
+        with _hide_details(run.private, ConfigError, RefusedError):
+            factory, ledger, submits = self._controls.access(run, index, dataset, self._data.nominal_size)
         submits = self._prototypes and submits and manifest.members[index].prototypes
-        broadcast = _form(run.method.broadcast(run.initial_state()))
+        broadcast = _signature(run.method.broadcast(run.initial_state()))
         prepared = PreparedRun(run, index, dataset, runtime, factory, ledger, submits, broadcast)
         self._prepared = (policy, prepared)
         return prepared
@@ -160,7 +159,7 @@ class Trainer:
         message of another form; RefusedError, before any example is read, on a round that the ledger does not admit
         (E-BUDGET-..) or another clip (E-PRIV-15); StateError (E-RUN-31) for whatever goes wrong in a private run once
         examples are read.
-        Guarantees: equals `fl_core.simulation.in_process.LocalPort` for the same manifest and index, bit for bit on
+        Guarantees: equals `fl_core.simulation.in_process.InProcessSilo` for the same manifest and index, bit for bit on
         the CPU.
         """
         manifest = prepared.run.manifest
@@ -168,14 +167,14 @@ class Trainer:
             context = self._context(prepared, key, size)
         except ProtocolError as error:
             if prepared.ledger is not None:  # a round that the plan does not have would be one more release
-                self._custody.note(key.run_id, error)
+                self._controls.note(key.run_id, error)
             raise
         self._check_broadcast(prepared, msg)
         # A clip of the coordinator's own is refused before anything is charged.
         adaptive_guards.guards_for_round(prepared.runtime.guards, msg)
         if prepared.ledger is not None:
             prepared.ledger.begin(key.run_id)
-        with _threads(manifest.threads):
+        with _cpu_threads(manifest.threads):
             data = prepared.data_factory(
                 prepared.dataset.train,
                 prepared.dataset.test,
@@ -184,8 +183,8 @@ class Trainer:
                 device=self.device,
                 progress=progress,
             )
-            with _discreet(prepared.run.private):
-                outcome = self._do(prepared.runtime, msg, state, data, context, key.kind)
+            with _hide_details(prepared.run.private):
+                outcome = self._run_round(prepared.runtime, msg, state, data, context, key.kind)
         correct, examples = outcome.metrics.total["correct"].tolist(), outcome.metrics.weight.tolist()
         noise, method = prepared.run.profile.own_noise(), prepared.run.method
         evaluation = Evaluation(manifest.schema.classes, tuple(correct), tuple(examples), noise)
@@ -197,7 +196,7 @@ class Trainer:
 
         With prototypes of one class less, for instance, a round would fail where a record of that class is there.
         """
-        found = _form(adaptive_guards.method_state(msg, adaptive_guards.groups(prepared.runtime.guards)))
+        found = _signature(adaptive_guards.method_state(msg, adaptive_guards.groups(prepared.runtime.guards)))
         if found != prepared.broadcast:
             apart = sorted(g for g in {*found, *prepared.broadcast} if found.get(g) != prepared.broadcast.get(g))
             raise ProtocolError(
@@ -225,7 +224,7 @@ class Trainer:
         return context.for_silo(prepared.index, manifest.seed, prepared.submits)
 
 
-def _form(msg: State) -> dict[str, object]:
+def _signature(msg: State) -> dict[str, object]:
     return {group: {n: (tuple(v.shape), v.dtype) for n, v in values.items()} for group, values in msg.items()}
 
 
@@ -235,22 +234,22 @@ def _compatible(theirs: str, ours: str) -> bool:
 
 
 @contextmanager
-def _discreet(private: bool, *told: type[FederationError]) -> Iterator[None]:
-    """Of what goes wrong with records at hand in a private run tell nothing but that it did, always in the same words.
+def _hide_details(private: bool, *disclosed: type[FederationError]) -> Iterator[None]:
+    """Replace an error of a private run, once records are at hand, by one that says only that the task failed.
 
-    told: errors that are about the run, the policy or the ledger, and keep their codes. The cause is in the log.
+    disclosed: errors about the run, the policy or the ledger, which pass unchanged. The cause is in the log.
     """
     try:
         yield
     except Exception as error:
-        if not private or isinstance(error, (CancelledError, *told)):
+        if not private or isinstance(error, (CancelledError, *disclosed)):
             raise
         log.exception("a task of a private run failed")
         raise StateError("E-RUN-31", f"the task failed at this silo: {type(error).__name__}: {error}") from error
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def _cpu_threads(number: int) -> Iterator[None]:
     """Run with the manifest's number of CPU threads, which decides the last bit of sums; 0 leaves the machine's."""
     before = torch.get_num_threads()
     try:

@@ -14,8 +14,8 @@ from tests.support.transfers import Rig
 def make(tmp_path):
     made = []
 
-    def hospital(run=None, do=run_silo_round, folder=None, **settings):
-        made.append(Hospital(folder or tmp_path / f"home{len(made)}", run, do, **settings))
+    def hospital(run=None, run_round=run_silo_round, folder=None, **settings):
+        made.append(Hospital(folder or tmp_path / f"home{len(made)}", run, run_round, **settings))
         return made[-1]
 
     yield hospital

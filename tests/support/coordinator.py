@@ -35,8 +35,7 @@ from protos.wire import codec
 from silo.connection.transfer import RetryPolicy
 from silo.events import Event
 from silo.identity.identity import SiloIdentity
-from silo.service.service import Service
-from silo.service.service import Settings as SiloSettings
+from silo.service.service import Service, SiloSettings
 from silo.storage.home import Home
 from tests.support import until
 

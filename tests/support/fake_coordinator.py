@@ -38,7 +38,7 @@ from protos.wire.codec import pack_state
 from silo.connection.transfer import RetryPolicy
 from silo.events import Event
 from silo.identity.identity import SiloIdentity
-from silo.service.service import Service, Settings
+from silo.service.service import Service, SiloSettings
 from silo.storage.home import Home
 from silo.training.trainer import RunRound
 from tests.support import until
@@ -201,8 +201,10 @@ def manifest(**other) -> RunManifest:
 class Hospital:
     """A service at work, the coordinator that it talks to, and a run."""
 
-    def __init__(self, folder: Path, run: RunManifest | None = None, do: RunRound = run_silo_round, **settings) -> None:
-        self.do = do
+    def __init__(
+        self, folder: Path, run: RunManifest | None = None, run_round: RunRound = run_silo_round, **settings
+    ) -> None:
+        self.run_round = run_round
         self.folder, self.settings = folder, settings
         self.control, self.transfer = FakeControl(), FakeTransfer()
         self.host = Host(self.transfer, self.control)
@@ -214,10 +216,10 @@ class Hospital:
         self.service: Service | None = None
 
     def start(self) -> Service:
-        place = Settings(enrolled(self.folder), **{"data": "digits/p3c4/1", "device": "cpu", **self.settings})
+        place = SiloSettings(enrolled(self.folder), **{"data": "digits/p3c4/1", "device": "cpu", **self.settings})
         well = Diagnosis(None, "works", "all is well")
         self.service = Service(
-            place, self.notices.append, PATIENCE, lambda _: self.host.channel(), lambda _: well, self.do
+            place, self.notices.append, PATIENCE, lambda _: self.host.channel(), lambda _: well, self.run_round
         )
         before = len(self.control.sessions)
         self.service.start()

@@ -123,15 +123,15 @@ def still(done: int, total: int) -> None:
 
 
 class Rig:
-    def __init__(self, folder, patience=PATIENCE):
+    def __init__(self, folder, retry_policy=PATIENCE):
         self.fake = FakeTransfer()
         self.host = Host(self.fake)
         self.channel = self.host.channel()
         self.told: list[FederationError] = []
         self.objects = ObjectStore(folder / "objects")
         self.stop = CancelToken()
-        self.witness = ReceiptVerifier(authority().ca_pem, CONSORTIUM, "center1")
-        self.transfer = Transfer(lambda: rpc.TransferStub(self.channel), self.objects, patience, self.told.append)
+        self.verifier = ReceiptVerifier(authority().ca_pem, CONSORTIUM, "center1")
+        self.transfer = Transfer(lambda: rpc.TransferStub(self.channel), self.objects, retry_policy, self.told.append)
 
     def entry(self, data=BYTES):
         name = contribution_id(*KEY, "center1", "b" * 64)
@@ -139,7 +139,7 @@ class Rig:
 
     def upload(self, entry=None, moved=still):
         entry = entry or self.entry()
-        return self.transfer.upload(entry, self.objects.path(entry.object_digest), self.witness, self.stop, moved)
+        return self.transfer.upload(entry, self.objects.path(entry.object_digest), self.verifier, self.stop, moved)
 
     @contextmanager
     def uploading(self):

@@ -15,7 +15,7 @@ from protos.pki.identity import Address
 from protos.pki.invitation import InvitationToken
 from protos.storage.private_files import Credentials
 from protos.tls.connect import diagnose
-from silo.identity.credentials import explain, silo_credentials
+from silo.identity.credentials import diagnose_channel, silo_credentials
 from tests.support.coordinator_process import Server
 from tests.support.pki import HOST, authority, call, join, refused_call, today
 
@@ -50,7 +50,7 @@ def server(running, ca, silo):
 def test_a_member_is_let_in(server, silo):
     assert call(server.port, silo.current_credentials()) == b"ok"
     assert server.expect("call")["who"] == "silo://demo/a"
-    finding = explain(Address(HOST, server.port), silo.current_credentials())
+    finding = diagnose_channel(Address(HOST, server.port), silo.current_credentials())
     assert finding.ok
     assert not finding.worth_retrying
 
@@ -70,7 +70,7 @@ def expired(ca, tmp_path):
 def test_expired_certificate(server, ca, tmp_path):
     old = expired(ca, tmp_path)
     credentials = old.current_credentials()
-    finding = explain(Address(HOST, server.port), credentials)
+    finding = diagnose_channel(Address(HOST, server.port), credentials)
     assert finding.code == "E-TLS-08"
     assert f"{old.load().not_after:%Y-%m-%d}" in finding.explanation  # since when
     assert "silo join" in finding.remedy
@@ -98,7 +98,7 @@ def test_certificate_not_valid_yet(server, ca, tmp_path):
     ahead = today()
     ahead.advance(days=2)
     early = join(Authority.open(ca.home, ahead), tmp_path / "early", "early")
-    finding = explain(Address(HOST, server.port), early.current_credentials())
+    finding = diagnose_channel(Address(HOST, server.port), early.current_credentials())
     assert finding.code == "E-TLS-08"
     assert "clock" in finding.remedy
     refused_call(server.port, early.current_credentials())
@@ -211,7 +211,7 @@ def test_findings_become_errors_by_what_the_reader_can_do(server, ca, silo):
     assert isinstance(finding.error(), RefusedError)
     with socket.create_server((HOST, 0)) as unused:
         free = unused.getsockname()[1]
-    down = explain(Address(HOST, free), silo.current_credentials())
+    down = diagnose_channel(Address(HOST, free), silo.current_credentials())
     assert down.code == "E-TLS-01"
     assert down.worth_retrying
     assert isinstance(down.error(), UnavailableError)

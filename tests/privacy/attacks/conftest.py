@@ -20,14 +20,14 @@ def serving(tmp_path: Path):
     """Make hospitals whose records and whose whole have a budget, at work until the test ends."""
     made: list[Hospital] = []
 
-    def start(run, do=run_silo_round, **settings) -> Hospital:
+    def start(run, run_round=run_silo_round, **settings) -> Hospital:
         home = Home(tmp_path / f"home{len(made)}").make()
         home.policy.write_text(SEEDED_POLICY)
         ledger = Ledger(home.ledger)
         register(ledger, datasets.load(DATA), "center1")
         for name in (TRAIN, TEST, HOSPITAL):
             ledger.set_budget(name, 1000.0, 1e-5, "dpo", "test")
-        made.append(Hospital(home.path, run, do, **settings))
+        made.append(Hospital(home.path, run, run_round, **settings))
         made[-1].start()
         return made[-1]
 

@@ -11,7 +11,7 @@ from fl_core.errors import ConfigError
 from fl_core.rounds.silo_round import run_silo_round
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.connection.retry import CancelledError, CancelToken
-from silo.service.pace import Pace
+from silo.service.response_timing import ResponseTiming
 from tests.support import until
 from tests.support.fake_coordinator import Hospital, manifest
 from tests.support.privacy import hospital_level, private
@@ -37,50 +37,50 @@ class Clock:
             def wait(self, seconds: float) -> bool:
                 clock.waits.append(seconds)
                 clock.now += seconds
-                return self.is_set
+                return self.is_cancelled
 
         stop = Moved()
         if reason:
-            stop.set(reason)
+            stop.cancel(reason)
         return stop
 
 
 @pytest.mark.parametrize(("took", "left_at"), [(0.0, 5), (0.3, 5), (4.99, 5), (5.0, 5), (5.01, 10), (14.2, 15)])
 def test_an_answer_leaves_at_a_multiple_of_the_planned_time(took, left_at) -> None:
     clock = Clock()
-    pace = Pace(5.0, clock=clock)
-    pace.begin("task", private=True)
+    timing = ResponseTiming(5.0, clock=clock)
+    timing.begin("task", private=True)
     clock.now += took
-    pace.hold("task", clock.stop())
+    timing.hold("task", clock.stop())
     assert clock.now == pytest.approx(50 + left_at)
-    assert not pace.holds("task")
+    assert not timing.holds("task")
 
 
 def test_no_hurry_of_the_coordinator_moves_it() -> None:
     """Given up and offered again, a task that is done waits for the moment that was set, no sooner and no later."""
     clock = Clock()
-    pace = Pace(5.0, clock=clock)
-    pace.begin("task", private=True)
+    timing = ResponseTiming(5.0, clock=clock)
+    timing.begin("task", private=True)
     clock.now += 2
-    assert pace.holds("task")
+    assert timing.holds("task")
     with pytest.raises(CancelledError):
-        pace.hold("task", clock.stop("another was offered"))
+        timing.hold("task", clock.stop("another was offered"))
     clock.now = 53.0
-    pace.hold("task", clock.stop())
+    timing.hold("task", clock.stop())
     assert clock.now == 55
     clock.now = 58.0
-    pace.hold("task", clock.stop())
+    timing.hold("task", clock.stop())
     assert clock.now == 58
 
 
 def test_what_an_earlier_process_made_is_held_too_and_plain_runs_are_not() -> None:
     clock = Clock()
-    pace = Pace(5.0, clock=clock)
-    pace.hold("made before the restart", clock.stop())
+    timing = ResponseTiming(5.0, clock=clock)
+    timing.hold("made before the restart", clock.stop())
     assert clock.now == 55
-    pace.begin("plain", private=False)
-    pace.hold("plain", clock.stop())
-    Pace(clock=clock).hold("none planned", clock.stop())
+    timing.begin("plain", private=False)
+    timing.hold("plain", clock.stop())
+    ResponseTiming(clock=clock).hold("none planned", clock.stop())
     assert clock.now == 55
     assert clock.waits == [5.0]
 
@@ -88,23 +88,23 @@ def test_what_an_earlier_process_made_is_held_too_and_plain_runs_are_not() -> No
 @pytest.mark.parametrize("after", [math.nan, math.inf, -1.0, 1e9])
 def test_a_pace_that_is_none_is_refused(after) -> None:
     with pytest.raises(ConfigError, match="E-CFG-02"):
-        Pace(after)
+        ResponseTiming(after)
     with pytest.raises(ConfigError, match="E-CFG-02"):
-        Pace(pulse_floor=after)
+        ResponseTiming(pulse_floor=after)
 
 
-def held(serving, run, do=run_silo_round) -> tuple[Hospital, Clock]:
+def held(serving, run, run_round=run_silo_round) -> tuple[Hospital, Clock]:
     """Start a hospital that holds its answers, under a clock of the test's."""
-    hospital = serving(run, do, answer_after=HELD_S)
+    hospital = serving(run, run_round, answer_after=HELD_S)
     clock = Clock()
-    hospital.service._pace.clock = clock
-    hospital.service._pace._born = clock.now - HELD_S
+    hospital.service._timing.clock = clock
+    hospital.service._timing._born = clock.now - HELD_S
     return hospital, clock
 
 
 def later(hospital: Hospital, clock: Clock, seconds: float) -> None:
     clock.now += seconds
-    hospital.service._desk.retry_now()
+    hospital.service._queue.retry_now()
 
 
 @RUNS
@@ -132,12 +132,12 @@ def test_a_finished_update_that_is_asked_for_again_does_not_come_sooner(serving,
             threading.Event().wait(0.002)
         return run_silo_round(runtime, msg, state, data, context, kind)
 
-    def hold(pace, task, stop):
+    def hold(timing, task, stop):
         holds.append(task)
-        plain(pace, task, stop)
+        plain(timing, task, stop)
 
-    plain = Pace.hold
-    monkeypatch.setattr(Pace, "hold", hold)
+    plain = ResponseTiming.hold
+    monkeypatch.setattr(ResponseTiming, "hold", hold)
     hospital, clock = held(serving, private(), do)
     first = hospital.offer()
     until(lambda: len(holds) == 1)
@@ -157,12 +157,12 @@ def test_a_failure_is_told_when_an_update_would_have_been(serving, monkeypatch) 
     def fails(*_):
         raise OSError("one broken image")
 
-    def hold(pace, task, stop):
+    def hold(timing, task, stop):
         holds.append(task)
-        plain(pace, task, stop)
+        plain(timing, task, stop)
 
-    holds, plain = [], Pace.hold
-    monkeypatch.setattr(Pace, "hold", hold)
+    holds, plain = [], ResponseTiming.hold
+    monkeypatch.setattr(ResponseTiming, "hold", hold)
     hospital, clock = held(serving, private(), fails)
     hospital.offer()
     until(lambda: len(holds) == 1)

@@ -38,7 +38,7 @@ from privacy.reports.uncertainty import EvaluationNoise
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.cli import console as show
 from silo.storage.tasks import Evaluation
-from silo.training import measured
+from silo.training import evaluation_summary
 from tests.support.fake_coordinator import MEMBERS
 from tests.support.hospital import B, M, key, opened
 from tests.support.privacy import private
@@ -314,12 +314,12 @@ def test_a_hospital_reads_no_noise_as_its_own_accuracy(
     correct, examples = SUMS[case]
     noise = EvaluationNoise(20 * math.sqrt(2), 1, True)
     found = Evaluation(tuple("abcdefghij"), rows(correct), rows(examples), noise)
-    truthful(measured.sentence(found))
-    assert measured.facts(found)["withheld"] is True
+    truthful(evaluation_summary.sentence(found))
+    assert evaluation_summary.facts(found)["withheld"] is True
     outbox = opened(tmp_path)
     from tests.support.hospital import finished
 
-    outbox.store.note_run("run-1", "private", M, B)
+    outbox.store.record_run("run-1", "private", M, B)
     outbox.stage(key(), M, B, replace(finished(1.0), evaluation=found))
     (kept,) = outbox.store.history()[0].tasks
     assert kept.evaluation == found  # the noise is kept with the numbers
@@ -388,5 +388,7 @@ def test_numbers_of_an_earlier_version_that_are_no_counts_are_withheld(tmp_path:
     from silo.storage.store import _evaluation
 
     old = {"classes": ["a"], "correct": [30.3], "examples": [39.1]}
-    assert measured.estimate(_evaluation(old)).withheld
-    assert measured.overall(_evaluation(old | {"correct": [30.0], "examples": [39.0]})).startswith("30/39 76.92")
+    assert evaluation_summary.estimate(_evaluation(old)).withheld
+    assert evaluation_summary.overall(_evaluation(old | {"correct": [30.0], "examples": [39.0]})).startswith(
+        "30/39 76.92"
+    )

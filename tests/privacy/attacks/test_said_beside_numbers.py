@@ -24,8 +24,8 @@ from privacy.silo_dp import adaptive_clipping
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.version import PROTOCOL
 from protos.wire import codec
-from silo.service.pace import PULSE_CEILING_S, bounded
-from silo.service.service import Settings, data_offer
+from silo.service.response_timing import PULSE_CEILING_S, pulse_period
+from silo.service.service import SiloSettings, data_offer
 from silo.service.task_queue import public_reason
 from silo.storage.home import Home
 from silo.training.trainer import DataSource
@@ -67,7 +67,7 @@ def test_a_typed_size_is_taken_as_it_was_typed_and_what_is_no_size_as_none() -> 
     assert [m.units for m in made.members] == [57, 139, 0, 0, 0, 0, 0]
     for typed in (math.nan, math.inf, 0.5, -1.0):
         with pytest.raises(ConfigError, match="E-CFG-02"):
-            Settings(Home(Path()), DATA, nominal_size=typed).source()
+            SiloSettings(Home(Path()), DATA, nominal_size=typed).source()
 
 
 def test_no_class_is_named_that_was_read_off_the_records(tmp_path) -> None:
@@ -87,11 +87,11 @@ def test_no_class_is_named_that_was_read_off_the_records(tmp_path) -> None:
 
 @pytest.mark.parametrize("asked", [0.0, -0.0, -5.0, 1e-300, 1e-9, math.nan, -math.inf])
 def test_an_interval_that_a_coordinator_asks_for_is_raised_to_the_floor(asked) -> None:
-    assert bounded(asked, 1.0) == 1.0
+    assert pulse_period(asked, 1.0) == 1.0
 
 
 def test_an_interval_without_end_is_bounded_too() -> None:
-    assert [bounded(s, 1.0) for s in (math.inf, 1e300, 5.0)] == [PULSE_CEILING_S, PULSE_CEILING_S, 5.0]
+    assert [pulse_period(s, 1.0) for s in (math.inf, 1e300, 5.0)] == [PULSE_CEILING_S, PULSE_CEILING_S, 5.0]
 
 
 @pytest.mark.parametrize("asked", [1e-9, math.nan, -1.0])
@@ -280,4 +280,4 @@ def test_two_hospitals_of_other_records_send_the_same_number_of_bytes(tmp_path) 
 
 
 def test_the_default_of_the_floor_is_in_force_for_every_service() -> None:
-    assert FakeControl().pulse_s < Settings(Home(Path()), DATA).pulse_floor == 1.0
+    assert FakeControl().pulse_s < SiloSettings(Home(Path()), DATA).pulse_floor == 1.0

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from fl_core.training.devices import choose_device
 from silo.cli.service import run
 from silo.storage.home import Home
-from silo.training.trainer import choose_device
 from tests.support import until
 from tests.support.fake_coordinator import Hospital, authority, enrolled
 

@@ -25,7 +25,7 @@ def test_a_nudge_ends_a_sleep_and_is_no_stop():
 
     until(nudged_awake)
     assert woken == [False]
-    assert not stop.is_set
+    assert not stop.is_cancelled
 
 
 def test_full_jitter_is_uniform_below_a_ceiling_that_doubles():
@@ -73,13 +73,13 @@ def test_a_stop_wakes_a_wait_and_reaches_calls_that_begin_too_late():
     stop, cancelled = CancelToken(), []
     waiter = threading.Thread(target=lambda: cancelled.append(stop.wait(60)))
     waiter.start()
-    stop.set("enough")
+    stop.cancel("enough")
     waiter.join(10)
-    with stop.cancels(lambda: cancelled.append("late")):
+    with stop.on_cancel(lambda: cancelled.append("late")):
         pass
     assert cancelled == [True, "late"]
     with pytest.raises(CancelledError, match="enough"):
-        stop.check()
+        stop.raise_if_cancelled()
 
 
 def test_an_idle_watch_counts_from_the_last_movement():

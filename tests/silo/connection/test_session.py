@@ -46,12 +46,12 @@ class Handler:
 class Rig:
     """A client on a thread of its own, and the coordinator that it talks to."""
 
-    def __init__(self, folder, control=None, patience=QUICK, finding=WELL):
+    def __init__(self, folder, control=None, retry_policy=QUICK, finding=WELL):
         self.control = control or FakeControl()
         self.host = Host(FakeTransfer(), self.control)
         self.handler, self.stop, self.notices = Handler(), CancelToken(), []
         self.store = Store(folder / "silo.db")
-        self.greeted = threading.Event()
+        self.session_opened = threading.Event()
         self.explained = []
         self.staged = []
         self.client = ControlClient(
@@ -61,8 +61,8 @@ class Rig:
             lambda welcome: None,
             lambda address: (self.explained.append(address), finding)[1],
             self.notices.append,
-            patience,
-            self.greeted,
+            retry_policy,
+            self.session_opened,
             pulse_floor=0.02,
         )
         self.error = None
@@ -84,7 +84,7 @@ class Rig:
         return [n.facts.get("code") for n in self.notices]
 
     def close(self):
-        self.stop.set("test over")
+        self.stop.cancel("test over")
         self.thread.join(20)
         assert not self.thread.is_alive()
         self.host.stop()
@@ -109,7 +109,7 @@ def test_a_session_begins_with_hello_and_pulses_both_ways(make):
     assert rig.control.last.hello.protocol_max == PROTOCOL
     assert rig.control.last.got("pulse")[0].done == 7
     assert rig.store.contact().address == "127.0.0.1:1"
-    assert rig.greeted.is_set()
+    assert rig.session_opened.is_set()
 
 
 def test_messages_reach_the_handler_in_order_and_a_senseless_one_is_reported(make):
@@ -129,15 +129,15 @@ def test_what_follows_the_welcome_at_once_is_answered_over_that_session(make):
     rig = make()
     rig.control.greet = lambda session: session.send(offer=pb.Offer(run_id="run-1"))
     rig.handler.offer = lambda offer: rig.client.send(pb.SiloMessage(answer=pb.Answer(run_id=offer.run_id)))
-    rig.client.welcomed = lambda welcome: until(lambda: rig.control.last.got("answer"), what="for the answer")
+    rig.client.on_welcome = lambda welcome: until(lambda: rig.control.last.got("answer"), what="for the answer")
     rig.start()
-    until(lambda: rig.greeted.is_set())
+    until(lambda: rig.session_opened.is_set())
     assert len(rig.control.sessions) == 1
 
 
 def test_it_comes_back_after_the_coordinator_was_restarted(make):
     rig = make().start()
-    until(rig.greeted.is_set)  # at the coordinator the session is there before the silo has read its welcome
+    until(rig.session_opened.is_set)  # at the coordinator the session is there before the silo has read its welcome
     rig.host.stop()
     until(lambda: "disconnected" in [n.event for n in rig.notices])
     until(lambda: rig.codes().count("E-NET-01") >= 2)
@@ -150,7 +150,7 @@ def test_the_wait_for_a_session_is_never_longer_than_its_cap(make, monkeypatch):
     asked = []
     quick = lambda base, cap: asked.append((base, cap)) or Backoff(base, 0.01)  # noqa: E731
     monkeypatch.setattr("silo.connection.control_client.Backoff", quick)
-    make(patience=RetryPolicy(idle_s=5.0)).start()
+    make(retry_policy=RetryPolicy(idle_s=5.0)).start()
     assert asked == [(1.0, RECONNECT_CAP_S)]
 
 
@@ -256,7 +256,7 @@ def test_a_tls_failure_after_a_session_is_told_and_waited_out(make):
 def test_leaving_says_so_and_closes_the_stream(make):
     rig = make().start()
     session = rig.control.last
-    rig.stop.set("shutting down")
+    rig.stop.cancel("shutting down")
     rig.thread.join(20)
     assert session.over.is_set()
     assert rig.store.contact().why == "shutting down"
@@ -265,10 +265,10 @@ def test_leaving_says_so_and_closes_the_stream(make):
 
 def test_a_new_line_is_used_after_a_renewal(make):
     rig = make().start()
-    before = rig.client.lines.current()
+    before = rig.client.connections.current()
     rig.client.renewed()
     until(lambda: len(rig.control.sessions) == 2)
-    assert rig.client.lines.current() is not before
+    assert rig.client.connections.current() is not before
     until(lambda: rig.control.sessions[0].over.is_set())
     assert "disconnected" not in [n.event for n in rig.notices]
 

@@ -127,14 +127,14 @@ def test_a_stream_in_which_nothing_moves_is_given_up_and_opened_anew(tmp_path):
 
 def test_a_stop_cancels_the_stream_at_once(rig):
     with rig.uploading() as found:
-        rig.stop.set("round closed")
+        rig.stop.cancel("round closed")
         until(lambda: found)  # while the stream is still held
     assert found == ["round closed"]
 
 
 def test_a_gentle_stop_lets_the_upload_under_way_finish(rig):
     with rig.uploading() as found:
-        rig.stop.set("shutting down", gently=True)
+        rig.stop.cancel("shutting down", gently=True)
     (receipt,) = found
     assert isinstance(receipt, bytes)
     assert receipt
@@ -143,6 +143,6 @@ def test_a_gentle_stop_lets_the_upload_under_way_finish(rig):
 def test_after_a_gentle_stop_there_is_no_second_try(rig):
     rig.fake.put_cut.at = [5]
     with rig.uploading() as found:
-        rig.stop.set("shutting down", gently=True)
+        rig.stop.cancel("shutting down", gently=True)
     assert found == ["shutting down"]
     assert rig.fake.calls == ["Open", "Put"]

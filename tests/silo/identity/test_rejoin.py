@@ -34,7 +34,7 @@ class Consortium:
         sent = material.proof if proof is None else proof
         made = self.members.join(identity_of(token.cert_pem), material.csr_pem, sent)
         silo.install(made.certificate_pem, token.ca_pem, SignedRoster.unpack(made.signed_roster))
-        assert self.store.members.standing(name, silo.load().serial).member  # its first use
+        assert self.store.members.membership_status(name, silo.load().serial).member  # its first use
         return silo
 
     def roster(self) -> SignedRoster:

@@ -8,7 +8,7 @@ import pytest
 from coordinator.pki.authority import Authority
 from protos.pki.identity import Address, identity_of
 from protos.tls.connect import diagnose
-from silo.identity.credentials import explain
+from silo.identity.credentials import diagnose_channel
 from tests.support.coordinator_process import Server
 from tests.support.pki import HOST, authority, join, refused_call, today
 
@@ -23,7 +23,7 @@ def test_expired_server_certificate(tmp_path, clock):
     (old.folder / "ca.key").rename(tmp_path / "ca.key")  # kept elsewhere: this service cannot renew by itself
     server = Server(old.home)
     try:
-        finding = explain(Address(HOST, server.port), silo.current_credentials())
+        finding = diagnose_channel(Address(HOST, server.port), silo.current_credentials())
         assert finding.code == "E-TLS-06"
         assert f"{identity_of(old.server_credentials().cert_pem).not_after:%Y-%m-%d}" in finding.explanation
         refused_call(server.port, silo.current_credentials())

@@ -68,7 +68,12 @@ class Rig:
 
     def join(self, **other):
         return join(
-            self.token, self.home, clock=self.clock, dial=lambda _: self.channel, why=lambda a, c: self.finding, **other
+            self.token,
+            self.home,
+            clock=self.clock,
+            connect=lambda _: self.channel,
+            diagnose=lambda a, c: self.finding,
+            **other,
         )
 
 
@@ -158,7 +163,7 @@ def test_a_connection_that_fails_is_explained(rig):
 
 def test_a_damaged_token_is_refused_before_anything_is_sent(rig):
     with pytest.raises(ConfigError, match="E-ID-0"):
-        join(rig.token[:-9], rig.home, clock=rig.clock, dial=lambda _: rig.channel)
+        join(rig.token[:-9], rig.home, clock=rig.clock, connect=lambda _: rig.channel)
     assert rig.dialled == []
 
 
@@ -177,9 +182,9 @@ class Kept:
         self.notices, self.moved = [], []
         self.silo = joined_silo(rig.ca, folder / "member", "center1")
         rig.enrolment.old = self.silo.current_credentials().cert_pem
-        lines = ConnectionManager([Address("127.0.0.1", 1)], rig.channel)
-        self.keeper = MembershipMaintainer(
-            self.silo, lines, self.notices.append, lambda: self.moved.append(1), rig.clock
+        connections = ConnectionManager([Address("127.0.0.1", 1)], rig.channel)
+        self.membership = MembershipMaintainer(
+            self.silo, connections, self.notices.append, lambda: self.moved.append(1), rig.clock
         )
 
 
@@ -191,26 +196,26 @@ def kept(rig, tmp_path):
 def test_a_certificate_is_renewed_after_two_thirds_of_its_life_and_not_before(rig, kept):
     first = kept.silo.load()
     rig.clock.advance(days=59)
-    assert not kept.keeper.renew_if_due()
+    assert not kept.membership.renew_if_due()
     rig.clock.advance(days=2)
-    assert kept.keeper.renew_if_due()
+    assert kept.membership.renew_if_due()
     second = kept.silo.load()
     assert second.serial != first.serial
     assert second.not_after - first.not_after > timedelta(days=60)
     assert kept.moved == [1]
-    assert not kept.keeper.renew_if_due()
+    assert not kept.membership.renew_if_due()
 
 
 def test_a_renewal_that_fails_is_told_once_and_tried_again(rig, kept):
     rig.clock.advance(days=70)
     rig.enrolment.refusal = (grpc.StatusCode.UNAVAILABLE, "away")
     before = kept.silo.load().serial
-    assert not kept.keeper.renew_if_due()
-    assert not kept.keeper.renew_if_due()
+    assert not kept.membership.renew_if_due()
+    assert not kept.membership.renew_if_due()
     assert [n.facts["code"] for n in kept.notices] == ["E-NET-01"]
     assert kept.silo.load().serial == before
     rig.enrolment.refusal = None
-    assert kept.keeper.renew_if_due()
+    assert kept.membership.renew_if_due()
 
 
 def test_a_newer_roster_is_pinned_and_what_changed_is_told(rig, kept):
@@ -218,9 +223,9 @@ def test_a_newer_roster_is_pinned_and_what_changed_is_told(rig, kept):
 
     mine = member(rig.ca, kept.silo.current_credentials().cert_pem)
     other = member(rig.ca, certified(rig.ca, "center2"))
-    kept.keeper.apply_roster(roster(rig.ca, [mine, other], 2).pack())
+    kept.membership.apply_roster(roster(rig.ca, [mine, other], 2).pack())
     assert sorted(kept.silo.peers()) == ["center1", "center2"]
     assert [n.text for n in kept.notices] == ["center2 joined (roster 2)"]
-    kept.keeper.apply_roster(b"")
+    kept.membership.apply_roster(b"")
     with pytest.raises(RefusedError, match="E-ID-14"):
-        kept.keeper.apply_roster(roster(rig.ca, [mine], 1).pack())
+        kept.membership.apply_roster(roster(rig.ca, [mine], 1).pack())

@@ -133,7 +133,7 @@ def test_an_update_that_the_coordinator_refuses_waits_for_the_close(make):
 
 def test_a_task_that_fails_is_reported_and_the_next_one_works(make, slow, caplog):
     slow.held, slow.fail = False, RuntimeError("no room for /data/smith_john.png")
-    hospital = make(do=slow)
+    hospital = make(run_round=slow)
     hospital.start()
     hospital.offer(0)
     answer = hospital.refused()

@@ -11,7 +11,7 @@ from tests.support import until
 
 
 def test_an_offer_repeated_is_not_trained_twice(make, slow):
-    hospital = make(do=slow)
+    hospital = make(run_round=slow)
     hospital.start()
     offer = hospital.offer()
     assert slow.started.wait(20)
@@ -28,7 +28,7 @@ def test_an_offer_repeated_is_not_trained_twice(make, slow):
 
 def test_a_restart_sends_what_is_in_the_outbox_without_training(make, slow):
     slow.held = False
-    hospital = make(do=slow)
+    hospital = make(run_round=slow)
     hospital.transfer.refusal = (grpc.StatusCode.UNAVAILABLE, "away")
     hospital.start()
     hospital.offer()
@@ -71,7 +71,7 @@ def test_an_offer_for_a_closed_round_is_refused(make):
 
 
 def test_a_close_while_training_ends_it_and_discards(make, slow):
-    hospital = make(do=slow)
+    hospital = make(run_round=slow)
     service = hospital.start()
     hospital.offer()
     assert slow.started.wait(20)
@@ -83,7 +83,7 @@ def test_a_close_while_training_ends_it_and_discards(make, slow):
 
 
 def test_a_later_round_supersedes_an_earlier_one(make, slow):
-    hospital = make(do=slow)
+    hospital = make(run_round=slow)
     hospital.start()
     hospital.offer(0)
     assert slow.started.wait(20)
@@ -96,7 +96,7 @@ def test_a_later_round_supersedes_an_earlier_one(make, slow):
 
 def test_a_round_waits_for_the_close_of_the_one_before(make, slow):
     slow.held = False
-    hospital = make(do=slow)
+    hospital = make(run_round=slow)
     service = hospital.start()
     hospital.offer(0)
     hospital.sent()
@@ -111,7 +111,7 @@ def test_a_round_waits_for_the_close_of_the_one_before(make, slow):
 
 @pytest.mark.parametrize("state", ["aborted", "finished"])
 def test_a_run_that_ends_takes_its_task_with_it(make, slow, state):
-    hospital = make(do=slow)
+    hospital = make(run_round=slow)
     service = hospital.start()
     hospital.offer()
     assert slow.started.wait(20)
@@ -145,4 +145,4 @@ def test_a_receipt_that_was_lost_is_fetched_after_the_close(make):
     hospital.host.start()
     service = hospital.start()
     until(lambda: service.store.receipts())
-    assert service.store.unproven() == []
+    assert service.store.missing_receipts() == []

@@ -87,7 +87,7 @@ def test_equals_local_port_bit_for_bit(make, method, options, opt_out):
 
 
 def test_pulses_tell_of_training_while_it_lasts(make, slow):
-    hospital = make(do=slow)
+    hospital = make(run_round=slow)
     hospital.control.pulse_s = 0.2
     hospital.start()
     hospital.offer()
@@ -104,7 +104,7 @@ def test_pulses_tell_of_training_while_it_lasts(make, slow):
 
 
 def test_a_stop_while_training_hands_the_task_back(make, slow):
-    hospital = make(do=slow)
+    hospital = make(run_round=slow)
     hospital.start()
     hospital.offer()
     assert slow.started.wait(20)

@@ -75,7 +75,7 @@ def test_approvals_and_what_was_attested_are_there(tmp_path: Path) -> None:
     with opened(older(tmp_path / "silo.db")) as store:
         assert [(a.name, a.decided) for a in store.approvals.all()] == [("asks", None), ("waits", True)]
         assert store.approvals.decide("asks", approved=False).decided is False
-        assert store.newest_attested().seq == 21
+        assert store.latest_attestation_sent().seq == 21
     with opened(older(tmp_path / "older.db", VERSION_2)) as store:
         assert store.approvals.all() == []
         assert store.approvals.ask("run", "m" * 64, "name", "about") is None

@@ -42,7 +42,7 @@ def test_a_run_that_ends_before_its_close_discards_every_state(tmp_path):
     """The round is played again from its start when the run is resumed."""
     outbox = opened(tmp_path)
     outbox.stage(key(), M, B, finished(2.0, server_tracks_state=False))
-    outbox.store.note_run("run-1", "r", M, B)
+    outbox.store.record_run("run-1", "r", M, B)
     outbox.store.end_run("run-1", "failed", "too few")
     assert value(outbox) is None
 
@@ -107,7 +107,7 @@ def test_the_newest_two_bases_of_a_run_are_kept(tmp_path):
     digests = [outbox.objects.put(bytes([n])) for n in range(4)]
     manifest = outbox.objects.put(b"manifest")
     for digest in [*digests, digests[-1]]:
-        outbox.store.note_run("run-1", "first", manifest, digest)
+        outbox.store.record_run("run-1", "first", manifest, digest)
     outbox.objects.partial("e" * 64).write_bytes(b"half")
     assert outbox.sweep() == 2 + 4
     assert [outbox.objects.has(d) for d in digests] == [False, False, True, True]
@@ -120,7 +120,7 @@ def test_ended_runs_keep_their_last_state_and_only_the_newest_three(tmp_path):
     for n in range(5):
         run = f"run-{n}"
         manifest, base = (outbox.objects.put(f"{what} {n}".encode()) for what in ("manifest", "base"))
-        store.note_run(run, run, manifest, base)
+        store.record_run(run, run, manifest, base)
         outbox.stage(TaskKey(run, 0, TaskKind.TRAIN), M, B, finished(float(n)))
         store.close(TaskKey(run, 0, TaskKind.TRAIN), included=True)
         store.end_run(run, "finished", "")
@@ -143,15 +143,15 @@ def test_included_updates_without_a_receipt_are_listed_until_it_is_there(tmp_pat
     outbox = opened(tmp_path)
     stage(outbox)
     outbox.store.close(key(), included=True)
-    assert [e.key for e in outbox.store.unproven()] == [key()]
+    assert [e.key for e in outbox.store.missing_receipts()] == [key()]
     outbox.store.deliver(key(), b"receipt")
-    assert outbox.store.unproven() == []
+    assert outbox.store.missing_receipts() == []
     assert outbox.store.receipts() == [b"receipt"]
 
 
 def test_history_tells_what_was_measured(tmp_path):
     outbox = opened(tmp_path)
-    outbox.store.note_run("run-1", "fedavg-digits", M, B)
+    outbox.store.record_run("run-1", "fedavg-digits", M, B)
     stage(outbox)
     outbox.store.close(key(), included=True)
     (run,) = outbox.store.history()

@@ -38,8 +38,8 @@ ROOM = 40.0
 
 @pytest.fixture
 def make(make, tmp_path):
-    def hospital(run=None, do=run_silo_round, **settings):
-        return make(run or hospital_level(), do, tmp_path / "home", **settings)
+    def hospital(run=None, run_round=run_silo_round, **settings):
+        return make(run or hospital_level(), run_round, tmp_path / "home", **settings)
 
     return hospital
 
@@ -134,7 +134,7 @@ def test_a_task_that_failed_stays_charged_and_its_repetition_is_charged_again(ma
             raise OSError("the disk is full")
         return found
 
-    hospital = make(do=do)
+    hospital = make(run_round=do)
     hospital.start()
     hospital.offer()
     assert hospital.refused().code == "E-RUN-31"

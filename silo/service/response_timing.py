@@ -19,13 +19,13 @@ LONGEST_S = 86_400.0
 _REMEMBERED = 1000
 
 
-def bounded(asked: float, floor: float) -> float:
+def pulse_period(asked: float, floor: float) -> float:
     """Return the seconds between pulses when a coordinator asks for `asked`, which may be any number, or none (NaN)."""
     return min(asked, max(floor, PULSE_CEILING_S)) if asked > floor else floor
 
 
 @dataclass(slots=True)
-class Pace:
+class ResponseTiming:
     """after: the seconds, 0 where answers leave at once   pulse_floor: the least seconds from one pulse to the next.
 
     Raises ConfigError (E-CFG-02) on others than 0 to a day, and 0.01 to 300.
@@ -73,7 +73,7 @@ class Pace:
         due = self._due.setdefault(task, self._due_at(task))
         while (left := due - self.clock()) > 0:
             stop.wait(left)
-            stop.check()
+            stop.raise_if_cancelled()
 
     def _due_at(self, task: Hashable) -> float:
         if task in self._due:
