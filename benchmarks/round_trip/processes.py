@@ -32,12 +32,13 @@ class Processes:
     running: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, words: Sequence[str], talks: bool = False) -> subprocess.Popen[str]:
-        """Start `python -m WORDS`, one thread of torch each unless the environment says otherwise.
+        """Start `python -m WORDS`, one thread of torch and two arenas of malloc each unless the environment says more.
 
         talks: it is given lines on its standard input and answers on its standard output.
         """
         pipe = subprocess.PIPE if talks else None
-        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPYCACHEPREFIX": str(self.compiled)}
+        settings = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}  # the second as in the unit file of a service
+        env = {**settings, **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPYCACHEPREFIX": str(self.compiled)}
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         with self.log.open("a") as log:
             process = subprocess.Popen(
