@@ -15,7 +15,7 @@ from coordinator.simulation.runner import read_silos
 from fl_core import datasets
 from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.partition.by_class import Labels
-from fl_core.datasets.partition.federations import PartitionSpec
+from fl_core.datasets.partition.federations import SiloIndices
 from fl_core.datasets.sources import isic2019
 from fl_core.errors import ConfigError
 from fl_core.types.enums import Split
@@ -83,7 +83,7 @@ def published(spec: RunSpec) -> SplitTable:
             "E-CFG-23", f"--published: expected data with published class counts ({valid}), found {name}: leave it out"
         )
     labels = [np.repeat(np.arange(len(counts)), counts) for counts in (known.train, known.test)]
-    shares = datasets.parse_federation(text).deal(labels[0], labels[1], len(known.train))
+    shares = datasets.parse_federation(text).partition(labels[0], labels[1], len(known.train))
     classes = schema_of(spec).classes
     counts = [_counts(share, labels[0], labels[1], len(classes)) for share in shares]
     return SplitTable(
@@ -95,7 +95,7 @@ def published(spec: RunSpec) -> SplitTable:
     )
 
 
-def _counts(share: PartitionSpec, train: Labels, test: Labels, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _counts(share: SiloIndices, train: Labels, test: Labels, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Count one share's train and test examples per class."""
     own = train[share.held_out] if len(share.held_out) else test[share.test]
     rows = [np.bincount(y, minlength=n).tolist() for y in (train[share.train], own)]

@@ -16,7 +16,7 @@ from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.checks import CheckProblem, CheckReport, SourceIndex
 from fl_core.datasets.examples import ArrayExamples, SiloDataset, TensorExamples
 from fl_core.datasets.image_files import ImageExamples, ImageTransform
-from fl_core.datasets.partition.federations import PartitionedData, federation_text, parse_federation
+from fl_core.datasets.partition.federations import Partitioner, federation_text, parse_federation
 from fl_core.datasets.references import DataRef, Source, federation, parse
 from fl_core.datasets.sources import (
     arrays,
@@ -161,7 +161,7 @@ def _transform(source: Source, image_size: int | None) -> ImageTransform:
     return isic2019.transform(image_size) if source is Source.ISIC2019 else class_folders.transform(image_size)
 
 
-def _place(ref: DataRef) -> tuple[PartitionedData, int]:
+def _place(ref: DataRef) -> tuple[Partitioner, int]:
     assert ref.federation is not None
     assert ref.silo is not None
     return ref.federation, ref.silo
@@ -194,7 +194,7 @@ def _scan(ref: DataRef, root: Path | None, classes: Sequence[str] | None) -> Sou
     )
     if ref.federation is None or ref.silo is None:
         return found
-    return found.dealt(ref.federation, ref.silo, str(ref))
+    return found.for_silo(ref.federation, ref.silo, str(ref))
 
 
 def _root_for(source: Source, given: Path | None) -> Path | None:

@@ -13,7 +13,7 @@ import torch
 
 from fl_core.datasets.examples import SPLITS, SiloDataset, fingerprint
 from fl_core.datasets.image_files import ImageExamples, ImageTransform, UnreadableError, open_image
-from fl_core.datasets.partition.federations import PartitionedData, PartitionSpec
+from fl_core.datasets.partition.federations import Partitioner, SiloIndices
 from fl_core.errors import DataError
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
@@ -92,14 +92,14 @@ class SourceIndex:
         """Count, and find what every kind of source can have wrong: unknown classes, empty splits, split groups."""
         tally = Counter((item.split, item.label) for item in self.items)
         counts = {split: tuple(tally[split, c] for c in self.classes) for split in SPLITS}
-        named = {item.group for item in self.items} - {None}
+        groups = {item.group for item in self.items} - {None}
         return CheckReport(
             self.origin,
             self.classes,
             counts,
             (*self.problems, *self._unknown(), *self._empty(counts), *self._ungrouped()),
             self.notes,
-            groups=len(named) or None,
+            groups=len(groups) or None,
             fingerprint=self._fingerprint(),
         )
 
@@ -128,21 +128,21 @@ class SourceIndex:
         public = self._examples(self.public, transform) if self.public else None
         return SiloDataset(Schema((3, size, size), self.classes), train, test, self.origin, report.fingerprint, public)
 
-    def dealt(self, federation: PartitionedData, silo: int, origin: str) -> SourceIndex:
-        """Keep one silo's share, dealt by label; everything, for the report, when there is a problem."""
+    def for_silo(self, federation: Partitioner, silo: int, origin: str) -> SourceIndex:
+        """Keep one silo's share, by label; everything, for the report, when there is a problem."""
         if self.report().problems:
             return replace(self, origin=origin)
-        return self.taken(self.shares(federation)[silo], origin)
+        return self.subset(self.shares(federation)[silo], origin)
 
-    def shares(self, federation: PartitionedData) -> list[PartitionSpec]:
-        """Deal both splits by label; all labels must be known."""
+    def shares(self, federation: Partitioner) -> list[SiloIndices]:
+        """Partition both splits by label; all labels must be known."""
         labels = [
             np.array([self.classes.index(i.label) for i in self.items if i.split is split], dtype=np.int64)
             for split in SPLITS
         ]
-        return federation.deal(labels[0], labels[1], len(self.classes))
+        return federation.partition(labels[0], labels[1], len(self.classes))
 
-    def taken(self, share: PartitionSpec, origin: str) -> SourceIndex:
+    def subset(self, share: SiloIndices, origin: str) -> SourceIndex:
         """Keep one share of `shares`; where it holds out training images as its own test, the test split is public."""
         train, test = ([item for item in self.items if item.split is split] for split in SPLITS)
         kept = [train[i] for i in share.train] + [test[i] for i in share.test]
@@ -164,13 +164,13 @@ class SourceIndex:
         return fingerprint(*rows)
 
     def _unknown(self) -> tuple[CheckProblem, ...]:
-        strange = Counter(item.label for item in self.items if item.label not in self.classes)
+        unknown = Counter(item.label for item in self.items if item.label not in self.classes)
         return problem(
             "E-DATA-05",
             f"images of classes outside the label space ({', '.join(self.classes)})",
-            [f"{label!r}: {count}" for label, count in sorted(strange.items())],
+            [f"{label!r}: {count}" for label, count in sorted(unknown.items())],
             "Remove or rename these classes, or start a run whose `classes` name them",
-            sum(strange.values()),
+            sum(unknown.values()),
         )
 
     def _empty(self, counts: Mapping[Split, tuple[int, ...]]) -> tuple[CheckProblem, ...]:
@@ -179,10 +179,10 @@ class SourceIndex:
 
     def _ungrouped(self) -> tuple[CheckProblem, ...]:
         """Refuse groups for some images only: the privacy unit of the others would be unknown."""
-        bare = [item.name for item in self.items if item.group is None]
-        if len(bare) == len(self.items):
+        ungrouped = [item.name for item in self.items if item.group is None]
+        if len(ungrouped) == len(self.items):
             return ()
-        return problem("E-DATA-07", "images without a group among images that have one", bare, "Name every group")
+        return problem("E-DATA-07", "images without a group among images that have one", ungrouped, "Name every group")
 
 
 def problem(
@@ -196,7 +196,7 @@ def problem(
     )
 
 
-def straddling(items: Sequence[Item]) -> list[str]:
+def groups_in_both_splits(items: Sequence[Item]) -> list[str]:
     """Name the groups that have images in both splits."""
     train = {item.group for item in items if item.split is Split.TRAIN}
     test = {item.group for item in items if item.split is Split.TEST}

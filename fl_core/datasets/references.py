@@ -2,15 +2,15 @@
 
 | reference               | data                                                                            |
 |-------------------------|---------------------------------------------------------------------------------|
-| digits/p5c2/3           | silo 3 of the digits, dealt by a federation of `federations.py`                  |
+| digits/p5c2/3           | silo 3 of the digits, in a partition of `federations.py`                         |
 | digits/hospital2        | the same as digits/hospitals6/2                                                  |
-| cifar10/p10c3/7         | silo 7 of a public data set below the data root, dealt likewise                  |
+| cifar10/p10c3/7         | silo 7 of a public data set below the data root, partitioned in the same way    |
 | isic2019/center3        | centre 3 of Fed-ISIC2019 below the data root                                     |
 | isic2019/clients20/7    | client 7 of 20: the centres, cut into parts by their size                        |
 | folder:PATH             | class subfolders, with or without a train/ and test/ level                       |
 | manifest:FILE.csv       | a CSV file: path,label,group,split                                               |
 
-A folder or a manifest may be dealt as well, to simulate hospitals: folder:/data/cifar10#p5c2/3.
+A folder or a manifest may be partitioned as well, to simulate hospitals: folder:/data/cifar10#p5c2/3.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from fl_core.datasets.partition.federations import FORMS, PartitionedData, parse_federation
+from fl_core.datasets.partition.federations import FORMS, Partitioner, parse_federation
 from fl_core.datasets.sources.isic2019 import CENTERS, parts
 from fl_core.errors import ConfigError
 from fl_core.suggest import suggest
@@ -48,16 +48,16 @@ class Source(Enum):
 
 OWN = frozenset({Source.ISIC2019, Source.FOLDER, Source.MANIFEST})
 """Sources with a grammar of their own; all others are NAME/FEDERATION/SILO."""
-DEALT = tuple(source.value for source in Source if source not in OWN)
+PARTITIONED = tuple(source.value for source in Source if source not in OWN)
 VALID_FORMS = (
     "digits/p5c2/3, digits/hospital2, isic2019/center3, isic2019/clients20/7, folder:PATH, manifest:FILE.csv, and "
-    f"NAME/p10c3/7 with a NAME of {', '.join(DEALT[1:])}"
+    f"NAME/p10c3/7 with a NAME of {', '.join(PARTITIONED[1:])}"
 )
 _KNOWN = (
     *(f"digits/hospital{k}" for k in range(6)),
-    *(f"{name}/{form}/0" for name in DEALT for form in FORMS),
+    *(f"{name}/{form}/0" for name in PARTITIONED for form in FORMS),
     *(f"isic2019/center{k}" for k in range(CENTERS)),
-    *(*DEALT, "isic2019", "folder:", "manifest:"),
+    *(*PARTITIONED, "isic2019", "folder:", "manifest:"),
 )
 
 
@@ -66,7 +66,7 @@ class DataRef:
     """A parsed reference.
 
     silo:       the position in `federation`, or the centre or client of Fed-ISIC2019
-    federation: how examples are dealt, where they are
+    federation: how examples are partitioned, if they are
     path:       of a folder or a manifest
     clients:    among how many clients the centres of Fed-ISIC2019 are cut; 0: they are whole
     seed:       of that cut
@@ -74,21 +74,21 @@ class DataRef:
 
     source: Source
     silo: int | None = None
-    federation: PartitionedData | None = None
+    federation: Partitioner | None = None
     path: Path | None = None
     clients: int = 0
     seed: int = 0
 
     def __str__(self) -> str:
         """Write the canonical reference."""
-        dealt = f"{self.federation.text}/{self.silo}" if self.federation else ""
+        partition = f"{self.federation.text}/{self.silo}" if self.federation else ""
         if self.source not in OWN:
-            return f"{self.source.value}/{dealt}"
+            return f"{self.source.value}/{partition}"
         if self.clients:
             return f"isic2019/clients{self.clients}{f'@{self.seed}' if self.seed else ''}/{self.silo}"
         if self.source is Source.ISIC2019:
             return f"isic2019/center{self.silo}"
-        return f"{self.source.value}:{self.path}{f'#{dealt}' if dealt else ''}"
+        return f"{self.source.value}:{self.path}{f'#{partition}' if partition else ''}"
 
 
 def parse(reference: str) -> DataRef:
@@ -96,21 +96,21 @@ def parse(reference: str) -> DataRef:
 
     Guarantees: parse(str(parse(r))) == parse(r).
     """
-    federation: PartitionedData | None = None
+    federation: Partitioner | None = None
     silo: int | None = None
     kind, colon, rest = reference.partition(":")
     if colon and kind in (Source.FOLDER.value, Source.MANIFEST.value):
-        path, dealing, dealt = rest.partition("#")
+        path, hash_sign, partition = rest.partition("#")
         if not path.strip():
             raise ConfigError("E-CFG-01", f"expected a path after {kind}:, found {reference!r}")
-        if dealing:
-            federation, silo = _dealt(dealt, reference)
+        if hash_sign:
+            federation, silo = _parse_silo(partition, reference)
         return DataRef(Source(kind), silo, federation, Path(path).expanduser())
     if match := re.fullmatch(r"digits/hospital(\d+)", reference):
         reference = f"digits/hospitals6/{match[1]}"
-    name, slash, dealt = reference.partition("/")
-    if slash and name in DEALT:
-        federation, silo = _dealt(dealt, reference)
+    name, slash, partition = reference.partition("/")
+    if slash and name in PARTITIONED:
+        federation, silo = _parse_silo(partition, reference)
         return DataRef(Source(name), silo, federation)
     if match := re.fullmatch(r"isic2019/center(\d+)", reference):
         if int(match[1]) >= CENTERS:
@@ -125,7 +125,7 @@ def parse(reference: str) -> DataRef:
     raise ConfigError("E-CFG-01", f"there is no data {reference!r}: {_hint(reference)}valid forms: {VALID_FORMS}")
 
 
-def _dealt(text: str, reference: str) -> tuple[PartitionedData, int]:
+def _parse_silo(text: str, reference: str) -> tuple[Partitioner, int]:
     """Read FEDERATION/SILO."""
     name, slash, silo = text.partition("/")
     federation = parse_federation(name)
@@ -153,15 +153,15 @@ def federation(data: str, federation: str) -> list[str]:
         return [str(parse(f"isic2019/{federation}/{k}")) for k in range(int(match[1]))]
     if data == Source.ISIC2019.value:
         return [f"isic2019/center{k}" for k in _centers(federation)]
-    if data in DEALT:
+    if data in PARTITIONED:
         join = f"{data}/"
     elif data.startswith(("folder:", "manifest:")):
         join = f"{data}#"
     else:
-        valid = (*DEALT, "isic2019", "folder:PATH", "manifest:FILE.csv")
-        raise ConfigError("E-CFG-01", f"there is no data {data!r} to be dealt: {suggest(data, valid)}")
-    dealt = parse_federation(federation)
-    return [f"{join}{dealt.text}/{k}" for k in range(dealt.silos)]
+        valid = (*PARTITIONED, "isic2019", "folder:PATH", "manifest:FILE.csv")
+        raise ConfigError("E-CFG-01", f"there is no data {data!r} to partition: {suggest(data, valid)}")
+    partitioner = parse_federation(federation)
+    return [f"{join}{partitioner.text}/{k}" for k in range(partitioner.silos)]
 
 
 def _centers(text: str) -> list[int]:

@@ -153,7 +153,7 @@ class PlainLocalData:
         return x, y
 
     def _batches(self, order: torch.Generator, steps: int) -> list[Tensor]:
-        """Deal shuffled epochs into batches until `steps` are planned."""
+        """Split shuffled epochs into batches until `steps` are planned."""
         n, size = len(self._examples[Split.TRAIN]), self._config.batch_size
         if n == 0:
             raise DataError("E-DATA-08", "expected at least one training example at this silo, found none")

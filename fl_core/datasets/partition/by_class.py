@@ -1,4 +1,4 @@
-"""Dealing labelled examples to silos: class-disjoint (PrCs), Dirichlet, equal shares, six hospitals.
+"""Partitions of labelled examples among silos: class-disjoint (PrCs), Dirichlet, equal shares, six hospitals.
 
 Everything here works on labels alone and returns indices, so it can be checked without an image.
 """
@@ -47,24 +47,24 @@ def assign_classes(n_classes: int, silos: int, per_silo: int, seed: int) -> tupl
     return tuple(held)
 
 
-def deal_classes(
+def partition_by_class(
     labels: Labels, held: Sequence[Sequence[int]], seed: int, purpose: str, *, double: bool = False
 ) -> list[Indices]:
-    """Deal each class in equal shares to the silos that hold it, in their order.
+    """Divide each class equally among the silos that hold it, in their order.
 
     purpose: "train" or "test"; each has a stream of its own, the classes held are the same.
-    double: deal everything twice, independently, as the official FedMR code does by accident: sizes double and the
+    double: partition everything twice, independently, as the official FedMR code does by accident: sizes double and the
         silos overlap. To reproduce its numbers only.
     """
-    dealt: list[list[Indices]] = [[] for _ in held]
+    parts: list[list[Indices]] = [[] for _ in held]
     for copy in range(2 if double else 1):
         for c in range(1 + max(max(mine) for mine in held)):
             index = np.flatnonzero(labels == c)
             rng.numpy_stream(seed, "partition", purpose, copy, c).shuffle(index)
             holders = [k for k, mine in enumerate(held) if c in mine]
             for k, share in zip(holders, np.array_split(index, max(1, len(holders))), strict=False):
-                dealt[k].append(share)
-    return [np.concatenate([*shares, np.empty(0, np.int64)]).astype(np.int64) for shares in dealt]
+                parts[k].append(share)
+    return [np.concatenate([*shares, np.empty(0, np.int64)]).astype(np.int64) for shares in parts]
 
 
 def disjoint_classes(n_classes: int, silos: int) -> tuple[tuple[int, ...], ...]:
@@ -77,15 +77,15 @@ def disjoint_classes(n_classes: int, silos: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(c) for c in share) for share in np.array_split(np.arange(n_classes), silos))
 
 
-class DirichletDeal(NamedTuple):
-    """Indices per silo, the proportions (C, silos) as drawn, before the size gate, and how often it was drawn."""
+class DirichletPartition(NamedTuple):
+    """Indices per silo, the proportions (C, silos) as drawn, before the size limit, and how often it was drawn."""
 
     parts: list[Indices]
     proportions: NDArray[np.float64]
     attempts: int
 
 
-def deal_dirichlet(
+def partition_dirichlet(
     labels: Labels,
     n_classes: int,
     silos: int,
@@ -97,10 +97,10 @@ def deal_dirichlet(
     tries: int | None = None,
     accept: bool = False,
     swap: bool = False,
-) -> DirichletDeal:
-    """Deal every class by proportions ~ Dir(beta), closed to silos that have their N / silos already.
+) -> DirichletPartition:
+    """Divide every class by proportions ~ Dir(beta); silos that have N / silos examples already get no more.
 
-    Drawn anew, at most `tries` times, until each silo has `min_size` examples and `min_classes` classes (2 for FedNH).
+    Drawn again, at most `tries` times, until each silo has `min_size` examples and `min_classes` classes (2 for FedNH).
     accept: take the last draw as it is (FedGELA's code draws once, FedNH's three times).
     swap:   from the third class on, silos that so far have at most one class change shares with the last silos, the
             second of them with the last but one, and so on (FedNH's code).
@@ -111,7 +111,7 @@ def deal_dirichlet(
         raise ConfigError(
             "E-CFG-08",
             f"expected beta > 0 and at least {min_size} examples and {min_classes} classes for each of {silos} silos, "
-            f"found {beta=}, {len(labels)} examples of {n_classes} classes: deal to fewer silos",
+            f"found {beta=}, {len(labels)} examples of {n_classes} classes: ask for fewer silos",
         )
     tries = TRIES if tries is None else tries
     for attempt in range(1, tries + 1):
@@ -131,25 +131,25 @@ def deal_dirichlet(
             drawn.append(p)
         enough = min(map(len, parts)) >= min_size and held.min() >= min_classes
         if enough or (accept and attempt == tries):
-            return DirichletDeal(parts, np.stack(drawn), attempt)
+            return DirichletPartition(parts, np.stack(drawn), attempt)
     raise ConfigError(
         "E-CFG-08",
         f"no draw of {tries} gave each of {silos} silos {min_size} examples and {min_classes} classes with {beta=}: "
-        "raise beta or deal to fewer silos",
+        "raise beta or ask for fewer silos",
     )
 
 
 def _swapped(held: Indices) -> list[int]:
-    """Give the order of shares after each silo with at most one class changed places with one from the end."""
+    """Return the order of shares after each silo with at most one class changed places with one from the end."""
     order = list(range(len(held)))
-    for turn, k in enumerate(np.flatnonzero(held <= 1)):
-        end = len(held) - 1 - turn
+    for position, k in enumerate(np.flatnonzero(held <= 1)):
+        end = len(held) - 1 - position
         order[k], order[end] = order[end], order[k]
     return order
 
 
-def deal_like(labels: Labels, proportions: NDArray[np.float64], random: np.random.RandomState) -> list[Indices]:
-    """Deal another split by the same proportions, with its own size gate; a silo may get nothing."""
+def partition_like(labels: Labels, proportions: NDArray[np.float64], random: np.random.RandomState) -> list[Indices]:
+    """Divide another split by the same proportions, with its own size limit; a silo may get nothing."""
     parts: list[Indices] = [np.empty(0, np.int64) for _ in range(proportions.shape[1])]
     for c, p in enumerate(proportions):
         index = np.flatnonzero(labels == c)
@@ -168,8 +168,8 @@ def _cut(parts: list[Indices], index: Indices, p: NDArray[np.float64], total: in
     return np.split(index, (np.cumsum(open_p) * len(index)).astype(int)[:-1])
 
 
-def deal_equally(labels: Labels, silos: int, seed: int, purpose: str) -> list[Indices]:
-    """Deal a random permutation in equal shares: independent and identically distributed silos."""
+def partition_equally(labels: Labels, silos: int, seed: int, purpose: str) -> list[Indices]:
+    """Divide a random permutation equally: independent and identically distributed silos."""
     if not 1 <= silos <= len(labels):
         raise ConfigError("E-CFG-08", f"expected 1 to {len(labels)} silos for as many examples, found {silos}")
     order = rng.numpy_stream(seed, "partition", purpose).permutation(len(labels))

@@ -1,6 +1,6 @@
-"""Dealing by what each silo likes: the splits of FedRepo (FedRS, FedPHP) and of MAP, and their personal hold-out.
+"""Partitions by a distribution of classes per silo: FedRepo (FedRS, FedPHP) and MAP, and their personal hold-out.
 
-Here the distribution of classes is drawn per silo, not the shares per class as in `partition`.
+In `by_class`, the shares of silos are drawn per class instead.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ HELD_OUT = 0.2
 Shares = NDArray[np.float64]
 
 
-def deal_per_silo(labels: Labels, n_classes: int, silos: int, alpha: float, seed: int) -> list[Indices]:
-    """Deal by a distribution of classes per silo ~ Dir(alpha), normalised over the silos class by class.
+def partition_per_silo(labels: Labels, n_classes: int, silos: int, alpha: float, seed: int) -> list[Indices]:
+    """Divide by a distribution of classes per silo ~ Dir(alpha), normalised over the silos class by class.
 
-    Shares are rounded, so that the last silos may leave a few examples to nobody. Drawn anew until each silo has 5
-    examples; raises ConfigError (E-CFG-08) after 1000 draws. Source: FedRepo's split "dirichlet".
+    Shares are rounded, so a few examples may be left out. Drawn again until each silo has 5 examples.
+    Raises ConfigError (E-CFG-08) after 1000 draws. Source: FedRepo's split "dirichlet".
     """
     _positive(silos, alpha)
 
@@ -33,28 +33,28 @@ def deal_per_silo(labels: Labels, n_classes: int, silos: int, alpha: float, seed
     return _drawn(labels, n_classes, seed, "persilo", draw)
 
 
-def deal_map(labels: Labels, n_classes: int, silos: int, seed: int) -> list[Indices]:
-    """Deal as MAP: each silo likes m ~ U{2..C} random classes equally, times a factor lognormal(0, 0.3) each.
+def partition_map(labels: Labels, n_classes: int, silos: int, seed: int) -> list[Indices]:
+    """Divide as MAP: each silo has m ~ U{2..C} random classes of equal weight, times a factor lognormal(0, 0.3) each.
 
-    Shares are normalised over the silos class by class and rounded. Drawn anew until every class has an owner and each
+    Shares are normalised over the silos class by class and rounded. Drawn again until every class has an owner and each
     silo has 5 examples (the paper drops smaller ones); raises ConfigError (E-CFG-08) after 1000 draws.
     """
     _positive(silos, 1.0)
 
     def draw(random: np.random.Generator) -> Shares:
-        liked = np.zeros((silos, n_classes))
+        weights = np.zeros((silos, n_classes))
         for k in range(silos):
             m = int(random.integers(2, n_classes + 1))
-            liked[k, random.choice(n_classes, m, replace=False)] = random.lognormal(0.0, 0.3, m) / m
-        return liked
+            weights[k, random.choice(n_classes, m, replace=False)] = random.lognormal(0.0, 0.3, m) / m
+        return weights
 
     return _drawn(labels, n_classes, seed, "map", draw)
 
 
-def deal_slots(labels: Labels, n_classes: int, silos: int, per_silo: int, seed: int) -> list[Indices]:
-    """Deal slots of a sequence of random permutations of the classes: silo k takes slots [k s, (k + 1) s).
+def partition_slots(labels: Labels, n_classes: int, silos: int, per_silo: int, seed: int) -> list[Indices]:
+    """Divide by slots of a sequence of random permutations of the classes: silo k takes slots [k s, (k + 1) s).
 
-    A class is cut in equal parts, one per slot, and what is left over goes to nobody; a class that a silo took twice
+    A class is cut in equal parts, one per slot, and the remainder is left out; a class that a silo took twice
     counts double. Raises ConfigError (E-CFG-08) when some class would have no silo. Source: FedRepo's split "label".
     """
     if silos * per_silo < n_classes or per_silo < 1:
@@ -66,14 +66,14 @@ def deal_slots(labels: Labels, n_classes: int, silos: int, per_silo: int, seed: 
     random = rng.numpy_stream(seed, "partition", "label", "slots")
     rounds = -(-silos * per_silo // n_classes)
     slots = np.concatenate([random.permutation(n_classes) for _ in range(rounds)])[: silos * per_silo]
-    dealt: list[list[Indices]] = [[] for _ in range(silos)]
+    parts: list[list[Indices]] = [[] for _ in range(silos)]
     for c in range(n_classes):
         index = rng.numpy_stream(seed, "partition", "label", c).permutation(np.flatnonzero(labels == c))
         takers = np.flatnonzero(slots == c) // per_silo
         size = len(index) // len(takers)
-        for turn, k in enumerate(takers):
-            dealt[k].append(index[turn * size : (turn + 1) * size])
-    return [np.concatenate([*shares, np.empty(0, np.int64)]).astype(np.int64) for shares in dealt]
+        for i, k in enumerate(takers):
+            parts[k].append(index[i * size : (i + 1) * size])
+    return [np.concatenate([*shares, np.empty(0, np.int64)]).astype(np.int64) for shares in parts]
 
 
 def hold_out(part: Indices, seed: int, silo: int) -> tuple[Indices, Indices]:
@@ -91,16 +91,16 @@ def _positive(silos: int, alpha: float) -> None:
 def _drawn(
     labels: Labels, n_classes: int, seed: int, purpose: str, draw: Callable[[np.random.Generator], Shares]
 ) -> list[Indices]:
-    """Draw likings (silos, C) until the cuts that they make give every silo enough."""
+    """Draw class weights (silos, C) until every silo gets enough examples."""
     for attempt in range(TRIES):
         random = rng.numpy_stream(seed, "partition", purpose, attempt)
-        liked = draw(random)
-        if (liked.sum(0) == 0).any():
+        weights = draw(random)
+        if (weights.sum(0) == 0).any():
             continue
-        parts: list[list[Indices]] = [[] for _ in liked]
+        parts: list[list[Indices]] = [[] for _ in weights]
         for c in range(n_classes):
             index = random.permutation(np.flatnonzero(labels == c))
-            ends = np.cumsum(np.round(liked[:, c] / liked[:, c].sum() * len(index)).astype(np.int64))
+            ends = np.cumsum(np.round(weights[:, c] / weights[:, c].sum() * len(index)).astype(np.int64))
             for k, end in enumerate(ends):
                 parts[k].append(index[(ends[k - 1] if k else 0) : end])
         whole = [np.concatenate(shares).astype(np.int64) for shares in parts]
@@ -108,5 +108,5 @@ def _drawn(
             return whole
     raise ConfigError(
         "E-CFG-08",
-        f"no draw of {TRIES} gave each of the silos {SMALLEST} of {len(labels)} examples: deal to fewer silos",
+        f"no draw of {TRIES} gave each of the silos {SMALLEST} of {len(labels)} examples: ask for fewer silos",
     )

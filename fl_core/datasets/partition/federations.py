@@ -1,9 +1,9 @@
-"""Simulated federations by name: how examples are dealt, and the names of the silos.
+"""Simulated federations by name: how examples are partitioned among silos.
 
 | text                 | meaning                                                                                  |
 |----------------------|------------------------------------------------------------------------------------------|
 | hospitals6           | six hospitals, no class in two of them                                                    |
-| p5c2, p10c3, ...     | {r} silos with {c} classes each (FedMR, FedGELA); p10c3-double deals everything twice       |
+| p5c2, p10c3, ...     | {r} silos with {c} classes each (FedMR, FedGELA); p10c3-double partitions everything twice  |
 | dirichlet-0.5-10     | 10 silos, class proportions ~ Dir(0.5) (MOON); variants -two, -swap, -once, see below       |
 | iid-10               | 10 equal random shares                                                                    |
 | persilo-0.5-100      | each silo's own classes ~ Dir(0.5) (FedRepo's "dirichlet"), a fifth held out               |
@@ -40,7 +40,7 @@ _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _NOBODY: Indices = np.empty(0, np.int64)
 
 
-class PartitionSpec(NamedTuple):
+class SiloIndices(NamedTuple):
     """Positions in the train and in the test labels that one silo gets.
 
     held_out: positions in the train labels that the silo keeps as its own test, in place of test labels
@@ -51,8 +51,8 @@ class PartitionSpec(NamedTuple):
     held_out: Indices = _NOBODY
 
 
-class PartitionPlan(Enum):
-    """How examples are dealt."""
+class PartitionKind(Enum):
+    """How examples are partitioned."""
 
     HOSPITALS = "hospitals"
     CLASSES = "classes"
@@ -64,23 +64,23 @@ class PartitionPlan(Enum):
     USERS = "users"
 
 
-HELD_OUT = frozenset({PartitionPlan.PER_SILO, PartitionPlan.LABEL, PartitionPlan.MAP})
+HELD_OUT = frozenset({PartitionKind.PER_SILO, PartitionKind.LABEL, PartitionKind.MAP})
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionedData:
-    """A way to deal labelled examples to `silos` silos.
+class Partitioner:
+    """A partition of labelled examples among `silos` silos.
 
     per_silo: classes of each silo (CLASSES), slots (LABEL)   beta: concentration (DIRICHLET, PER_SILO)
     variant:  "double" (CLASSES), or one of VARIANTS (DIRICHLET)
     text:     the name it was parsed from, in canonical form
 
-    Guarantees: the same in every process; the train parts are disjoint (but for "double"), and so are the test parts.
-    Their union is everything, but for USERS, who are some, and where a fifth is held out, whose rounding leaves a few
-    examples over. A silo's test part has the classes (for Dirichlet: the proportions) of its train part.
+    Guarantees: the same in every process; train parts are disjoint (except for "double"), and so are test parts. Their
+    union is everything, except for USERS (a sample of them) and where a fifth is held out (rounding leaves out a
+    few examples). A silo's test part has the classes (for Dirichlet: the proportions) of its train part.
     """
 
-    kind: PartitionPlan
+    kind: PartitionKind
     silos: int
     text: str
     seed: int = 0
@@ -88,71 +88,73 @@ class PartitionedData:
     beta: float = 0.0
     variant: str = ""
 
-    def deal(
+    def partition(
         self, train: Labels, test: Labels, n_classes: int, users: tuple[Labels, Labels] | None = None
-    ) -> list[PartitionSpec]:
-        """Deal both splits; raises ConfigError (E-CFG-08) when these labels cannot be dealt so.
+    ) -> list[SiloIndices]:
+        """Partition both splits; raises ConfigError (E-CFG-08) when these labels cannot be partitioned so.
 
         users: who wrote each example of train and test, by number; only USERS looks at it.
         """
         if self.kind in HELD_OUT:
             kept = [by_client.hold_out(p, self.seed, k) for k, p in enumerate(self._per_silo(train, n_classes))]
-            return [PartitionSpec(own, _NOBODY, held) for own, held in kept]
-        if self.kind is PartitionPlan.USERS:
+            return [SiloIndices(own, _NOBODY, held) for own, held in kept]
+        if self.kind is PartitionKind.USERS:
             return self._by_user(users)
-        if self.kind is PartitionPlan.IID:
-            both = [by_class.deal_equally(y, self.silos, self.seed, name) for y, name in _named(train, test)]
-        elif self.kind is PartitionPlan.DIRICHLET:
+        if self.kind is PartitionKind.IID:
+            both = [by_class.partition_equally(y, self.silos, self.seed, name) for y, name in _named(train, test)]
+        elif self.kind is PartitionKind.DIRICHLET:
             both = self._dirichlet(train, test, n_classes)
         else:
-            if self.kind is PartitionPlan.HOSPITALS:
+            if self.kind is PartitionKind.HOSPITALS:
                 held = by_class.disjoint_classes(n_classes, self.silos)
             else:
                 held = by_class.assign_classes(n_classes, self.silos, self.per_silo, self.seed)
             both = [
-                by_class.deal_classes(y, held, self.seed, name, double=self.variant == "double" and name == "train")
+                by_class.partition_by_class(
+                    y, held, self.seed, name, double=self.variant == "double" and name == "train"
+                )
                 for y, name in _named(train, test)
             ]
-        return [PartitionSpec(*parts) for parts in zip(*both, strict=True)]
+        return [SiloIndices(*parts) for parts in zip(*both, strict=True)]
 
     def _dirichlet(self, train: Labels, test: Labels, n_classes: int) -> list[list[Indices]]:
         random = np.random.RandomState(rng.derive(self.seed, "partition", "dirichlet") % 2**32)
         min_classes = 2 if self.variant in ("two", "swap") else 1
         tries = {"swap": 3, "once": 1}.get(self.variant)
-        drawn = by_class.deal_dirichlet(
+        drawn = by_class.partition_dirichlet(
             *(train, n_classes, self.silos, self.beta, random),
             min_classes=min_classes,
             tries=tries,
             accept=tries is not None,
             swap=self.variant == "swap",
         )
-        return [drawn.parts, by_class.deal_like(test, drawn.proportions, random)]
+        return [drawn.parts, by_class.partition_like(test, drawn.proportions, random)]
 
     def _per_silo(self, train: Labels, n_classes: int) -> list[Indices]:
-        if self.kind is PartitionPlan.LABEL:
-            return by_client.deal_slots(train, n_classes, self.silos, self.per_silo, self.seed)
-        if self.kind is PartitionPlan.MAP:
-            return by_client.deal_map(train, n_classes, self.silos, self.seed)
-        return by_client.deal_per_silo(train, n_classes, self.silos, self.beta, self.seed)
+        if self.kind is PartitionKind.LABEL:
+            return by_client.partition_slots(train, n_classes, self.silos, self.per_silo, self.seed)
+        if self.kind is PartitionKind.MAP:
+            return by_client.partition_map(train, n_classes, self.silos, self.seed)
+        return by_client.partition_per_silo(train, n_classes, self.silos, self.beta, self.seed)
 
-    def _by_user(self, users: tuple[Labels, Labels] | None) -> list[PartitionSpec]:
+    def _by_user(self, users: tuple[Labels, Labels] | None) -> list[SiloIndices]:
         """Draw so many of the users with examples in both splits, in their order."""
         if users is None:
             raise ConfigError("E-CFG-08", f"{self.text}: expected data with users (femnist, shakespeare), found none")
         both = np.intersect1d(users[0], users[1])
         if len(both) < self.silos:
             raise ConfigError(
-                "E-CFG-08", f"{self.text}: expected {self.silos} users, found {len(both)}: deal to fewer silos"
+                "E-CFG-08", f"{self.text}: expected {self.silos} users, found {len(both)}: ask for fewer silos"
             )
         chosen = np.sort(rng.numpy_stream(self.seed, "partition", "users").permutation(both)[: self.silos])
-        return [PartitionSpec(np.flatnonzero(users[0] == u), np.flatnonzero(users[1] == u)) for u in chosen]
+        return [SiloIndices(np.flatnonzero(users[0] == u), np.flatnonzero(users[1] == u)) for u in chosen]
 
 
 def _named(train: Labels, test: Labels) -> tuple[tuple[Labels, str], tuple[Labels, str]]:
     return (train, "train"), (test, "test")
 
 
-def parse_federation(text: str) -> PartitionedData:
+def parse_federation(text: str) -> Partitioner:
     """Read a simulated federation's name; raises ConfigError (E-CFG-01) with the valid forms."""
     body, at, seed_text = text.partition("@")
     if (at and not seed_text.isdecimal()) or body != body.strip():
@@ -160,24 +162,22 @@ def parse_federation(text: str) -> PartitionedData:
     seed = int(seed_text or 0)
     tail = f"@{seed}" if seed else ""
     if body == "hospitals6":
-        return PartitionedData(PartitionPlan.HOSPITALS, 6, f"{body}{tail}", seed)
+        return Partitioner(PartitionKind.HOSPITALS, 6, f"{body}{tail}", seed)
     if match := re.fullmatch(r"p(\d+)c(\d+)(?:-(double))?", body):
         silos, per_silo, double = int(match[1]), int(match[2]), match[3] or ""
         name = f"p{silos}c{per_silo}{'-double' if double else ''}{tail}"
-        return PartitionedData(PartitionPlan.CLASSES, _some(silos, text), name, seed, per_silo, variant=double)
+        return Partitioner(PartitionKind.CLASSES, _some(silos, text), name, seed, per_silo, variant=double)
     if match := re.fullmatch(rf"(dirichlet|persilo)-({_NUMBER})-(\d+)(?:-({'|'.join(VARIANTS)}))?", body):
-        kind, beta, silos, variant = PartitionPlan(match[1]), float(match[2]), int(match[3]), match[4] or ""
-        if kind is PartitionPlan.DIRICHLET or not variant:
+        kind, beta, silos, variant = PartitionKind(match[1]), float(match[2]), int(match[3]), match[4] or ""
+        if kind is PartitionKind.DIRICHLET or not variant:
             name = f"{match[1]}-{beta:g}-{silos}{f'-{variant}' if variant else ''}{tail}"
-            return PartitionedData(kind, _some(silos, text), name, seed, beta=beta, variant=variant)
+            return Partitioner(kind, _some(silos, text), name, seed, beta=beta, variant=variant)
     if match := re.fullmatch(r"label-(\d+)-(\d+)", body):
         per_silo, silos = int(match[1]), int(match[2])
-        return PartitionedData(
-            PartitionPlan.LABEL, _some(silos, text), f"label-{per_silo}-{silos}{tail}", seed, per_silo
-        )
+        return Partitioner(PartitionKind.LABEL, _some(silos, text), f"label-{per_silo}-{silos}{tail}", seed, per_silo)
     if match := re.fullmatch(r"(iid|map|users)-(\d+)", body):
         silos = int(match[2])
-        return PartitionedData(PartitionPlan(match[1]), _some(silos, text), f"{match[1]}-{silos}{tail}", seed)
+        return Partitioner(PartitionKind(match[1]), _some(silos, text), f"{match[1]}-{silos}{tail}", seed)
     raise ConfigError("E-CFG-01", f"there is no federation {text!r}: {suggest(body, FORMS)} (any numbers, @SEED)")
 
 
@@ -202,15 +202,15 @@ def federation_text(config: Mapping[str, object]) -> str:
 
     {name: p5c2, partition_seed: 3} -> p5c2@3; {name: dirichlet, beta: 0.5, silos: 10} -> dirichlet-0.5-10;
     {name: iid, silos: 4} -> iid-4; {name: centers, centers: [1, 2]} -> centers-1-2. Raises ConfigError (E-CFG-01).
-    Centres have no seed: nothing is dealt. What they may be, `refs.federation` knows.
+    Centres have no seed: nothing is drawn. `references.federation` checks which centres there are.
     """
     name = str(config.get("name", ""))
     if re.fullmatch(r"centers(-\d+)+", name) and set(config) == {"name"}:
         return name
     fields = _FIELDS.get(name, ())
     seeded = () if name == "centers" else ("partition_seed",)
-    if strange := sorted(set(config) - {"name", *fields, *seeded}):
-        raise ConfigError("E-CFG-01", f"federation {name} has no field {strange[0]!r}: {suggest(strange[0], fields)}")
+    if unknown := sorted(set(config) - {"name", *fields, *seeded}):
+        raise ConfigError("E-CFG-01", f"federation {name} has no field {unknown[0]!r}: {suggest(unknown[0], fields)}")
     values = [written for field in fields for written in _written(field, config.get(field))]
     seed = config.get("partition_seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:

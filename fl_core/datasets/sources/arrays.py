@@ -1,6 +1,6 @@
 """Data sets that fit in memory as they are published: images as bytes, sequences and points as floats.
 
-Every silo of a simulation looks at one shared array through the positions that the federation dealt to it.
+Every silo of a simulation looks at one shared array through the positions that the partition gives it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fl_core.datasets.augmentation import Augmentation
 from fl_core.datasets.checks import CheckReport, problem
 from fl_core.datasets.examples import SPLITS, ArrayExamples, SiloDataset, fingerprint
 from fl_core.datasets.partition.by_class import Indices, Labels
-from fl_core.datasets.partition.federations import PartitionedData, PartitionSpec
+from fl_core.datasets.partition.federations import Partitioner, SiloIndices
 from fl_core.errors import DataError
 from fl_core.types.records import Schema
 
@@ -27,7 +27,7 @@ from fl_core.types.records import Schema
 class SplitArrays:
     """One split as published. x: (N, *shape) uint8 images or float32; y: (N,) positions in the classes.
 
-    users: (N,) who wrote each example, by number; None where nobody says
+    users: (N,) who wrote each example, by number; None where it is not known
     """
 
     x: Tensor
@@ -47,12 +47,12 @@ class FullDataset:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
 
-    def deal(self, federation: PartitionedData) -> list[PartitionSpec]:
-        """Deal both splits."""
+    def partition(self, federation: Partitioner) -> list[SiloIndices]:
+        """Partition both splits."""
         users = None
         if self.train.users is not None and self.test.users is not None:
             users = self.train.users, self.test.users
-        return federation.deal(self.train.y, self.test.y, len(self.classes), users)
+        return federation.partition(self.train.y, self.test.y, len(self.classes), users)
 
 
 Reader = Callable[[str, Path | None], FullDataset]
@@ -65,24 +65,24 @@ def _read(reader: Reader, name: str, root: Path | None) -> FullDataset:
 
 
 @lru_cache(maxsize=2)
-def _dealt(reader: Reader, name: str, root: Path | None, federation: PartitionedData) -> list[PartitionSpec]:
-    return _read(reader, name, root).deal(federation)
+def _partition(reader: Reader, name: str, root: Path | None, federation: Partitioner) -> list[SiloIndices]:
+    return _read(reader, name, root).partition(federation)
 
 
 def load(
-    reader: Reader, name: str, root: Path | None, federation: PartitionedData, silo: int, classes: Sequence[str] | None
+    reader: Reader, name: str, root: Path | None, federation: Partitioner, silo: int, classes: Sequence[str] | None
 ) -> SiloDataset:
-    """Deal a data set and take one silo's share.
+    """Partition a data set and take one silo's share.
 
     classes: the run's label space, the data set's own by default; raises DataError (E-DATA-05) when a class of this
     silo is not among them, E-DATA-08 when a split is empty.
     """
-    share = _Share(_read(reader, name, root), _dealt(reader, name, root, federation)[silo], classes)
+    share = _Share(_read(reader, name, root), _partition(reader, name, root, federation)[silo], classes)
     report = share.report(f"{name}/{federation.text}/{silo}")
     report.require_sound()
     whole = share.whole
     public = None
-    if len(share.dealt.held_out):
+    if len(share.indices.held_out):
         public = share.examples(whole.test, np.arange(len(whole.test.y)))
     train, test = (share.examples(half, index) for half, index in share.halves())
     schema = Schema(tuple(whole.train.x.shape[1:]), share.space)
@@ -90,33 +90,33 @@ def load(
 
 
 def check(
-    reader: Reader, name: str, root: Path | None, federation: PartitionedData, silo: int, classes: Sequence[str] | None
+    reader: Reader, name: str, root: Path | None, federation: Partitioner, silo: int, classes: Sequence[str] | None
 ) -> CheckReport:
     """Count one silo's share."""
-    share = _Share(_read(reader, name, root), _dealt(reader, name, root, federation)[silo], classes)
+    share = _Share(_read(reader, name, root), _partition(reader, name, root, federation)[silo], classes)
     return share.report(f"{name}/{federation.text}/{silo}")
 
 
 def labels(
-    reader: Reader, name: str, root: Path | None, federation: PartitionedData
-) -> tuple[FullDataset, list[PartitionSpec]]:
-    """Give the data set and how it is dealt, for a table of classes by silo."""
-    return _read(reader, name, root), _dealt(reader, name, root, federation)
+    reader: Reader, name: str, root: Path | None, federation: Partitioner
+) -> tuple[FullDataset, list[SiloIndices]]:
+    """Return the data set and its partition, for a table of classes by silo."""
+    return _read(reader, name, root), _partition(reader, name, root, federation)
 
 
 class _Share:
     """One silo's positions in a data set, in a label space."""
 
-    def __init__(self, whole: FullDataset, dealt: PartitionSpec, classes: Sequence[str] | None) -> None:
+    def __init__(self, whole: FullDataset, indices: SiloIndices, classes: Sequence[str] | None) -> None:
         self.whole = whole
-        self.dealt = dealt
+        self.indices = indices
         self.space = tuple(classes or whole.classes)
 
     def halves(self) -> tuple[tuple[SplitArrays, Indices], tuple[SplitArrays, Indices]]:
-        """Give the arrays and positions of train and test; a hold-out is test, but lies in the train array."""
-        if len(self.dealt.held_out):
-            return (self.whole.train, self.dealt.train), (self.whole.train, self.dealt.held_out)
-        return (self.whole.train, self.dealt.train), (self.whole.test, self.dealt.test)
+        """Return the arrays and positions of train and test; a hold-out is test, but is stored in the train array."""
+        if len(self.indices.held_out):
+            return (self.whole.train, self.indices.train), (self.whole.train, self.indices.held_out)
+        return (self.whole.train, self.indices.train), (self.whole.test, self.indices.test)
 
     def examples(self, half: SplitArrays, index: Indices) -> ArrayExamples:
         place = np.array([self.space.index(c) if c in self.space else -1 for c in self.whole.classes], dtype=np.int64)
@@ -128,14 +128,14 @@ class _Share:
         n = len(self.whole.classes)
         counts = [np.bincount(half.y[index], minlength=n) for half, index in self.halves()]
         both = counts[0] + counts[1]
-        strange = [c for k, c in enumerate(self.whole.classes) if both[k] and c not in self.space]
+        unknown = [c for k, c in enumerate(self.whole.classes) if both[k] and c not in self.space]
         by_name = [dict(zip(self.whole.classes, count.tolist(), strict=True)) for count in counts]
         problems = problem(
             "E-DATA-05",
             f"examples of classes outside the label space ({', '.join(self.space)})",
-            [f"{c!r}: {sum(count[c] for count in by_name)}" for c in strange],
+            [f"{c!r}: {sum(count[c] for count in by_name)}" for c in unknown],
             "Start a run whose `classes` name them",
-            sum(count[c] for count in by_name for c in strange),
+            sum(count[c] for count in by_name for c in unknown),
         )
         empty = [split.value for split, count in zip(SPLITS, counts, strict=True) if not count.sum()]
         problems += problem(

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_core.datasets.checks import Item, SourceIndex, problem, straddling
+from fl_core.datasets.checks import Item, SourceIndex, groups_in_both_splits, problem
 from fl_core.datasets.sources.csv_reader import read_table
 from fl_core.types.enums import Split
 
@@ -40,7 +40,7 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
         *problem(
             "E-DATA-07",
             "groups with images in both train and test",
-            straddling(items),
+            groups_in_both_splits(items),
             "Move all images of a group into one split: the test would measure what was memorised",
         ),
     )

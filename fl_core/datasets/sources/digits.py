@@ -1,4 +1,4 @@
-"""1,797 real handwritten digits, 8x8, from scikit-learn; dealt to simulated hospitals. Runs without any data on disk.
+"""1,797 real handwritten digits, 8x8, from scikit-learn; among simulated hospitals. Runs without any data on disk.
 
 Alpaydin and Kaynak (1998), "Optical recognition of handwritten digits", UCI machine learning repository.
 """
@@ -20,7 +20,7 @@ from fl_core import rng
 from fl_core.datasets.augmentation import DIGITS
 from fl_core.datasets.checks import CheckReport, problem
 from fl_core.datasets.examples import SiloDataset, TensorExamples, fingerprint
-from fl_core.datasets.partition.federations import PartitionedData
+from fl_core.datasets.partition.federations import Partitioner
 from fl_core.errors import DataError
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
@@ -48,8 +48,8 @@ class _Share(NamedTuple):
         return TensorExamples(x, torch.tensor(place, dtype=torch.int64), how=DIGITS)
 
 
-def load(federation: PartitionedData, silo: int, classes: Sequence[str] | None) -> SiloDataset:
-    """Deal the digits and take one silo's.
+def load(federation: Partitioner, silo: int, classes: Sequence[str] | None) -> SiloDataset:
+    """Partition the digits and take one silo's.
 
     classes: the run's label space, the ten digits by default. Raises DataError: E-DATA-05 when a digit of this silo is
     not among them, E-DATA-02 when scikit-learn's file of the digits is not there.
@@ -62,13 +62,13 @@ def load(federation: PartitionedData, silo: int, classes: Sequence[str] | None) 
     return SiloDataset(Schema(SHAPE, share.space), train, test, share.origin, report.fingerprint, public)
 
 
-def check(federation: PartitionedData, silo: int, classes: Sequence[str] | None) -> CheckReport:
+def check(federation: Partitioner, silo: int, classes: Sequence[str] | None) -> CheckReport:
     """Count one silo's digits."""
     return _report(_share(federation, silo, classes))
 
 
-def _share(federation: PartitionedData, silo: int, classes: Sequence[str] | None) -> _Share:
-    """Hold out a stratified fifth, the same in every run, and deal both splits."""
+def _share(federation: Partitioner, silo: int, classes: Sequence[str] | None) -> _Share:
+    """Hold out a stratified fifth, the same in every run, and partition both splits."""
     images, digits = _digits()
     x = torch.tensor(images / 16, dtype=torch.float32).reshape(-1, *SHAPE)
     train, test = [], []
@@ -78,7 +78,7 @@ def _share(federation: PartitionedData, silo: int, classes: Sequence[str] | None
         test.append(index[:cut])
         train.append(index[cut:])
     at = [np.sort(np.concatenate(split)) for split in (train, test)]
-    part = federation.deal(digits[at[0]], digits[at[1]], len(CLASSES))[silo]
+    part = federation.partition(digits[at[0]], digits[at[1]], len(CLASSES))[silo]
     held = len(part.held_out) > 0
     mine = at[0][part.train], at[0][part.held_out] if held else at[1][part.test], at[1]
     names = [[CLASSES[c] for c in digits[index]] for index in mine]
@@ -109,13 +109,13 @@ def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 def _report(share: _Share) -> CheckReport:
     """Count the examples per split and class, and those of digits outside the label space."""
     both = [*share.names[0], *share.names[1]]
-    strange = [name for name in both if name not in share.space]
+    unknown = [name for name in both if name not in share.space]
     problems = problem(
         "E-DATA-05",
         f"digits outside the label space ({', '.join(share.space)})",
-        [f"{name!r}: {strange.count(name)}" for name in sorted(set(strange))],
+        [f"{name!r}: {unknown.count(name)}" for name in sorted(set(unknown))],
         "Start a run whose `classes` name them",
-        len(strange),
+        len(unknown),
     )
     pixels = [(x * 16).to(torch.uint8).numpy().tobytes() for x in share.pixels]
     return CheckReport(

@@ -10,7 +10,7 @@ from pathlib import Path
 from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.checks import Item, SourceIndex, problem
 from fl_core.datasets.image_files import ImageTransform
-from fl_core.datasets.partition.federations import PartitionedData, PartitionSpec
+from fl_core.datasets.partition.federations import Partitioner, SiloIndices
 from fl_core.datasets.sources.arrays import no_data_root
 from fl_core.datasets.sources.class_folders import listed
 from fl_core.datasets.sources.csv_reader import read_lines
@@ -54,17 +54,17 @@ def scan(name: str, root: Path) -> SourceIndex:
 
 
 @lru_cache(maxsize=2)
-def shares(name: str, root: Path, federation: PartitionedData) -> list[PartitionSpec]:
-    """Deal a sound tree, once for all silos of a simulation."""
+def shares(name: str, root: Path, federation: Partitioner) -> list[SiloIndices]:
+    """Partition a tree without problems, once for all silos of a simulation."""
     return scan(name, root).shares(federation)
 
 
-def take(name: str, root: Path, federation: PartitionedData, silo: int, classes: Sequence[str] | None) -> SourceIndex:
+def take(name: str, root: Path, federation: Partitioner, silo: int, classes: Sequence[str] | None) -> SourceIndex:
     """Take one silo's share; everything, for the report, when the tree has a problem in itself."""
     whole, origin = scan(name, root), f"{name}/{federation.text}/{silo}"
     if whole.problems or {item.label for item in whole.items} - set(whole.classes):
         return replace(whole, origin=origin)
-    share = whole.taken(shares(name, root, federation)[silo], origin)
+    share = whole.subset(shares(name, root, federation)[silo], origin)
     return replace(share, classes=tuple(classes or whole.classes))
 
 

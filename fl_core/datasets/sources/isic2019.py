@@ -16,7 +16,7 @@ import numpy as np
 
 from fl_core import rng
 from fl_core.datasets.augmentation import LESIONS
-from fl_core.datasets.checks import CheckProblem, Item, SourceIndex, problem, straddling
+from fl_core.datasets.checks import CheckProblem, Item, SourceIndex, groups_in_both_splits, problem
 from fl_core.datasets.examples import SPLITS
 from fl_core.datasets.image_files import ImageTransform
 from fl_core.datasets.sources.csv_reader import Row, read_table
@@ -80,8 +80,12 @@ def scan(root: Path, center: int, classes: Sequence[str] | None) -> SourceIndex:
             "Restore these files, or remove their rows",
         ),
     )
-    torn = straddling(items)
-    notes = (f"{len(torn)} lesions have images in train and in test, as FLamby's split has it",) if torn else ()
+    split_groups = groups_in_both_splits(items)
+    notes = (
+        (f"{len(split_groups)} lesions have images in train and in test, as FLamby's split has it",)
+        if split_groups
+        else ()
+    )
     return SourceIndex(f"isic2019/center{center}", tuple(classes or CLASSES), items, problems, notes)
 
 
@@ -103,7 +107,7 @@ def parts(clients: int) -> tuple[int, ...]:
 
 
 def center_of(clients: int, client: int) -> tuple[int, int, int]:
-    """Say where a client sits: (centre, its place among the centre's clients, how many those are)."""
+    """Return a client's centre, its position among the centre's clients, and how many those are."""
     center = 0
     for center, count in enumerate(parts(clients)):
         if client < count:
@@ -168,7 +172,7 @@ def _contradiction(row: Row) -> str:
 
 def _disagreements(rows: Sequence[Row], mine: Sequence[Row], stored: set[str]) -> tuple[CheckProblem, ...]:
     """Find rows that contradict themselves, images listed twice, and images that no row lists."""
-    wrong = [f"{row['image']}: {said}" for row in mine if (said := _contradiction(row))]
+    wrong = [f"{row['image']}: {fault}" for row in mine if (fault := _contradiction(row))]
     own = {row["image"] for row in mine}
     times = Counter(row["image"] for row in rows)
     twice = sorted(name for name in own if times[name] > 1)

@@ -67,9 +67,9 @@ def _users(file: Path) -> list[tuple[str, list[object], list[object]]]:
     return found
 
 
-def _contradiction(file: Path, said: str) -> DataError:
+def _contradiction(file: Path, found: str) -> DataError:
     return DataError(
-        "E-DATA-07", f"expected users, num_samples and user_data that agree in {file}, found {said}: prepare it again"
+        "E-DATA-07", f"expected users, num_samples and user_data that agree in {file}, found {found}: prepare it again"
     )
 
 

@@ -30,7 +30,7 @@ def test_the_order_of_the_data_does_not_change_sizes(text: str) -> None:
     mixed = np.random.default_rng(0).permutation(sorted_)
 
     def table(y: np.ndarray) -> list[list[int]]:
-        shares = federations.parse_federation(text).deal(y, y, 10)
+        shares = federations.parse_federation(text).partition(y, y, 10)
         counts = [np.bincount(y[s.train], minlength=10) for s in shares]
         held = [np.bincount(y[s.held_out], minlength=10) for s in shares]
         return [(np.array([row.sum()]) if "iid" in text else row).tolist() for row in counts + held]

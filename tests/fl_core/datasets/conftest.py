@@ -1,4 +1,4 @@
-"""Data sets read anew."""
+"""Data sets are read again for every test."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from fl_core.datasets.sources import arrays, image_folders
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing read for one test is kept for another; checksums of the real archives cannot hold for tiny copies."""
-    for cached in (arrays._read, arrays._dealt, image_folders.scan, image_folders.shares):
+    for cached in (arrays._read, arrays._partition, image_folders.scan, image_folders.shares):
         cached.cache_clear()

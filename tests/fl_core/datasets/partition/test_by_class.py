@@ -1,4 +1,4 @@
-"""Dealing by label: the papers' partitions with their published sizes."""
+"""Partitions by label: the papers' partitions with their published sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CIFAR100 = np.repeat(np.arange(100), 500)
 
 def pqcs(labels: np.ndarray, silos: int, per_silo: int, seed: int = 0, *, double: bool = False) -> list[np.ndarray]:
     held = by_class.assign_classes(int(labels.max()) + 1, silos, per_silo, seed)
-    return by_class.deal_classes(labels, held, seed, "train", double=double)
+    return by_class.partition_by_class(labels, held, seed, "train", double=double)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def pqcs(labels: np.ndarray, silos: int, per_silo: int, seed: int = 0, *, double
 )
 def test_part_1_union_is_everything_without_repeats(labels, silos, per_silo) -> None:
     held = by_class.assign_classes(int(labels.max()) + 1, silos, per_silo, 0)
-    parts = by_class.deal_classes(labels, held, 0, "train")
+    parts = by_class.partition_by_class(labels, held, 0, "train")
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(labels)))
     assert [sorted(np.unique(labels[part])) for part in parts] == [sorted(mine) for mine in held]
     assert all(len(set(mine)) == per_silo for mine in held)
@@ -86,7 +86,7 @@ def test_part_1_for_any_sizes(silos: int, per_silo: int, n_classes: int, seed: i
         return
     labels = np.random.default_rng(seed).integers(0, n_classes, 60)
     held = by_class.assign_classes(n_classes, silos, per_silo, seed)
-    parts = by_class.deal_classes(labels, held, seed, "train")
+    parts = by_class.partition_by_class(labels, held, seed, "train")
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(60))
     assert all(set(labels[part]) <= set(mine) for part, mine in zip(parts, held, strict=True))
 
@@ -103,11 +103,11 @@ def test_part_1_for_any_sizes(silos: int, per_silo: int, n_classes: int, seed: i
 )
 def test_part_2_dirichlet_of_ten_times_100(beta, silos, seed, attempts, sizes) -> None:
     labels = np.repeat(np.arange(10), 100)
-    dealt = by_class.deal_dirichlet(labels, 10, silos, beta, np.random.RandomState(seed))
-    assert [len(part) for part in dealt.parts] == sizes
-    assert dealt.attempts == attempts
-    assert np.array_equal(np.sort(np.concatenate(dealt.parts)), np.arange(1000))
-    assert dealt.proportions.sum(1) == pytest.approx(np.ones(10))
+    found = by_class.partition_dirichlet(labels, 10, silos, beta, np.random.RandomState(seed))
+    assert [len(part) for part in found.parts] == sizes
+    assert found.attempts == attempts
+    assert np.array_equal(np.sort(np.concatenate(found.parts)), np.arange(1000))
+    assert found.proportions.sum(1) == pytest.approx(np.ones(10))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_part_2_dirichlet_of_ten_times_100(beta, silos, seed, attempts, sizes) -
     ],
 )
 def test_part_2_dirichlet_of_ten_times_5000(beta: float, sizes: list[int]) -> None:
-    parts = by_class.deal_dirichlet(CIFAR10, 10, 10, beta, np.random.RandomState(0)).parts
+    parts = by_class.partition_dirichlet(CIFAR10, 10, 10, beta, np.random.RandomState(0)).parts
     assert [len(part) for part in parts] == sizes
     if beta == 0.1:
         assert np.mean([len(np.unique(CIFAR10[part])) for part in parts]) == pytest.approx(5.8)
@@ -129,8 +129,8 @@ def test_dirichlet_keeps_two_classes_per_silo_when_asked() -> None:
 
     def kinds(min_classes: int) -> tuple[int, int]:
         random = np.random.RandomState(3)
-        dealt = by_class.deal_dirichlet(labels, 10, 10, 0.03, random, min_size=1, min_classes=min_classes)
-        return min(len(np.unique(labels[part])) for part in dealt.parts), dealt.attempts
+        found = by_class.partition_dirichlet(labels, 10, 10, 0.03, random, min_size=1, min_classes=min_classes)
+        return min(len(np.unique(labels[part])) for part in found.parts), found.attempts
 
     assert kinds(1)[0] == 1
     assert kinds(2)[0] >= 2
@@ -140,7 +140,7 @@ def test_dirichlet_keeps_two_classes_per_silo_when_asked() -> None:
 @pytest.mark.parametrize(("beta", "silos"), [(0.0, 5), (-1.0, 5), (0.5, 0), (0.5, 101)])
 def test_dirichlet_refuses_what_cannot_be(beta: float, silos: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        by_class.deal_dirichlet(np.repeat(np.arange(10), 100), 10, silos, beta, np.random.RandomState(0))
+        by_class.partition_dirichlet(np.repeat(np.arange(10), 100), 10, silos, beta, np.random.RandomState(0))
     assert caught.value.code == "E-CFG-08"
 
 
@@ -148,7 +148,7 @@ def test_dirichlet_gives_up_after_its_tries(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(by_class, "TRIES", 3)
     labels = np.repeat(np.arange(2), 50)
     with pytest.raises(ConfigError, match="no draw of 3") as caught:
-        by_class.deal_dirichlet(labels, 2, 10, 0.001, np.random.RandomState(0))
+        by_class.partition_dirichlet(labels, 2, 10, 0.001, np.random.RandomState(0))
     assert caught.value.code == "E-CFG-08"
 
 
@@ -160,21 +160,21 @@ def test_dirichlet_shares_among_open_silos_when_all_mass_falls_on_full_ones() ->
 
 def test_test_split_follows_the_train_proportions() -> None:
     train, test = np.repeat(np.arange(10), 500), np.repeat(np.arange(10), 100)
-    dealt = by_class.deal_dirichlet(train, 10, 4, 0.5, np.random.RandomState(3))
-    parts = by_class.deal_like(test, dealt.proportions, np.random.RandomState(5))
+    found = by_class.partition_dirichlet(train, 10, 4, 0.5, np.random.RandomState(3))
+    parts = by_class.partition_like(test, found.proportions, np.random.RandomState(5))
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(1000))
-    shares = np.array([np.bincount(train[p], minlength=10) / 500 for p in dealt.parts])
+    shares = np.array([np.bincount(train[p], minlength=10) / 500 for p in found.parts])
     again = np.array([np.bincount(test[p], minlength=10) / 100 for p in parts])
     assert np.abs(shares - again).max() < 0.06  # the two gates may close at different classes
 
 
 def test_equal_shares_are_disjoint_and_equal() -> None:
-    parts = by_class.deal_equally(CIFAR10, 7, 0, "train")
+    parts = by_class.partition_equally(CIFAR10, 7, 0, "train")
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(50_000))
     assert {len(part) for part in parts} == {7142, 7143}
     assert all(len(np.unique(CIFAR10[part])) == 10 for part in parts)
     with pytest.raises(ConfigError):
-        by_class.deal_equally(CIFAR10[:3], 4, 0, "train")
+        by_class.partition_equally(CIFAR10[:3], 4, 0, "train")
 
 
 def test_hospitals6_deals_ten_classes_as_222211() -> None:
@@ -187,13 +187,13 @@ def test_hospitals6_deals_ten_classes_as_222211() -> None:
 def test_a_federation_deals_both_splits_completely(text: str) -> None:
     train, test = np.repeat(np.arange(10), 140), np.repeat(np.arange(10), 36)
     federated = federations.parse_federation(text)
-    shares = federated.deal(train, test, 10)
+    shares = federated.partition(train, test, 10)
     assert len(shares) == federated.silos
     for split, labels in enumerate((train, test)):
         assert np.array_equal(np.sort(np.concatenate([share[split] for share in shares])), np.arange(len(labels)))
     if "dirichlet" not in text:
         assert all(set(train[share.train]) == set(test[share.test]) for share in shares)
-    again = federations.parse_federation(text).deal(train, test, 10)
+    again = federations.parse_federation(text).partition(train, test, 10)
     assert all(
         np.array_equal(a.train, b.train) and np.array_equal(a.test, b.test) for a, b in zip(shares, again, strict=True)
     )
@@ -202,7 +202,7 @@ def test_a_federation_deals_both_splits_completely(text: str) -> None:
 @pytest.mark.parametrize("text", ["p10c3", "dirichlet-0.5-10", "iid-4"])
 def test_another_partition_seed_deals_otherwise(text: str) -> None:
     labels = np.repeat(np.arange(10), 140)
-    one, other = (federations.parse_federation(t).deal(labels, labels, 10) for t in (text, f"{text}@1"))
+    one, other = (federations.parse_federation(t).partition(labels, labels, 10) for t in (text, f"{text}@1"))
     assert any(not np.array_equal(a.train, b.train) for a, b in zip(one, other, strict=True))
 
 

@@ -21,7 +21,7 @@ def kinds(labels: np.ndarray, parts: list[np.ndarray]) -> list[int]:
 
 
 def disjoint(parts: list[np.ndarray]) -> np.ndarray:
-    """Return all indices, sorted, after checking that none is dealt twice."""
+    """Return all indices, sorted, after checking that none is given twice."""
     together = np.sort(np.concatenate(parts))
     assert len(np.unique(together)) == len(together)
     return together
@@ -29,7 +29,7 @@ def disjoint(parts: list[np.ndarray]) -> np.ndarray:
 
 @pytest.mark.parametrize("variant", ["two", "swap", "once"])
 def test_part_2_variants_of_dirichlet_deal_everything(variant: str) -> None:
-    shares = federations.parse_federation(f"dirichlet-0.3-20-{variant}").deal(LABELS, LABELS[::5], 10)
+    shares = federations.parse_federation(f"dirichlet-0.3-20-{variant}").partition(LABELS, LABELS[::5], 10)
     assert np.array_equal(disjoint([s.train for s in shares]), np.arange(5000))
     assert np.array_equal(disjoint([s.test for s in shares]), np.arange(1000))
     if variant == "two":
@@ -38,8 +38,8 @@ def test_part_2_variants_of_dirichlet_deal_everything(variant: str) -> None:
 
 def test_part_2_once_takes_the_first_draw_as_it_is() -> None:
     labels = np.repeat(np.arange(10), 100)
-    plain = by_class.deal_dirichlet(labels, 10, 10, 0.05, np.random.RandomState(1))
-    once = by_class.deal_dirichlet(labels, 10, 10, 0.05, np.random.RandomState(1), tries=1, accept=True)
+    plain = by_class.partition_dirichlet(labels, 10, 10, 0.05, np.random.RandomState(1))
+    once = by_class.partition_dirichlet(labels, 10, 10, 0.05, np.random.RandomState(1), tries=1, accept=True)
     assert (plain.attempts, once.attempts) == (8, 1)
     assert min(map(len, once.parts)) < 10 <= min(map(len, plain.parts))
 
@@ -53,7 +53,7 @@ def test_part_2_swap_changes_places_with_the_last_shares() -> None:
         few = [
             kinds(
                 LABELS,
-                by_class.deal_dirichlet(
+                by_class.partition_dirichlet(
                     LABELS, 10, 40, 0.1, np.random.RandomState(s), tries=1, accept=True, swap=swap
                 ).parts,
             ).count(1)
@@ -65,45 +65,45 @@ def test_part_2_swap_changes_places_with_the_last_shares() -> None:
 
 
 def test_label_deals_equal_slots_and_counts_a_repeated_class_twice() -> None:
-    parts = by_client.deal_slots(LABELS, 10, 20, 3, seed=0)
+    parts = by_client.partition_slots(LABELS, 10, 20, 3, seed=0)
     assert set(map(len, parts)) == {3 * (500 // 6)}  # 60 slots, 6 of each class, 2 of 500 left over
     assert len(disjoint(parts)) == 60 * 83
     for part in parts:
         assert set(np.bincount(LABELS[part], minlength=10)) <= {0, 83, 166}
     assert min(kinds(LABELS, parts)) >= 2
     with pytest.raises(ConfigError, match="9: some class"):
-        by_client.deal_slots(LABELS, 10, 3, 3, seed=0)
+        by_client.partition_slots(LABELS, 10, 3, 3, seed=0)
 
 
 def test_per_silo_distributions_follow_alpha() -> None:
-    flat = by_client.deal_per_silo(LABELS, 10, 10, 1e5, seed=0)
+    flat = by_client.partition_per_silo(LABELS, 10, 10, 1e5, seed=0)
     assert all(abs(np.bincount(LABELS[p], minlength=10) - 50).max() <= 1 for p in flat)
-    steep = by_client.deal_per_silo(LABELS, 10, 10, 0.1, seed=0)
+    steep = by_client.partition_per_silo(LABELS, 10, 10, 0.1, seed=0)
     largest = [np.bincount(LABELS[p]).max() / len(p) for p in steep]
     assert np.mean(largest) > 0.4
     assert len(disjoint(steep)) >= 5000 - 10 * 10  # rounding leaves over at most half an example per cut
 
 
 def test_map_gives_each_silo_two_classes_or_more_and_every_class_an_owner() -> None:
-    parts = by_client.deal_map(LABELS, 10, 30, seed=0)
+    parts = by_client.partition_map(LABELS, 10, 30, seed=0)
     assert 2 <= min(kinds(LABELS, parts)) < max(kinds(LABELS, parts)) <= 10
     assert min(map(len, parts)) >= 5
     assert len(np.unique(LABELS[disjoint(parts)])) == 10
     with pytest.raises(ConfigError, match="fewer silos"):
-        by_client.deal_map(LABELS[::100], 10, 12, seed=0)
+        by_client.partition_map(LABELS[::100], 10, 12, seed=0)
 
 
 @pytest.mark.parametrize("text", ["persilo-0.5-10", "label-3-10", "map-10", "map-10@4"])
 def test_the_first_fifth_is_held_out_of_training(text: str) -> None:
     federated = federations.parse_federation(text)
-    shares = federated.deal(LABELS, LABELS[::5], 10)
+    shares = federated.partition(LABELS, LABELS[::5], 10)
     assert len(shares) == 10
     for share in shares:
         n = len(share.train) + len(share.held_out)
         assert len(share.held_out) == max(1, int(0.2 * n))
         assert len(share.test) == 0
     disjoint([s.train for s in shares] + [s.held_out for s in shares])
-    again = federations.parse_federation(text).deal(LABELS, LABELS[::5], 10)
+    again = federations.parse_federation(text).partition(LABELS, LABELS[::5], 10)
     assert all(np.array_equal(a.held_out, b.held_out) for a, b in zip(shares, again, strict=True))
 
 
@@ -114,14 +114,14 @@ def test_a_tiny_silo_still_holds_one_out() -> None:
 
 
 def test_double_dealing_doubles_training_alone() -> None:
-    shares = federations.parse_federation("p10c3-double").deal(LABELS, LABELS[::5], 10)
+    shares = federations.parse_federation("p10c3-double").partition(LABELS, LABELS[::5], 10)
     assert np.array_equal(np.sort(np.concatenate([s.train for s in shares])), np.repeat(np.arange(5000), 2))
     assert len(disjoint([s.test for s in shares])) == 1000
 
 
 def test_users_need_data_that_has_them() -> None:
     with pytest.raises(ConfigError, match="femnist") as caught:
-        federations.parse_federation("users-2").deal(LABELS, LABELS, 10)
+        federations.parse_federation("users-2").partition(LABELS, LABELS, 10)
     assert caught.value.code == "E-CFG-08"
 
 

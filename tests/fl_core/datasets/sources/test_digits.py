@@ -1,4 +1,4 @@
-"""The digits: real data without a file, dealt to hospitals none of which has seen all classes."""
+"""The digits: real data without a file, among hospitals none of which has seen all classes."""
 
 from __future__ import annotations
 

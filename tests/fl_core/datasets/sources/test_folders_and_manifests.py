@@ -138,7 +138,7 @@ def test_corrupt_images_are_found_by_a_deep_check_alone(folder: Path) -> None:
                 examples.batch(torch.tensor([k]))
 
 
-def test_a_folder_can_be_dealt_to_simulated_hospitals(tmp_path: Path) -> None:
+def test_a_folder_can_be_partitioned_among_simulated_hospitals(tmp_path: Path) -> None:
     for split, n in (("train", 6), ("test", 3)):
         for label in "abcd":
             for k in range(n):

@@ -1,4 +1,4 @@
-"""The public data sets in their published layouts: what is read, dealt, normalised, and said when it is not there."""
+"""The public data sets in their published layouts: what is read, partitioned, normalised, and errors."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_the_spiral_has_one_arm_per_class() -> None:
     assert torch.equal(again, x)
 
 
-def test_real_cifar10_is_read_and_dealt(tmp_path: Path) -> None:
+def test_real_cifar10_is_read_and_partitioned(tmp_path: Path) -> None:
     """The real archive of JPEGs, a few images of each class of it."""
     import tarfile
 
