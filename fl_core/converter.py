@@ -52,7 +52,7 @@ def structure(kind: type[T], raw: object, where: str) -> T:
     try:
         return CONVERTER.structure(raw, kind)
     except (BaseValidationError, _UnexpectedError) as error:
-        raise _first(error, where) from error
+        raise _first_error(error, where) from error
 
 
 def read_options(kind: type[T], owner: str, options: Mapping[str, object]) -> T:
@@ -74,7 +74,7 @@ def rename(kind: type, **names: str) -> None:
 
 
 def parse_json(text: str) -> object:
-    """Read JSON of unknown origin; raises ConversionError on what is none, a name that is given twice included."""
+    """Read JSON of unknown origin; raises ConversionError where it is not valid or gives a name twice."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # also nested too deeply, or a number of thousands of digits
@@ -103,20 +103,20 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _first(error: BaseException, where: str) -> Exception:
+def _first_error(error: BaseException, where: str) -> Exception:
     """Turn a tree of errors into one: an unknown name before a missing one, else the first that was found."""
     if not isinstance(error, BaseValidationError):
-        return _said(error, where)
+        return _conversion_error(error, where)
     inner = next((e for e in error.exceptions if isinstance(e, ForbiddenExtraKeysError)), error.exceptions[0])
     for note in getattr(inner, "__notes__", ()):
         if isinstance(note, AttributeValidationNote):
             where = f"{where}.{note.name}" if where else note.name
         elif isinstance(note, IterableValidationNote):
             where = f"{where}[{shown(note.index)}]"
-    return _first(inner, where)
+    return _first_error(inner, where)
 
 
-def _said(error: BaseException, where: str) -> Exception:
+def _conversion_error(error: BaseException, where: str) -> Exception:
     if isinstance(error, FederationError):
         return error
     if isinstance(error, ForbiddenExtraKeysError):
@@ -177,7 +177,7 @@ def _mapping(kind: Any) -> _Read:  # noqa: ANN401
 
 
 def _origin(kind: object) -> object:
-    return get_origin(kind)
+    return get_origin(kind)  # as an object: mypy takes the hooks' argument for a ParamSpec
 
 
 CONVERTER = Converter(forbid_extra_keys=True)

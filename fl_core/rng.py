@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-_ONE_AT_A_TIME = threading.RLock()
+_LOCK = threading.RLock()
 
 
 def derive(seed: int, *path: str | int) -> int:
@@ -49,7 +49,7 @@ def torch_scope(seed: int, *path: str | int) -> Iterator[None]:
     """
     number = derive(seed, *path)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=list(devices)):
+    with _LOCK, torch.random.fork_rng(devices=list(devices)):
         # Not torch.manual_seed: without a GPU it keeps a traceback for every kind of device, for ever (0.15 ms a call).
         torch.default_generator.manual_seed(number)
         if devices:

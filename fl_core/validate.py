@@ -1,7 +1,7 @@
 """Checks of ranges, each in one line: `validate.positive("E-CFG-02", "fedprox", mu=self.mu)`.
 
 The name of an argument is the one in the message. Each check raises ConfigError with the code it is given. NaN is in no
-range, and infinity only where it is said.
+range, and infinity only where the name says so.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Setting:
         """Draw the examples; they lie on a GPU where one trains."""
         images = torch.rand(self.batch, *self.shape, generator=torch.Generator().manual_seed(0))
         made = TensorExamples(images, torch.arange(self.batch) % TURN.n_classes)
-        return devices.placed(made, self.device, devices.room_on(self.device))[0]
+        return devices.move_to_device(made, self.device, devices.memory_for_examples(self.device))[0]
 
 
 def message(method: FedAvg, model: nn.Module) -> State:

@@ -1,7 +1,7 @@
 """Guards whose public setting follows what earlier rounds released.
 
 The setting is a group of the server's state. So it is checkpointed with the model and broadcast with it, and what the
-silos' guards answer travels in the bundle as a part of the same name; no method sees either.
+silos' guards send back is a part of the bundle of the same name; no method sees either.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def groups(guards: Iterable[Guard]) -> frozenset[str]:
 
 
 def method_state(state: Mapping[str, Tensors], names: frozenset[str]) -> State:
-    """Leave out what belongs to guards: what a method may see."""
+    """Return the groups that a method may see: those of guards are left out."""
     return {name: value for name, value in state.items() if name not in names}
 
 
@@ -31,7 +31,7 @@ def guards_for_round(guards: Sequence[Guard], msg: State) -> list[Guard]:
 def current_settings(guards: Sequence[Guard], server: State, round: int) -> State:
     """Return the settings of a round: those in the server's state, in round 0 those to start from.
 
-    Raises StateError (E-STATE-22) when a later round's state has lost one: it is never begun anew.
+    Raises StateError (E-STATE-22) when a later round's state has lost one: it never starts over.
     """
     found: dict[str, Tensors] = {}
     for guard in guards:

@@ -15,7 +15,7 @@ BLOCK = 1 << 15
 
 
 class Aggregator:
-    """One exact sum over the updates of a round; each is added on arrival and then forgotten.
+    """One exact sum over the updates of a round; each is added on arrival and not kept.
 
     unsummed: parts that are kept one by one, for methods that must see them.
 
@@ -46,8 +46,8 @@ class Aggregator:
     def add(self, update: Bundle, silo: int = 0) -> None:
         """Add an update that `validate` has accepted; floats are encoded here, integers are encoded already.
 
-        silo: its place in the roster, the order of what is kept one by one.
-        Raises ProtocolError (E-WIRE-06) where a file can no longer be read: the sum is spoilt then.
+        silo: its index in the roster, the order of what is kept one by one.
+        Raises ProtocolError (E-WIRE-06) where a file can no longer be read: the sum is then unusable.
         """
         for name, part in update.items():
             if name in self._unsummed:

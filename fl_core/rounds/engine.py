@@ -12,7 +12,7 @@ from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import REASON_CHARS, FederationError, UnavailableError
-from fl_core.rounds import sampling as cohort
+from fl_core.rounds import sampling
 from fl_core.training.evaluation import METRIC_PARTS, METRICS, personal_scores
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Guard, Method, SiloPort
@@ -22,7 +22,7 @@ from fl_core.types.values import Bundle, Layout, RoundContext, State
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The public course of a run: rounds T, cohort size per round (0: all) and the quorum that closes a round."""
+    """The public schedule of a run: rounds T, cohort size per round (0: all) and the quorum that closes a round."""
 
     rounds: int
     seed: int
@@ -32,27 +32,23 @@ class Schedule:
 
 
 class Observer:
-    """What happens beside the arithmetic of a round: storage, progress; here nothing, subclasses override.
-
-    Called from the loop's own thread.
-    """
+    """Callbacks of the round loop, for storage and progress, called from the loop's thread; here they do nothing."""
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
-        """Hear that a round begins, before anything is sent."""
+        """Handle the start of a round, before anything is sent."""
 
     def arrived(self, name: str) -> None:
-        """Hear that a silo's bundle was added to the sum."""
+        """Handle a silo's bundle, which was added to the sum."""
 
     def closed(self, record: RoundRecord, server: State) -> None:
-        """Keep the state after the round; the next round begins when this returns."""
+        """Handle the state after a closed round; the next round begins when this returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundLoop:
     """Everything that a round needs besides the state: the loop holds no state of its own, so it can be resumed.
 
-    arrival: guards whose outgoing half runs on arrival (the fixed-point grid of a plain run is folded by the
-    aggregator itself); incoming: the guards to undo on the sum, in the order of their application.
+    incoming: the guards to undo on the sum, in the order of their application.
     parallel: how many silos work at once (1 in one process, all of them over the network).
     """
 
@@ -76,10 +72,10 @@ class RoundLoop:
 
     def round(self, server: State, t: int, kind: TaskKind, observer: Observer) -> State:
         """Run one round and return the state after it."""
-        plan = self.schedule
+        schedule = self.schedule
         train = kind is TaskKind.TRAIN
-        ids = cohort.sample_cohort(plan.seed, t, len(self.ports), plan.cohort if train else 0)
-        context = RoundContext(len(self.ports), plan.n_classes, plan.rounds, t, len(ids))
+        ids = sampling.sample_cohort(schedule.seed, t, len(self.ports), schedule.cohort if train else 0)
+        context = RoundContext(len(self.ports), schedule.n_classes, schedule.rounds, t, len(ids))
         names = [self.ports[k].name for k in ids]
         observer.opened(context, kind, names)
         layout = self.layout if train else {METRICS: self.layout[METRICS]}
@@ -88,7 +84,7 @@ class RoundLoop:
         server = {**model, **now}
         msg = {**self.method.broadcast(model), **now}
         total, included, missing, clipped = self._collect_updates(msg, context, kind, ids, layout, observer)
-        needed = min(plan.quorum or len(ids), len(ids))
+        needed = min(schedule.quorum or len(ids), len(ids))
         if len(included) < needed:
             raise UnavailableError(
                 "E-RUN-03",
@@ -111,7 +107,7 @@ class RoundLoop:
             following = adaptive_guards.next_settings(self.incoming, now, total)
             server = {**self.method.merge(model, rest, context), **following}
             del rest
-        del total, metrics  # several times the model's bytes, which nobody needs while the state is stored
+        del total, metrics  # several times the model's bytes, not needed while the state is stored
         observer.closed(record, server)
         for k in ids:
             self.ports[k].settle(context, kind, self.ports[k].name in included)
@@ -120,24 +116,22 @@ class RoundLoop:
     def _collect_updates(
         self, msg: State, context: RoundContext, kind: TaskKind, ids: Sequence[int], layout: Layout, observer: Observer
     ) -> tuple[Bundle, list[str], dict[str, str], int]:
-        """Fold bundles as they arrive, one at a time; a bundle that does not fit is refused and the round survives.
+        """Add bundles as they arrive, one at a time; one that does not fit is refused and the round goes on.
 
-        Raises FederationError where one that was counted can no longer be read: the round does not survive that.
+        Raises FederationError where a bundle that was accepted can no longer be read: the round cannot go on.
         """
-        places = {self.ports[k].name: k for k in ids}
-        sums, included, missing = (
-            Aggregator(layout, self.grid, self.method.unsummed_parts),
-            list[str](),
-            dict[str, str](),
-        )
+        index = {self.ports[k].name: k for k in ids}
+        sums = Aggregator(layout, self.grid, self.method.unsummed_parts)
+        included: list[str] = []
+        missing: dict[str, str] = {}
         for name, reply in self._replies([self.ports[k] for k in ids], msg, context, kind):
             try:
                 update = reply.result()
                 sums.validate(update)
             except FederationError as error:
-                missing[name] = str(error)[:REASON_CHARS]  # what is wrong with a bundle may be how long its names are
+                missing[name] = str(error)[:REASON_CHARS]  # the names in a bundle may be of any length
                 continue
-            sums.add(update, places[name])  # an error here is not this silo's, and there is no sum after it
+            sums.add(update, index[name])  # an error here is fatal for the round: the sum may hold half of the update
             del update
             included.append(name)
             observer.arrived(name)
@@ -149,7 +143,7 @@ class RoundLoop:
     def _replies(
         self, ports: Sequence[SiloPort], msg: State, context: RoundContext, kind: TaskKind
     ) -> Iterator[tuple[str, Future[Bundle]]]:
-        """Yield each silo's reply when it is there, at most `parallel` silos at work; one at a time in this thread."""
+        """Yield replies as they arrive, at most `parallel` silos at work; with one, silos run in this thread."""
         if self.parallel == 1:
             for port in ports:
                 yield port.name, _reply(port, msg, context, kind)
@@ -162,7 +156,7 @@ class RoundLoop:
                     port = waiting.pop()
                     running[pool.submit(port.round, msg, context, kind)] = port.name
                 ready = sorted(wait(running, return_when=FIRST_COMPLETED).done, key=lambda r: running[r], reverse=True)
-                while ready:  # a reply that was folded is nowhere kept: its bundle may lie in memory
+                while ready:  # a reply that was added is dropped at once: its bundle may be in memory
                     yield running.pop(ready[-1]), ready.pop()
 
 

@@ -1,4 +1,4 @@
-"""The layout of a run's bundles, found by a dry run on made-up examples, never written by hand."""
+"""The layout of a run's bundles, found by a dry run on blank examples."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import Bundle, Examples, Layout, PartSpec, RoundContext
-
-__all__ = ["derive_layout"]
 
 
 class DummyExamples(Examples):

@@ -1,4 +1,4 @@
-"""The run manifest: all that was agreed before round 0, frozen; both sides refuse to go on when digests differ."""
+"""The run manifest: everything agreed before round 0. Both sides refuse to go on when digests differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blake3 import blake3
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import ConversionError, Option, parse_json, rename, shown, structure
 from fl_core.errors import ConfigError, ProtocolError
-from fl_core.rounds import sampling as cohort
+from fl_core.rounds import sampling
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import Layout, PartSpec
 
@@ -78,9 +78,9 @@ class RunManifest:
         """Write canonical JSON: sorted keys, no spaces; equal manifests give equal text."""
         layout = {name: {"tensors": spec.shapes, "weight": spec.weight_shape} for name, spec in self.layout.items()}
         raw = asdict(self) | {"layout": layout}
-        for late in ("lead", "private_form"):  # runs without one keep the digest that they had before it existed
-            if not raw[late]:
-                del raw[late]
+        for optional in ("lead", "private_form"):  # runs without one keep the digest that they had before it existed
+            if not raw[optional]:
+                del raw[optional]
         return json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     def digest(self) -> str:
@@ -89,7 +89,7 @@ class RunManifest:
 
     @classmethod
     def from_json(cls, text: str) -> RunManifest:
-        """Read a manifest that anybody may have written.
+        """Read a manifest of unknown origin.
 
         Raises ProtocolError: E-WIRE-01 on one of another format, E-WIRE-06 on unknown or missing fields and values of
         a wrong type. Ranges are the privacy profile's to check.
@@ -106,7 +106,7 @@ class RunManifest:
             raise ProtocolError("E-WIRE-06", f"{error}: one side must be upgraded or repaired") from error
 
     def index(self, silo: str) -> int:
-        """Return a member's index in the roster; raises ConfigError (E-RUN-05) for a stranger."""
+        """Return a member's index in the roster; raises ConfigError (E-RUN-05) for any other name."""
         for k, member in enumerate(self.members):
             if member.name == silo:
                 return k
@@ -119,6 +119,6 @@ def make_members(
     """Freeze a roster, with the silos that submit prototypes drawn from the seed; units: declared sizes, if any."""
     if len(set(names)) != len(names) or not names:
         raise ConfigError("E-CFG-02", f"expected at least one silo and each once, found {list(names)}")
-    drawn = cohort.prototype_submitters(seed, names, prototype_share)
+    drawn = sampling.prototype_submitters(seed, names, prototype_share)
     sizes = [0] * len(names) if units is None else units
     return tuple(Member(*m) for m in zip(names, drawn, sizes, strict=True))

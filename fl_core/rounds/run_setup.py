@@ -1,4 +1,4 @@
-"""What follows from a run's manifest, built once: its method, its model, its guards, its round loop."""
+"""What a run's manifest names, built once: its method, its model, its guards, its round loop."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RunSetup:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The run's model with its initial weights, to read: whoever trains takes a `new_model`."""
+        """The run's model with its initial weights, to read only: training takes a `new_model`."""
         manifest = self.manifest
         return build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
 
@@ -82,14 +82,12 @@ class RunSetup:
         return plain | {torch.int32, torch.int64} if on_grid else plain
 
     def silo_runtime(self) -> SiloRuntime:
-        """Make what one silo works with."""
         initial = {
             name: v.detach() for name, v in tensor_maps.named_tensors(self.model).items() if v.is_floating_point()
         }
         return SiloRuntime(self.method, self.new_model(), self.manifest.layout, self.guards.silo, initial)
 
     def round_loop(self, ports: Sequence[SiloPort], parallel: int) -> RoundLoop:
-        """Make the round loop over given ports."""
         manifest = self.manifest
         schedule = Schedule(
             manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum

@@ -44,7 +44,7 @@ class SiloRuntime:
 
 
 class SiloRound(NamedTuple):
-    """What a silo's round leaves: the bundle that may leave, its next state, and what it measured before any guard."""
+    """A silo's round: the bundle that may leave, the next state, and the metrics before any guard."""
 
     bundle: Bundle
     state: State
@@ -63,8 +63,9 @@ def run_silo_round(
     example is read, on a guard's setting that the plan is silent on.
     """
     method = runtime.method
-    guards, theirs = adaptive_guards.guards_for_round(runtime.guards, msg), adaptive_guards.groups(runtime.guards)
-    msg = adaptive_guards.method_state(msg, theirs)
+    guards = adaptive_guards.guards_for_round(runtime.guards, msg)
+    guard_parts = adaptive_guards.groups(runtime.guards)
+    msg = adaptive_guards.method_state(msg, guard_parts)
     state = method.init_silo(runtime.reset_model(), context) if state is None else state
     bundle: dict[str, Part] = {METRICS: measure_global(method, runtime.reset_model(), msg, data, context.n_classes)}
     layout = {METRICS: runtime.layout[METRICS]}
@@ -73,9 +74,9 @@ def run_silo_round(
         bundle |= local
         state = trained if trained is state or _finite(local, trained) else state
         if PERSONAL in runtime.layout:
-            own = method.personal(runtime.model, msg, trained, data, context)
-            bundle |= evaluate_personal(own, data, context.n_classes)
-        layout = {name: spec for name, spec in runtime.layout.items() if name not in theirs}
+            personal = method.personal(runtime.model, msg, trained, data, context)
+            bundle |= evaluate_personal(personal, data, context.n_classes)
+        layout = {name: spec for name, spec in runtime.layout.items() if name not in guard_parts}
     check_layout(bundle, layout)
     guarded: Bundle = bundle
     for guard in guards:
@@ -84,7 +85,7 @@ def run_silo_round(
 
 
 def measure_global(method: Method, model: nn.Module, msg: State, data: LocalData, n_classes: int) -> Part:
-    """Evaluate the federation's own model; without one the part has weight 0, and no accuracy is made up."""
+    """Evaluate the federation's own model; without one the part has weight 0."""
     if method.has_global_model:
         return evaluate(method.global_model(model, msg), data, n_classes)
     return Part({"correct": torch.zeros(n_classes)}, torch.zeros(n_classes))

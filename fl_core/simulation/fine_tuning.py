@@ -76,7 +76,7 @@ def fine_tuned(
     """Fine-tune the global model of a server state at every silo with plain cross entropy, and evaluate it there.
 
     server: None gives no accuracies   round: whose learning rate is used
-    Guarantees: nothing of the run is touched; batches come from streams of their own, so equal arguments give equal
+    Guarantees: the run is not changed; batches come from streams of their own, so equal arguments give equal
     bits.
     """
     if server is None:

@@ -80,14 +80,14 @@ class InProcessSilo:
 
 
 def on_device(shares: Sequence[SiloShare], device: torch.device) -> list[SiloShare]:
-    """Put training sets on a device while they fit, then test sets."""
-    room, placed_train, placed_test = devices.room_on(device), list[Examples](), list[Examples]()
+    """Put training sets on a device while its memory allows, then test sets."""
+    free, placed_train, placed_test = devices.memory_for_examples(device), list[Examples](), list[Examples]()
     for split, placed in ((0, placed_train), (1, placed_test)):
         for share in shares:
-            there, room = devices.placed((share.train, share.test)[split], device, room)
-            placed.append(there)
+            examples, free = devices.move_to_device((share.train, share.test)[split], device, free)
+            placed.append(examples)
     public = [share.public for share in shares]
-    return [SiloShare(*three) for three in zip(placed_train, placed_test, public, strict=True)]
+    return [SiloShare(*splits) for splits in zip(placed_train, placed_test, public, strict=True)]
 
 
 def local_ports(

@@ -79,21 +79,21 @@ class SiloActor:
         self, silo: int, msg: State, context: RoundContext, kind: TaskKind, state: State | None
     ) -> tuple[Bundle, State | None]:
         """Run one silo's round; return its bundle and, after training, its next state."""
-        self._states.given, self._states.made = state, None
-        return self._ports[silo].round(msg, context, kind), self._states.made
+        self._states.before, self._states.after = state, None
+        return self._ports[silo].round(msg, context, kind), self._states.after
 
 
 class _PassedState:
-    """A silo's state for one round: handed in, and handed back."""
+    """One silo's state, passed in before a round and read back after it."""
 
-    given: State | None = None
-    made: State | None = None
+    before: State | None = None
+    after: State | None = None
 
     def get(self, silo: int) -> State | None:  # noqa: ARG002
-        return self.given
+        return self.before
 
     def stage(self, silo: int, state: State) -> None:  # noqa: ARG002
-        self.made = state
+        self.after = state
 
     def settle(self, silo: int, commit: bool) -> None:  # noqa: ARG002
         raise AssertionError("rounds are settled by the caller")
@@ -103,20 +103,26 @@ class RayPort:
     """A silo whose rounds run in an actor."""
 
     def __init__(
-        self, name: str, index: int, actor: Handle, post: _ActorPool, states: StateStore, server_tracks_state: bool
+        self,
+        name: str,
+        index: int,
+        actor: Handle,
+        messages: _MessageCache,
+        states: StateStore,
+        server_tracks_state: bool,
     ) -> None:
         self.name = name
         self._index = index
         self._actor = actor
-        self._post = post
+        self._messages = messages
         self._states = states
         self._server_tracks_state = server_tracks_state
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         """Run the round at the actor and stage the silo's next state."""
         state = self._states.get(self._index)
-        reply = self._actor.round.remote(self._index, self._post.sent(msg), context, kind, state)
-        bundle, after = self._post.ray.get(reply)
+        reply = self._actor.round.remote(self._index, self._messages.reference(msg), context, kind, state)
+        bundle, after = self._messages.ray.get(reply)
         if after is not None:
             self._states.stage(self._index, after)
         return cast(Bundle, bundle)
@@ -126,7 +132,7 @@ class RayPort:
         self._states.settle(self._index, included or not self._server_tracks_state)
 
 
-class _ActorPool:
+class _MessageCache:
     """Puts a round's message into the cluster once, for all silos."""
 
     def __init__(self, ray: ModuleType) -> None:
@@ -134,14 +140,14 @@ class _ActorPool:
         self._lock = Lock()
         self._last: tuple[State, object] | None = None
 
-    def sent(self, msg: State) -> object:
+    def reference(self, msg: State) -> object:
         with self._lock:
             if self._last is None or self._last[0] is not msg:
                 self._last = (msg, self.ray.put(msg))
             return self._last[1]
 
 
-def library() -> ModuleType:
+def import_ray() -> ModuleType:
     """Import Ray; raises ConfigError (E-CFG-08) with the command that installs it."""
     try:
         return importlib.import_module("ray")
@@ -164,24 +170,24 @@ def simulate_ray(
     Guarantees: equals `simulate` with the same number of threads bit for bit, on one kind of machine; Ray is shut down
     afterwards when it was started here. Raises ConfigError (E-CFG-08) without Ray.
     """
-    ray, where, states, manifest = library(), cluster or Cluster(), states or MemoryStateStore(), run.manifest
+    ray, cluster, states, manifest = import_ray(), cluster or Cluster(), states or MemoryStateStore(), run.manifest
     threads = manifest.threads or torch.get_num_threads()
     started = not ray.is_initialized()
     if started:
-        ray.init(address=where.address, log_to_driver=False)
+        ray.init(address=cluster.address, log_to_driver=False)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     actors: list[Handle] = []
     try:
-        kind = ray.remote(num_cpus=where.cpus, num_gpus=where.gpus)(SiloActor)
+        kind = ray.remote(num_cpus=cluster.cpus, num_gpus=cluster.gpus)(SiloActor)
         public = ray.put(public_test(shares)) if manifest.personal else None
-        number = min(where.actors, len(shares))
+        number = min(cluster.actors, len(shares))
         for j in range(number):
             own = {k: shares[k] for k in range(j, len(shares), number)}
-            actors.append(kind.remote(manifest.to_json(), own, public, threads, where.gpus > 0))
-        post = _ActorPool(ray)
+            actors.append(kind.remote(manifest.to_json(), own, public, threads, cluster.gpus > 0))
+        messages = _MessageCache(ray)
         ports = [
-            RayPort(m.name, k, actors[k % number], post, states, run.method.server_tracks_state)
+            RayPort(m.name, k, actors[k % number], messages, states, run.method.server_tracks_state)
             for k, m in enumerate(manifest.members)
         ]
         return run.round_loop(ports, parallel=number).run(run.initial_state(), observer)

@@ -38,7 +38,7 @@ def choose_device(name: str) -> torch.device:
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Let torch use deterministic kernels alone inside; it raises where an operation has none.
+    """Let torch use only deterministic kernels inside; it raises where an operation has none.
 
     Guarantees: a repeated run on one machine gives the same bits, on a GPU too; settings are as before outside.
     """
@@ -57,7 +57,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 class OnDevice(Examples):
-    """Examples that were read once and lie on a device; augmented ones are read from their source."""
+    """Examples read once onto a device; augmented ones are read from their source."""
 
     def __init__(self, source: Examples, device: torch.device) -> None:
         self.labels, self.groups = source.labels, source.groups
@@ -73,16 +73,16 @@ class OnDevice(Examples):
         return self._x[there], self._y[there]
 
 
-def placed(examples: Examples, device: torch.device, room: int) -> tuple[Examples, int]:
-    """Put examples on a device when they fit into `room` bytes; return them, there or as they are, and what is left."""
+def move_to_device(examples: Examples, device: torch.device, free: int) -> tuple[Examples, int]:
+    """Put examples on a device if they fit into `free` bytes; return them, moved or not, and the bytes left."""
     if device.type == "cpu" or len(examples) == 0:
-        return examples, room
+        return examples, free
     x, _ = examples.batch(torch.arange(1))
     need = len(examples) * x.numel() * x.element_size()
-    return (OnDevice(examples, device), room - need) if need <= room else (examples, room)
+    return (OnDevice(examples, device), free - need) if need <= free else (examples, free)
 
 
-def room_on(device: torch.device) -> int:
+def memory_for_examples(device: torch.device) -> int:
     """Return the bytes that examples may take on a device."""
     return int(SHARE_OF_MEMORY * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 

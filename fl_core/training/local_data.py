@@ -77,7 +77,6 @@ class PlainLocalData:
         return min(steps, self._config.max_steps) if self._config.max_steps else steps
 
     def effective_steps(self, steps: int, mu: float = 0.0) -> float:
-        """Return how far so many steps reach, in units of -lr under the constant gradient 1; mu: a proximal term's."""
         return optimizers.effective_steps(self._config, steps, self.lr * mu)
 
     def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
@@ -95,23 +94,23 @@ class PlainLocalData:
         model.train()
         if self._config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        rate, bare = options.lr_scale * self.lr, options.no_momentum
-        descent = optimizers.GradientDescent(named, rate, self._config, bare, self._device.type)
+        lr = options.lr_scale * self.lr
+        descent = optimizers.GradientDescent(named, lr, self._config, options.no_momentum, self._device.type)
         taken = 0
         with rng.torch_scope(self._context.seed, *path, "dropout"):
             batches = self._batches(
                 order, self.planned_steps(options.epochs) if options.steps is None else options.steps
             )
-            lonely = any(len(i) == 1 for i in batches) and _normalises(model)
-            wanted = [(done, i) for done, i in enumerate(batches, start=1) if not (lonely and len(i) == 1)]
-            for (done, _), (x, y) in zip(wanted, self._stream([i for _, i in wanted], augment), strict=True):
+            smallest = 2 if any(len(i) == 1 for i in batches) and _has_batch_norm(model) else 1
+            used = [(done, i) for done, i in enumerate(batches, start=1) if len(i) >= smallest]
+            for (done, _), (x, y) in zip(used, self._stream([i for _, i in used], augment), strict=True):
                 descent.clear()
                 with self._autocast():
                     objective = loss(model, x, y).objective()
                 if options.penalty is not None:
                     objective = objective + options.penalty(model)
                 descent.backward(objective)
-                self._correct(named, bare, options.shift)
+                self._correct_gradient(named, options.no_momentum, options.shift)
                 descent.step()
                 taken += 1
                 self._progress(done, len(batches))
@@ -162,12 +161,12 @@ class PlainLocalData:
             batches += torch.split(torch.randperm(n, generator=order), size)
         return batches[:steps]
 
-    def _correct(
-        self, named: Mapping[str, nn.Parameter], bare: Callable[[str], bool] | None, shift: Tensors | None
+    def _correct_gradient(
+        self, named: Mapping[str, nn.Parameter], no_momentum: Callable[[str], bool] | None, shift: Tensors | None
     ) -> None:
         """Clip the gradient where the schedule says so, then add the data-free shift."""
         if self._config.clip_norm:
-            clipped, _ = optimizers.split_by_momentum(named, bare)
+            clipped, _ = optimizers.split_by_momentum(named, no_momentum)
             torch.nn.utils.clip_grad_norm_(clipped, self._config.clip_norm)
         for name, value in (shift or {}).items():
             if name in named and (grad := named[name].grad) is not None:
@@ -202,7 +201,7 @@ class PlainLocalData:
 
 
 class LocalDataWrapper:
-    """Passes everything to the data that it holds; a subclass overrides what it changes."""
+    """Delegates everything to other local data; a subclass overrides what it changes."""
 
     def __init__(self, data: LocalData) -> None:
         self.lr, self.batch_size = data.lr, data.batch_size
@@ -236,5 +235,5 @@ def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:
     return {"sum": total, "count": torch.bincount(y, minlength=query.n_classes).to(vectors.dtype)}
 
 
-def _normalises(model: nn.Module) -> bool:
+def _has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())

@@ -1,4 +1,4 @@
-"""The local optimizer, made anew for every call of `sgd`, and how far its steps reach."""
+"""The local optimizer, a fresh one for every call of `sgd`, and the effective number of its steps."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def make_optimizer(parameters: Iterable[nn.Parameter], lr: float, config: TrainC
 def split_by_momentum(
     named: Mapping[str, nn.Parameter], no_momentum: Callable[[str], bool] | None = None
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Tell the parameters that follow the schedule from those that take bare steps, without momentum or decay."""
+    """Split parameters: those that follow the schedule, and those of `no_momentum`, without momentum or decay."""
     if no_momentum is None:
         return list(named.values()), []
-    bare = {name for name in named if no_momentum(name)}
-    return [p for name, p in named.items() if name not in bare], [p for name, p in named.items() if name in bare]
+    plain = {name for name in named if no_momentum(name)}
+    return [p for name, p in named.items() if name not in plain], [p for name, p in named.items() if name in plain]
 
 
 def make_optimizers(
     named: Mapping[str, nn.Parameter], lr: float, config: TrainConfig, no_momentum: Callable[[str], bool] | None = None
 ) -> list[Optimizer]:
-    """Make the optimizers of a pass: the schedule's, and bare steps for what `no_momentum` selects."""
-    full, bare = split_by_momentum(named, no_momentum)
-    return ([make_optimizer(full, lr, config)] if full else []) + ([SGD(bare, lr)] if bare else [])
+    """Make the optimizers of a pass: the schedule's, and plain SGD for what `no_momentum` selects."""
+    scheduled, plain = split_by_momentum(named, no_momentum)
+    return ([make_optimizer(scheduled, lr, config)] if scheduled else []) + ([SGD(plain, lr)] if plain else [])
 
 
 class GradientDescent:
@@ -91,14 +91,14 @@ class GradientDescent:
         self._scaler.update()
 
 
-def effective_steps(config: TrainConfig, steps: int, pull: float = 0.0) -> float:
-    """Return A: how far `steps` steps move a scalar under the constant gradient 1, in units of -lr.
+def effective_steps(config: TrainConfig, steps: int, proximal: float = 0.0) -> float:
+    """Return A, the effective number of steps: how far they move a scalar of constant gradient 1, in units of -lr.
 
     Found by running the optimizer's own recursion, so it covers heavy-ball and Nesterov momentum; weight decay is part
-    of the objective and left out. pull: lr * mu of a proximal term, whose gradient enters like the loss's.
-    SGD gives A = K; momentum rho gives (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho); a pull without momentum gives
-    (1 - (1 - pull)^K) / pull. Wang, Liu, Liang, Joshi and Poor, "Tackling the Objective Inconsistency Problem in
-    Heterogeneous Federated Optimization", NeurIPS 2020, section 4.
+    of the objective and left out. proximal: lr * mu of a proximal term, whose gradient enters like the loss's.
+    SGD gives A = K; momentum rho gives (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho); a proximal term p without
+    momentum gives (1 - (1 - p)^K) / p. Wang, Liu, Liang, Joshi and Poor, "Tackling the Objective Inconsistency Problem
+    in Heterogeneous Federated Optimization", NeurIPS 2020, section 4.
     Raises ConfigError (E-CFG-08) for an adaptive optimizer, which has no such number.
     """
     if config.optimizer != "sgd":
@@ -107,7 +107,7 @@ def effective_steps(config: TrainConfig, steps: int, pull: float = 0.0) -> float
         )
     moved = buffer = 0.0
     for _ in range(steps):
-        gradient = 1.0 - pull * moved
+        gradient = 1.0 - proximal * moved
         buffer = config.momentum * buffer + gradient
         moved += gradient + config.momentum * buffer if config.nesterov else buffer
     return moved

@@ -1,4 +1,4 @@
-"""Numbers by which papers compare methods, from features, classifiers and the course of a run.
+"""Numbers by which papers compare methods, from features, classifiers and the records of a run.
 
 Accuracies (global, personal, fairness) are measured during a run: evaluation.py, records.py. Costs: costs.py.
 """
@@ -61,8 +61,8 @@ def mean_angle(vectors: Tensor, members: Sequence[int] | Tensor) -> float:
     unit = normalize(rows, dim=1, eps=1e-300)
     i, j = torch.triu_indices(len(unit), len(unit), 1)
     # |u - v| = 2 sin(angle / 2) is exact where the cosine is near 1, its complement where it is near -1
-    apart, along = (unit[i] - unit[j]).norm(dim=1), (unit[i] + unit[j]).norm(dim=1)
-    return float(torch.rad2deg(2 * torch.atan2(apart, along)).mean())
+    difference, total = (unit[i] - unit[j]).norm(dim=1), (unit[i] + unit[j]).norm(dim=1)
+    return float(torch.rad2deg(2 * torch.atan2(difference, total)).mean())
 
 
 def classifier_angles(head: Tensor, present: Tensor) -> dict[str, float]:
@@ -89,10 +89,10 @@ def proxy_statistics(head: Tensor, present: Tensor) -> Mapping[str, float | list
     i = j counted. Li and Zhan et al. (MAP), TKDE 2024. NaN where a set is empty.
     """
     w = head.detach().double()
-    apart = torch.cdist(w, w, compute_mode="donot_use_mm_for_euclid_dist")
+    distances = torch.cdist(w, w, compute_mode="donot_use_mm_for_euclid_dist")
 
     def mean(a: Tensor, b: Tensor) -> float:
-        block = apart[a][:, b]
+        block = distances[a][:, b]
         return float(block.mean()) if block.numel() else math.nan
 
     return {

@@ -40,7 +40,7 @@ class LocalData(Protocol):
         ...
 
     def effective_steps(self, steps: int, mu: float = 0.0) -> float:
-        """Return A_k: how far `steps` steps reach, in units of -lr under the constant gradient 1.
+        """Return A_k, the effective number of steps: how far they move a scalar of gradient 1, in units of -lr.
 
         mu: strength of a proximal term. Raises ConfigError (E-CFG-08) for an adaptive optimizer.
         """

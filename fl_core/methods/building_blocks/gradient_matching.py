@@ -46,8 +46,8 @@ def distance(a: Tensor, b: Tensor, *, bias: bool) -> Tensor:
 
     def rows(x: Tensor, y: Tensor) -> Tensor:
         norms = torch.linalg.vector_norm(x, dim=-1) * torch.linalg.vector_norm(y, dim=-1)
-        apart: Tensor = 1 - (x * y).sum(-1) / (norms + EPS)
-        return apart
+        cosine_distance: Tensor = 1 - (x * y).sum(-1) / (norms + EPS)
+        return cosine_distance
 
     if not bias:
         return rows(a, b).sum(-1)
@@ -59,8 +59,8 @@ def matched(z: Tensor, head: Tensors, target: Tensor, known: Tensor, steps: int,
     moved = z.clone().requires_grad_()
     with one_thread(), torch.enable_grad():
         for _ in range(steps):
-            apart = distance(class_gradient(moved, head), target, bias="bias" in head)
-            (slope,) = torch.autograd.grad(torch.where(known, apart, torch.zeros_like(apart)).sum(), moved)
+            gap = distance(class_gradient(moved, head), target, bias="bias" in head)
+            (slope,) = torch.autograd.grad(torch.where(known, gap, torch.zeros_like(gap)).sum(), moved)
             moved = (moved - lr * slope).detach().requires_grad_()
     return moved.detach()
 

@@ -1,6 +1,6 @@
 """k-means within each class, by sums over examples alone.
 
-A silo's door adds up what it is asked for and shows no example. Lloyd's step is such a sum: per class and cluster, the
+Local data only gives sums over examples. Lloyd's step is such a sum: per class and cluster, the
 sum of the features and their number. Seeding is not: k-means++ picks examples. Here every restart draws its M
 starting points of a class from a normal distribution with the mean and the variances of the class's features,
 which are sums as well. All restarts of all classes share one query per step; the lowest inertia wins, class by class.

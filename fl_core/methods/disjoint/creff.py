@@ -1,4 +1,4 @@
-"""CReFF: FedAvg, and a classifier trained anew at the server on features that it has made up.
+"""CReFF: FedAvg, and a classifier retrained at the server on synthetic features.
 
 Shang, Lu, Huang and Wang, "Federated Learning on Heterogeneous and Long-Tailed Data via Classifier Re-Training with
 Federated Features", IJCAI 2022, Algorithm 1 (gradient_matching.py: gradients g, distance D).
@@ -35,7 +35,7 @@ PART, HEAD = "class_gradients", "head"
 
 @dataclass(frozen=True, kw_only=True)
 class CReFF(FedAvg):
-    """As FedAvg, except that the classifier is trained anew on federated features.
+    """As FedAvg, except that the classifier is retrained on federated features.
 
     features: m, per class   feature_steps, feature_lr: gradient matching   epochs, lr, batch: of the classifier; the
     released code's batch is that of local training. Guarantees: the silos' models are FedAvg's, bit for bit.
@@ -74,7 +74,7 @@ class CReFF(FedAvg):
         }
 
     def broadcast(self, server: State) -> State:
-        """Send the model and the classifier trained anew."""
+        """Send the model and the retrained classifier."""
         return {"w": server["w"], HEAD: server[HEAD]}
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
@@ -101,7 +101,7 @@ class CReFF(FedAvg):
         return Part.of({"g": mean.view(len(mean), split.n_classes, -1)}, held.float())
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
-        """Average models; move the features towards the mean gradients and train the classifier anew."""
+        """Average models; move the features towards the mean gradients and retrain the classifier."""
         after = super().merge(server, total, context)
         known = total[PART].weight > 0
         if not bool(known.any()):
@@ -113,12 +113,12 @@ class CReFF(FedAvg):
         return {**after, HEAD: psi, "features": {"v": v}}
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
-        """Put the classifier trained anew on the averaged body."""
+        """Put the retrained classifier on the averaged body."""
         tensor_maps.load_state(model, {**msg["w"], **_under_head(msg[HEAD])})
         return model
 
     def exported(self, server: State) -> Tensors:
-        """Export the averaged body and the classifier trained anew."""
+        """Export the averaged body and the retrained classifier."""
         return {**server["w"], **_under_head(server[HEAD])}
 
 

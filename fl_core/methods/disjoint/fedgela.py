@@ -1,7 +1,7 @@
 """FedGELA: a globally fixed ETF classifier, locally adapted.
 
 Fan, Zhang, Yao, Han, Zhang and Wang, "Federated Learning with Bilateral Curation for Partially Class-Disjoint Data",
-NeurIPS 2023, equations 4 and 5 and Algorithm 1 (the frame: geometry.py).
+NeurIPS 2023, equations 4 and 5 and Algorithm 1 (the frame: class_vectors.py).
 
     W      = sqrt(E_W) M, M^T M = C/(C-1) (I - 11^T/C)     drawn once, the same everywhere, never trained
     phi_k  = C n_k^c / n_k                                 per class, from the silo's training labels

@@ -1,7 +1,7 @@
 """FedLC: logits are lowered by a margin that is larger the rarer a class is at the silo.
 
 Zhang, Li, Li, Xu, Wu, Ding and Wu, "Federated Learning with Label Distribution Skew via Logits Calibration",
-ICML 2022 (the losses: calibration.py).
+ICML 2022 (the losses: logit_adjustment.py).
 
     q_c = g_c - tau n_c^(-1/4)         n_c: the silo's own training examples of class c
     L   = CE(q)                        "calibrated", what the public implementations train

@@ -1,7 +1,7 @@
 """FedNH: a uniform, non-parametric head.
 
 Dai, Chen, Li, Heinecke, Sun and Xu, "Tackling Data Heterogeneity in Federated Learning with Class Prototypes",
-AAAI 2023, equations 1 to 4 and Algorithm 1 (first prototypes: geometry.py).
+AAAI 2023, equations 1 to 4 and Algorithm 1 (first prototypes: class_vectors.py).
 
     W^0   = unit rows whose smallest distance is as large as can be                          (1)
     min   CE(s W^t h), h = f(x) / ||f(x)||        over f and s; W^t stays                    (2)

@@ -1,7 +1,8 @@
 """FedRS: FedAvg with a restricted softmax.
 
 Li and Zhan, "FedRS: Federated Learning with Restricted Softmax for Label Distribution Non-IID Data", KDD 2021
-(the loss: restricted.py). Silos weigh the same by default, as in MAP's comparison; the authors' code weighs by samples.
+(the loss: restricted_softmax.py). Silos weigh the same by default, as in MAP's comparison; the authors' code weighs by
+samples.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from typing import ClassVar
 from torch import nn
 
 from fl_core import validate
-from fl_core.methods.drift import common as drift
+from fl_core.methods.drift import common
 from fl_core.methods.drift.feddyn import FedDyn
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
@@ -55,7 +55,7 @@ class FedDC(FedDyn):
     @property
     def unsupported(self) -> Mapping[Capability, str]:
         """Lack steps of a known length with an adaptive optimizer, where variates need it."""
-        remedy = f"{drift.SGD_ONLY}, or method.control=none"
+        remedy = f"{common.SGD_ONLY}, or method.control=none"
         return {Capability.ADAPTIVE_OPTIMIZER: remedy} if self.controlled else {}
 
     @property
@@ -84,10 +84,10 @@ class FedDC(FedDyn):
             return super().local(model, msg, silo, data, context)
         c, own = tensor_maps.scale(msg["c"], 1 / self.omega(msg, silo, data)), silo["c"]
         outcome, moved, steps = self.descend(model, msg, silo, data, context, shift=tensor_maps.sub(c, own))
-        length = data.lr * drift.effective_steps_of(data, steps)
+        length = data.lr * common.effective_steps_of(data, steps)
         left = c if self.control == "code" else own
         change = {name: -v - moved[name] / length for name, v in left.items()}
-        n = drift.size_of(silo[drift.SIZE], self.weight(data))
+        n = common.size_of(silo[common.SIZE], self.weight(data))
         return LocalResult(
             {**outcome.bundle, "control": Part.of(change, n)}, {**outcome.state, "c": tensor_maps.add(own, change)}
         )
@@ -97,5 +97,5 @@ class FedDC(FedDyn):
         after = super().merge(server, total, context)
         if not self.controlled:
             return after
-        census = server[drift.CENSUS], after[drift.CENSUS]
-        return {**after, "c": drift.moved_mean(server["c"], total["control"], *census, context.n_silos)}
+        census = server[common.CENSUS], after[common.CENSUS]
+        return {**after, "c": common.moved_mean(server["c"], total["control"], *census, context.n_silos)}

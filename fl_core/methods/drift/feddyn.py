@@ -8,7 +8,7 @@ ICLR 2021, Algorithm 1, in the form of drifts m_k = -g_k / alpha_k (g_k: the pap
     m      <- m + sum_k (w_k - w^t) / N                          so m is the mean of m_k over all N silos
     a       = w^t + sum_k (w_k - w^t) / |R|,   w^{t+1} = a + m   R: the silos whose update arrived
 
-The sums are uniform: sizes enter by alpha_k (omega_k = 1 while no silo is met, and with weights="uniform"; drift.py).
+The sums are uniform: sizes enter by alpha_k (omega_k = 1 while no silo is met, and with weights="uniform"; common.py).
 Two models come out of a round: the cloud's w, where the next round starts, and the average a, which has the lower loss
 until both meet, and alone fits the averaged buffers of BatchNorm. The paper plots averages.
 """
@@ -21,7 +21,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from fl_core import validate
-from fl_core.methods.drift import common as drift
+from fl_core.methods.drift import common
 from fl_core.methods.prototype_aided import PrototypeAided
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
@@ -53,7 +53,7 @@ class FedDyn(PrototypeAided):
     @property
     def sends(self) -> tuple[str, ...]:
         """Name what goes up, part by part."""
-        return (*super().sends, "buffers", drift.CENSUS)
+        return (*super().sends, "buffers", common.CENSUS)
 
     def none(self, model: nn.Module) -> dict[str, Tensor]:
         """Make zeros for the parameters that drift: trained ones that travel."""
@@ -61,15 +61,15 @@ class FedDyn(PrototypeAided):
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start without drift and with no silo met."""
-        return {**super().init_server(model, context), "m": self.none(model), drift.CENSUS: drift.unmet()}
+        return {**super().init_server(model, context), "m": self.none(model), common.CENSUS: common.unmet()}
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Start without drift."""
-        return {"m": self.none(model), drift.SIZE: drift.report_size()}
+        return {"m": self.none(model), common.SIZE: common.report_size()}
 
     def broadcast(self, server: State) -> State:
         """Send the reported model, what leads from there to the cloud's, and the census."""
-        msg = {**super().broadcast(server), drift.CENSUS: server[drift.CENSUS]}
+        msg = {**super().broadcast(server), common.CENSUS: server[common.CENSUS]}
         return {**msg, "m": server["m"]} if self.report == "average" else msg
 
     @staticmethod
@@ -80,8 +80,8 @@ class FedDyn(PrototypeAided):
 
     def omega(self, msg: State, silo: State, data: LocalData) -> float:
         """Return this silo's size over the mean size, 1 while no silo is met."""
-        mean = drift.mean_size(msg[drift.CENSUS])
-        return drift.size_of(silo[drift.SIZE], self.weight(data)) / mean if mean else 1.0
+        mean = common.mean_size(msg[common.CENSUS])
+        return common.size_of(silo[common.SIZE], self.weight(data)) / mean if mean else 1.0
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         """Train around w^t - m_k; send the plain difference and the weighed difference of buffers."""
@@ -104,16 +104,16 @@ class FedDyn(PrototypeAided):
             pull(model, silo["m"], self.alpha / self.omega(msg, silo, data)),
         )
         steps = data.sgd(model, loss, SgdOptions(penalty=pulled, shift=shift))
-        moved, buffers = drift.split(self.moved(model, {"w": start}), silo["m"])
-        n = drift.size_of(silo[drift.SIZE], self.weight(data))
+        moved, buffers = common.split(self.moved(model, {"w": start}), silo["m"])
+        n = common.size_of(silo[common.SIZE], self.weight(data))
         bundle = {
             "delta": Part.of(moved),
             "buffers": Part.of(buffers, self.weight(data)),
-            drift.CENSUS: drift.size_part(silo[drift.SIZE], n),
+            common.CENSUS: common.size_part(silo[common.SIZE], n),
             **self.extras(model, msg, data, context),
         }
         return (
-            LocalResult(bundle, {"m": tensor_maps.add(silo["m"], moved), drift.SIZE: drift.report_size(n)}),
+            LocalResult(bundle, {"m": tensor_maps.add(silo["m"], moved), common.SIZE: common.report_size(n)}),
             moved,
             steps,
         )
@@ -126,7 +126,7 @@ class FedDyn(PrototypeAided):
         m = tensor_maps.add(server["m"], mean, arrived / context.n_silos)
         step = {**tensor_maps.add(mean, server["m"] if self.report == "average" else m), **total["buffers"].mean()}
         after = super().merge(server, {**total, "delta": Part.of(step)}, context)
-        return {**after, "m": m, drift.CENSUS: drift.total_size(server[drift.CENSUS], total[drift.CENSUS])}
+        return {**after, "m": m, common.CENSUS: common.total_size(server[common.CENSUS], total[common.CENSUS])}
 
 
 def pull(model: nn.Module, m: Tensors, alpha: float) -> PenaltyFn:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fl_core import validate
-from fl_core.methods.drift import common as drift
+from fl_core.methods.drift import common
 from fl_core.methods.drift.fedprox import proximal
 from fl_core.methods.prototype_aided import PrototypeAided
 from fl_core.types import tensor_maps
@@ -55,7 +55,7 @@ class FedNova(PrototypeAided):
     @property
     def unsupported(self) -> Mapping[Capability, str]:
         """Lack steps of a known length with an adaptive optimizer."""
-        return {Capability.ADAPTIVE_OPTIMIZER: drift.SGD_ONLY}
+        return {Capability.ADAPTIVE_OPTIMIZER: common.SGD_ONLY}
 
     @property
     def sends(self) -> tuple[str, ...]:
@@ -73,8 +73,8 @@ class FedNova(PrototypeAided):
         """Train and send the difference per effective step, the buffers' difference and the steps, all weighed."""
         tensor_maps.load_state(model, msg["w"])
         steps = data.sgd(model, self.objective(model, msg, data, context), SgdOptions(penalty=proximal(model, self.mu)))
-        length, n = drift.effective_steps_of(data, steps, self.mu), self.weight(data)
-        trained, buffers = drift.split(self.moved(model, msg), tensor_maps.trainable(model))
+        length, n = common.effective_steps_of(data, steps, self.mu), self.weight(data)
+        trained, buffers = common.split(self.moved(model, msg), tensor_maps.trainable(model))
         bundle = {
             "delta": Part.of({name: v / length for name, v in trained.items()}, n),
             "buffers": Part.of(buffers, n),

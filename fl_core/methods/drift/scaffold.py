@@ -12,7 +12,7 @@ eta is the learning rate of this round and A_k how far the silo's steps reach: K
 paper's K eta lets the variates grow by |1 - A_k / K| per round, and a correction outside the buffer is biased. Without
 momentum nothing is lost against the paper: `schedule` sets train.momentum to 0; 0.9 is exact, too, but not the paper's.
 
-The paper weighs silos uniformly (weights="uniform"); sizes of silos not met yet: drift.py. Buffers have no variates.
+The paper weighs silos uniformly (weights="uniform"); sizes of silos not met yet: common.py. Buffers have no variates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from fl_core import validate
-from fl_core.methods.drift import common as drift
+from fl_core.methods.drift import common
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
@@ -52,23 +52,23 @@ class Scaffold(FedAvg):
     @property
     def unsupported(self) -> Mapping[Capability, str]:
         """Lack steps of a known length with an adaptive optimizer."""
-        return {Capability.ADAPTIVE_OPTIMIZER: drift.SGD_ONLY}
+        return {Capability.ADAPTIVE_OPTIMIZER: common.SGD_ONLY}
 
     @property
     def sends(self) -> tuple[str, ...]:
         """Name what goes up, part by part."""
-        return (*super().sends, "control", drift.CENSUS)
+        return (*super().sends, "control", common.CENSUS)
 
     def _none(self, model: nn.Module) -> dict[str, Tensor]:
         return tensor_maps.zeros(tensor_maps.select(tensor_maps.trainable(model), self.shared))
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Start with c = 0 and no silo met."""
-        return {**super().init_server(model, context), "c": self._none(model), drift.CENSUS: drift.unmet()}
+        return {**super().init_server(model, context), "c": self._none(model), common.CENSUS: common.unmet()}
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         """Start with c_k = 0."""
-        return {"c": self._none(model), drift.SIZE: drift.report_size()}
+        return {"c": self._none(model), common.SIZE: common.report_size()}
 
     def broadcast(self, server: State) -> State:
         """Send the model and c."""
@@ -79,21 +79,21 @@ class Scaffold(FedAvg):
         tensor_maps.load_state(model, msg["w"])
         shift = tensor_maps.sub(msg["c"], silo["c"])
         steps = data.sgd(model, self.objective(model, msg, data, context), SgdOptions(shift=shift))
-        moved, length = self.moved(model, msg), data.lr * drift.effective_steps_of(data, steps)
+        moved, length = self.moved(model, msg), data.lr * common.effective_steps_of(data, steps)
         change = {name: -c - moved[name] / length for name, c in msg["c"].items()}
-        n = drift.size_of(silo[drift.SIZE], self.weight(data))
+        n = common.size_of(silo[common.SIZE], self.weight(data))
         bundle = {
             "delta": Part.of(moved, self.weight(data)),
             "control": Part.of(change, n),
-            drift.CENSUS: drift.size_part(silo[drift.SIZE], n),
+            common.CENSUS: common.size_part(silo[common.SIZE], n),
             **self.extras(model, msg, data, context),
         }
-        return LocalResult(bundle, {"c": tensor_maps.add(silo["c"], change), drift.SIZE: drift.report_size(n)})
+        return LocalResult(bundle, {"c": tensor_maps.add(silo["c"], change), common.SIZE: common.report_size(n)})
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Add eta_g times the mean difference (buffers: the mean) and move c by the silos' share in all N."""
         mean, c = total["delta"].mean(), server["c"]
         step = {name: self.server_lr * v if name in c else v for name, v in mean.items()}
-        census = drift.total_size(server[drift.CENSUS], total[drift.CENSUS])
-        after = drift.moved_mean(c, total["control"], server[drift.CENSUS], census, context.n_silos)
-        return {**server, "w": tensor_maps.add(server["w"], step), "c": after, drift.CENSUS: census}
+        census = common.total_size(server[common.CENSUS], total[common.CENSUS])
+        after = common.moved_mean(c, total["control"], server[common.CENSUS], census, context.n_silos)
+        return {**server, "w": tensor_maps.add(server["w"], step), "c": after, common.CENSUS: census}

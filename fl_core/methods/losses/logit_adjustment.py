@@ -48,9 +48,9 @@ def published_ce(g: Tensor, y: Tensor, counts: Tensor, tau: float) -> Tensor:
     q = shifted(g, y, margin_shift(counts, tau), margin_shift(_present(counts), tau))
     own = q.gather(1, y.unsqueeze(1))
     others = q.scatter(1, y.unsqueeze(1), float("-inf"))
-    alone = torch.isneginf(others).all(1)
-    rest = torch.logsumexp(torch.where(alone.unsqueeze(1), own, others), dim=1)
-    return torch.where(alone, torch.zeros_like(rest), rest - own.squeeze(1))
+    only_class = torch.isneginf(others).all(1)
+    rest = torch.logsumexp(torch.where(only_class.unsqueeze(1), own, others), dim=1)
+    return torch.where(only_class, torch.zeros_like(rest), rest - own.squeeze(1))
 
 
 def balanced_softmax(g: Tensor, y: Tensor, counts: Tensor, gamma: float = 1.0) -> Tensor:

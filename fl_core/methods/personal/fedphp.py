@@ -1,7 +1,7 @@
 """FedPHP: every silo keeps an inherited private model that teaches its local training.
 
 Li, Zhan, Shao, Li and Song, "FedPHP: Federated Personalization with Inherited Private Models", ECML PKDD 2021
-(the private model and its losses: inherited.py). Model, traffic and average are FedAvg's.
+(the private model and its losses: inherited_model.py). Model, traffic and average are FedAvg's.
 
 The authors' code teaches from an untrained model in a silo's first round, and cuts mu_n at 0.9 (`mu_max`).
 """

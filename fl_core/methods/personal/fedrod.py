@@ -2,7 +2,7 @@
 
 Chen and Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", ICLR 2022,
 equations 6 to 9 and Algorithm 1. z are features, g_G the generic head's logits, g_P the private head's, n_k the silo's
-class counts (calibration.py, private_head.py):
+class counts (logit_adjustment.py, two_heads.py):
 
     L_G = CE(g_G + gamma log n_k, y)                        over body and generic head, averaged as in FedAvg
     L_P = CE(stopgrad(g_G) + g_P(stopgrad(z)), y)           over the private head alone

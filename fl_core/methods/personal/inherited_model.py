@@ -1,14 +1,14 @@
 """The inherited private model (HPM): a silo's own moving average of its models, which teaches the next one.
 
 Li, Zhan, Shao, Li and Song, "FedPHP: Federated Personalization with Inherited Private Models", ECML PKDD 2021, and Li,
-Song, Li, Li, Shao, Yang and Zhan, "MAP", TKDE 2024, Algorithm 1; the transfer losses: transfer.py.
+Song, Li, Li, Shao, Yang and Zhan, "MAP", TKDE 2024, Algorithm 1; the transfer losses: distillation.py.
 
     L       = (1 - lam) CE + lam L_transfer(theta; theta_p)       CE alone in a silo's first round: no HPM yet
     theta_p <- mu_n theta_p + (1 - mu_n) theta_k                  after training, in the silo's n-th round
     mu_n    = min(mu_max, mu_macro (n - 1) / max(floor(Q T), 1))  Q T: rounds that a silo may expect to be asked in
 
 All parameters and BatchNorm statistics are mixed. Where the network has BatchNorm, the statistics of a mixed model are
-measured anew on the training set: those of two models do not mix.
+measured again on the training set: those of two models do not mix.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fl_core import validate
 from fl_core.methods.building_blocks import batch_norm, prototypes
 from fl_core.methods.building_blocks.frozen_copies import frozen_copy
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.losses import distillation as transfer
+from fl_core.methods.losses import distillation
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import LocalData
@@ -42,7 +42,7 @@ class Inheriting(FedAvg):
     lam: weight of the transfer, 0 to 1   transfer: "kd" (logits) or "mmd" (features)   tau: temperature of KD
     kd: "kl", or "ce_asym" of the official code, without tau^2   kd_tau2: False leaves out the factor tau^2
     mu_macro: mu_n after Q T rounds   mu_max: where mu_n is cut, 1 in the paper and 0.9 in the code
-    recompute_bn: measure BatchNorm statistics of a mixed model anew
+    recompute_bn: measure BatchNorm statistics of a mixed model again
 
     Silos weigh the same by default. Silo state: theta_p and n; a silo that lost them begins again with n = 1.
     """
@@ -85,7 +85,7 @@ class Inheriting(FedAvg):
                 o_p = teacher.head(z_p)
             ce = (1.0 - self.lam) * cross_entropy(o, y, reduction="none")
             if self.transfer == "mmd":
-                return Losses(ce, self.lam * transfer.mmd(z, z_p))
+                return Losses(ce, self.lam * distillation.mmd(z, z_p))
             return Losses(ce + self.lam * self._kd_terms(o, o_p))
 
         return loss
@@ -93,8 +93,8 @@ class Inheriting(FedAvg):
     def _kd_terms(self, o: Tensor, o_p: Tensor) -> Tensor:
         """Return the distillation loss of each example (B,)."""
         if self.kd == "ce_asym":
-            return transfer.asymmetric_terms(o, o_p, self.tau)
-        return transfer.kd_terms(o, o_p, self.tau, scaled=self.kd_tau2)
+            return distillation.asymmetric_terms(o, o_p, self.tau)
+        return distillation.kd_terms(o, o_p, self.tau, scaled=self.kd_tau2)
 
     def momentum(self, n: int, context: RoundContext) -> float:
         """Return mu_n of a silo's n-th round, n from 1."""
@@ -109,9 +109,9 @@ class Inheriting(FedAvg):
         if mu:
             mine = {name: mu * silo[HPM][name] + (1.0 - mu) * v for name, v in mine.items()}
         if 0.0 < mu < 1.0 and self.recompute_bn and prototypes.features_of(model).has_batch_norm:
-            heir = frozen_copy(model, mine)
-            batch_norm.recompute(heir, data)
-            mine = {name: v.cpu() for name, v in tensor_maps.copy_state(heir).items()}
+            mixed = frozen_copy(model, mine)
+            batch_norm.recompute(mixed, data)
+            mine = {name: v.cpu() for name, v in tensor_maps.copy_state(mixed).items()}
         return {HPM: mine, COUNT: {"n": torch.tensor([float(n)])}}
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002

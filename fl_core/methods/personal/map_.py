@@ -1,7 +1,7 @@
 """MAP: a restricted softmax for what is uploaded, an inherited private model for what is kept.
 
 Li, Song, Li, Li, Shao, Yang and Zhan, "MAP: Model Aggregation and Personalization in Federated Learning with Incomplete
-Classes", TKDE 2024, Algorithm 1 (restricted.py, inherited.py). Of the N = E * batches steps of a round,
+Classes", TKDE 2024, Algorithm 1 (restricted_softmax.py, inherited_model.py). Of the N = E * batches steps of a round,
 
     stage 1, ceil(N/2) steps:  theta <- theta_t,  the restricted softmax's loss;  theta_a := theta is sent
     stage 2, floor(N/2) steps: from theta_a, (1 - lam) CE + lam L_transfer;  then theta_p inherits theta

@@ -13,7 +13,7 @@ from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
-from fl_core.simulation.ray import Cluster, library, simulate_ray
+from fl_core.simulation.ray import Cluster, import_ray, simulate_ray
 from fl_core.types.records import TrainConfig
 from tests.support.federations import METHOD_OPTIONS, manifest, same, shares
 
@@ -33,7 +33,7 @@ def path() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Start one cluster for all tests: simulations leave a cluster alone that they did not start."""
-    ray = library()
+    ray = import_ray()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield Cluster(actors=2)
     ray.shutdown()
@@ -69,7 +69,7 @@ def test_a_cohort_and_silo_states_give_the_bits_of_one_process(cluster: Cluster)
 
 @needs_ray
 def test_a_cluster_that_a_simulation_started_is_ended_by_it() -> None:
-    ray = library()
+    ray = import_ray()
     if ray.is_initialized():
         ray.shutdown()
     simulate_ray(RunSetup.of(manifest(train=TRAIN, rounds=1)), shares(), RoundHistory(), Cluster(actors=1))

@@ -78,12 +78,15 @@ def test_a_hundred_silos_do_not_hold_a_hundred_models(tmp_path: Path) -> None:
         peak = 0.0
 
         def arrived(self, name: str) -> None:
-            held = {t.untyped_storage().data_ptr(): t.numel() for t in gc.get_objects() if type(t) in KINDS}
-            self.peak = max(self.peak, sum(held.values()) / size)
+            self.peak = max(self.peak, sum(n for at, n in living().items() if at not in before) / size)
+
+    def living() -> dict[int, int]:
+        return {t.untyped_storage().data_ptr(): t.numel() for t in gc.get_objects() if type(t) in KINDS}
 
     KINDS = (torch.Tensor, torch.nn.Parameter)
     in_files, in_memory = Counting(), Counting()
     gc.collect()
+    before = living().keys()
     simulate(RunSetup.of(run), given, in_files, states=FileStateStore(tmp_path))
     simulate(RunSetup.of(run), given, in_memory)
     assert len({name for record in in_memory.records for name in record.included}) == 100
@@ -139,4 +142,4 @@ def test_examples_on_a_device_are_those_of_their_source() -> None:
     assert all(torch.equal(a, b) for a, b in zip(there.batch(index), share.batch(index), strict=True))
     draws = [torch.Generator().manual_seed(0) for _ in range(2)]
     assert torch.equal(there.batch(index, draws[0])[0], share.batch(index, draws[1])[0])
-    assert devices.placed(share, torch.device("cpu"), 10**9) == (share, 10**9)
+    assert devices.move_to_device(share, torch.device("cpu"), 10**9) == (share, 10**9)

@@ -43,7 +43,7 @@ def test_effective_steps_of_nesterov(steps: int, expected: float) -> None:
 
 
 def test_effective_steps_with_a_pull() -> None:
-    assert effective_steps(TrainConfig(momentum=0.0), 5, pull=0.1) == pytest.approx(4.0951, rel=1e-9)
+    assert effective_steps(TrainConfig(momentum=0.0), 5, proximal=0.1) == pytest.approx(4.0951, rel=1e-9)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
