@@ -1,4 +1,4 @@
-"""What both command lines print with: JSON for machines, tables and times for people."""
+"""Output of both command lines: JSON for machines, tables and times for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 
 def plain_console(*, stderr: bool = False, width: int | None = None, soft_wrap: bool = False) -> Console:
-    """Show text as it is: ":AB:" in a fingerprint is no emoji, and "[...]" in a path or a reason no markup."""
+    """Make a console that prints text as it is: ":AB:" in a fingerprint is no emoji, "[...]" in a path no markup."""
     return Console(highlight=False, markup=False, emoji=False, stderr=stderr, width=width, soft_wrap=soft_wrap)
 
 
@@ -30,5 +30,5 @@ def make_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -
 
 
 def local_time(unix: float | None) -> str:
-    """Write a moment, or a dash for none (None or 0)."""
+    """Format a time, or a dash for none (None or 0)."""
     return datetime.fromtimestamp(unix).astimezone().strftime("%Y-%m-%d %H:%M:%S") if unix else "-"

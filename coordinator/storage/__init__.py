@@ -1,1 +1,1 @@
-"""What the coordinator keeps. Each method of a store is one transaction, on disk when it returns."""
+"""The coordinator's database and unfinished uploads. Each method of a store is one transaction, on disk on return."""

@@ -1,4 +1,4 @@
-"""What hospitals state of themselves: the digest of their policy, and the end of their ledger with each update.
+"""Attestations of hospitals: the digest of their policy, and the end of their ledger with each update.
 
 What the ledger has spent is sealed, for the hospital alone to read; how often it was restored is not.
 It can be seen here and set by nobody here: a hospital that finds its ledger shorter than what it stated stops.
@@ -17,19 +17,19 @@ from protos.storage.sqlite import Database
 
 
 class AttestationStore:
-    """The part of the store that keeps attestations."""
+    """Newest policy digest of each silo, and the attestation of each update."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     def of(self, contribution_id: str) -> pb.Attestation | None:
-        """Return what went with an update."""
+        """Return the attestation that came with an update."""
         with self._db.read() as db:
             row = db.execute(select(attestations).where(attestations.c.id == contribution_id)).first()
         return None if row is None else _message(row)
 
     def newest(self, silo: str) -> pb.Attestation | None:
-        """Return what a silo stated with the newest update that was taken."""
+        """Return the attestation of a silo's newest committed update."""
         newest = (
             select(attestations)
             .join(contributions, contributions.c.id == attestations.c.id)
@@ -41,19 +41,19 @@ class AttestationStore:
         return None if row is None else _message(row)
 
     def keep_policy(self, silo: str, digest: str) -> None:
-        """Keep the digest of a silo's policy, as it says it when a session begins."""
+        """Store the digest of a silo's policy, which it sends when a session begins."""
         with self._db.write() as db:
             row = upsert(policies).values(silo=silo, digest=digest)
             db.execute(row.on_conflict_do_update(index_elements=["silo"], set_={"digest": digest}))
 
     def policy(self, silo: str) -> str:
-        """Return the digest of a silo's policy; empty where it has none, or never said."""
+        """Return the digest of a silo's policy; empty when it has none or never sent it."""
         with self._db.read() as db:
             return db.scalar(select(policies.c.digest).where(policies.c.silo == silo)) or ""
 
 
-def attest(db: Connection, contribution_id: str, stated: pb.Attestation | None) -> None:
-    """Note what goes with an update, inside a transaction that is open; it replaces what was said of it before."""
+def store_attestation(db: Connection, contribution_id: str, stated: pb.Attestation | None) -> None:
+    """Store the attestation of an update inside an open transaction; it replaces an earlier one, also by none."""
     if stated is None:
         db.execute(delete(attestations).where(attestations.c.id == contribution_id))
         return

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from sqlalchemy import Connection, and_, delete, insert, select, update
 
-from coordinator.storage.attestations import attest
+from coordinator.storage.attestations import store_attestation
 from coordinator.storage.records import Contribution, ObjectKind, RunState
 from coordinator.storage.runs import add_event, note_object
 from coordinator.storage.schema import contributions, objects, rounds, runs
@@ -20,11 +20,11 @@ from protos.storage.sqlite import Database
 KEEP_STATES = 2
 _OVER = (RunState.FINISHED.value, RunState.ABORTED.value)
 _OPEN_TO_SILOS = (ObjectKind.MANIFEST.value, ObjectKind.BASE.value)
-_PASSING = (ObjectKind.BASE.value, ObjectKind.BUNDLE.value)
+_TEMPORARY = (ObjectKind.BASE.value, ObjectKind.BUNDLE.value)
 
 
 class ContributionStore:
-    """The part of the store that names objects."""
+    """Announced and committed updates, and the objects that runs still need."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._db = database
@@ -38,10 +38,10 @@ class ContributionStore:
             return _contribution(db, contribution_id)
 
     def announce(self, wanted: Contribution, stated: pb.Attestation | None = None) -> tuple[Contribution, bool]:
-        """Note that a silo will send an object; return what is known, and whether an earlier upload must be forgotten.
+        """Record that a silo will send an object; return it, and whether an earlier upload must be discarded.
 
-        stated: what the silo states with it; it replaces what an earlier announcement said. Until it is committed, an
-        announced object may be replaced by another one (the silo lost its disk and trained anew).
+        stated: the attestation that comes with it; it replaces that of an earlier announcement. Until it is committed,
+        an announced object may be replaced by another one (the silo lost its disk and trained again).
         Raises ProtocolError (E-WIRE-07) when another object was committed under this id; StateError (E-RUN-06) when
         the round is not open.
         """
@@ -56,7 +56,7 @@ class ContributionStore:
                     )
                 return known, False
             _expect_open(db, wanted)
-            attest(db, wanted.id, stated)
+            store_attestation(db, wanted.id, stated)
             if known is None:
                 db.execute(insert(contributions).values(asdict(wanted) | {"kind": wanted.kind.value}))
                 return wanted, True
@@ -66,7 +66,7 @@ class ContributionStore:
             return wanted, True
 
     def commit(self, contribution: Contribution, received: float, receipt: bytes) -> None:
-        """Take a contribution whose object is on disk: its record, its receipt, the count of bytes, the event.
+        """Commit a contribution whose object is on disk: its record, its receipt, the count of bytes, the event.
 
         Raises StateError (E-RUN-06) when the round was closed in between.
         """
@@ -79,7 +79,7 @@ class ContributionStore:
             add_event(db, self._clock(), c.run_id, "arrived", c.round, c.silo, f"{c.size} bytes")
 
     def is_open(self, contribution_id: str) -> bool:
-        """Tell whether an upload under way still belongs to an open round of a run that goes on."""
+        """Return whether an unfinished upload still belongs to an open round of a run that goes on."""
         with self._db.read() as db:
             found = _contribution(db, contribution_id)
             if found is None or found.receipt is not None:
@@ -113,10 +113,10 @@ class ContributionStore:
     # ---- what is no longer needed ----------------------------------------------------------------------------------
 
     def delete_unreferenced(self, run_id: str, release: Callable[[str], None]) -> None:
-        """Forget the objects of a run that nothing needs any more, and `release` those that no run needs.
+        """Delete the records of a run's objects that it no longer needs, and `release` the objects that no run needs.
 
         Bundles and bases go when their round is closed or their run is over (a failed one may be resumed and keeps
-        them); of the server states the newest two stay, of a run that is over the newest one. Receipts stay for ever.
+        them); of the server states the newest two stay, of a run that is over the newest one. Receipts stay.
         """
         with self._db.write() as db:
             over = db.execute(select(runs.c.state).where(runs.c.id == run_id)).scalar_one() in _OVER
@@ -128,7 +128,7 @@ class ContributionStore:
             ).all()
             states = [row for row in mine if row.kind == ObjectKind.STATE.value]
             gone = states[1 if over else KEEP_STATES :]
-            gone += [row for row in mine if row.kind in _PASSING and (over or row.is_open == 0)]
+            gone += [row for row in mine if row.kind in _TEMPORARY and (over or row.is_open == 0)]
             for row in gone:
                 this = (objects.c.digest == row.digest, objects.c.kind == row.kind, objects.c.round == row.round)
                 db.execute(delete(objects).where(objects.c.run_id == run_id, *this))

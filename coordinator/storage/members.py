@@ -20,7 +20,7 @@ _VERSION_COUNTER = "roster"
 
 
 class MemberStore:
-    """The membership part of the store."""
+    """Silos, certificates, invitations, revocations and rosters."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._db = database
@@ -34,10 +34,10 @@ class MemberStore:
             return _why_revoked(db, serial)
 
     def membership_status(self, name: str, serial: str) -> MembershipStatus:
-        """Tell whether a certificate is revoked, and whether it was given to a silo of this name that is a member.
+        """Return whether a certificate is revoked, and whether it was given to a silo of this name that is a member.
 
-        Notes that a certificate in force is in use. The first use of one that came by an invitation ends all older ones
-        of that name: their key is lost.
+        Records that a certificate in force is in use. The first use of one that came by an invitation ends all older
+        ones of that name: their key is lost.
         """
         with self._db.read() as db:
             reason = _why_revoked(db, serial)
@@ -74,13 +74,13 @@ class MemberStore:
                 _bump(db)
 
     def is_invited(self, serial: str) -> bool:
-        """Tell whether an invitation was issued here and is not withdrawn; a used one is, for its own key."""
+        """Return whether an invitation is neither withdrawn nor expired; a used one counts, for its own key."""
         with self._db.read() as db:
             row = db.execute(select(invitations).where(invitations.c.serial == serial)).first()
             return row is not None and row.withdrawn is None and row.expires > self._clock()
 
     def is_member(self, name: str) -> bool:
-        """Tell whether a silo is enrolled and not revoked."""
+        """Return whether a silo is enrolled and not revoked."""
         with self._db.read() as db:
             return db.scalar(select(silos.c.state).where(silos.c.name == name)) == "member"
 
@@ -97,14 +97,14 @@ class MemberStore:
             return [_to_silo(row._mapping) for row in db.execute(_SILOS.order_by(silos.c.name))]
 
     def introduce(self, name: str, software: str, data: DataOffer) -> None:
-        """Keep what a silo says of itself when a session begins."""
+        """Store what a silo declares when a session begins."""
         offer = {"name": data.name, "shape": data.shape, "classes": data.classes, "nominal_size": data.nominal_size}
         with self._db.write() as db:
             values = {"software": software, "data": offer, "last_seen": self._clock()}
             db.execute(update(silos).where(silos.c.name == name).values(**values))
 
     def seen(self, name: str) -> None:
-        """Note that a silo was there now."""
+        """Record that a silo was connected until now."""
         with self._db.write() as db:
             db.execute(update(silos).where(silos.c.name == name).values(last_seen=self._clock()))
 
@@ -138,9 +138,9 @@ class MemberStore:
         sign: Callable[[], Certificate],
         proofs: tuple[tuple[str, str], ...] = (),
     ) -> Certificate:
-        """Use an invitation up for a key and return the certificate that `sign` makes for it.
+        """Use up an invitation for a key and return the certificate that `sign` makes for it.
 
-        proofs: the chain by which the other silos can follow a member that joins anew to this key.
+        proofs: the chain by which the other silos can follow a member that joins again to this key.
         Guarantees: for the same key the same certificate comes back until it is first used; of two keys that race for
         one invitation one gets a certificate.
         Raises RefusedError: E-ID-24 when the invitation was used up, E-ID-13 when it is unknown, withdrawn or expired.
@@ -253,7 +253,7 @@ class MemberStore:
             return None if row is None else (row.version, SignedRoster(row.document, row.signature))
 
     def keep_roster(self, version: int, signed: SignedRoster) -> SignedRoster:
-        """Keep a signed roster and return the one that counts: one version has one document, whoever was first."""
+        """Store a signed roster and return the one that counts: of two documents of one version, the first."""
         with self._db.write() as db:
             values = {"version": version, "document": signed.document, "signature": signed.signature}
             db.execute(upsert(rosters).values(**values).on_conflict_do_nothing())
@@ -276,7 +276,7 @@ def _why_revoked(db: Connection, serial: str) -> str | None:
 
 
 def _revoke_certificate(db: Connection, serial: str, name: str, reason: str, now: float) -> bool:
-    """Note a revocation; False when it was noted before."""
+    """Record a revocation; False when it was recorded before."""
     row = upsert(revocations).values(serial=serial, name=name, reason=reason, at=now)
     return bool(db.execute(row.on_conflict_do_nothing()).rowcount)
 

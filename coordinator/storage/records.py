@@ -1,4 +1,4 @@
-"""What the store gives out: plain values, without a database behind them. Times are seconds since 1970, UTC."""
+"""Records of the store, as plain values. Times are seconds since 1970, UTC."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class RunState(Enum):
 
     @property
     def ended(self) -> bool:
-        """Tell whether nothing happens any more."""
         return self not in (RunState.WAITING, RunState.RUNNING)
 
 
@@ -164,7 +163,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class EventRow:
-    """Something that happened in a run; numbers start at 1 and have no gap."""
+    """An event of a run; numbers start at 1 and have no gap."""
 
     run_id: str
     number: int

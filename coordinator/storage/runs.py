@@ -19,7 +19,7 @@ from protos.storage.sqlite import Database
 
 
 class RunStore:
-    """The part of the store that a run lives in."""
+    """Runs with their rounds and events."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._db = database
@@ -85,7 +85,7 @@ class RunStore:
         return [run for run in reversed(self.all()) if not run.state.ended]
 
     def begin(self, run_id: str, state_object: str, size: int) -> Run:
-        """Let a waiting run run, from the server state of round 0; a run that was begun before stays as it is.
+        """Set a run to running, from the server state of round 0; one that began earlier keeps its newest state.
 
         Raises StateError (E-RUN-11) when the run has ended in between.
         """
@@ -106,7 +106,7 @@ class RunStore:
             return _run(db, run_id)
 
     def resume(self, run_id: str) -> Run:
-        """Let a failed run wait again; raises StateError (E-RUN-11) when it has not failed."""
+        """Set a failed run to waiting again; raises StateError (E-RUN-11) when it has not failed."""
         with self._db.write() as db:
             _expect(run := _run(db, run_id), [RunState.FAILED], "resumed")
             _change_run(db, run_id, state=RunState.WAITING.value, reason="", ended=0.0)
@@ -114,14 +114,13 @@ class RunStore:
             return _run(db, run_id)
 
     def add_traffic(self, run_id: str, down: int) -> None:
-        """Count bytes that went down."""
         with self._db.write() as db:
             _change_run(db, run_id, bytes_down=runs.c.bytes_down + down)
 
     # ---- rounds ----------------------------------------------------------------------------------------------------
 
     def open_round(self, run_id: str, round: int, kind: TaskKind, cohort: Sequence[str]) -> None:
-        """Note that a round is open; one that was open before stays open, with what it has received."""
+        """Open a round; one that is open already stays open, with what it has received."""
         with self._db.write() as db:
             _live(db, run_id)
             values = {
@@ -144,13 +143,12 @@ class RunStore:
                 self._event(db, run_id, "opened", round, text=f"{kind.value}: {len(cohort)} silos")
 
     def set_base(self, run_id: str, round: int, digest: str, size: int) -> None:
-        """Note what a round broadcasts."""
+        """Record the object that a round broadcasts."""
         with self._db.write() as db:
             note_object(db, digest, run_id, ObjectKind.BASE, round, size)
             _change_round(db, run_id, round, base_digest=digest, base_size=size)
 
     def round(self, run_id: str, round: int) -> RoundRow | None:
-        """Return a round, open or closed."""
         with self._db.read() as db:
             row = db.execute(_rounds(run_id).where(rounds.c.round == round)).first()
             return None if row is None else _to_round(row)
@@ -204,7 +202,7 @@ class RunStore:
             return _run(db, run_id)
 
     def note_model(self, run_id: str, state_object: str, model_digest: str) -> None:
-        """Note the digest of the model in a server state, unless the run has a newer state by now."""
+        """Store the digest of the model in a server state, unless the run has a newer state by now."""
         newest = (runs.c.id == run_id, runs.c.state_object == state_object)
         with self._db.write() as db:
             db.execute(update(runs).where(*newest).values(model_digest=model_digest))
@@ -212,7 +210,6 @@ class RunStore:
     # ---- events ----------------------------------------------------------------------------------------------------
 
     def event(self, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
-        """Add an event to a run."""
         with self._db.write() as db:
             self._event(db, run_id, kind, round, silo, text)
 
@@ -229,14 +226,14 @@ class RunStore:
 def add_event(
     db: Connection, at: float, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = ""
 ) -> None:
-    """Add an event inside a transaction that is open."""
+    """Add an event inside an open transaction."""
     last = db.scalar(select(func.max(events.c.number)).where(events.c.run_id == run_id)) or 0
     values = {"at": at, "kind": kind, "round": round, "silo": silo, "text": text}
     db.execute(insert(events).values(run_id=run_id, number=last + 1, **values))
 
 
 def note_object(db: Connection, digest: str, run_id: str, kind: ObjectKind, round: int, size: int) -> None:
-    """Note what an object is to a run, inside a transaction that is open; again is harmless."""
+    """Record what an object is to a run, inside an open transaction; again is harmless."""
     values = {"digest": digest, "run_id": run_id, "kind": kind.value, "round": round, "size": size}
     db.execute(upsert(objects).values(values).on_conflict_do_nothing())
 

@@ -1,4 +1,4 @@
-"""What the coordinator knows, in one file: `members`, `runs`, `contributions` and `attestations`.
+"""The coordinator's database, in one file: `members`, `runs`, `contributions` and `attestations`.
 
 Every method of these is one transaction, on the disk when it returns.
 """
@@ -31,5 +31,4 @@ class Store:
         self.attestations = AttestationStore(self.database)
 
     def close(self) -> None:
-        """Close the file."""
         self.database.close()

@@ -1,4 +1,4 @@
-"""Uploads under way: one writer each, and a quota for each silo's unfinished ones."""
+"""Unfinished uploads: one writer each, and a quota per silo."""
 
 from __future__ import annotations
 
@@ -38,17 +38,16 @@ class UploadRegistry:
         remove_recycled(self._folder, folder / "spare", folder / "aside")
 
     def path(self, silo: str, contribution: str) -> Path:
-        """Name the file into which an upload grows; it need not exist yet."""
+        """Return the file of an upload, which need not exist yet; its folder is made."""
         folder = self._folder / silo
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder / contribution
 
     def size(self, silo: str, contribution: str) -> int:
-        """Count the bytes of an upload that are here."""
+        """Return how many bytes of an upload have arrived."""
         return partial_size(self._folder / silo / contribution)
 
     def pending(self, silo: str) -> int:
-        """Count the bytes of all unfinished uploads of a silo."""
         return sum(self.size(silo, contribution) for of, contribution in self.all() if of == silo)
 
     def all(self) -> list[tuple[str, str]]:
@@ -57,7 +56,7 @@ class UploadRegistry:
 
     @contextmanager
     def writing(self, contribution: str, cancel: Callable[[], object] | None = None) -> Iterator[Upload]:
-        """Be the one writer of an upload; a stream that still writes it is of a connection that was cut, and is ended.
+        """Become the one writer of an upload. A stream that still writes it has lost its connection and is cancelled.
 
         Raises UnavailableError (E-NET-12) when it does not end in time.
         """

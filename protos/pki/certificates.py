@@ -1,4 +1,4 @@
-"""P-256 keys, certificate requests and signatures: the little that both sides do with X.509 themselves.
+"""P-256 keys, certificate requests and signatures, for both sides.
 
 Every signature carries a context, so that one made for a renewal can never be read as one made for something else.
 """
@@ -26,7 +26,7 @@ RENEWAL = "consilium renewal v1"
 
 
 def utc_now() -> datetime:
-    """Give the time, in UTC: the default clock of everything that expires."""
+    """Return the time in UTC: the default clock of everything that expires."""
     return datetime.now(UTC)
 
 
@@ -36,7 +36,7 @@ def new_key() -> bytes:
 
 
 def key_to_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """Write a key as unencrypted PKCS 8, PEM: what gRPC reads, kept safe by its file's mode."""
+    """Convert a key to unencrypted PKCS 8, PEM, which gRPC reads; its file's mode protects it."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
@@ -62,7 +62,6 @@ def load_certificate(pem: bytes, where: str) -> x509.Certificate:
 
 
 def to_pem(cert: x509.Certificate) -> bytes:
-    """Write a certificate as PEM."""
     return cert.public_bytes(serialization.Encoding.PEM)
 
 
@@ -77,7 +76,7 @@ def fingerprint_of(public: ec.EllipticCurvePublicKey) -> str:
 
 
 def public_key(holder: x509.Certificate | x509.CertificateSigningRequest) -> ec.EllipticCurvePublicKey:
-    """Give the P-256 public key of a certificate or request; raises RefusedError (E-ID-31) on any other key."""
+    """Return the P-256 public key of a certificate or request; raises RefusedError (E-ID-31) on any other key."""
     public = holder.public_key()
     if not isinstance(public, ec.EllipticCurvePublicKey) or not isinstance(public.curve, ec.SECP256R1):
         raise RefusedError(
@@ -120,7 +119,7 @@ def load_request(pem: bytes) -> x509.CertificateSigningRequest:
 
 
 def issued_by(cert: x509.Certificate, ca: x509.Certificate) -> bool:
-    """Tell whether `ca` signed `cert` (issuer name and signature)."""
+    """Return whether `ca` signed `cert` (issuer name and signature)."""
     try:
         cert.verify_directly_issued_by(ca)
     except (ValueError, TypeError, InvalidSignature):
@@ -134,7 +133,7 @@ def sign(key: ec.EllipticCurvePrivateKey, context: str, message: bytes) -> bytes
 
 
 def verify(public: ec.EllipticCurvePublicKey, context: str, message: bytes, signature: bytes) -> bool:
-    """Tell whether `signature` is `sign`'s for this key, purpose and message.
+    """Return whether `signature` is `sign`'s for this key, purpose and message.
 
     Guarantees: a signature made for another context does not verify.
     """
@@ -146,7 +145,7 @@ def verify(public: ec.EllipticCurvePublicKey, context: str, message: bytes, sign
 
 
 def renewal_message(identity: Identity, new: ec.EllipticCurvePublicKey) -> bytes:
-    """Write what the old key signs when a silo changes keys: who, and the new key."""
+    """Return the bytes that the old key signs when a silo changes keys: its identity and the new key."""
     return identity.uri.encode() + b"\0" + spki(new)
 
 

@@ -1,4 +1,4 @@
-"""Who is on the other side: names, SAN URIs, and what a peer's certificate says.
+"""Identities: names, SAN URIs, and what a peer's certificate says.
 
 silo://<consortium>/<name>      a hospital            lead://<consortium>/<name>    a person who runs things
 coordinator://<consortium>      the service           invite://<consortium>/<name>  may only enrol as <name>
@@ -106,7 +106,7 @@ class PeerCertificate:
 def identity_of(certificate: bytes | x509.Certificate) -> PeerCertificate:
     """Read a peer's certificate (PEM, or parsed); raises RefusedError (E-ID-31) when it carries no identity of ours.
 
-    The signature is TLS's business; this function trusts nothing but reads everything that a server decides by.
+    The signature is checked by TLS, not here.
     Guarantees: a certificate with two identities is refused. What one says never changes, so it is read once.
     """
     try:
@@ -120,10 +120,10 @@ def identity_of(certificate: bytes | x509.Certificate) -> PeerCertificate:
         x509.UnsupportedGeneralNameType,
     ) as error:
         raise RefusedError(
-            "E-ID-31", f"expected a certificate that names its holder, found {type(error).__name__}; enrol anew"
+            "E-ID-31", f"expected a certificate that names its holder, found {type(error).__name__}; enrol again"
         ) from None
     if len(uris) != 1:
-        raise RefusedError("E-ID-31", f"expected exactly one identity in a certificate, found {uris[:4]}; enrol anew")
+        raise RefusedError("E-ID-31", f"expected exactly one identity in a certificate, found {uris[:4]}; enrol again")
     return PeerCertificate(
         Identity.parse(uris[0]),
         serial_of(cert),

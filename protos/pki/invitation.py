@@ -1,4 +1,4 @@
-"""The line of text by which a hospital joins: `consilium1.` and everything a first connection needs, checked.
+"""Invitation tokens: one line of text, `consilium1.` and everything that a first connection needs, with a checksum.
 
     text    = "consilium1." base64url( size u32 | sha256(body)[:8] | zlib(body) )      size = len(zlib(body))
     body    = fields, each u16 length and bytes: consortium, name, addresses, CA (DER), certificate (DER), scalar (32)
@@ -33,7 +33,7 @@ _FIELDS = 6
 
 @dataclass(frozen=True, slots=True)
 class InvitationToken:
-    """What an invitation carries; its key shows in no repr."""
+    """The content of an invitation; its key shows in no repr."""
 
     consortium: str
     name: str
@@ -44,12 +44,12 @@ class InvitationToken:
 
     @property
     def certificate(self) -> PeerCertificate:
-        """Read the invitation certificate: its serial and its expiry."""
+        """The invitation certificate: its serial and its expiry."""
         return identity_of(self.cert_pem)
 
     @property
     def credentials(self) -> Credentials:
-        """Give what the first connection, to the Enrolment service alone, is made with."""
+        """Credentials of the first connection; they open the Enrolment service only."""
         return Credentials(self.key_pem, self.cert_pem, self.ca_pem)
 
     def encode(self) -> str:
@@ -105,17 +105,17 @@ def _damaged(what: str) -> ConfigError:
 
 
 def _unpack(text: str) -> list[bytes]:
-    """Undo the armour: prefix, base64, size, compression, checksum, field lengths."""
+    """Decode prefix, base64, size, compression, checksum and field lengths."""
     if not text.startswith(PREFIX):
         other = re.match(r"consilium(\d+)\.", text)
         if other:
             raise ConfigError("E-WIRE-01", f"expected an invitation of version 1, found {other[1]}; upgrade the silo")
         raise ConfigError("E-ID-01", f"expected an invitation that starts with {PREFIX!r}, found {text[:12]!r}...")
-    armour = text[len(PREFIX) :]
+    encoded = text[len(PREFIX) :]
     try:
-        if not re.fullmatch(r"[A-Za-z0-9_-]*", armour) or len(armour) > _LIMIT:
+        if not re.fullmatch(r"[A-Za-z0-9_-]*", encoded) or len(encoded) > _LIMIT:
             raise _damaged("it holds characters that no invitation has, or is far too long")
-        usable = armour[: len(armour) - 1] if len(armour) % 4 == 1 else armour
+        usable = encoded[: len(encoded) - 1] if len(encoded) % 4 == 1 else encoded
         raw = base64.urlsafe_b64decode(usable + "=" * (-len(usable) % 4))
     except binascii.Error:
         raise _damaged("it is not base64url text") from None
@@ -125,7 +125,7 @@ def _unpack(text: str) -> list[bytes]:
             "E-ID-01", f"expected a whole invitation, found only its first {len(text)} characters; copy all of the line"
         )
     packed = raw[12:]
-    if len(packed) != size or len(usable) != len(armour):
+    if len(packed) != size or len(usable) != len(encoded):
         raise _damaged(f"it is {len(packed)} bytes long and says {size}")
     unzip = zlib.decompressobj()
     try:

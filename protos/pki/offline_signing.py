@@ -1,4 +1,4 @@
-"""What travels by hand when the authority's key is kept off the network: a silo's request, and the answer to it.
+"""Files for signing by hand when the authority's key is kept off the network: a silo's request and the answer to it.
 
 Both are JSON text and hold nothing secret: a request carries a public key, an answer what the authority has signed.
 """
@@ -25,18 +25,17 @@ class SigningRequest:
     proof: bytes = b""
 
     def to_json(self) -> str:
-        """Write the text of a request file."""
         raw = {"format": REQUEST, "csr": self.csr_pem.decode(), "proof": base64.b64encode(self.proof).decode()}
         return json.dumps(raw, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> SigningRequest:
-        """Read what `pack` wrote; raises ConfigError (E-ID-31). The request in it is checked when it is signed."""
+        """Read what `to_json` wrote; raises ConfigError (E-ID-31). The request in it is checked when it is signed."""
         raw = _read(text, REQUEST, "a request of `silo request`")
         try:
             return cls(raw["csr"].encode(), base64.b64decode(raw["proof"], validate=True))
         except (KeyError, ValueError, AttributeError, TypeError):
-            raise _other("a request of `silo request`", "a damaged one") from None
+            raise _wrong_file("a request of `silo request`", "a damaged one") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,6 @@ class Admission:
     certificate_pem: bytes = b""
 
     def to_json(self) -> str:
-        """Write the text of an admission file."""
         raw = {
             "format": ADMISSION,
             "addresses": [str(a) for a in self.addresses],
@@ -65,7 +63,7 @@ class Admission:
 
     @classmethod
     def from_json(cls, text: str) -> Admission:
-        """Read what `pack` wrote; raises ConfigError (E-ID-31)."""
+        """Read what `to_json` wrote; raises ConfigError (E-ID-31)."""
         what = "an admission of `coordinator ca`"
         raw = _read(text, ADMISSION, what)
         try:
@@ -73,19 +71,19 @@ class Admission:
             roster = SignedRoster.unpack(json.dumps(raw["roster"]))
             return cls(where, raw["authority"].encode(), roster, raw["certificate"].encode())
         except (KeyError, ValueError, AttributeError, TypeError, FederationError):
-            raise _other(what, "a damaged one") from None
+            raise _wrong_file(what, "a damaged one") from None
 
 
 def _read(text: str, form: str, what: str) -> dict[str, str]:
     try:
         raw = json.loads(text)
     except ValueError:
-        raise _other(what, "no JSON") from None
+        raise _wrong_file(what, "no JSON") from None
     if not isinstance(raw, dict) or raw.get("format") != form:
         found = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
-        raise _other(what, f"the format {found!r}")
+        raise _wrong_file(what, f"the format {found!r}")
     return raw
 
 
-def _other(what: str, found: str) -> ConfigError:
+def _wrong_file(what: str, found: str) -> ConfigError:
     return ConfigError("E-ID-31", f"expected {what}, found {found}: give the file as it was written")

@@ -1,4 +1,4 @@
-"""The roster: who is in the consortium, signed by its CA, so that a silo need not take the service's word for it.
+"""The roster: the members of the consortium, signed by its CA, so that a silo need not trust the service for it.
 
 A document in canonical JSON (sorted keys, no blanks, ASCII) and an ECDSA-SHA256 signature over those bytes. A member
 who changed keys carries the chain of renewals: each old key's signature over the next one. So a silo that pinned a
@@ -107,7 +107,7 @@ class SignedRoster(NamedTuple):
         return cls(document, ca_key.sign(document, ec.ECDSA(hashes.SHA256())))
 
     def pack(self) -> bytes:
-        """Write it as messages and files carry it: JSON of two base64 texts, `document` and `signature`."""
+        """Serialize it for messages and files: JSON of two base64 texts, `document` and `signature`."""
         raw = {name: base64.b64encode(part).decode() for name, part in self._asdict().items()}
         return json.dumps(raw, sort_keys=True).encode()
 
@@ -131,19 +131,19 @@ class SignedRoster(NamedTuple):
         try:
             certificates.public_key(ca).verify(self.signature, self.document, ec.ECDSA(hashes.SHA256()))
         except InvalidSignature:
-            raise _bad("its signature is not that of the pinned authority") from None
+            raise _invalid("its signature is not that of the pinned authority") from None
         roster = _parse(self.document)
         if roster.consortium != consortium:
-            raise _bad(f"it is for consortium {roster.consortium!r}, not {consortium!r}")
+            raise _invalid(f"it is for consortium {roster.consortium!r}, not {consortium!r}")
         if len({m.name for m in roster.members}) != len(roster.members):
-            raise _bad("it lists a name twice")
+            raise _invalid("it lists a name twice")
         revoked = {revocation.serial for revocation in roster.revoked}
         for member in roster.members:
             _check_member(member, consortium, ca, revoked)
         return roster
 
 
-def _bad(what: str) -> RefusedError:
+def _invalid(what: str) -> RefusedError:
     return RefusedError("E-ID-14", f"expected a roster signed by the consortium's authority, but {what}; ask the lead")
 
 
@@ -158,9 +158,9 @@ def _parse(document: bytes) -> Roster:
         roster = Roster(raw["consortium"], int(raw["version"]), raw["issued_at"], members, revoked)
         sound = set(raw) == _ENTRIES and roster.canonical() == document
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise _bad("it is not a roster of version 1") from None
+        raise _invalid("it is not a roster of version 1") from None
     if not sound:
-        raise _bad("it is not in canonical form")
+        raise _invalid("it is not in canonical form")
     return roster
 
 
@@ -169,17 +169,17 @@ def _check_member(member: Member, consortium: str, ca: x509.Certificate, revoked
         cert = x509.load_pem_x509_certificate(member.certificate.encode())
         peer = identity_of(cert)
     except (ValueError, FederationError):
-        raise _bad(f"the certificate of {member.name!r} cannot be read") from None
+        raise _invalid(f"the certificate of {member.name!r} cannot be read") from None
     if not certificates.issued_by(cert, ca):
-        raise _bad(f"the certificate of {member.name!r} is another authority's")
+        raise _invalid(f"the certificate of {member.name!r} is another authority's")
     if peer.serial in revoked:
-        raise _bad(f"it lists {member.name!r} as a member and its certificate as revoked")
+        raise _invalid(f"it lists {member.name!r} as a member and its certificate as revoked")
     if peer.identity != Identity(Kind.SILO, consortium, member.name) or peer.fingerprint != member.fingerprint:
-        raise _bad(f"the certificate of {member.name!r} is for {peer.identity}, or has another key")
+        raise _invalid(f"the certificate of {member.name!r} is for {peer.identity}, or has another key")
 
 
 def renewed_from(member: Member, consortium: str, pinned: str) -> bool:
-    """Tell whether the chain of renewals leads from the `pinned` fingerprint to the member's key of today."""
+    """Return whether the chain of renewals leads from the `pinned` fingerprint to the member's present key."""
     identity = Identity(Kind.SILO, consortium, member.name)
     final = certificates.public_key(x509.load_pem_x509_certificate(member.certificate.encode()))
     try:

@@ -1,4 +1,4 @@
-"""Names of objects: BLAKE3, in hex. Without torch, for whoever only moves bytes."""
+"""Names of objects: BLAKE3, in hex. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from blake3 import blake3
 
 _BLOCK = 1 << 20
 Hasher = blake3
-"""What names objects, fed piece by piece."""
+"""The hash that names objects, for data that comes in pieces."""
 
 
 def digest(data: bytes | memoryview) -> str:

@@ -1,7 +1,7 @@
-"""Bring a SQLite file to the newest version of its form: the one way for all databases of Consilium.
+"""Schema migration of SQLite files, for all databases of Consilium.
 
-To change a form: change the tables, and append the step that does the same to a file of the version before. A step that
-was released is never edited, and is written in plain SQL: today's tables in the code are not those of its time.
+To change a schema: change the tables, and append the step that does the same to a file of the version before. A step
+that was released is never edited, and is written in plain SQL: the tables in the code are not those of its version.
 """
 
 from __future__ import annotations

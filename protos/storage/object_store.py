@@ -40,11 +40,11 @@ class ObjectStore:
         remove_recycled(folder, folder.with_name(f"{folder.name}.spare"))
 
     def has(self, digest: str) -> bool:
-        """Tell whether there is an object of this name."""
+        """Return whether there is an object of this name; its content is not checked."""
         return self._file(digest).exists()
 
     def path(self, digest: str) -> Path:
-        """Name the file of an object; raises StateError (E-STATE-22) when it is missing."""
+        """Return the file of an object; raises StateError (E-STATE-22) when it is missing."""
         if not (file := self._file(digest)).exists():
             raise StateError(
                 "E-STATE-22", f"expected the object {digest[:16]} in {self.folder}, found none: restore the folder"
@@ -52,7 +52,7 @@ class ObjectStore:
         return file
 
     def verified(self, digest: str) -> Path:
-        """Name the file of an object that still has its digest; raises StateError (E-STATE-63) otherwise."""
+        """Return the file of an object that still has its digest; raises StateError (E-STATE-63) otherwise."""
         file = self._file(digest)
         if not self._matches(file, digest):
             raise StateError(
@@ -63,7 +63,7 @@ class ObjectStore:
         return file
 
     def holds(self, digest: str) -> bool:
-        """Tell whether an object is here with its digest; a file with another one is deleted."""
+        """Return whether an object is here with its digest; a file with another one is deleted."""
         file = self._file(digest)
         if self._matches(file, digest):
             return True
@@ -92,7 +92,7 @@ class ObjectStore:
         return digest, size
 
     def partial(self, digest: str) -> Path:
-        """Name the file in which a download of this object grows."""
+        """Return the file for an unfinished download of this object."""
         file = self._file(digest)
         return file.with_name(file.name + _PARTIAL)
 
@@ -132,7 +132,7 @@ class ObjectStore:
             sync_folder(folder)
 
     def remove(self, digest: str) -> None:
-        """Delete an object if it is here; whoever reads it now reads on to its end."""
+        """Delete an object if it is here; an open reader can still read it to its end."""
         self._file(digest).unlink(missing_ok=True)
         self._verified.pop(digest, None)
 
@@ -155,7 +155,7 @@ class ObjectStore:
         return self.folder / digest[:2] / digest if self._sharded else self.folder / digest
 
     def _matches(self, file: Path, digest: str) -> bool:
-        """Hash a file, but not again while nobody has written to it since this process did."""
+        """Return whether a file has this digest; it is hashed again only when it was written to since."""
         if not file.exists():
             return False
         fingerprint = _fingerprint(file)
@@ -167,7 +167,7 @@ class ObjectStore:
 
 
 def _fingerprint(file: Path) -> tuple[int, int, int]:
-    """Say what changes when somebody writes to a file."""
+    """Return values of which one changes when the file is written to."""
     now = file.stat()
     return now.st_ino, now.st_size, now.st_mtime_ns
 

@@ -1,4 +1,4 @@
-"""Files that arrive in pieces: begun, gone on with where their writing was cut, and hashed on the way."""
+"""Files that arrive in pieces: resumed where writing stopped, and hashed while they are written."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def open_partial(path: Path) -> Iterator[HashingWriter]:
 
 
 def partial_size(path: Path) -> int:
-    """Count the bytes of a partial file that are here; 0 when there is none."""
+    """Return the size of a partial file; 0 when there is none."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

@@ -28,7 +28,7 @@ class Credentials(NamedTuple):
     ca_pem: bytes
 
     def __repr__(self) -> str:
-        """Show that it exists, not what it is."""
+        """Hide the key."""
         return "Credentials(<private key hidden>)"
 
 
@@ -80,7 +80,7 @@ def read_private(path: Path) -> bytes:
 
 
 def remove(path: Path) -> None:
-    """Delete `path` if it is there, and make that last."""
+    """Delete `path` if it is there, durably."""
     if path.exists():
         path.unlink()
         sync_folder(path.parent)

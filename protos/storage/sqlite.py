@@ -1,4 +1,4 @@
-"""One SQLite file that many threads, and now and then a second process, use at once: the one way to ask SQL."""
+"""One SQLite file that many threads, and now and then a second process, use at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Database:
         """
         self.path = path
         # Threads of this process queue here: SQLite's own waiting is a sleep, meant for the rare other process.
-        self._turn = RLock()
+        self._write_lock = RLock()
         self._engine = create_engine(
             URL.create("sqlite", database=str(path)),  # as text, a ? or % of the path would be the URL's own
             connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False},
@@ -74,12 +74,11 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """Open a transaction that writes; no other writer is inside, in this process or another."""
-        with self._turn, self._engine.begin() as db:
+        with self._write_lock, self._engine.begin() as db:
             db.exec_driver_sql("BEGIN IMMEDIATE")
             yield db
 
     def close(self) -> None:
-        """Close all connections."""
         self._engine.dispose()
 
 

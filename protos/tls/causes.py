@@ -1,4 +1,4 @@
-"""The causes of a failed TLS connection, told apart by what the dialling side can see, each with its remedy."""
+"""The causes of a failed TLS connection, as far as the client can tell them apart, each with its remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PLAIN = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKE
 
 
 def own_certificate(cert_pem: bytes, key_pem: bytes | None, ca_pem: bytes, now: datetime) -> Diagnosis | None:
-    """Check locally, first, what a coordinator would refuse without saying why."""
+    """Check this side's certificate, which a coordinator would refuse without a reason; None: it is valid."""
     cert = certificates.load_certificate(cert_pem, "this side's certificate")
     ca = certificates.load_certificate(ca_pem, "the pinned authority")
     start, end = cert.not_valid_before_utc, cert.not_valid_after_utc

@@ -1,4 +1,4 @@
-"""What is found out about a connection that fails: a code, what was seen, and what to do."""
+"""The diagnosis of a connection that fails: a code, an explanation, and what to do."""
 
 from __future__ import annotations
 
@@ -20,20 +20,18 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Tell whether the connection works."""
         return self.code is None
 
     @property
     def worth_retrying(self) -> bool:
-        """Tell whether waiting can help: yes for an unreachable network, no for anything about certificates."""
+        """Whether waiting can help: yes for an unreachable network, no for anything about certificates."""
         return self.code in REACHABILITY
 
     def __str__(self) -> str:
-        """Write it for a person, on one line."""
         return f"{self.explanation}; {self.remedy}" if self.ok else f"{self.code}: {self.explanation}; {self.remedy}"
 
     def error(self) -> FederationError:
-        """Make the error to raise: UnavailableError when waiting can help, RefusedError when it cannot."""
+        """Return the error to raise: UnavailableError when waiting can help, RefusedError when it cannot."""
         if self.code is None:
             raise ValueError("a connection that works is no error")
         kind = UnavailableError if self.worth_retrying else RefusedError

@@ -1,4 +1,4 @@
-"""Open a TCP connection the way gRPC does, through the environment's HTTP proxy where there is one, and say why not."""
+"""TCP connections as gRPC makes them, through the environment's HTTP proxy where there is one."""
 
 from __future__ import annotations
 

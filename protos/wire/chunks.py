@@ -11,15 +11,13 @@ from fl_core.errors import ProtocolError
 from protos.consilium.v1 import federation_pb2 as pb
 
 CHUNK_BYTES = 2 << 20
-"""Bytes in a chunk: with fewer, a round takes more processor time per byte; with more it gains nothing."""
+"""Bytes in a chunk: smaller chunks cost more processor time per byte, larger ones gain nothing."""
 
 
 class Writer(Protocol):
-    """Where chunks are appended to: a file, or one that is hashed on the way. `write` takes all of the bytes."""
+    """Where chunks are appended to: a file, or a `HashingWriter`. `write` takes all of the bytes."""
 
-    def write(self, data: bytes, /) -> int:
-        """Append."""
-        ...
+    def write(self, data: bytes, /) -> int: ...
 
 
 def read_chunks(path: Path, name: str, offset: int) -> Iterator[pb.Chunk]:

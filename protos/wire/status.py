@@ -1,4 +1,4 @@
-"""Our errors <-> the status of a call. Its text begins with the code, so a reason crosses the wire whole."""
+"""Our errors <-> the status of a call, whose text begins with our code."""
 
 from __future__ import annotations
 

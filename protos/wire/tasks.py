@@ -1,4 +1,4 @@
-"""Tasks as messages name them: kinds as numbers, the key of a task, and the name of its one update."""
+"""Keys of tasks in messages, and the ids of contributions."""
 
 from __future__ import annotations
 
@@ -34,16 +34,14 @@ class TaskKey(NamedTuple):
 
     @property
     def wire_kind(self) -> pb.TaskKind.ValueType:
-        """The kind as messages carry it."""
         return TO_WIRE[self.kind]
 
     @property
     def ref(self) -> pb.RoundRef:
-        """The key as a message."""
         return pb.RoundRef(run_id=self.run_id, round=self.round, kind=self.wire_kind)
 
     def __str__(self) -> str:
-        """Write what a person reads: run, round (counted from 1) and, for an evaluation, that it is one."""
+        """Format for people: run, round (counted from 1) and, for an evaluation, that it is one."""
         return f"{self.run_id} {'evaluation' if self.kind is TaskKind.EVALUATE else f'round {self.round + 1}'}"
 
 
