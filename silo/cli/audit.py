@@ -69,11 +69,11 @@ def audit(
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError("E-CFG-02", f"--out: expected a new or empty folder, found {out} in use: name another")
-    subject = _subject(data, data_root, classes, image_size)
+    target = _target(data, data_root, classes, image_size)
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     out.chmod(0o700)
     setting = Setting((epsilon,), delta, seeds, demanding=False, seeded=False)
-    verdicts = _audited(subject, setting, chosen, out, quiet=as_json)
+    verdicts = _audited(target, setting, chosen, out, quiet=as_json)
     if as_json:
         print_json(json.loads((out / SUMMARY).read_text(encoding="utf-8")))
     elif all(v.holds is not False for v in verdicts):
@@ -86,7 +86,7 @@ def audit(
         )
 
 
-def _subject(data: str, root: Path | None, classes: str | None, image_size: int | None) -> AuditTarget:
+def _target(data: str, root: Path | None, classes: str | None, image_size: int | None) -> AuditTarget:
     from fl_core import datasets
     from privacy.audit.target import AuditTarget
 
@@ -96,7 +96,7 @@ def _subject(data: str, root: Path | None, classes: str | None, image_size: int 
     return AuditTarget.of(datasets.load(data, data_root=root, classes=space, image_size=image_size))
 
 
-def _audited(subject: AuditTarget, setting: Setting, chosen: Sequence[str], place: Path, quiet: bool) -> list[Verdict]:
+def _audited(target: AuditTarget, setting: Setting, chosen: Sequence[str], place: Path, quiet: bool) -> list[Verdict]:
     """Run audits one by one, keep each one's numbers as soon as they are there, and say what was found."""
     from privacy.audit.runner import AUDITS, minutes_left, save
 
@@ -104,9 +104,9 @@ def _audited(subject: AuditTarget, setting: Setting, chosen: Sequence[str], plac
     before = os.umask(0o077)
     try:
         about = {
-            "data": subject.name,
-            "records": len(subject.y),
-            "classes": len(subject.classes),
+            "data": target.name,
+            "records": len(target.y),
+            "classes": len(target.classes),
             "unit": "record",
             "epsilon": setting.epsilons[0],
             "delta": setting.delta,
@@ -117,8 +117,8 @@ def _audited(subject: AuditTarget, setting: Setting, chosen: Sequence[str], plac
         for k, name in enumerate(chosen):
             if not quiet:
                 left = minutes_left(chosen[:k], chosen[k:], time.monotonic() - began)
-                typer.echo(f"{name} ({k + 1} of {len(chosen)}), {_said(left)}", err=True)
-            outcome = AUDITS[name](subject, setting, place)
+                typer.echo(f"{name} ({k + 1} of {len(chosen)}), {_time_left(left)}", err=True)
+            outcome = AUDITS[name](target, setting, place)
             save(place / SUMMARY, name, outcome.json())
             found += outcome.verdicts
             if not quiet:
@@ -129,7 +129,7 @@ def _audited(subject: AuditTarget, setting: Setting, chosen: Sequence[str], plac
     return found
 
 
-def _said(minutes: float | None) -> str:
+def _time_left(minutes: float | None) -> str:
     if minutes is None:
         return "some minutes in all"
     return f"about {math.ceil(minutes)} min left" if minutes > 1 else "less than a minute left"

@@ -16,7 +16,7 @@ from privacy.ledger.hash_chain import ChainHead
 from protos.console import print_json
 from silo.cli import console
 from silo.cli.options import DataRootOption, HomeOption, JsonOption
-from silo.storage.home import Home, default_home
+from silo.storage.home import Home
 from silo.storage.store import Store
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ def _ledger(home: Path | None, make: bool = False) -> Ledger:
     """Open a home's ledger; raises StateError (E-BUDGET-04) where there is none and none is to be made."""
     from privacy.ledger.ledger import Ledger
 
-    place = Home(home or default_home())
+    silo_home = Home.at(home)
     if make:
-        place.make()
-    elif not place.ledger.exists():
-        raise StateError("E-BUDGET-04", f"expected a ledger in {place.ledger}, found none: silo ledger register")
-    return Ledger(place.ledger, place.ledger_key)
+        silo_home.make()
+    elif not silo_home.ledger.exists():
+        raise StateError("E-BUDGET-04", f"expected a ledger in {silo_home.ledger}, found none: silo ledger register")
+    return Ledger(silo_home.ledger, silo_home.ledger_key)
 
 
 @app.command("show")
@@ -69,8 +69,8 @@ def verify(home: HomeOption = None, as_json: JsonOption = False) -> None:
 
     Events are checked under the ledger's key, and against what others have signed for: nothing may be missing.
     """
-    place = Home(home or default_home())
-    ledger, seen = _ledger(home), _seen(place)
+    silo_home = Home.at(home)
+    ledger, seen = _ledger(home), _seen(silo_home)
     count, head = ledger.verify(seen), ledger.head()
     if as_json:
         print_json({"events": count, "head": head.hash, "seen": seen.seq})
@@ -146,7 +146,7 @@ def release(
 ) -> None:
     """Give back what was reserved and never started; with the service stopped, and before it starts again."""
     ledger = _ledger(home)
-    with Home(home or default_home()).locked():
+    with Home.at(home).locked():
         ledger.release_unused(entry)
     if as_json:
         print_json({"released": entry})
@@ -173,22 +173,22 @@ def restore(
     from privacy.ledger.recovery import LastSeen, charge_unknown_spending
     from silo.training.hospital_controls import HospitalControls
 
-    place = Home(home or default_home())
+    silo_home = Home.at(home)
     if not acknowledge:
         raise ConfigError(
             "E-BUDGET-11", "expected --acknowledge-spend: every collection will be charged for what may be missing"
         )
-    with place.make().locked():
-        store = Store(place.database)
+    with silo_home.make().locked():
+        store = Store(silo_home.database)
         try:
             seen = [
                 LastSeen(ChainHead(s.seq, s.head), bytes.fromhex(s.sealed), s.restored)
-                for s in HospitalControls(place, store).all_attestations()
+                for s in HospitalControls(silo_home, store).all_attestations()
             ]
         finally:
             store.close_database()
         found = charge_unknown_spending(
-            Ledger(place.ledger, place.ledger_key, older=True), seen, operator or getpass.getuser()
+            Ledger(silo_home.ledger, silo_home.ledger_key, older=True), seen, operator or getpass.getuser()
         )
     if as_json:
         print_json({"charged": found})
@@ -209,12 +209,12 @@ def place_ledger(
     ledger, on one machine. The files are not moved: move them first, with no service running. CONSILIUM_SILO_LEDGER
     and CONSILIUM_SILO_LEDGER_KEY win over what is set here.
     """
-    place = Home(home or default_home())
+    silo_home = Home.at(home)
     if path is not None or key is not None:
         from privacy.ledger.ledger import Ledger
 
-        with place.make().locked():
-            before, after = place.ledger, (path or place.ledger).expanduser().absolute()
+        with silo_home.make().locked():
+            before, after = silo_home.ledger, (path or silo_home.ledger).expanduser().absolute()
             if before.exists() and before.absolute() != after:
                 raise StateError(
                     "E-BUDGET-11",
@@ -223,22 +223,22 @@ def place_ledger(
                 )
             if after.exists():
                 beside = after.with_name(f"{after.stem}.key")
-                Ledger(after, key or beside).verify(_seen(place))
-            place.place_ledger(after, key)
-    facts = {"ledger": str(place.ledger), "key": str(place.ledger_key)}
+                Ledger(after, key or beside).verify(_seen(silo_home))
+            silo_home.place_ledger(after, key)
+    facts = {"ledger": str(silo_home.ledger), "key": str(silo_home.ledger_key)}
     if as_json:
         print_json(facts)
         return
     console.show_facts(list(facts.items()))
 
 
-def _seen(place: Home) -> ChainHead:
+def _seen(silo_home: Home) -> ChainHead:
     """Return the furthest end of the ledger that this hospital knows others to have seen."""
     from silo.training.hospital_controls import HospitalControls
 
-    store = Store(place.database)
+    store = Store(silo_home.database)
     try:
-        seen = HospitalControls(place, store).latest_attestation()
+        seen = HospitalControls(silo_home, store).latest_attestation()
     finally:
         store.close_database()
     return ChainHead(seen.seq, seen.head)

@@ -12,7 +12,7 @@ from protos.pki.identity import colons, identity_of
 from silo.cli import console
 from silo.cli.options import HomeOption, JsonOption
 from silo.identity.identity import SiloIdentity
-from silo.storage.home import Home, default_home
+from silo.storage.home import Home
 
 app = typer.Typer(no_args_is_help=True, help="The other hospitals: whose keys are accepted, and who waits for consent.")
 
@@ -20,7 +20,7 @@ app = typer.Typer(no_args_is_help=True, help="The other hospitals: whose keys ar
 @app.command("show")
 def show_peers(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """Show every member of the roster, its key's fingerprint, and whether this hospital accepts it."""
-    pins = SiloIdentity(Home(home or default_home()).path).pins()
+    pins = SiloIdentity(Home.at(home).path).pins()
     accepted = {name: identity_of(pem).fingerprint for name, pem in sorted(pins.accepted().items())}
     held = {name: member.fingerprint for name, member in sorted(pins.held().items())}
     if as_json:
@@ -50,7 +50,7 @@ def accept(
             "E-ID-16",
             f"expected a whole fingerprint (64 hexadecimal digits, with colons or without), found {fingerprint!r}",
         )
-    SiloIdentity(Home(home or default_home()).path).pins().accept(name, digest)
+    SiloIdentity(Home.at(home).path).pins().accept(name, digest)
     if as_json:
         print_json({"silo": name, "fingerprint": digest, "accepted": True})
         return

@@ -11,7 +11,7 @@ import typer
 from protos.console import local_time, print_json
 from silo.cli import console
 from silo.cli.options import HomeOption, JsonOption
-from silo.storage.home import Home, default_home
+from silo.storage.home import Home
 from silo.storage.store import Store
 
 app = typer.Typer(no_args_is_help=True, help="The hospital's policy: policy.toml in the silo's home.")
@@ -22,12 +22,12 @@ def show_policy(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """Show the policy in force, and the digest that goes with every update."""
     from silo.training.policy_in_force import in_force
 
-    place = Home(home or default_home())
-    policy = in_force(place)
+    silo_home = Home.at(home)
+    policy = in_force(silo_home)
     if as_json:
-        print_json({"file": str(place.policy), "there": place.policy.exists(), **asdict(policy)})
+        print_json({"file": str(silo_home.policy), "there": silo_home.policy.exists(), **asdict(policy)})
         return
-    facts = [("file", str(place.policy) if policy.digest else f"{place.policy}: none, the defaults hold")]
+    facts = [("file", str(silo_home.policy) if policy.digest else f"{silo_home.policy}: none, the defaults hold")]
     facts += [("digest", policy.digest or "-")]
     for section in ("runs", "privacy", "prototypes"):
         facts += [(f"{section}.{key}", _text(value)) for key, value in asdict(getattr(policy, section)).items()]
@@ -52,20 +52,20 @@ def check(
     from privacy.policy_file import closed
     from silo.training.policy_in_force import in_force
 
-    at = Home(home or default_home())
-    place = file or at.policy
-    policy = in_force(at) if file is None else Policy.read(file)
+    silo_home = Home.at(home)
+    place = file or silo_home.policy
+    policy = in_force(silo_home) if file is None else Policy.read(file)
     if file is not None and not policy.digest:
         raise closed(f"expected a policy in the file {file}, found no such file")
-    if policy.budgets and at.ledger.exists():
+    if policy.budgets and silo_home.ledger.exists():
         from privacy.ledger.ledger import Ledger
 
-        policy.require_collections(Ledger(at.ledger).collections())
+        policy.require_collections(Ledger(silo_home.ledger).collections())
     if as_json:
         print_json({"file": str(place), "digest": policy.digest, "sound": True})
         return
     facts = [("file", str(place)), ("sound", "yes" if policy.digest else "there is none, the defaults hold")]
-    if policy.budgets and not at.ledger.exists():
+    if policy.budgets and not silo_home.ledger.exists():
         facts += [("budgets", "not compared with the ledger, which is not there yet: silo ledger register")]
     console.show_facts(facts)
 
@@ -80,7 +80,7 @@ def approve(
 
     A decision holds for one manifest: a run that changes asks again.
     """
-    store = Store(Home(home or default_home()).database)
+    store = Store(Home.at(home).database)
     try:
         found = store.approvals.all() if run is None else [store.approvals.decide(run, not deny)]
     finally:

@@ -15,11 +15,10 @@ import typer
 from fl_core.errors import ConfigError, DataError, FederationError, StateError
 from protos.console import print_json
 from protos.pki.identity import colons, identity_of
-from silo.cli import audit, console, ledger, policy
-from silo.cli import peers as peer_commands
+from silo.cli import audit, console, ledger, peers, policy
 from silo.cli.options import DataRootOption, HomeOption, JsonOption
 from silo.identity.identity import SiloIdentity
-from silo.storage.home import Home, default_home
+from silo.storage.home import Home
 from silo.storage.store import Store
 
 Classes = Annotated[
@@ -41,7 +40,7 @@ data = typer.Typer(no_args_is_help=True, help="Look at data before it is served.
 app.add_typer(data, name="data")
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(policy.app, name="policy")
-app.add_typer(peer_commands.app, name="peers")
+app.add_typer(peers.app, name="peers")
 app.command()(policy.approve)
 app.command()(audit.audit)
 
@@ -70,15 +69,14 @@ def join(
     """
     if [token, token_file, signed].count(None) != 2:
         raise ConfigError("E-CFG-02", "expected a TOKEN, --token-file FILE or --signed FILE: give one of them")
-    from silo.service.enrolment import install_signed
-    from silo.service.enrolment import join as enrol
+    from silo.service import enrolment
 
-    place = Home(home or default_home())
+    silo_home = Home.at(home)
     if signed is not None:
-        peer = install_signed(_read_file(signed), place, fingerprint)
+        peer = enrolment.install_signed(_read_file(signed), silo_home, fingerprint)
     else:
-        peer = enrol(token if token is not None else _read_file(token_file), place, again)
-    authority = SiloIdentity(place.path).ca_fingerprint()
+        peer = enrolment.join(token if token is not None else _read_file(token_file), silo_home, again)
+    authority = SiloIdentity(silo_home.path).ca_fingerprint()
     if as_json:
         print_json(
             {
@@ -87,14 +85,14 @@ def join(
                 "fingerprint": peer.fingerprint,
                 "authority_fingerprint": authority,
                 "certificate_until": peer.not_after.timestamp(),
-                "home": str(place.path),
+                "home": str(silo_home.path),
             }
         )
         return
     console.show_facts(
         [
             ("joined", str(peer.identity)),
-            ("home", str(place.path)),
+            ("home", str(silo_home.path)),
             ("fingerprint", colons(peer.fingerprint)),
             ("authority", colons(authority)),
             ("certificate", f"until {peer.not_after:%Y-%m-%d %H:%M} UTC, renewed by `silo serve`"),
@@ -126,7 +124,7 @@ def request(
     """
     from silo.service.enrolment import write_request
 
-    digest = write_request(Home(home or default_home()), out)
+    digest = write_request(Home.at(home), out)
     if as_json:
         print_json({"file": str(out), "fingerprint": digest})
         return
@@ -171,8 +169,10 @@ def serve(
     from silo.cli import foreground
     from silo.service.service import SiloSettings
 
-    place = Home(home or default_home())
-    settings = SiloSettings(place, data, data_root, device, nominal_size, not no_prototypes, answer_after, pulse_floor)
+    silo_home = Home.at(home)
+    settings = SiloSettings(
+        silo_home, data, data_root, device, nominal_size, not no_prototypes, answer_after, pulse_floor
+    )
     foreground.serve(settings, as_json)
 
 
@@ -220,11 +220,11 @@ def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
 
     These measurements are in no message that names this hospital; they can be read here alone.
     """
-    place = Home(home or default_home())
-    identity = SiloIdentity(place.path)
+    silo_home = Home.at(home)
+    identity = SiloIdentity(silo_home.path)
     own = identity.load()
-    addresses = [str(address) for address in place.addresses()]
-    store = Store(place.database)
+    addresses = [str(address) for address in silo_home.addresses()]
+    store = Store(silo_home.database)
     try:
         if as_json:
             print_json(console.status_json(own, addresses, identity.renewal_due(), store))
@@ -237,14 +237,16 @@ def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
 @app.command()
 def fingerprint(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """Show the fingerprints that two hospitals read to each other: own, the authority's, and every peer's."""
-    identity = SiloIdentity(Home(home or default_home()).path)
+    identity = SiloIdentity(Home.at(home).path)
     own, authority = identity.load(), identity.ca_fingerprint()
-    peers = {name: identity_of(pem).fingerprint for name, pem in sorted(identity.peers().items())}
+    accepted = {name: identity_of(pem).fingerprint for name, pem in sorted(identity.peers().items())}
     if as_json:
-        print_json({"silo": own.identity.name, "fingerprint": own.fingerprint, "authority": authority, "roster": peers})
+        print_json(
+            {"silo": own.identity.name, "fingerprint": own.fingerprint, "authority": authority, "roster": accepted}
+        )
         return
     console.show_facts([(own.identity.name, colons(own.fingerprint)), ("authority", colons(authority))])
-    console.show_rows("Accepted peers", ("silo", "key"), [(name, colons(key)) for name, key in peers.items()])
+    console.show_rows("Accepted peers", ("silo", "key"), [(name, colons(key)) for name, key in accepted.items()])
 
 
 def run(words: list[str]) -> int:

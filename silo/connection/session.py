@@ -30,7 +30,7 @@ class Handler(Protocol):
         """Take note of a task."""
         ...
 
-    def preflight(self, asked: pb.Preflight) -> None:
+    def preflight(self, request: pb.Preflight) -> None:
         """Take note of the question whether this silo is ready for a run."""
         ...
 

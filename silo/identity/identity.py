@@ -97,12 +97,12 @@ class SiloIdentity:
         Guarantees: on an error nothing has changed; after a crash the old identity or the new one is whole.
         """
         cert = certificates.load_certificate(cert_pem, "the answer of the coordinator")
-        peer = self._accept(cert, certificates.load_certificate(ca_pem, "the consortium's authority"))
+        peer = self._checked_certificate(cert, certificates.load_certificate(ca_pem, "the consortium's authority"))
         if self.joined and cert_pem == self.current_credentials().cert_pem:
             return peer  # a repeated answer: installed before the crash
         key = self._next_key()
         if certificates.spki(certificates.public_key(cert)) != certificates.spki(key.public_key()):
-            raise _not_ours("it is for another key than the one that waits here")
+            raise _wrong_certificate("it is for another key than the one that waits here")
         if not self.joined:
             pins = None if roster is None else self._pins(peer, ca_pem).first(roster)
             private_files.write_public(self.folder / "ca.crt", ca_pem)
@@ -136,11 +136,6 @@ class SiloIdentity:
         """Hash the pinned CA certificate, lower-case hex: must equal what the lead reads out."""
         return certificate_fingerprint(self.authority_pem())
 
-    @property
-    def expires_at(self) -> datetime:
-        """Tell when the certificate in force expires (UTC)."""
-        return self.load().not_after
-
     def renewal_due(self, now: datetime | None = None) -> bool:
         """Tell whether two thirds of the certificate's life are over."""
         own = self.load()
@@ -165,7 +160,7 @@ class SiloIdentity:
         return certificates.sign(self._current_key(), context, message)
 
     def update_roster(self, signed: SignedRoster, accept_additions: bool = True) -> RosterChange:
-        """Take over a newer roster as far as the policy allows; see `silo.identity.pinned_peers.Pins.update`."""
+        """Take over a newer roster as far as the policy allows; see `silo.identity.pinned_peers.PinnedPeers.update`."""
         return self.pins().update(signed, accept_additions)
 
     def peers(self) -> dict[str, bytes]:
@@ -207,29 +202,29 @@ class SiloIdentity:
         private_files.write_private(path, pem)
         return certificates.load_key(pem, str(path))
 
-    def _accept(self, cert: x509.Certificate, ca: x509.Certificate) -> PeerCertificate:
+    def _checked_certificate(self, cert: x509.Certificate, ca: x509.Certificate) -> PeerCertificate:
         try:
             peer = identity_of(cert)
         except FederationError as error:
-            raise _not_ours(error.message) from None
+            raise _wrong_certificate(error.message) from None
         if peer.identity.kind is not Kind.SILO:
-            raise _not_ours(f"it is a certificate of {peer.identity}")
+            raise _wrong_certificate(f"it is a certificate of {peer.identity}")
         if not certificates.issued_by(cert, ca):
-            raise _not_ours("another authority signed it")
+            raise _wrong_certificate("another authority signed it")
         if not peer.not_before <= self.clock() <= peer.not_after:
-            raise _not_ours(
+            raise _wrong_certificate(
                 f"it is valid from {peer.not_before:%Y-%m-%d %H:%M} to {peer.not_after:%Y-%m-%d %H:%M} UTC and this "
                 f"machine's clock says {self.clock():%Y-%m-%d %H:%M} UTC; set the clock"
             )
         if self.joined:
             own = self.load()
             if peer.identity != own.identity or certificates.to_pem(ca) != self._ca_pem_canonical():
-                raise _not_ours(f"it is for {peer.identity}, and this home belongs to {own.identity}")
+                raise _wrong_certificate(f"it is for {peer.identity}, and this home belongs to {own.identity}")
         return peer
 
     def _ca_pem_canonical(self) -> bytes:
         return certificates.to_pem(certificates.load_certificate(self.authority_pem(), "ca.crt"))
 
 
-def _not_ours(what: str) -> RefusedError:
+def _wrong_certificate(what: str) -> RefusedError:
     return RefusedError("E-ID-31", f"expected the certificate that was asked for, but {what}; nothing was changed")

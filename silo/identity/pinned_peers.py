@@ -68,7 +68,7 @@ class PinnedPeers:
         version, and on another document under the version that is pinned. On an error nothing changes.
         """
         roster = signed.verify(self.ca_pem, self.consortium)
-        with self._alone():
+        with self._locked():
             return self._update(signed, roster, accept_additions)
 
     def _update(self, signed: SignedRoster, roster: Roster, accept_additions: bool) -> RosterChange:
@@ -108,7 +108,7 @@ class PinnedPeers:
         fingerprint: hex, as the other hospital read it out. Raises ConfigError (E-ID-16) when the roster has no member
         of that name, or has it with another key: nothing changes then.
         """
-        with self._alone():
+        with self._locked():
             known = self.load()
             roster = known._roster()
             found = {} if roster is None else {m.name: m.fingerprint for m in roster.members}
@@ -122,7 +122,7 @@ class PinnedPeers:
             known._pin(known.signed, {**known.pins, name: fingerprint})
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Keep the service and a command apart: each reads, decides and writes."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.path.with_suffix(".lock").open("wb") as lock:

@@ -29,7 +29,7 @@ from silo.identity.identity import SiloIdentity
 from silo.identity.pinned_peers import PinnedPeers
 from silo.storage.home import Home
 
-CALL_S = 60.0
+CALL_TIMEOUT_S = 60.0
 
 
 def pinned_version(identity: SiloIdentity) -> int:
@@ -62,7 +62,7 @@ def join(
     home.make()
     identity = SiloIdentity(home.path, clock)
     invitation = InvitationToken.decode(token, clock())
-    if identity.joined and not again and (own := _present(identity, invitation, clock)):
+    if identity.joined and not again and (own := _certificate_in_force(identity, invitation, clock)):
         return own
     material = identity.join_material(invitation)
     request = pb.JoinRequest(csr_pem=material.csr_pem, renewal_proof=material.proof)
@@ -74,7 +74,7 @@ def join(
     return identity.install(answer.certificate_pem, invitation.ca_pem, roster)
 
 
-def _present(identity: SiloIdentity, token: InvitationToken, clock: Clock) -> PeerCertificate | None:
+def _certificate_in_force(identity: SiloIdentity, token: InvitationToken, clock: Clock) -> PeerCertificate | None:
     """Return the certificate in force when this token was, or might have been, used up for it already."""
     own = identity.load()
     same = (own.identity.consortium, own.identity.name, identity.ca_fingerprint()) == (
@@ -97,7 +97,7 @@ def _first_answer(
     for address in addresses:
         connection = Connection.over(address, connect(address))
         try:
-            return connection.enrolment.Join(request, timeout=CALL_S)
+            return connection.enrolment.Join(request, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
             failure = to_federation_error(error)
             if not isinstance(failure, UnavailableError):
@@ -149,15 +149,15 @@ def install_signed(text: str, home: Home, authority: str | None, clock: Clock = 
 class MembershipMaintainer:
     """Keeps the membership in force while the service runs.
 
-    moved: called after a renewal, so that the next session is opened with the new certificate.
+    on_renewal: called after a renewal, so that the next session is opened with the new certificate.
     """
 
     identity: SiloIdentity
     connections: ConnectionManager
     emit: EmitEvent
-    moved: Callable[[], None]
+    on_renewal: Callable[[], None]
     clock: Clock = utc_now
-    _complained: str = field(default="")
+    _last_error: str = field(default="")
 
     def renew_if_due(self) -> bool:
         """Renew the certificate when two thirds of its life are over; return whether it was renewed.
@@ -170,20 +170,20 @@ class MembershipMaintainer:
             request = self.identity.renewal_request()
             message = pb.RenewRequest(csr_pem=request.csr_pem, renewal_proof=request.proof)
             try:
-                answer = self.connections.current().enrolment.Renew(message, timeout=CALL_S)
+                answer = self.connections.current().enrolment.Renew(message, timeout=CALL_TIMEOUT_S)
             except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed for a newer one
-                raise _closed(error) from error
+                raise _call_error(error) from error
             peer = self.identity.install(answer.certificate_pem, self.identity.current_credentials().ca_pem)
         except FederationError as error:
-            if str(error) != self._complained:
-                self._complained = str(error)
+            if str(error) != self._last_error:
+                self._last_error = str(error)
                 self.emit(error_event(error))
             return False
-        self._complained = ""
+        self._last_error = ""
         if answer.signed_roster:
             self.apply_roster(answer.signed_roster)
         self.emit(event("renewed", f"certificate renewed until {peer.not_after:%Y-%m-%d}"))
-        self.moved()
+        self.on_renewal()
         return True
 
     def apply_roster(self, raw: bytes) -> None:
@@ -203,7 +203,7 @@ class MembershipMaintainer:
             )
 
 
-def _closed(error: grpc.RpcError | ValueError) -> FederationError:
+def _call_error(error: grpc.RpcError | ValueError) -> FederationError:
     if isinstance(error, grpc.RpcError):
         return to_federation_error(error)
     return UnavailableError("E-NET-01", f"the connection was replaced: {error}")

@@ -171,7 +171,7 @@ class Service:
 
     def doing(self) -> pb.Pulse:
         """Say what is being done now, for the hospital's own screen."""
-        return self._queue.doing()
+        return self._queue.local_pulse()
 
     def leave(self, reason: str) -> None:
         """Begin to end: take no more tasks, give training up, let an upload under way finish."""

@@ -12,7 +12,6 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey
 from silo.connection.retry import CancelToken
 from silo.events import EmitEvent, event
-from silo.service.check import Check
 from silo.storage.store import Store
 
 Send = Callable[[pb.SiloMessage], None]
@@ -26,6 +25,26 @@ class Task:
     key: TaskKey
     offer: pb.Offer
     stop: CancelToken = field(default_factory=CancelToken)
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightTask:
+    """A preflight of one run under one manifest. key: the first task of the run, which it comes before."""
+
+    key: TaskKey
+    request: pb.Preflight
+    stop: CancelToken = field(default_factory=CancelToken)
+
+    @classmethod
+    def of(cls, request: pb.Preflight) -> PreflightTask:
+        """Take a question; raises ProtocolError (E-WIRE-06) when it names no run."""
+        return cls(TaskKey.of(pb.RoundRef(run_id=request.run_id, kind=pb.TRAIN)), request)
+
+    def answer(self, code: str = "", reason: str = "") -> pb.SiloMessage:
+        """Write the answer: ready, or with a code why not; it names the manifest, for which alone it holds."""
+        about = {"run_id": self.request.run_id, "manifest_digest": self.request.manifest_digest}
+        answer = pb.PreflightAnswer(**about, ready=not code, code=code, reason=reason)
+        return pb.SiloMessage(preflight=answer)
 
 
 class TaskQueue:
@@ -42,15 +61,15 @@ class TaskQueue:
         self._emit = emit
         self._lock = threading.Condition()
         self._waiting: dict[TaskKey, pb.Offer] = {}
-        self._checks: dict[TaskKey, Check] = {}
-        self._current: Task | Check | None = None
+        self._preflights: dict[TaskKey, PreflightTask] = {}
+        self._current: Task | PreflightTask | None = None
         self._accepted = False
         self._refused: dict[_Name, FederationError] = {}
         self._closing: dict[TaskKey, bool] = {}
         self._ending: dict[str, pb.RunEnded] = {}
-        self._shut = False
+        self._closed = False
         self._undecided: set[str] = set()
-        self._pulse = self._seen = pb.Pulse(activity=pb.IDLE)
+        self._pulse = self._local_pulse = pb.Pulse(activity=pb.IDLE)
         self.cleanup_needed = threading.Event()
 
     # ---- from the coordinator ----------------------------------------------------------------------------------
@@ -59,7 +78,7 @@ class TaskQueue:
         """Queue a task, or answer at once for one whose fate is known."""
         key = TaskKey.of(offer)
         with self._lock:
-            if self._shut:
+            if self._closed:
                 return
             if self._store.closed(key):
                 found = ProtocolError("E-RUN-33", f"expected a task of an open round, found {key}, closed here before")
@@ -69,7 +88,7 @@ class TaskQueue:
                 self._answer(key, known)
                 return
             if isinstance(self._current, Task) and self._current.key.run_id == key.run_id:
-                if self._same(self._current.offer, offer):
+                if self._same_task(self._current.offer, offer):
                     if self._accepted:
                         self._answer(key, None)
                     return
@@ -81,16 +100,16 @@ class TaskQueue:
             self._waiting[key] = offer
             self._lock.notify_all()
 
-    def preflight(self, asked: pb.Preflight) -> None:
+    def preflight(self, request: pb.Preflight) -> None:
         """Queue the question whether this silo is ready for a run; whenever it is asked, it is looked at anew."""
-        check = Check.of(asked)
+        task = PreflightTask.of(request)
         with self._lock:
-            if not self._shut:
-                self._checks[check.key] = check
+            if not self._closed:
+                self._preflights[task.key] = task
                 self._lock.notify_all()
 
     @staticmethod
-    def _same(a: pb.Offer, b: pb.Offer) -> bool:
+    def _same_task(a: pb.Offer, b: pb.Offer) -> bool:
         return (a.round, a.kind, a.base_digest) == (b.round, b.kind, b.base_digest)
 
     def round_closed(self, closed: pb.RoundClosed) -> None:
@@ -109,13 +128,13 @@ class TaskQueue:
         with self._lock:
             for key in [k for k in self._waiting if k.run_id == ended.run_id]:
                 del self._waiting[key]
-            for key in [k for k in self._checks if k.run_id == ended.run_id]:
-                del self._checks[key]
+            for key in [k for k in self._preflights if k.run_id == ended.run_id]:
+                del self._preflights[key]
             if self._current is not None and self._current.key.run_id == ended.run_id:
                 self._ending[ended.run_id] = ended
                 self._current.stop.cancel(f"run {ended.run_id} has ended: {ended.state}")
             else:
-                self._leave(ended)
+                self._end_run(ended)
 
     def pulse(self) -> pb.Pulse:
         """Say what is being done; of a private run's training no step."""
@@ -124,34 +143,34 @@ class TaskQueue:
             pulse.CopyFrom(self._pulse)
             return pulse
 
-    def doing(self) -> pb.Pulse:
+    def local_pulse(self) -> pb.Pulse:
         """Say what is being done to whoever stands at the hospital's own screen, with all steps."""
         with self._lock:
-            now, seen = self._pulse, self._seen
-            same = (now.activity, now.run_id, now.round) == (seen.activity, seen.run_id, seen.round)
+            now, local = self._pulse, self._local_pulse
+            same = (now.activity, now.run_id, now.round) == (local.activity, local.run_id, local.round)
             pulse = pb.Pulse()
-            pulse.CopyFrom(seen if same else now)
+            pulse.CopyFrom(local if same else now)
             return pulse
 
     # ---- for the worker ----------------------------------------------------------------------------------------
 
-    def take(self, seconds: float) -> Task | Check | None:
+    def take(self, seconds: float) -> Task | PreflightTask | None:
         """Wait for a task or a preflight; None when there is none for so long. The caller must `finish` it."""
         with self._lock:
-            if not self._shut and all(self._undecided_on(key) for key in (*self._waiting, *self._checks)):
+            if not self._closed and all(self._undecided_on(key) for key in (*self._waiting, *self._preflights)):
                 self._lock.wait(seconds)
-            first = next((k for k in self._checks if not self._undecided_on(k)), None)
-            if first is not None and not self._shut:
-                self._current = self._checks.pop(first)
+            first = next((k for k in self._preflights if not self._undecided_on(k)), None)
+            if first is not None and not self._closed:
+                self._current = self._preflights.pop(first)
                 return self._current
             key = next((k for k in self._waiting if not self._is_blocked(k)), None)
-            if key is None or self._shut:
+            if key is None or self._closed:
                 return None
             self._current = Task(key, self._waiting.pop(key))
             self._accepted = False
             return self._current
 
-    def held(self) -> bool:
+    def awaits_close(self) -> bool:
         """Tell whether a task waits for the close of the round before it, which the coordinator has not named yet."""
         with self._lock:
             return any(self._awaits_previous_close(key) for key in self._waiting)
@@ -169,25 +188,28 @@ class TaskQueue:
             e.key.run_id == key.run_id and e.key.round < key.round and e.state_digest for e in self._store.outbox()
         )
 
-    def finish(self, task: Task | Check) -> None:
+    def finish(self, task: Task | PreflightTask) -> None:
         """Give a task back, whatever came of it; settle what had to wait for this."""
         with self._lock:
             self._current = None
-            if isinstance(task, Check) and (self._pulse.run_id, self._pulse.activity) == (task.key.run_id, pb.FETCHING):
+            if isinstance(task, PreflightTask) and (self._pulse.run_id, self._pulse.activity) == (
+                task.key.run_id,
+                pb.FETCHING,
+            ):
                 self._pulse = pb.Pulse(activity=pb.IDLE)
             if task.key in self._closing:
                 self._settle(task.key, self._closing.pop(task.key))
             if task.key.run_id in self._ending:
-                self._leave(self._ending.pop(task.key.run_id))
+                self._end_run(self._ending.pop(task.key.run_id))
 
-    def defer(self, task: Task | Check) -> bool:
-        """Put a task or a preflight back until the hospital has decided about its run; tell whether that is news.
+    def defer(self, task: Task | PreflightTask) -> bool:
+        """Put a task or a preflight back until the hospital has decided about its run; return whether that is news.
 
         The coordinator gets no answer before, and sees what the silo waits for.
         """
         with self._lock:
-            if not task.stop.is_cancelled and isinstance(task, Check):
-                self._checks.setdefault(task.key, task)
+            if not task.stop.is_cancelled and isinstance(task, PreflightTask):
+                self._preflights.setdefault(task.key, task)
             elif not task.stop.is_cancelled and isinstance(task, Task):
                 self._waiting.setdefault(task.key, task.offer)
             self._pulse = pb.Pulse(activity=pb.AWAITING_APPROVAL, run_id=task.key.run_id, round=task.key.round)
@@ -201,29 +223,34 @@ class TaskQueue:
             self._accepted = True
             self._answer(task.key, None)
 
-    def ready(self, check: Check) -> None:
+    def ready(self, preflight_task: PreflightTask) -> None:
         """Tell the coordinator that the whole run can be done here."""
-        self._send(check.answer())
+        self._send(preflight_task.answer())
 
-    def refuse(self, task: Task | Check, error: FederationError) -> None:
+    def refuse(self, task: Task | PreflightTask, error: FederationError) -> None:
         """Tell the coordinator, of a task everyone who asks again too, why it is not done here."""
         with self._lock:
-            if isinstance(task, Check):
+            if isinstance(task, PreflightTask):
                 self._send(task.answer(error.code, public_reason(error)))
             else:
                 self._refused[task.key, task.offer.base_digest] = error
                 self._answer(task.key, error)
         self._emit(event("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
 
-    def note(
-        self, task: Task | Check, activity: pb.Activity.ValueType, done: int = 0, total: int = 0, quiet: bool = False
+    def set_activity(
+        self,
+        task: Task | PreflightTask,
+        activity: pb.Activity.ValueType,
+        done: int = 0,
+        total: int = 0,
+        quiet: bool = False,
     ) -> None:
         """Note how far the work is, for the next pulse; quiet: the coordinator is told the activity alone."""
         run, round = task.key.run_id, task.key.round
-        told = pb.Pulse(activity=activity, run_id=run, round=round)
+        public = pb.Pulse(activity=activity, run_id=run, round=round)
         with self._lock:
-            self._seen = pb.Pulse(activity=activity, run_id=run, round=round, done=done, total=total)
-            self._pulse = told if quiet else self._seen
+            self._local_pulse = pb.Pulse(activity=activity, run_id=run, round=round, done=done, total=total)
+            self._pulse = public if quiet else self._local_pulse
 
     def retry_now(self) -> None:
         """Let the task under way try again now instead of sleeping on: the coordinator has just been heard."""
@@ -234,9 +261,9 @@ class TaskQueue:
     def close(self, reason: str) -> None:
         """Take no more tasks and give the present one up; an upload under way may finish."""
         with self._lock:
-            self._shut = True
+            self._closed = True
             self._waiting.clear()
-            self._checks.clear()
+            self._preflights.clear()
             if self._current is not None:
                 self._current.stop.cancel(reason, gently=self._pulse.activity == pb.UPLOADING)
             self._lock.notify_all()
@@ -260,7 +287,7 @@ class TaskQueue:
         self._send(pb.SiloMessage(settled=pb.Settled(run_id=key.run_id, round=key.round, kind=key.wire_kind)))
         self.cleanup_needed.set()
 
-    def _leave(self, ended: pb.RunEnded) -> None:
+    def _end_run(self, ended: pb.RunEnded) -> None:
         self._store.end_run(ended.run_id, ended.state, ended.reason)
         if self._pulse.run_id == ended.run_id:
             self._pulse = pb.Pulse(activity=pb.IDLE)
@@ -271,7 +298,7 @@ class TaskQueue:
         self.cleanup_needed.set()
 
 
-_SPOKEN = ("E-RUN", "E-WIRE", "E-PRIV", "E-ID", "E-TLS", "E-NET")
+_PUBLIC_CODES = ("E-RUN", "E-WIRE", "E-PRIV", "E-ID", "E-TLS", "E-NET")
 """Families whose messages are about the run and the wire. All others, and all new ones, are told by their meaning."""
 
 
@@ -281,7 +308,7 @@ def public_reason(error: FederationError) -> str:
     Guarantees: no path, file name or count of the hospital leaves it, and of its budget and its policy no number. Their
     full text is in the hospital's own log.
     """
-    if isinstance(error, RefusedError | ProtocolError) and error.code.startswith(_SPOKEN):
+    if isinstance(error, RefusedError | ProtocolError) and error.code.startswith(_PUBLIC_CODES):
         return error.message
     title, cause, *_ = EXPLANATIONS.get(error.code, EXPLANATIONS["E-RUN-31"])
     return f"{title}: {cause[0].lower()}{cause[1:].rstrip('.')} (the hospital's own log has the details)"

@@ -17,9 +17,8 @@ from protos.wire import codec
 from silo.connection.retry import CancelledError
 from silo.connection.transfer import ReceiptVerifier, Transfer
 from silo.events import EmitEvent, error_event, event
-from silo.service.check import Check
 from silo.service.response_timing import ResponseTiming
-from silo.service.task_queue import Task, TaskQueue
+from silo.service.task_queue import PreflightTask, Task, TaskQueue
 from silo.storage.outbox import Outbox, PendingEntry
 from silo.storage.tasks import OutboxEntry
 from silo.training import evaluation_summary, preflight
@@ -63,14 +62,14 @@ class TaskRunner:
                 self._idle()
                 continue
             try:
-                if isinstance(task, Check):
+                if isinstance(task, PreflightTask):
                     self._run_preflight(task)
                 else:
                     self._run_task(task)
             except _AwaitingApprovalError:
                 if self.queue.defer(task):
-                    said = f"{task.key.run_id} waits for the hospital's decision: silo approve {task.key.run_id}"
-                    self.emit(event("approval", said, task.key))
+                    text = f"{task.key.run_id} waits for the hospital's decision: silo approve {task.key.run_id}"
+                    self.emit(event("approval", text, task.key))
             except CancelledError as error:
                 self.emit(event("stopped", f"{task.key}: {error.reason}", task.key, {"reason": error.reason}))
             except FederationError as error:
@@ -83,31 +82,31 @@ class TaskRunner:
                 self.queue.finish(task)
                 self._clean_up()
 
-    def _run_preflight(self, check: Check) -> None:
+    def _run_preflight(self, preflight_task: PreflightTask) -> None:
         """Say before round 0 whether the whole run can be done here; nothing is charged and nothing released."""
-        key, digest = check.key, check.asked.manifest_digest
-        self.queue.note(check, pb.FETCHING)
-        run = self._agreement(check, digest)
+        key, digest = preflight_task.key, preflight_task.request.manifest_digest
+        self.queue.set_activity(preflight_task, pb.FETCHING)
+        run = self._admitted_run(preflight_task, digest)
         prepared = self.trainer.prepare(run)
         try:
             preflight.require(prepared, self.outbox.objects.folder, self.trainer.device)
         except RefusedError as error:
             if run.private:
-                self.controls.note(key.run_id, error)
+                self.controls.record_refusal(key.run_id, error)
             raise
         self.outbox.store.record_run(key.run_id, run.manifest.name, digest)
-        self.queue.ready(check)
+        self.queue.ready(preflight_task)
         self.emit(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
 
     def _run_task(self, task: Task) -> None:
         """Send the update that is in the outbox, or make it first."""
         entry = self.outbox.find(task.key, task.offer.base_digest)
         if entry is None:
-            made = self._train(task)
+            pending = self._train(task)
             try:
-                self._send(task, made.entry, made.finish)
+                self._send(task, pending.entry, pending.finish)
             finally:
-                made.finish()  # however the sending ended, what was trained is kept
+                pending.finish()  # however the sending ended, what was trained is kept
             return
         if entry.refused is not None:
             code, _, reason = entry.refused.partition(": ")
@@ -118,47 +117,47 @@ class TaskRunner:
     def _train(self, task: Task) -> PendingEntry:
         """Train, and write the result; of a private run all of it is on the disk before anything leaves."""
         offer, key = task.offer, task.key
-        self.queue.note(task, pb.FETCHING)
+        self.queue.set_activity(task, pb.FETCHING)
         prepared = self._prepare(task)
         name, private = prepared.run.manifest.name, prepared.run.private
         self.queue.accept(task)
-        base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, self._meter(task, pb.FETCHING))
+        base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, self._progress(task, pb.FETCHING))
         msg = codec.read_state(base)
         self.emit(event("training", f"{key} of {name}: training", key, {"name": name}))
-        self.queue.note(task, pb.TRAINING)
+        self.queue.set_activity(task, pb.TRAINING)
         state = self.outbox.state(key.run_id)
-        meter = self._meter(task, pb.TRAINING, quiet=private)
+        progress = self._progress(task, pb.TRAINING, quiet=private)
         self.timing.begin((key, offer.base_digest), private)
         try:
-            done = self.trainer.train(prepared, key, offer.cohort, msg, state, meter)
+            result = self.trainer.train(prepared, key, offer.cohort, msg, state, progress)
         except CancelledError:
             raise
         except Exception:
             self.timing.hold((key, offer.base_digest), task.stop)  # when it went wrong is no news either
             raise
         task.stop.raise_if_cancelled()
-        attested = self.controls.attested()
+        attestation = self.controls.attestation()
 
-        def tell(entry: OutboxEntry) -> None:
-            facts = evaluation_summary.facts(done.evaluation) | {"bytes": entry.size}
-            self.emit(event("staged", f"{key}: {evaluation_summary.sentence(done.evaluation)}", key, facts))
+        def on_entered(entry: OutboxEntry) -> None:
+            facts = evaluation_summary.facts(result.evaluation) | {"bytes": entry.size}
+            self.emit(event("staged", f"{key}: {evaluation_summary.sentence(result.evaluation)}", key, facts))
 
-        made = self.outbox.begin(key, offer.manifest_digest, offer.base_digest, done, attested, tell)
+        pending = self.outbox.begin(key, offer.manifest_digest, offer.base_digest, result, attestation, on_entered)
         if prepared.ledger is not None:
-            made.finish()
-            prepared.ledger.commit(made.entry.object_digest)
-        return made
+            pending.finish()
+            prepared.ledger.commit(pending.entry.object_digest)
+        return pending
 
     def _prepare(self, task: Task) -> PreparedRun:
-        """Take this silo's place in the run of a task; raises as `_agreement` and `Trainer.prepare`."""
-        run = self._agreement(task, task.offer.manifest_digest)
+        """Take this silo's place in the run of a task; raises as `_admitted_run` and `Trainer.prepare`."""
+        run = self._admitted_run(task, task.offer.manifest_digest)
         prepared = self.trainer.prepare(run)
         self.outbox.store.record_run(
             task.key.run_id, run.manifest.name, task.offer.manifest_digest, task.offer.base_digest
         )
         return prepared
 
-    def _agreement(self, task: Task | Check, digest: str) -> CompiledRun:
+    def _admitted_run(self, task: Task | PreflightTask, digest: str) -> CompiledRun:
         """Fetch the manifest of a run that the hospital takes part in.
 
         Raises RefusedError (E-RUN-33) when a run comes back under another manifest, and as `HospitalControls.admit`
@@ -170,7 +169,7 @@ class TaskRunner:
             raise RefusedError(
                 "E-RUN-33", f"expected run {run_id} under the manifest {known[:16]}, found {digest[:16]}: ask the lead"
             )
-        path = self.transfer.fetch(digest, 0, task.stop, self._meter(task, pb.FETCHING))
+        path = self.transfer.fetch(digest, 0, task.stop, self._progress(task, pb.FETCHING))
         run = self.controls.admit(run_id, _read_manifest(path, digest))
         if run is None:
             raise _AwaitingApprovalError
@@ -183,11 +182,11 @@ class TaskRunner:
         """
         task.stop.raise_if_cancelled()
         self.timing.hold((entry.key, entry.base_digest), task.stop)
-        self.queue.note(task, pb.UPLOADING, 0, entry.size)
-        meter = self._meter(task, pb.UPLOADING, checked=False)
+        self.queue.set_activity(task, pb.UPLOADING, 0, entry.size)
+        progress = self._progress(task, pb.UPLOADING, checked=False)
         try:
             receipt = self.transfer.upload(
-                entry, self.outbox.bundle(entry), self.receipt_verifier(), task.stop, meter, ready
+                entry, self.outbox.bundle(entry), self.receipt_verifier(), task.stop, progress, ready
             )
         except FederationError as error:
             # Nobody refuses an update by the certificate that brings it: that one comes again once it is repaired.
@@ -198,20 +197,20 @@ class TaskRunner:
             raise
         ready()  # also where it was taken before, and no commit was asked for
         self.outbox.store.deliver(entry.key, receipt)
-        self.queue.note(task, pb.WAITING)
+        self.queue.set_activity(task, pb.WAITING)
         self.emit(event("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
 
-    def _meter(
-        self, task: Task | Check, activity: pb.Activity.ValueType, checked: bool = True, quiet: bool = False
+    def _progress(
+        self, task: Task | PreflightTask, activity: pb.Activity.ValueType, checked: bool = True, quiet: bool = False
     ) -> Callable[[int, int], None]:
-        """Make a progress callback that stops a cancelled task's training. quiet: see `TaskQueue.note`."""
+        """Make a progress callback that stops a cancelled task's training. quiet: see `TaskQueue.set_activity`."""
 
-        def moved(done: int, total: int) -> None:
+        def update(done: int, total: int) -> None:
             if checked:
                 task.stop.raise_if_cancelled()
-            self.queue.note(task, activity, done, total, quiet)
+            self.queue.set_activity(task, activity, done, total, quiet)
 
-        return moved
+        return update
 
     def _idle(self) -> None:
         """Between tasks: ask for receipts that were lost, and for the closes that a task waits for."""
@@ -225,7 +224,7 @@ class TaskRunner:
                     return
                 if receipt is not None:
                     self.outbox.store.deliver(entry.key, receipt)
-        if self.queue.held():
+        if self.queue.awaits_close():
             self.recycle()
         self._clean_up()
 

@@ -25,13 +25,7 @@ from protos.storage import private_files
 
 VARIABLE = "CONSILIUM_SILO_HOME"
 LEDGER, LEDGER_KEY = "CONSILIUM_SILO_LEDGER", "CONSILIUM_SILO_LEDGER_KEY"
-"""Name the ledger's file and its key's, whatever the home says."""
-
-
-def default_home() -> Path:
-    """Return the home that CONSILIUM_SILO_HOME names, else ~/.consilium/silo."""
-    named = os.environ.get(VARIABLE)
-    return Path(named).expanduser() if named else Path.home() / ".consilium" / "silo"
+"""Name the ledger's file and its key's, and win over the home's own file."""
 
 
 class ProcessInstance(NamedTuple):
@@ -47,6 +41,13 @@ class Home:
 
     path: Path
 
+    @classmethod
+    def at(cls, path: Path | None) -> Home:
+        """Return the home at a path, else that which CONSILIUM_SILO_HOME names, else ~/.consilium/silo."""
+        named = os.environ.get(VARIABLE)
+        default = Path(named).expanduser() if named else Path.home() / ".consilium" / "silo"
+        return cls(path or default)
+
     def make(self) -> Home:
         """Create the folder, for its owner alone; raises StateError (E-STATE-42) when others may enter it."""
         private_files.private_folder(self.path)
@@ -59,29 +60,29 @@ class Home:
 
     @property
     def ledger(self) -> Path:
-        """Name the privacy ledger: by CONSILIUM_SILO_LEDGER, else as the home says, else in the home.
+        """Name the privacy ledger: by CONSILIUM_SILO_LEDGER, else by the home's ledger.json, else in the home.
 
         A hospital that takes part in several consortia has a home for each, and one ledger for all of them, on one
         machine. Raises StateError (E-BUDGET-11) when the home's word on it cannot be read.
         """
-        named = os.environ.get(LEDGER) or self._placed().get("ledger")
+        named = os.environ.get(LEDGER) or self._ledger_location().get("ledger")
         return Path(named).expanduser() if named else self.path / "ledger.db"
 
     @property
     def ledger_key(self) -> Path:
-        """Name the ledger's key: by CONSILIUM_SILO_LEDGER_KEY, else as the home says, else beside the ledger."""
-        named = os.environ.get(LEDGER_KEY) or self._placed().get("key")
+        """The ledger's key: by CONSILIUM_SILO_LEDGER_KEY, else by the home's ledger.json, else beside the ledger."""
+        named = os.environ.get(LEDGER_KEY) or self._ledger_location().get("key")
         ledger = self.ledger
         return Path(named).expanduser() if named else ledger.with_name(f"{ledger.stem}.key")
 
     def place_ledger(self, ledger: Path, key: Path | None) -> None:
         """Say where the ledger lies from now on, and its key where that is not beside it."""
-        said = {"ledger": str(ledger.expanduser().absolute())}
+        location = {"ledger": str(ledger.expanduser().absolute())}
         if key is not None:
-            said["key"] = str(key.expanduser().absolute())
-        private_files.write_private(self.path / "ledger.json", json.dumps(said).encode())
+            location["key"] = str(key.expanduser().absolute())
+        private_files.write_private(self.path / "ledger.json", json.dumps(location).encode())
 
-    def _placed(self) -> dict[str, str]:
+    def _ledger_location(self) -> dict[str, str]:
         path = self.path / "ledger.json"
         try:
             found = json.loads(path.read_text())

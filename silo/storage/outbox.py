@@ -76,11 +76,11 @@ class Outbox:
         base_digest: str,
         done: TrainingResult,
         attested: Attestation | None = None,
-        then: Callable[[OutboxEntry], None] = lambda _: None,
+        on_entered: Callable[[OutboxEntry], None] = lambda _: None,
     ) -> PendingEntry:
         """Write bundle and next state, and have a thread bring them to the disk; see `PendingEntry`.
 
-        then: called once the update is entered.
+        on_entered: called once the update is entered.
         """
         staged = None
         if key.kind is TaskKind.TRAIN:
@@ -101,11 +101,11 @@ class Outbox:
         def enter() -> None:
             self.objects.sync(*(d for d in (staged, bundle) if d is not None))
             self.store.stage(entry, done.evaluation)
-            then(entry)
+            on_entered(entry)
 
-        beside = ThreadPoolExecutor(1, thread_name_prefix="stage")
-        entered = beside.submit(enter)
-        beside.shutdown(wait=False)
+        executor = ThreadPoolExecutor(1, thread_name_prefix="stage")
+        entered = executor.submit(enter)
+        executor.shutdown(wait=False)
         return PendingEntry(entry, entered)
 
     def find(self, key: TaskKey, base_digest: str) -> OutboxEntry | None:

@@ -62,7 +62,7 @@ class HospitalControls:
         except RefusedError:
             return True
 
-    def attested(self) -> Attestation:
+    def attestation(self) -> Attestation:
         """Return what goes with an update that is made now."""
         if not self.home.ledger.exists():
             return Attestation(self.policy_digest())
@@ -82,13 +82,13 @@ class HospitalControls:
 
     def latest_attestation(self) -> Attestation:
         """Return the furthest end of the ledger that others have seen, as far as this home remembers."""
-        return max(self._told(), self.store.latest_attestation_sent(), key=ledger_position)
+        return max(self._attestation_reminded(), self.store.latest_attestation_sent(), key=ledger_position)
 
     def all_attestations(self) -> list[Attestation]:
         """Return every end of the ledger that others have seen."""
-        return [self._told(), *self.store.attested()]
+        return [self._attestation_reminded(), *self.store.attested()]
 
-    def _told(self) -> Attestation:
+    def _attestation_reminded(self) -> Attestation:
         try:
             return Attestation(*json.loads(self.home.attested.read_text()))
         except (OSError, ValueError, TypeError):
@@ -144,7 +144,7 @@ class HospitalControls:
             if decided is False:
                 raise RefusedError("E-POLICY-07", f"the hospital decided against run {run_id}")
         except RefusedError as error:
-            self.note(run_id, error)
+            self.record_refusal(run_id, error)
             raise
         return run if decided else None
 
@@ -164,24 +164,24 @@ class HospitalControls:
         registered; as the profile's `data_factory`.
         """
         policy, profile = self.policy(), run.profile
-        hidden, least = _positions(policy, run.manifest), policy.prototypes.min_count
+        hidden, least = _hidden_classes(policy, run.manifest), policy.prototypes.min_count
         if not run.private:
             factory = profile.data_factory(index, InMemoryReleaseLog(), hidden, least)
             return factory, None, policy.prototypes.submit
         from privacy.ledger.registration import unit_of
         from privacy.ledger.run_ledger import RunLedger
 
-        most = Filter.of(policy.privacy.epsilon, policy.privacy.delta)
-        ledger = RunLedger(self.ledger, run, dataset, policy.caps(), most)
+        limit = Filter.of(policy.privacy.epsilon, policy.privacy.delta)
+        ledger = RunLedger(self.ledger, run, dataset, policy.caps(), limit)
         try:
             profile.check_part(index, policy, unit_of(dataset.train), declared)
             factory = profile.data_factory(index, ledger, hidden, least)
         except RefusedError as error:
-            self.note(run.manifest.name, error)
+            self.record_refusal(run.manifest.name, error)
             raise
         return factory, ledger, policy.prototypes.submit
 
-    def note(self, run: str, error: FederationError) -> None:
+    def record_refusal(self, run: str, error: FederationError) -> None:
         """Write down in the ledger what a coordinator asked for and was refused."""
         if error.code not in policy_in_force.UNUSABLE:  # of a file that says nothing there is nothing to record
             self.ledger.note_refusal(run, error.code)
@@ -197,7 +197,7 @@ def describe_request(run: CompiledRun) -> str:
     return f"{what}{lead}, epsilon {profile.terms.epsilon:g} at delta {profile.terms.delta:g} for {profile.subject}"
 
 
-def _positions(policy: Policy, manifest: RunManifest) -> frozenset[int]:
+def _hidden_classes(policy: Policy, manifest: RunManifest) -> frozenset[int]:
     """Find the classes that no prototypes are submitted of, in the run's label space."""
     names = manifest.schema.classes
     return frozenset(k for k, name in enumerate(names) if name in policy.prototypes.hidden)

@@ -167,7 +167,7 @@ class Trainer:
             context = self._context(prepared, key, size)
         except ProtocolError as error:
             if prepared.ledger is not None:  # a round that the plan does not have would be one more release
-                self._controls.note(key.run_id, error)
+                self._controls.record_refusal(key.run_id, error)
             raise
         self._check_broadcast(prepared, msg)
         # A clip of the coordinator's own is refused before anything is charged.
@@ -198,28 +198,30 @@ class Trainer:
         """
         found = _signature(adaptive_guards.method_state(msg, adaptive_guards.groups(prepared.runtime.guards)))
         if found != prepared.broadcast:
-            apart = sorted(g for g in {*found, *prepared.broadcast} if found.get(g) != prepared.broadcast.get(g))
+            different = sorted(g for g in {*found, *prepared.broadcast} if found.get(g) != prepared.broadcast.get(g))
             raise ProtocolError(
                 "E-WIRE-06",
                 f"expected of the coordinator what the server of {prepared.run.method.name} sends, found other names, "
-                f"shapes or types under {apart[0]!r}: both sides must run the same version",
+                f"shapes or types under {different[0]!r}: both sides must run the same version",
             )
 
     @staticmethod
     def _context(prepared: PreparedRun, key: TaskKey, size: int) -> RoundContext:
         """Check an offer against the public facts, which everybody can compute."""
         manifest, train = prepared.run.manifest, key.kind is TaskKind.TRAIN
-        drawn = sampling.sample_cohort(manifest.seed, key.round, len(manifest.members), manifest.cohort if train else 0)
+        cohort = sampling.sample_cohort(
+            manifest.seed, key.round, len(manifest.members), manifest.cohort if train else 0
+        )
         late = key.round >= manifest.rounds if train else key.round > manifest.rounds
-        if late or size != len(drawn) or prepared.index not in drawn:
+        if late or size != len(cohort) or prepared.index not in cohort:
             raise ProtocolError(
                 "E-RUN-33",
-                f"expected a {key.kind.value} task for silos {drawn} in round {key.round + 1} of {manifest.rounds}, "
+                f"expected a {key.kind.value} task for silos {cohort} in round {key.round + 1} of {manifest.rounds}, "
                 f"found one for silo {prepared.index} in a cohort of {size}: the offer does not follow from the "
                 "manifest",
             )
         context = RoundContext(
-            len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, len(drawn)
+            len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, len(cohort)
         )
         return context.for_silo(prepared.index, manifest.seed, prepared.submits)
 

@@ -126,7 +126,7 @@ def test_a_folder_of_images_is_audited_at_32_pixels_or_as_asked(tmp_path, size, 
         for k in range(60):
             shade = tuple(c + k % 40 for c in colour)
             Image.new("RGB", (48, 40), shade).save(tmp_path / name / f"{k}.png")
-    subject = audit_commands._subject(f"folder:{tmp_path}", None, "melanoma, nevus", size)
+    subject = audit_commands._target(f"folder:{tmp_path}", None, "melanoma, nevus", size)
     assert subject.x.shape == (120, 3, side, side)
     assert subject.classes == [0, 1]
     assert subject.network(0)(subject.x[:2]).shape == (2, 2)

@@ -17,7 +17,7 @@ from protos.tls.diagnosis import Diagnosis
 from silo.connection.channel import ConnectionManager
 from silo.identity.identity import SiloIdentity
 from silo.service.enrolment import MembershipMaintainer, join, pinned_version
-from silo.storage.home import Home, default_home
+from silo.storage.home import Home
 from tests.support.pki import authority as new_authority
 from tests.support.pki import join as joined_silo
 from tests.support.pki import member, roster, today
@@ -169,9 +169,9 @@ def test_a_damaged_token_is_refused_before_anything_is_sent(rig):
 
 def test_the_home_is_named_by_option_variable_or_default(monkeypatch, tmp_path):
     monkeypatch.setenv("CONSILIUM_SILO_HOME", str(tmp_path))
-    assert default_home() == tmp_path
+    assert Home.at(None).path == tmp_path
     monkeypatch.delenv("CONSILIUM_SILO_HOME")
-    assert default_home().parts[-2:] == (".consilium", "silo")
+    assert Home.at(None).path.parts[-2:] == (".consilium", "silo")
 
 
 # ---- renewal and roster --------------------------------------------------------------------------------------------
