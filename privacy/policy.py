@@ -161,7 +161,6 @@ class Policy:
         return cls(found.runs, found.privacy, found.prototypes, budgets, hashlib.sha256(raw).hexdigest())
 
     def caps(self) -> dict[str, Filter]:
-        """Return its budgets as the ledger keeps them."""
         return {name: Filter.of(*budget) for name, budget in self.budgets.items()}
 
     def require_collections(self, known: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Where a hospital writes down what it releases, before it is released."""
+"""The log of what a hospital releases: each release is in it before it is made."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from privacy.accounting.release_plan import Release
 class ReleaseLog(Protocol):
     """The releases of one member of a run: in memory for simulations, in the ledger at a hospital."""
 
-    def kept(self, purpose: str) -> Tensor | None:
-        """Return what was released once and for all; None before it was."""
+    def cached(self, purpose: str) -> Tensor | None:
+        """Return a release that is made once per version of the data; None before it was made."""
         ...
 
-    def keep(self, purpose: str, value: Tensor) -> None:
-        """Keep what was released once and for all."""
+    def cache(self, purpose: str, value: Tensor) -> None:
+        """Keep a release that is made once, so that later rounds and runs use it again."""
         ...
 
     def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:
@@ -27,24 +27,24 @@ class ReleaseLog(Protocol):
 
 
 class InMemoryReleaseLog:
-    """Admits everything and keeps the record."""
+    """Admits every release and remembers it."""
 
     def __init__(self) -> None:
         self.releases: list[Release] = []
-        self._kept: dict[str, Tensor] = {}
+        self._cached: dict[str, Tensor] = {}
 
-    def kept(self, purpose: str) -> Tensor | None:
-        return self._kept.get(purpose)
+    def cached(self, purpose: str) -> Tensor | None:
+        return self._cached.get(purpose)
 
-    def keep(self, purpose: str, value: Tensor) -> None:
-        self._kept[purpose] = value
+    def cache(self, purpose: str, value: Tensor) -> None:
+        self._cached[purpose] = value
 
     def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:  # noqa: ARG002
         self.releases += releases
 
 
 def by_collection(releases: Iterable[Release]) -> dict[str, list[Release]]:
-    """Sort releases by the collection of records that they are charged to."""
+    """Group releases by the collection of records that they are charged to."""
     found: dict[str, list[Release]] = {}
     for release in releases:
         found.setdefault(release.collection, []).append(release)

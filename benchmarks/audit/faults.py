@@ -137,7 +137,7 @@ def drawn_by_position() -> Iterator[None]:
 
     def init(draws: Draws, *given: object) -> None:
         honest(draws, *given)
-        draws.alone = False
+        draws.unit_by_unit = False
 
     honest = Draws.__init__
 

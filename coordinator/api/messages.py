@@ -12,7 +12,7 @@ from fl_core.errors import FederationError
 from fl_core.rounds.manifest import RunManifest
 from privacy import profiles
 from privacy.reports import uncertainty
-from privacy.reports.uncertainty import SILENT, UNKNOWN, RunNoise
+from privacy.reports.uncertainty import NO_NOISE, UNKNOWN, RunNoise
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TO_WIRE
 
@@ -53,7 +53,7 @@ def run_info(run: Run, store: Store) -> pb.RunInfo:
     return message
 
 
-def round_info(row: RoundRow, noise: RunNoise = SILENT) -> pb.RoundInfo:
+def round_info(row: RoundRow, noise: RunNoise = NO_NOISE) -> pb.RoundInfo:
     message = pb.RoundInfo(
         round=row.round,
         kind=TO_WIRE[row.kind],

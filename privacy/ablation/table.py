@@ -63,7 +63,7 @@ def read(file: Path) -> dict[str, dict[str, str]]:
 
 
 def write(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write all rows anew."""
+    """Replace the file by these rows."""
     with file.open("w", newline="", encoding="utf-8") as out:
         writer = csv.DictWriter(out, COLUMNS)
         writer.writeheader()

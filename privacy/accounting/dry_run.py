@@ -1,6 +1,6 @@
-"""What a method will ask of the doors in a round, found by a rehearsal on made-up examples: the plan of its releases.
+"""What a method will ask of a hospital's data in a round, found by a dry run on made-up examples.
 
-The rehearsal runs a silo's half with data that only write down what they are asked for; no real example is near.
+The dry run gives the silo's half of the method data that only record what they are asked for; no real example is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from privacy.dp_sgd.independence import blanks, check_independence, check_rows
 
 StepsOf = Callable[[float], int]
 SIZE = 100.0
-"""Examples that the rehearsal's silo says it has."""
+"""Examples that the silo of the dry run declares."""
 _PROBED: set[Hashable] = set()
 """What passed in this process: the hospitals of a simulation, and the rounds of one, ask about the same losses."""
 
@@ -40,7 +40,7 @@ class DataRequirements:
 
 
 class _RecordingLocalData:
-    """Has no example, and writes down what it is asked for."""
+    """Local data without an example, which record what they are asked for."""
 
     def __init__(
         self, schema: Schema, train: TrainConfig, steps_of: StepsOf, needs: DataRequirements, probe: bool
@@ -92,7 +92,7 @@ def dry_run(
 ) -> DataRequirements:
     """Run two rounds of a method, the first of which gives it prototypes, and return what the second asked for.
 
-    steps_of: epochs -> steps of the course that is planned   probe: check that examples' losses are apart, once per
+    steps_of: epochs -> steps of the planned run   probe: check that examples' losses are apart, once per
     process for one method, network and batch
     personal: personal models are made after every round's training, which some methods train further for.
 
@@ -113,15 +113,15 @@ def dry_run(
             method.personal(model, msg, silo, data, at_silo)
         needs.weights = {name: float(part.weight) for name, part in bundle.items() if not part.weight.dim()}
         server = method.merge(
-            server, {n: _alone(p) if n in method.unsummed_parts else p for n, p in bundle.items()}, at_server
+            server, {n: _stacked(p) if n in method.unsummed_parts else p for n, p in bundle.items()}, at_server
         )
     if probe:
         _PROBED.add(subject)
     return needs
 
 
-def _alone(part: Part) -> Part:
-    """Make what `merge` sees of a part that it sees silo by silo, with one silo."""
+def _stacked(part: Part) -> Part:
+    """Stack a part that `merge` gets silo by silo, of one silo."""
     return Part({key: v.unsqueeze(0) for key, v in part.total.items()}, part.weight.unsqueeze(0))
 
 

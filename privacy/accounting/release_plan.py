@@ -78,8 +78,8 @@ class SamplingSchedule:
 class ReleasePlan:
     """One hospital's part in a private run; steps_per_call: the steps of each call of `sgd` in a round.
 
-    measured: the model received is evaluated, which the federation has one of   personal: so are personal models, on
-    the test records, and on a public test set with class counts.
+    evaluates_global_model: the model received is evaluated, which a method without a global model has none of
+    personal: personal models are evaluated, on the test records, and on a public test set with class counts.
     """
 
     terms: RecordDpConfig
@@ -87,9 +87,9 @@ class ReleasePlan:
     rounds: int
     coupling: Coupling
     steps_per_call: tuple[int, ...]
-    class_sums: int
-    counts: bool
-    measured: bool = True
+    prototype_sums: int
+    needs_class_counts: bool
+    evaluates_global_model: bool = True
     personal: bool = False
 
     @classmethod
@@ -104,7 +104,7 @@ class ReleasePlan:
         schema: Schema,
         personal: bool = False,
     ) -> ReleasePlan:
-        """Plan a run from a rehearsal of its method. units: the hospital's declared number of records or groups.
+        """Plan a run from a dry run of its method. units: the hospital's declared number of records or groups.
 
         Raises RefusedError (E-PRIV-16) when a loss mixes examples that it declares to be apart, or in a way that is no
         longer offered, and when the method asks for a sum that has no bound.
@@ -142,7 +142,7 @@ class ReleasePlan:
 
     @property
     def rate(self) -> float:
-        """Return q."""
+        """Return q, the sampling rate."""
         return self.rates.rate
 
     @property
@@ -221,17 +221,19 @@ class ReleasePlan:
         prototypes: this hospital submits any   counts: class counts were not released before   public: there is a
         public test set.
         """
-        return self._releases(round, train, prototypes, counts and (self.counts or (self.personal and public)), None)
+        return self._releases(
+            round, train, prototypes, counts and (self.needs_class_counts or (self.personal and public)), None
+        )
 
     def _releases(self, round: int, train: bool, prototypes: bool, counts: bool, noise: float | None) -> list[Release]:
-        models = self.measured + (self.personal and train)
+        models = self.evaluates_global_model + (self.personal and train)
         planned = [self.metrics] * models if self.terms.test_data == "private" else []
         if not train:
             return planned
         for steps in self.steps_per_call:
             planned += self.training(steps, noise)
         if prototypes and self.sends_prototypes(round):
-            planned += [self.prototypes] * self.class_sums
+            planned += [self.prototypes] * self.prototype_sums
         if counts:
             planned.append(self.class_counts)
         return planned
@@ -239,7 +241,7 @@ class ReleasePlan:
     @property
     def costliest(self) -> list[Release]:
         """List what the costliest round releases: the first, which has all that any round has."""
-        return self._releases(0, True, True, self.counts or self.personal, None)
+        return self._releases(0, True, True, self.needs_class_counts or self.personal, None)
 
     def _history(self, noise: float) -> History:
         """List the whole run on the training records at training noise z: the worst case, every round taken part in.
@@ -249,6 +251,6 @@ class ReleasePlan:
         return [
             release.mechanism
             for t in (*range(self.rounds), *[0] * self.terms.reserve_rounds)
-            for release in self._releases(t, True, True, t == 0 and (self.counts or self.personal), noise)
+            for release in self._releases(t, True, True, t == 0 and (self.needs_class_counts or self.personal), noise)
             if release.collection == TRAIN
         ]

@@ -1,7 +1,7 @@
 """`python -m privacy.audit`: attack training on digits, with and without privacy, and draw what was found.
 
-It audits the software: its doors, clips and noise are those that hospitals use. No hospital's records are read; what a
-hospital runs on its own is `silo audit`.
+It audits the software: access to data, clips and noise are those that hospitals use. No hospital's records are read;
+what a hospital runs on its own is `silo audit`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def main(words: Sequence[str]) -> int:
     if given.seeds < 1 or given.runs < 100:
         parser.error(f"expected at least 1 seed and 100 runs, found {given.seeds} and {given.runs}")
     given.out.mkdir(parents=True, exist_ok=True)
-    setting, subject = Setting(seeds=given.seeds), AuditTarget.digits()
+    setting, target = Setting(seeds=given.seeds), AuditTarget.digits()
     failed = False
     for name in given.audits or valid:
-        outcome = steps(setting, given.runs, given.out) if name == "step" else AUDITS[name](subject, setting, given.out)
+        outcome = steps(setting, given.runs, given.out) if name == "step" else AUDITS[name](target, setting, given.out)
         save(given.out / "audit.json", name, outcome.json())
         failed |= any(v.holds is False for v in outcome.verdicts)
         sys.stdout.write("".join(f"{v.line()}\n" for v in outcome.verdicts))

@@ -58,27 +58,27 @@ class Presence:
         return auc(self.summed[self.held], self.summed[~self.held])
 
 
-def class_presence(training: Training, subject: AuditTarget, seed: int = 0, noise_seed: int | None = None) -> Presence:
+def class_presence(training: Training, target: AuditTarget, seed: int = 0, noise_seed: int | None = None) -> Presence:
     """Attack one round of made-up hospitals, at least `HOSPITALS`, each with images of about a third of the classes.
 
     Every class is held by equally many, so that the sum cannot be read for what is common. noise_seed: None for the
     operating system's entropy.
     """
-    classes = torch.tensor(subject.classes)
+    classes = torch.tensor(target.classes)
     draw = rng.stream(seed, "presence")
     classes = classes[torch.randperm(len(classes), generator=draw)]
     each, hospitals = max(1, round(0.3 * len(classes))), len(classes) * -(-HOSPITALS // len(classes))
-    start = tensor_maps.trainable(subject.network(seed))
-    bias = max(name for name in start if start[name].shape == (subject.n_classes,) and name.startswith("head"))
+    start = tensor_maps.trainable(target.network(seed))
+    bias = max(name for name in start if start[name].shape == (target.n_classes,) and name.startswith("head"))
     moved, holds = [], []
     for k in range(hospitals):
         mine = classes.roll(-k)[:each]
-        index = torch.nonzero(torch.isin(subject.y, mine)).flatten()
+        index = torch.nonzero(torch.isin(target.y, mine)).flatten()
         index = index[torch.randperm(len(index), generator=draw)[:PER_SILO]]
-        model = subject.network(seed)
+        model = target.network(seed)
         noise = None if noise_seed is None else SeededNoise(noise_seed, "presence", k)
-        data = ListedExamples(subject.x[index], subject.y[index])
-        training.run(model, data, losses, subject.n_classes, noise, seed + k)
+        data = ListedExamples(target.x[index], target.y[index])
+        training.run(model, data, losses, target.n_classes, noise, seed + k)
         moved.append((tensor_maps.trainable(model)[bias] - start[bias])[classes].double())
         holds.append(torch.isin(classes, mine))
     updates, held = torch.stack(moved).numpy(), torch.stack(holds).numpy()
@@ -106,7 +106,7 @@ class Tracing:
 
 
 def prototypes(
-    subject: AuditTarget,
+    target: AuditTarget,
     cases: Sequence[tuple[int, float]] = CASES,
     repeats: int = 20,
     seed: int = 0,
@@ -119,32 +119,32 @@ def prototypes(
     The release is that of record-level privacy, `privacy.dp_sgd.class_sums`, at the case's noise. Cases of more
     members than any class has images for are left out. Raises ConfigError (E-PRIV-29) when there is no other.
     """
-    order = torch.randperm(len(subject.y), generator=rng.stream(seed, "tracing"))
+    order = torch.randperm(len(target.y), generator=rng.stream(seed, "tracing"))
     public, rest = order[: len(order) // 3], order[len(order) // 3 :]
-    model = subject.network(seed)
+    model = target.network(seed)
     training = extractor or Training(float("inf"), steps=150, lr=0.05, momentum=0.9)
-    shown = ListedExamples(subject.x[public], subject.y[public])
-    training.run(model, shown, losses, subject.n_classes, None, seed)
+    shown = ListedExamples(target.x[public], target.y[public])
+    training.run(model, shown, losses, target.n_classes, None, seed)
     model.eval().requires_grad_(False)
-    pools = {c: rest[subject.y[rest] == c] for c in subject.classes if bool((shown.labels == c).any())}
+    pools = {c: rest[target.y[rest] == c] for c in target.classes if bool((shown.labels == c).any())}
     found = []
     for n, z in cases:
         able = [c for c, pool in pools.items() if len(pool) >= n + FEWEST]
         if able:
             found.append(
-                _attacked(subject, model, shown, [(c, pools[c]) for c in able], n, z, repeats, seed, steps, seeded)
+                _attacked(target, model, shown, [(c, pools[c]) for c in able], n, z, repeats, seed, steps, seeded)
             )
     if not found:
         raise ConfigError(
             "E-PRIV-29",
-            f"expected a class of more than {FEWEST} images beside a third of all, found none in {subject.name}: "
+            f"expected a class of more than {FEWEST} images beside a third of all, found none in {target.name}: "
             "audit more data, or leave the prototypes out",
         )
     return found
 
 
 def _attacked(
-    subject: AuditTarget,
+    target: AuditTarget,
     model: nn.Module,
     shown: ListedExamples,
     pools: Sequence[tuple[int, Tensor]],
@@ -164,12 +164,12 @@ def _attacked(
         known = shown.x[shown.labels == c]
         centre = _unit_features(model, known).mean(0)
         noise = SeededNoise(seed, *path) if seeded else SecureNoise()
-        g = centre + _offset(model, subject.x[mine], centre, z, noise)
-        inside += _scores(model, subject.x[mine], centre, g)
-        outside += _scores(model, subject.x[others], centre, g)
+        g = centre + _offset(model, target.x[mine], centre, z, noise)
+        inside += _scores(model, target.x[mine], centre, g)
+        outside += _scores(model, target.x[others], centre, g)
         if steps:
             made = _inverted(model, g, known.mean(0), steps)
-            hits += _nearest(made, torch.cat((subject.x[mine[:1]], subject.x[others]))) == 0
+            hits += _nearest(made, torch.cat((target.x[mine[:1]], target.x[others]))) == 0
             chance += 1 / (1 + len(others)) / repeats
     return Tracing(n, z, auc(inside, outside), hits / repeats if steps else float("nan"), chance)
 

@@ -1,4 +1,4 @@
-"""Canaries: examples whose traces in a training run are looked for, with the doors that training uses.
+"""Canaries: examples whose traces are looked for in a training run, which reads data as a hospital's does.
 
 White box ("Dirac"): the gradient of canary i is its own coordinate, as long as a clip allows; the attacker sees what
 every step moved. Black box: canaries are images under wrong labels, and the attacker sees losses of the final model.
@@ -74,13 +74,13 @@ def dirac(
 
 
 def mislabelled(
-    training: Training, subject: AuditTarget, canaries: int = CANARIES, seed: int = 0, noise: NoiseSource | None = None
+    training: Training, target: AuditTarget, canaries: int = CANARIES, seed: int = 0, noise: NoiseSource | None = None
 ) -> Found:
     """Audit with one black-box run: images under wrong labels among the others, scored by minus the loss at the end.
 
     canaries: at most half of the images.
     """
-    x, y, n_classes = subject.x, subject.y, subject.n_classes
+    x, y, n_classes = target.x, target.y, target.n_classes
     m = min(canaries, len(y) // 2)
     order = torch.randperm(len(y), generator=rng.stream(seed, "canaries", "order"))
     own, rest = order[:m], order[m:]
@@ -89,26 +89,26 @@ def mislabelled(
     present = _drawn(m, seed)
     kept = torch.from_numpy(present)
     data = ListedExamples(torch.cat((x[rest], x[own][kept])), torch.cat((y[rest], wrong[kept])))
-    model = subject.network(seed)
+    model = target.network(seed)
     training.run(model, data, losses, n_classes, noise, seed)
     scores = negative_losses(model, x[own], wrong).numpy()
     return Found(scores, present, one_run(scores, present, training.delta), "loss")
 
 
 def members(
-    training: Training, subject: AuditTarget, seed: int = 0, noise: NoiseSource | None = None
+    training: Training, target: AuditTarget, seed: int = 0, noise: NoiseSource | None = None
 ) -> tuple[Floats, Floats]:
     """Return minus the losses of images trained on and of as many others: what a loss-threshold attack sees.
 
     Yeom, Giacomelli, Fredrikson and Jha, "Privacy Risk in Machine Learning", CSF 2018.
     """
-    order = torch.randperm(len(subject.y), generator=rng.stream(seed, "members"))
+    order = torch.randperm(len(target.y), generator=rng.stream(seed, "members"))
     n = min(MEMBERS, len(order) // 2)
     inside, outside = order[:n], order[n : 2 * n]
-    model = subject.network(seed)
-    data = ListedExamples(subject.x[inside], subject.y[inside])
-    training.run(model, data, losses, subject.n_classes, noise, seed)
-    found = [negative_losses(model, subject.x[i], subject.y[i]).numpy() for i in (inside, outside)]
+    model = target.network(seed)
+    data = ListedExamples(target.x[inside], target.y[inside])
+    training.run(model, data, losses, target.n_classes, noise, seed)
+    found = [negative_losses(model, target.x[i], target.y[i]).numpy() for i in (inside, outside)]
     return found[0], found[1]
 
 

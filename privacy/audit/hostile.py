@@ -1,14 +1,14 @@
 """Attacks of a coordinator that chooses the model, knows all records but one, and reads every bit of an update.
 
 Each attack takes one private step many times, with and without the one record that it looks for, and scores what is
-released; from the scores follows a lower bound on epsilon (bounds.py), which is held against what the ledger prints.
+released; from the scores follows a lower bound on epsilon (epsilon_bounds.py), which is compared with the ledger's.
 
 | attack | what it uses | is stopped by |
 |---|---|---|
 | overflow, layer norm, prototype | numbers that are not finite for one record alone | such a unit adds zero (grid.py) |
-| low bits | the last bits of floating-point noise | rounded sums and integer noise (grid.py, discrete.py) |
+| low bits | the last bits of floating-point noise | rounded sums and integer noise (grid.py) |
 | augmentation, dropout | draws that one record more would shift for all others | secret draws (draws.py) |
-| batch shape | kernels that add in another order when one record more makes a batch longer | one shape (release.py) |
+| batch shape | kernels that add in another order when one record more makes a batch longer | one shape (class_sums.py) |
 | each kind of layer, worst record | a clip that leaves a layer out, too little noise | the mechanism itself |
 | underflow | gradients and clips so small that their squares vanish | ranges of a run's numbers (ranges.py) |
 """
@@ -58,11 +58,11 @@ def _odd(release: Tensor) -> float:
     return float(not bool(torch.isfinite(release).all()))
 
 
-def _lit(n: int, lit: int) -> TensorExamples:
-    """Make n images, the last `lit` of which have a first pixel that is not black."""
+def _bright(n: int, bright: int) -> TensorExamples:
+    """Make n images, the last `bright` of which have a first pixel that is not black."""
     x = torch.rand(n, 1, 8, 8, generator=rng.stream(0, "audit", "lit")) * 0.5
     x[:, 0, 0, 0] = 0.0
-    x[n - lit :, 0, 0, 0] = 1.0 if lit else 0.0
+    x[n - bright :, 0, 0, 0] = 1.0 if bright else 0.0
     return TensorExamples(x, torch.arange(n) % 4)
 
 
@@ -75,7 +75,7 @@ def _overflow() -> Attack:
             first.weight[:, 0], last.weight[:] = 3e38, 10.0
         return nn.Sequential(nn.Flatten(), first, nn.ReLU(), last)
 
-    return Attack("overflow", model, _lit(4, 0), _lit(5, 1), score=_odd)
+    return Attack("overflow", model, _bright(4, 0), _bright(5, 1), score=_odd)
 
 
 def _layer_norm() -> Attack:
@@ -87,7 +87,7 @@ def _layer_norm() -> Attack:
             first.weight[0, 0] = 1e30
         return nn.Sequential(nn.Flatten(), first, nn.LayerNorm(8), nn.Linear(8, 4))
 
-    return Attack("layer norm", model, _lit(4, 0), _lit(5, 1), score=_odd)
+    return Attack("layer norm", model, _bright(4, 0), _bright(5, 1), score=_odd)
 
 
 def _prototype() -> Attack:
@@ -96,7 +96,7 @@ def _prototype() -> Attack:
     def vectors(x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001
         return torch.exp(1e4 * x.flatten(1)[:, :1])
 
-    return Attack("prototype", nn.Identity, _lit(4, 0), _lit(5, 1), score=_odd, query=ClassSums(vectors, 4))
+    return Attack("prototype", nn.Identity, _bright(4, 0), _bright(5, 1), score=_odd, query=ClassSums(vectors, 4))
 
 
 # ---- the last bits ---------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def honest() -> RunManifest:
     )
 
 
-def lies() -> Iterator[tuple[str, RunManifest]]:
+def dishonest() -> Iterator[tuple[str, RunManifest]]:
     """Make runs whose numbers undo a bound: not finite, so small that squares vanish, so large that sums overflow."""
     made = honest()
     for name in NUMBERS:
@@ -60,9 +60,9 @@ def lies() -> Iterator[tuple[str, RunManifest]]:
 
 
 def accepted() -> list[str]:
-    """Name the lies that a hospital's check lets pass: none, where it is right."""
+    """Name the dishonest manifests that a hospital's check lets pass: none, where it is right."""
     found = []
-    for name, manifest in lies():
+    for name, manifest in dishonest():
         try:
             CompiledRun.of(manifest)
         except FederationError:

@@ -87,9 +87,9 @@ class Outcome:
 Audit = Callable[[AuditTarget, Setting, Path], Outcome]
 
 
-def white_box(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:
+def white_box(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
     """AU-4: canaries that push a coordinate of their own, among as many records as there are."""
-    m, records = _canaries(subject), len(subject.y)
+    m, records = _canaries(target), len(target.y)
 
     def one(training: Training, seed: int) -> Found:
         short = Training(training.epsilon, steps=200, lr=0.1, delta=training.delta)
@@ -98,25 +98,25 @@ def white_box(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:
     return _by_canaries("white-box canaries", one, m, setting, out / "canaries_white_box.png")
 
 
-def black_box(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:
+def black_box(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
     """AU-5: images under wrong labels, scored by the final loss."""
-    m = _canaries(subject)
+    m = _canaries(target)
 
     def one(training: Training, seed: int) -> Found:
         noise = setting.noise("black-box", seed, str(training.epsilon))
-        return canaries.mislabelled(training, subject, m, seed, noise)
+        return canaries.mislabelled(training, target, m, seed, noise)
 
     return _by_canaries("black-box canaries", one, m, setting, out / "canaries_black_box.png")
 
 
-def membership(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:
+def membership(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
     """AU-7: the loss of an image tells whether it was trained on.
 
     Of (epsilon, 0)-private training no attack has an AUC above e^eps / (1 + e^eps). Judged by the mean over seeds.
     """
     found = {
         _name(t): [
-            canaries.members(t, subject, seed, setting.noise("membership", seed, str(t.epsilon)))
+            canaries.members(t, target, seed, setting.noise("membership", seed, str(t.epsilon)))
             for seed in range(setting.seeds)
         ]
         for t in setting.trainings
@@ -137,9 +137,9 @@ def membership(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:
     return Outcome({"auc": by, "members": n, "standard_error": error}, verdicts, "membership.png")
 
 
-def presence(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:
+def presence(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
     """AU-8: an update shows which classes a hospital has, whatever protects its records; a sum over hospitals less."""
-    found = {_name(t): [_presence(subject, setting, t, s) for s in range(setting.seeds)] for t in setting.trainings}
+    found = {_name(t): [_presence(target, setting, t, s) for s in range(setting.seeds)] for t in setting.trainings}
     alone = {name: [f.alone for f in runs] for name, runs in found.items()}
     masked = {name: [f.masked for f in runs] for name, runs in found.items()}
     plots.presence(alone, masked, out / "class_presence.png")
@@ -156,9 +156,9 @@ def presence(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:
     return Outcome(numbers, verdicts, "class_presence.png")
 
 
-def prototypes(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:
+def prototypes(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
     """AU-9: a prototype of few images traces them, and an image can be made from it."""
-    runs = [attacks.prototypes(subject, seed=s, seeded=setting.seeded) for s in range(setting.seeds)]
+    runs = [attacks.prototypes(target, seed=s, seeded=setting.seeded) for s in range(setting.seeds)]
     plots.tracing(runs, out / "prototypes.png")
     by = {of[0].case: [f.tracing for f in of] for of in zip(*runs, strict=True)}
     verdict = Verdict("prototype tracing", "fewer images and less noise show more", _summary(by), None)
@@ -169,7 +169,7 @@ def prototypes(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:
     return Outcome({"prototypes": [[asdict(f) for f in found] for found in runs]}, [verdict], "prototypes.png")
 
 
-def hostile(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:  # noqa: ARG001
+def hostile(target: AuditTarget, setting: Setting, out: Path) -> Outcome:  # noqa: ARG001
     """Attack as a coordinator that chooses the model, knows all records but one and reads every bit (hostile.py).
 
     Its records are made up: what it looks for is in the software, whosever images that trains on.
@@ -192,7 +192,7 @@ def hostile(subject: AuditTarget, setting: Setting, out: Path) -> Outcome:  # no
         )
         for m in found
     ]
-    shown = ", ".join(passed) if passed else f"all {len(list(manifests.lies()))} refused"
+    shown = ", ".join(passed) if passed else f"all {len(list(manifests.dishonest()))} refused"
     verdicts.append(Verdict("hostile manifests", "all refused", shown, not passed))
     numbers = {"attacks": [asdict(m) for m in found], "manifests_accepted": passed}
     return Outcome(numbers, verdicts, "hostile.png")
@@ -229,8 +229,8 @@ def save(file: Path, name: str, facts: Mapping[str, object]) -> None:
     file.write_text(json.dumps({**found, name: facts}, indent=1) + "\n", encoding="utf-8")
 
 
-def _canaries(subject: AuditTarget) -> int:
-    return min(canaries.CANARIES, len(subject.y) // 2)
+def _canaries(target: AuditTarget) -> int:
+    return min(canaries.CANARIES, len(target.y) // 2)
 
 
 def _by_canaries(name: str, one: Callable[[Training, int], Found], m: int, setting: Setting, file: Path) -> Outcome:
@@ -265,11 +265,11 @@ def _without_canaries(one: Callable[[Training, int], Found], training: Training,
     return found
 
 
-def _presence(subject: AuditTarget, setting: Setting, training: Training, seed: int) -> attacks.Presence:
+def _presence(target: AuditTarget, setting: Setting, training: Training, seed: int) -> attacks.Presence:
     """Attack one round: a short one, as rounds are."""
     lr = training.lr if training.private else 0.1
     short = Training(training.epsilon, steps=20, lr=lr, delta=training.delta)
-    return attacks.class_presence(short, subject, seed, seed if setting.seeded else None)
+    return attacks.class_presence(short, target, seed, seed if setting.seeded else None)
 
 
 def _row(found: Found) -> Mapping[str, object]:

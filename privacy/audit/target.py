@@ -61,14 +61,14 @@ class AuditTarget:
             )
             for index in torch.split(mine, _BATCH)
         ]
-        subject = cls(data.origin, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), data.schema)
-        if len(subject.y) < LEAST or len(subject.classes) < 2:
+        target = cls(data.origin, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), data.schema)
+        if len(target.y) < LEAST or len(target.classes) < 2:
             raise ConfigError(
                 "E-PRIV-29",
-                f"expected at least {LEAST} images of at least two classes, found {len(subject.y)} of "
-                f"{len(subject.classes)} in {data.origin}: so few guesses refute nothing; audit more data",
+                f"expected at least {LEAST} images of at least two classes, found {len(target.y)} of "
+                f"{len(target.classes)} in {data.origin}: so few guesses refute nothing; audit more data",
             )
-        return subject
+        return target
 
     @classmethod
     def digits(cls) -> AuditTarget:

@@ -1,9 +1,9 @@
 """Randomness inside a unit's contribution: augmentation, dropout, stochastic depth, a unit's own sub-sample.
 
 It is secret, fresh, and independent of which other units are there: averaging over it keeps every bound. It never
-follows from the run's public seed, with which whoever knows the others would know what moved them. In tests, where the
-source repeats, it is a function of (seed, step, the record's content), never of a place in a batch: a record that comes
-or goes changes nobody else's draws.
+follows from the run's public seed, with which an attacker who knows the other records could compute their share. In
+tests, where the source repeats, it is a function of (seed, step, the record's content), never of a place in a batch: a
+record that comes or goes changes no other record's draws.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _BATCH = 256
 _HEAD, _WORDS = 24, 624
 """Of the state of torch's Mersenne Twister: bytes before its words, and how many of 8 bytes these are."""
 DrawPath = tuple[str | int, ...]
-"""What is drawn for, within a round of a silo: ("sgd", 0, "step", 12)."""
+"""What a draw is for, within a round of a silo: ("sgd", 0, "step", 12)."""
 
 
 class Draws:
     """What one call of `sgd` draws beside its sample and its noise.
 
-    alone: each unit is computed by itself, so that what a layer draws for it can follow from its content; only where
-    the source repeats and the model draws at all.
+    unit_by_unit: each unit is computed by itself, so that what a layer draws for it can follow from its content; only
+    where the source repeats and the model draws at all.
     """
 
     def __init__(self, noise: NoiseSource, examples: Examples, augment: bool, path: DrawPath, stochastic: bool) -> None:
@@ -45,7 +45,7 @@ class Draws:
         self._secret = torch.Generator().manual_seed(noise.seed(*path, "augment")) if augment else None
         if self._secret is not None and noise.private:
             _fill(self._secret, noise)
-        self.alone = stochastic and not noise.private
+        self.unit_by_unit = stochastic and not noise.private
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -57,7 +57,7 @@ class Draws:
 
     def for_units(self, index: Tensor, step: int) -> AbstractContextManager[None]:
         """Seed torch's global generators for these records of one unit, where each unit is computed alone."""
-        if not self.alone:
+        if not self.unit_by_unit:
             return nullcontext()
         return self._for(step, "unit", *map(int, np.sort(self._keys(index))))
 
@@ -104,7 +104,7 @@ def record_keys(examples: Examples) -> NDArray[np.uint64]:
 
 
 def _fill(generator: torch.Generator, noise: NoiseSource) -> None:
-    """Make all of a CPU generator's state secret: of a seed it takes 32 bits, which whoever has time can try."""
+    """Make all of a CPU generator's state secret: a seed would give it 32 bits, few enough to try them all."""
     state = generator.get_state()
     words = (noise.uniform(_WORDS) * 2.0**32).long()
     state[_HEAD : _HEAD + 8 * _WORDS] = words.view(torch.uint8)

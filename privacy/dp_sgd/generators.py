@@ -45,15 +45,15 @@ def _drawing(model: nn.Module, run: Callable[[], object]) -> list[nn.Module]:
     return found
 
 
-class Drawn:
-    """The generators that a loss can reach, and torch's own: whether they drew."""
+class DrawDetector:
+    """Tells whether a loss draws random numbers: from generators that it can reach, or from torch's own."""
 
     def __init__(self, loss: object) -> None:
         self._held = list(_generators(loss, set(), _DEEP))
         self._before: list[Tensor] = []
 
     def begin(self) -> None:
-        """Remember where they stand."""
+        """Remember the state of all generators."""
         self._before = self._states()
 
     def check(self) -> None:

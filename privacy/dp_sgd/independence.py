@@ -1,4 +1,4 @@
-"""Whether an example's loss stands alone: others come and go around it, and its gradient may not move.
+"""Whether an example's loss depends on that example alone: when others come or go, its gradient may not move.
 
 A clip per example bounds what one record changes only where no record changes what another one adds. So examples are
 inserted in front, in the middle and at the end of made-up batches, also examples without sense (zeros, 1e30, infinite,
@@ -8,7 +8,7 @@ by chance; beside examples that are not finite by the rows of layers' outputs an
 of parameters are made. Removing is inserting, read backwards.
 
 Layers that draw random numbers in training (dropout, stochastic depth) draw place by place: they are in eval mode
-here, and the private doors draw for each unit in secret. A loss that draws numbers itself is refused.
+here, and private training draws for each unit in secret. A loss that draws numbers itself is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fl_core import rng
 from fl_core.errors import RefusedError
 from fl_core.types.records import Schema
 from fl_core.types.values import ClassSums, Losses, LossFn
-from privacy.dp_sgd.generators import Drawn, disable_random_layers
+from privacy.dp_sgd.generators import DrawDetector, disable_random_layers
 from privacy.dp_sgd.model_check import validate
 
 LARGEST = 64
@@ -45,7 +45,7 @@ def check_independence(model: nn.Module, loss: LossFn, schema: Schema, batch_siz
     (E-PRIV-14) on a model with a layer that mixes examples. Leaves the model as it is.
     """
     validate(model)
-    twin, drawn = copy.deepcopy(model).train(), Drawn(loss)
+    twin, drawn = copy.deepcopy(model).train(), DrawDetector(loss)
     x, y = blanks(schema, 2, 0)
     with rng.torch_scope(0, "independence"):
         disable_random_layers(twin, lambda: loss(twin, x, y))

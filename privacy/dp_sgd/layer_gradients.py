@@ -8,7 +8,7 @@ X (p, T) the layer's inputs per place and G (o, T) the gradients of its outputs:
     ||G X^T||_F^2 = sum_tt' (X^T X)_tt' (G^T G)_tt'      T^2 (o + p) products, where G X^T itself takes T o p
 
 Bu, Mao and Xu, "Scalable and Efficient Training of Large Convolutional Neural Networks with Differential Privacy",
-NeurIPS 2022, who choose the cheaper of the two layer by layer, as `is_shorter` does.
+NeurIPS 2022, who choose the cheaper of the two layer by layer, as `prefers_ghost_norms` does.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def prefers_ghost_norms(layer: nn.Module, backprops: Tensor) -> bool:
 def ghost_norms(layer: nn.Module, x: Tensor, backprops: Tensor) -> Tensor:
     """Bound the squared norms (n,), float64, of a layer's per-example gradients without computing these.
 
-    For layers that `is_shorter` accepts. The sum over pairs of places has terms of both signs, so that its error can be
-    larger than itself where a hostile model makes places cancel: a bound on that error is added, of which 1e-10 of the
-    norm is left for a model that does not.
+    For layers that `prefers_ghost_norms` accepts. The sum over pairs of places has terms of both signs, so its error can
+    be larger than itself where a hostile model makes places cancel: a bound on that error is added, which is 1e-10 of
+    the norm for a model that does not.
     """
     inputs, grads = _places(layer, x, backprops)
     found = grads.new_zeros(len(grads))

@@ -1,4 +1,4 @@
-"""The two doors to a hospital's examples with record-level differential privacy.
+"""A hospital's examples with record-level differential privacy: noisy training, and noisy sums.
 
 Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, "Deep Learning with Differential Privacy", CCS 2016,
 Algorithm 1, with Poisson samples of constant rate and a constant divisor:
@@ -10,7 +10,7 @@ Algorithm 1, with Poisson samples of constant rate and a constant divisor:
 then penalty, shift, weight decay, momentum: computed from these integers (grid.py, which also states the slack).
 
 A unit is a record, or the group (patient, lesion) that the data names: its gradient is the mean over its examples. The
-coupled terms of a loss see microbatches to which every drawn unit is dealt at random, so that one unit moves one
+coupled terms of a loss see microbatches to which every drawn unit is assigned at random, so that one unit moves one
 microbatch: its clipped gradient by at most 2 C2. Sums over classes are joint releases of (sum, count).
 """
 
@@ -149,12 +149,12 @@ class DpSgdLocalData:
             return self._checked(loss(model, filled(x, rows).to(self._device), filled(y, rows).to(self._device)))
 
         if not micro:
-            rows = 1 if draws.alone else plan.rows  # a unit that is alone has a shape of its own
-            for index, unit in units.units.chunks(drawn, 0 if draws.alone else rows, subset):
+            rows = 1 if draws.unit_by_unit else plan.rows  # a unit that is computed by itself has a shape of its own
+            for index, unit in units.units.chunks(drawn, 0 if draws.unit_by_unit else rows, subset):
                 number = torch.cat((unit, unit.new_full((-len(unit) % rows,), PADDING)))
-                alone = partial(lambda i: losses(i, rows).per_example, index)
+                losses_of = partial(lambda i: losses(i, rows).per_example, index)
                 with draws.for_units(index, step):
-                    _add(total, engine.clipped_sum(alone, number.to(self._device), terms.clip, len(drawn)))
+                    _add(total, engine.clipped_sum(losses_of, number.to(self._device), terms.clip, len(drawn)))
         if coupled:
             group_of = sources.random_groups(self._noise, units.at(drawn), plan.groups, *about, "groups")
             for group in range(plan.groups):
@@ -239,7 +239,7 @@ class DpSgdLocalData:
 
     def class_counts(self) -> Tensor:
         """Release the number of units per class (C,) once, with noise; the release is cached."""
-        found = self._log.kept("class counts")
+        found = self._log.cached("class counts")
         if found is None:
             self._allowance.take(self._plan.class_counts)
             found = class_counts(
@@ -249,7 +249,7 @@ class DpSgdLocalData:
                 self._plan.class_counts.mechanism.noise,
                 self._noise,
             )
-            self._log.keep("class counts", found)
+            self._log.cache("class counts", found)
         return found
 
 
@@ -260,7 +260,7 @@ def _add(total: Gradients, more: Sequence[Tensor]) -> None:
 
 @contextmanager
 def _trainable_only(model: nn.Module, only: Callable[[str], bool] | None) -> Iterator[dict[str, nn.Parameter]]:
-    """Freeze what does not move for the time of a pass, so that no gradient of it is computed, clipped or noised."""
+    """Freeze the other parameters meanwhile, so that no gradient of theirs is computed, clipped or noised."""
     frozen = [p for name, p in model.named_parameters() if p.requires_grad and only is not None and not only(name)]
     for p in frozen:
         p.requires_grad_(False)

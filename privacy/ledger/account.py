@@ -1,6 +1,6 @@
-"""What a ledger's events say, and nothing else: spending, budgets and registrations, derived event by event.
+"""The state that follows from a ledger's events alone: spending, budgets and registrations, derived event by event.
 
-Admission and every figure come from here. The file's other rows repeat it for whoever reads the file with other tools;
+Admission and every figure come from here. The file's other rows repeat it for people who read it with other tools;
 `rows` says what they must be, so that a row that differs is found.
 """
 
@@ -17,7 +17,7 @@ from privacy.ledger.hash_chain import Event
 
 OPEN = ("INTENT", "RUNNING")
 CHARGED = (*OPEN, "SPENT", "SPENT_ON_RECOVERY")
-"""Whatever was not refused, or given back unused, counts, however it ended."""
+"""Everything counts that was not refused or given back unused, however it ended."""
 _NEXT: Mapping[str, tuple[str, ...]] = {
     "": ("INTENT", "REFUSED"),
     "INTENT": ("RUNNING", "RELEASED_UNUSED", "SPENT_ON_RECOVERY"),
@@ -53,11 +53,10 @@ class Entry:
 
     @property
     def charged(self) -> bool:
-        """Tell whether it counts."""
         return self.state in CHARGED
 
     def detail(self) -> str:
-        """Write all of it as the event that makes it says it."""
+        """Return the detail of the event that makes this entry."""
         facts = {
             name: getattr(self, name)
             for name in ("collection", "fingerprint", "run", "manifest", "round", "attempt", "kind", "owner")
@@ -66,7 +65,7 @@ class Entry:
 
     @classmethod
     def of(cls, event: Event) -> Entry:
-        """Read it off the event that makes it."""
+        """Read an entry from the event that made it."""
         facts = json.loads(event.detail)
         return cls(
             str(event.entry),
@@ -104,7 +103,7 @@ class Budget:
     created_at: str
 
     def detail(self) -> str:
-        """Write it as its event says it."""
+        """Return the detail of its event."""
         f = self.filter
         facts = {"epsilon": f.epsilon, "delta": f.delta, "order": f.order}
         return json.dumps(facts | {"operator": self.operator, "reason": self.reason})
@@ -134,8 +133,8 @@ class Account:
     _spent: dict[str, Counter[tuple[float, float]]] = field(default_factory=lambda: defaultdict(Counter))
     _of_run: dict[str, dict[str, Entry]] = field(default_factory=lambda: defaultdict(dict))
 
-    def take(self, event: Event) -> None:
-        """Follow one event; raises UnsoundError on one that does not follow from those before."""
+    def apply(self, event: Event) -> None:
+        """Apply one event; raises UnsoundError on one that does not follow from those before."""
         try:
             if event.entry is not None:
                 self._move(event)
@@ -192,7 +191,7 @@ class Account:
         self.units[collection] = facts["digests"]
 
     def snapshot(self) -> str:
-        """Write all of it, as the event says it that begins a chain under a key."""
+        """Return the whole account as the detail of the event that begins a chain under a key."""
         return json.dumps(
             {
                 "collections": self.collections,
@@ -213,7 +212,7 @@ class Account:
         self.versions = {f: Version(*row) for f, row in facts["versions"].items()}
         self.units = dict(facts["units"])
         for collection, detail, at in facts["budgets"]:
-            self.take(Event(0, None, collection, "BUDGET", detail, at))
+            self.apply(Event(0, None, collection, "BUDGET", detail, at))
         self.kept = {(f, name): (value, at) for f, name, value, at in facts["kept"]}
         for id, state, detail, at in facts["entries"]:
             entry = self._enter(Entry.of(Event(0, id, id, "", detail, at)))
@@ -224,7 +223,6 @@ class Account:
     # ---- what follows from it -----------------------------------------------------------------------------------
 
     def budget(self, collection: str) -> Filter | None:
-        """Return the budget in force."""
         return next((b.filter for b in reversed(self.budgets) if b.collection == collection), None)
 
     def unit(self, collection: str) -> str:
@@ -260,16 +258,15 @@ class Account:
 
 
 def mechanism_rows(entry: Entry) -> list[tuple[object, ...]]:
-    """Return the rows of an entry's mechanisms."""
     made = ((p.purpose, p.mechanism) for p in entry.planned)
     return [(entry.id, i, what, float(m.noise), float(m.rate), m.steps) for i, (what, m) in enumerate(made)]
 
 
 def plain(planned: Iterable[PlannedRelease]) -> list[list[object]]:
-    """Write mechanisms as plain values."""
+    """Convert planned releases to JSON values."""
     return [[p.purpose, p.mechanism.noise, p.mechanism.rate, p.mechanism.steps] for p in planned]
 
 
 def planned_of(rows: Iterable[tuple[str, float, float, int]]) -> tuple[PlannedRelease, ...]:
-    """Read mechanisms; raises ValueError, or ConfigError (E-PRIV-20), on values that are none."""
+    """Read planned releases from JSON values; raises ValueError, or ConfigError (E-PRIV-20), on other values."""
     return tuple(PlannedRelease(str(p), Mechanism(float(z), float(q), int(n))) for p, z, q, n in rows)

@@ -1,6 +1,6 @@
 """An append-only SQLite file whose events are chained by HMAC-SHA256 under a key outside it.
 
-Asked through sqlite3 itself, unlike the services' databases. Its schema is SQL for whoever audits the file, with
+Asked through sqlite3 itself, unlike the services' databases. Its schema is SQL for auditors of the file, with
 triggers that keep it append-only, and is compared with the file's word by word; each connection waits for the disk as
 nothing else does (synchronous=EXTRA).
 """
@@ -66,8 +66,8 @@ class HashChain:
     """The file, mode 0600, its transactions, and the chain of its events; key: the secret's file, beside it by default.
 
     Guarantees: what a transaction wrote is on the disk when it ends; an event that was changed, removed from the middle
-    or written without the key is found by `follow`; an older copy of the file by whoever remembers its head. A file of
-    the version without a key is checked, and brought under one.
+    or written without the key is found by `_follow`; an older copy of the file by anybody who remembers its head. A
+    file of the version without a key is checked, and brought under one.
     """
 
     def __init__(self, file: Path, key: Path | None = None, older: bool = False) -> None:
@@ -95,7 +95,6 @@ class HashChain:
 
     @property
     def file(self) -> Path:
-        """Name the file."""
         return self._file
 
     @property
@@ -205,13 +204,13 @@ class HashChain:
         ledger_key.migrated(self.key_file, key)
 
     def _facts(self) -> dict[str, str]:
-        """Read what the file says of itself."""
+        """Read the table meta."""
         with self._reading() as db:
             return {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
 
     @contextmanager
     def _damage(self) -> Iterator[None]:
-        """Say which file it is that SQLite cannot read."""
+        """Raise E-BUDGET-07 in place of SQLite's own error on a file that it cannot read; passing errors stay."""
         try:
             yield
         except (sqlite3.DatabaseError, KeyError, ValueError) as error:
@@ -248,7 +247,6 @@ def keyed_hash(key: bytes, previous: str, event: Event) -> str:
 
 
 def write(db: sqlite3.Connection, key: bytes, head: ChainHead, event: Event) -> None:
-    """Write an event after a head."""
     db.execute(
         "INSERT INTO event(seq,entry,subject,state,detail,created_at,prev_hash,hash) VALUES(?,?,?,?,?,?,?,?)",
         (*event, head.hash, keyed_hash(key, head.hash, event)),
@@ -262,7 +260,7 @@ def unkeyed_hash(previous: str, event: Event) -> str:
 
 
 def derived(secret: bytes, facts: dict[str, str]) -> bytes:
-    """Derive the key of the chain: it depends on all that the file says of itself, so none of that can be changed."""
+    """Derive the key of the chain: it depends on all facts of the file, so none can be changed."""
     text = json.dumps(["chain", *(facts[name] for name in _FACTS)]).encode()
     return hmac.new(secret, text, hashlib.sha256).digest()
 
@@ -275,7 +273,7 @@ def schema_version(db: sqlite3.Connection) -> int:
 
 
 def new_facts() -> dict[str, str]:
-    """Say what a new file says of itself. key: of the digests of units   unkeyed: events before there was a key."""
+    """Return the facts of a new file. key: of the digests of units   unkeyed: events before there was a key."""
     return dict(zip(_FACTS, (str(SCHEMA_VERSION), secrets.token_hex(16), secrets.token_hex(32), "0"), strict=True))
 
 
@@ -287,7 +285,6 @@ def create(db: sqlite3.Connection, facts: dict[str, str]) -> None:
 
 
 def now() -> str:
-    """Return the time in UTC, as the ledger writes it."""
     return datetime.now(UTC).isoformat()
 
 

@@ -1,7 +1,7 @@
 """The secret under which a ledger's events are chained: a file of its own, mode 0600, to be backed up apart.
 
-Whoever can edit the ledger and not read this file cannot write an event that fits. It appears under its name whole, and
-is never replaced: of two processes that make it at once the second one uses what the first one made.
+Somebody who can edit the ledger but not read this file cannot write an event that fits. It appears under its name
+whole, and its secret never changes: of two processes that make it at once the second uses what the first made.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Reserve before the first record is read, start, commit once the output is safe; 
 spent. Entries, mechanisms and events are append-only, events are chained under a key outside the file, and the newest
 head is echoed in every signed message, so a restored backup is noticed. What counts is derived from the events alone. A
 budget belongs to a collection of records and covers all its versions: one more image does not mint a new budget.
-Admission is the fixed-order filter of accounting.py.
+Admission is the fixed-order filter of accountant.py.
 """
 
 from __future__ import annotations
@@ -200,12 +200,12 @@ class Ledger(VerifiedChain):
         return left
 
     def note_refusal(self, subject: str, reason: str) -> None:
-        """Write down that a run was refused before anything was reserved: the record for an audit."""
+        """Record for audits that a run was refused before anything was reserved."""
         with self.writing() as (db, _):
             self._event(db, None, subject, "REFUSED", reason)
 
     def keep(self, fingerprint: str, name: str, value: str) -> None:
-        """Keep what was released once for a version of the data; what is kept already stays as it is."""
+        """Keep a release that is made once per version of the data; one that is kept already stays as it is."""
         with self.writing() as (db, account):
             if (fingerprint, name) in account.kept:
                 return
@@ -225,7 +225,6 @@ class Ledger(VerifiedChain):
     # ---- what anybody may read ----------------------------------------------------------------------------------
 
     def collections(self) -> list[str]:
-        """List the collections."""
         with self._current() as account:
             return sorted(account.collections)
 
@@ -236,12 +235,11 @@ class Ledger(VerifiedChain):
         return found.collection if found else None
 
     def budget(self, collection: str) -> Filter | None:
-        """Return the budget in force."""
         with self._current() as account:
             return account.budget(collection)
 
     def kept(self, fingerprint: str, name: str) -> str | None:
-        """Return what was released once for a version of the data."""
+        """Return a release that is made once per version of the data; None before it was made."""
         with self._current() as account:
             return account.kept.get((fingerprint, name), (None,))[0]
 

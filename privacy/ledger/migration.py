@@ -20,7 +20,7 @@ from privacy.ledger.rows import digest_of_units, insert
 
 
 def bring_under_key(db: sqlite3.Connection, name: str, secret: bytes) -> None:
-    """Check an unkeyed ledger and write it anew, inside a transaction without foreign keys.
+    """Check an unkeyed ledger and rewrite it, inside a transaction without foreign keys.
 
     Raises StateError (E-BUDGET-07) on an event that was changed, and on rows that the events do not bear out.
     """
@@ -99,13 +99,13 @@ class _Reader:
         account = Account()
         for event in events:
             if event.entry is not None:
-                account.take(event._replace(detail=self._made(event)) if event.entry in self._entries else event)
+                account.apply(event._replace(detail=self._made(event)) if event.entry in self._entries else event)
             elif event.state == "REGISTERED":
-                account.take(event._replace(detail=self._version(event)))
+                account.apply(event._replace(detail=self._version(event)))
             elif event.state == "BUDGET":
-                account.take(event._replace(detail=self._budget(event)))
+                account.apply(event._replace(detail=self._budget(event)))
             elif event.state in ("RESTORED", "REFUSED"):
-                account.take(event)
+                account.apply(event)
             else:
                 raise UnsoundError(f"event {event.seq}, {event.state}, is about no entry")
         left = {

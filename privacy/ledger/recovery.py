@@ -2,10 +2,10 @@
 
 What was attested with an update is known exactly, from the sealed figures in the receipts: all that was charged between
 the newest attested moment that the copy still has, and the newest one there is, which is the one after the most
-restorations, and of these the furthest. What came after the last attestation is
-known to nobody; it is taken for the most expensive entry there ever was, as often as a round may be charged. Where no
-figures can be opened, because they were never sent or the key is lost as well, every collection loses its whole budget.
-The bounds of single runs begin anew: to whom a lost charge belonged is not known.
+restorations, and of these the furthest. What came after the last attestation is known to nobody; it is taken for the
+most expensive entry there ever was, as often as a round may be charged. Where no figures can be opened, because they
+were never sent or the key is lost as well, every collection loses its whole budget. The bounds of single runs start
+again: to whom a lost charge belonged is not known.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fl_core.errors import StateError
-from privacy.accounting.accountant import Filter, Mechanism
+from privacy.accounting.accountant import Filter, Mechanism, rdp
 from privacy.ledger import owners
 from privacy.ledger.account import Account, Entry
 from privacy.ledger.admission import ATTEMPTS
 from privacy.ledger.hash_chain import ChainHead, now
 from privacy.ledger.ledger import Ledger, PlannedRelease
 from privacy.ledger.rows import insert
-from privacy.reports.sealed import Figures, joined, opened, worst
+from privacy.reports.sealed import Figures, largest_of, most_expensive, unseal
 
 
 class LastSeen(NamedTuple):
@@ -53,8 +53,8 @@ def charge_unknown_spending(ledger: Ledger, seen: Sequence[LastSeen], operator: 
     else:
         raise StateError("E-BUDGET-11", f"expected a ledger that lacks event {newest.head.seq}, found that it has it")
     fork = max((s.head.seq for s in seen if ledger.holds(s.head)), default=0)
-    known = {s: opened(ledger.secret, s.head, s.restored, s.sealed) for s in seen}
-    figures = known[newest] and joined([f for s, f in known.items() if f is not None and not ledger.holds(s.head)])
+    known = {s: unseal(ledger.secret, s.head, s.restored, s.sealed) for s in seen}
+    figures = known[newest] and largest_of([f for s, f in known.items() if f is not None and not ledger.holds(s.head)])
     common = ledger.account_at(fork)
     with ledger.writing() as (db, account):
         charges = _everything(account) if figures is None else _missing(account, common, figures)
@@ -95,7 +95,7 @@ def _missing(account: Account, common: Account, figures: Figures) -> dict[str, l
         left = Counter({(m.noise, m.rate): m.steps for m in figures.spent.get(name, ())})
         left.subtract({(m.noise, m.rate): m.steps for m in common.history(name)})
         lost = [PlannedRelease("attested", Mechanism(z, q, n)) for (z, q), n in sorted(left.items()) if n > 0]
-        most = max(worst(account, name), figures.worst.get(name, ()), key=lambda p: _cost(account, name, p))
+        most = max(most_expensive(account, name), figures.worst.get(name, ()), key=lambda p: _cost(account, name, p))
         again = [replace(p, mechanism=replace(p.mechanism, steps=p.mechanism.steps * ATTEMPTS)) for p in most]
         if lost or again:
             found[name] = lost + again
@@ -115,8 +115,6 @@ def _everything(account: Account) -> dict[str, list[PlannedRelease]]:
 
 
 def _cost(account: Account, name: str, planned: Sequence[PlannedRelease]) -> float:
-    from privacy.accounting.accountant import rdp
-
     budget = account.budget(name) or Filter.of(1.0, 1e-5)
     return float(rdp([p.mechanism for p in planned], [budget.order])[0])
 

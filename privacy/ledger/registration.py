@@ -54,7 +54,7 @@ def content_names(examples: Examples) -> Iterator[str]:
     """Name what each example is: the pixels of its file at their full size, upright and in RGB, or its numbers.
 
     Names of files, their bytes, groups and the image size of a run change nothing, and neither do labels: a record that
-    was labelled anew is the same patient's. Raises DataError (E-DATA-04) on a file that cannot be decoded.
+    was relabelled is the same patient's. Raises DataError (E-DATA-04) on a file that cannot be decoded.
     """
     paths: tuple[Path, ...] | None = getattr(examples, "paths", None)
     if paths is not None:
@@ -94,7 +94,7 @@ def register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]
 def _naming_files(
     error: RefusedError, ledger: Ledger, to: str, examples: Examples, contents: Sequence[str], older: Sequence[str]
 ) -> RefusedError:
-    """Say which files it is about, for whoever has to take them out of one of two places."""
+    """Add the names of the files that are in another collection as well, so that they can be removed from one."""
     paths = [path.name for path in getattr(examples, "paths", ())]
     known = {*ledger.elsewhere(to, contents), *ledger.elsewhere(to, older)}
     both = zip(paths, zip(contents, older or contents, strict=True), strict=bool(paths))

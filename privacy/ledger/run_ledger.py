@@ -1,7 +1,7 @@
 """The release log over a hospital's ledger: what a task releases is reserved before any record is read.
 
 Reserved, started, and committed once the output is safe. A task that fails, or a process that is killed, leaves its
-entries charged; the same round made anew is another attempt, with fresh noise and a charge of its own.
+entries charged; the same round repeated is another attempt, with fresh noise and a charge of its own.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class RunLedger:
         self._open: list[str] = []
 
     def begin(self, run: str) -> None:
-        """Turn to a task of a run; what an earlier one left open stays charged."""
+        """Start a task of a run; what an earlier one left open stays charged."""
         self._run, self._open = run, []
 
-    def kept(self, purpose: str) -> Tensor | None:
+    def cached(self, purpose: str) -> Tensor | None:
         """Return what was released once per version of the data and label space, by this process or an earlier one.
 
         What was made with repeatable noise is never taken for what was not.
@@ -71,7 +71,7 @@ class RunLedger:
         value = self._ledger.kept(*self._key(purpose))
         return None if value is None else torch.tensor(json.loads(value), dtype=torch.float32)
 
-    def keep(self, purpose: str, value: Tensor) -> None:
+    def cache(self, purpose: str, value: Tensor) -> None:
         """Keep a release for ever: it is on the disk when this returns."""
         self._ledger.keep(*self._key(purpose), json.dumps(value.tolist()))
 

@@ -47,7 +47,7 @@ class VerifiedChain(HashChain):
             for event, head in self._follow(db, START):
                 at[head.seq] = head.hash
                 if event is not None:
-                    self._take(account, event)
+                    self._apply(account, event)
             found = list(differences(db, account))
             broken = [str(row[0]) for row in db.execute("PRAGMA quick_check") if row[0] != "ok"]
         if wrong := found + broken:
@@ -91,7 +91,7 @@ class VerifiedChain(HashChain):
                 if head.seq > seq:
                     break
                 if event is not None:
-                    self._take(account, event)
+                    self._apply(account, event)
         return account
 
     @contextmanager
@@ -128,12 +128,12 @@ class VerifiedChain(HashChain):
                 self._require_schema(db)
             for event, head in self._follow(db, self._seen):
                 if event is not None:
-                    self._take(self._account, event)
+                    self._apply(self._account, event)
                 self._seen = head
         return self._account
 
-    def _take(self, account: Account, event: object) -> None:
+    def _apply(self, account: Account, event: object) -> None:
         try:
-            account.take(event)  # type: ignore[arg-type]
+            account.apply(event)  # type: ignore[arg-type]
         except UnsoundError as error:
             raise self.changed(f"event {getattr(event, 'seq', '?')}: {error}") from error

@@ -5,7 +5,7 @@ of a unit are, NaN and infinity included, the unit contributes a finite vector w
 logged or counted, since that would tell about it.
 
     contribution   v -> v min(1, C / ||v||), rounded down; the zero vector where an entry is not finite
-    release        (round(S / g) + N) g,  N integer noise (discrete.py) of parameter z Delta (1 + SLACK) / g
+    release        (round(S / g) + N) g,  N integer noise (discrete_gaussian.py) of parameter z Delta (1 + SLACK) / g
 
 S is a sum of contributions computed in floats, off from the exact one by at most `FLOATS` C / 2, and rounding moves two
 neighbouring sums apart by at most g sqrt(d) <= `ROUNDING` C. So one unit moves the integers by at most
@@ -89,7 +89,7 @@ def square_norms(samples: Sequence[Tensor]) -> Tensor:
     changes it by more.
     """
     found = torch.stack([_square(s.flatten(1)) for s in samples]).sum(0)
-    again = ~(found < _LOUD**2)  # overflowed, or not finite: rare, and measured anew with room for both
+    again = ~(found < _LOUD**2)  # overflowed, or not finite: rare, and measured again with room for both
     if bool(again.any()):
         rows = [s[again].flatten(1).double().abs() for s in samples]
         loud = torch.stack([r.square().sum(1) for r in rows]).sum(0)

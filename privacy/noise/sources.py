@@ -2,7 +2,7 @@
 
 `SecureNoise` is a ChaCha20 keystream under a key from the operating system, one per purpose, never stored and never in
 a checkpoint. `SeededNoise` is reproducible, so what it makes is not private, and says so. Noise is integers
-(discrete.py) that are added to rounded sums (grid.py): no float's low bits leave a hospital.
+(discrete_gaussian.py) that are added to rounded sums (grid.py): no float's low bits leave a hospital.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from privacy.accounting.accountant import Bound, Filter, Mechanism
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import TEST, TRAIN, Release
 from privacy.release_log import ReleaseLog, by_collection
-from privacy.reports.uncertainty import SILENT, EvaluationNoise, RunNoise
+from privacy.reports.uncertainty import NO_NOISE, EvaluationNoise, RunNoise
 from privacy.silo_dp.config import SiloDpConfig
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ class PrivacyProfile(ABC):
     def check(self) -> None:
         """Refuse a run that the profile cannot keep its promise for; no data is near.
 
-        Raises RefusedError (E-PRIV-20) on a number outside its range; ConfigError (E-CFG-08, E-PRIV-16, E-PRIV-17,
-        E-PRIV-16) on a method or a size that does not go with it.
+        Raises RefusedError (E-PRIV-20) on a number outside its range; ConfigError (E-CFG-08, E-PRIV-16, E-PRIV-17)
+        on a method or a size that does not go with it.
         """
         if self.terms is not None:
             ranges.check(self.run.manifest, self.terms, self.derived_numbers)
@@ -147,7 +147,7 @@ class PrivacyProfile(ABC):
     def result_noise(self) -> RunNoise:
         """Return what of the run's results is noisy."""
         if self.terms is None:
-            return SILENT
+            return NO_NOISE
         scores = {"pm_l", "pm_v"} | ({"pa"} if self.terms.test_data == "private" else set())
         return RunNoise(self.evaluation_noise(), frozenset(scores))
 

@@ -115,8 +115,8 @@ class RecordProfile(PrivacyProfile):
             from privacy.dp_sgd.private_data import DpSgdLocalData
 
             training = context.round < rounds
-            anew, shared = log.kept("class counts") is None, public is not None and len(public) > 0
-            planned = plan.releases(context.round, training, context.prototypes, anew, shared)
+            first, has_public = log.cached("class counts") is None, public is not None and len(public) > 0
+            planned = plan.releases(context.round, training, context.prototypes, first, has_public)
             log.reserve(context.round, training, planned)
             return DpSgdLocalData(
                 train,

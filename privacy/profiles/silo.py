@@ -90,7 +90,7 @@ class SiloProfile(PrivacyProfile):
     def data_factory(
         self, index: int, log: ReleaseLog, hidden: frozenset[int] = frozenset(), min_count: float = 0.0
     ) -> DataFactory:
-        """No progress is told of a round's steps, whose number follows from the number of records."""
+        """Progress is reported without step numbers: how many steps a round has follows from the number of records."""
         rounds = self.run.manifest.rounds
 
         def open_plain(
@@ -106,11 +106,11 @@ class SiloProfile(PrivacyProfile):
             training = context.round < rounds
             log.reserve(context.round, training, silo_releases(self.guard, training))
 
-            def silent(done: int, total: int) -> None:  # noqa: ARG001
+            def without_steps(done: int, total: int) -> None:  # noqa: ARG001
                 if progress is not None:
                     progress(0, 0)
 
-            return PlainLocalData(train, test, config, context, device, silent, public)
+            return PlainLocalData(train, test, config, context, device, without_steps, public)
 
         return with_prototype_filter(open_plain, hidden, min_count)
 

@@ -1,4 +1,4 @@
-"""What a ledger has spent, sealed for whoever keeps it safe: only the hospital's key opens it.
+"""What a ledger has spent, encrypted to be kept safe by others: only the hospital's key opens it.
 
 It goes with every update and comes back in the coordinator's signed receipt, so that a hospital whose ledger is lost
 knows what to charge. The figures of one run follow from public plans; those of other runs, of other consortia and of
@@ -39,17 +39,17 @@ class Figures:
 
     @classmethod
     def of(cls, account: Account) -> Figures:
-        """Read them off an account."""
+        """Read the figures of an account."""
         names = sorted(account.collections)
         budgets = {name: account.budget(name) for name in names}
         return cls(
             {name: account.history(name) for name in names},
-            {name: worst(account, name) for name in names},
+            {name: most_expensive(account, name) for name in names},
             {name: budget for name, budget in budgets.items() if budget is not None},
         )
 
 
-def worst(account: Account, collection: str) -> tuple[PlannedRelease, ...]:
+def most_expensive(account: Account, collection: str) -> tuple[PlannedRelease, ...]:
     """Return what the most expensive charged entry of a collection released; nothing where there is none."""
     budget = account.budget(collection)
     order = budget.order if budget else _ORDER
@@ -73,7 +73,7 @@ def seal(secret: bytes, head: ChainHead, restored: int, figures: Figures) -> byt
     return nonce + AESGCM(_key(secret)).encrypt(nonce, raw, f"{head} {restored}".encode())
 
 
-def opened(secret: bytes, head: ChainHead, restored: int, sealed: bytes) -> Figures | None:
+def unseal(secret: bytes, head: ChainHead, restored: int, sealed: bytes) -> Figures | None:
     """Open figures; None where they are not this ledger's of this head, or none at all."""
     try:
         raw = AESGCM(_key(secret)).decrypt(sealed[:_NONCE], sealed[_NONCE:], f"{head} {restored}".encode())
@@ -87,7 +87,7 @@ def opened(secret: bytes, head: ChainHead, restored: int, sealed: bytes) -> Figu
         return None
 
 
-def joined(every: Sequence[Figures]) -> Figures:
+def largest_of(every: Sequence[Figures]) -> Figures:
     """Return the most that any of these figures say: of copies that went different ways, what any of them spent."""
     spent: dict[str, dict[tuple[float, float], int]] = {}
     costs: dict[str, list[Sequence[PlannedRelease]]] = {}

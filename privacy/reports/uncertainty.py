@@ -59,7 +59,6 @@ class Estimate:
 
     @property
     def exact(self) -> bool:
-        """Tell whether there is a number without noise."""
         return self.point is not None and self.low == self.high
 
     def text(self) -> str:
@@ -156,7 +155,7 @@ class RunNoise:
         return self.evaluation and self.evaluation.over(len(included))
 
 
-SILENT = RunNoise()
+NO_NOISE = RunNoise()
 UNKNOWN = RunNoise(EvaluationNoise(math.inf), frozenset({"pa", "pm_l", "pm_v"}))
 
 

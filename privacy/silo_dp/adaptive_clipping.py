@@ -7,7 +7,7 @@ is not there counts as 0 and any other moves the sum by 1/2:
     b_k = [ ||V_k|| <= C_t ] - 1/2        b = 1/2 + (sum_k b_k + noise of std s_b) / |S_t|
     C_t+1 = C_t exp(-eta (b - gamma))     gamma: the target quantile, eta: the rate
 
-C_t is public: it is broadcast with the model. Noise is z C_t of whatever C_t a silo was told, so its privacy does not
+C_t is public: it is broadcast with the model. Noise is z times the C_t that the silo received, so its privacy does not
 depend on who computed it. With local noise every silo's bit has noise s_b of its own; central noise is added once.
 """
 
@@ -38,7 +38,7 @@ def initial_clip(terms: SiloDpConfig) -> Tensors:
 def clip_of(terms: SiloDpConfig, setting: Tensors | None) -> float | None:
     """Read C_t off a broadcast; None where the plan fixes it.
 
-    Raises RefusedError (E-PRIV-15) on a clip that the plan is silent on, on none where the plan has it follow the
+    Raises RefusedError (E-PRIV-15) on a clip that the plan does not provide for, on none where the clip follows the
     norms, and on one outside the range of clips (ranges.py).
     """
     if not terms.adaptive:

@@ -34,7 +34,7 @@ class SiloDpConfig:
     epsilon, delta: the budget of the whole run for each hospital; epsilon = inf is the run without privacy
     clip: C, bound of the joint norm of all that a silo sends in round 0; clip_decay: C_t = C * clip_decay^t, public
     clipping: "fixed", or "adaptive": C follows the quantile `target_quantile` of the silos' norms at the rate
-    `clip_rate` (adaptive.py), for which each silo releases a bit per round; bit_noise: std of the noise on it
+    `clip_rate` (adaptive_clipping.py), for which each silo releases a bit per round; bit_noise: std of the noise on it
     placement: "local" (each silo adds noise of std z C) or "central" (the coordinator, who is trusted, adds it once)
     weights: "size" (by declared size) or "uniform" (each hospital counts once, whatever its size)
     prototype_scale: public factor of parts with one weight per class, in units of the largest declared size; of one

@@ -105,12 +105,12 @@ class HospitalControls:
         self.check(seen)
 
     def _require_own(self, seen: Attestation) -> None:
-        from privacy.reports.sealed import opened
+        from privacy.reports.sealed import unseal
 
         if not self.home.ledger.exists() and not self.home.ledger_key.exists():
             return  # all is lost: the coordinator's word is all there is
         sealed = bytes.fromhex(seen.sealed)
-        known = opened(self.ledger.secret, ChainHead(seen.seq, seen.head), seen.restored, sealed) is not None
+        known = unseal(self.ledger.secret, ChainHead(seen.seq, seen.head), seen.restored, sealed) is not None
         if not known and (sealed or any(a.sealed for a in self.store.attested())):
             raise StateError(
                 "E-BUDGET-18",

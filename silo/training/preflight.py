@@ -38,8 +38,8 @@ def require(prepared: PreparedRun, folder: Path, device: torch.device) -> None:
 def _budget(prepared: PreparedRun) -> None:
     ledger, profile = prepared.ledger, prepared.run.profile
     if ledger is not None:
-        anew = ledger.kept("class counts") is None
-        ledger.require(profile.charges(prepared.index, prepared.submits, anew))
+        first = ledger.cached("class counts") is None
+        ledger.require(profile.charges(prepared.index, prepared.submits, first))
 
 
 def _disk(model: nn.Module, folder: Path) -> None:

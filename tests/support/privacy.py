@@ -215,12 +215,12 @@ def captured(name: str, options: Mapping[str, object], dropout: bool, formed: bo
         msg, context = method.broadcast(server), now.for_silo(0, 3)
         bundle, silo = method.local(model, msg, silo, local_data, context)
         method.personal(model, msg, silo, local_data, context)
-        alone = {n: _alone(p) if n in method.unsummed_parts else p for n, p in bundle.items()}
+        alone = {n: _stacked(p) if n in method.unsummed_parts else p for n, p in bundle.items()}
         server = method.merge(server, alone, now)
     return calls
 
 
-def _alone(part: Part) -> Part:
+def _stacked(part: Part) -> Part:
     return Part({key: v.unsqueeze(0) for key, v in part.total.items()}, part.weight.unsqueeze(0))
 
 

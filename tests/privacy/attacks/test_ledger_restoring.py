@@ -15,7 +15,7 @@ from privacy.ledger.admission import ATTEMPTS
 from privacy.ledger.hash_chain import ChainHead
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.recovery import LastSeen, charge_unknown_spending
-from privacy.reports.sealed import MOST, PAD, Figures, opened, seal
+from privacy.reports.sealed import MOST, PAD, Figures, seal, unseal
 
 SKIN, LUNG = "skin/train", "lung/train"
 SMALL, LARGE = Mechanism(40.0), Mechanism(9.0)
@@ -155,7 +155,7 @@ def test_figures_open_under_their_own_key_and_head_alone_and_say_nothing_else(tm
     ledger = made(tmp_path)
     spend(ledger, 0, LARGE)
     head, sealed, restored = ledger.statement()
-    figures = opened(ledger.secret, head, restored, sealed)
+    figures = unseal(ledger.secret, head, restored, sealed)
     assert figures is not None
     assert figures.spent[SKIN] == [LARGE]
     for secret, at, text in (
@@ -165,8 +165,8 @@ def test_figures_open_under_their_own_key_and_head_alone_and_say_nothing_else(tm
         (ledger.secret, head, b""),
         (ledger.secret, head, bytes([sealed[0] ^ 1]) + sealed[1:]),
     ):
-        assert opened(secret, at, restored, text) is None
-    assert opened(ledger.secret, head, restored + 1, sealed) is None
+        assert unseal(secret, at, restored, text) is None
+    assert unseal(ledger.secret, head, restored + 1, sealed) is None
     for word in (b"skin", b"lung", b"9.0"):
         assert word not in sealed
     lengths = set()

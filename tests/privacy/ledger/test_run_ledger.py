@@ -44,18 +44,18 @@ def test_a_task_is_reserved_and_started_before_it_is_done_and_committed_after(tm
 def test_what_was_released_once_is_kept_for_the_version_the_classes_and_the_kind_of_noise(tmp_path: Path) -> None:
     ledger, dataset, run = budgeted(tmp_path), datasets.load(DATA), private()
     log = RunLedger(ledger, CompiledRun.of(run), dataset)
-    assert log.kept("class counts") is None
+    assert log.cached("class counts") is None
     value = torch.rand(10) * 100 / 3
-    log.keep("class counts", value)
-    log.keep("class counts", value + 1)  # a second release does not replace the one that was paid for
+    log.cache("class counts", value)
+    log.cache("class counts", value + 1)  # a second release does not replace the one that was paid for
     again = RunLedger(Ledger(tmp_path / "ledger.db"), CompiledRun.of(replace(run, rounds=9)), dataset)
-    for found in (log.kept("class counts"), again.kept("class counts")):
+    for found in (log.cached("class counts"), again.cached("class counts")):
         assert found is not None
         assert torch.equal(found, value)
     secure = replace(run, privacy=NamedOptions("dp_record", {"rng": "secure"}))
-    assert RunLedger(ledger, CompiledRun.of(secure), dataset).kept("class counts") is None
+    assert RunLedger(ledger, CompiledRun.of(secure), dataset).cached("class counts") is None
     turned = replace(run, schema=Schema(run.schema.shape, tuple(reversed(run.schema.classes))))
-    assert RunLedger(ledger, CompiledRun.of(turned), dataset).kept("class counts") is None
+    assert RunLedger(ledger, CompiledRun.of(turned), dataset).cached("class counts") is None
 
 
 def test_a_book_needs_every_split_registered_as_it_is(tmp_path: Path) -> None:
