@@ -155,7 +155,7 @@ class Policy:
 
     @classmethod
     def parse(cls, raw: bytes) -> Policy:
-        """Read the text of a policy; raises ConfigError, or an error of Python, on what it must not say."""
+        """Read the text of a policy; raises ConfigError, ValueError and their like on what it must not say."""
         found = structure(PolicyFile, tomllib.loads(raw.decode()), "")
         budgets = {name: (budget.epsilon, budget.delta) for name, budget in found.budget.items()}
         return cls(found.runs, found.privacy, found.prototypes, budgets, hashlib.sha256(raw).hexdigest())

@@ -161,7 +161,6 @@ class Filter:
         return float(rdp([*spent, *asked], [self.order])[0]) <= self.bound
 
     def used(self, spent: Iterable[Mechanism]) -> float:
-        """Return the share of the budget that is used."""
         return float(rdp(spent, [self.order])[0]) / self.bound
 
 
@@ -174,7 +173,6 @@ class RdpBound:
 
     @classmethod
     def of(cls, planned: Iterable[Mechanism], order: float) -> RdpBound:
-        """Bound a history by what is planned."""
         return cls(order, float(rdp(planned, [order])[0]))
 
     def admits(self, spent: Iterable[Mechanism], asked: Iterable[Mechanism]) -> bool:

@@ -28,7 +28,7 @@ class Range(NamedTuple):
     off: bool = False
 
     def __contains__(self, value: object) -> bool:
-        """Tell whether a number lies within; NaN does not, and what is no number neither."""
+        """Tell whether a number lies within; NaN does not, nor does what is no number."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         return self.low <= value <= self.high or (self.off and value == 0)

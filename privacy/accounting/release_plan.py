@@ -78,7 +78,7 @@ class SamplingSchedule:
 class ReleasePlan:
     """One hospital's part in a private run; steps_per_call: the steps of each call of `sgd` in a round.
 
-    evaluates_global_model: the model received is evaluated, which a method without a global model has none of
+    evaluates_global_model: the model received is evaluated, where the method has a global model
     personal: personal models are evaluated, on the test records, and on a public test set with class counts.
     """
 

@@ -100,7 +100,6 @@ class Tracing:
 
     @property
     def case(self) -> str:
-        """Name the case."""
         noise = f"noise {self.noise:g}" if self.noise else "bare"
         return f"{self.members} image{'s' * (self.members > 1)}, {noise}"
 

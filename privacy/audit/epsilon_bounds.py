@@ -116,7 +116,7 @@ def _mu(without: Floats, with_record: Floats, threshold: float, confidence: floa
 
 
 def _upper(found: int, n: int, confidence: float) -> float:
-    """Return the Clopper-Pearson upper bound on a probability."""
+    """Return the Clopper-Pearson upper bound on a probability, from `found` of n."""
     return 1.0 if found >= n else float(beta.ppf(1 - confidence, found + 1, n - found))
 
 

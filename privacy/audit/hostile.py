@@ -8,7 +8,7 @@ released; from the scores follows a lower bound on epsilon (epsilon_bounds.py), 
 | overflow, layer norm, prototype | numbers that are not finite for one record alone | such a unit adds zero (grid.py) |
 | low bits | the last bits of floating-point noise | rounded sums and integer noise (grid.py) |
 | augmentation, dropout | draws that one record more would shift for all others | secret draws (draws.py) |
-| batch shape | kernels that add in another order when one record more makes a batch longer | one shape (class_sums.py) |
+| batch shape | kernels that add in another order when one record makes a batch longer | one shape (class_sums.py) |
 | each kind of layer, worst record | a clip that leaves a layer out, too little noise | the mechanism itself |
 | underflow | gradients and clips so small that their squares vanish | ranges of a run's numbers (ranges.py) |
 """

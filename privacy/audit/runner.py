@@ -51,7 +51,6 @@ class Setting:
         return [memorising(), *(Training(e, delta=self.delta) for e in self.epsilons)]
 
     def noise(self, *path: str | int) -> NoiseSource:
-        """Open a source of noise."""
         return SeededNoise(0, "audit", *path) if self.seeded else SecureNoise()
 
 
@@ -65,7 +64,6 @@ class Verdict:
     holds: bool | None
 
     def line(self) -> str:
-        """Write it for a person."""
         if self.holds is None:
             return f"shows  {self.audit}: {self.found} ({self.expected})"
         return f"{'holds' if self.holds else 'FAILS'}  {self.audit}: expected {self.expected}, found {self.found}"
@@ -80,7 +78,6 @@ class Outcome:
     picture: str
 
     def json(self) -> Mapping[str, object]:
-        """Write it for a machine."""
         return {**self.numbers, "verdicts": [asdict(v) for v in self.verdicts], "picture": self.picture}
 
 

@@ -48,7 +48,6 @@ class ZeroNoise:
         self._groups = groups
 
     def uniform(self, n: int) -> Tensor:
-        """Return zeros."""
         return torch.zeros(n, dtype=torch.float64)
 
     def uniform_of(self, units: Keys, *about: str | int) -> Tensor:
@@ -56,11 +55,9 @@ class ZeroNoise:
         return self._groups.double() if about[-1] == "groups" else self.uniform(len(units))
 
     def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:  # noqa: ARG002
-        """Return zeros."""
         return torch.zeros(shape, dtype=torch.long)
 
     def seed(self, *about: str | int) -> int:
-        """Derive a seed."""
         return rng.derive(0, *about)
 
 

@@ -30,7 +30,6 @@ class ListedExamples(Examples):
         self.groups = None if groups is None else tuple(groups)
 
     def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """Read the examples at `index`."""
         return self.x[index], self.labels[index]
 
 
@@ -79,7 +78,6 @@ class AuditTarget:
 
     @property
     def n_classes(self) -> int:
-        """Return the size of the label space."""
         return len(self.schema.classes)
 
     @property

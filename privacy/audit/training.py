@@ -59,7 +59,6 @@ class Training:
 
     @property
     def config(self) -> TrainConfig:
-        """Return the schedule."""
         return TrainConfig(lr=self.lr, momentum=self.momentum, weight_decay=0.0, batch_size=self.batch, epochs=1)
 
     def plan(self, units: int) -> ReleasePlan:

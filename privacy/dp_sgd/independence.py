@@ -82,7 +82,6 @@ def check_rows(query: ClassSums, schema: Schema) -> None:
 
 
 def blanks(schema: Schema, n: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Make up examples of a schema."""
     g = torch.Generator().manual_seed(seed)
     return torch.rand(n, *schema.shape, generator=g), torch.randint(len(schema.classes), (n,), generator=g)
 

@@ -75,9 +75,9 @@ def prefers_ghost_norms(layer: nn.Module, backprops: Tensor) -> bool:
 def ghost_norms(layer: nn.Module, x: Tensor, backprops: Tensor) -> Tensor:
     """Bound the squared norms (n,), float64, of a layer's per-example gradients without computing these.
 
-    For layers that `prefers_ghost_norms` accepts. The sum over pairs of places has terms of both signs, so its error can
-    be larger than itself where a hostile model makes places cancel: a bound on that error is added, which is 1e-10 of
-    the norm for a model that does not.
+    For layers that `prefers_ghost_norms` accepts. The sum over pairs of places has terms of both signs, so its error
+    can be larger than itself where a hostile model makes places cancel: a bound on that error is added, which is 1e-10
+    of the norm for a model that does not.
     """
     inputs, grads = _places(layer, x, backprops)
     found = grads.new_zeros(len(grads))

@@ -38,7 +38,7 @@ def refused(
     cap: Filter | None,
     run: Sequence[Bound],
 ) -> RefusedError | None:
-    """Say why something is not admitted; None when it is. Raises RefusedError (E-BUDGET-02) without a budget."""
+    """Return the refusal of a request, None when it is admitted. Raises RefusedError (E-BUDGET-02) without a budget."""
     budget = account.budget(collection)
     if budget is None or not math.isfinite(budget.epsilon):
         raise RefusedError(

@@ -1,4 +1,4 @@
-"""Which records a ledger speaks of: the version of each split of a data set, and the identity of each unit."""
+"""Which records a ledger is about: the version of each split of a data set, and the identity of each unit."""
 
 from __future__ import annotations
 

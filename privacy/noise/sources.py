@@ -94,11 +94,9 @@ class SecureNoise(_Bytes):
         raise TypeError("a source of noise cannot be copied or stored: a second copy would repeat its noise")
 
     def uniform_of(self, units: Keys, *about: str | int) -> Tensor:  # noqa: ARG002
-        """Draw a fresh uniform for each unit."""
         return self.uniform(len(units))
 
     def seed(self, *about: str | int) -> int:  # noqa: ARG002
-        """Draw a fresh seed, whatever it is about."""
         return int.from_bytes(self._bytes(8), "little") >> 1
 
     def _bytes(self, n: int) -> bytes:

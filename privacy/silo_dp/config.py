@@ -107,7 +107,6 @@ class SiloDpConfig:
 
     @property
     def adaptive(self) -> bool:
-        """Tell whether the clip follows what silos release."""
         return self.clipping == "adaptive"
 
     @classmethod

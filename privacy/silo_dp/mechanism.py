@@ -70,7 +70,6 @@ class SiloDpGuard(Guard):
         return replace(self, broadcast_clip=adaptive_clipping.clip_of(self.terms, setting))
 
     def next_setting(self, setting: Tensors, answered: Part) -> Tensors:
-        """Return the next round's clip."""
         return adaptive_clipping.update_clip(self.terms, setting, answered)
 
     def clip_at(self, round: int) -> float:
