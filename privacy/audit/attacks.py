@@ -48,12 +48,12 @@ class Presence:
     held: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
     @property
-    def alone(self) -> float:
+    def update_auc(self) -> float:
         """Return the AUC of the attack on single updates."""
         return auc(self.updates[self.held], self.updates[~self.held])
 
     @property
-    def masked(self) -> float:
+    def sum_auc(self) -> float:
         """Return the AUC where only the sum is seen: it has one score per class, the same for every silo."""
         return auc(self.summed[self.held], self.summed[~self.held])
 

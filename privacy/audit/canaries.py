@@ -29,7 +29,7 @@ MEMBERS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CanaryResult:
     """Scores of all canaries, which of them were in, and what the best guesses refute; score: the one that did."""
 
     scores: Floats
@@ -45,7 +45,7 @@ class Found:
 
 def dirac(
     training: Training, canaries: int = CANARIES, records: int = 1000, seed: int = 0, noise: NoiseSource | None = None
-) -> Found:
+) -> CanaryResult:
     """Audit with one white-box run; records: in all, of which those that are no canary have no gradient.
 
     Two scores share the confidence: how far a coordinate went, which shows missing noise and a missing clip; and how
@@ -70,12 +70,12 @@ def dirac(
     scores = {"distance": places[-1], "unsteadiness": np.diff(np.stack(places), axis=0).std(0)}
     found = {n: one_run(s, present, training.delta, CONFIDENCE / len(scores)) for n, s in scores.items()}
     best = max(found, key=lambda name: found[name].epsilon)
-    return Found(scores[best], present, found[best], best)
+    return CanaryResult(scores[best], present, found[best], best)
 
 
 def mislabelled(
     training: Training, target: AuditTarget, canaries: int = CANARIES, seed: int = 0, noise: NoiseSource | None = None
-) -> Found:
+) -> CanaryResult:
     """Audit with one black-box run: images under wrong labels among the others, scored by minus the loss at the end.
 
     canaries: at most half of the images.
@@ -92,7 +92,7 @@ def mislabelled(
     model = target.network(seed)
     training.run(model, data, losses, n_classes, noise, seed)
     scores = negative_losses(model, x[own], wrong).numpy()
-    return Found(scores, present, one_run(scores, present, training.delta), "loss")
+    return CanaryResult(scores, present, one_run(scores, present, training.delta), "loss")
 
 
 def members(

@@ -12,12 +12,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from privacy.audit.attacks import Tracing
-from privacy.audit.canaries import Found
+from privacy.audit.canaries import CanaryResult
 from privacy.audit.epsilon_bounds import Floats, auc
 from privacy.audit.step_checks import Scale, SensitivityCheck
 
 
-def bounds(found: Mapping[str, Sequence[Found]], claimed: Mapping[str, float], file: Path) -> None:
+def bounds(found: Mapping[str, Sequence[CanaryResult]], claimed: Mapping[str, float], file: Path) -> None:
     """Draw the refuted epsilon of each training, one dot per seed, beside the claim where there is one."""
     figure, axis = _new(len(found) * 1.4 + 1.8)
     for place, (name, runs) in enumerate(found.items()):
@@ -47,13 +47,13 @@ def curves(pairs: Mapping[str, tuple[Floats, Floats]], file: Path) -> None:
     _save(figure, axis, file)
 
 
-def presence(alone: Mapping[str, Sequence[float]], masked: Mapping[str, Sequence[float]], file: Path) -> None:
+def presence(update_aucs: Mapping[str, Sequence[float]], sum_aucs: Mapping[str, Sequence[float]], file: Path) -> None:
     """Draw the AUC of the class-presence attack on single updates and on their sum: the mean over seeds."""
-    figure, axis = _new(len(alone) * 1.4 + 1.8)
-    for shift, label, of in ((-0.2, "each update seen", alone), (0.2, "only the sum seen", masked)):
+    figure, axis = _new(len(update_aucs) * 1.4 + 1.8)
+    for shift, label, of in ((-0.2, "each update seen", update_aucs), (0.2, "only the sum seen", sum_aucs)):
         axis.bar([p + shift for p in range(len(of))], [fmean(values) for values in of.values()], 0.4, label=label)
     _chance(axis)
-    axis.set_xticks(range(len(alone)), list(alone))
+    axis.set_xticks(range(len(update_aucs)), list(update_aucs))
     axis.set_ylim(0, 1.4)
     axis.set_yticks(np.linspace(0, 1, 6))
     axis.set_ylabel("AUC of class presence")

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from privacy.audit import attacks, canaries, manifests, plots
-from privacy.audit.canaries import Found
+from privacy.audit.canaries import CanaryResult
 from privacy.audit.epsilon_bounds import auc, refuted
 from privacy.audit.hostile import attacks as attacks_of_a_coordinator
 from privacy.audit.target import AuditTarget
@@ -88,7 +88,7 @@ def white_box(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
     """AU-4: canaries that push a coordinate of their own, among as many records as there are."""
     m, records = _canaries(target), len(target.y)
 
-    def one(training: Training, seed: int) -> Found:
+    def one(training: Training, seed: int) -> CanaryResult:
         short = Training(training.epsilon, steps=200, lr=0.1, delta=training.delta)
         return canaries.dirac(short, m, records, seed, setting.noise("white-box", seed, str(training.epsilon)))
 
@@ -99,7 +99,7 @@ def black_box(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
     """AU-5: images under wrong labels, scored by the final loss."""
     m = _canaries(target)
 
-    def one(training: Training, seed: int) -> Found:
+    def one(training: Training, seed: int) -> CanaryResult:
         noise = setting.noise("black-box", seed, str(training.epsilon))
         return canaries.mislabelled(training, target, m, seed, noise)
 
@@ -137,16 +137,19 @@ def membership(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
 def presence(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
     """AU-8: an update shows which classes a hospital has, whatever protects its records; a sum over hospitals less."""
     found = {_name(t): [_presence(target, setting, t, s) for s in range(setting.seeds)] for t in setting.trainings}
-    alone = {name: [f.alone for f in runs] for name, runs in found.items()}
-    masked = {name: [f.masked for f in runs] for name, runs in found.items()}
-    plots.presence(alone, masked, out / "class_presence.png")
-    numbers = {"one_update": alone, "sum_only": masked, "hospitals": len(found[PLAIN][0].held)}
-    near = all(abs(a - 0.5) <= 0.1 for values in masked.values() for a in values)
+    update_aucs = {name: [f.update_auc for f in runs] for name, runs in found.items()}
+    sum_aucs = {name: [f.sum_auc for f in runs] for name, runs in found.items()}
+    plots.presence(update_aucs, sum_aucs, out / "class_presence.png")
+    numbers = {"one_update": update_aucs, "sum_only": sum_aucs, "hospitals": len(found[PLAIN][0].held)}
+    near = all(abs(a - 0.5) <= 0.1 for values in sum_aucs.values() for a in values)
     verdicts = [
         Verdict(
-            "class presence, updates seen", "AUC > 0.98 without privacy", _summary(alone), min(alone[PLAIN]) > 0.98
+            "class presence, updates seen",
+            "AUC > 0.98 without privacy",
+            _summary(update_aucs),
+            min(update_aucs[PLAIN]) > 0.98,
         ),
-        Verdict("class presence, sum seen", "AUC 0.5 +- 0.1", _summary(masked), near),
+        Verdict("class presence, sum seen", "AUC 0.5 +- 0.1", _summary(sum_aucs), near),
     ]
     if not setting.demanding:
         verdicts = [Verdict(v.audit, "nothing hides it but a masked sum", v.found, None) for v in verdicts]
@@ -230,9 +233,11 @@ def _canaries(target: AuditTarget) -> int:
     return min(canaries.CANARIES, len(target.y) // 2)
 
 
-def _by_canaries(name: str, one: Callable[[Training, int], Found], m: int, setting: Setting, file: Path) -> Outcome:
+def _by_canaries(
+    name: str, one: Callable[[Training, int], CanaryResult], m: int, setting: Setting, file: Path
+) -> Outcome:
     """Repeat a canary audit over seeds and trainings, and judge each claim by what was refuted of it."""
-    found: dict[str, list[Found]] = {}
+    found: dict[str, list[CanaryResult]] = {}
     verdicts = []
     for training in setting.trainings:
         most = QUIET if training.epsilon == 1 and setting.demanding else training.epsilon
@@ -253,7 +258,9 @@ def _by_canaries(name: str, one: Callable[[Training, int], Found], m: int, setti
     return Outcome({"bounds": rows, "ceiling": refuted(setting.delta, m, m, m)}, verdicts, file.name)
 
 
-def _without_canaries(one: Callable[[Training, int], Found], training: Training, seed: int, most: float) -> Found:
+def _without_canaries(
+    one: Callable[[Training, int], CanaryResult], training: Training, seed: int, most: float
+) -> CanaryResult:
     """Audit at a seed, and at two others while the claim is refuted."""
     for again in range(RETRIES + 1):
         found = one(training, seed + 1000 * again)
@@ -269,7 +276,7 @@ def _presence(target: AuditTarget, setting: Setting, training: Training, seed: i
     return attacks.class_presence(short, target, seed, seed if setting.seeded else None)
 
 
-def _row(found: Found) -> Mapping[str, object]:
+def _row(found: CanaryResult) -> Mapping[str, object]:
     return {"auc": found.auc, "score": found.score, **asdict(found.guesses)}
 
 

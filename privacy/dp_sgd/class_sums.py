@@ -180,8 +180,9 @@ def unit_shares(
     place = torch.unique(units.of_example * query.n_classes + examples.labels, return_inverse=True)[1]
     means = torch.zeros(len(unit), vectors.shape[1], dtype=torch.float64)
     means.index_add_(0, place, vectors / sizes[units.of_example].unsqueeze(1))
-    odd = torch.zeros(n_units, dtype=torch.long).index_add_(0, unit, (~torch.isfinite(means).all(1)).long())[unit] > 0
-    means, counts = means.masked_fill(odd.unsqueeze(1), 0.0), counts.masked_fill(odd, 0.0)
+    bad_rows = (~torch.isfinite(means).all(1)).long()
+    not_finite = torch.zeros(n_units, dtype=torch.long).index_add_(0, unit, bad_rows)[unit] > 0
+    means, counts = means.masked_fill(not_finite.unsqueeze(1), 0.0), counts.masked_fill(not_finite, 0.0)
     largest = means.abs().amax(1) if means.shape[1] else means.new_zeros(len(means))
     scale = torch.zeros(n_units, dtype=torch.float64).scatter_reduce(0, unit, largest, "amax")
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))

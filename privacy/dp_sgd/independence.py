@@ -64,7 +64,7 @@ def check_independence(model: nn.Module, loss: LossFn, schema: Schema, batch_siz
             for n in sizes:
                 probe.check(n, once=heavy)
             if not heavy:
-                probe.crowd(sizes[-1])
+                probe.check_crowded(sizes[-1])
             break
         drawn.check()
 
@@ -72,7 +72,7 @@ def check_independence(model: nn.Module, loss: LossFn, schema: Schema, batch_siz
 def check_rows(query: ClassSums, schema: Schema) -> None:
     """Raise RefusedError (E-PRIV-16) when the vector that an example adds to a sum depends on others beside it."""
     base = blanks(schema, 6, 99)
-    batch, kept = _inserted(base, _senseless(base, len(schema.classes)), [0, 0, 3, 3, 6])
+    batch, kept = _inserted(base, _nonsense_examples(base, len(schema.classes)), [0, 0, 3, 3, 6])
     with torch.no_grad():
         alone, among = query.vectors(*base), query.vectors(*batch)
     if alone.shape[:1] != (6,) or among.shape[:1] != batch[1].shape:
@@ -121,7 +121,7 @@ class _Probe:
         for places in [[0, n]] if once else [[0], [middle], [n, n]]:
             batch, kept = _inserted(base, self.batch(len(places), 7 + n), places)
             self.compare("others come", alone, self.observe(batch, kept))
-        batch, kept = _inserted(base, _senseless(base, len(self.schema.classes)), [0, 0, middle, middle, n])
+        batch, kept = _inserted(base, _nonsense_examples(base, len(self.schema.classes)), [0, 0, middle, middle, n])
         try:
             self.compare("others are not finite", alone, self.observe(batch, kept, finite=False))
         except (RuntimeError, ValueError, IndexError, AssertionError, ZeroDivisionError) as error:
@@ -131,7 +131,7 @@ class _Probe:
         if not _distance(alone.coupled, again.coupled) <= self.tolerance:
             raise _refused("the coupled term of a batch moves when other batches came before")
 
-    def crowd(self, n: int) -> None:
+    def check_crowded(self, n: int) -> None:
         """Refuse when the first of the smallest batches moves with as many others as make a batch of n."""
         base = self.batch(1, 99)
         batch, kept = _inserted(base, self.batch(n - 1, 8), [0] * (n // 2) + [1] * (n - 1 - n // 2))
@@ -140,7 +140,7 @@ class _Probe:
     def observe(self, batch: _Batch, kept: Sequence[int], finite: bool = True) -> _Observed:
         """Pass a batch and look at the examples `kept`, in their order."""
         index, outs = torch.tensor(kept), list[Tensor]()
-        with _Watching(self.model, lambda _, out: outs.append(out)):
+        with _OutputHooks(self.model, lambda _, out: outs.append(out)):
             found, coupled = self.loss(self.model, *batch)
         if found.shape != (len(batch[1]),):
             raise _refused(f"there are {tuple(found.shape)} losses of {len(batch[1])} examples")
@@ -184,7 +184,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).masked_fill(both, 0.0).abs().max() / a.nan_to_num().abs().max().clamp(min=1.0))
 
 
-def _senseless(base: _Batch, classes: int) -> _Batch:
+def _nonsense_examples(base: _Batch, classes: int) -> _Batch:
     """Make zeros, huge, infinite and undefined examples, and a copy of the first under another label."""
     x = torch.stack([torch.full_like(base[0][0], v) for v in (0.0, 1e30, float("inf"), float("nan"))])
     y = torch.cat((torch.arange(4) % classes, (base[1][:1] + 1) % classes))
@@ -209,7 +209,7 @@ def _refused(found: str) -> RefusedError:
     )
 
 
-class _Watching:
+class _OutputHooks:
     """While open, tells of every output of a layer that has trainable parameters of its own."""
 
     def __init__(self, model: nn.Module, on_output: Callable[[nn.Module, Tensor], None]) -> None:
@@ -238,6 +238,6 @@ def _multiplications(model: nn.Module, run: Callable[[], Losses]) -> int:
         own, width = sum(p.numel() for p in layer.parameters(recurse=False)), out.shape[1 if out.dim() > 3 else -1]
         counts.append(out.numel() // max(1, width) * own)
 
-    with _Watching(model, count):
+    with _OutputHooks(model, count):
         run()
     return sum(counts)

@@ -36,7 +36,7 @@ _PIECE = 1024
 """A float32 sum of so many squares, in any order, is at most 6.2e-5 of itself off."""
 _SAFE = 1.0 + 5e-5
 """Norms are lengthened by so much: more than such pieces, the root and a factor in float32 can be off."""
-_LOUD = 1e18
+_LARGE = 1e18
 """Squares of longer float32 vectors overflow: those are measured and added in float64."""
 EXACT = 1.0 + 1e-12
 """The same for norms and factors in float64."""
@@ -89,11 +89,11 @@ def square_norms(samples: Sequence[Tensor]) -> Tensor:
     changes it by more.
     """
     found = torch.stack([_square(s.flatten(1)) for s in samples]).sum(0)
-    again = ~(found < _LOUD**2)  # overflowed, or not finite: rare, and measured again with room for both
+    again = ~(found < _LARGE**2)  # overflowed, or not finite: rare, and measured again with room for both
     if bool(again.any()):
         rows = [s[again].flatten(1).double().abs() for s in samples]
-        loud = torch.stack([r.square().sum(1) for r in rows]).sum(0)
-        found[again] = torch.where(torch.isfinite(loud), loud, torch.full_like(loud, math.nan))
+        large = torch.stack([r.square().sum(1) for r in rows]).sum(0)
+        found[again] = torch.where(torch.isfinite(large), large, torch.full_like(large, math.nan))
     return found
 
 
@@ -113,12 +113,12 @@ def weighted_sum(factor: Tensor, rows: Tensor, block: int) -> Tensor:
     """
     n, flat = len(rows), rows.flatten(1)
     # A factor far below 1 would lose its digits in float32, and what is multiplied by 0 must not be NaN.
-    apart = (factor < 1 / _LOUD) & (factor != 1)
+    in_float64 = (factor < 1 / _LARGE) & (factor != 1)
     total = torch.zeros(flat.shape[1], dtype=torch.float64, device=rows.device)
-    if bool(apart.any()):
-        loud = apart & (factor > 0)
-        total += factor[loud] @ flat[loud].double()
-        flat, factor = flat[~apart], factor[~apart]
+    if bool(in_float64.any()):
+        large = in_float64 & (factor > 0)
+        total += factor[large] @ flat[large].double()
+        flat, factor = flat[~in_float64], factor[~in_float64]
         n = len(flat)
     if n and (flat.dtype == torch.float64 or block == 1):
         total += factor @ flat.double()

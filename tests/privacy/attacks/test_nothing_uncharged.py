@@ -181,7 +181,7 @@ def test_t_43_what_leaves_under_silo_level_privacy_depends_on_data_through_the_g
 
 @pytest.mark.parametrize("public", [False, True], ids=["at a hospital", "with a public test set"])
 @pytest.mark.parametrize("method", ["fedavg", "fedbabu", "fedrep", "fedgela", "fedproto", "ditto", "fednh"])
-def test_personal_models_are_rehearsed_every_release_is_planned_and_every_planned_one_is_made(
+def test_personal_models_are_in_the_dry_run_every_release_is_planned_and_every_planned_one_is_made(
     method: str, public: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[ReleaseAllowance] = []

@@ -131,11 +131,11 @@ def test_au_7_losses_tell_members_apart_without_privacy_alone(digits: AuditTarge
 def test_au_8_an_update_shows_which_classes_a_hospital_has_and_a_sum_does_not(digits: AuditTarget, seed: int) -> None:
     plain = attacks.class_presence(Training(INF, steps=15, lr=0.1), digits, seed)
     assert plain.held.sum(0).tolist() == [3] * 10  # each class at as many hospitals: a sum has nothing to say
-    assert plain.alone > 0.98
-    assert abs(plain.masked - 0.5) <= 0.1
+    assert plain.update_auc > 0.98
+    assert abs(plain.sum_auc - 0.5) <= 0.1
     private = attacks.class_presence(Training(8.0, steps=15), digits, seed, seed)
-    assert private.alone > 0.7  # record-level privacy does not hide it
-    assert abs(private.masked - 0.5) <= 0.1
+    assert private.update_auc > 0.7  # record-level privacy does not hide it
+    assert abs(private.sum_auc - 0.5) <= 0.1
 
 
 @pytest.mark.slow
@@ -156,8 +156,8 @@ def test_au_9_prototypes_of_few_images_trace_them_and_noise_or_numbers_hide_them
 def test_au_8_and_au_9_in_brief(digits: AuditTarget) -> None:
     """The same attacks, shorter, without the inversion."""
     plain = attacks.class_presence(Training(INF, batch=32, steps=8, lr=0.1), digits)
-    assert plain.alone > 0.95
-    assert plain.masked == pytest.approx(0.5)
+    assert plain.update_auc > 0.95
+    assert plain.sum_auc == pytest.approx(0.5)
     one, hidden = attacks.prototypes(
         digits, [(1, 0.0), (1, 8.0)], repeats=6, steps=0, extractor=Training(INF, steps=60, lr=0.05, momentum=0.9)
     )
@@ -212,10 +212,10 @@ def test_the_network_takes_the_shape_of_the_images(digits: AuditTarget) -> None:
 def test_a_refuted_claim_is_tried_at_three_seeds_and_a_quiet_one_once() -> None:
     asked: list[int] = []
 
-    def one(training: Training, seed: int) -> canaries.Found:
+    def one(training: Training, seed: int) -> canaries.CanaryResult:
         asked.append(seed)
         present = np.arange(200) < 100
-        return canaries.Found(present + 0.0, present, one_run(present + 0.0, present, 1e-5), "given")
+        return canaries.CanaryResult(present + 0.0, present, one_run(present + 0.0, present, 1e-5), "given")
 
     assert runner._without_canaries(one, Training(1.0), 2, 0.8).guesses.epsilon > 0.8
     assert asked == [2, 1002, 2002]
@@ -243,7 +243,7 @@ def test_the_program_writes_its_report_and_plots(
 
 def test_every_picture_is_drawn(tmp_path: Path) -> None:
     present = np.arange(20) < 10
-    found = canaries.Found(present + 0.0, present, one_run(present + 0.0, present, 1e-5), "given")
+    found = canaries.CanaryResult(present + 0.0, present, one_run(present + 0.0, present, 1e-5), "given")
     plots.bounds({"no privacy": [found], "epsilon 8": [found]}, {"epsilon 8": 8.0}, tmp_path / "bounds.png")
     plots.curves({"no privacy": (np.array([1.0, 2.0]), np.array([0.0, 1.5]))}, tmp_path / "curves.png")
     plots.tracing([[attacks.Tracing(1, 0.0, 0.9, 0.2, 0.02)]] * 2, tmp_path / "tracing.png")
