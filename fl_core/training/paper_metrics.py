@@ -1,6 +1,6 @@
 """Numbers by which papers compare methods, from features, classifiers and the records of a run.
 
-Accuracies (global, personal, fairness) are measured during a run: evaluation.py, records.py. Costs: costs.py.
+Accuracies (global, personal, fairness) are measured during a run: evaluation.py, records.py.
 """
 
 from __future__ import annotations
