@@ -23,7 +23,7 @@ from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import TEST, TRAIN, Release, ReleaseAllowance, ReleasePlan
 from privacy.noise.sources import NoiseSource, SecureNoise, SeededNoise
 from privacy.profiles.base import PrivacyProfile, Projection, mechanisms
-from privacy.prototype_filter import with_prototype_filter
+from privacy.profiles.prototype_filter import with_prototype_filter
 from privacy.release_log import ReleaseLog
 from privacy.reports.uncertainty import GRID_SLACK, EvaluationNoise
 

@@ -27,7 +27,7 @@ from fl_core.types.values import Examples, Layout, Progress, RoundContext
 from privacy.accounting.accountant import Bound, Filter, Mechanism, RdpBound, epsilon_rdp, replace_one
 from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN, Release
 from privacy.profiles.base import Config, PrivacyProfile, Projection, mechanisms
-from privacy.prototype_filter import with_prototype_filter
+from privacy.profiles.prototype_filter import with_prototype_filter
 from privacy.release_log import ReleaseLog
 from privacy.reports.uncertainty import GRID_SLACK, EvaluationNoise
 from privacy.silo_dp import adaptive_clipping

@@ -19,7 +19,7 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, State
 from privacy.compiled_run import CompiledRun
-from privacy.prototype_filter import with_prototype_filter
+from privacy.profiles.prototype_filter import with_prototype_filter
 from privacy.release_log import InMemoryReleaseLog
 from tests.support.federations import FED, SCHEMA, manifest, same, same_bundle, shares
 
