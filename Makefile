@@ -31,10 +31,10 @@ demo: setup  ## One federation on this machine: coordinator, six hospitals, mutu
 	@$(BIN)/coordinator demo --out runs/demo
 
 test: setup  ## The tests, about 5 minutes on 2 cores
-	@$(BIN)/python -m pytest -q -n 2 -m "not slow"
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 test-all: setup  ## The tests with the slow ones
-	@$(BIN)/python -m pytest -q -n 2
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-ray: setup  ## The tests of simulation on Ray; adds the extra to .venv
 	@UV="$(PYTHON) -m uv"; $$UV --version >/dev/null 2>&1 || UV=$(VENV)/.uv/bin/uv; \
@@ -46,6 +46,7 @@ check: setup  ## Style, types, layers, generated code, configuration
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python -m tests.regenerate --check
+	@$(BIN)/python -m tests.faults --check
 	@$(BIN)/python -m pytest -q tests/test_configs.py tests/test_style.py
 
 bench: setup  ## The benchmarks, with their numbers

@@ -1,4 +1,4 @@
-"""Two or more ways to do the same work, timed turn by turn, so that other load on the machine meets all of them."""
+"""Several ways to do the same work, timed in turn, so that other load on the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ def machine(device: str = "cpu") -> dict[str, Value]:
 
 
 def show(found: Found, as_json: bool) -> None:
-    """Print one line of JSON, or a line per value for people."""
     if as_json:
         print(json.dumps(found))
         return

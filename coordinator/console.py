@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from coordinator.api import measured
+from coordinator.api import accuracy
+from coordinator.durations import span
+from fl_core.aggregation import options
 from fl_core.types.records import fairness
 from privacy.reports.uncertainty import UNBOUNDED, Estimate
 from protos.consilium.v1 import federation_pb2 as pb
@@ -22,7 +24,6 @@ ERR = plain_console(stderr=True)
 
 
 def size(count: float) -> str:
-    """Write a number of bytes."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -30,61 +31,98 @@ def size(count: float) -> str:
     return ""
 
 
-def span(seconds: float) -> str:
-    """Write a duration."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
 def percent(share: float) -> str:
-    """Write a share, or a dash when there is none yet (-1); what is no share is withheld."""
-    return measured.plain(share).text()
+    """Format a share; a dash when there is none yet (-1)."""
+    return accuracy.plain(share).text()
 
 
 def private_form(manifest: str) -> str:
-    """Say which options of the method its private form replaced, from a manifest's JSON; empty where none."""
+    """List the options of the method that its private form replaced; empty where none. manifest: JSON."""
     raw = json.loads(manifest)
     was, options = raw.get("private_form") or {}, raw["method"]["options"]
     changes = ", ".join(f"method.{name}={options[name]} (was {was[name]})" for name in sorted(was) if name in options)
     return f"{raw['method']['name']} takes its private form: {changes}" if changes else ""
 
 
+def aggregator_warning(manifest: str, holds: Mapping[str, Collection[str]]) -> str:
+    """Say what the aggregator of a run costs, if anything. manifest: JSON; holds: classes that silos declare."""
+    raw = json.loads(manifest)
+    chosen = raw.get("aggregator") or {"name": options.DEFAULT, "options": {}}
+    declared = [holds.get(member["name"], ()) for member in raw["members"]]
+    return options.warning(options.read(chosen["name"], chosen["options"]), declared)
+
+
+_RUN_FIELDS = (
+    "name",
+    "state",
+    "reason",
+    "method",
+    "data",
+    "rounds",
+    "closed",
+    "bytes_up",
+    "bytes_down",
+    "manifest_digest",
+)
+
+
 def run_json(info: pb.RunInfo) -> Mapping[str, object]:
-    """Turn a run into a JSON object; numbers that noise hides are null, others have the interval of their noise."""
+    """Convert a run; numbers that noise hides are null, others have the interval of their noise."""
     return {
         "run": info.run_id,
-        "name": info.name,
-        "state": info.state,
-        "reason": info.reason,
-        "method": info.method,
-        "data": info.data,
-        "rounds": info.rounds,
-        "closed": info.closed,
-        **measured.of_run(info).facts("global_accuracy"),
-        **measured.best_of_run(info).facts("best_global_accuracy", "best_"),
+        **{name: getattr(info, name) for name in _RUN_FIELDS},
+        **accuracy.newest(info).facts("global_accuracy"),
+        **accuracy.best(info).facts("best_global_accuracy", "best_"),
         "created": info.created_unix,
         "ended": info.ended_unix or None,
-        "bytes_up": info.bytes_up,
-        "bytes_down": info.bytes_down,
-        "manifest_digest": info.manifest_digest,
         "model_digest": info.model_digest or None,
+        "excluded": list(info.excluded),
+        "waiting": waiting_json(info.waiting) if info.HasField("waiting") else None,
     }
 
 
-def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
-    """Turn a round into a JSON object; the accuracy is that of the model before the round's training.
+def waiting_json(waiting: pb.Waiting) -> Mapping[str, object]:
+    """Turn an open round into a JSON object."""
+    return {
+        "round": waiting.round,
+        "there": waiting.there,
+        "needed": waiting.needed,
+        "silos": [
+            {"name": s.name, "left": s.left_s, "online": s.online, "offline": s.offline_s, "classes": list(s.classes)}
+            for s in waiting.silos
+        ],
+    }
 
-    correct, examples: the sums as they were released, on each of which noise of standard deviation noise_std lies.
-    """
+
+def waiting_lines(info: pb.RunInfo) -> list[str]:
+    """Say whom a run waits for, for how long and why, and who is excluded."""
+    lines = [f"excluded by the lead: {', '.join(info.excluded)}"] if info.excluded else []
+    if info.waiting.silos:
+        now = info.waiting
+        lines.append(f"round {now.round + 1}: {now.there} updates are there, {now.needed} close it; waits for")
+        lines += [f"  {silo.name} ({awaited(silo)})" for silo in now.silos]
+    return lines
+
+
+def awaited(silo: pb.AwaitedSilo) -> str:
+    """Say where an awaited silo is, how much longer it is awaited, and which classes depend on it."""
+    where = "connected" if silo.online else f"offline {span(silo.offline_s)}"
+    alone = f"; nobody else holds {', '.join(silo.classes)}" if silo.classes else ""
+    return f"{where}, {span(silo.left_s)} more{alone}"
+
+
+def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
+    """Convert a round. correct, examples: sums as they were released, with noise of standard deviation noise_std."""
     return {
         "round": info.round,
         "kind": pb.TaskKind.Name(info.kind).lower(),
         "included": list(info.included),
         "missing": dict(info.missing),
         "clipped": info.clipped,
-        **measured.sums_json(info.correct, info.examples, measured.noise_of(info)),
-        **measured.of_round(info).facts(),
+        "cut": dict(info.cut),
+        "norm_medians": dict(info.medians),
+        **accuracy.sums_json(info.correct, info.examples, accuracy.noise_of(info)),
+        **accuracy.of_round(info).facts(),
         "opened": info.opened_unix,
         "closed": info.closed_unix or None,
         **personal_json(info.personal, info.withheld),
@@ -92,22 +130,21 @@ def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
 
 
 def personal_json(scores: Mapping[str, float], withheld: Collection[str] = ()) -> Mapping[str, object]:
-    """Pick what is shown of personal models: pa, pm_l, pm_v and the fairness; nothing where none was measured.
+    """Return the scores of personal models and their fairness; empty where none was measured.
 
-    withheld: those that were measured with too much noise, which are null and named; so is what is no share at all.
+    withheld: scores with too much noise. They are null and named in `withheld_scores`, as is a score outside [0, 1].
     """
     named = [name for name in ("pa", "pm_l", "pm_v") if name in scores or name in withheld]
     if not named:
         return {}
-    shown = {name: None if name in withheld else measured.plain(scores[name]).point for name in named}
+    shown = {name: None if name in withheld else accuracy.plain(scores[name]).point for name in named}
     hidden = sorted({*withheld, *(name for name, v in shown.items() if v is None)})
     spread = None if "pm_l" in hidden else fairness(scores)
-    about: dict[str, object] = {"fairness": None if spread is None else measured.plain(spread).point}
-    return {**shown, **about, **({"withheld_scores": hidden} if hidden else {})}
+    shown["fairness"] = None if spread is None else accuracy.plain(spread).point
+    return {**shown, **({"withheld_scores": hidden} if hidden else {})}
 
 
 def personal_text(scores: Mapping[str, float], withheld: Collection[str] = ()) -> str:
-    """Write the scores of personal models after two spaces, or nothing."""
     shown = {name: v for name, v in personal_json(scores, withheld).items() if name != "withheld_scores"}
     noisy = Estimate(withheld=UNBOUNDED)
     texts = {name: percent(v) if isinstance(v, float) else "-" for name, v in shown.items()}
@@ -117,11 +154,8 @@ def personal_text(scores: Mapping[str, float], withheld: Collection[str] = ()) -
 
 
 def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
-    """Turn a silo into a JSON object."""
     return {
-        "name": info.name,
-        "state": info.state,
-        "fingerprint": info.fingerprint,
+        **{name: getattr(info, name) for name in ("name", "state", "fingerprint", "round", "software")},
         "certificate_until": info.certificate_until_unix,
         "last_seen": info.last_seen_unix or None,
         "data": info.data.name or None,
@@ -129,14 +163,12 @@ def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
         "nominal_size": info.data.nominal_size,
         "activity": pb.Activity.Name(info.activity).lower(),
         "run": info.run_id or None,
-        "round": info.round,
-        "software": info.software,
         "policy_digest": info.policy_digest or None,
+        "alarm": info.alarm or None,
     }
 
 
 def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
-    """List runs, one a row."""
     return make_table(
         "Runs",
         ("run", "state", "method", "data", "round", "accuracy", "best", "up / down", "started"),
@@ -147,8 +179,8 @@ def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
                 r.method,
                 r.data,
                 f"{r.closed}/{r.rounds}",
-                measured.of_run(r).text(),
-                measured.best_of_run(r).text(),
+                accuracy.newest(r).text(),
+                accuracy.best(r).text(),
                 f"{size(r.bytes_up)} / {size(r.bytes_down)}",
                 local_time(r.created_unix),
             )
@@ -157,8 +189,14 @@ def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
     )
 
 
+def show_alarms(silos: Iterable[pb.SiloInfo]) -> None:
+    """Print what the lead must look into."""
+    for silo in silos:
+        if silo.alarm:
+            OUT.print(f"{silo.name}: {silo.alarm}", soft_wrap=True)
+
+
 def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
-    """List silos, one a row."""
     return make_table(
         "Silos",
         ("silo", "state", "data", "size", "doing", "policy", "last seen", "certificate until", "fingerprint"),
@@ -180,7 +218,6 @@ def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
 
 
 def doing(silo: pb.SiloInfo) -> str:
-    """Say what a silo is doing, with its progress."""
     if silo.state != "online":
         return silo.state
     word = pb.Activity.Name(silo.activity).lower()
@@ -191,12 +228,12 @@ def doing(silo: pb.SiloInfo) -> str:
 
 
 def round_text(number: int, kind: pb.TaskKind.ValueType) -> str:
-    """Name a round as people count, from 1; the evaluation after the last round has a name and no number."""
+    """Return the number of a round, from 1; the closing evaluation has none."""
     return "evaluation" if kind == pb.EVALUATE else str(number + 1)
 
 
 def _place(event: pb.Event, rounds: int) -> str:
-    if event.kind not in ("opened", "accepted", "refused", "arrived", "closed"):
+    if event.kind not in ("cut", "opened", "accepted", "refused", "arrived", "closed"):
         return ""  # of the whole run
     return f"round {event.round + 1}/{rounds}" if event.round < rounds else "evaluation"
 
@@ -206,11 +243,12 @@ class Watcher:
 
     def __init__(self, console: Console = OUT) -> None:
         self._console = console
-        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._info = pb.RunInfo(accuracy=-1, best_accuracy=-1)
         self._silos: dict[str, str] = {}
         self._personal = ""
-        self._started = time.time()
+        self._heard = time.monotonic()
+        repainted = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._table)
+        self._live = repainted if console.is_terminal else None
 
     def __enter__(self) -> Watcher:
         if self._live:
@@ -222,9 +260,8 @@ class Watcher:
             self._live.stop()
 
     def show(self, event: pb.Event) -> None:
-        """Take one event and show what it changes."""
         if event.HasField("info"):
-            self._info = event.info
+            self._info, self._heard = event.info, time.monotonic()
         if event.HasField("closed"):
             self._personal = personal_text(event.closed.personal, event.closed.withheld)
         for silo in event.silos:
@@ -232,7 +269,7 @@ class Watcher:
         if event.silo:
             self._silos[event.silo] = event.kind if not event.text else f"{event.kind}: {event.text}"
         if self._live:
-            self._live.update(self._table())
+            self._live.refresh()
         elif event.kind != "silo":
             self._console.print(self._line(event), soft_wrap=True)
 
@@ -248,7 +285,7 @@ class Watcher:
         if event.silo:
             text += f"  {event.silo}"
         if event.kind == "closed":
-            text += f"  accuracy {measured.of_run(info).text()}{self._personal}"
+            text += f"  accuracy {accuracy.newest(info).text()}{self._personal}"
             text += f"  up {size(info.bytes_up)}  down {size(info.bytes_down)}"
             text += f"  left {self._left()}"
         return f"{text}  {event.text}" if event.text else text
@@ -257,7 +294,13 @@ class Watcher:
         info = self._info
         title = (
             f"{info.run_id}  {info.state}  round {info.closed}/{info.rounds}  "
-            f"accuracy {measured.of_run(info).text()}  best {measured.best_of_run(info).text()}{self._personal}  "
+            f"accuracy {accuracy.newest(info).text()}  best {accuracy.best(info).text()}{self._personal}  "
             f"up {size(info.bytes_up)}  down {size(info.bytes_down)}  left {self._left()}"
         )
-        return make_table(title, ("silo", "doing"), sorted(self._silos.items()))
+        passed, rows = time.monotonic() - self._heard, dict(self._silos)
+        for silo in info.waiting.silos:
+            left = pb.AwaitedSilo()
+            left.CopyFrom(silo)
+            left.left_s = max(0.0, silo.left_s - passed)
+            rows[silo.name] = f"{rows.get(silo.name, '-')}; awaited: {awaited(left)}"
+        return make_table(title, ("silo", "doing"), sorted(rows.items()))

@@ -18,7 +18,7 @@ from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn, override
 
 from fl_core.errors import ConfigError, FederationError
-from fl_core.suggest import suggest
+from fl_core.suggest import did_you_mean, suggest
 
 T = TypeVar("T")
 Option = str | int | float | bool | list[int] | None
@@ -67,7 +67,6 @@ def read_options(kind: type[T], owner: str, options: Mapping[str, object]) -> T:
 
 
 def rename(kind: type, **names: str) -> None:
-    """Read these fields of a dataclass under other names."""
     renamed: dict[str, Any] = {field: override(rename=name) for field, name in names.items()}
     read: _Read = make_dict_structure_fn(kind, CONVERTER, **renamed)
     CONVERTER.register_structure_hook(kind, _checked(_NAMES, Mapping, read))
@@ -91,8 +90,8 @@ def shown(value: object) -> str:
 
 
 class _UnexpectedError(ValueError):
-    def __init__(self, wanted: str, found: object) -> None:
-        super().__init__(f"expected {wanted}, found {shown(found)}")
+    def __init__(self, wanted: str, found: object, hint: str = "") -> None:
+        super().__init__(f"expected {wanted}, found {shown(found)}{hint and f': {hint}'}")
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -152,7 +151,8 @@ def _plain(value: object) -> bool:
 def _literal(value: object, kind: object) -> object:
     if type(value) is str and value in get_args(kind):
         return value
-    raise _UnexpectedError(f"one of {', '.join(map(repr, get_args(kind)))}", value)
+    hint = did_you_mean(value, get_args(kind)) if isinstance(value, str) else ""
+    raise _UnexpectedError(f"one of {', '.join(map(repr, get_args(kind)))}", value, hint)
 
 
 def _checked(wanted: str, accepted: type | tuple[type, ...], read: _Read) -> _Read:

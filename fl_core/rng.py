@@ -31,12 +31,10 @@ def derive(seed: int, *path: str | int) -> int:
 
 
 def stream(seed: int, *path: str | int) -> torch.Generator:
-    """Return a CPU generator of its own for this purpose."""
     return torch.Generator().manual_seed(derive(seed, *path))
 
 
 def numpy_stream(seed: int, *path: str | int) -> np.random.Generator:
-    """Return a numpy generator of its own for this purpose."""
     return np.random.default_rng(derive(seed, *path))
 
 

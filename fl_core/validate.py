@@ -1,55 +1,55 @@
 """Checks of ranges, each in one line: `validate.positive("E-CFG-02", "fedprox", mu=self.mu)`.
 
 The name of an argument is the one in the message. Each check raises ConfigError with the code it is given. NaN is in no
-range, and infinity only where the name says so.
+range, and infinity only where the name says so. Options of methods declare theirs in the types of their fields, which
+`declared` checks: `mu: NonNegative = 0.01`, `form: Literal["a", "b"] = "a"`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_origin, get_type_hints
 
 from fl_core.errors import ConfigError
 from fl_core.suggest import did_you_mean
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 
 def positive(code: str, owner: str, **numbers: float) -> None:
-    """Check 0 < number < infinity."""
     for name, found in numbers.items():
         if not 0 < found < math.inf:
             raise _out_of_range(code, owner, name, "a finite number > 0", found)
 
 
 def positive_or_infinite(code: str, owner: str, **numbers: float) -> None:
-    """Check 0 < number <= infinity."""
     for name, found in numbers.items():
         if not found > 0:
             raise _out_of_range(code, owner, name, "a number > 0, or infinity", found)
 
 
 def at_least(code: str, owner: str, low: float, **numbers: float) -> None:
-    """Check low <= number < infinity."""
     for name, found in numbers.items():
         if not low <= found < math.inf:
             raise _out_of_range(code, owner, name, f"a finite number >= {low:g}", found)
 
 
 def at_most(code: str, owner: str, high: float, **numbers: float) -> None:
-    """Check number <= high."""
     for name, found in numbers.items():
         if not found <= high:
             raise _out_of_range(code, owner, name, f"a number <= {high:g}", found)
 
 
 def below(code: str, owner: str, high: float, **numbers: float) -> None:
-    """Check number < high."""
     for name, found in numbers.items():
         if not found < high:
             raise _out_of_range(code, owner, name, f"a number < {high:g}", found)
 
 
 def between(code: str, owner: str, low: float, high: float, **numbers: float) -> None:
-    """Check low <= number <= high."""
     for name, found in numbers.items():
         if not low <= found <= high:
             raise _out_of_range(code, owner, name, f"a number from {low:g} to {high:g}", found)
@@ -63,6 +63,36 @@ def one_of(code: str, owner: str, **words: tuple[str, Collection[str]]) -> None:
             raise _out_of_range(code, owner, name, wanted, found, did_you_mean(found, valid))
 
 
+def declared(code: str, owner: str, options: DataclassInstance) -> None:
+    """Check the fields of a dataclass against the ranges that their types declare."""
+    for name, kind in _type_hints(type(options)).items():
+        if get_origin(kind) is Literal:
+            one_of(code, owner, **{name: (getattr(options, name), get_args(kind))})
+        for check in getattr(kind, "__metadata__", ()):
+            check(code, owner, **{name: getattr(options, name)})
+
+
+@cache
+def _type_hints(kind: type) -> Mapping[str, object]:
+    return get_type_hints(kind, include_extras=True)
+
+
 def _out_of_range(code: str, owner: str, name: str, wanted: str, found: object, hint: str = "") -> ConfigError:
     where = f"{owner}.{name}" if owner else name
     return ConfigError(code, f"{where}: expected {wanted}, found {found!r}{hint and f': {hint}'}")
+
+
+def bounded(check: Callable[..., None], *bounds: float) -> Callable[..., None]:
+    """Declare a range for `Annotated`: `bounded(at_least, 1)`."""
+
+    def checked(code: str, owner: str, **number: float) -> None:
+        check(code, owner, *bounds, **number)
+
+    return checked
+
+
+Positive = Annotated[float, bounded(positive)]
+NonNegative = Annotated[float, bounded(at_least, 0)]
+UnitInterval = Annotated[float, bounded(between, 0, 1)]
+Count = Annotated[int, bounded(at_least, 0)]
+PositiveCount = Annotated[int, bounded(at_least, 1)]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Self
 
+from fl_core.aggregation.options import Options
+from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import Guards, RunSetup
 from privacy import profiles
@@ -12,21 +17,17 @@ from privacy.profiles.base import PrivacyProfile
 
 
 class CompiledRun(RunSetup):
-    """A run whose manifest was checked, with all that it names built. Both sides make their own.
-
-    Its guards are those of its profile, and silos open examples by `profile.data_factory` alone.
-    """
+    """A run whose manifest was checked, with all that it names built. Both sides make their own."""
 
     @classmethod
     def of(cls, manifest: RunManifest) -> Self:
-        """Check a manifest and build what it names, so that neither side trusts the other's numbers.
+        """Check a manifest and build what it names.
 
-        Raises RefusedError (E-PRIV-01) for a profile that this version does not know: it must not be ignored;
-        ConfigError and RefusedError as `RunSetup.of` and as the profile's `check`.
+        Raises RefusedError (E-PRIV-01) for an unknown profile; otherwise as `RunSetup.of` and the profile's `check`.
         """
         run = cls(manifest)
         run.profile.check()
-        _ = run.method, run.guards
+        _ = run.method, run.guards, run.aggregator
         return run
 
     @cached_property
@@ -37,7 +38,20 @@ class CompiledRun(RunSetup):
     def guards(self) -> Guards:
         return self.profile.guards()
 
+    @cached_property
+    def aggregator(self) -> Options:
+        return self.profile.aggregator(super().aggregator)
+
+    def update_check(self, sizes: Mapping[str, DeclaredSize] | None = None) -> UpdateCheck:
+        """Make the check of single updates; in a private run sizes are the manifest's, and counts noisy."""
+        if not self.private:
+            return super().update_check(sizes)
+        tests = {name: size.test for name, size in (sizes or {}).items()}
+        declared = {
+            m.name: DeclaredSize(m.units or math.inf, tests.get(m.name, math.inf)) for m in self.manifest.members
+        }
+        return replace(super().update_check(declared), noise=self.profile.count_noise(), signs=False)
+
     @property
     def private(self) -> bool:
-        """Whether the run asks for noise."""
         return self.profile.terms is not None

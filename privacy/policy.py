@@ -1,9 +1,9 @@
 """The hospital's policy file: what it takes part in, whatever a job says. It wins, and it fails closed.
 
-A file that cannot be read, that others can change, or that says something unknown, allows nothing. Nobody but the
-hospital can change it: no message carries one, only the SHA-256 of the file leaves, with each session and each update.
-Without a file the defaults below hold: any method of any lead, with or without privacy, and of private runs those of at
-most epsilon 8 at delta 1e-5, with secret noise, none of it the coordinator's, and noisy evaluations.
+A file that cannot be read, that others can change, or that has an unknown key, allows nothing. No message carries one;
+only its SHA-256 leaves, with each session and each update. Without a file the defaults below hold: any method of any
+lead, with or without privacy; private runs of at most epsilon 8 at delta 1e-5, with secret local noise and noisy
+evaluations.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ SHARE_OF_UNITS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """[runs] methods, leads: who and what is accepted (empty: any)   approve: "automatic", or "by hand" for each run.
+    """[runs] methods, leads: what is accepted (empty: any)   approve: "automatic", or "by hand" for each run.
 
-    hide_size: only private runs with uniform weights are accepted, in which the hospital counts once; a size is
-    declared only where the operator typed one, which need not be the true one then.
+    hide_size: only private runs with uniform weights; a size is declared only where the operator typed one.
     """
 
     methods: tuple[str, ...] = ()
@@ -54,12 +53,10 @@ class Runs:
 class Floors:
     """[privacy] require: a profile that every run must have ("": also runs without one are accepted).
 
-    epsilon, delta: the most that one run may ask, for a record or for the hospital, whichever the run is about
-    min_noise: least noise multiplier of training or of the hospital's update   max_rate: largest sampling rate of
-    record-level training   central: also runs whose noise the coordinator adds, who must be trusted, are accepted
+    epsilon, delta: the most that one run may ask   min_noise: least noise multiplier
+    max_rate: largest sampling rate of record-level training   central: also noise added by the coordinator
     coupled: treatments of losses that mix examples   unit: "group" accepts no data without groups
-    rng: "secure", or "test" where also repeatable noise is accepted, which protects nobody   public_test: also runs
-    that publish what the test examples say, without noise, are accepted.
+    rng: "test" accepts repeatable noise too, which protects nobody   public_test: also evaluations without noise.
     """
 
     require: str = ""
@@ -121,10 +118,9 @@ class PolicyFile:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A hospital's policy. budgets: (epsilon, delta) by collection, beside those of the ledger: both must have room.
+    """A hospital's policy. budgets: (epsilon, delta) by collection, which hold beside those of the ledger.
 
-    digest: SHA-256 of the file, empty where there is none and these defaults hold.
-    Raises ConfigError (E-POLICY-01), also its sections, on a number that is none, infinite, or out of its range.
+    digest: SHA-256 of the file, empty without one. Raises ConfigError (E-POLICY-01) on a number out of its range.
     """
 
     runs: Runs = field(default_factory=Runs)
@@ -139,10 +135,10 @@ class Policy:
 
     @classmethod
     def read(cls, file: Path) -> Policy:
-        """Read a policy file; where there is nothing of that name the defaults hold.
+        """Read a policy file; without one the defaults hold.
 
-        Raises RefusedError: E-POLICY-01 on a file that cannot be read (a link that leads nowhere, a folder), or an
-        unknown word in it, E-POLICY-10 on one that others can change: nothing is accepted.
+        Raises RefusedError: E-POLICY-01 on a file that cannot be read or has an unknown key, E-POLICY-10 on one that
+        others can change.
         """
         raw = policy_file.read(file)
         if raw is None:
@@ -230,7 +226,7 @@ class Policy:
     def check_plan(self, plan: ReleasePlan, unit: str, declared: float = 0.0) -> None:
         """Raise RefusedError (E-POLICY-05) when the noise, rate, delta or unit of a planned part is not allowed.
 
-        declared: the size that the hospital declared, since the run's manifest may name a smaller one.
+        declared: the hospital's own size; the manifest may name a smaller one.
         """
         floors, most = self.privacy, SHARE_OF_UNITS / max(plan.units, declared)
         if plan.steps_per_call and not plan.noise >= floors.min_noise:

@@ -1,8 +1,4 @@
-"""The policy file on the disk: read only where nobody but the hospital can have written it.
-
-What cannot be read, is no file, or can be changed by others allows nothing. Only where there is no such name at all,
-not even a link, is there no policy.
-"""
+"""Reading the policy file: what others can change, or what cannot be read, allows nothing."""
 
 from __future__ import annotations
 
@@ -20,8 +16,8 @@ OTHERS = stat.S_IWGRP | stat.S_IWOTH
 def read(file: Path) -> bytes | None:
     """Read a policy file, through a link if it is one; None where there is nothing of that name.
 
-    Raises RefusedError: E-POLICY-01 on what cannot be read, is no regular file or is larger than 1 MiB, a link that
-    leads nowhere included; E-POLICY-10 on a file that others can change: its mode, its owner, or the folder it lies in.
+    Raises RefusedError: E-POLICY-01 on what cannot be read, is no regular file or is larger than 1 MiB; E-POLICY-10 on
+    a file that others can change: by its mode, its owner, or its folder.
     """
     found = open_file(file)
     if found is None:
@@ -45,7 +41,7 @@ def read(file: Path) -> bytes | None:
 
 
 def open_file(file: Path) -> tuple[bytes, os.stat_result] | None:
-    """Read the bytes of a policy file, whoever may change them, and what the system says of it; None without one.
+    """Read the bytes of a policy file and its `stat`, whoever may change it; None without one.
 
     Raises RefusedError (E-POLICY-01). Guarantees: a pipe or a device is not waited for.
     """
@@ -79,7 +75,6 @@ _NOTHING = "nothing is accepted until then"
 
 
 def closed(reason: str) -> RefusedError:
-    """Make the error of a policy that allows nothing (E-POLICY-01)."""
     return RefusedError("E-POLICY-01", f"{reason}: nothing is accepted until the policy file is repaired")
 
 

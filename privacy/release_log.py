@@ -17,9 +17,7 @@ class ReleaseLog(Protocol):
         """Return a release that is made once per version of the data; None before it was made."""
         ...
 
-    def cache(self, purpose: str, value: Tensor) -> None:
-        """Keep a release that is made once, so that later rounds and runs use it again."""
-        ...
+    def cache(self, purpose: str, value: Tensor) -> None: ...
 
     def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:
         """Set the releases of one task aside, or refuse them; they count from here on."""
@@ -44,7 +42,6 @@ class InMemoryReleaseLog:
 
 
 def by_collection(releases: Iterable[Release]) -> dict[str, list[Release]]:
-    """Group releases by the collection of records that they are charged to."""
     found: dict[str, list[Release]] = {}
     for release in releases:
         found.setdefault(release.collection, []).append(release)

@@ -1,31 +1,71 @@
-"""Output of both command lines: JSON for machines, tables and times for people."""
+"""Output of both command lines: JSON for machines, tables and times for people.
+
+What the other side wrote (names, reasons, class names, errors) passes `printable` on its way to a terminal or a log, so
+that it can neither move the cursor, nor turn the direction of writing, nor begin a line of its own.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 
+def printable(text: str, keep: str = "") -> str:
+    r"""Escape what is no visible character, as `\x1b`: control characters, separators of lines, directions of writing.
+
+    keep: characters that stay nevertheless.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def error_text(error: object) -> str:
+    """Write an error for a terminal; lines after its first are indented, so that none looks like another message."""
+    return re.sub(r"\n(?! )", "\n  ", printable(str(error), keep="\n"))
+
+
+class PrintableConsole(Console):
+    """A console whose texts are one visible line each, apart from tabs; tables are of `make_table`."""
+
+    def print(self, *objects: Any, **how: Any) -> None:  # noqa: ANN401
+        super().print(*(printable(o, keep="\t") if isinstance(o, str) else o for o in objects), **how)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Log lines: one line for a message, whatever was said in it, and indented ones for a traceback."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: ANN401, N802
+        return "  " + error_text(super().formatException(ei))
+
+
 def plain_console(*, stderr: bool = False, width: int | None = None, soft_wrap: bool = False) -> Console:
     """Make a console that prints text as it is: ":AB:" in a fingerprint is no emoji, "[...]" in a path no markup."""
-    return Console(highlight=False, markup=False, emoji=False, stderr=stderr, width=width, soft_wrap=soft_wrap)
+    return PrintableConsole(highlight=False, markup=False, emoji=False, stderr=stderr, width=width, soft_wrap=soft_wrap)
 
 
 def print_json(value: object) -> None:
-    """Print one JSON value on one line."""
-    sys.stdout.write(json.dumps(value, sort_keys=True) + "\n")
+    """Print one JSON value on one line, in ASCII."""
+    sys.stdout.write(json.dumps(value, sort_keys=True).replace("\x7f", r"\u007f") + "\n")
     sys.stdout.flush()
 
 
 def make_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(*head, title=title, title_justify="left")
+    table = Table(*map(printable, head), title=printable(title), title_justify="left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     return table
 
 

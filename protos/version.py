@@ -8,5 +8,4 @@ answer a preflight (ADR 0019): one that knows none would leave a run waiting wit
 
 
 def software() -> str:
-    """Return the name and version of this software, as manifests carry it."""
     return f"consilium-fl {metadata.version('consilium-fl')}"

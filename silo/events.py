@@ -24,7 +24,6 @@ EmitEvent = Callable[[Event], None]
 
 
 def event(event: str, text: str, key: TaskKey | None = None, facts: Mapping[str, Fact] | None = None) -> Event:
-    """Make a notice; that of a task names its run, round and kind."""
     about: dict[str, Fact] = {}
     if key is not None:
         about = {"run": key.run_id, "round": key.round, "kind": key.kind.value}
@@ -32,5 +31,4 @@ def event(event: str, text: str, key: TaskKey | None = None, facts: Mapping[str,
 
 
 def error_event(error: FederationError) -> Event:
-    """Make the notice of an error that does not end the service."""
     return event("trouble", str(error), facts={"code": error.code})

@@ -61,6 +61,33 @@ def slow_class_sums(vectors: Tensor, y: Tensor, n_classes: int) -> tuple[Tensor,
     return total, count
 
 
+def slow_lower_median(values: list[float]) -> float:
+    """Take away the smallest and the largest until one is left, or the lower of two."""
+    left = sorted(values)
+    while len(left) > 2:
+        left = left[1:-1]
+    return left[0]
+
+
+def slow_trimmed_mean(values: list[float], left_out: int) -> float:
+    """Sort, leave out at both ends, take the mean."""
+    kept = sorted(values)[left_out : len(values) - left_out]
+    return sum(kept) / len(kept)
+
+
+def slow_geometric_median(points: list[list[float]], weights: list[float], steps: int, nu: float) -> list[float]:
+    """Weiszfeld's steps from the weighed mean, point by point."""
+    shares = [w / sum(weights) for w in weights]
+    for _ in range(steps):
+        middle = [sum(s * p[i] for s, p in zip(shares, points, strict=True)) for i in range(len(points[0]))]
+        closer = [
+            w / max(sum((a - b) ** 2 for a, b in zip(p, middle, strict=True)) ** 0.5, nu)
+            for w, p in zip(weights, points, strict=True)
+        ]
+        shares = [c / sum(closer) for c in closer]
+    return [sum(s * p[i] for s, p in zip(shares, points, strict=True)) for i in range(len(points[0]))]
+
+
 def units(values: list[float], bits: int) -> int:
     """Sum the integers nearest to v * 2^bits with Python's exact integers (ties to even)."""
     return sum(round(v * 2**bits) for v in values)

@@ -1,7 +1,6 @@
 """The audits of training on digits at five seeds, and what each of them sees of faults put in on purpose.
 
-`python -m benchmarks.audit` writes audit.json, faults.json and the pictures beside this file; `faults` alone: only the
-second.
+`python -m benchmarks.audit` writes audit.json, faults.json and pictures beside this file; `faults`: only the second.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CASES: dict[str, tuple[str, str, type[SeededNoise]]] = {
     "missing noise": ("example", "none", Missing),
     "repeated noise": ("example", "none", Repeated),
 }
-"""Each fault: the kind of step that AU-1 to AU-3 look at, what is wrong with the doors and with the noise."""
+"""By fault: the kind of step that AU-1 to AU-3 look at, what is wrong with training, and the source of noise."""
 
 
 def scale(kind: str, source: type[SeededNoise], seed: int) -> float:
@@ -63,7 +62,6 @@ MEASURES: dict[str, Callable[[str, type[SeededNoise], int], float]] = {
 
 
 def main(words: list[str]) -> int:
-    """Run everything, or what is named; goes on where it stopped."""
     torch.set_num_threads(1)
     file = HERE / "faults.json"
     found = json.loads(file.read_text()) if file.exists() else {}

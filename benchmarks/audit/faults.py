@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -44,30 +44,31 @@ def small_sensitivity() -> AbstractContextManager[None]:
     return replaced(RecordDpConfig, "sensitivity", lambda terms, coupled: terms.clip)  # noqa: ARG005
 
 
-class _Open:
-    """Sums gradients without a bound."""
+@dataclass
+class _ChangedEngine:
+    """Sums gradients after a change of the units and the clip."""
 
-    def __init__(self, engine: ClippedGradientEngine) -> None:
-        self._engine = engine
+    engine: ClippedGradientEngine
+    change: Callable[[Tensor, float], tuple[Tensor, float]]
 
-    def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:  # noqa: ARG002
-        """Sum gradients as they are."""
-        return self._engine.clipped_sum(losses, units, OPEN, in_all)
+    def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:
+        return self.engine.clipped_sum(losses, *self.change(units, clip), in_all)
+
+
+def changed_engine(change: Callable[[Tensor, float], tuple[Tensor, float]]) -> AbstractContextManager[None]:
+    @contextmanager
+    def engine(*given: object, **named: object) -> Iterator[_ChangedEngine]:
+        with per_unit(*given, **named) as honest:  # type: ignore[arg-type]
+            yield _ChangedEngine(honest, change)
+
+    return replaced(private_data, "per_unit", engine)
 
 
 @contextmanager
 def missing_clip() -> Iterator[None]:
     """No bound on any gradient."""
-
-    @contextmanager
-    def engine(*given: object, **named: object) -> Iterator[_Open]:
-        with per_unit(*given, **named) as found:  # type: ignore[arg-type]
-            yield _Open(found)
-
-    with ExitStack() as stack:
-        stack.enter_context(replaced(private_data, "per_unit", engine))
-        unbounded = lambda loss, params, clip: clipped(loss, params, OPEN)  # noqa: E731, ARG005
-        stack.enter_context(replaced(private_data, "clipped", unbounded))
+    unbounded = lambda loss, params, clip: clipped(loss, params, OPEN)  # noqa: E731, ARG005
+    with changed_engine(lambda units, _: (units, OPEN)), replaced(private_data, "clipped", unbounded):
         yield
 
 
@@ -89,17 +90,16 @@ def finite_check_removed() -> Iterator[None]:
 
     def weighted(layer: nn.Module, x: Tensor, dy: Tensor, factor: Tensor) -> dict[nn.Parameter, Tensor]:
         inputs, grads = layer_gradients._places(layer, x, dy)
-        found = {layer.weight: torch.einsum("n,nop->op", factor, grads @ inputs.mT).view(layer.weight.shape)}
+        sums = {layer.weight: torch.einsum("n,nop->op", factor, grads @ inputs.mT).view(layer.weight.shape)}
         if layer.bias is not None:
-            found[layer.bias] = torch.einsum("n,no->o", factor, grads.sum(2))
-        return found
+            sums[layer.bias] = torch.einsum("n,no->o", factor, grads.sum(2))
+        return sums
 
     def add_noise(values: Tensor, g: float, std: float, noise: NoiseSource) -> Tensor:
         return values * g + noise.discrete_gaussian(tuple(values.shape), std / g).double() * g
 
     def shares(*given: object) -> class_sums.Shares:
-        found = honest(*given)
-        return replace(found, vectors=class_sums._vectors(given[0], given[1], None))
+        return replace(honest(*given), vectors=class_sums._vectors(given[0], given[1], None))
 
     honest = class_sums.unit_shares
     with ExitStack() as stack:
@@ -150,27 +150,11 @@ def drawn_by_position() -> Iterator[None]:
         yield
 
 
-class _Trimmed:
-    """Sums gradients over the rows that there are."""
-
-    def __init__(self, engine: ClippedGradientEngine) -> None:
-        self._engine = engine
-
-    def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:
-        """Sum as usual, of a batch without padding."""
-        return self._engine.clipped_sum(losses, units[units != per_sample_gradients.PADDING], clip, in_all)
-
-
 @contextmanager
 def any_shape() -> Iterator[None]:
-    """Batches as long as the sample makes them."""
-
-    @contextmanager
-    def engine(*given: object, **named: object) -> Iterator[_Trimmed]:
-        with per_unit(*given, **named) as found:  # type: ignore[arg-type]
-            yield _Trimmed(found)
-
-    with replaced(private_data, "filled", lambda x, rows: x), replaced(private_data, "per_unit", engine):  # noqa: ARG005
+    """Batches as long as the sample makes them, without padding."""
+    trimmed = changed_engine(lambda units, clip: (units[units != per_sample_gradients.PADDING], clip))
+    with replaced(private_data, "filled", lambda x, rows: x), trimmed:  # noqa: ARG005
         yield
 
 
@@ -188,7 +172,6 @@ class Missing(SeededNoise):
     """Noise that is none."""
 
     def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:  # noqa: ARG002
-        """Return zeros."""
         return torch.zeros(shape, dtype=torch.long)
 
 
@@ -196,7 +179,6 @@ class Repeated(SeededNoise):
     """Noise whose seed is used again: every step has the same."""
 
     def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
-        """Draw from a generator that starts anew."""
         return SeededNoise(7, "repeated").discrete_gaussian(shape, sigma)
 
 

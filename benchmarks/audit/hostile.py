@@ -1,4 +1,4 @@
-"""Each attack of a hostile coordinator on the doors as they are, and on doors with the fault that it is there for.
+"""Each attack of a hostile coordinator on private training as it is, and with the fault that the attack detects.
 
 `python -m benchmarks.audit.hostile` writes hostile.json beside this file, goes on where it stopped, prints a table.
 """
@@ -32,7 +32,7 @@ FAULT_OF: Mapping[str, str] = {
     "normalisation": "missing clip",
     "worst record": "halved noise",
 }
-"""What each attack sees: that is how the doors were before, or a fault of its kind."""
+"""The fault that each attack detects: how training was before, or a fault of its kind."""
 
 
 class Repeating(SeededNoise):
@@ -42,7 +42,6 @@ class Repeating(SeededNoise):
 
 
 def source(world: bool, trial: int) -> NoiseSource:
-    """Open the noise of one trial."""
     return Repeating(0, "hostile", int(world), trial)
 
 
@@ -63,11 +62,15 @@ def main() -> int:
         sys.stdout.write(f"{attack.name}: {sound.lower:.2f}, {sound.gaussian:.2f}; {fault}: {faulty.lower:.2f}\n")
         sys.stdout.flush()
     sys.stdout.write(table(found))
-    return int(any(_bound(f["sound"]) > f["sound"]["printed"] or not _seen(f) for f in found.values()))
+    return int(
+        any(
+            _bound(f["sound"]) > f["sound"]["printed"] or _bound(f["faulty"]) <= f["sound"]["printed"]
+            for f in found.values()
+        )
+    )
 
 
 def table(found: Mapping[str, Mapping[str, dict[str, float]]]) -> str:
-    """Write the table of the README."""
     rows = [
         "| attack | epsilon printed | lower bound at 95 % | of the Gaussian | fault put in | lower bound then |",
         "|---|---|---|---|---|---|",
@@ -79,10 +82,6 @@ def table(found: Mapping[str, Mapping[str, dict[str, float]]]) -> str:
             f"**{_bound(faulty):.1f}** |"
         )
     return "\n".join(rows) + "\n"
-
-
-def _seen(found: Mapping[str, dict[str, float]]) -> bool:
-    return _bound(found["faulty"]) > found["sound"]["printed"]
 
 
 def _bound(measured: Mapping[str, float]) -> float:

@@ -37,8 +37,6 @@ class Attack:
 
 
 def attacks(audit: dict[str, Any]) -> list[Attack]:
-    """Read the audits' results: what two kinds of planted records and ordinary images gave away."""
-
     def planted(name: str) -> dict[str, list[float]]:
         return {training: [f["auc"] for f in seeds] for training, seeds in audit[name]["bounds"].items()}
 
@@ -111,7 +109,6 @@ def _axes(axis: Axes) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Draw the picture."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.epsilon_picture")
     parser.add_argument("--out", type=Path, default=PICTURE)
     draw(attacks(json.loads(AUDIT.read_text())), parser.parse_args(words).out)

@@ -14,21 +14,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import platform
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median, stdev
 
-import torch
-
+from benchmarks import timing
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation.runner import run as simulate
+from coordinator.simulation.sweep import in_processes
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2, 3, 4)
@@ -102,22 +99,18 @@ Point = tuple[str, str, float, int]
 
 
 def spec_of(setting: str, arm: str, lr: float, seed: int) -> RunSpec:
-    """Compose one run of the study."""
     chosen = SETTINGS[setting]
     words = [*chosen.words, f"federation={chosen.federation}", *chosen.arms[arm], f"seed={seed}", f"train.lr={lr}"]
     return replace(compose_spec(words), name="fedmr_digits")
 
 
-def measure(setting: str, arm: str, lr: float, seed: int) -> dict[str, object]:
-    """Simulate one run and keep what the tables need."""
+def measure(point: Point) -> dict[str, object]:
+    setting, arm, lr, seed = point
     start = time.process_time()
-    result = simulate(spec_of(setting, arm, lr, seed))
+    result = simulate(spec_of(*point))
     found = result.summary()
     return {
-        "setting": setting,
-        "arm": arm,
-        "lr": lr,
-        "seed": seed,
+        **{"setting": setting, "arm": arm, "lr": lr, "seed": seed},
         "best": found["best_global_accuracy"],
         "last": found["global_accuracy"],
         "by_round": found["accuracy_by_round"],
@@ -137,18 +130,12 @@ def study(out: Path, points: Sequence[Point], jobs: int) -> list[dict[str, objec
     """Run what `out` lacks, saving after every run, and return the runs asked for."""
     kept: dict[str, dict[str, object]] = json.loads(out.read_text())["runs"] if out.exists() else {}
     asked = {key(point): point for point in points}
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        running = {pool.submit(measure, *point): name for name, point in asked.items() if name not in kept}
-        for done in as_completed(running):
-            found = kept[running[done]] = done.result()
-            print(f"{found['arm']:14} lr {found['lr']} seed {found['seed']}: best {found['best']:.3f}", flush=True)
-            out.write_text(json.dumps({"machine": machine(), "runs": kept}, indent=1, sort_keys=True) + "\n")
+    missing = {point: name for name, point in asked.items() if name not in kept}
+    for point, found in in_processes(measure, list(missing), jobs, threads=1):
+        kept[missing[point]] = found
+        print(f"{found['arm']:14} lr {found['lr']} seed {found['seed']}: best {found['best']:.3f}", flush=True)
+        out.write_text(json.dumps({"machine": timing.machine(), "runs": kept}, indent=1, sort_keys=True) + "\n")
     return [kept[name] | dict(zip(("setting", "arm"), point[:2], strict=True)) for name, point in asked.items()]
-
-
-def machine() -> dict[str, str]:
-    """Describe what the numbers were computed on."""
-    return {"processor": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
 
 
 def spread(values: Sequence[float]) -> str:
@@ -164,18 +151,15 @@ def difference(values: Sequence[float], others: Sequence[float]) -> str:
 
 
 def of(runs: Sequence[Mapping[str, object]], arm: str, lr: float, field: str) -> list[float]:
-    """Return one number of every run of an arm at a learning rate, seed by seed."""
     return [float(str(r[field])) for r in runs if r["arm"] == arm and r["lr"] == lr]
 
 
 def grid(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
-    """Write one Markdown table."""
     lines = [[title, *columns], ["---"] * (len(columns) + 1), *([name, *cells] for name, cells in rows.items())]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def table(runs: Sequence[Mapping[str, object]], arms: Sequence[str], lrs: Sequence[float], field: str) -> str:
-    """Write the accuracies: arms by learning rates."""
     rows = {arm: [spread(of(runs, arm, lr, field)) for lr in lrs] for arm in arms}
     return grid(f"{field} accuracy, %", [f"lr {lr}" for lr in lrs], rows)
 
@@ -196,7 +180,6 @@ def gains(runs: Sequence[Mapping[str, object]], arms: Sequence[str], lrs: Sequen
 
 
 def main() -> None:
-    """Run the study from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--setting", choices=list(SETTINGS), default="plain")
     parser.add_argument("--seeds", type=int, nargs="+", help="by default those of the setting's table, like the rest")

@@ -20,10 +20,7 @@ WIDE = 3
 
 
 def draw(results: Results, file: Path) -> bool:
-    """Draw global accuracy against rounds; return False, and draw nothing, where no run has any.
-
-    A method has one colour in all panels, also where some lack it.
-    """
+    """Draw global accuracy against rounds, a method in one colour in all panels; return False where no run has any."""
     panels = [(s, _lines(results, s.name)) for s in results.table.settings]
     panels = [(s, lines) for s, lines in panels if lines]
     if not panels:

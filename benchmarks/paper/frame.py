@@ -35,7 +35,6 @@ TABLE, SETTING, BATCH = "fedgela_3", "ISIC2019 subset, centres 1, 2, 3, 5", 500
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one line per seed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.paper.frame",
         description=__doc__,
@@ -71,8 +70,8 @@ def answers(words: Sequence[str], seed: int, data_root: Path | None) -> dict[str
     model = runtime.method.global_model(runtime.reset_model(), runtime.method.broadcast(observer.server)).eval()
     with torch.no_grad():
         logits = torch.cat([model(tests.batch(part)[0]) for part in whole(tests).split(BATCH)])
-    counts = sum(_counts(part.train.labels, logits.shape[1]) for part in runner.build_simulation(spec, root)[1])
-    assert isinstance(counts, Tensor)
+    labels = torch.cat([part.train.labels for part in runner.build_simulation(spec, root)[1]])
+    counts = torch.bincount(labels, minlength=logits.shape[1]).float()
     return {name: score(found, tests.labels, counts) for name, found in ways(logits, counts).items()}
 
 
@@ -92,10 +91,6 @@ def score(logits: Tensor, labels: Tensor, counts: Tensor) -> dict[str, float]:
         "balanced": round(float(torch.stack(per_class).mean()), 4),
         "commonest": round(float((predicted == counts.argmax()).float().mean()), 4),
     }
-
-
-def _counts(labels: Tensor, n_classes: int) -> Tensor:
-    return torch.bincount(labels, minlength=n_classes).float()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
-"""Small image sets for two cores, cut from the user's own copies; nothing of them is part of the project.
+"""Small image sets, cut from the user's own copies and written once to CONSILIUM_CACHE (~/.cache/consilium).
 
-`images=cifar10-200-50` among a run's words stands for the first 200 training and 50 test images per class of CIFAR10,
-in one folder per class (ROOT/cifar10-jpeg or the archive ROOT/cifar10-jpeg.tar.gz, with train/CLASS/*.jpg and
-test/CLASS/*.jpg); `images=isic2019-32` for Fed-ISIC2019 with its images shrunk to squares of 36 pixels, of which 32 are
-seen, and `images=isic2019-32-200-50` for at most 200 training and 50 test images of each class at each centre, the
-first by name: what is common is cut, what is rare or missing at a centre stays so. All are written once, to
-CONSILIUM_CACHE or ~/.cache/consilium.
+images=cifar10-200-50         the first 200 training and 50 test images per class of ROOT/cifar10-jpeg[.tar.gz], which
+                              holds train/CLASS/*.jpg and test/CLASS/*.jpg
+images=isic2019-32            Fed-ISIC2019 shrunk to squares of 36 pixels, of which 32 are seen
+images=isic2019-32-200-50     of these at most 200 training and 50 test images of each class at each centre, by name
 """
 
 from __future__ import annotations

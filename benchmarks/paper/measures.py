@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fl_core.training.paper_metrics import rounds_to_target
+from benchmarks.paper.paper_metrics import rounds_to_target
 
 Run = Mapping[str, object]
+Reader = Callable[[Run, Run | None, int], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +25,12 @@ class Measure:
     """
 
     label: str
-    read: Callable[[Run, Run | None, int], float]
+    read: Reader
     percent: bool = True
     digits: int = 2
     better: int = 1
 
     def text(self, value: float, spread: float = 0.0) -> str:
-        """Write a number, with its standard deviation where there is one."""
         if math.isnan(value):
             return "not reached" if self.label.startswith("rounds") else "-"
         scale = 100.0 if self.percent else 1.0
@@ -68,12 +68,8 @@ def _last(values: list[float]) -> float:
     return values[-1] if values else math.nan
 
 
-def _ga_best(run: Run, _: Run | None, at: int) -> float:
-    return _best(_until(curve(run)[1:], at))
-
-
-def _ga_last(run: Run, _: Run | None, at: int) -> float:
-    return _last(_until(curve(run)[1:], at))
+def _of_curve(choose: Callable[[list[float]], float]) -> Reader:
+    return lambda run, _, at: choose(_until(curve(run)[1:], at))
 
 
 def _gm(run: Run, _: Run | None, at: int) -> float:
@@ -83,21 +79,16 @@ def _gm(run: Run, _: Run | None, at: int) -> float:
     return math.nan if not found or found[-1] is None else _last(_until(curve(run)[1:], at))
 
 
-def _balanced(run: Run, _: Run | None, at: int) -> float:  # noqa: ARG001
-    found = run.get("balanced")
-    return math.nan if found is None else float(str(found))
-
-
 def _pa(run: Run, _: Run | None, at: int) -> float:
     tuned = run.get("pa_fine_tuned")
     return float(str(tuned)) if tuned is not None else _best(_until(_personal(run, "pa"), at))
 
 
-def _score(name: str) -> Callable[[Run, Run | None, int], float]:
+def _score(name: str) -> Reader:
     return lambda run, _, at: _last(_until(_personal(run, name), at))
 
 
-def _kept(name: str) -> Callable[[Run, Run | None, int], float]:
+def _kept(name: str) -> Reader:
     return lambda run, _, at: math.nan if run.get(name) is None else float(str(run[name]))  # noqa: ARG005
 
 
@@ -111,18 +102,16 @@ def _rounds(run: Run, fedavg: Run | None, at: int) -> float:  # noqa: ARG001
 
 
 MEASURES: Mapping[str, Measure] = {
-    "ga": Measure("global accuracy, best round, %", _ga_best),
-    "ga_last": Measure("global accuracy, last round, %", _ga_last),
+    "ga": Measure("global accuracy, best round, %", _of_curve(_best)),
+    "ga_last": Measure("global accuracy, last round, %", _of_curve(_last)),
     "gm": Measure("GM, %", _gm),
-    "balanced": Measure("balanced accuracy, last round, %", _balanced),
+    "balanced": Measure("balanced accuracy, last round, %", _kept("balanced")),
     "pa": Measure("PA, %", _pa),
     "pa_last": Measure("personal accuracy, last round, %", _score("pa")),
     "pm_v": Measure("PM(V), %", _score("pm_v")),
     "pm_l": Measure("PM(L), %", _score("pm_l")),
     "fairness": Measure("standard deviation of PM(L) over silos, points", _score("pm_l_std"), better=-1),
     "rounds": Measure("rounds to FedAvg's best accuracy", _rounds, percent=False, digits=0, better=-1),
-    "eigenvalues": Measure(
-        "variance of the top 50 eigenvalues", _kept("eigenvalues"), percent=False, digits=1, better=-1
-    ),
+    "eigenvalues": Measure("variance of the top 50 eigenvalues", _kept("eigenvalues"), False, digits=1, better=-1),
     "numbers": Measure("numbers per round, millions", _kept("numbers"), percent=False, digits=3, better=0),
 }

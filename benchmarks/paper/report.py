@@ -65,16 +65,12 @@ def cell_text(results: Results, method: str, setting: Setting) -> str:
 
 
 def markdown(results: Results, seeds: Sequence[int]) -> str:
-    """Write the table as the paper has it, then the gains of its method, paired by seed."""
     table = results.table
     methods = list(table.methods)
     settings = [s for s in table.settings if any(name == s.name for _, name in results.grid)]
     said = " / ".join(MEASURES[m].label for m in table.measures)
-    seeded = (
-        "computed, nothing trained"
-        if table.measures == ("numbers",)
-        else (f"mean ± standard deviation over seeds {', '.join(map(str, seeds))}")
-    )
+    trained = f"mean ± standard deviation over seeds {', '.join(map(str, seeds))}"
+    seeded = "computed, nothing trained" if table.measures == ("numbers",) else trained
     lines = [f"# {table.name}, scale={table.scale}", "", f"{table.paper}.", ""]
     lines += [f"{said}; {seeded}; the paper's number in brackets, - where it is not known.", ""]
     if table.across == "methods":
@@ -100,13 +96,13 @@ def _gains(results: Results, settings: Sequence[Setting]) -> list[str]:
             for other in others:
                 gain, error = results.gain(other, setting, measure)
                 scale = 100 if MEASURES[measure].percent else 1
-                cells.append("-" if math.isnan(gain) else _signed(scale * gain, scale * error))
+                cells.append(
+                    "-"
+                    if math.isnan(gain)
+                    else f"{scale * gain:+.1f}" + ("" if math.isnan(error) else f" ({scale * error:.1f})")
+                )
             rows.append([f"{setting.name}, {MEASURES[measure].label.split(',')[0]}", *cells])
     return [*lines, *_rows(["", *others], rows)]
-
-
-def _signed(gain: float, error: float) -> str:
-    return f"{gain:+.1f}" if math.isnan(error) else f"{gain:+.1f} ({error:.1f})"
 
 
 def _name(setting: Setting) -> str:
@@ -118,7 +114,6 @@ def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def machine() -> str:
-    """Describe what the numbers were computed on."""
     return f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
@@ -126,25 +121,14 @@ def write_csv(results: Results, file: Path) -> None:
     """Write one line per run and measure, with the printed number of its cell."""
     with file.open("w", newline="") as out:
         lines = csv.writer(out, lineterminator="\n")
-        lines.writerow(
-            ["table", "scale", "setting", "method", "seed", "measure", "value", "printed", "manifest", "key"]
-        )
+        table, head = results.table, ("table", "scale", "setting", "method", "seed", "measure")
+        lines.writerow([*head, "value", "printed", "manifest", "key"])
         for (method, name), cell in results.grid.items():
-            setting = next(s for s in results.table.settings if s.name == name)
-            for measure, printed in zip(
-                results.table.measures, results.table.printed_cell(method, setting), strict=True
-            ):
+            setting = next(s for s in table.settings if s.name == name)
+            for measure, printed in zip(table.measures, table.printed_cell(method, setting), strict=True):
                 for seed, value in results.values(method, setting, measure).items():
                     keys = [p.key for p in cell[seed]]
                     manifests = [str(results.runs[k].get("manifest", ""))[:16] for k in keys]
-                    lines.writerow(
-                        [
-                            *(results.table.name, results.table.scale, name, method, seed, measure),
-                            *(
-                                "" if math.isnan(value) else f"{value:.6g}",
-                                printed,
-                                " ".join(manifests),
-                                " ".join(keys),
-                            ),
-                        ]
-                    )
+                    number = "" if math.isnan(value) else f"{value:.6g}"
+                    row = [table.name, table.scale, name, method, seed, measure]
+                    lines.writerow([*row, number, printed, " ".join(manifests), " ".join(keys)])

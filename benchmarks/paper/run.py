@@ -47,16 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parsed(words: Sequence[str]) -> dict[str, str]:
     """Read KEY=VALUE words; raises ConfigError (E-CFG-01) on any other, with the nearest key."""
-    found = {
-        "scale": "small",
-        "seeds": "0,1,2",
-        "methods": "",
-        "settings": "",
-        "jobs": "0",
-        "device": "cpu",
-        "run": "true",
-    }
-    found["out"] = str(RESULTS)
+    found = {"scale": "small", "seeds": "0,1,2", "methods": "", "settings": "", "jobs": "0", "device": "cpu"}
+    found |= {"out": str(RESULTS), "run": "true"}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in KEYS:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
-from benchmarks.paper import images
+from benchmarks.paper import images, paper_metrics
 from benchmarks.paper.measures import Run
 from benchmarks.paper.tables import Setting, Table
 from coordinator.config.hydra_config import compose_spec
@@ -27,19 +24,16 @@ from coordinator.config.manifest_builder import manifest_from, schema_of
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation import runner
 from coordinator.simulation.engine import SimulationEngine
+from coordinator.simulation.sweep import in_processes
 from fl_core import datasets, rng
 from fl_core.methods import build_method
 from fl_core.models import describe
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime
-from fl_core.training import paper_metrics
 from fl_core.training.evaluation import ConcatExamples
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import State
-
-HOLD_OUT = ("persilo", "label", "map")
-"""Partitions whose silos hold out their own test examples: the global test set is the official one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +102,7 @@ def point_of(
     spec = compose_spec(images.resolved(written, data_root))
     tune = table.fine_tune.get(method, 0)
     eigen, numbers = "eigenvalues" in table.measures, table.measures == ("numbers",)
-    told = [w for w in words if w.startswith("images=")]
+    cut = [w for w in words if w.startswith("images=")]
     silos = (
         [] if numbers else datasets.federation(runner.data_reference(spec), datasets.federation_text(spec.federation))
     )
@@ -116,7 +110,7 @@ def point_of(
     manifest = "" if numbers else manifest_from(seeded(spec, 0), [f"hospital{k}" for k in range(len(silos))]).digest()
     found = {}
     for seed in seeds:
-        asked = (manifest, seed, datasets.federation_text(seeded(spec, seed).federation), told, tune, eigen)
+        asked = (manifest, seed, datasets.federation_text(seeded(spec, seed).federation), cut, tune, eigen)
         key = hashlib.sha256(json.dumps((*asked, list(words) if numbers else [])).encode()).hexdigest()[:20]
         found[seed] = Point(key, method, setting.name, seed, written, tune, eigen, numbers, data_root, how)
     return found
@@ -158,23 +152,17 @@ class GlobalTestObserver(Observer):
 
 def runtime_and_tests(spec: RunSpec, data_root: Path | None) -> tuple[SiloRuntime, ConcatExamples]:
     """Build what a silo trains with, and the global test set: the official one, or the union of the silos' own."""
-    references = datasets.federation(runner.data_reference(spec), datasets.federation_text(spec.federation))
-    size, classes = spec.data.get("image_size"), spec.data.get("classes")
-    labels = [str(c) for c in classes] if isinstance(classes, list | tuple) else None
-    pixels = size if isinstance(size, int) else None
-    sets = [datasets.load(r, data_root=data_root, classes=labels, image_size=pixels) for r in references]
+    sets = runner.read_silos(spec, data_root, datasets.load)
     tests = [sets[0].public] if sets[0].public is not None else [s.test for s in sets]
-    manifest = manifest_from(spec, [f"hospital{k}" for k in range(len(references))])
+    manifest = manifest_from(spec, [f"hospital{k}" for k in range(len(sets))])
     return RunSetup.of(manifest).silo_runtime(), ConcatExamples(tests)
 
 
 def whole(examples: ConcatExamples) -> torch.Tensor:
-    """Return the index of all examples."""
     return torch.arange(len(examples.labels))
 
 
 def measure(point: Point) -> dict[str, object]:
-    """Simulate one run and keep what tables read of it."""
     start = time.process_time()
     spec = seeded(compose_spec(images.resolved(point.words, point.data_root)), point.seed)
     root = images.root_of(point.words, point.data_root)
@@ -267,20 +255,17 @@ def study(
 def _results(
     missing: Sequence[Point], jobs: int, work: Callable[[Point], dict[str, object]]
 ) -> Iterable[tuple[Point, dict[str, object] | Exception]]:
+    attempt = partial(_attempt, work)
     if jobs < 0 or all(point.numbers for point in missing):
-        for point in missing:
-            try:
-                yield point, work(point)
-            except Exception as error:
-                yield point, error
-        return
-    number = max(1, min(jobs or os.cpu_count() or 1, len(missing)))
-    begin = partial(torch.set_num_threads, max(1, (os.cpu_count() or 1) // number))
-    with ProcessPoolExecutor(number, mp_context=get_context("spawn"), initializer=begin) as pool:
-        running = {pool.submit(work, point): point for point in missing}
-        for future in as_completed(running):
-            error = future.exception()
-            yield running[future], error if isinstance(error, Exception) else future.result()
+        return ((point, attempt(point)) for point in missing)
+    return in_processes(attempt, missing, jobs)
+
+
+def _attempt(work: Callable[[Point], dict[str, object]], point: Point) -> dict[str, object] | Exception:
+    try:
+        return work(point)
+    except Exception as error:
+        return error
 
 
 def _append(file: Path, run: Mapping[str, object]) -> None:

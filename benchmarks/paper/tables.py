@@ -21,7 +21,7 @@ settings: {digits P5C2: {words: data=digits federation=p5c2, beside: CIFAR10 P5C
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -68,15 +68,13 @@ class Table:
         return (*known, *("-",) * (len(self.measures) - len(known)))
 
 
-def names() -> list[str]:
-    """List the tables."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+def names(folder: Path = FOLDER) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def load(name: str, scale: str, folder: Path = FOLDER) -> Table:
     """Read a table; raises ConfigError (E-CFG-01) on an unknown name, scale or key, with the nearest one."""
-    known = sorted(path.stem for path in folder.glob("*.yaml"))
-    if name not in known:
+    if name not in (known := names(folder)):
         raise ConfigError("E-CFG-01", f"there is no table={name}: {suggest(name, known)}")
     if scale not in SCALES:
         raise ConfigError("E-CFG-01", f"there is no scale={scale}: {suggest(scale, SCALES)}")
@@ -120,12 +118,10 @@ def chosen(table: Table, methods: Sequence[str], settings: Sequence[str]) -> Tab
         for name in wanted:
             if name not in valid:
                 raise ConfigError("E-CFG-01", f"table {table.name} has no {name!r}: {suggest(name, valid)}")
-    return Table(
-        **{
-            **{f: getattr(table, f) for f in Table.__dataclass_fields__},
-            "methods": {m: w for m, w in table.methods.items() if not methods or m in methods},
-            "settings": [s for s in table.settings if not settings or s.name in settings],
-        }
+    return replace(
+        table,
+        methods={m: w for m, w in table.methods.items() if not methods or m in methods},
+        settings=[s for s in table.settings if not settings or s.name in settings],
     )
 
 
@@ -140,7 +136,6 @@ def _measures(raw: object, name: str) -> tuple[str, ...]:
 def _small_methods(
     methods: Mapping[str, tuple[str, ...] | None], small: Mapping[str, object], name: str
 ) -> dict[str, tuple[str, ...] | None]:
-    """Keep the methods of the small scale, with its words behind theirs."""
     kept = small.get("methods") or list(methods)
     extra = dict.fromkeys(map(str, kept), "") if isinstance(kept, list) else _mapping(kept, name)
     if strangers := set(extra) - set(methods):

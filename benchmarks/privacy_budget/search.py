@@ -132,7 +132,6 @@ def _noise(epsilon: float, rate: float, steps: int) -> float:
 
 
 def _initial(d: int, seed: int) -> list[Array]:
-    """Draw the weights that a run of this seed starts from."""
     schema = datasets.schema_of("digits")
     model = build_model("digits_linear", {"projection": [d] if d else []}, schema, seed)
     return [p.detach().double().numpy() for p in model.parameters()]
@@ -155,7 +154,6 @@ def _split(examples: object) -> Split:
 
 
 def main() -> None:
-    """Print the table of the search."""
     print("| setting | last accuracy, % |\n|---|---|")
     for setting in SEARCH:
         last = [100 * run(setting, seed)[-1] for seed in SEEDS]

@@ -2,6 +2,7 @@
 
 python -m benchmarks.round_trip --silos 3 --params 11183582 --json
 python -m benchmarks.round_trip --silos 3,12 --params 11183582 --rounds 3 --json    also compares the peaks of memory
+python -m benchmarks.round_trip --silos 1 --rounds 4 --delay-ms 100     both over one delaying line of 1 Gbit/s
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import NamedTuple  # noqa: E402
 
 from benchmarks.round_trip.bare import Bare  # noqa: E402
 from benchmarks.round_trip.federation import Federation, Rounds  # noqa: E402
+from benchmarks.round_trip.line import BYTES_PER_S  # noqa: E402
 from benchmarks.round_trip.models import Workload, workload  # noqa: E402
 from benchmarks.round_trip.processes import Processes, processes  # noqa: E402
 from fl_core.errors import FederationError  # noqa: E402
@@ -35,7 +37,7 @@ STARTS = 4
 """How often all processes are started at most, of rounds and of bare streams alike."""
 
 
-def measure(silos: int, params: int, rounds: int, log: Path) -> Mapping[str, Value]:
+def measure(silos: int, params: int, rounds: int, log: Path, delay_ms: float) -> Mapping[str, Value]:
     """Measure `rounds` rounds of a few starts of all processes, each as `_measure_start` does.
 
     One start takes up to a tenth longer for the same rounds, and for bare streams, than the next.
@@ -43,7 +45,7 @@ def measure(silos: int, params: int, rounds: int, log: Path) -> Mapping[str, Val
     chosen, legs = workload(params), [min(LEG, rounds - begin) for begin in range(0, rounds, LEG)]
     starts = min(STARTS, len(legs))
     with processes(log) as started:
-        found = [_measure_start(started, silos, chosen, legs[k::starts]) for k in range(starts)]
+        found = [_measure_start(started, silos, chosen, legs[k::starts], delay_ms) for k in range(starts)]
     first, peak = found[0].first, max(one.peak for one in found)
     streams, runs = [s for one in found for s in one.streams], [run for one in found for run in one.runs]
     took = [seconds for run in runs for seconds in run.seconds]
@@ -55,6 +57,8 @@ def measure(silos: int, params: int, rounds: int, log: Path) -> Mapping[str, Val
         "params_sent": chosen.sent,
         "rounds": rounds,
         "starts": starts,
+        "delay_ms": delay_ms,
+        "line_seconds": round(silos * (first.up + first.down) / BYTES_PER_S, 3),
         "bytes_up": first.up,
         "bytes_down": first.down,
         "run_bytes_up": sum(run.total_up for run in runs),
@@ -88,16 +92,16 @@ class _Start(NamedTuple):
     peak: float
 
 
-def _measure_start(started: Processes, silos: int, chosen: Workload, legs: Sequence[int]) -> _Start:
+def _measure_start(started: Processes, silos: int, chosen: Workload, legs: Sequence[int], delay_ms: float) -> _Start:
     """Measure runs of so many rounds, and bare streams before and after each run.
 
     A host whose speed changes within a minute is as fast for the ones as for the others.
     """
     with TemporaryDirectory(prefix="consilium-bench-") as scratch:
-        federation = Federation(started, Path(scratch), silos, chosen)
+        federation = Federation(started, Path(scratch), silos, chosen, delay_ms)
         try:
             first = federation.run(0, 1)
-            bare = Bare(started, federation.home, federation.silos)
+            bare = Bare(started, federation.home, federation.silos, delay_ms)
             streams, runs = [_streams(bare, first, legs[0])], list[Rounds]()
             for leg in legs:
                 runs.append(federation.run(leg, WARM_UP))
@@ -134,11 +138,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=48, help="measured rounds")
     parser.add_argument("--log", type=Path, help="file for what the processes say")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="round trip of the line of 1 Gbit/s between")
     words = parser.parse_args()
     with TemporaryDirectory(prefix="consilium-bench-log-") as scratch:
         log = words.log or Path(scratch) / "log"
         try:
-            measured = [measure(silos, words.params, words.rounds, log) for silos in words.silos]
+            measured = [measure(silos, words.params, words.rounds, log, words.delay_ms) for silos in words.silos]
         except FederationError as error:
             sys.stderr.write(f"{error}\n")
             return 1

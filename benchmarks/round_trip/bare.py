@@ -93,11 +93,11 @@ def call(home: Path, address: str) -> None:
 class Bare:
     """The driver's side: one server and the clients, ready."""
 
-    def __init__(self, started: Processes, coordinator: Path, silos: Sequence[Path]) -> None:
+    def __init__(self, started: Processes, coordinator: Path, silos: Sequence[Path], delay_ms: float) -> None:
         self._started = started
         first = len(started.running)
         server = started.start(["benchmarks.round_trip.bare", "serve", str(coordinator)], talks=True)
-        address = f"127.0.0.1:{int(self._answer(server))}"
+        address = f"127.0.0.1:{started.dialled(int(self._answer(server)), delay_ms)}"
         self._clients = [
             started.start(["benchmarks.round_trip.bare", "call", str(home), address], talks=True) for home in silos
         ]

@@ -53,15 +53,15 @@ class Rounds:
 class Federation:
     """One coordinator and its silos, started and online."""
 
-    def __init__(self, started: Processes, folder: Path, silos: int, workload: Workload) -> None:
+    def __init__(self, started: Processes, folder: Path, silos: int, workload: Workload, delay_ms: float) -> None:
         self._started = started
         self._workload = workload
         self.home = folder / "coordinator"
         self.silos = [folder / f"hospital{k}" for k in range(silos)]
-        address = f"127.0.0.1:{_free_port()}"
-        authority = Authority.create(self.home, "benchmark", [address])
+        port = free_port()
+        authority = Authority.create(self.home, "benchmark", [f"127.0.0.1:{started.dialled(port, delay_ms)}"])
         authority.issue_lead("lead")
-        words = ["coordinator.cli.main", "serve", "--home", str(self.home), "--bind", address]
+        words = ["coordinator.cli.main", "serve", "--home", str(self.home), "--bind", f"127.0.0.1:{port}"]
         self._coordinator = started.start(words)
         started.until((self.home / "service.json").exists, "the coordinator", START_S)
         self._enrol(authority)
@@ -142,7 +142,8 @@ def _per_round(closed: Sequence[float], used: Sequence[_Used], which: Callable[[
     return (last - first) / (len(closed) - 1)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Let the system choose a port."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

@@ -54,6 +54,14 @@ class Processes:
         self.running.append(process)
         return process
 
+    def dialled(self, port: int, round_trip_ms: float) -> int:
+        """Return the port at which a port is reached over a line of this length: its own where that is 0."""
+        if not round_trip_ms:
+            return port
+        line = self.start(["benchmarks.round_trip.line", str(port), str(round_trip_ms)], talks=True)
+        assert line.stdout is not None
+        return int(line.stdout.readline())
+
     def until(self, condition: Callable[[], object], what: str, seconds: float, look_s: float = 0.05) -> None:
         """Wait for a condition; raises UnavailableError (E-RUN-99) when it is late or a process has ended."""
         deadline = time.monotonic() + seconds

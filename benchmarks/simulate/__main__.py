@@ -35,12 +35,11 @@ class Federated:
 
     def round(self, t: int) -> None:
         """Run a training round: every silo evaluates, trains and sends; the bundles are summed and merged."""
-        self.server = self._engine.round(self.server, t, TaskKind.TRAIN, self.history)
+        self.server = self._engine.round(self.server, t, TaskKind.TRAIN, self.history)[0]
 
     def close(self) -> None:
-        """Run the closing evaluation."""
         rounds = self._engine.schedule.rounds
-        self.server = self._engine.round(self.server, rounds, TaskKind.EVALUATE, self.history)
+        self.server = self._engine.round(self.server, rounds, TaskKind.EVALUATE, self.history)[0]
 
 
 def measure(words: Sequence[str]) -> timing.Found:
@@ -102,7 +101,6 @@ def _totals(times: dict[str, Timed]) -> timing.Found:
 
 
 def main() -> None:
-    """Measure and print one JSON line, or a line per value."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--silos", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=20)

@@ -1,6 +1,6 @@
 """FedAvg as a plain loop: every silo's steps with PyTorch alone, then the mean of their models by examples.
 
-No layout, no grid, no doors; the batches are those of the federation, drawn from its streams. Evaluation is apart.
+No layout and no fixed-point format. The batches are those of the federation, drawn from its streams.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class Plain:
         self.steps = 0
 
     def round(self, t: int) -> None:
-        """Train at every silo from the same weights and average."""
         total = {name: torch.zeros_like(v) for name, v in self.weights.items()}
         examples = 0
         for k, share in enumerate(self._shares):

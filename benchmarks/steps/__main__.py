@@ -41,7 +41,6 @@ def measure(setting: Setting, turns: int, steps: int) -> timing.Found:
 
 
 def main() -> None:
-    """Measure the models and print one JSON line, or a line per value."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto")

@@ -48,16 +48,13 @@ class Setting:
 
     @property
     def train(self) -> TrainConfig:
-        """Return the schedule with the batch of this setting."""
         return replace(self.schedule, batch_size=self.batch)
 
     @property
     def schema(self) -> Schema:
-        """Return the schema of the examples."""
         return Schema(self.shape, tuple(f"class{k}" for k in range(TURN.n_classes)))
 
     def on(self, device: torch.device) -> Setting:
-        """Return the same setting on another device."""
         return replace(self, device=device)
 
     def build(self) -> nn.Module:
@@ -83,7 +80,7 @@ def message(method: FedAvg, model: nn.Module) -> State:
     return sent
 
 
-def course_of(setting: Setting) -> ReleasePlan:
+def plan_of(setting: Setting) -> ReleasePlan:
     """Plan a run of FedAvg over as many units as a batch has, clipped at 1, each physical batch a whole one."""
     terms = RecordDpConfig(physical_batch=setting.batch)
     return ReleasePlan.of(terms, setting.train, TURN.rounds, setting.batch, FedAvg(), setting.build(), setting.schema)
@@ -98,7 +95,6 @@ class PlainSteps:
         self._loss = method.objective(self.model, message(method, self.model), self._data, TURN)
 
     def take(self, steps: int) -> None:
-        """Take so many steps."""
         self._data.sgd(self.model, self._loss, SgdOptions(steps=steps))
 
 
@@ -106,28 +102,28 @@ class PrivateSteps:
     """Steps through `DpSgdLocalData`; mode: of `gradients.MODES`, the model's own without one."""
 
     def __init__(
-        self, setting: Setting, examples: Examples, course: ReleasePlan, mode: str | None = None, secure: bool = False
+        self, setting: Setting, examples: Examples, plan: ReleasePlan, mode: str | None = None, secure: bool = False
     ) -> None:
         self.model = setting.build()
-        self._setting, self._examples, self._course, self._mode, self._secure = setting, examples, course, mode, secure
+        self._setting, self._examples, self._plan, self._mode, self._secure = setting, examples, plan, mode, secure
 
     def take(self, steps: int) -> None:
         """Take so many steps in one turn, whose releases are planned for it."""
         noise: NoiseSource = SecureNoise() if self._secure else SeededNoise(0, "benchmark")
-        doors = private_data.DpSgdLocalData(
+        data = private_data.DpSgdLocalData(
             self._examples,
             self._examples,
             self._setting.train,
             TURN,
-            self._course,
-            ReleaseAllowance(self._course.training(steps)),
+            self._plan,
+            ReleaseAllowance(self._plan.training(steps)),
             noise,
             self._setting.device,
         )
         usual = private_data.per_unit
         private_data.per_unit = partial(per_sample_gradients.per_unit, mode=self._mode)
         try:
-            doors.sgd(self.model, FedAvg.loss, SgdOptions(steps=steps))
+            data.sgd(self.model, FedAvg.loss, SgdOptions(steps=steps))
         finally:
             private_data.per_unit = usual
 
@@ -135,8 +131,8 @@ class PrivateSteps:
 class OpacusSteps:
     """Steps with Opacus' own module, optimizer and samplers, on batches that are drawn and read as ours are."""
 
-    def __init__(self, setting: Setting, examples: Examples, course: ReleasePlan) -> None:
-        self._examples, self._course, self._setting = examples, course, setting
+    def __init__(self, setting: Setting, examples: Examples, plan: ReleasePlan) -> None:
+        self._examples, self._plan, self._setting = examples, plan, setting
         self.model = setting.build()
         self._wrapped = GradSampleModule(self.model, loss_reduction="mean")
         config = setting.train
@@ -144,19 +140,18 @@ class OpacusSteps:
             torch.optim.SGD(
                 self._wrapped.parameters(), config.lr, momentum=config.momentum, weight_decay=config.weight_decay
             ),
-            noise_multiplier=course.noise,
-            max_grad_norm=course.terms.clip,
+            noise_multiplier=plan.noise,
+            max_grad_norm=plan.terms.clip,
             expected_batch_size=setting.batch,
             loss_reduction="mean",
         )
 
     def take(self, steps: int) -> None:
-        """Take so many steps."""
         register_grad_sampler(CONVOLUTIONS)(compute_conv_grad_sample)
         try:
             self._wrapped.train()
             for _ in range(steps):
-                drawn = torch.nonzero(torch.rand(len(self._examples)) < self._course.rate).flatten()
+                drawn = torch.nonzero(torch.rand(len(self._examples)) < self._plan.rate).flatten()
                 x, y = (v.to(self._setting.device) for v in self._examples.batch(drawn))
                 self._optimizer.zero_grad()
                 cross_entropy(self._wrapped(x), y).backward()
@@ -167,13 +162,13 @@ class OpacusSteps:
 
 def ways(setting: Setting) -> dict[str, Callable[[int], None]]:
     """Make every way: FedAvg (plain), FedMR, Opacus, each gradient mode that the model allows, secure noise."""
-    examples, course = setting.examples(), course_of(setting)
+    examples, plan = setting.examples(), plan_of(setting)
     chosen = per_sample_gradients.mode_of(setting.build())
     modes = per_sample_gradients.MODES[per_sample_gradients.MODES.index(chosen) :]
     return {
         "plain": PlainSteps(setting, examples, FedAvg()).take,
         "fedmr": PlainSteps(setting, examples, FedMR()).take,
-        "opacus": OpacusSteps(setting, examples, course).take,
-        **{mode: PrivateSteps(setting, examples, course, mode).take for mode in modes},
-        "secure": PrivateSteps(setting, examples, course, secure=True).take,
+        "opacus": OpacusSteps(setting, examples, plan).take,
+        **{mode: PrivateSteps(setting, examples, plan, mode).take for mode in modes},
+        "secure": PrivateSteps(setting, examples, plan, secure=True).take,
     }

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -19,6 +20,8 @@ from protos.pki.certificates import utc_now
 from protos.pki.identity import Kind, PeerCertificate, peer_of
 
 audit = logging.getLogger("consilium.audit")
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _SERVICE = "/consilium.v1."
 SILO, LEAD, INVITE = frozenset({Kind.SILO}), frozenset({Kind.LEAD}), frozenset({Kind.INVITE})
@@ -36,10 +39,14 @@ ALLOWED_ROLES: Mapping[str, frozenset[Kind]] = {
     "Lead/Watch": LEAD,
     "Lead/Abort": LEAD,
     "Lead/Resume": LEAD,
+    "Lead/Exclude": LEAD,
+    "Lead/Extend": LEAD,
     "Lead/Silos": LEAD,
 }
+STREAM_CHECK_S = 2.0
+"""How often an open stream asks whether its peer is still let in."""
 PUBLIC_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
-"""Services that any certificate of the consortium may call."""
+"""Services that members and leads may call."""
 
 
 def authorize(
@@ -59,6 +66,7 @@ def authorize(
     | E-ID-11  | has a role that may not make this call (an invitation opens enrolment alone)|
     | E-TLS-08 | has a certificate that expired while its connection stayed open             |
     | E-ID-12  | has been revoked                                                            |
+    | E-ID-28  | has a certificate whose successor is in use                                 |
     | E-ID-13  | is not on the list of members, or its invitation is used up                 |
     """
     who, time = peer.identity, now or utc_now()
@@ -82,6 +90,14 @@ def authorize(
             f"expected a certificate in force, found the revoked one {peer.serial} of {who} ({found.revoked}); ask the "
             "lead",
         )
+    if found.renewed_at is not None:
+        return RefusedError(
+            "E-ID-28",
+            f"expected the newest certificate of {who}, found {peer.serial}: it was renewed, and its successor is in "
+            f"use since {datetime.fromtimestamp(found.renewed_at, UTC):%Y-%m-%d %H:%M} UTC. If that was not you, "
+            f"somebody else has the key: tell the lead at once; `coordinator invite {who.name} --again` and "
+            "`silo join --again` shut the other one out (of a lead: coordinator leads revoke, leads add)",
+        )
     if not found.member:
         what = "an open invitation" if who.kind is Kind.INVITE else "a member of the consortium"
         return RefusedError(
@@ -102,26 +118,27 @@ class Authorizer:
     members: MemberStore
     on_refusal: Callable[[PeerCertificate, FederationError], None] = lambda _peer, _error: None
 
-    def caller(self, context: grpc.ServicerContext) -> PeerCertificate:
+    def caller(self, context: Context) -> PeerCertificate:
         """Return the peer of a call that was authorized before."""
         return _peer(context)
 
-    def authorize_call(self, method: str, context: grpc.ServicerContext) -> PeerCertificate:
-        """Return the caller of a method; raises RefusedError, after writing it to the audit log."""
+    def peer(self, method: str, context: Context) -> PeerCertificate:
+        """Return whose call it is; raises RefusedError, after writing it to the audit log."""
         try:
-            peer = _peer(context)
+            return _peer(context)
         except RefusedError as error:
             audit.warning("refused %s from %s: %s", method, context.peer(), error)
             raise
-        self.authorize_peer(peer, method, context.peer())
-        return peer
 
     def authorize_peer(
         self, peer: PeerCertificate, method: str = _SERVICE + "Control/Session", address: str = ""
     ) -> None:
-        """Raise RefusedError unless this peer may call this method now; also for each heartbeat of a session."""
+        """Raise RefusedError unless this peer may call this method now; also for each heartbeat of a session.
+
+        A stream asks again every `STREAM_CHECK_S` seconds, so that what was revoked ends.
+        """
         if method.startswith(PUBLIC_SERVICES):
-            error = authorize(peer, list(Kind), self.consortium, self._unrevoked)
+            error = authorize(peer, SILO | LEAD, self.consortium, self._membership_status)
         else:
             allowed = ALLOWED_ROLES.get(method.removeprefix(_SERVICE), frozenset())
             error = authorize(peer, allowed, self.consortium, self._membership_status)
@@ -129,19 +146,20 @@ class Authorizer:
             audit.warning(
                 "refused %s to %s (certificate %s) %s: %s", method, peer.identity, peer.serial, address, error
             )
+            if error.code == "E-ID-28":
+                self.members.raise_alarm(peer.identity.name, str(error))
             self.on_refusal(peer, error)
             raise error
-
-    def _unrevoked(self, peer: PeerCertificate) -> MembershipStatus:
-        return MembershipStatus(self.members.why_revoked(peer.serial), member=True)
 
     def _membership_status(self, peer: PeerCertificate) -> MembershipStatus:
         if peer.identity.kind is Kind.SILO:
             return self.members.membership_status(peer.identity.name, peer.serial)
         if peer.identity.kind is Kind.INVITE:
             return MembershipStatus(self.members.why_revoked(peer.serial), self.members.is_invited(peer.serial))
-        return MembershipStatus(self.members.why_revoked(peer.serial), peer.identity.kind is Kind.LEAD)
+        if peer.identity.kind is Kind.LEAD:
+            return self.members.leads.status(peer)
+        return MembershipStatus(self.members.why_revoked(peer.serial), member=False)
 
 
-def _peer(context: grpc.ServicerContext) -> PeerCertificate:
-    return peer_of(context.auth_context())  # type: ignore[arg-type]  # the stub says bytes; gRPC gives lists of bytes
+def _peer(context: Context) -> PeerCertificate:
+    return peer_of(context.auth_context())

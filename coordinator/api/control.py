@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import logging
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from coordinator.api.authorization import Authorizer
+from coordinator.api.authorization import Authorizer, Context
+from coordinator.api.event_loop import Workers, wait_for, waker
+from coordinator.api.limits import Bucket, Limits, require_known_fields
 from coordinator.pki.membership import Membership
 from coordinator.runs.dispatcher import MISSED_PULSES, Dispatcher, negotiate
 from coordinator.runs.session import SiloSession
@@ -18,120 +22,156 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.version import PROTOCOL
 
+log = logging.getLogger(__name__)
 _MAX_TEXT = 200
 _MAX_CLASSES = 10_000
 _MAX_SIZE = 2.0**53
 _MAX_DIMENSIONS = 8
+_MAX_STAGED = 1000
 
 
 class ControlService(rpc.ControlServicer):
     """One stream per silo."""
 
     def __init__(
-        self, authorizer: Authorizer, dispatcher: Dispatcher, membership: Membership, software: str, recycle_s: float
+        self,
+        authorizer: Authorizer,
+        dispatcher: Dispatcher,
+        membership: Membership,
+        workers: Workers,
+        limits: Limits,
+        welcome: pb.Welcome,
     ) -> None:
+        """Set up the service. welcome: what every silo is told alike."""
         self._authorizer = authorizer
         self._dispatcher = dispatcher
         self._membership = membership
-        self._software = software
-        self._recycle_s = recycle_s
+        self._workers = workers
+        self._limits = limits
+        self._common = welcome
 
-    def Session(  # noqa: N802
-        self, request_iterator: Iterator[pb.SiloMessage], context: grpc.ServicerContext
-    ) -> Iterator[pb.CoordinatorMessage]:
+    async def Session(  # type: ignore[override]  # noqa: N802 - the stub knows generators alone
+        self,
+        request_iterator: object,  # noqa: ARG002
+        context: Context,
+    ) -> None:
         """Run a silo's session until one side ends it; see docs/protocol.md."""
-        session = SiloSession(self._authorizer.caller(context))
-        context.add_callback(session.finish)
-        threading.Thread(
-            target=self._receive, args=(session, request_iterator), name=f"session-{session.name}", daemon=True
-        ).start()
+        changed = asyncio.Event()
+        session = SiloSession(self._authorizer.caller(context), on_change=waker(changed))
+        receiving = asyncio.create_task(self._receive(session, context))
         try:
-            yield from self._send(session)
+            await self._send(session, changed, context)
         except FederationError as error:
             session.finish(error)
             if not isinstance(error, UnavailableError):
-                yield pb.CoordinatorMessage(refusal=pb.Refusal(code=error.code, reason=error.message))
+                with suppress(UnavailableError):
+                    await self._write(pb.CoordinatorMessage(refusal=_refusal(error)), context)
             raise
         finally:
             session.finish()
-            self._dispatcher.detach(session)
+            receiving.cancel()
+            await self._workers.run(self._dispatcher.detach, session)
 
-    def _send(self, session: SiloSession) -> Iterator[pb.CoordinatorMessage]:
+    async def _send(self, session: SiloSession, changed: asyncio.Event, context: Context) -> None:
         pulse = self._dispatcher.pulse_s
-        hello = session.wait_for_hello(MISSED_PULSES * pulse)
-        if hello is None:
-            raise session.error or ProtocolError("E-WIRE-06", "expected a Hello first in a session, found none")
-        yield self._welcome(session, hello)
+        hello_due = time.monotonic() + self._limits.hello_s
+        while session.hello is None and not session.over and (left := hello_due - time.monotonic()) > 0:
+            await wait_for(changed, left)
+        if session.over and session.error is not None:
+            raise session.error
+        if session.hello is None:
+            raise UnavailableError("E-NET-12", "expected a Hello first in a session, found none in time: connect again")
+        await self._write(await self._workers.run(self._welcome, session, session.hello), context)
         due = time.monotonic()
         while not session.over:
-            if message := session.next(due):
-                yield message
-            elif not session.over and time.monotonic() >= due:
-                self._authorizer.authorize_peer(session.peer)
+            if message := session.next():
+                await self._write(message, context)
+            elif time.monotonic() < due:
+                await wait_for(changed, due - time.monotonic())
+            else:
+                await self._workers.run(self._authorizer.authorize_peer, session.peer)
                 if (silent := time.monotonic() - session.last_heard) > MISSED_PULSES * pulse:
                     raise UnavailableError(
                         "E-NET-12", f"no pulse for {silent:.0f} s: the session is dropped, connect again"
                     )
-                yield pb.CoordinatorMessage(pulse=pb.Pulse())
+                await self._write(pb.CoordinatorMessage(pulse=pb.Pulse()), context)
                 due = time.monotonic() + pulse
         if session.error is not None:
             raise session.error
 
+    async def _write(self, message: pb.CoordinatorMessage, context: Context) -> None:
+        """Send a message; raises UnavailableError (E-NET-12) when the other side reads nothing."""
+        try:
+            async with asyncio.timeout(self._limits.hello_s):
+                await context.write(message)
+        except TimeoutError:
+            raise UnavailableError("E-NET-12", "nothing of this session is read: connect again") from None
+
     def _welcome(self, session: SiloSession, hello: pb.Hello) -> pb.CoordinatorMessage:
         """Check the first message, attach the session and queue what the silo missed behind the welcome."""
         negotiate(hello, PROTOCOL)
+        if len(hello.staged) > _MAX_STAGED:
+            raise ProtocolError(
+                "E-WIRE-06", f"expected at most {_MAX_STAGED} staged rounds in a Hello, found {len(hello.staged)}"
+            )
         members, name = self._dispatcher.store.members, session.name
         before = members.silo(name)
         self._dispatcher.attach(session)
         members.introduce(name, hello.software[:_MAX_TEXT], data_offer(hello.data))
         self._dispatcher.store.attestations.keep_policy(name, hello.policy_digest[:_MAX_TEXT])
         self._dispatcher.catch_up(session, hello, 0.0 if before is None else before.last_seen)
-        return pb.CoordinatorMessage(
-            welcome=pb.Welcome(
-                protocol=PROTOCOL,
-                software=self._software,
-                pulse_seconds=self._dispatcher.pulse_s,
-                recycle_seconds=self._recycle_s,
-                signed_roster=self._membership.roster(hello.roster_version),
-                attested=self._dispatcher.store.attestations.newest(name),
-            )
+        welcome = pb.Welcome(
+            signed_roster=self._membership.roster(hello.roster_version),
+            attested=self._dispatcher.store.attestations.newest(name),
         )
+        welcome.MergeFrom(self._common)
+        return pb.CoordinatorMessage(welcome=welcome)
 
-    def _receive(self, session: SiloSession, messages: Iterator[pb.SiloMessage]) -> None:
-        """Process the silo's messages, on a thread of its own, until the stream ends."""
+    async def _receive(self, session: SiloSession, context: Context) -> None:
+        """Process the silo's messages until the stream ends."""
+        bucket = Bucket(self._limits.messages)
         try:
-            for message in messages:
+            while (message := await context.read()) is not grpc.aio.EOF:
                 session.last_heard = time.monotonic()
-                self._process(session, message)
+                if bucket.take():
+                    raise UnavailableError("E-NET-12", "found too many messages in a session: connect again")
+                require_known_fields(message)
+                await self._process(session, message)
         except FederationError as error:
             session.finish(error)
-        except grpc.RpcError:
-            pass  # the connection was cut; the silo opens another session
+        except DecodeError as error:
+            session.finish(ProtocolError("E-WIRE-06", f"expected a message of a session, found other bytes: {error}"))
+        except Exception:
+            if not (context.done() or context.cancelled()):  # else the connection was cut; the silo opens another
+                log.exception("unexpected error in a session of %s", session.name)
         finally:
             session.finish()
 
-    def _process(self, session: SiloSession, message: pb.SiloMessage) -> None:
+    async def _process(self, session: SiloSession, message: pb.SiloMessage) -> None:
         kind = message.WhichOneof("body")
         if (kind == "hello") is not (session.hello is None):
             raise ProtocolError("E-WIRE-06", f"expected a Hello first and once in a session, found {kind}")
         if kind == "hello":
             session.receive_hello(message.hello)
         elif kind == "pulse":
-            self._authorizer.authorize_peer(session.peer)
             self._dispatcher.pulse(session, message.pulse)
         elif kind == "answer":
-            self._dispatcher.answer(session, message.answer)
+            await self._workers.run(self._dispatcher.answer, session, message.answer)
         elif kind == "preflight":
-            self._dispatcher.preflight(session, message.preflight)
+            await self._workers.run(self._dispatcher.preflight, session, message.preflight)
         elif kind != "settled":  # `settled` needs nothing: what is staged is named in the next Hello
             raise ProtocolError("E-WIRE-06", "found a message that this version does not know: upgrade the coordinator")
+
+
+def _refusal(error: FederationError) -> pb.Refusal:
+    return pb.Refusal(code=error.code, reason=error.message)
 
 
 def data_offer(data: pb.DataOffer) -> DataOffer:
     """Read what a silo declares; raises ProtocolError (E-WIRE-06) on sizes that no data has."""
     if (
-        len(data.classes) > _MAX_CLASSES
-        or any(len(c) > _MAX_TEXT for c in data.classes)
+        max(len(data.classes), len(data.holds)) > _MAX_CLASSES
+        or any(len(c) > _MAX_TEXT for c in (*data.classes, *data.holds))
         or len(data.shape) > _MAX_DIMENSIONS
     ):
         raise ProtocolError(
@@ -139,8 +179,15 @@ def data_offer(data: pb.DataOffer) -> DataOffer:
             f"expected at most {_MAX_CLASSES} classes with names of at most {_MAX_TEXT} characters and at most "
             f"{_MAX_DIMENSIONS} dimensions, found {len(data.classes)} classes and {len(data.shape)} dimensions",
         )
-    if not 0 <= data.nominal_size < _MAX_SIZE:
-        raise ProtocolError(
-            "E-WIRE-06", f"expected a nominal size of 0 or more and below 2**53, found {data.nominal_size:g}"
-        )
-    return DataOffer(data.name[:_MAX_TEXT], tuple(data.shape), tuple(data.classes), data.nominal_size)
+    for size in (data.nominal_size, data.train_examples, data.test_examples):
+        if not 0 <= size < _MAX_SIZE:
+            raise ProtocolError("E-WIRE-06", f"expected a nominal size of 0 or more and below 2**53, found {size:g}")
+    return DataOffer(
+        data.name[:_MAX_TEXT],
+        tuple(data.shape),
+        tuple(data.classes),
+        data.nominal_size,
+        tuple(data.holds),
+        data.train_examples,
+        data.test_examples,
+    )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 
-import grpc
-
-from coordinator.api.authorization import Authorizer
+from coordinator.api.authorization import Authorizer, Context
 from coordinator.pki.membership import Membership
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
@@ -21,15 +19,14 @@ class EnrolmentService(rpc.EnrolmentServicer):
         self._authorizer = authorizer
         self._membership = membership
 
-    def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.Membership:  # noqa: N802
+    def Join(self, request: pb.JoinRequest, context: Context) -> pb.Membership:  # noqa: N802
         """Sign the request of an invited silo; the same request gets the same certificate until its first use."""
         peer = self._authorizer.caller(context)
         made = self._membership.join(peer, request.csr_pem, request.renewal_proof)
         audit.info("%s enrolled from %s", peer.identity.name, context.peer())
         return made
 
-    def Renew(self, request: pb.RenewRequest, context: grpc.ServicerContext) -> pb.Membership:  # noqa: N802
-        """Sign a silo's next key."""
+    def Renew(self, request: pb.RenewRequest, context: Context) -> pb.Membership:  # noqa: N802
         peer = self._authorizer.caller(context)
         made = self._membership.renew(peer, request.csr_pem, request.renewal_proof)
         audit.info("%s renewed its certificate", peer.identity.name)

@@ -1,41 +1,53 @@
-"""Authorization before every call, and our errors as statuses after it."""
+"""Limits and authorization before every call, and our errors as statuses after it."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias
 
 import grpc
 
-from coordinator.api.authorization import Authorizer
-from fl_core.errors import FederationError
+from coordinator.api.authorization import PUBLIC_SERVICES, STREAM_CHECK_S, Authorizer, Context
+from coordinator.api.event_loop import Workers
+from coordinator.api.limits import Gate, require_known_fields
+from coordinator.operations.audit_trail import AuditTrail, CountingContext
+from fl_core.errors import FederationError, UnavailableError
+from protos.pki.identity import Kind
 from protos.wire import status
 
 log = logging.getLogger(__name__)
 
+_CROSSING = ("Transfer/Open", "Transfer/Commit")
+"""Calls with which the ends of both audit logs cross."""
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 """Requests and replies pass through unseen: the interceptor is the same for every message type."""
 
 
-class Interceptor(grpc.ServerInterceptor):
+class Interceptor(grpc.aio.ServerInterceptor):
     """Lets a call in or refuses it, and answers every error with a status whose text begins with a code.
 
+    A handler that is no coroutine runs on a thread: a lead's on threads that no hospital can take.
     Guarantees: no handler runs for a peer that is refused; only our own messages cross the wire: an unexpected error is
     E-RUN-99 there and a traceback in the log here.
     """
 
-    def __init__(self, authorizer: Authorizer) -> None:
+    def __init__(self, authorizer: Authorizer, gate: Gate, members: Workers, leads: Workers, trail: AuditTrail) -> None:
+        self._trail = trail
         self._authorizer = authorizer
+        self._gate = gate
+        self._members = members
+        self._leads = leads
 
-    def intercept_service(
+    async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Wrap the handler of a call, whichever of the four kinds it is."""
-        handler = continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
         return None if handler is None else self._wrap(handler, str(handler_call_details.method))
 
     def _wrap(self, handler: Handler, method: str) -> Handler:
@@ -43,9 +55,14 @@ class Interceptor(grpc.ServerInterceptor):
         if handler.response_streaming:
             inner: Any = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
-            def stream(request: object, context: grpc.ServicerContext) -> Iterator[object]:
-                with self._answering(method, context):
-                    yield from inner(request, context)
+            async def stream(request: object, context: Any) -> None:  # noqa: ANN401
+                if method.endswith("/Get"):
+                    context = CountingContext(context)
+                async with (
+                    self._answering(method, context, request) as workers,
+                    self._while_let_in(method, context, workers),
+                ):
+                    await self._run_stream(inner, method, request, context)
 
             make_stream = (
                 grpc.stream_stream_rpc_method_handler
@@ -55,27 +72,91 @@ class Interceptor(grpc.ServerInterceptor):
             return make_stream(stream, *codecs)
         inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
 
-        def unary(request: object, context: grpc.ServicerContext) -> object:
-            with self._answering(method, context):
-                return inner(request, context)
+        async def unary(request: object, context: Context) -> object:
+            async with self._answering(method, context, request) as workers:
+                if handler.request_streaming:
+                    async with self._while_let_in(method, context, workers):
+                        return await inner(request, context)
+                if inspect.iscoroutinefunction(inner):
+                    reply = await inner(request, context)
+                else:
+                    reply = await workers.run(inner, request, context)
+                if method.endswith(_CROSSING):
+                    await workers.run(self._trail.cross, context, request, reply)
+                return reply
 
         make = (
             grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
         )
         return make(unary, *codecs)
 
-    @contextmanager
-    def _answering(self, method: str, context: grpc.ServicerContext) -> Iterator[None]:
+    async def _run_stream(self, inner: Any, method: str, request: object, context: Context) -> None:  # noqa: ANN401
+        """Run one of our streams, which watch their own time, or one of gRPC's services, which do not."""
+        if not method.startswith(PUBLIC_SERVICES):
+            await inner(request, context)
+            return
+        seconds = self._gate.limits.watch_s
         try:
-            self._authorizer.authorize_call(method, context)
+            async with asyncio.timeout(seconds):
+                if inspect.isasyncgenfunction(inner):
+                    async with aclosing(inner(request, context)) as replies:
+                        async for reply in replies:
+                            await context.write(reply)
+                else:
+                    await inner(request, context)
+        except TimeoutError:
+            raise UnavailableError("E-NET-12", f"this stream is ended after {seconds:g} s: open another") from None
+
+    @asynccontextmanager
+    async def _while_let_in(self, method: str, context: Context, workers: Workers) -> AsyncIterator[None]:
+        """End the block with what its caller is refused with now; a session asks by itself, at each heartbeat."""
+        if method.endswith("/Session"):
             yield
+            return
+        refused: list[FederationError] = []
+        peer, address = self._authorizer.caller(context), context.peer()
+
+        async def ask(scope: asyncio.Timeout) -> None:
+            while True:
+                await asyncio.sleep(STREAM_CHECK_S)
+                try:
+                    await workers.run(self._authorizer.authorize_peer, peer, method, address)
+                except FederationError as error:
+                    refused.append(error)
+                    scope.reschedule(asyncio.get_running_loop().time())
+                    return
+
+        try:
+            async with asyncio.timeout(None) as scope:
+                asking = asyncio.create_task(ask(scope))
+                try:
+                    yield
+                finally:
+                    asking.cancel()
+        except TimeoutError:
+            if not refused:
+                raise
+            raise refused[0] from None
+
+    @asynccontextmanager
+    async def _answering(self, method: str, context: Context, request: object) -> AsyncIterator[Workers]:
+        try:
+            with self._trail.call(method, context, request):
+                peer, address = self._authorizer.peer(method, context), context.peer()
+                workers = self._leads if peer.identity.kind is Kind.LEAD else self._members
+                with self._gate.call(peer, method, address):
+                    require_known_fields(request)
+                    await workers.run(self._authorizer.authorize_peer, peer, method, address)
+                    yield workers
         except FederationError as error:
             name, text = status.to_status(error)
-            context.abort(grpc.StatusCode[name], text)
-        except grpc.RpcError:
-            raise  # the other side has gone: there is nobody to answer
+            await context.abort(grpc.StatusCode[name], text)
+        except grpc.aio.AbortError:
+            raise  # answered
         except Exception:
+            if context.done() or context.cancelled():
+                raise  # the other side has gone: there is nobody to answer
             log.exception("unexpected error in %s", method)
-            context.abort(
+            await context.abort(
                 grpc.StatusCode.INTERNAL, "E-RUN-99: the coordinator met an unexpected error; its log has the details"
             )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
-import grpc
-
 from coordinator.api import messages
-from coordinator.api.authorization import Authorizer
+from coordinator.api.authorization import Authorizer, Context
+from coordinator.api.event_loop import Workers, wait_for, waker
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.scheduler import RunScheduler
 from coordinator.storage.records import Run
@@ -27,7 +27,7 @@ _POLL_S = 5.0
 
 
 class LeadService(rpc.LeadServicer):
-    """Submit, Runs, Show, Watch, Abort, Resume and Silos."""
+    """Submit, Runs, Show, Watch, Abort, Resume, Exclude, Extend and Silos."""
 
     def __init__(
         self,
@@ -36,14 +36,16 @@ class LeadService(rpc.LeadServicer):
         dispatcher: Dispatcher,
         runs: RunScheduler,
         build_manifest: BuildManifest,
+        workers: Workers,
     ) -> None:
         self._authorizer = authorizer
         self._store = store
         self._dispatcher = dispatcher
         self._runs = runs
         self._build_manifest = build_manifest
+        self._workers = workers
 
-    def Submit(self, request: pb.SubmitRequest, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: N802
+    def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.RunInfo:  # noqa: N802
         """Freeze a run and queue it; the same request id is the same run."""
         if not request.request_id:
             raise ConfigError("E-CFG-02", "expected a request id, found none: choose a new one for each new run")
@@ -55,63 +57,80 @@ class LeadService(rpc.LeadServicer):
         manifest = replace(manifest, lead=self._authorizer.caller(context).identity.name)
         return self._info(self._runs.submit(manifest, request.spec_json, request.request_id))
 
-    def Runs(self, request: pb.RunsRequest, context: grpc.ServicerContext) -> pb.RunList:  # noqa: ARG002, N802
-        """List all runs, newest first."""
+    def Runs(self, request: pb.RunsRequest, context: Context) -> pb.RunList:  # noqa: ARG002, N802
         return pb.RunList(runs=[self._info(self._runs.with_model_digest(run)) for run in self._store.runs.all()])
 
-    def Show(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunDetail:  # noqa: ARG002, N802
-        """Show one run with its manifest and its closed rounds."""
+    def Show(self, request: pb.RunQuery, context: Context) -> pb.RunDetail:  # noqa: ARG002, N802
         run = self._runs.with_model_digest(self._store.runs.find(request.run_id))
         noise = messages.stored_result_noise(run.manifest)
         rounds = [messages.round_info(row, noise) for row in self._store.runs.rounds(run.id)]
         return pb.RunDetail(info=self._info(run), manifest_json=run.manifest, rounds=rounds)
 
-    def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Event]:  # noqa: N802
-        """Stream a run's events after a number until it ends, and between them what its silos are doing.
+    async def Watch(  # type: ignore[override]  # noqa: N802 - the stub knows generators alone
+        self, request: pb.WatchRequest, context: Context
+    ) -> None:
+        """Stream a run's events after a number until it ends, and between them what its silos do and who is awaited.
 
         The live events have kind "silo", no silo of their own and the number of the last stored event.
         """
-        run = self._store.runs.find(request.run_id)
-        last, changes, shown = request.after, -1, list[pb.SiloInfo]()
-        while context.is_active():
-            changes = self._dispatcher.changes.wait(changes, _POLL_S)
-            run = self._store.runs.get(run.id)
-            for row in self._store.runs.events(run.id, last):
-                last = row.number
-                yield messages.event(row, self._store)
-            if run.state.ended:
-                return
-            live = self._members(run)
-            if [_activity(s) for s in live] != [_activity(s) for s in shown]:
-                shown = live
-                yield pb.Event(
-                    number=last, at_unix=time.time(), run_id=run.id, kind="silo", round=run.closed, silos=live
-                )
-                self._pause(_MIN_LIVE_INTERVAL_S, run.id, last)
+        run = await self._workers.run(self._store.runs.find, request.run_id)
+        last, shown, changed, next_live = request.after, list[object](), asyncio.Event(), 0.0
+        with self._dispatcher.changes.listening(waker(changed)):
+            while True:
+                run, events = await self._workers.run(self._events, run.id, last)
+                for event in events:
+                    last = event.number
+                    await context.write(event)
+                if run.state.ended:
+                    return
+                # Heartbeats are shown together, at most once a second.
+                if (wait := next_live - time.monotonic()) <= 0:
+                    live = await self._workers.run(self._live, run, last)
+                    now: list[object] = [
+                        *map(_activity, live.silos),
+                        *((s.name, s.online) for s in live.info.waiting.silos),
+                    ]
+                    if now != shown:
+                        shown, next_live = now, time.monotonic() + _MIN_LIVE_INTERVAL_S
+                        await context.write(live)
+                        continue
+                    wait = _POLL_S
+                await wait_for(changed, wait)
 
-    def _pause(self, seconds: float, run_id: str, last: int) -> None:
-        """Wait so that heartbeats are shown together; a stored event ends the wait."""
-        until, changes = time.monotonic() + seconds, self._dispatcher.changes.count()
-        while (left := until - time.monotonic()) > 0 and not self._store.runs.events(run_id, last):
-            changes = self._dispatcher.changes.wait(changes, left)
+    def _events(self, run_id: str, after: int) -> tuple[Run, list[pb.Event]]:
+        run = self._store.runs.get(run_id)  # before its events: when it has ended, all of them are there
+        return run, [messages.event(row, self._store) for row in self._store.runs.events(run_id, after)]
 
-    def Abort(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: ARG002, N802
-        """End a run for good."""
+    def _live(self, run: Run, last: int) -> pb.Event:
+        live, info = self._members(run), self._info(run)
+        event = pb.Event(number=last, run_id=run.id, kind="silo", round=run.closed, silos=live, info=info)
+        event.at_unix = time.time()
+        return event
+
+    def Abort(self, request: pb.RunQuery, context: Context) -> pb.RunInfo:  # noqa: ARG002, N802
         return self._info(self._runs.with_model_digest(self._runs.abort(request.run_id)))
 
-    def Resume(self, request: pb.RunQuery, context: grpc.ServicerContext) -> pb.RunInfo:  # noqa: ARG002, N802
-        """Let a failed run go on at its last closed round."""
-        return self._info(self._runs.with_model_digest(self._runs.resume(request.run_id)))
+    def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.RunInfo:  # noqa: ARG002, N802
+        """Let a paused or failed run go on at its last closed round."""
+        return self._info(self._runs.with_model_digest(self._runs.resume(request.run_id, request.quorum)))
 
-    def Silos(self, request: pb.SilosRequest, context: grpc.ServicerContext) -> pb.SiloList:  # noqa: ARG002, N802
-        """List the silos, whether each is online, and the open invitations."""
+    def Exclude(self, request: pb.ExcludeRequest, context: Context) -> pb.RunInfo:  # noqa: ARG002, N802
+        """Go on without a silo, or ask it again."""
+        run = self._runs.exclude(request.run_id, request.silo, request.readmit)
+        return self._info(self._runs.with_model_digest(run))
+
+    def Extend(self, request: pb.ExtendRequest, context: Context) -> pb.RunInfo:  # noqa: ARG002, N802
+        """Give the open round more time."""
+        return self._info(self._runs.with_model_digest(self._runs.extend(request.run_id, request.hours)))
+
+    def Silos(self, request: pb.SilosRequest, context: Context) -> pb.SiloList:  # noqa: ARG002, N802
         invitations = [
             pb.InvitationInfo(name=i.name, expires_unix=i.expires) for i in self._store.members.invitations()
         ]
         return pb.SiloList(silos=self._silos(revoked=True), invitations=invitations)
 
     def _info(self, run: Run) -> pb.RunInfo:
-        return messages.run_info(run, self._store)
+        return messages.run_info(run, self._store, self._runs.waiting(run.id))
 
     def _silos(self, revoked: bool) -> list[pb.SiloInfo]:
         now = time.time()

@@ -1,11 +1,15 @@
-"""Records of the store, and what silos do now, as messages to a lead."""
+"""Messages to a lead, from records of the store and the sessions of silos."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
-from coordinator.api import measured
+from google.protobuf.message import Message
+
+from coordinator.api import accuracy
 from coordinator.runs.dispatcher import Dispatcher
+from coordinator.runs.round_closer import Waiting
 from coordinator.storage.records import EventRow, RoundRow, Run, Silo
 from coordinator.storage.store import Store
 from fl_core.errors import FederationError
@@ -16,97 +20,94 @@ from privacy.reports.uncertainty import NO_NOISE, UNKNOWN, RunNoise
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TO_WIRE
 
+_LONGEST_S = 1e12
+"""A deadline may be infinite, which JSON cannot say."""
+
+
+def _shared_fields(record: object, message: type[Message]) -> dict[str, Any]:
+    """Return the values of a record's fields that a message has under the same name."""
+    return {name: getattr(record, name) for name in message.DESCRIPTOR.fields_by_name if hasattr(record, name)}
+
 
 @lru_cache(maxsize=64)
 def stored_result_noise(manifest: str) -> RunNoise:
-    """Return which results of a run are noisy, from its manifest as JSON; all of them when it cannot be read."""
+    """Return which results of a run are noisy; all of them when its manifest (JSON) cannot be read."""
     try:
         return profiles.result_noise(RunManifest.from_json(manifest))
     except (FederationError, ValueError):  # of another version: its runs are listed all the same
         return UNKNOWN
 
 
-def run_info(run: Run, store: Store) -> pb.RunInfo:
-    """Convert a run; noisy evaluations get an interval, and a number only where the noise leaves one."""
-    message = pb.RunInfo(
-        run_id=run.id,
-        name=run.name,
-        state=run.state.value,
-        reason=run.reason,
-        method=run.method,
-        data=run.data,
-        rounds=run.rounds,
-        closed=run.closed,
-        accuracy=run.accuracy,
-        best_accuracy=run.best_accuracy,
-        created_unix=run.created,
-        ended_unix=run.ended,
-        bytes_up=run.bytes_up,
-        bytes_down=run.bytes_down,
-        manifest_digest=run.manifest_digest,
-        model_digest=run.model_digest,
-        model_object=(run.state_object or "") if run.closed else "",
-    )
+def run_info(run: Run, store: Store, waiting: Waiting | None = None) -> pb.RunInfo:
+    """Convert a run; noisy evaluations get an interval, and a number only where the noise leaves one.
+
+    waiting: whom its open round waits for.
+    """
+    own = {"run_id": run.id, "state": run.state.value, "created_unix": run.created, "ended_unix": run.ended}
+    message = pb.RunInfo(**_shared_fields(run, pb.RunInfo) | own, excluded=store.steering.of(run.id).excluded)
+    if run.closed and run.state_object:
+        message.model_object = run.state_object
+    if waiting is not None:
+        message.waiting.CopyFrom(waiting_info(waiting))
     noise = stored_result_noise(run.manifest)
     if noise.evaluation is not None:
-        measured.describe(message, [(r.correct, r.examples, noise.of(r.included)) for r in store.runs.rounds(run.id)])
+        accuracy.set_estimates(
+            message, [(r.correct, r.examples, noise.of(r.included)) for r in store.runs.rounds(run.id)]
+        )
     return message
 
 
+def waiting_info(waiting: Waiting) -> pb.Waiting:
+    silos = [
+        pb.AwaitedSilo(
+            name=a.name,
+            left_s=min(a.left, _LONGEST_S),
+            online=a.offline is None,
+            offline_s=a.offline or 0.0,
+            classes=a.classes,
+        )
+        for a in waiting.awaited
+    ]
+    return pb.Waiting(round=waiting.round, there=waiting.there, needed=waiting.needed, silos=silos)
+
+
 def round_info(row: RoundRow, noise: RunNoise = NO_NOISE) -> pb.RoundInfo:
-    message = pb.RoundInfo(
-        round=row.round,
-        kind=TO_WIRE[row.kind],
-        correct=row.correct,
-        examples=row.examples,
-        included=row.included,
-        missing=row.missing,
-        clipped=row.clipped,
-        opened_unix=row.opened,
-        closed_unix=row.closed,
-        personal=uncertainty.shown_scores(row.personal, noise.scores),
-        withheld=sorted(noise.scores & set(row.personal)),
-    )
-    if (found := noise.of(row.included)) is not None:
-        message.noise.CopyFrom(pb.Noise(std=found.std, draws=found.draws, suppressed=found.suppressed))
+    own = {
+        "kind": TO_WIRE[row.kind],
+        "opened_unix": row.opened,
+        "closed_unix": row.closed,
+        "personal": uncertainty.shown_scores(row.personal, noise.scores),
+        "withheld": sorted(noise.scores & set(row.personal)),
+    }
+    message = pb.RoundInfo(**_shared_fields(row, pb.RoundInfo) | own)
+    if (evaluation := noise.of(row.included)) is not None:
+        message.noise.CopyFrom(pb.Noise(**_shared_fields(evaluation, pb.Noise)))
     return message
 
 
 def silo_info(silo: Silo, dispatcher: Dispatcher, now: float) -> pb.SiloInfo:
-    found = dispatcher.activity_of(silo.name)
-    offer = pb.DataOffer(
-        name=silo.data.name, shape=silo.data.shape, classes=silo.data.classes, nominal_size=silo.data.nominal_size
-    )
+    present = dispatcher.activity_of(silo.name)
     info = pb.SiloInfo(
         name=silo.name,
-        state="revoked" if silo.revoked else "offline" if found is None else "online",
+        state="revoked" if silo.revoked else "offline" if present is None else "online",
         fingerprint=silo.certificate.fingerprint,
         certificate_until_unix=silo.certificate.until,
-        last_seen_unix=silo.last_seen if found is None else now - found[1],
-        data=offer,
+        last_seen_unix=silo.last_seen if present is None else now - present[1],
+        data=pb.DataOffer(**_shared_fields(silo.data, pb.DataOffer)),
         software=silo.software,
         policy_digest=dispatcher.store.attestations.policy(silo.name),
+        alarm=dispatcher.store.members.alarm(silo.name),
     )
-    if found is not None and not silo.revoked:
-        now_doing = found[0]
-        info.activity, info.run_id, info.round = now_doing.activity, now_doing.run_id, now_doing.round
-        info.done, info.total = now_doing.done, now_doing.total
+    if present is not None and not silo.revoked:
+        info.MergeFrom(pb.SiloInfo(**_shared_fields(present[0], pb.SiloInfo)))
     return info
 
 
 def event(row: EventRow, store: Store) -> pb.Event:
     """Convert an event; the close of a round carries its result, and milestones the run as it is now."""
-    message = pb.Event(
-        number=row.number,
-        at_unix=row.at,
-        run_id=row.run_id,
-        kind=row.kind,
-        round=row.round,
-        silo=row.silo,
-        text=row.text,
-    )
-    if row.kind == "closed" and (found := store.runs.round(row.run_id, row.round)) is not None:
-        message.closed.CopyFrom(round_info(found, stored_result_noise(store.runs.get(row.run_id).manifest)))
+    message = pb.Event(at_unix=row.at, **_shared_fields(row, pb.Event))
+    if row.kind == "closed" and (closed := store.runs.round(row.run_id, row.round)) is not None:
+        message.closed.CopyFrom(round_info(closed, stored_result_noise(store.runs.get(row.run_id).manifest)))
     if row.kind in ("submitted", "closed", "ended"):
         message.info.CopyFrom(run_info(store.runs.get(row.run_id), store))
     return message

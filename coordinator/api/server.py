@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
+import resource
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from coordinator.api.authorization import Authorizer
 from coordinator.api.control import ControlService
 from coordinator.api.enrolment import EnrolmentService
+from coordinator.api.event_loop import EventLoop, Workers
 from coordinator.api.interceptor import Interceptor
 from coordinator.api.lead import BuildManifest, LeadService
+from coordinator.api.limits import Gate, Limits
 from coordinator.api.transfer import TransferService
-from coordinator.paths import ADDRESS_FILE, LOCK_FILE
+from coordinator.lead_client import ADDRESS_FILE
+from coordinator.operations.audit_trail import AuditTrail
+from coordinator.operations.health import HealthService, Readiness
 from coordinator.pki.authority import Authority
+from coordinator.pki.leads import Leads
 from coordinator.pki.membership import Membership
 from coordinator.pki.server_certificate import ServerCertificate, server_credentials
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.scheduler import PARALLEL_RUNS, RunScheduler
-from coordinator.storage.store import Store
+from coordinator.runs.update_checks import UpdateChecks
+from coordinator.storage.store import OBJECTS, Store, lock_home
 from coordinator.storage.uploads import QUOTA_BYTES, UploadRegistry
 from fl_core.errors import StateError
 from protos.consilium.v1 import federation_pb2 as pb
@@ -37,11 +43,13 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.identity import Address
 from protos.storage import private_files
 from protos.storage.object_store import ObjectStore
+from protos.version import PROTOCOL
 from protos.wire.channel_options import SERVER_OPTIONS
 
 log = logging.getLogger(__name__)
 _SERVICES = ("Enrolment", "Control", "Transfer", "Lead")
-_MIN_THREADS = 64
+_MEMBER_THREADS, _LEAD_THREADS = 8, 4
+_FEW_DESCRIPTORS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +57,14 @@ class Settings:
     """What an operator may set.
 
     pulse_s, recycle_s: seconds between heartbeats, and until a silo opens a new session; parallel_runs: runs under
-    way at once; quota: bytes of unfinished uploads per silo.
+    way at once; quota: bytes of unfinished uploads per silo; limits: what one certificate may ask.
     """
 
     pulse_s: float = 5.0
     recycle_s: float = 300.0
     parallel_runs: int = PARALLEL_RUNS
     quota: int = QUOTA_BYTES
+    limits: Limits = field(default_factory=Limits)
     software: str = "consilium-fl"
 
 
@@ -74,6 +83,8 @@ class CoordinatorServer:
         self._lock: IO[str] | None = None
         self._stopping = threading.Event()
         self._maintenance: threading.Thread | None = None
+        self._loop = EventLoop()
+        self._members, self._leads = Workers(_MEMBER_THREADS, "member"), Workers(_LEAD_THREADS, "lead")
 
     def start(self) -> int:
         """Start the service, resume its runs and return the port.
@@ -81,21 +92,26 @@ class CoordinatorServer:
         Raises StateError: E-STATE-20 when another service uses this home, E-NET-20 when the address cannot be used.
         """
         consortium = Authority.open(self.home).consortium
-        self._lock = _lock(self.home / LOCK_FILE)
+        self._lock = lock_home(self.home)
+        _raise_descriptor_limit()
+        self._loop.start()
         try:
             self.store = Store(self.home)
-            self.objects = ObjectStore(self.home / "blobs" / "objects", sharded=True)
+            self.objects = ObjectStore(self.home / OBJECTS, sharded=True)
             self.uploads = UploadRegistry(self.home / "blobs", self.settings.quota)
             self.dispatcher = Dispatcher(self.store, self.settings.pulse_s)
             self.runs = RunScheduler(
                 self.store, self.objects, self.uploads, self.dispatcher, self.settings.parallel_runs
             )
-            self.grpc = self._build(consortium)
-            port = self._listen()
+            Leads(self.home, self.store).adopt()
+            self._readiness = Readiness(self.store.database.path, self.runs.lives, self.settings.pulse_s)
+            self._trail = AuditTrail.of(self.home, consortium)
+            port = self._loop.run(self._serve(consortium))
         except BaseException:
+            self._loop.close()
             self._lock.close()
             raise
-        self.grpc.start()
+        self._trail.recorder.start()
         self.runs.resume_all()
         self._maintenance = threading.Thread(target=self._run_maintenance, name="maintenance", daemon=True)
         self._maintenance.start()
@@ -107,49 +123,77 @@ class CoordinatorServer:
     def stop(self, grace: float = 5.0) -> None:
         """Leave the runs where they are, end the sessions, and give calls under way `grace` seconds."""
         self._stopping.set()
+        self._readiness.stop()
         (self.home / ADDRESS_FILE).unlink(missing_ok=True)
         self.runs.stop(grace)
         self.dispatcher.close()
-        # Calls are cancelled after the grace; gRPC never counts one as ended whose message could not be read.
-        self.grpc.stop(grace).wait(2 * grace)
+        self.end_calls(grace)
         if self._maintenance is not None:
             self._maintenance.join(grace)
         self.store.close()
         if self._lock is not None:
             self._lock.close()
 
-    def _build(self, consortium: str) -> grpc.Server:
+    def end_calls(self, grace: float) -> None:
+        """Take no more calls, cancel those that last longer than `grace` seconds, and end the event loop."""
+        # gRPC never counts a call as ended whose message could not be read.
+        with suppress(TimeoutError):
+            self._loop.run(self._grpc.stop(grace), 2 * grace + 1)
+        self._loop.close()
+        for workers in (self._members, self._leads):
+            workers.close()
+        self._trail.recorder.close()
+
+    async def _serve(self, consortium: str) -> int:
         authorizer = Authorizer(consortium, self.store.members, self.dispatcher.note_refusal)
-        membership = Membership(self.home, self.store)
-        # A session, a watch or a transfer holds a thread each: 4 per silo, and room for those that will be invited.
-        threads = max(_MIN_THREADS, 32 + 4 * len(self.store.members.silos()))
-        server = grpc.server(
-            ThreadPoolExecutor(threads, thread_name_prefix="rpc"),
-            interceptors=[Interceptor(authorizer)],
+        gate = Gate(self.settings.limits)
+        self._grpc = grpc.aio.server(
+            interceptors=[Interceptor(authorizer, gate, self._members, self._leads, self._trail)],
             options=SERVER_OPTIONS,
         )
-        certificate = ServerCertificate(self.home)
+        self._add_services(authorizer)
+        self._add_standard_services()
+        port = self._listen()
+        await self._grpc.start()
+        return port
+
+    def _add_services(self, authorizer: Authorizer) -> None:
+        server, limits = self._grpc, self.settings.limits
+        membership = Membership(self.home, self.store)
         rpc.add_EnrolmentServicer_to_server(EnrolmentService(authorizer, membership), server)
-        control = ControlService(
-            authorizer, self.dispatcher, membership, self.settings.software, self.settings.recycle_s
+        welcome = pb.Welcome(
+            protocol=PROTOCOL,
+            software=self.settings.software,
+            pulse_seconds=self.settings.pulse_s,
+            recycle_seconds=self.settings.recycle_s,
         )
+        control = ControlService(authorizer, self.dispatcher, membership, self._members, limits, welcome)
         rpc.add_ControlServicer_to_server(control, server)
-        transfer = TransferService(authorizer, self.store, self.objects, self.uploads, self.dispatcher, certificate)
-        rpc.add_TransferServicer_to_server(transfer, server)
-        rpc.add_LeadServicer_to_server(
-            LeadService(authorizer, self.store, self.dispatcher, self.runs, self._build_manifest), server
+        transfer = TransferService(
+            authorizer,
+            self.store,
+            self.objects,
+            self.uploads,
+            self.dispatcher,
+            ServerCertificate(self.home),
+            self._members,
+            self._leads,
+            limits,
+            UpdateChecks(self.store, self.runs.model_lock),
         )
+        rpc.add_TransferServicer_to_server(transfer, server)
+        lead = LeadService(authorizer, self.store, self.dispatcher, self.runs, self._build_manifest, self._leads)
+        rpc.add_LeadServicer_to_server(lead, server)
+
+    def _add_standard_services(self) -> None:
         names = [pb.DESCRIPTOR.services_by_name[name].full_name for name in _SERVICES]
-        alive = health.HealthServicer()
-        for name in ("", *names):
-            alive.set(name, health_pb2.HealthCheckResponse.SERVING)
-        health_pb2_grpc.add_HealthServicer_to_server(alive, server)
-        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-        return server
+        health_service = HealthService(names, self._readiness, self.settings.software)
+        health_pb2_grpc.add_HealthServicer_to_server(health_service, self._grpc)
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._grpc)
 
     def _listen(self) -> int:
         try:
-            port = self.grpc.add_secure_port(self.bind, server_credentials(self.home))
+            port = self._grpc.add_secure_port(self.bind, server_credentials(self.home))
         except RuntimeError as error:
             port, cause = 0, f" ({error})"
         else:
@@ -163,26 +207,23 @@ class CoordinatorServer:
         return int(port)
 
     def _run_maintenance(self) -> None:
-        """Fail the tasks of revoked silos, once per heartbeat."""
+        """Fail the tasks of revoked silos, and look whether all is well, once per heartbeat."""
         while not self._stopping.wait(self.settings.pulse_s):
             try:
                 self.dispatcher.fail_revoked_tasks()
+                self._readiness.look()
             except Exception:  # the next attempt may succeed; if this thread ended, nobody would notice
                 log.exception("maintenance met an unexpected error")
 
 
-def _lock(path: Path) -> IO[str]:
-    """Take the lock of a home; the system gives it back when the process ends, however it ends."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = path.open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise StateError(
-            "E-STATE-20", f"expected {path.parent} to be free, found another coordinator running on it: stop that one"
-        ) from None
-    return file
+def _raise_descriptor_limit() -> None:
+    """Take as many descriptors as the system allows: each connection is one, also a stranger's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    if soft != resource.RLIM_INFINITY and soft < _FEW_DESCRIPTORS:
+        log.warning("this process may have %d files and connections open at once: raise its LimitNOFILE", soft)
 
 
 def _with_port(bind: str, port: int) -> str:

@@ -1,36 +1,48 @@
 """Transfer: objects up and down, resumable at every byte.
 
-A stream has one chunk in hand and holds a thread while it lasts, so the server's thread pool bounds the memory of all.
+A stream has one chunk in hand and a window ahead of it; `coordinator.api.admission` bounds the windows of all.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 import time
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Generator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 
-from coordinator.api.authorization import Authorizer
-from coordinator.api.upload_limits import max_update_bytes
+from coordinator.api.admission import DownloadTurns, Slot, UploadSlots
+from coordinator.api.authorization import Authorizer, Context
+from coordinator.api.event_loop import Workers
+from coordinator.api.limits import Limits
 from coordinator.pki.server_certificate import ServerCertificate
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.tasks import SiloTaskKey
+from coordinator.runs.update_checks import UpdateChecks
 from coordinator.storage.records import Contribution
 from coordinator.storage.store import Store
 from coordinator.storage.uploads import Upload, UploadRegistry
 from fl_core.errors import FederationError, ProtocolError, StateError, UnavailableError
+from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.pki.identity import Kind
+from protos.pki.identity import Kind, PeerCertificate
+from protos.storage import disk_space
 from protos.storage.digests import file_digest
 from protos.storage.object_store import ObjectStore
 from protos.storage.partial_file import open_partial
 from protos.wire import receipts
 from protos.wire.chunks import append_chunk, read_chunks
+from protos.wire.size_limits import max_object_bytes
 from protos.wire.tasks import FROM_WIRE, TO_WIRE, contribution_id
 
+log = logging.getLogger(__name__)
+Chunks: TypeAlias = Generator[pb.Chunk, None, None]
 SEALED = 1 << 17
 """Bytes of sealed figures that are taken with an announcement; hospitals send at most half of that."""
 
@@ -46,6 +58,10 @@ class TransferService(rpc.TransferServicer):
         uploads: UploadRegistry,
         dispatcher: Dispatcher,
         certificate: ServerCertificate,
+        workers: Workers,
+        leads: Workers,
+        limits: Limits,
+        checks: UpdateChecks,
     ) -> None:
         self._authorizer = authorizer
         self._store = store
@@ -53,72 +69,106 @@ class TransferService(rpc.TransferServicer):
         self._uploads = uploads
         self._dispatcher = dispatcher
         self._certificate = certificate
-        self._limits: dict[str, int] = {}
-        self._limits_lock = threading.Lock()
+        self._workers = workers
+        self._leads = leads
+        self._limits = limits
+        self._slots = UploadSlots(limits.upload_bytes)
+        self._turns = DownloadTurns(limits.downloads, limits.downloads_each)
+        self._lead_turns = DownloadTurns(limits.downloads, limits.downloads_each)
+        self._largest: dict[str, int] = {}
+        self._largest_lock = threading.Lock()
+        self._checks = checks
 
-    def Open(self, request: pb.OpenRequest, context: grpc.ServicerContext) -> pb.OpenReply:  # noqa: N802
+    async def Open(self, request: pb.OpenRequest, context: Context) -> pb.OpenReply:  # noqa: N802
         """Take the announcement of an update and say how much of it is here."""
         silo = self._authorizer.caller(context).identity.name
+        found, anew = await self._workers.run(self._announce, request, silo)
+        if found.receipt is not None:
+            return pb.OpenReply(have=found.size, receipt=pb.Receipt.FromString(found.receipt))
+        have = self._uploads.size(silo, found.id)
+        if (anew and have) or have > found.size:
+            async with self._uploads.writing(found.id):
+                await self._workers.run(self._uploads.discard, silo, found.id)
+            have = 0
+        await self._workers.run(self._require_room, found, have, self._slots.left)
+        self._slots.open(found.id, silo, found.size - have)
+        return pb.OpenReply(have=have)
+
+    def _announce(self, request: pb.OpenRequest, silo: str) -> tuple[Contribution, bool]:
         wanted = _announced(request, silo)
         known = self._store.contributions.contribution(wanted.id)
         if known is None or known.receipt is None:
             self._check_size(wanted)
             _require_digests(request)
         stated = request.attestation if request.HasField("attestation") else None
-        found, anew = self._store.contributions.announce(wanted, stated)
-        if found.receipt is not None:
-            return pb.OpenReply(have=found.size, receipt=pb.Receipt.FromString(found.receipt))
-        have = self._uploads.size(silo, found.id)
-        if (anew and have) or have > found.size:
-            with self._uploads.writing(found.id):
-                self._uploads.discard(silo, found.id)
-            have = 0
-        if self._uploads.pending(silo) - have + found.size > self._uploads.quota:
+        return self._store.contributions.announce(wanted, stated)
+
+    def _require_room(self, c: Contribution, have: int, coming: int) -> None:
+        """Raise UnavailableError: E-NET-12 above a silo's quota, E-RUN-38 when the disk's reserve would be used."""
+        if self._uploads.pending(c.silo) - have + c.size > self._uploads.quota:
             raise UnavailableError(
                 "E-NET-12",
-                f"expected unfinished uploads of {silo!r} below {self._uploads.quota} bytes: finish them first",
+                f"expected unfinished uploads of {c.silo!r} below {self._uploads.quota} bytes: finish them first",
             )
-        return pb.OpenReply(have=have)
+        free = disk_space.available(self._objects.folder)
+        if c.size - have > free - coming:
+            log.error("the disk of %s has %d bytes above its reserve: uploads wait", self._objects.folder, free)
+            raise UnavailableError("E-RUN-38", "the coordinator's disk has no room for this update: try again later")
 
-    def Put(self, request_iterator: Iterator[pb.Chunk], context: grpc.ServicerContext) -> pb.PutReply:  # noqa: N802
+    async def Put(self, request_iterator: object, context: Context) -> pb.PutReply:  # noqa: ARG002, N802
         """Append chunks to an upload; what has arrived is kept, however the stream ends."""
-        first = next(request_iterator, None)
+        silo = self._authorizer.caller(context).identity.name
+        self._slots.require(silo)
+        stream = PutStream(context, self._limits.put_idle_s)
+        first = await stream.next()
         if first is None or not first.object:
             raise ProtocolError("E-WIRE-06", "expected a first chunk that names its contribution, found none")
-        c = self._mine(first.object, context)
+        c = await self._workers.run(self._mine, first.object, silo)
         if c.receipt is not None:
             return pb.PutReply(have=c.size)
-        with (
-            self._uploads.writing(c.id, context.cancel) as upload,
-            open_partial(self._uploads.path(c.silo, c.id)) as file,
-        ):
+        with self._slots.using(c.id, silo) as slot:
+            async with self._uploads.writing(c.id, stream.end) as upload:
+                return pb.PutReply(have=await self._append(c, first, stream, upload, slot))
+
+    async def _append(self, c: Contribution, first: pb.Chunk, stream: PutStream, upload: Upload, slot: Slot) -> int:
+        with ExitStack() as stack:
+            file = await self._workers.run(lambda: stack.enter_context(open_partial(self._uploads.path(c.silo, c.id))))
             upload.digest = None
-            chunks = chain([first], request_iterator)
+            chunk: pb.Chunk | None = first
             del first
-            for chunk in chunks:
+            while chunk is not None:
                 if chunk.object not in ("", c.id):
                     raise ProtocolError("E-WIRE-06", "expected one contribution in a stream, found a second")
-                append_chunk(chunk, file, file.size, c.size)
-                del chunk  # before the next one comes
+                await self._workers.run(append_chunk, chunk, file, file.size, c.size)
+                slot.left = c.size - file.size
+                chunk = None  # before the next one comes
+                self._slots.yield_to_others(slot)
+                chunk = await stream.next()
             upload.digest = file.digest()
-        return pb.PutReply(have=file.size)
+            return file.size
 
-    def Commit(self, request: pb.CommitRequest, context: grpc.ServicerContext) -> pb.Receipt:  # noqa: N802
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.Receipt:  # noqa: N802
         """Verify an upload, take it and sign for it; object and record are on disk before the receipt leaves."""
-        c = self._mine(request.contribution_id, context)
+        silo = self._authorizer.caller(context).identity.name
+        c = await self._workers.run(self._mine, request.contribution_id, silo)
         if c.receipt is not None:
             return pb.Receipt.FromString(c.receipt)
-        with self._uploads.writing(c.id) as upload:
-            c = self._mine(c.id, context)
-            if c.receipt is not None:  # a second Commit came before us
-                return pb.Receipt.FromString(c.receipt)
-            try:
-                receipt = self._take(c, upload)
-            except FileNotFoundError as error:  # its round ended while we read it, and its bytes are forgotten
-                raise _forgotten(c) from error
-        self._uploads.forget(c.id)
-        self._dispatcher.delivered(SiloTaskKey(c.run_id, c.round, c.kind, c.silo), c.object_digest)
+        async with self._uploads.writing(c.id) as upload:
+            receipt, fresh = await self._workers.run(self._commit, c.id, silo, upload)
+        if fresh:
+            self._uploads.forget(c.id)
+            key = SiloTaskKey(c.run_id, c.round, c.kind, c.silo)
+            self._dispatcher.delivered(key, c.object_digest)
         return receipt
+
+    def _commit(self, contribution_id: str, silo: str, upload: Upload) -> tuple[pb.Receipt, bool]:
+        c = self._mine(contribution_id, silo)
+        if c.receipt is not None:  # a second Commit came before us
+            return pb.Receipt.FromString(c.receipt), False
+        try:
+            return self._take(c, upload), True
+        except FileNotFoundError as error:  # its round ended while we read it, and its bytes are forgotten
+            raise _forgotten(c) from error
 
     def _take(self, c: Contribution, upload: Upload) -> pb.Receipt:
         if not self._store.contributions.is_open(c.id):
@@ -127,6 +177,8 @@ class TransferService(rpc.TransferServicer):
         if have != c.size:
             raise ProtocolError("E-WIRE-04", f"expected {c.size} bytes before a commit, found {have}: send the rest")
         found = upload.digest or file_digest(partial)
+        if found == c.object_digest:  # else the commit below says that bytes were damaged on the way
+            self._check(c, partial)
         receipt = self._sign(c)
         with self._objects.lock:
             self._objects.commit(partial, c.object_digest, found)
@@ -137,6 +189,15 @@ class TransferService(rpc.TransferServicer):
                     self._objects.remove(c.object_digest)
                 raise
         return receipt
+
+    def _check(self, c: Contribution, file: Path) -> None:
+        """Refuse an update that no round would take, and forget its bytes; raises as `UpdateChecks.check`."""
+        try:
+            self._checks.check(c, file)
+        except ProtocolError as error:
+            self._uploads.discard(c.silo, c.id)
+            self._dispatcher.reject(SiloTaskKey(c.run_id, c.round, c.kind, c.silo), error)
+            raise
 
     def _sign(self, c: Contribution) -> pb.Receipt:
         own = self._certificate.current()
@@ -154,34 +215,47 @@ class TransferService(rpc.TransferServicer):
         )
         return receipts.sign(plain, own.key_pem, own.cert_pem)
 
-    def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[pb.Chunk]:  # noqa: N802
+    async def Get(  # type: ignore[override]  # noqa: N802 - the stub knows generators alone
+        self, request: pb.GetRequest, context: Context
+    ) -> None:
         """Read an object from an offset: a silo the manifests and bases of its runs, a lead anything."""
-        who = self._authorizer.caller(context).identity
-        silo = who.name if who.kind is Kind.SILO else None
+        peer = self._authorizer.caller(context)
+        silo = peer.identity.name if peer.identity.kind is Kind.SILO else None
+        workers = self._leads if silo is None else self._workers
+        run_id, chunks = await workers.run(self._readable, request, peer, silo)
+        turns, sent = self._lead_turns if silo is None else self._turns, 0
+        try:
+            async with turns.turn(peer.serial) as yield_to_others:
+                while (chunk := await workers.run(next, chunks, None)) is not None:
+                    await _write(chunk, context, self._limits.get_idle_s)
+                    sent += len(chunk.data)
+                    del chunk  # it has left; the next one takes its room
+                    yield_to_others()
+        finally:
+            await workers.run(self._end_download, chunks, silo, run_id, sent)
+
+    def _readable(self, request: pb.GetRequest, peer: PeerCertificate, silo: str | None) -> tuple[str, Chunks]:
         run_id = self._store.contributions.readable(request.digest, silo)
         if run_id is None:
             raise ProtocolError(
-                "E-WIRE-12", f"there is no object {request.digest[:16]!r} for {who}: ask for the task anew"
+                "E-WIRE-12", f"there is no object {request.digest[:16]!r} for {peer.identity}: ask for the task anew"
             )
-        file = self._objects.path(request.digest)
+        file = self._objects.verified(request.digest)
         size = file.stat().st_size
         if request.offset > size:
             raise ProtocolError(
                 "E-WIRE-06", f"expected an offset of at most {size}, found {request.offset}: begin anew"
             )
-        sent = 0
-        try:
-            for chunk in read_chunks(file, request.digest, request.offset):
-                sent += len(chunk.data)
-                yield chunk
-                del chunk  # it has left; the next one takes its room
-        finally:
-            if silo is not None and sent:
-                self._store.runs.add_traffic(run_id, sent)
+        return run_id, read_chunks(file, request.digest, request.offset)
 
-    def _mine(self, contribution_id: str, context: grpc.ServicerContext) -> Contribution:
+    def _end_download(self, chunks: Chunks, silo: str | None, run_id: str, sent: int) -> None:
+        chunks.close()
+        if silo is not None and sent:
+            self._store.runs.add_traffic(run_id, sent)
+
+    def _mine(self, contribution_id: str, silo: str) -> Contribution:
         c = self._store.contributions.contribution(contribution_id)
-        if c is None or c.silo != self._authorizer.caller(context).identity.name:
+        if c is None or c.silo != silo:
             raise StateError(
                 "E-WIRE-06", f"expected a contribution that was opened, found {contribution_id[:16]!r}: open it first"
             )
@@ -189,14 +263,51 @@ class TransferService(rpc.TransferServicer):
 
     def _check_size(self, c: Contribution) -> None:
         """Raise ProtocolError (E-WIRE-06) when an object is larger than any bundle of its run can be."""
-        with self._limits_lock:
-            limit = self._limits.get(c.run_id)
+        with self._largest_lock:
+            limit = self._largest.get(c.run_id)
         if limit is None:
-            limit = max_update_bytes(self._store.runs.get(c.run_id).manifest)
-            with self._limits_lock:
-                self._limits[c.run_id] = limit
+            limit = max_object_bytes(RunManifest.from_json(self._store.runs.get(c.run_id).manifest))
+            with self._largest_lock:
+                self._largest[c.run_id] = limit
         if not 0 < c.size <= limit:
             raise ProtocolError("E-WIRE-06", f"expected an update of at most {limit} bytes, found one of {c.size}")
+
+
+class PutStream:
+    """The chunks of a Put, one after the other. idle_s: seconds without a message after which the stream ends."""
+
+    def __init__(self, context: Context, idle_s: float) -> None:
+        self._context = context
+        self._idle_s = idle_s
+        self._ended = asyncio.Event()
+
+    def end(self) -> None:
+        """End the stream: another one has taken its place."""
+        self._ended.set()
+
+    async def next(self) -> pb.Chunk | None:
+        """Return the next chunk, None at the end; raises UnavailableError (E-NET-12) when it does not come."""
+        reading = asyncio.ensure_future(self._context.read())
+        ended = asyncio.ensure_future(self._ended.wait())
+        try:
+            await asyncio.wait((reading, ended), timeout=self._idle_s, return_when=asyncio.FIRST_COMPLETED)
+            if self._ended.is_set():
+                raise UnavailableError("E-NET-12", "this update is being sent over another stream: open it again")
+            if not reading.done():
+                raise UnavailableError("E-NET-12", f"no chunk came for {self._idle_s:g} s: open the update again")
+            chunk = reading.result()
+            return None if chunk is grpc.aio.EOF else chunk
+        finally:
+            ended.cancel()
+            reading.cancel()
+
+
+async def _write(chunk: pb.Chunk, context: Context, idle_s: float) -> None:
+    try:
+        async with asyncio.timeout(idle_s):
+            await context.write(chunk)
+    except TimeoutError:
+        raise UnavailableError("E-NET-12", f"nothing was read for {idle_s:g} s: go on from what is there") from None
 
 
 def _forgotten(c: Contribution) -> StateError:

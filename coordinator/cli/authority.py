@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from coordinator import console
-from coordinator.cli.options import Home, Json, home_of
+from coordinator.cli.options import CaPassphraseEnv, CaPassphraseFile, Home, Json, home_of, use_passphrase
 from coordinator.pki import offline_authority
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
+from coordinator.pki.passphrase import PassphraseSource
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError
 from protos.console import print_json
@@ -48,10 +49,13 @@ def _read(file: Path) -> str:
 @ca.command()
 def service(
     out: Annotated[Path, typer.Option(help="Folder to write; it becomes HOME/pki of the service.")],
+    passphrase_file: CaPassphraseFile = None,
+    passphrase_env: CaPassphraseEnv = None,
     home: Home = None,
     as_json: Json = False,
 ) -> None:
     """Write what the service's machine needs, without the authority's key; its certificate is a new one each time."""
+    use_passphrase(passphrase_file, passphrase_env)
     with _authority(home) as (authority, _, _):
         authority.write_service(out)
         fingerprint = authority.fingerprint()
@@ -66,21 +70,56 @@ def sign(
     request: Annotated[Path, typer.Argument(help="The file that `silo request` wrote.")],
     name: Annotated[str, typer.Argument(help="The hospital's name in the consortium: the request claims none.")],
     out: Out = None,
+    passphrase_file: CaPassphraseFile = None,
+    passphrase_env: CaPassphraseEnv = None,
     home: Home = None,
     as_json: Json = False,
 ) -> None:
     """Certify a hospital's key. The answer goes back to the hospital, and to the service (`coordinator ca admit`)."""
+    use_passphrase(passphrase_file, passphrase_env)
     with _authority(home) as (authority, members, _):
         answer = offline_authority.sign(authority, members, name, SigningRequest.from_json(_read(request)))
     _write(answer, out or Path(f"{name}.admission"), as_json)
 
 
 @ca.command()
-def roster(out: Out = None, home: Home = None, as_json: Json = False) -> None:
+def roster(
+    out: Out = None,
+    passphrase_file: CaPassphraseFile = None,
+    passphrase_env: CaPassphraseEnv = None,
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
     """Write the newest list of members, for instance after `coordinator revoke` on this machine."""
+    use_passphrase(passphrase_file, passphrase_env)
     with _authority(home) as (authority, members, _):
         answer = offline_authority.export_roster(authority, members)
     _write(answer, out or Path("roster.admission"), as_json)
+
+
+@ca.command("passphrase")
+def change_passphrase(
+    new_file: Annotated[Path | None, typer.Option("--new-file", help="The file with the new passphrase.")] = None,
+    new_env: Annotated[str | None, typer.Option("--new-env", help="The environment variable that holds it.")] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Keep the key without a passphrase from now on.")] = False,
+    passphrase_file: CaPassphraseFile = None,
+    passphrase_env: CaPassphraseEnv = None,
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """Give the authority's key another passphrase, or a first one; without a file or variable it is asked for.
+
+    A service that runs must be started again to know it.
+    """
+    use_passphrase(passphrase_file, passphrase_env)
+    authority = Authority.open(home_of(home))
+    authority.unlock()
+    new = None if remove else PassphraseSource(new_file, new_env).read("new passphrase", repeat=True)
+    authority.change_passphrase(new)
+    if as_json:
+        print_json({"passphrase": new is not None})
+    else:
+        console.OUT.print("the authority's key has " + ("no passphrase now" if remove else "its new passphrase"))
 
 
 def _write(answer: Admission, out: Path, as_json: bool) -> None:

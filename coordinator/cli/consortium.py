@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import logging
-import signal
-import sys
-import threading
+import time
 from contextlib import closing
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from coordinator import console
-from coordinator.cli.options import Home, Json, home_of
+from coordinator.cli.options import (
+    CaPassphraseEnv,
+    CaPassphraseFile,
+    Home,
+    Json,
+    LogFormatOption,
+    home_of,
+    use_passphrase,
+)
+from coordinator.lead_client import MAIN_LEAD
+from coordinator.pki import passphrase
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError
+from protos import startup
 from protos.console import local_time, print_json
+from protos.operations import logs
+from protos.operations.exit_status import ShutdownSignals
+from protos.operations.notify import READY, STOPPING, notify
 from protos.pki.identity import check_name, colons
+from protos.storage import private_files
 from protos.version import software
 
-LEAD = "lead"
+log = logging.getLogger(__name__)
+_POLL_S = 0.2
 
 
 def init(
@@ -30,13 +45,22 @@ def init(
     address: Annotated[
         list[str], typer.Option(help="HOST:PORT under which hospitals reach this service; may be repeated.")
     ],
+    with_passphrase: Annotated[
+        bool, typer.Option("--ca-passphrase", help="Ask for a passphrase that the authority's key is kept under.")
+    ] = False,
+    passphrase_file: CaPassphraseFile = None,
+    passphrase_env: CaPassphraseEnv = None,
     home: Home = None,
     as_json: Json = False,
 ) -> None:
     """Create the consortium: its certificate authority, the service's certificate and the lead's. Once."""
     place = home_of(home)
-    authority = Authority.create(place, consortium, address)
-    authority.issue_lead(LEAD)
+    use_passphrase(passphrase_file, passphrase_env)
+    secret = None
+    if with_passphrase or passphrase_file is not None or passphrase_env is not None:
+        secret = passphrase.SOURCE.read("passphrase of the new authority", repeat=True)
+    authority = Authority.create(place, consortium, address, secret=secret)
+    authority.issue_lead(MAIN_LEAD)
     if as_json:
         print_json({"consortium": consortium, "home": str(place), "fingerprint": authority.fingerprint()})
         return
@@ -52,11 +76,17 @@ def invite(
         bool,
         typer.Option("--again", help="For a member that joins again, for instance with an expired certificate."),
     ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the token to this file, for its owner alone, and do not print it.")
+    ] = None,
+    passphrase_file: CaPassphraseFile = None,
+    passphrase_env: CaPassphraseEnv = None,
     home: Home = None,
     as_json: Json = False,
 ) -> None:
-    """Print a one-time token with which a hospital joins. Send it over a channel you trust."""
+    """Make a one-time token with which a hospital joins. Send it over a channel you trust."""
     place = home_of(home)
+    use_passphrase(passphrase_file, passphrase_env)
     authority = Authority.open(place)
     check_name(name)
     with closing(Store(place)) as store:
@@ -68,18 +98,22 @@ def invite(
                 f"key in other hands: coordinator revoke {name}",
             )
         made = Membership(place, store).invite(name, timedelta(hours=hours))
+    if out is not None:
+        private_files.replace_file(out, f"{made.token}\n".encode(), 0o600)
     if as_json:
         print_json(
             {
                 "name": name,
-                "token": made.token,
+                **({"token": made.token} if out is None else {"file": str(out)}),
                 "expires": made.expires.timestamp(),
                 "authority_fingerprint": authority.fingerprint(),
             }
         )
         return
-    typer.echo(made.token)
-    console.ERR.print(f"for {name}, once, until {local_time(made.expires.timestamp())}: silo join TOKEN")
+    if out is None:
+        typer.echo(made.token)
+    how = "silo join --token-file FILE" if out is None else f"silo join --token-file {out.name}"
+    console.ERR.print(f"for {name}, once, until {local_time(made.expires.timestamp())}: {how}", soft_wrap=True)
     console.ERR.print(f"tell them the authority's fingerprint by another way: {colons(authority.fingerprint())}")
 
 
@@ -102,22 +136,27 @@ def revoke(
 
 def serve(
     bind: Annotated[str, typer.Option(help="Address to listen on; port 0 lets the system choose.")] = "0.0.0.0:8443",
+    log_format: LogFormatOption = None,
+    passphrase_file: CaPassphraseFile = None,
+    passphrase_env: CaPassphraseEnv = None,
     home: Home = None,
 ) -> None:
     """Run the service until it is told to stop (SIGTERM, Ctrl-C). Runs that were under way continue."""
+    startup.end_on_interrupt()
     from coordinator.api.server import CoordinatorServer, Settings
     from coordinator.config.manifest_builder import build_manifest
 
     place = home_of(home)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-
-    server = CoordinatorServer(place, bind, build_manifest, Settings(software=software()))
-    port = server.start()
-    console.ERR.print(f"serving on {bind.rsplit(':', 1)[0]}:{port}; stop with Ctrl-C")
-    while not stop.wait(3600):
-        pass
-    console.ERR.print("stopping: runs continue when the service is started again")
-    server.stop()
+    use_passphrase(passphrase_file, passphrase_env)
+    Authority.open(place).unlock()
+    logs.set_up(logs.chosen(log_format) or logs.LogFormat.TEXT, place)
+    with ShutdownSignals() as signals:
+        server = CoordinatorServer(place, bind, build_manifest, Settings(software=software()))
+        port = server.start()
+        notify(READY)
+        log.info("serving on %s:%d; stop with Ctrl-C", bind.rsplit(":", 1)[0], port)
+        while not signals.received:
+            time.sleep(_POLL_S)
+        notify(STOPPING)
+        log.info("stopping: runs continue when the service is started again")
+        server.stop()

@@ -38,13 +38,15 @@ def split(
     wide = len(found.classes) > partition_plot.SHOWN
     head = ("silo", "train", "test", "classes", *(() if wide else found.classes))
     rows = [
-        (name, f"{sum(train)}", f"{sum(test)}", str(sum(n > 0 for n in train)), *([] if wide else map(_cell, train)))
+        (
+            name,
+            f"{sum(train)}",
+            f"{sum(test)}",
+            str(sum(n > 0 for n in train)),
+            *([] if wide else (str(n or ".") for n in train)),
+        )
         for name, train, test in zip(found.silos, found.train, found.test, strict=True)
     ]
     console.OUT.print(make_table(found.title, head, rows))
     if plot is not None:
         console.OUT.print(f"drawn: {plot}")
-
-
-def _cell(count: int) -> str:
-    return str(count) if count else "."

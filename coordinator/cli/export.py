@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -10,9 +11,9 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from coordinator.api import measured
+from coordinator.api import accuracy
 from coordinator.console import private_form
-from fl_core.errors import StateError
+from fl_core.errors import ProtocolError, StateError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
 from privacy import profiles
@@ -20,16 +21,52 @@ from privacy.compiled_run import CompiledRun
 from privacy.reports import uncertainty
 from privacy.reports.uncertainty import NOTHING, Estimate, EvaluationNoise
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.console import printable
 from protos.wire.codec import read_state
+
+_RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MANIFEST_CHARS = 16 << 20
+_MOST_ROUNDS = 200_000
+_STATE_COPIES, _STATE_EXTRA = 16, 64 << 20
+
+
+def check_detail(detail: pb.RunDetail) -> RunManifest:
+    """Return the run's manifest; raises ProtocolError (E-WIRE-06) on a detail that no sound service sends.
+
+    Its id becomes the name of a file, and its digests what is fetched and what the card claims.
+    """
+    info = detail.info
+    if not _RUN_ID.fullmatch(info.run_id):
+        raise _unsound("a run's id of letters, digits and hyphens", repr(info.run_id[:80]))
+    if not _DIGEST.fullmatch(info.model_object):
+        raise _unsound("the digest of a state", repr(info.model_object[:80]))
+    if len(detail.manifest_json) > _MANIFEST_CHARS or len(detail.rounds) > _MOST_ROUNDS:
+        raise _unsound("a manifest and its rounds", f"{len(detail.manifest_json)} and {len(detail.rounds)} of them")
+    manifest = RunManifest.from_json(detail.manifest_json)
+    if manifest.digest() != info.manifest_digest:
+        raise _unsound(f"the manifest {info.manifest_digest[:16]}", manifest.digest()[:16])
+    return manifest
+
+
+def _unsound(expected: str, found: str) -> ProtocolError:
+    return ProtocolError("E-WIRE-06", f"expected {expected}, found {found}: this is no answer of our service")
+
+
+def state_limit(manifest: RunManifest) -> int:
+    """Return more bytes than any method's server state has: some of them keep several copies of the model."""
+    tensors = CompiledRun(manifest).model.state_dict().values()
+    size = sum(int(t.numel() * t.element_size()) for t in tensors)
+    return _STATE_COPIES * size + _STATE_EXTRA
 
 
 def export_model(detail: pb.RunDetail, state_file: Path, out: Path) -> tuple[Path, Path]:
     """Write `<out>/<run>.safetensors` and `<out>/<run>.md`; return both paths.
 
     The tensors are all that the method needs to classify, and the metadata names its options and the model's.
-    Raises StateError (E-STATE-22) when the stored state is not the one that the run recorded.
+    Raises StateError (E-STATE-22) when the stored state is not the one that the run recorded; as `check_detail`.
     """
-    info, manifest = detail.info, RunManifest.from_json(detail.manifest_json)
+    info, manifest = detail.info, check_detail(detail)
     server = read_state(state_file)
     if (found := tensor_maps.digest(server["w"])) != info.model_digest:
         raise StateError(
@@ -54,14 +91,13 @@ def export_model(detail: pb.RunDetail, state_file: Path, out: Path) -> tuple[Pat
 
 
 def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> str:
-    """Write the card in Markdown: method, configuration digest, rounds, who took part when, metrics, privacy."""
     trained = [r for r in rounds if r.kind == pb.TRAIN]
     took_part = Counter(name for r in trained for name in r.included)
     last = rounds[-1] if rounds else pb.RoundInfo()
     noisy = profiles.result_noise(manifest)
     noise = noisy.of(last.included)
     best = (
-        measured.best_of_run(info)
+        accuracy.best(info)
         if noise is None
         else uncertainty.best([(r.correct, r.examples, noisy.of(r.included)) for r in rounds])
     )
@@ -104,7 +140,7 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
         ),
         "",
     ]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _options(options: object) -> str:
@@ -118,13 +154,9 @@ def _privacy(manifest: RunManifest) -> str:
 
 
 def _by_class(manifest: RunManifest, last: pb.RoundInfo, noise: EvaluationNoise | None) -> list[str]:
-    """Write the table of classes; of noisy sums no count, and a line that says how noisy they are."""
-    found = zip(
-        manifest.schema.classes,
-        last.examples,
-        uncertainty.by_class(last.correct, last.examples, noise),
-        strict=False,
-    )
+    """Return the table by class; of noisy sums without counts, and with a line on the noise."""
+    estimates = uncertainty.by_class(last.correct, last.examples, noise)
+    found = zip(manifest.schema.classes, last.examples, estimates, strict=False)
     if noise is None:
         rows = [f"| {name} | {n:.0f} | {_share(e)} |" for name, n, e in found]
         return ["| class | test examples | accuracy |", "|---|---|---|", *rows]

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from typing import TYPE_CHECKING
 
-from protos.tls.connect import require_tls13, silence_grpc_logs
+from protos import startup
 
-require_tls13()  # before anything imports gRPC
-if "serve" not in sys.argv[1:2]:
-    silence_grpc_logs()  # the service's log keeps the core's lines: they say why a handshake was refused
-
-import gc  # noqa: E402
-import importlib  # noqa: E402
-
-import typer  # noqa: E402
-
-from fl_core.errors import ConfigError, DataError, FederationError  # noqa: E402
+if TYPE_CHECKING:
+    import typer
 
 MODULES = {
     "consortium": ("init", "invite", "revoke", "serve"),
+    "backup": ("backup", "restore"),
     "authority": ("ca",),
-    "runs": ("run", "watch", "status", "runs", "show", "abort", "resume", "export", "silos"),
+    "leads": ("leads",),
+    "log": ("log",),
+    "runs": ("run", "watch", "status", "runs", "show", "abort", "resume", "exclude", "extend", "export", "silos"),
     "research": ("simulate", "demo", "methods", "models", "explain"),
     "data": ("data",),
+    "doctor": ("doctor", "health"),
     "privacy": ("privacy",),
 }
 """Which module of `coordinator.cli` holds which command: one command loads one module, so that it starts fast."""
+_ASKING = ("runs", "research", "data", "doctor", "privacy", "log")
+READING = {command for module in _ASKING for command in MODULES[module]} - {"export"} | {"serve", "leads list"}
+"""Commands without a line in the audit log: they change nothing here, or the service writes it."""
 
 
 def build(words: list[str]) -> typer.Typer:
     """Make the application with the command that is called, or with all of them for the help."""
+    import typer
+
     app = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -47,18 +50,33 @@ def build(words: list[str]) -> typer.Typer:
                 app.add_typer(found, name=command)
             else:
                 app.command(name=command)(found)
+    if wanted not in READING:
+        from coordinator.cli.options import home_of
+        from protos.audit_log.local_commands import record_commands
+
+        record_commands(app, READING, home_of)
     return app
 
 
 def main() -> None:
-    """Run the command line; expected errors end with one line on stderr, with status 2 for what the user can change."""
+    startup.begin()
+    import gc
+    import logging
+
+    from protos.console import PrintableFormatter
+    from protos.operations.exit_status import status_of
+    from protos.tls.connect import require_tls13, silence_grpc_logs
+
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(PrintableFormatter())
+
+    require_tls13()  # before anything imports gRPC
+    if "serve" not in sys.argv[1:2]:
+        silence_grpc_logs()  # the service's log keeps the core's lines: they say why a handshake was refused
+    application = build(sys.argv[1:])
+    startup.raise_on_interrupt()
     try:
-        build(sys.argv[1:])()
-    except FederationError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(2 if isinstance(error, ConfigError | DataError) else 1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(status_of(application))
     finally:
         gc.freeze()  # else the interpreter looks at all that torch has made before it ends: most of a second
 

@@ -8,14 +8,39 @@ from typing import Annotated
 
 import typer
 
+from protos.operations.logs import VARIABLE, LogFormat
+
 HOME_ENV = "CONSILIUM_COORDINATOR_HOME"
 
 Home = Annotated[
     Path | None, typer.Option(help=f"The coordinator's folder; default ${HOME_ENV} or ~/.consilium/coordinator.")
 ]
+LogFormatOption = Annotated[
+    LogFormat | None, typer.Option("--log-format", help=f"One line per event, as text or JSON; default ${VARIABLE}.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
+CaPassphraseFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca-passphrase-file",
+        envvar="CONSILIUM_CA_PASSPHRASE_FILE",
+        help="The file with the passphrase of the authority's key, where it has one and no terminal asks for it.",
+    ),
+]
+CaPassphraseEnv = Annotated[
+    str | None,
+    typer.Option("--ca-passphrase-env", help="The name of the environment variable that holds that passphrase."),
+]
+
+
+def use_passphrase(file: Path | None, variable: str | None) -> None:
+    """Say where this process finds the passphrase of the authority's key."""
+    from coordinator.pki import passphrase
+
+    passphrase.SOURCE.file, passphrase.SOURCE.variable = file, variable
+
+
 def home_of(given: Path | None) -> Path:
-    """Return the coordinator's home folder."""
     return given or Path(os.environ.get(HOME_ENV) or Path.home() / ".consilium" / "coordinator")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,19 +18,15 @@ from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
 from protos.console import make_table, print_json
 
-_COLUMNS = (
-    "hospital",
-    "size",
-    "q",
-    "steps",
-    "rounds",
-    "noise z",
-    "epsilon",
-    "with reserve",
-    "tighter bound",
-    "of a record",
-    "of a test record",
-)
+_FACTS = ("hospital", "size", "q", "steps", "rounds")
+_NUMBERS = {
+    "noise z": "noise",
+    "epsilon": "epsilon",
+    "with reserve": "epsilon_most",
+    "tighter bound": "epsilon_tight",
+    "of a record": "epsilon_record",
+    "of a test record": "epsilon_test",
+}
 
 privacy = typer.Typer(no_args_is_help=True, help="Look at privacy before a run.")
 privacy.callback()(lambda: None)
@@ -69,14 +66,13 @@ def preview(
         console.OUT.print(f"privacy={found['profile']} adds no noise: no epsilon bounds what this run shows")
         return
     title = f"{found['method']}, {found['rounds']} rounds, delta {found['delta']:g}"
-    console.OUT.print(make_table(title, _COLUMNS, [_row(silo) for silo in found["silos"]]))
+    console.OUT.print(make_table(title, (*_FACTS, *_NUMBERS), [_row(silo) for silo in found["silos"]]))
     console.OUT.print(f"drawing the noise with finite precision adds at most {found['delta_of_sampling']:.1e} to delta")
 
 
 def _row(silo: Mapping[str, Any]) -> tuple[str, ...]:
-    numbers = ("noise", "epsilon", "epsilon_most", "epsilon_tight", "epsilon_record", "epsilon_test")
     facts = (silo["name"], silo["units"], f"{silo['rate']:.4f}", silo["steps"], silo["rounds"])
-    return (*map(str, facts), *(f"{silo[key]:.3f}" for key in numbers))
+    return (*map(str, facts), *(f"{silo[key]:.3f}" for key in _NUMBERS.values()))
 
 
 def _given(spec: RunSpec, sizes: str) -> RunManifest:
@@ -104,8 +100,5 @@ def _online(spec: RunSpec, home: Path | None) -> RunManifest:
     from coordinator.config.manifest_builder import build_manifest
     from coordinator.lead_client import LeadClient
 
-    client = LeadClient.open(home_of(home))
-    try:
+    with closing(LeadClient.open(home_of(home))) as client:
         return build_manifest(spec.to_json(), list(client.silos().silos))
-    finally:
-        client.close()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from coordinator.cli.options import Json
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
+from coordinator.durations import span
 from coordinator.simulation import runner
 from coordinator.simulation.engine import SimulationEngine
 from coordinator.simulation.sweep import Job, combinations, is_sweep, sweep
@@ -82,8 +83,10 @@ def simulate(
     if as_json:
         print_json(summary)
         return
-    if form := console.private_form(result.manifest.to_json()):
-        console.OUT.print(form)
+    manifest = result.manifest.to_json()
+    for text in (console.private_form(manifest), console.aggregator_warning(manifest, {})):
+        if text:
+            console.OUT.print(text)
     rows = [(name, found.text()) for name, found in result.by_class().items()]
     console.OUT.print(make_table("Accuracy by class", ("class", "accuracy"), rows))
     console.OUT.print(
@@ -108,40 +111,30 @@ def _sweep(words: Sequence[str], job: Job, jobs: int) -> None:
     for done, result in enumerate(sweep(words, job, jobs), start=1):
         print_json(result)
         spent = time.monotonic() - started
-        console.ERR.print(f"{done} of {number} done, left {console.span(spent / done * (number - done))}")
+        console.ERR.print(f"{done} of {number} done, left {span(spent / done * (number - done))}")
 
 
 def methods(as_json: Json = False) -> None:
     """List the methods: what the server must see, whether the loss mixes examples, what a silo sends."""
-    rows = []
-    for name, kind in METHODS.items():
-        method = kind()
-        rows.append(
-            {
-                "name": name,
-                "exposure": "each" if method.unsummed_parts else "sum",
-                "coupling": method.coupling.value,
-                "sends": list(method.sends),
-                "personal_model": method.has_personal_model,
-                "summary": (kind.__doc__ or "").split("\n")[0],
-            }
-        )
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "exposure": "each" if method.unsummed_parts else "sum",
+            "coupling": method.coupling.value,
+            "sends": list(method.sends),
+            "personal_model": method.has_personal_model,
+            "summary": (type(method).__doc__ or "").split("\n")[0],
+        }
+        for name, method in ((name, kind()) for name, kind in METHODS.items())
+    ]
     if as_json:
         print_json(rows)
         return
     head = ("method", "server sees", "loss per", "silo sends", "personal model", "")
-    lines = [
-        (
-            str(r["name"]),
-            str(r["exposure"]),
-            str(r["coupling"]),
-            ", ".join(METHODS[str(r["name"])]().sends),
-            "yes" if r["personal_model"] else "no",
-            str(r["summary"]),
-        )
-        for r in rows
+    shown = [
+        r | {"sends": ", ".join(r["sends"]), "personal_model": "yes" if r["personal_model"] else "no"} for r in rows
     ]
-    console.OUT.print(make_table("Methods", head, lines))
+    console.OUT.print(make_table("Methods", head, [tuple(r.values()) for r in shown]))
 
 
 def models(
@@ -170,25 +163,13 @@ def models(
     console.OUT.print(make_table("Models", head, lines))
 
 
-class _ModelRow(TypedDict):
-    name: str
-    paper: str
-    data: str
-    shape: Sequence[int]
-    classes: int
-    options: Mapping[str, object]
-    feature_dim: int
-    parameters: int
-    total: int
-
-
-def _published_rows() -> list[_ModelRow]:
+def _published_rows() -> list[dict[str, Any]]:
     from fl_core.models.published import SETTINGS
 
     return [_row(s.facts(), s.paper, s.data, s.shape, s.classes, s.options) for s in SETTINGS]
 
 
-def _chosen_rows(spec: RunSpec) -> list[_ModelRow]:
+def _chosen_rows(spec: RunSpec) -> list[dict[str, Any]]:
     schema = schema_of(spec)
     rows = []
     for name in MODELS:
@@ -203,7 +184,7 @@ def _chosen_rows(spec: RunSpec) -> list[_ModelRow]:
 
 def _row(
     facts: ModelFacts, paper: str, data: str, shape: Sequence[int], classes: int, options: Mapping[str, object]
-) -> _ModelRow:
+) -> dict[str, Any]:
     return {
         "name": facts.name,
         "paper": paper,
@@ -236,4 +217,5 @@ def explain(
         rows = [(c, e.title) for c, e in sorted(EXPLANATIONS.items())]
         console.OUT.print(make_table("Error codes", ("code", "meaning"), rows))
         return
-    console.OUT.print(explain_text(code), soft_wrap=True)
+    for line in explain_text(code).splitlines():
+        console.OUT.print(line, soft_wrap=True)

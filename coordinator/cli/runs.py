@@ -6,8 +6,7 @@ Hydra and torch are imported by the commands that need them: `status` answers in
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -15,7 +14,7 @@ from typing import Annotated
 import typer
 
 from coordinator import console
-from coordinator.api import measured
+from coordinator.api import accuracy
 from coordinator.cli.options import Home, Json, home_of
 from coordinator.lead_client import LeadClient
 from fl_core.errors import ConfigError
@@ -25,13 +24,8 @@ from protos.console import local_time, make_table, print_json
 Run = Annotated[str, typer.Argument(help="A run's id or name, or `latest`.")]
 
 
-@contextmanager
-def _client(home: Path | None) -> Iterator[LeadClient]:
-    client = LeadClient.open(home_of(home))
-    try:
-        yield client
-    finally:
-        client.close()
+def _client(home: Path | None) -> closing[LeadClient]:
+    return closing(LeadClient.open(home_of(home)))
 
 
 def run(
@@ -54,8 +48,11 @@ def run(
         info = client.submit(spec.to_json(), uuid.uuid4().hex)
         if not as_json:
             console.ERR.print(f"submitted {info.run_id} ({info.rounds} rounds); manifest {info.manifest_digest[:16]}")
-            if form := console.private_form(client.show(info.run_id).manifest_json):
-                console.ERR.print(form)
+            manifest = client.show(info.run_id).manifest_json
+            holds = {silo.name: silo.data.holds for silo in client.silos().silos}
+            for text in (console.private_form(manifest), console.aggregator_warning(manifest, holds)):
+                if text:
+                    console.ERR.print(text)
         if detach:
             _show_info(info, as_json)
             return
@@ -88,20 +85,12 @@ def _follow(client: LeadClient, run: str, as_json: bool) -> None:
 
 
 def _event_json(event: pb.Event) -> dict[str, object]:
-    line: dict[str, object] = {
-        "event": event.kind,
-        "number": event.number,
-        "at": event.at_unix,
-        "run": event.run_id,
-        "round": event.round,
+    optional = {"silo": event.silo, "text": event.text}
+    return {
+        **{"event": event.kind, "number": event.number, "at": event.at_unix, "run": event.run_id, "round": event.round},
+        **{name: value for name, value in optional.items() if value},
+        **({"closed": console.round_json(event.closed)} if event.HasField("closed") else {}),
     }
-    if event.silo:
-        line["silo"] = event.silo
-    if event.text:
-        line["text"] = event.text
-    if event.HasField("closed"):
-        line["closed"] = console.round_json(event.closed)
-    return line
 
 
 def _show_info(info: pb.RunInfo, as_json: bool) -> None:
@@ -109,25 +98,29 @@ def _show_info(info: pb.RunInfo, as_json: bool) -> None:
         print_json(console.run_json(info))
     else:
         console.OUT.print(console.runs_table([info]))
-        if info.reason:
-            console.OUT.print(info.reason, soft_wrap=True)
+        for line in (info.reason, *console.waiting_lines(info)):
+            if line:
+                console.OUT.print(line, soft_wrap=True)
+
+
+def _silos_json(found: pb.SiloList) -> dict[str, object]:
+    invitations = [{"name": i.name, "expires": i.expires_unix} for i in found.invitations]
+    return {"silos": [console.silo_json(s) for s in found.silos], "invitations": invitations}
 
 
 def status(home: Home = None, as_json: Json = False) -> None:
     """Show the silos and the runs that are not over."""
     with _client(home) as client:
-        silos, runs = client.silos(), [r for r in client.runs() if r.state in ("waiting", "running")]
+        silos, runs = client.silos(), [r for r in client.runs() if r.state in ("waiting", "running", "paused")]
     if as_json:
-        print_json(
-            {
-                "silos": [console.silo_json(s) for s in silos.silos],
-                "invitations": [{"name": i.name, "expires": i.expires_unix} for i in silos.invitations],
-                "runs": [console.run_json(r) for r in runs],
-            }
-        )
+        print_json({**_silos_json(silos), "runs": [console.run_json(r) for r in runs]})
         return
     console.OUT.print(console.silos_table(silos.silos))
+    console.show_alarms(silos.silos)
     console.OUT.print(console.runs_table(runs) if runs else "no run is under way")
+    for info in runs:
+        for line in console.waiting_lines(info):
+            console.OUT.print(f"{info.run_id}: {line}", soft_wrap=True)
 
 
 def runs(home: Home = None, as_json: Json = False) -> None:
@@ -148,22 +141,21 @@ def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
         rounds = [console.round_json(r) for r in detail.rounds]
         print_json({**console.run_json(detail.info), "round": rounds, "manifest": detail.manifest_json})
         return
-    console.OUT.print(console.runs_table([detail.info]))
+    _show_info(detail.info, as_json)
     if form := console.private_form(detail.manifest_json):
         console.OUT.print(form)
-    rows = []
-    for r in detail.rounds:
-        rows.append(
-            (
-                console.round_text(r.round, r.kind),
-                pb.TaskKind.Name(r.kind).lower(),
-                measured.of_round(r).text(),
-                ", ".join(r.included),
-                "; ".join(f"{k}: {v}" for k, v in r.missing.items()) or "-",
-                str(r.clipped),
-            )
+    rows = [
+        (
+            console.round_text(r.round, r.kind),
+            pb.TaskKind.Name(r.kind).lower(),
+            accuracy.of_round(r).text(),
+            ", ".join(r.included),
+            "; ".join(f"{k}: {v}" for k, v in (*r.missing.items(), *r.cut.items())) or "-",
+            str(r.clipped),
         )
-    head = ("round", "kind", "accuracy before it", "took part", "missing", "clipped")
+        for r in detail.rounds
+    ]
+    head = ("round", "kind", "accuracy before it", "took part", "missing or cut", "clipped")
     console.OUT.print(make_table("Rounds", head, rows))
 
 
@@ -175,22 +167,48 @@ def abort(run: Run, home: Home = None, as_json: Json = False) -> None:
 
 def resume(
     run: Run,
+    quorum: Annotated[int, typer.Option(help="Updates that close a round from now on; 0 leaves what it is.")] = 0,
     home: Home = None,
     detach: Annotated[bool, typer.Option(help="Let it go on and return; follow it later with `watch`.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Let a failed run go on at its last closed round, once what stopped it is repaired, and follow it.
+    """Let a paused or failed run go on at its last closed round, and follow it. Silos that refused are asked again.
 
     A run that a crash or a stop of the service cut short needs no command: it goes on when the service is started.
     """
+    if quorum < 0:
+        raise ConfigError("E-CFG-02", f"expected --quorum of 0 or more, found {quorum}: correct it")
     with _client(home) as client:
-        info = client.resume(run)
+        info = client.resume(run, quorum)
         if not as_json:
             console.ERR.print(f"{info.run_id} goes on after {info.closed} of {info.rounds} rounds")
         if detach:
             _show_info(info, as_json)
             return
         _follow(client, info.run_id, as_json)
+
+
+def exclude(
+    run: Run,
+    silo: Annotated[str, typer.Argument(help="The hospital's name.")],
+    readmit: Annotated[bool, typer.Option("--readmit", help="Ask it again, from the next round on.")] = False,
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """Go on without a hospital: it is awaited no longer and asked for no further round. The quorum stays."""
+    with _client(home) as client:
+        _show_info(client.exclude(run, silo, readmit), as_json)
+
+
+def extend(
+    run: Run,
+    hours: Annotated[float, typer.Option(help="How much longer.")],
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """Wait longer in the open round, for everybody who has not delivered."""
+    with _client(home) as client:
+        _show_info(client.extend(run, hours), as_json)
 
 
 def export(
@@ -200,7 +218,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a run's newest model as safetensors, with a model card."""
-    from coordinator.cli.export import export_model
+    from coordinator.cli.export import check_detail, export_model, state_limit
 
     with _client(home) as client, TemporaryDirectory() as scratch:
         detail = client.show(run)
@@ -209,7 +227,7 @@ def export(
                 "E-RUN-11", f"expected a run with a closed round, found {run!r} in state {detail.info.state}"
             )
         state = Path(scratch) / "state"
-        client.fetch(detail.info.model_object, state)
+        client.fetch(detail.info.model_object, state, state_limit(check_detail(detail)))
         tensors, card = export_model(detail, state, out)
     if as_json:
         print_json({"model": str(tensors), "card": str(card), "model_digest": detail.info.model_digest})
@@ -222,13 +240,9 @@ def silos(home: Home = None, as_json: Json = False) -> None:
     with _client(home) as client:
         found = client.silos()
     if as_json:
-        print_json(
-            {
-                "silos": [console.silo_json(s) for s in found.silos],
-                "invitations": [{"name": i.name, "expires": i.expires_unix} for i in found.invitations],
-            }
-        )
+        print_json(_silos_json(found))
         return
     console.OUT.print(console.silos_table(found.silos))
+    console.show_alarms(found.silos)
     for invitation in found.invitations:
         console.OUT.print(f"{invitation.name} is invited until {local_time(invitation.expires_unix)}")

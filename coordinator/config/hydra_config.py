@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from coordinator.config.run_spec import RunSpec
+from fl_core.aggregation.options import AGGREGATORS
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.models import MODELS
@@ -27,28 +28,14 @@ from privacy.profiles import PROFILES
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-GROUPS = ("method", "data", "model", "federation", "privacy", "experiment", "scale")
-PARTITIONS = (
-    "hospitals6",
-    "p5c2",
-    "p10c2",
-    "p10c3",
-    "p10c5",
-    "p10c10",
-    "p10c20",
-    "p10c30",
-    "p10c50",
-    "p50c2",
-    "p50c3",
-    "p50c10",
-    "p100c3",
-    "p100c10",
-)
+GROUPS = ("method", "data", "model", "federation", "privacy", "aggregator", "experiment", "scale")
+_CLASSES = {5: (2,), 10: (2, 3, 5, 10, 20, 30, 50), 50: (2, 3, 10), 100: (3, 10)}
+PARTITIONS = ("hospitals6", *(f"p{silos}c{n}" for silos, classes in _CLASSES.items() for n in classes))
 """Partitions whose name says all; `federation=p7c3` names another one."""
 
 
 def _store_dataclasses() -> None:
-    """Give Hydra the choices that need no file: a dataclass, or a name, says all of them."""
+    """Give Hydra the choices that are dataclasses or names, and so need no file."""
     store = ConfigStore.instance().store
     store("run_spec", _defaults(RunSpec) | {"train": _defaults(TrainConfig)})
     for name, method in METHODS.items():
@@ -58,6 +45,8 @@ def _store_dataclasses() -> None:
         store(name, {"name": name, **_defaults(model)}, group="model")
     for name, profile in PROFILES.items():
         store(name, {"name": name, **(_defaults(profile.config) if profile.config else {})}, group="privacy")
+    for name, aggregator in AGGREGATORS.items():
+        store(name, {"name": name, **_defaults(aggregator)}, group="aggregator")
     for name in PARTITIONS:
         store(name, {"name": name, "partition_seed": 0}, group="federation")
 
@@ -71,7 +60,6 @@ _store_dataclasses()
 
 
 def choices(group: str) -> list[str]:
-    """List the valid names of a group: those of files and those of dataclasses."""
     folder = resources.files("configs") / group
     files = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     return sorted(name.removesuffix(".yaml") for name in files | set(ConfigStore.instance().repo.get(group, {})))
@@ -123,7 +111,7 @@ def _validate_override(word: str) -> list[str]:
 
 
 def _federation(value: str) -> list[str]:
-    """Let `federation=p7c3` or `centers-1-2` stand for a partition that has no file of its own."""
+    """Expand a partition that has no file of its own, such as `p7c3` or `centers-1-2`; empty: it is none."""
     if match := re.fullmatch(r"centers((?:-\d)+)", value):
         return ["federation=centers", f"federation.centers=[{','.join(match[1].split('-')[1:])}]"]
     if re.fullmatch(r"(p\d+c\d+|clients\d+|(dirichlet|persilo|label|iid|map|users)-\d)[\w.+-]*(@\d+)?", value):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from coordinator.config.run_spec import RunSpec
 from fl_core import datasets
+from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import Option
 from fl_core.errors import ConfigError
@@ -23,12 +24,23 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.version import software
 
 IMAGES = {"folder", "manifest"}
-_LARGEST = 2**53
 """Two ways to lay out a hospital's own images: silos of both kinds fit one run."""
+_LARGEST = 2**53
+_OF_SPEC = (
+    "train",
+    "rounds",
+    "seed",
+    "cohort",
+    "quorum",
+    "deadline_s",
+    "patience_s",
+    "threads",
+    "personal",
+    "lost_state",
+)
 
 
 def schema_of(spec: RunSpec) -> Schema:
-    """Return the shape and label space that every silo of the run must hold."""
     size, classes = spec.data.get("image_size"), spec.data.get("classes")
     if size is not None and not isinstance(size, int):
         raise ConfigError("E-CFG-02", f"expected data.image_size in pixels, found {size!r}")
@@ -65,31 +77,22 @@ def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | 
         model=model,
         data=str(spec.data["name"]),
         schema=schema,
-        train=spec.train,
-        rounds=spec.rounds,
-        seed=spec.seed,
         members=_members(spec, names, sizes),
         layout=layout,
         grid=FixedPointFormat("ring64", len(names)),
         privacy=privacy,
-        cohort=spec.cohort,
-        quorum=spec.quorum,
-        deadline_s=spec.deadline_s,
-        threads=spec.threads,
         image_size=None if spec.data.get("image_size") is None else int(str(spec.data["image_size"])),
-        personal=spec.personal,
         software=software(),
         private_form=was,
+        aggregator=_aggregator(spec),
+        **{name: getattr(spec, name) for name in _OF_SPEC},
     )
     CompiledRun.of(manifest)
     return RunManifest.from_json(manifest.to_json())
 
 
 def _method_choice(spec: RunSpec, names: Sequence[str]) -> NamedOptions:
-    """Name the method; with a share that selects nobody, prototypes are off and do not travel at all.
-
-    Raises ConfigError (E-CFG-08) when the method lacks what the run asks of it.
-    """
+    """Return the method, with prototypes off where no silo submits them; raises ConfigError (E-CFG-08)."""
     choice = _choice(spec.method)
     method = build_method(choice.name, choice.options)
     capabilities.check_supported(
@@ -100,11 +103,16 @@ def _method_choice(spec: RunSpec, names: Sequence[str]) -> NamedOptions:
     return choice
 
 
-def _members(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None = None) -> tuple[Member, ...]:
-    """Draw who submits prototypes; only a private run needs sizes, and a plain one must not depend on them.
+def _aggregator(spec: RunSpec) -> NamedOptions:
+    """Name the aggregator with the numbers that are not its own defaults."""
+    chosen = _choice(spec.aggregator)
+    default = aggregators.read(chosen.name, {})
+    differ = {key: value for key, value in chosen.options.items() if value != getattr(default, key, None)}
+    return NamedOptions(chosen.name, differ)
 
-    Sizes are taken as they were declared: who typed one meant that one. What is no number is none (0).
-    """
+
+def _members(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None = None) -> tuple[Member, ...]:
+    """Draw who submits prototypes. Only a private run keeps the declared sizes; 0: no usable one."""
     private = sizes is not None and profiles.is_private(_choice(spec.privacy))
     declared = [int(n) if 0 < n < _LARGEST else 0 for n in sizes] if private and sizes else None
     return make_members(names, spec.seed, spec.prototype_share, declared)
@@ -112,11 +120,10 @@ def _members(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None 
 
 def _choice(group: Mapping[str, object]) -> NamedOptions:
     options: dict[str, Option] = {}
-    for key, value in group.items():
+    for key, given in group.items():
         if key == "name":
             continue
-        if isinstance(value, tuple):
-            value = list(value)
+        value = list(given) if isinstance(given, tuple) else given
         if not isinstance(value, str | int | float | bool | list | None):
             raise ConfigError("E-CFG-02", f"expected a plain value for {group['name']}.{key}, found {value!r}")
         options[key] = value
@@ -131,10 +138,9 @@ def build_manifest(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
 
 
 def select_silos(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:
-    """Choose the run's silos, in the natural order of their names.
+    """Return the silos that the spec names (online or not), or all that are online with fitting data, in natural order.
 
-    They are those that the spec names (they may be away and join later), or all that are online with data of the
-    run's kind. Raises ConfigError (E-RUN-05) for a stranger, and when none is left.
+    Raises ConfigError (E-RUN-05) for a name that is not enrolled or serves other data, and when none is left.
     """
     kind = str(spec.data["name"])
     fitting = {s.name: s.state for s in silos if s.data.name == kind or {s.data.name, kind} == IMAGES}

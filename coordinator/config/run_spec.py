@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from fl_core import validate
+from fl_core.aggregation import options as aggregators
 from fl_core.converter import ConversionError, parse_json, shown, structure
 from fl_core.errors import ConfigError
+from fl_core.rounds.manifest import LOST_STATE, PATIENCE_S, REFUSE
 from fl_core.types.records import TrainConfig
 
 
@@ -17,10 +19,12 @@ class RunSpec:
     """A composed configuration. The mappings of the groups hold `name` and the options of that choice.
 
     name: shown instead of a generated one   cohort: silos per round, 0 for all   quorum: silos that must deliver before
-    a round closes, 0 for the whole cohort   deadline_s: seconds after which a round closes with the quorum, or the run
-    fails   prototype_share: share of the silos that submit prototypes, 0 for none   threads: CPU threads of local
-    training, 0 for the machine's own number   personal: also measure personal models (PA, PM, fairness), after every
-    round's training   silos: the roster, by name; None for every enrolled silo whose data fits.
+    a round closes, 0 for two thirds of the cohort   deadline_s: seconds after which a round closes with the quorum, or
+    the run pauses   patience_s: seconds for which every connected silo is awaited at least   prototype_share: share of
+    the silos that submit prototypes, 0 for none   threads: CPU threads of local training, 0 for the machine's own
+    number   personal: also measure personal models (PA, PM, fairness), after every round's training   lost_state:
+    refuse or restart, see `RunManifest`   silos: the roster, by name; None for every enrolled silo whose data fits
+    aggregator: how a round's updates become one.
 
     Raises ConfigError (E-CFG-02, E-CFG-01) on a number out of range or a group without a name.
     """
@@ -37,13 +41,15 @@ class RunSpec:
     cohort: int = 0
     quorum: int = 0
     deadline_s: float = 86400.0
+    patience_s: float = PATIENCE_S
     prototype_share: float = 1.0
     threads: int = 0
     personal: bool = False
+    lost_state: str = REFUSE
     silos: tuple[str, ...] | None = None
+    aggregator: Mapping[str, object] = field(default_factory=lambda: {"name": aggregators.DEFAULT})
 
     def to_json(self) -> str:
-        """Write the spec as JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -63,22 +69,18 @@ class RunSpec:
             raise ConfigError("E-CFG-01" if error.unknown else "E-CFG-02", str(error)) from error
 
     def __post_init__(self) -> None:
-        groups = {"method": self.method, "model": self.model, "data": self.data}
-        for group, chosen in {**groups, "federation": self.federation, "privacy": self.privacy}.items():
+        for group in ("method", "model", "data", "federation", "privacy", "aggregator"):
+            chosen = getattr(self, group)
             if not isinstance(chosen.get("name"), str):
                 raise ConfigError("E-CFG-01", f"expected {group}=NAME, found {shown(chosen)}")
         train = self.train
         validate.at_least("E-CFG-02", "", 1, rounds=self.rounds)
         validate.at_least("E-CFG-02", "", 0, cohort=self.cohort, quorum=self.quorum, threads=self.threads)
         validate.positive_or_infinite("E-CFG-02", "", deadline_s=self.deadline_s)
+        validate.positive("E-CFG-02", "", patience_s=self.patience_s)
+        validate.one_of("E-CFG-02", "", lost_state=(self.lost_state, LOST_STATE))
         validate.positive("E-CFG-02", "train", lr=train.lr)
         validate.at_least("E-CFG-02", "train", 1, batch_size=train.batch_size, epochs=train.epochs)
-        validate.at_least(
-            "E-CFG-02",
-            "train",
-            0,
-            max_steps=train.max_steps,
-            momentum=train.momentum,
-            weight_decay=train.weight_decay,
-        )
+        not_negative = {name: getattr(train, name) for name in ("max_steps", "momentum", "weight_decay")}
+        validate.at_least("E-CFG-02", "train", 0, **not_negative)
         validate.below("E-CFG-02", "train", 1, momentum=train.momentum)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -44,29 +44,19 @@ def _consortium(folder: Path, processes: Processes) -> Iterator[LeadClient]:
         processes.call("silo", "join", "--token-file", str(token), "--home", str(own))
         open_budget(own, data)
         processes.start("silo", "serve", "--data", data, "--home", str(own))
-    client = LeadClient.open(home)
-    try:
-        processes.until(lambda: _online(client) == HOSPITALS, "six hospitals")
+    with closing(LeadClient.open(home)) as client:
+        processes.until(lambda: all(s.state == "online" for s in client.silos().silos), "six hospitals")
         yield client
-    finally:
-        client.close()
-
-
-def _online(client: LeadClient) -> int:
-    return sum(silo.state == "online" for silo in client.silos().silos)
 
 
 def _train(client: LeadClient, processes: Processes, name: str, rounds: int, quiet: bool) -> pb.RunDetail:
     spec = compose_spec([*RUNS[name], f"rounds={rounds}"])
     run = client.submit(spec.to_json(), f"demo-{name}").run_id
-    if quiet:
-        for _ in client.watch(run):
-            processes.check()
-    else:
-        with console.Watcher() as watcher:
-            for event in client.watch(run):
+    with nullcontext() if quiet else console.Watcher() as watcher:
+        for event in client.watch(run):
+            if watcher is not None:
                 watcher.show(event)
-                processes.check()
+            processes.check()
     detail = client.show(run)
     if detail.info.state != "finished":
         raise UnavailableError("E-RUN-99", f"{run} ended as {detail.info.state}: {detail.info.reason}")
@@ -74,7 +64,7 @@ def _train(client: LeadClient, processes: Processes, name: str, rounds: int, qui
 
 
 def _local_scores(folder: Path, processes: Processes, runs: Mapping[str, str]) -> dict[str, dict[str, float | None]]:
-    """Ask each hospital what the final models of `runs` (name -> id) scored there: the numbers are in no message."""
+    """Return the accuracy of each run's final model at each hospital, which no message carries. runs: ids by name."""
     scores: dict[str, dict[str, float | None]] = {name: {} for name in runs}
     for k in range(HOSPITALS):
         status = processes.call("silo", "status", "--home", str(folder / f"hospital{k}"))
@@ -87,8 +77,7 @@ def _local_scores(folder: Path, processes: Processes, runs: Mapping[str, str]) -
 def run_demo(out: Path, rounds: int, quiet: bool) -> int:
     """Run the demo and write `summary.json` and `accuracy.png` to `out`; return the exit status.
 
-    Guarantees: no process and no temporary folder is left behind, also after Ctrl-C, SIGTERM or a closed terminal, at
-    any moment and any number of times.
+    Guarantees: no process and no temporary folder is left behind, also after Ctrl-C, SIGTERM or a closed terminal.
     """
     started = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
-"""What the demo's hospitals do about privacy: a policy and a budget before they serve, and the ledger after a run.
+"""The policies and budgets of the demo's hospitals, and what their ledgers say after a run.
 
-On this machine one person plays all six hospitals, so what `silo ledger register`, `silo ledger budget set` and `silo
-ledger show` do at each is called here directly: the files are the ones that the silos' services keep.
+Calls directly what `silo ledger register`, `silo ledger budget set` and `silo ledger show` do, on the silos' files.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class Spending:
 
 
 def open_budget(home: Path, data: str) -> None:
-    """Write a hospital's policy, enter its records in its ledger and give them their budget."""
     policy = home / POLICY_FILE
     policy.write_text(POLICY)
     policy.chmod(0o600)  # whatever the umask: a file that others can write allows nothing
@@ -55,7 +53,7 @@ def open_budget(home: Path, data: str) -> None:
 
 
 def spending(folder: Path, manifest: RunManifest) -> dict[str, Spending]:
-    """Read each hospital's ledger, and put beside it what the run was projected to cost there."""
+    """Return each hospital's spending by its ledger, with the projection of the run."""
     found = {}
     for member, planned in zip(manifest.members, CompiledRun.of(manifest).profile.project(), strict=True):
         status = Ledger(folder / member.name / LEDGER_FILE).status(

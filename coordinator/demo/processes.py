@@ -1,4 +1,4 @@
-"""The demo's processes, and how all of them end with it, whatever ends it."""
+"""The processes of the demo, all of which end with it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _Output = IO[bytes] | int
 
 
 class Signals:
-    """Turns a request to end into a KeyboardInterrupt, inside `raising` and outside `held` alone.
+    """Turns the first signal into a KeyboardInterrupt, but only inside `raising` and not inside `held`.
 
-    Guarantees: what is cleaned up outside `raising` is cleaned up to its end, however often somebody presses Ctrl-C.
+    Guarantees: a clean-up outside `raising` is never interrupted.
     """
 
     def __init__(self) -> None:
@@ -35,12 +35,10 @@ class Signals:
         self._raise = False
 
     def __enter__(self) -> Signals:
-        """Listen."""
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Listen no more."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -52,7 +50,6 @@ class Signals:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Let the first signal interrupt the block."""
         self._raise = True
         try:
             self.check()
@@ -62,7 +59,7 @@ class Signals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Put the interrupt off until the block has been left."""
+        """Delay the interrupt until the end of the block."""
         before, self._raise = self._raise, False
         try:
             yield
@@ -72,7 +69,7 @@ class Signals:
             self.check()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt when a signal has come, also one whose interrupt got lost in a library."""
+        """Raise KeyboardInterrupt after a signal, in case a library caught the first one."""
         if self.received is not None:
             raise KeyboardInterrupt
 
@@ -86,36 +83,36 @@ class Processes:
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, *words: str) -> None:
-        """Start a command of ours that runs until `stop`; what it prints is appended to the log."""
+        """Start a command that runs until `stop` and prints to the log."""
         with self.log.open("ab") as log:
             self._spawn(words, stdout=log, stderr=log)
 
     def call(self, *words: str) -> Mapping[str, Any]:
-        """Run a command of ours with --json to its end and read its answer; an interrupt leaves it to `stop`."""
+        """Run a command with --json to its end and return its answer; an interrupt leaves it to `stop`."""
         process = self._spawn((*words, "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        printed, complaint = process.communicate()
+        stdout, stderr = process.communicate()
         self.running.remove(process)
         if process.returncode:
-            raise UnavailableError("E-RUN-99", f"{' '.join(words[:2])} failed: {complaint.decode().strip()}")
-        answer: Mapping[str, Any] = json.loads(printed.splitlines()[-1])
+            raise UnavailableError("E-RUN-99", f"{' '.join(words[:2])} failed: {stderr.decode().strip()}")
+        answer: Mapping[str, Any] = json.loads(stdout.splitlines()[-1])
         return answer
 
     def _spawn(self, words: Sequence[str], *, stdout: _Output, stderr: _Output) -> subprocess.Popen[bytes]:
-        """Start and note a process: in a session of its own, so that a Ctrl-C reaches the demo alone."""
-        with self.signals.held():  # held: no process is started and not noted
+        """Start a process in a session of its own, so that Ctrl-C reaches the demo alone."""
+        with self.signals.held():  # no process is started and not listed
             process = subprocess.Popen(
                 [str(BIN / words[0]), *words[1:]],
                 stdout=stdout,
                 stderr=stderr,
                 stdin=subprocess.DEVNULL,
-                env=_env(),
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},  # seven processes share the cores
                 start_new_session=True,
             )
             self.running.append(process)
         return process
 
     def check(self) -> None:
-        """Raise UnavailableError (E-RUN-99) when one of them has ended by itself, KeyboardInterrupt after a signal."""
+        """Raise UnavailableError (E-RUN-99) when a process has ended, KeyboardInterrupt after a signal."""
         self.signals.check()
         for process in self.running:
             if process.poll() is not None:
@@ -124,7 +121,7 @@ class Processes:
                 raise UnavailableError("E-RUN-99", f"a process of the demo ended: {name}\n{tail}")
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = 180) -> None:
-        """Wait for a condition with a deadline; a process that ends meanwhile ends the wait."""
+        """Wait for a condition; raises UnavailableError (E-RUN-99) after `seconds`, or when a process ends."""
         deadline = time.monotonic() + seconds
         while not condition():
             self.check()
@@ -133,7 +130,7 @@ class Processes:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """Ask every process to end, silos first, and end those that have not after 10 seconds in all."""
+        """End every process, silos first; kill those still running after 10 seconds in all."""
         for process in reversed(self.running):
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -148,12 +145,6 @@ class Processes:
 
 
 def free_port() -> int:
-    """Let the system choose a port that nobody listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
-
-
-def _env() -> dict[str, str]:
-    """Give each process one thread: seven of them share the cores."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -1,4 +1,4 @@
-"""What the demo shows at its end: tables, `summary.json` and a picture."""
+"""The results of the demo: tables, `summary.json` and a picture."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from coordinator import console
-from coordinator.api import measured
+from coordinator.api import accuracy
 from coordinator.demo.budgets import COLLECTION, EPSILON, Spending
+from coordinator.durations import span
 from privacy.reports.uncertainty import Estimate
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import make_table, print_json
@@ -21,25 +22,21 @@ COLOURS = {"fedmr": "#0b6e4f", "fedavg": "#8a8a8a", PRIVATE: "#b5562b"}
 
 
 def _model(detail: pb.RunDetail) -> str:
-    """Name the architecture of a run: rows of different ones are not to be compared without saying so."""
     return str(json.loads(detail.manifest_json)["model"]["name"])
 
 
 def _series(detail: pb.RunDetail) -> list[Estimate]:
-    return [measured.of_round(r) for r in detail.rounds]
+    return [accuracy.of_round(r) for r in detail.rounds]
 
 
 def _accuracies(prefix: str, info: pb.RunInfo) -> dict[str, object]:
-    """Write a run's accuracies as the summary names them; null: withheld, with an interval where there is noise."""
-    newest, best = measured.of_run(info), measured.best_of_run(info)
-    found: dict[str, object] = {
-        f"{prefix}global_accuracy": newest.point,
-        f"{prefix}best_global_accuracy": best.point,
-    }
-    for name, estimate in (("global_accuracy", newest), ("best_global_accuracy", best)):
+    """Return a run's accuracies; null: withheld. Noisy ones have an interval."""
+    values: dict[str, object] = {}
+    for name, estimate in (("global_accuracy", accuracy.newest(info)), ("best_global_accuracy", accuracy.best(info))):
+        values[prefix + name] = estimate.point
         if estimate.withheld or not estimate.exact:
-            found[f"{prefix}{name}_interval"] = None if estimate.low is None else [estimate.low, estimate.high]
-    return found
+            values[f"{prefix}{name}_interval"] = None if estimate.low is None else [estimate.low, estimate.high]
+    return values
 
 
 def report(
@@ -51,7 +48,6 @@ def report(
     seconds: float,
     quiet: bool,
 ) -> None:
-    """Write the summary and the picture, and print the tables."""
     ours, plain, private = details["fedmr"], details["fedavg"], details[PRIVATE]
     summary = {
         "method": "fedmr",
@@ -101,20 +97,20 @@ def _tables(
         (
             LABELS[m],
             _model(d),
-            measured.of_run(d.info).text(),
-            measured.best_of_run(d.info).text(),
+            accuracy.newest(d.info).text(),
+            accuracy.best(d.info).text(),
             str(d.info.rounds),
             console.size(d.info.bytes_up),
             console.size(d.info.bytes_down),
-            console.span(d.info.ended_unix - d.info.created_unix),
+            span(d.info.ended_unix - d.info.created_unix),
         )
         for m, d in details.items()
     ]
     head = ("method", "model", "global accuracy", "best", "rounds", "bytes up", "bytes down", "time")
     console.OUT.print(make_table("One model for six hospitals, no image moved", head, rows))
-    last = {m: measured.classes_of_round(d.rounds[-1]) for m, d in details.items()}
+    last = {m: accuracy.by_class(d.rounds[-1]) for m, d in details.items()}
     names = json.loads(details["fedmr"].manifest_json)["schema"]["classes"]
-    by_class = [(name, *(found[c].text() for found in last.values())) for c, name in enumerate(names)]
+    by_class = [(name, *(estimates[c].text() for estimates in last.values())) for c, name in enumerate(names)]
     console.OUT.print(make_table("Accuracy by class", ("class", *(LABELS[m] for m in last)), by_class))
     by_silo = [
         (
@@ -130,7 +126,6 @@ def _tables(
 
 
 def _spending(spent: Mapping[str, Spending]) -> None:
-    """Print what the private run cost each hospital, by its ledger."""
     rows = [
         (
             name,
@@ -149,7 +144,6 @@ def _spending(spent: Mapping[str, Spending]) -> None:
 
 
 def _picture(path: Path, details: Mapping[str, pb.RunDetail]) -> None:
-    """Draw accuracy by round."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -158,12 +152,15 @@ def _picture(path: Path, details: Mapping[str, pb.RunDetail]) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for method, detail in details.items():
-        found = _series(detail)
-        low, middle, high = ([math.nan if v is None else 100 * v for v in of] for of in _ends(found))
-        label = f"{LABELS[method]} ({_model(detail)}): {found[-1].text()} at the end"
-        axes.plot(range(len(found)), middle, color=COLOURS[method], linewidth=2, label=label)
-        if any(not e.exact for e in found):  # what is withheld is a gap
-            axes.fill_between(range(len(found)), low, high, color=COLOURS[method], alpha=0.15, linewidth=0)
+        series = _series(detail)
+        low, middle, high = (
+            [math.nan if (v := getattr(e, end)) is None else 100 * v for e in series]
+            for end in ("low", "point", "high")
+        )
+        label = f"{LABELS[method]} ({_model(detail)}): {series[-1].text()} at the end"
+        axes.plot(range(len(series)), middle, color=COLOURS[method], linewidth=2, label=label)
+        if any(not e.exact for e in series):  # what is withheld is a gap
+            axes.fill_between(range(len(series)), low, high, color=COLOURS[method], alpha=0.15, linewidth=0)
     axes.set(xlabel="rounds done", ylabel="global accuracy (%)", ylim=(0, 100))
     axes.set_title("Six hospitals, class-disjoint digits")
     axes.spines[["top", "right"]].set_visible(False)
@@ -172,7 +169,3 @@ def _picture(path: Path, details: Mapping[str, pb.RunDetail]) -> None:
     axes.legend(loc="lower right", frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def _ends(found: Sequence[Estimate]) -> tuple[list[float | None], ...]:
-    return [e.low for e in found], [e.point for e in found], [e.high for e in found]

@@ -1,8 +1,6 @@
-"""The consortium's certificate authority: created once, it decides every name; requests contribute a key, no more.
+"""The consortium's certificate authority, in `<home>/pki`; members and invitations are in the store.
 
-Everything lies in `<home>/pki`: `ca.key`, `ca.crt`, `server.pem` (key and certificate in one file, so that no crash
-can part them), `lead-<name>.pem`, `authority.json`. Which silos there are, and which invitations are open, is the
-store's business: nothing here touches a database.
+Files: `ca.key`, `ca.crt`, `authority.json`; `server.pem` and `lead-<name>.pem` hold a key and its certificate.
 """
 
 from __future__ import annotations
@@ -10,13 +8,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from coordinator.pki import passphrase
 from coordinator.pki.x509 import build_ca_certificate, build_leaf_certificate
 from fl_core.errors import RefusedError, StateError
 from protos.pki import certificates
@@ -43,7 +42,7 @@ class Lifetimes:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """A one-time invitation: the store notes serial and expiry, and that the first enrolment uses it up."""
+    """An invitation; the store sees to it that only one silo enrols with it."""
 
     name: str
     serial: str
@@ -53,7 +52,7 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """A certificate authority on disk. The CA's key is read for each signature and kept in no attribute."""
+    """A certificate authority on disk. Its key is read for each signature and never kept in memory."""
 
     home: Path
     consortium: str
@@ -69,11 +68,13 @@ class Authority:
         addresses: Sequence[str],
         lifetimes: Lifetimes | None = None,
         clock: Clock = utc_now,
+        secret: bytes | None = None,
     ) -> Authority:
         """Create the CA and the service's first certificate; raises StateError (E-STATE-44) where there is a CA.
 
-        addresses: `host:port`, as silos will dial them; the hosts become names of the service's certificate.
-        Guarantees: after a crash there is either no authority (create again) or a whole one, never a half.
+        addresses: `host:port`, as silos dial them; the hosts become names of the service's certificate   secret: the
+        passphrase under which the key is kept; raises ConfigError (E-CFG-02) on one that is too short.
+        Guarantees: after a crash there is no authority (create it again) or a whole one.
         """
         final, aside = home / FOLDER, home / f".{FOLDER}.new"
         if final.exists():
@@ -89,7 +90,7 @@ class Authority:
         private_files.private_folder(aside)
         key = certificates.load_key(key_pem := certificates.new_key(), "the new authority")
         ca = build_ca_certificate(key, consortium, clock(), timedelta(days=limits.ca_days))
-        private_files.write_private(aside / "ca.key", key_pem)
+        private_files.write_private(aside / "ca.key", key_pem if secret is None else passphrase.lock(key_pem, secret))
         private_files.write_public(aside / "ca.crt", certificates.to_pem(ca))
         building = cls(home, consortium, where, limits, clock)
         building._write_about(aside)
@@ -107,7 +108,7 @@ class Authority:
             limits = Lifetimes(**{k: float(v) for k, v in raw["lifetimes"].items() if k in known})
             where = tuple(Address.parse(a) for a in raw["addresses"])
             authority = cls(home, check_name(raw["consortium"]), where, limits, clock)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise StateError(
                 "E-STATE-43",
                 f"expected a consortium's authority in {home}, found none that can be read ({type(error).__name__} at "
@@ -118,48 +119,49 @@ class Authority:
 
     @property
     def folder(self) -> Path:
-        """Name the folder of keys and certificates."""
         return self.home / FOLDER
 
     @property
     def ca_pem(self) -> bytes:
-        """Give the CA's certificate."""
         return (self.folder / "ca.crt").read_bytes()
 
     def fingerprint(self) -> str:
-        """Hash the CA's certificate, lower-case hex: what the lead reads out and each silo compares."""
+        """Return the SHA-256 of the CA's certificate, lower-case hex."""
         return certificate_fingerprint(self.ca_pem)
 
-    def change_addresses(self, addresses: Sequence[str]) -> Authority:
-        """Change the addresses that new invitations carry, and issue the service a certificate for their names."""
-        moved = replace(self, addresses=tuple(Address.parse(a) for a in addresses))
-        moved._write_about(self.folder)
-        moved.issue_server()
-        return moved
-
     def issue_server(self) -> Credentials:
-        """Issue the service's certificate with a new key, and put both in place at once."""
+        """Replace the service's key and certificate."""
         self._write_server(self.folder, *self._ca())
         return self.server_credentials()
 
     def server_credentials(self) -> Credentials:
-        """Read the service's key and certificate."""
         return certificates.read_bundle(self.folder / "server.pem", self.ca_pem)
 
     def issue_lead(self, name: str) -> Credentials:
-        """Issue a lead's certificate with a new key; kept in `lead-<name>.pem` for the command line on this machine."""
+        """Issue a lead's certificate with a new key, and keep both; `coordinator.pki.leads` lists it."""
+        made = self.make_lead(name)
+        self.keep_lead(name, made)
+        return made
+
+    def make_lead(self, name: str) -> Credentials:
         identity = Identity(Kind.LEAD, self.consortium, name)
         key = certificates.new_key()
         cert = self._issue(identity, certificates.load_key(key, "the new key").public_key(), self.lifetimes.lead_days)
-        private_files.write_private(self.folder / f"lead-{name}.pem", key + cert)
-        return self.lead_credentials(name)
+        return Credentials(key, cert, self.ca_pem)
+
+    def keep_lead(self, name: str, made: Credentials) -> None:
+        """Write a lead's key and certificate to `lead-<name>.pem`, for the command line on this machine."""
+        private_files.write_private(self.lead_file(name), made.key_pem + made.cert_pem)
+
+    def lead_file(self, name: str) -> Path:
+        return self.folder / f"lead-{check_name(name)}.pem"
 
     def lead_credentials(self, name: str) -> Credentials:
-        """Read what `issue_lead` kept."""
-        return certificates.read_bundle(self.folder / f"lead-{check_name(name)}.pem", self.ca_pem)
+        """Read what `keep_lead` wrote."""
+        return certificates.read_bundle(self.lead_file(name), self.ca_pem)
 
     def invite(self, name: str, lifetime: timedelta | None = None) -> Invitation:
-        """Issue an invitation for a silo's name: a certificate of its own that can enrol, once, and expires."""
+        """Issue an invitation: a certificate with a key of its own that can enrol as `name` until it expires."""
         identity = Identity(Kind.INVITE, self.consortium, name)
         key = certificates.new_key()
         days = (lifetime or timedelta(hours=self.lifetimes.invitation_hours)) / timedelta(days=1)
@@ -169,18 +171,14 @@ class Authority:
         return Invitation(name, peer.serial, peer.not_after, token.encode())
 
     def sign_silo(self, csr_pem: bytes, name: str) -> bytes:
-        """Certify the key of a request as silo `name`; raises RefusedError (E-ID-31) on an unsound request.
-
-        Guarantees: of the request only the key counts; the names are this authority's.
-        """
+        """Certify the key of a request, and nothing else in it, as silo `name`; raises RefusedError (E-ID-31)."""
         public = certificates.public_key(certificates.load_request(csr_pem))
         return self._issue(Identity(Kind.SILO, self.consortium, name), public, self.lifetimes.silo_days)
 
     def renew(self, csr_pem: bytes, old_cert_pem: bytes, proof: bytes) -> bytes:
         """Certify a silo's next key; raises RefusedError (E-ID-13) unless the key in force signed the change.
 
-        The caller has checked that `old_cert_pem` is not revoked. Store `protos.pki.roster.renewal_link(old, proof)` at
-        the end of the member's `renewal_proof`, so that the other silos can follow the change.
+        The caller has checked that `old_cert_pem` is not revoked, and adds `renewal_link(old, proof)` to the proofs.
         """
         ca, _ = self._ca()
         old = certificates.load_certificate(old_cert_pem, "the certificate to renew")
@@ -204,17 +202,13 @@ class Authority:
         return SignedRoster.issue(Roster(self.consortium, version, issued, tuple(members), tuple(revoked)), key)
 
     def revocation(self, cert_pem: bytes, reason: str) -> Revocation:
-        """Write the revocation of a certificate, for the store and the next roster."""
         cert = certificates.load_certificate(cert_pem, "the certificate to revoke")
         return Revocation(
             identity_of(cert).identity.name, serial_of(cert), reason, self.clock().isoformat(timespec="seconds")
         )
 
     def write_service(self, folder: Path) -> None:
-        """Write what a service on another machine needs as its `pki` folder: all but the authority's key.
-
-        Its certificate is a new one, also when one was written before: this is how it is renewed.
-        """
+        """Write the `pki` folder of a service on another machine: a new certificate, and no authority's key."""
         ca, key = self._ca()
         private_files.private_folder(folder)
         private_files.write_public(folder / "ca.crt", self.ca_pem)
@@ -230,8 +224,25 @@ class Authority:
                 "expected the authority's key on this machine, found that it is kept on another one: have the request "
                 "signed there (silo request, coordinator ca sign, coordinator ca admit)",
             )
-        key = certificates.load_key(private_files.read_private(self.folder / "ca.key"), str(self.folder / "ca.key"))
+        path = self.folder / "ca.key"
+        key = passphrase.unlock(private_files.read_private(path), path)
         return certificates.load_certificate(self.ca_pem, str(self.folder / "ca.crt")), key
+
+    def unlock(self) -> None:
+        """Try the authority's key, where it is on this machine: its passphrase is asked for now, and not later.
+
+        Raises StateError (E-STATE-47) without the passphrase.
+        """
+        if (self.folder / "ca.key").exists():
+            self._ca()
+
+    def change_passphrase(self, new: bytes | None) -> None:
+        """Encrypt the authority's key with another passphrase, at once; None: with none.
+
+        Raises StateError (E-STATE-47) without the present passphrase, ConfigError (E-CFG-02) on one that is too short.
+        """
+        pem = certificates.key_to_pem(self._ca()[1])
+        private_files.write_private(self.folder / "ca.key", pem if new is None else passphrase.lock(pem, new))
 
     def _issue(self, identity: Identity, public: ec.EllipticCurvePublicKey, days: float) -> bytes:
         ca, key = self._ca()

@@ -1,10 +1,8 @@
-"""Who is in: invitations, enrolment, renewal, revocation and the signed roster, over the authority and the store.
-
-Used by the service and, at the same time, by the command line in another process.
-"""
+"""Invitations, enrolment, renewal, revocation and the signed roster; several processes may use it at the same time."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,12 +12,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from coordinator.pki.authority import Authority, Invitation
 from coordinator.storage.records import Certificate, InvitationRow, Silo
 from coordinator.storage.store import Store
+from coordinator.storage.succession import CLOCK_SKEW_S
 from fl_core.errors import ConfigError, RefusedError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki import certificates
 from protos.pki.certificates import Clock, utc_now
 from protos.pki.identity import PeerCertificate, check_name, identity_of
 from protos.pki.roster import Member, RenewalLink, SignedRoster, renewal_link
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +32,31 @@ class Membership:
     clock: Clock = utc_now
 
     def invite(self, name: str, lifetime: timedelta | None = None) -> Invitation:
-        """Issue an invitation for a silo; an older open one for that name is withdrawn."""
+        """Issue an invitation for a silo; an older open one for that name is withdrawn.
+
+        Raises ConfigError (E-ID-30) for the name of a lead.
+        """
+        self._require_no_lead(name)
         made = self._authority().invite(name, lifetime)
         now = self.clock().timestamp()
         self.store.members.invite(InvitationRow(made.serial, name, now, made.expires.timestamp()))
         return made
 
-    def revoke(self, name: str, reason: str) -> None:
-        """Revoke a silo, or withdraw an invitation; effective at its next call and its session's next heartbeat.
+    def _require_no_lead(self, name: str) -> None:
+        if self.store.members.leads.is_lead(name):
+            raise ConfigError("E-ID-30", f"expected a name that is not taken, found the lead {name!r}: choose another")
 
-        Raises ConfigError (E-RUN-10) when there is neither.
-        """
+    def revoke(self, name: str, reason: str) -> None:
+        """Revoke a silo or withdraw an invitation, from its next call or heartbeat; raises ConfigError (E-RUN-10)."""
         if not self.store.members.revoke(name, reason):
             known = ", ".join(s.name for s in self.store.members.silos()) or "none"
             raise ConfigError("E-RUN-10", f"expected the name of an enrolled silo, found {name!r}; enrolled: {known}")
 
     def join(self, peer: PeerCertificate, csr_pem: bytes, proof: bytes = b"") -> pb.Membership:
-        """Turn an invitation into a certificate for the key of a request; see `MemberStore.enrol`.
+        """Certify the key of an invited silo's request; see `MemberStore.enrol`.
 
-        proof: of a member that joins anew, its newest key's signature over the next one (as for a renewal). It goes
-        into the roster, so that the other silos follow the change by themselves; without one they hold the new key
-        back. A key that was revoked proves nothing, and neither does one that this coordinator never certified.
+        proof: the signature of a member's newest key over the next one, where it joins again. The roster carries it, so
+        that other silos accept the new key; without it they ask for consent. A revoked key proves nothing.
         Raises RefusedError (E-ID-13) when the proof is not by the newest key of this member.
         """
         authority, name = self._authority(), peer.identity.name
@@ -66,7 +71,7 @@ class Membership:
         return self._membership(authority, made)
 
     def _succession(self, name: str, public: ec.EllipticCurvePublicKey, proof: bytes) -> tuple[tuple[str, str], ...]:
-        """Return the chain of proofs that leads to a member's next key."""
+        """Return the chain of proofs that leads to a member's next key; none where its key was in other hands."""
         silo = self.store.members.silo(name)
         if silo is None or silo.revoked:
             return ()
@@ -77,44 +82,60 @@ class Membership:
         old = certificates.load_certificate(silo.certificate.pem.encode(), "the store")
         message = certificates.renewal_message(identity_of(old).identity, public)
         if not certificates.verify(certificates.public_key(old), certificates.RENEWAL, message, proof):
+            if any(_signed_by(held, message, proof) for held in self.store.members.certificates_of(name)):
+                log.warning(
+                    "%s enrols with an older key: its newest one is not trusted, the silos ask for consent", name
+                )
+                return ()
             raise RefusedError(
                 "E-ID-13",
                 f"expected the proof of {name!r} to be by its newest key {silo.certificate.fingerprint[:16]}..., found "
                 "another one's: join in an empty home, as somebody whose key is lost; the other silos then ask for "
                 "consent",
             )
-        link = renewal_link(old, proof)
-        return (*silo.proofs, (link.previous, link.signature))
+        return (*silo.proofs, renewal_link(old, proof))
 
     def renew(self, peer: PeerCertificate, csr_pem: bytes, proof: bytes) -> pb.Membership:
-        """Certify a silo's next key; for a key that was certified before the same certificate comes back."""
+        """Certify a silo's next key; for a key that was certified before the same certificate comes back.
+
+        One that a clock made which was ahead is made again for the same key. Raises RefusedError: E-ID-13 without the
+        old key's proof, E-ID-28 when another key was certified in the name of this one.
+        """
         authority, name = self._authority(), peer.identity.name
         key = certificates.fingerprint_of(certificates.public_key(certificates.load_request(csr_pem)))
         silo = self.store.members.silo(name)
         if silo is None:
             raise RefusedError("E-ID-13", f"expected a member of the consortium, found {peer.identity}")
-        if silo.certificate.fingerprint == key and silo.certificate.serial != peer.serial:
-            return self._membership(authority, silo.certificate)
-        if silo.certificate.fingerprint != peer.fingerprint:
-            raise RefusedError(
-                "E-ID-13",
-                f"expected a renewal of the newest key of {name!r}, found one of an older key: a later renewal or "
-                "enrolment is in force already",
+        newest = silo.certificate
+        if newest.fingerprint == key and newest.serial != peer.serial:
+            if newest.issued > self.clock().timestamp() + CLOCK_SKEW_S:
+                newest = self._record(authority.sign_silo(csr_pem, name), enrolled=False)
+                self.store.members.renew(newest, silo.proofs)
+            return self._membership(authority, newest)
+        if newest.fingerprint != peer.fingerprint:
+            error = RefusedError(
+                "E-ID-28",
+                f"expected a renewal of the newest key of {name!r}, found one of an older key: somebody renewed this "
+                f"identity on {datetime.fromtimestamp(newest.issued, UTC):%Y-%m-%d %H:%M} UTC. If that was not this "
+                f"hospital, somebody else has its key: tell the lead at once; `coordinator invite {name} --again` and "
+                "`silo join --again` shut the other one out",
             )
+            self.store.members.raise_alarm(name, str(error))
+            raise error
         pem = authority.renew(csr_pem, silo.certificate.pem.encode(), proof)
         old = certificates.load_certificate(silo.certificate.pem.encode(), "the store")
         made = self._record(pem, enrolled=False)
-        link = renewal_link(old, proof)
-        self.store.members.renew(made, (*silo.proofs, (link.previous, link.signature)))
+        self.store.members.renew(made, (*silo.proofs, renewal_link(old, proof)))
         return self._membership(authority, made)
 
     def certify(self, name: str, csr_pem: bytes, proof: bytes) -> Certificate:
-        """Certify a silo whose request came by hand; for a key that was certified before the same certificate.
+        """Certify a silo whose request came as a file; the same key gets the same certificate.
 
         Raises ConfigError (E-ID-30) for another key of a member without the proof of the one in force, RefusedError
         (E-ID-13) for a proof by another key.
         """
         authority, silo = self._authority(), self.store.members.silo(check_name(name))
+        self._require_no_lead(name)
         public = certificates.public_key(certificates.load_request(csr_pem))
         if silo is not None and not silo.revoked:
             if silo.certificate.fingerprint == certificates.fingerprint_of(public):
@@ -131,7 +152,7 @@ class Membership:
         return made
 
     def roster(self, known: int = 0) -> bytes:
-        """Return the newest signed roster as it travels; empty when the other side knows this version."""
+        """Return the newest signed roster, packed; empty when the other side has this version."""
         version = self.store.members.version()
         if version <= known:
             return b""
@@ -163,6 +184,11 @@ class Membership:
 
     def _authority(self) -> Authority:
         return Authority.open(self.home, self.clock)
+
+
+def _signed_by(held: Certificate, message: bytes, proof: bytes) -> bool:
+    public = certificates.public_key(certificates.load_certificate(held.pem.encode(), "the store"))
+    return certificates.verify(public, certificates.RENEWAL, message, proof)
 
 
 def _member(silo: Silo) -> Member:

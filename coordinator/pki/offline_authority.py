@@ -1,7 +1,6 @@
-"""An authority whose key is kept on another machine than the service: what is carried from one to the other.
+"""An authority whose key is on another machine than the service: the files that are carried between them.
 
-The authority's home keeps the list of members and signs; the service takes over what was signed and can neither add a
-member nor renew one by itself. It can still shut one out at once (`coordinator revoke` on its machine).
+The authority's home keeps the list of members and signs; the service can revoke a member, not add or renew one.
 """
 
 from __future__ import annotations
@@ -19,21 +18,20 @@ from protos.pki.roster import Member, Roster, SignedRoster
 
 
 def sign(authority: Authority, members: Membership, name: str, request: SigningRequest) -> Admission:
-    """Certify the key of a request as silo `name` and write the roster that says so; see `Membership.certify`."""
+    """Certify the key of a request as silo `name`; see `Membership.certify`."""
     made = members.certify(name, request.csr_pem, request.proof)
     return export_roster(authority, members, made.pem.encode())
 
 
 def export_roster(authority: Authority, members: Membership, certificate_pem: bytes = b"") -> Admission:
-    """Write the newest roster, signed, with whatever certificate it was made for."""
     return Admission(authority.addresses, authority.ca_pem, SignedRoster.unpack(members.roster()), certificate_pem)
 
 
 def import_roster(home: Path, store: Store, answer: Admission) -> Roster:
-    """Let the service on `home` take over what its authority has signed elsewhere, and return the roster.
+    """Store the members and the roster of an admission in the service's home, and return the roster.
 
-    Raises RefusedError: E-ID-10 when it is another authority's, E-ID-14 on an unsound roster, or an older one than
-    the service has. Guarantees: a silo that was revoked here stays out until it has another certificate.
+    Raises RefusedError: E-ID-10 when another authority signed it, E-ID-14 on an unsound roster or one older than the
+    service's. Guarantees: a silo that was revoked here stays out until it has another certificate.
     """
     ours = Authority.open(home)
     theirs = certificate_fingerprint(answer.ca_pem)

@@ -1,8 +1,4 @@
-"""The service's TLS credentials: mutual, and renewed while it runs.
-
-gRPC asks for them at each handshake. So a certificate renewed on disk counts from the next connection on, connections
-that exist go on undisturbed, and the certificate renews itself once two thirds of its life are over.
-"""
+"""The service's TLS credentials, renewed while it runs: gRPC asks for them at each handshake."""
 
 from __future__ import annotations
 
@@ -26,15 +22,12 @@ _RENEW_AFTER = 2 / 3
 
 @dataclass(slots=True)
 class ServerCertificate:
-    """The service's certificate on disk, watched: reads it anew when it has changed, renews it when it is due.
-
-    Where the CA's key is kept on another machine, it is not renewed here: put a new `server.pem` in place.
-    """
+    """The service's certificate on disk; renewed when due, where the CA's key is on this machine."""
 
     home: Path
     clock: Clock = utc_now
-    _served: str = ""
-    _complained: str = ""
+    _in_use: str = ""
+    _last_error: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def current(self) -> Credentials:
@@ -43,14 +36,15 @@ class ServerCertificate:
         return certificates.read_bundle(folder / "server.pem", (folder / "ca.crt").read_bytes())
 
     def renew_if_due(self) -> bool:
-        """Issue a new certificate once two thirds of the life of the present one are over; tell whether it did."""
-        own = identity_of(self.current().cert_pem)
-        if self.clock() < own.not_before + _RENEW_AFTER * (own.not_after - own.not_before):
+        """Renew the certificate after two thirds of its life, or where a clock that was ahead made it; say whether."""
+        own, now = identity_of(self.current().cert_pem), self.clock()
+        if own.not_before <= now < own.not_before + _RENEW_AFTER * (own.not_after - own.not_before):
             return False
         if not (self.home / FOLDER / "ca.key").exists():
-            self._complain(
-                f"E-TLS-06: the service's certificate expires on {own.not_after:%Y-%m-%d %H:%M} UTC and the "
-                "authority's key is elsewhere: `coordinator ca service` there issues a new one; put it in place"
+            self._log_once(
+                f"E-TLS-06: the service's certificate is valid from {own.not_before:%Y-%m-%d %H:%M} to "
+                f"{own.not_after:%Y-%m-%d %H:%M} UTC and the authority's key is elsewhere: `coordinator ca service` "
+                "there issues a new one; put it in place"
             )
             return False
         renewed = identity_of(Authority.open(self.home, self.clock).issue_server().cert_pem)
@@ -58,42 +52,38 @@ class ServerCertificate:
         return True
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
-        """Make what a handshake needs, now."""
         with self._lock:
             self.renew_if_due()
             return self._configuration(self.current())
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Make what a handshake needs if it is not what the last one had; the fetcher that gRPC calls.
-
-        It must not raise: on an error the last good certificate stays in use, and the log says why.
-        """
+        """Return new credentials for a handshake, or None for those in use. Never raises: an error is logged."""
         with self._lock:
             try:
                 self.renew_if_due()
                 now = self.current()
-                return None if identity_of(now.cert_pem).serial == self._served else self._configuration(now)
+                return None if identity_of(now.cert_pem).serial == self._in_use else self._configuration(now)
             except (FederationError, OSError) as error:
-                self._complain(f"the service's certificate cannot be read or renewed, the last one stays: {error}")
+                self._log_once(f"the service's certificate cannot be read or renewed, the last one stays: {error}")
                 return None
 
     def _configuration(self, now: Credentials) -> grpc.ServerCertificateConfiguration:
-        self._served = identity_of(now.cert_pem).serial
+        self._in_use = identity_of(now.cert_pem).serial
         return grpc.ssl_server_certificate_configuration([(now.key_pem, now.cert_pem)], root_certificates=now.ca_pem)
 
-    def _complain(self, text: str) -> None:
-        if text != self._complained:  # once, not at every handshake
-            self._complained = text
+    def _log_once(self, text: str) -> None:
+        if text != self._last_error:  # once, not at every handshake
+            self._last_error = text
             log.error("%s", text)
 
 
-def server_credentials(home: Path, clock: Clock = utc_now) -> grpc.ServerCredentials:
-    """Build the service's credentials: mutual TLS against the consortium's CA, with rotation while it runs.
+def server_credentials(home: Path) -> grpc.ServerCredentials:
+    """Return credentials for mutual TLS under the consortium's CA.
 
-    Guarantees: a client without a certificate of this CA is refused; a renewed certificate counts from the next
+    Guarantees: a client without a certificate of this CA is refused; a renewed certificate is used from the next
     handshake on and breaks no connection.
     """
-    certificate = ServerCertificate(home, clock)
+    certificate = ServerCertificate(home)
     return grpc.dynamic_ssl_server_credentials(
         certificate.configuration(),
         certificate.changed,  # type: ignore[arg-type]  # None means "as before" (grpc's documentation); the stub omits it

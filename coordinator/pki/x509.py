@@ -1,8 +1,7 @@
-"""How certificates are made: which names, uses and times the authority puts in them."""
+"""X.509 certificates: the names, uses and times that the authority puts in them."""
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
@@ -103,10 +102,7 @@ def _hosts(addresses: Sequence[Address]) -> list[x509.GeneralName]:
     names: list[x509.GeneralName] = []
     for host in hosts:
         ip = Address(host, 1).ip
-        if isinstance(ip, ipaddress.IPv4Address | ipaddress.IPv6Address):
-            names.append(x509.IPAddress(ip))
-        else:
-            names.append(x509.DNSName(host))
+        names.append(x509.DNSName(host) if ip is None else x509.IPAddress(ip))
     return names
 
 

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class ChangeCounter:
-    """Counts changes and wakes the threads that wait for one; a count instead of a flag, so that none is missed."""
+    """Tells those who listen that something has changed."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._listeners: dict[int, Callable[[], None]] = {}
+        self._next = 0
 
     def notify(self) -> None:
-        """Count a change and wake all waiting threads."""
-        with self._changed:
-            self._count += 1
-            self._changed.notify_all()
+        """Call all listeners, on this thread."""
+        with self._lock:
+            listeners = list(self._listeners.values())
+        for listener in listeners:
+            listener()
 
-    def count(self) -> int:
-        with self._changed:
-            return self._count
-
-    def wait(self, seen: int, seconds: float) -> int:
-        """Wait until more than `seen` changes were counted, at most `seconds`; return the count."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._count > seen, seconds)
-            return self._count
+    @contextmanager
+    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call a function at every change inside the block; it must be quick."""
+        with self._lock:
+            number = self._next
+            self._next += 1
+            self._listeners[number] = listener
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._listeners[number]

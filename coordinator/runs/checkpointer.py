@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.grpc_port import BroadcastCache, StoredObject
+from coordinator.runs.round_closer import RoundCloser
 from coordinator.runs.tasks import RunInterrupted
 from coordinator.storage.store import Store
 from fl_core.errors import StateError
@@ -20,20 +21,35 @@ from protos.storage.object_store import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class RunCheckpointer(Observer):
-    """Observes the rounds of one run; a closed round is on disk before its close is announced."""
+    """Observes the rounds of one run; a closed round is on disk before its close is announced.
+
+    needed: from a cohort's size to the updates that close a round.
+    """
 
     run_id: str
+    closer: RoundCloser
+    needed: Callable[[int], int]
     broadcasts: BroadcastCache
     store: Store
     objects: ObjectStore
     dispatcher: Dispatcher
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
-        """Record the open round before anything is sent."""
         self._unless_aborted(lambda: self.store.runs.open_round(self.run_id, context.round, kind, names))
+        row = self.store.runs.round(self.run_id, context.round)
+        assert row is not None
+        self.closer.opened(row, self.needed(len(names)))
+
+    def arrived(self, name: str) -> None:
+        """Count an update towards the quorum."""
+        self.closer.accepted(name)
+
+    def refused(self, name: str, why: str) -> None:  # noqa: ARG002
+        """Note that nothing will come of a silo in this round."""
+        self.closer.refused(name)
 
     def closed(self, record: RoundRecord, server: State) -> None:
-        """Store the state, close the round, announce it: in this order."""
+        self.closer.closed()
         close, train = self.store.runs.close_round, record.kind is TaskKind.TRAIN
         # Between rounds it is computed when it is asked for: `RunScheduler.with_model_digest`.
         model = "" if train else tensor_maps.digest(server["w"])
@@ -49,7 +65,6 @@ class RunCheckpointer(Observer):
             self.dispatcher.announce_end(self.store.runs.get(self.run_id))
 
     def _unless_aborted(self, write: Callable[[], object]) -> None:
-        """Write, unless the run was aborted meanwhile."""
         try:
             write()
         except StateError as error:

@@ -1,7 +1,6 @@
 """Dispatch of tasks to silos over their sessions.
 
-Nothing here must survive the process: after a restart tasks are offered again from the store's open rounds, and staged
-updates are answered from its closed ones.
+Nothing here survives the process: after a restart the store's open rounds are offered again.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from coordinator.runs.changes import ChangeCounter
@@ -48,14 +47,16 @@ class Dispatcher:
         self._pending: dict[SiloTaskKey | PreflightKey, PendingTask] = {}
         self._stopped: set[str] = set()
         self._last_notes: dict[tuple[str, str], str] = {}
+        self._began = time.monotonic()
+        self._left: dict[str, float] = {}
 
     # ---- sessions --------------------------------------------------------------------------------------------------
 
     def attach(self, session: SiloSession) -> None:
-        """Make this the session of its silo and end an older one: of the same process, or of the same home before.
+        """Make this the session of its silo and end an older one.
 
-        Raises RefusedError (E-ID-26) when two machines have one name: the older session has a newer certificate, or
-        this one on another home, and is alive. The lead sees it in the runs of that silo.
+        Raises RefusedError (E-ID-26) when two machines have one name: the older session is alive, and has a newer
+        certificate or this one on another home.
         """
         with self._lock:
             older = self._sessions.get(session.name)
@@ -95,23 +96,23 @@ class Dispatcher:
 
     def _close_of(self, name: str, ref: pb.RoundRef) -> pb.CoordinatorMessage | None:
         row = self.store.runs.round(ref.run_id, ref.round)
-        if row is not None and not row.is_open and ref.kind in FROM_WIRE:
-            included = row.kind is FROM_WIRE[ref.kind] and name in row.included
-            return round_closed(row.run_id, row.round, ref.kind, included)
-        return None
+        if row is None or row.is_open or ref.kind not in FROM_WIRE:
+            return None
+        if row.kind is FROM_WIRE[ref.kind]:
+            return round_closed(row, name)
+        return pb.CoordinatorMessage(round_closed=pb.RoundClosed(run_id=row.run_id, round=row.round, kind=ref.kind))
 
     def detach(self, session: SiloSession) -> None:
-        """Remove a session that has ended."""
         with self._lock:
             if self._sessions.get(session.name) is not session:
                 return
             del self._sessions[session.name]
+            self._left[session.name] = time.monotonic()
         self.store.members.seen(session.name)
         self._note(session.name, "away" if session.error is None else f"away: {session.error}")
         self.changes.notify()
 
     def close(self) -> None:
-        """End all sessions: the service stops."""
         with self._lock:
             sessions = list(self._sessions.values())
         for session in sessions:
@@ -120,12 +121,10 @@ class Dispatcher:
     # ---- messages from silos ---------------------------------------------------------------------------------------
 
     def pulse(self, session: SiloSession, pulse: pb.Pulse) -> None:
-        """Process a heartbeat."""
         if session.activity.update(pulse):
             self.changes.notify()
 
     def answer(self, session: SiloSession, answer: pb.Answer) -> None:
-        """Process a silo's answer to an offer; a refusal settles the task."""
         if answer.kind not in FROM_WIRE:
             return
         key = SiloTaskKey(answer.run_id, answer.round, FROM_WIRE[answer.kind], session.name)
@@ -137,6 +136,9 @@ class Dispatcher:
             if not pending.accepted:
                 pending.accepted = True
                 self._event(key, "accepted")
+            if answer.code and not pending.noted:
+                pending.noted = True
+                self._event(key, "restarted", str(_stated(answer.code, answer.reason)))
             return
         self._refuse(pending, answer.code, answer.reason)
 
@@ -154,8 +156,7 @@ class Dispatcher:
             self._refuse(pending, answer.code, answer.reason)
 
     def _refuse(self, pending: PendingTask, code: str, reason: str) -> None:
-        code = code if _CODE.fullmatch(code) else "E-RUN-14"
-        error = RefusedError(code, f"the hospital refused: {reason[:REASON_CHARS] or 'it gave no reason'}")
+        error = _stated(code, f"the hospital refused: {reason[:REASON_CHARS] or 'it gave no reason'}")
         self._event(pending.task.key, "refused", str(error))
         pending.settle(error)
 
@@ -176,10 +177,7 @@ class Dispatcher:
                 self._pending.pop(task.key, None)
 
     def offer(self, task: Task | Preflight) -> None:
-        """Offer an open task to its silo unless its run is interrupted; a silo without a session gets it in `catch_up`.
-
-        Under one lock with `interrupt`, after which the run's end is sent: no silo gets an offer after that.
-        """
+        """Offer an open task to its silo; without a session it gets it in `catch_up`, after `interrupt` never."""
         with self._lock:
             session = self._sessions.get(task.key.silo)
             if session is not None and task.key.run_id not in self._stopped:
@@ -193,6 +191,27 @@ class Dispatcher:
             pending.settle(digest)
         self.changes.notify()
 
+    def open_silos(self, run_id: str) -> set[str]:
+        """Name the silos whose task of a run has no outcome yet."""
+        with self._lock:
+            return {key.silo for key, p in self._pending.items() if key.run_id == run_id and not p.settled}
+
+    def give_up(self, run_id: str, reasons: Mapping[str, FederationError]) -> None:
+        """Settle tasks of a run that have no outcome yet; reasons: by silo."""
+        with self._lock:
+            mine = [(p, reasons[k.silo]) for k, p in self._pending.items() if k.run_id == run_id and k.silo in reasons]
+        for pending, error in mine:
+            pending.settle(error)
+        self.changes.notify()
+
+    def reject(self, key: SiloTaskKey, error: FederationError) -> None:
+        """Settle the task whose update no round would take, so that nobody waits for its silo."""
+        with self._lock:
+            pending = self._pending.get(key)
+        if pending is not None and not pending.settled:
+            self._event(key, "refused", str(error))
+            pending.settle(error)
+
     def interrupt(self, run_id: str) -> None:
         """Fail all pending tasks of a run, and those that it opens until `allow`."""
         with self._lock:
@@ -203,7 +222,6 @@ class Dispatcher:
         self.changes.notify()
 
     def allow(self, run_id: str) -> None:
-        """Undo `interrupt`."""
         with self._lock:
             self._stopped.discard(run_id)
 
@@ -226,11 +244,10 @@ class Dispatcher:
     def announce_close(self, row: RoundRow) -> None:
         """Send the close of a round to its cohort; silos without a session get it in `catch_up`."""
         for name in row.cohort:
-            self._send(name, round_closed(row.run_id, row.round, TO_WIRE[row.kind], name in row.included))
+            self._send(name, round_closed(row, name))
         self.changes.notify()
 
     def announce_end(self, run: Run) -> None:
-        """Send a run's end to its members."""
         for name in run.members:
             self._send(name, run_ended(run))
         self.changes.notify()
@@ -249,6 +266,11 @@ class Dispatcher:
             session = self._sessions.get(name)
             return None if session is None else (session.activity, time.monotonic() - session.last_heard)
 
+    def offline_for(self, name: str) -> float | None:
+        """Return the seconds since a silo's session ended, or since the service began; None while it has one."""
+        with self._lock:
+            return None if name in self._sessions else time.monotonic() - self._left.get(name, self._began)
+
     def note_refusal(self, peer: PeerCertificate, error: FederationError) -> None:
         """Show a refused call of a silo in the runs that wait for it, once per reason."""
         self._note(peer.identity.name, str(error), kind="refused")
@@ -266,6 +288,11 @@ class Dispatcher:
         self.changes.notify()
 
 
+def _stated(code: str, reason: str) -> RefusedError:
+    """Make an error of what a silo says; a code that is none becomes E-RUN-14."""
+    return RefusedError(code if _CODE.fullmatch(code) else "E-RUN-14", reason[: 2 * REASON_CHARS])
+
+
 def negotiate(hello: pb.Hello, ours: int) -> None:
     """Raise RefusedError (E-WIRE-01) unless the silo speaks protocol version `ours`."""
     if not hello.protocol_min <= ours <= hello.protocol_max:
@@ -277,8 +304,12 @@ def negotiate(hello: pb.Hello, ours: int) -> None:
         )
 
 
-def round_closed(run_id: str, round: int, kind: pb.TaskKind.ValueType, included: bool) -> pb.CoordinatorMessage:
-    closed = pb.RoundClosed(run_id=run_id, round=round, kind=kind, included=included)
+def round_closed(row: RoundRow, name: str) -> pb.CoordinatorMessage:
+    """Tell a silo what became of its update, and why not all of it was taken."""
+    reason = row.missing.get(name) or row.cut.get(name, "")
+    closed = pb.RoundClosed(
+        run_id=row.run_id, round=row.round, kind=TO_WIRE[row.kind], included=name in row.included, reason=reason
+    )
     return pb.CoordinatorMessage(round_closed=closed)
 
 

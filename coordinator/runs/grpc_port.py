@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from coordinator.runs.dispatcher import Dispatcher
+from coordinator.runs.round_closer import RoundCloser, excluded_error
 from coordinator.runs.tasks import SiloTaskKey, Task
+from coordinator.runs.update_checks import checked
 from coordinator.storage.store import Store
-from fl_core.errors import ProtocolError
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, RoundContext, State
 from protos.storage.object_store import ObjectStore
 from protos.wire import codec
 from protos.wire.bundle_file import BundleFile
+
+log = logging.getLogger(__name__)
 
 
 class StoredObject(NamedTuple):
@@ -33,37 +37,22 @@ class StoredObject(NamedTuple):
         return cls(*objects.put_file(lambda file: codec.write_state(state, file)))
 
 
-def checked(bundle: BundleFile, allowed: frozenset[torch.dtype]) -> BundleFile:
-    """Return an update whose parts hold numbers of the kinds that this run's silos send.
-
-    Raises ProtocolError (E-WIRE-06) when a part holds others.
-    """
-    for name in bundle:
-        if not bundle.dtypes(name) <= allowed:
-            kinds, found = (sorted(map(str, dtypes)) for dtypes in (allowed, bundle.dtypes(name)))
-            raise ProtocolError("E-WIRE-06", f"part {name!r}: expected some of {kinds}, found {found}")
-    return bundle
-
-
+@dataclass(slots=True, eq=False)
 class BroadcastCache:
-    """What each round of one run broadcasts: written and hashed once, for all silos of the cohort.
+    """What each round of one run broadcasts, stored once for the whole cohort.
 
-    collect: deletes what the run no longer needs. Called when a round's base is in the record: beside the downloads
-    nobody waits for it.
-    Guarantees: a broadcast whose tensors are those of a state that was just stored is that object, and costs nothing.
+    collect: deletes what the run no longer needs; called once a round's base is recorded, while silos download.
+    Guarantees: a broadcast with the tensors of the state that was just stored is that object.
     """
 
-    def __init__(
-        self, run_id: str, deadline_s: float, store: Store, objects: ObjectStore, collect: Callable[[str], None]
-    ) -> None:
-        self._run_id = run_id
-        self._deadline_s = deadline_s
-        self._store = store
-        self._objects = objects
-        self._collect = collect
-        self._lock = threading.Lock()
-        self._stored: tuple[State, StoredObject] | None = None
-        self._round: tuple[int, StoredObject, float] | None = None
+    run_id: str
+    deadline_s: float
+    store: Store
+    objects: ObjectStore
+    collect: Callable[[str], None]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _stored: tuple[State, StoredObject] | None = None
+    _round: tuple[int, StoredObject, float] | None = None
 
     def remember(self, state: State, base: StoredObject) -> None:
         """Note that a state is on the disk as this object."""
@@ -71,23 +60,20 @@ class BroadcastCache:
             self._stored = (state, base)
 
     def base(self, msg: State, round: int) -> tuple[StoredObject, float]:
-        """Return a round's object and its deadline (time.monotonic()).
-
-        The first caller makes both.
-        """
+        """Return a round's object and its deadline (time.monotonic()); the first caller makes both."""
         with self._lock:
             if self._round is None or self._round[0] != round:
                 base = self._write(msg, round)
-                self._round = (round, base, time.monotonic() + self._deadline_s)
-                self._collect(self._run_id)
+                self._round = (round, base, time.monotonic() + self.deadline_s)
+                self.collect(self.run_id)
             return self._round[1:]
 
     def _write(self, msg: State, round: int) -> StoredObject:
-        with self._objects.lock:
+        with self.objects.lock:
             base = self._known(msg)
             if base is None:
-                base = StoredObject.stored(msg, self._objects)
-            self._store.runs.set_base(self._run_id, round, base.digest, base.size)
+                base = StoredObject.stored(msg, self.objects)
+            self.store.runs.set_base(self.run_id, round, base.digest, base.size)
         return base
 
     def _known(self, msg: State) -> StoredObject | None:
@@ -101,14 +87,15 @@ class BroadcastCache:
 class GrpcPort:
     """A silo at the other end of the wire; see `fl_core.types.interfaces.SiloPort`.
 
-    Guarantees: the bundle is the silo's own, bit for bit; an update that was taken before a crash is not
-    asked for again.
+    Guarantees: the bundle is the silo's, bit for bit; an update that was taken before a crash is not asked for again.
     """
 
     name: str
     run_id: str
     manifest_digest: str
     allowed: frozenset[torch.dtype]
+    attempt: int
+    closer: RoundCloser
     broadcasts: BroadcastCache
     store: Store
     objects: ObjectStore
@@ -117,22 +104,44 @@ class GrpcPort:
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         """Ask the silo for its update and return it, to be read when it is added.
 
-        Raises FederationError when it refuses, is revoked or misses the round's deadline: the round goes on without it.
+        Raises FederationError when it refuses, is revoked, excluded or given up: the round goes on without it.
         Raises RunInterrupted when the run was aborted or the service stops: the round ends unclosed.
         """
         base, due = self.broadcasts.base(msg, context.round)
         key = SiloTaskKey(self.run_id, context.round, kind, self.name)
-        task = Task(key, self.manifest_digest, base.digest, base.size, context.cohort, due)
+        task = Task(
+            key,
+            self.manifest_digest,
+            base.digest,
+            base.size,
+            context.cohort,
+            due,
+            self.attempt,
+            incarnation=self.store.database.incarnation,
+            included_before=self.store.runs.included_before(self.run_id, self.name, context.round),
+        )
         with self.dispatcher.pending_task(task) as pending:  # before we look: a later delivery settles it
             digest = self._taken(task)
             if digest is None:
+                if self.name in self.closer.excluded:
+                    raise excluded_error()
                 self.dispatcher.offer(task)
                 digest = pending.wait()
-        return checked(BundleFile(self.objects.path(digest)), self.allowed)
+        update = checked(BundleFile(self.objects.verified(digest)), self.allowed)
+        self.closer.brought(self.name, update)
+        return update
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
         """Do nothing: the close that was stored is announced to every silo."""
 
     def _taken(self, task: Task) -> str | None:
+        """Return the digest of the update that was taken before; one that the disk has lost is asked for again."""
         found = self.store.contributions.contribution(task.contribution_id)
-        return None if found is None or found.receipt is None else found.object_digest
+        if found is None or found.receipt is None:
+            return None
+        with self.objects.lock:
+            if self.objects.holds(found.object_digest):
+                return found.object_digest
+            self.store.contributions.reopen(found)
+        log.warning("the update of %s is damaged or missing here: it is asked for again", self.name)
+        return None

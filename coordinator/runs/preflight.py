@@ -1,17 +1,17 @@
 """Before round 0 of a private run every silo says whether it can do its part of all rounds; one that cannot stops it.
 
-No answer is kept: after a restart all are asked again, which costs nothing, since a silo charges nothing for it.
+No answer is stored: after a restart all are asked again, which spends no budget.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 
 from coordinator.runs.dispatcher import Dispatcher
-from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey
+from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey, no_answer
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
 from fl_core.errors import FederationError, RefusedError, UnavailableError
@@ -24,22 +24,21 @@ _REASON_CHARS = 200
 
 
 def is_due(run: Run, compiled: CompiledRun, store: Store) -> bool:
-    """Return whether the silos are asked: the run is private, and no round of it was ever opened.
-
-    A run without privacy is charged nowhere, and its quorum says how many silos it may go on without.
-    """
+    """Return whether the silos are asked: the run is private, and no round of it was ever opened."""
     opened = run.closed > 0 or store.runs.round(run.id, 0) is not None
     return not opened and compiled.private
 
 
-def ask(run: Run, manifest: RunManifest, dispatcher: Dispatcher) -> None:
+def ask(run: Run, manifest: RunManifest, dispatcher: Dispatcher, excluded: Collection[str] = ()) -> None:
     """Ask all silos of a run at once, and return when all are ready; one that is away is asked when it comes.
+
+    excluded: silos that are not asked.
 
     Raises RefusedError (E-RUN-36) that names every silo that refused, with its code; UnavailableError (E-RUN-37) that
     names those that did not answer by the run's deadline; RunInterrupted when the run was aborted or the service stops.
     Guarantees: no task of a run is offered before this has returned.
     """
-    names, due = run.members, time.monotonic() + manifest.deadline_s
+    names, due = [name for name in run.members if name not in excluded], time.monotonic() + manifest.deadline_s
     away = [name for name in names if dispatcher.activity_of(name) is None]
     text = f"{len(names)} silos are asked whether they are ready" + (f"; away: {', '.join(away)}" if away else "")
     dispatcher.store.runs.event(run.id, "preflight", text=text)
@@ -66,7 +65,7 @@ def _failures(asked: Mapping[str, PendingTask]) -> Mapping[str, FederationError]
         if left:
             wait(left, GRACE_S)
             for pending in asked.values():
-                pending.settle(pending.task.timeout_error)
+                pending.settle(no_answer())
         found = {name: answer.exception() for name, answer in answers.items()}
     failures: dict[str, FederationError] = {}
     for name, error in found.items():

@@ -6,19 +6,27 @@ import logging
 import re
 import secrets
 import threading
+import time
 from collections import deque
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from coordinator.runs import preflight
 from coordinator.runs.checkpointer import RunCheckpointer
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.grpc_port import BroadcastCache, GrpcPort, StoredObject
+from coordinator.runs.round_closer import RoundCloser, Waiting
 from coordinator.runs.tasks import RunInterrupted
+from coordinator.runs.update_checks import declared_sizes
 from coordinator.storage.records import Run, RunState
 from coordinator.storage.store import Store
 from coordinator.storage.uploads import UploadRegistry
-from fl_core.errors import ConfigError, FederationError, StateError
+from fl_core import validate
+from fl_core.aggregation.round_sum import FEWEST
+from fl_core.errors import ConfigError, FederationError, StateError, UnavailableError
+from fl_core.rounds import capabilities
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
 from fl_core.types.values import State
@@ -28,9 +36,16 @@ from protos.wire.codec import read_state
 
 log = logging.getLogger(__name__)
 PARALLEL_RUNS = 4
+_NOT_NOTED_S = 1.0
+"""Before a run is tried again whose end could not be noted."""
 _LIVE = (RunState.WAITING, RunState.RUNNING)
+_HALTED = (RunState.PAUSED, RunState.FAILED)
+_FOR_THE_LEAD = frozenset({"E-RUN-03", "E-RUN-36", "E-RUN-37"})
+"""Errors that pause a run: hospitals are missing, and the lead decides."""
+_MOST_HOURS = 24.0 * 365
 
 
+@dataclass(slots=True, eq=False)
 class RunScheduler:
     """All runs of a coordinator: each on a thread of its own, at most `parallel` at a time, the others queued.
 
@@ -38,85 +53,151 @@ class RunScheduler:
     bit of the final model.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        objects: ObjectStore,
-        uploads: UploadRegistry,
-        dispatcher: Dispatcher,
-        parallel: int = PARALLEL_RUNS,
-    ) -> None:
-        self._store = store
-        self._objects = objects
-        self._uploads = uploads
-        self._dispatcher = dispatcher
-        self._parallel = parallel
-        self.model_lock = threading.Lock()
-        """Held while a model is built: initial weights come from torch's global generator, which all threads share."""
-        self._lock = threading.RLock()
-        self._queue: deque[str] = deque()
-        self._active: dict[str, threading.Thread] = {}
-        self._stopping = False
-        self._cleanup = ThreadPoolExecutor(1, thread_name_prefix="cleanup")
-
-    # ---- commands --------------------------------------------------------------------------------------------------
+    store: Store
+    objects: ObjectStore
+    uploads: UploadRegistry
+    dispatcher: Dispatcher
+    parallel: int = PARALLEL_RUNS
+    model_lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a model is built: initial weights come from torch's global generator, which all threads share."""
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _queue: deque[str] = field(default_factory=deque)
+    _active: dict[str, threading.Thread] = field(default_factory=dict)
+    _closers: dict[str, RoundCloser] = field(default_factory=dict)
+    _stopping: bool = False
+    _cleanup: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="cleanup"))
 
     def submit(self, manifest: RunManifest, spec: str, request_id: str) -> Run:
         """Take a run and queue it; a repeated submission with one request id is one run.
 
-        Raises ConfigError: E-RUN-05 when a silo of the roster is no member, E-CFG-02 when the request id came with
-        another configuration; RefusedError (E-PRIV-01) for a privacy profile that cannot be undone here.
+        Raises ConfigError (E-RUN-05: a silo is no member, E-CFG-02: the request id came with another configuration) and
+        RefusedError (E-PRIV-01: an unknown privacy profile).
         """
         CompiledRun.of(manifest)
         for member in manifest.members:
-            if not self._store.members.is_member(member.name):
+            if not self.store.members.is_member(member.name):
                 raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
+        offers = {silo.name: silo.data for silo in self.store.members.silos()}
+        sizes = {m.name: (offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members}
         text = manifest.to_json().encode()
-        with self._objects.lock:
-            digest = self._objects.put(text)
-            run = self._store.runs.add(_new_run(manifest, digest, spec, request_id), len(text))
-        self._dispatcher.changes.notify()
+        with self.objects.lock:
+            digest = self.objects.put(text)
+            run = self.store.runs.add(_new_run(manifest, digest, spec, request_id), len(text), sizes)
+        self.dispatcher.changes.notify()
         self._enqueue(run)
         return run
 
     def abort(self, query: str, reason: str = "aborted by the lead") -> Run:
         """End a run for good, whatever state it is in; raises StateError (E-RUN-11) when it is over already."""
-        run = self._store.runs.find(query)
-        run = self._store.runs.end(run.id, RunState.ABORTED, reason, (*_LIVE, RunState.FAILED))
-        self._dispatcher.interrupt(run.id)
-        self._dispatcher.announce_end(run)
+        run = self.store.runs.find(query)
+        run = self.store.runs.end(run.id, RunState.ABORTED, reason, (*_LIVE, *_HALTED))
+        self.dispatcher.interrupt(run.id)
+        self.dispatcher.announce_end(run)
         with self._lock:
             if run.id not in self._active:
                 self._schedule_cleanup(run.id)
         return run
 
-    def resume(self, query: str) -> Run:
-        """Let a failed run go on at its last closed round; raises StateError (E-RUN-11) when it has not failed."""
-        run = self._store.runs.resume(self._store.runs.find(query).id)
-        self._dispatcher.changes.notify()
+    def resume(self, query: str, quorum: int = 0) -> Run:
+        """Let a paused or failed run go on at its last closed round; what refused is asked again.
+
+        quorum: updates that close a round from now on; 0 leaves what it is. Raises StateError (E-RUN-11) when it is in
+        another state; ConfigError (E-CFG-02) on a quorum that the run cannot have.
+        """
+        run = self.store.runs.find(query)
+        manifest = RunManifest.from_json(run.manifest)
+        if quorum:
+            validate.between("E-CFG-02", "", 1, len(run.members), quorum=quorum)
+            asked = capabilities.required_capabilities(manifest.train, len(run.members), manifest.cohort, quorum)
+            capabilities.check_supported(CompiledRun.of(manifest).method, asked)
+        run = self.store.runs.resume(run.id, quorum)
+        self.dispatcher.changes.notify()
         self._enqueue(run)
         return run
+
+    def exclude(self, query: str, silo: str, readmit: bool = False) -> Run:
+        """Await a silo no longer and ask it for no further round; or, with `readmit`, ask it again from the next on.
+
+        An update of it that is here already counts. Raises ConfigError: E-RUN-05 on no member of the run, E-CFG-02 when
+        nobody would be left; StateError (E-RUN-11) when the run is over.
+        """
+        run = self._steerable(query, (*_LIVE, *_HALTED))
+        if silo not in run.members:
+            raise ConfigError(
+                "E-RUN-05", f"expected one of {', '.join(run.members)}, found {silo[:60]!r}: correct the name"
+            )
+        left = set(run.members) - {*self.store.steering.of(run.id).excluded, silo}
+        if not left and not readmit:
+            raise ConfigError(
+                "E-CFG-02", f"expected a silo that stays, found {silo!r} as the last: abort the run instead"
+            )
+        if self.store.steering.exclude(run.id, silo, readmit):
+            kind, text = ("readmitted", "asked again") if readmit else ("excluded", "by the lead: it is asked no more")
+            self.store.runs.event(run.id, kind, run.closed, silo, text)
+        self._tell_closer(run.id)
+        return run
+
+    def extend(self, query: str, hours: float) -> Run:
+        """Give everybody who is awaited in the open round so much more time.
+
+        Raises ConfigError (E-CFG-02) on a number that is none; StateError (E-RUN-11) when no round is open.
+        """
+        validate.positive("E-CFG-02", "", hours=hours)
+        validate.at_most("E-CFG-02", "", _MOST_HOURS, hours=hours)
+        run = self._steerable(query, (RunState.RUNNING,))
+        self.store.steering.extend(run.id, self._open_round(run), 3600 * hours)
+        self.store.runs.event(run.id, "extended", self._open_round(run), text=f"by {hours:g} h")
+        self._tell_closer(run.id)
+        return run
+
+    def waiting(self, run_id: str) -> Waiting | None:
+        """Say whom a run's open round waits for; None where none is open."""
+        with self._lock:
+            closer = self._closers.get(run_id)
+        return None if closer is None else closer.waiting()
+
+    def _steerable(self, query: str, states: Collection[RunState]) -> Run:
+        run = self.store.runs.find(query)
+        if run.state not in states:
+            wanted = " or ".join(s.value for s in states)
+            raise StateError(
+                "E-RUN-11", f"expected {run.id} to be {wanted}, found it {run.state.value}: it cannot be steered"
+            )
+        return run
+
+    def _open_round(self, run: Run) -> int:
+        row = self.store.runs.round(run.id, run.closed)
+        if row is None or not row.is_open:
+            raise StateError("E-RUN-11", f"expected an open round of {run.id}, found none yet: wait for the next")
+        return row.round
+
+    def _tell_closer(self, run_id: str) -> None:
+        with self._lock:
+            closer = self._closers.get(run_id)
+        if closer is not None:
+            closer.steered()
+        self.dispatcher.changes.notify()
 
     def with_model_digest(self, run: Run) -> Run:
         """Return a run with the digest of its newest model, which is computed when it is first asked for."""
         if run.model_digest or not run.closed or run.state_object is None:
             return run
         try:
-            model = tensor_maps.digest(read_state(self._objects.path(run.state_object))["w"])
+            model = tensor_maps.digest(read_state(self.objects.verified(run.state_object))["w"])
         except (StateError, FileNotFoundError):  # rounds were closed meanwhile: there is a newer one
-            newer = self._store.runs.get(run.id)
+            newer = self.store.runs.get(run.id)
             if newer.state_object == run.state_object:
                 raise
             return self.with_model_digest(newer)
-        self._store.runs.note_model(run.id, run.state_object, model)
+        self.store.runs.note_model(run.id, run.state_object, model)
         return replace(run, model_digest=model)
 
     def resume_all(self) -> None:
         """Continue every run that has not ended; called when the service starts."""
-        with self._objects.lock:
-            self._objects.sweep(self._store.contributions.referenced_digests())
+        with self.objects.lock:
+            self.objects.sweep(self.store.contributions.referenced_digests())
         self._drop_uploads()
-        for run in self._store.runs.unfinished():
+        for run in self.store.runs.unfinished():
             self._enqueue(run)
 
     def stop(self, seconds: float = 10.0) -> None:
@@ -126,24 +207,29 @@ class RunScheduler:
             self._queue.clear()
             active = dict(self._active)
         for run_id in active:
-            self._dispatcher.interrupt(run_id)
+            self.dispatcher.interrupt(run_id)
         for thread in active.values():
             thread.join(seconds)
         wait([self._cleanup.submit(lambda: None)], seconds)  # what is being deleted now needs the store
 
-    # ---- threads ---------------------------------------------------------------------------------------------------
+    def lives(self) -> bool:
+        """Tell whether every run under way has a thread that lives, and none waits where there is room for it."""
+        with self._lock:
+            threads = list(self._active.values())
+            waiting = bool(self._queue) and len(threads) < self.parallel
+        return not self._stopping and not waiting and all(thread.is_alive() for thread in threads)
 
     def _enqueue(self, run: Run) -> None:
         with self._lock:
             if run.state.ended or run.id in self._active or run.id in self._queue:
                 return
-            self._dispatcher.allow(run.id)
+            self.dispatcher.allow(run.id)
             self._queue.append(run.id)
             self._start_queued()
 
     def _start_queued(self) -> None:
         with self._lock:
-            while self._queue and len(self._active) < self._parallel and not self._stopping:
+            while self._queue and len(self._active) < self.parallel and not self._stopping:
                 run_id = self._queue.popleft()
                 thread = threading.Thread(target=self._execute, args=(run_id,), name=f"run-{run_id}", daemon=True)
                 self._active[run_id] = thread
@@ -155,11 +241,13 @@ class RunScheduler:
         except RunInterrupted:
             log.info("run %s was interrupted", run_id)
         except FederationError as error:
-            self._fail(run_id, str(error))
+            self._end(run_id, RunState.PAUSED if error.code in _FOR_THE_LEAD else RunState.FAILED, str(error))
         except Exception as error:
             log.exception("run %s met an unforeseen error", run_id)
-            self._fail(run_id, f"E-RUN-99: unforeseen error ({type(error).__name__}); the coordinator's log has it")
+            reason = f"E-RUN-99: unforeseen error ({type(error).__name__}); the coordinator's log has it"
+            self._end(run_id, RunState.FAILED, reason)
         finally:
+            self.dispatcher.interrupt(run_id)  # tasks may be open where a round ended before its time
             self._on_thread_exit(run_id)
 
     def _on_thread_exit(self, run_id: str) -> None:
@@ -168,75 +256,87 @@ class RunScheduler:
             if not self._stopping:
                 self._schedule_cleanup(run_id)
                 # A run that was resumed before this thread had left is waiting again.
-                self._enqueue(self._store.runs.get(run_id))
+                self._enqueue(self.store.runs.get(run_id))
                 self._start_queued()
 
     def _run(self, run_id: str) -> None:
-        run = self._store.runs.get(run_id)
+        run = self.store.runs.get(run_id)
         if run.state.ended:
             return
         manifest = RunManifest.from_json(run.manifest)
         with self.model_lock:
             compiled = CompiledRun.of(manifest)
-        if preflight.is_due(run, compiled, self._store):
-            preflight.ask(run, manifest, self._dispatcher)
-        broadcasts = BroadcastCache(run_id, manifest.deadline_s, self._store, self._objects, self._schedule_cleanup)
+        steering = self.store.steering.of(run_id)
+        if preflight.is_due(run, compiled, self.store):
+            preflight.ask(run, manifest, self.dispatcher, steering.excluded)
+        broadcasts = BroadcastCache(run_id, manifest.deadline_s, self.store, self.objects, self._schedule_cleanup)
         server = self._begin(run, compiled, broadcasts)
-        ports = [
-            GrpcPort(
-                m.name,
-                run_id,
-                run.manifest_digest,
-                compiled.dtypes,
-                broadcasts,
-                self._store,
-                self._objects,
-                self._dispatcher,
-            )
-            for m in manifest.members
-        ]
-        checkpointer = RunCheckpointer(run_id, broadcasts, self._store, self._objects, self._dispatcher)
-        compiled.round_loop(ports, parallel=len(ports)).run(server, checkpointer, start=run.closed)
+        with self._closer(run_id, manifest) as closer:
+            services = broadcasts, self.store, self.objects, self.dispatcher
+            task = run_id, run.manifest_digest, compiled.dtypes, steering.attempt
+            ports = [GrpcPort(m.name, *task, closer, *services) for m in manifest.members]
+            closed = [row.medians for row in self.store.runs.rounds(run_id)]
+            loop = compiled.round_loop(ports, parallel=len(ports), sizes=declared_sizes(self.store, run_id))
+            loop = replace(loop, schedule=replace(loop.schedule, quorum=steering.quorum or loop.schedule.quorum))
+            checkpointer = RunCheckpointer(run_id, closer, loop.needed, *services)
+            loop.run(server, checkpointer, start=run.closed, closed=closed)
+
+    @contextmanager
+    def _closer(self, run_id: str, manifest: RunManifest) -> Iterator[RoundCloser]:
+        closer = RoundCloser(run_id, manifest, self.store, self.dispatcher)
+        with self._lock:
+            self._closers[run_id] = closer
+        try:
+            with closer.running():
+                yield closer
+        finally:
+            with self._lock:
+                del self._closers[run_id]
 
     def _begin(self, run: Run, compiled: CompiledRun, broadcasts: BroadcastCache) -> State:
         """Return the server state to go on from: the stored one, or that of round 0, which is stored first."""
         if run.state_object is None:
+            if len(run.members) < FEWEST:
+                text = f"fewer than {FEWEST} silos: nothing bounds what one of them does to the model"
+                self.store.runs.event(run.id, "warning", text=text)
             with self.model_lock:
                 state = compiled.initial_state()
-            with self._objects.lock:
-                base = StoredObject.stored(state, self._objects)
-                self._store.runs.begin(run.id, base.digest, base.size)
+            with self.objects.lock:
+                base = StoredObject.stored(state, self.objects)
+                self.store.runs.begin(run.id, *base)
         else:
-            file = self._objects.path(run.state_object)
+            file = self.objects.verified(run.state_object)
             state, base = read_state(file), StoredObject(run.state_object, file.stat().st_size)
-            self._store.runs.begin(run.id, base.digest, base.size)
+            self.store.runs.begin(run.id, *base)
         broadcasts.remember(state, base)
         return state
 
-    def _fail(self, run_id: str, reason: str) -> None:
-        """End a run as failed. Silos get no message: it may be resumed, with what they have staged."""
+    def _end(self, run_id: str, state: RunState, reason: str) -> None:
+        """End a run as paused or failed. Silos get no message: it may be resumed, with what they have staged."""
         try:
-            self._store.runs.end(run_id, RunState.FAILED, reason, _LIVE)
+            self.store.runs.end(run_id, state, reason, _LIVE)
+        except UnavailableError as error:  # a full disk, which has no room for this either
+            log.error("run %s ended, and that cannot be noted: %s", run_id, error)
+            time.sleep(_NOT_NOTED_S)
         except StateError as error:
             log.info("run %s had ended already: %s", run_id, error)
-        self._dispatcher.changes.notify()
+        self.dispatcher.changes.notify()
 
     def _schedule_cleanup(self, run_id: str) -> None:
-        """Delete what the run no longer needs, in the background."""
         self._cleanup.submit(self._delete_unused, run_id)
 
     def _delete_unused(self, run_id: str) -> None:
         try:
-            with self._objects.lock:
-                self._store.contributions.delete_unreferenced(run_id, self._objects.remove)
+            with self.objects.lock:
+                self.store.contributions.delete_unreferenced(run_id, self.objects.remove)
             self._drop_uploads()
         except Exception:  # no run fails for it: what stays is deleted at the next round's end, or at the next start
             log.exception("what run %s no longer needs could not be deleted", run_id)
 
     def _drop_uploads(self) -> None:
-        for silo, contribution in self._uploads.all():
-            if not self._store.contributions.is_open(contribution):
-                self._uploads.discard(silo, contribution)
+        for silo, contribution in self.uploads.all():
+            if not self.store.contributions.is_open(contribution):
+                self.uploads.discard(silo, contribution)
 
 
 def _new_run(manifest: RunManifest, digest: str, spec: str, request_id: str) -> Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fl_core.errors import FederationError
@@ -32,7 +33,10 @@ class SiloActivity:
 
 @dataclass(slots=True, eq=False)
 class SiloSession:
-    """A control stream. Any thread sends; only the stream's own thread calls `next`."""
+    """A control stream. Any thread sends; only the stream's own coroutine calls `next`.
+
+    on_change: called from any thread after a message was queued, the Hello has come or the session is over.
+    """
 
     peer: PeerCertificate
     activity: SiloActivity = field(default_factory=SiloActivity)
@@ -40,8 +44,9 @@ class SiloSession:
     over: bool = False
     error: FederationError | None = None
     hello: pb.Hello | None = None
+    on_change: Callable[[], None] = lambda: None
     _out: deque[pb.CoordinatorMessage] = field(default_factory=deque)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def name(self) -> str:
@@ -50,8 +55,7 @@ class SiloSession:
     def conflict_with(self, other: SiloSession, alive_s: float) -> str | None:
         """Return why a newer session of the same name may not replace this one; None when it may.
 
-        It may with a newer certificate, from the same process, from the next process on the same home, and when this
-        session was silent for `alive_s` seconds.
+        It may with a newer certificate, from the same home, and when this session was silent for `alive_s` seconds.
         """
         if self.over or self.peer.not_before < other.peer.not_before:
             return None
@@ -65,38 +69,31 @@ class SiloSession:
 
     def send(self, message: pb.CoordinatorMessage) -> None:
         """Queue a message; one for a session that is over is lost."""
-        with self._changed:
+        with self._lock:
             self._out.append(message)
-            self._changed.notify_all()
+        self.on_change()
 
     def receive_hello(self, hello: pb.Hello) -> None:
-        with self._changed:
-            self.hello = hello
-            self._changed.notify_all()
+        self.hello = hello
+        self.on_change()
 
     def finish(self, error: FederationError | None = None) -> None:
         """End the session, for cause or (None) because it was replaced or the silo has gone."""
-        with self._changed:
-            if not self.over:
-                self.over, self.error = True, error
-                self._changed.notify_all()
+        with self._lock:
+            if self.over:
+                return
+            self.over, self.error = True, error
+        self.on_change()
 
     def close_and_drain(self) -> list[pb.CoordinatorMessage]:
         """End the session and return the messages that were not sent."""
-        with self._changed:
+        with self._lock:
             left = list(self._out)
             self._out.clear()
             self.finish()
             return left
 
-    def wait_for_hello(self, seconds: float) -> pb.Hello | None:
-        """Return the first message; None when it does not come in time or the session is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.over or self.hello is not None, seconds)
-            return None if self.over else self.hello
-
-    def next(self, until: float) -> pb.CoordinatorMessage | None:
-        """Wait for the next message to send until a moment of time.monotonic(); None: none came, or it is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.over or bool(self._out), max(0.0, until - time.monotonic()))
+    def next(self) -> pb.CoordinatorMessage | None:
+        """Take the next message to send; None: there is none, or the session is over."""
+        with self._lock:
             return self._out.popleft() if self._out and not self.over else None

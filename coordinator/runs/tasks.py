@@ -28,7 +28,11 @@ class SiloTaskKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One silo's part of a round. due: time.monotonic() of the round's deadline."""
+    """One silo's part of a round.
+
+    due: time.monotonic() of the round's deadline, as the offer names it; who is given up when, `RoundCloser` decides
+    attempt: how often the run was resumed   incarnation, included_before: as in the message `Offer`.
+    """
 
     key: SiloTaskKey
     manifest_digest: str
@@ -36,6 +40,9 @@ class Task:
     base_size: int
     cohort: int
     due: float
+    attempt: int = 0
+    incarnation: str = ""
+    included_before: int = 0
 
     @property
     def contribution_id(self) -> str:
@@ -52,13 +59,12 @@ class Task:
                 base_digest=self.base_digest,
                 base_size=self.base_size,
                 cohort=self.cohort,
+                attempt=self.attempt,
                 deadline_unix=time.time() + max(0.0, self.due - time.monotonic()),
+                incarnation=self.incarnation,
+                included_before=self.included_before,
             )
         )
-
-    @property
-    def timeout_error(self) -> FederationError:
-        return UnavailableError("E-RUN-13", "no update before the round's deadline")
 
 
 class PreflightKey(NamedTuple):
@@ -69,7 +75,6 @@ class PreflightKey(NamedTuple):
 
     @property
     def round(self) -> int:
-        """The round that it comes before."""
         return 0
 
 
@@ -90,9 +95,9 @@ class Preflight:
             )
         )
 
-    @property
-    def timeout_error(self) -> FederationError:
-        return UnavailableError("E-RUN-37", "no answer to the preflight")
+
+def no_answer() -> FederationError:
+    return UnavailableError("E-RUN-37", "no answer to the preflight")
 
 
 @dataclass(slots=True)
@@ -101,6 +106,7 @@ class PendingTask:
 
     task: Task | Preflight
     accepted: bool = False
+    noted: bool = False
     _outcome: str | FederationError | RunInterrupted | None = None
     _settled: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -117,12 +123,12 @@ class PendingTask:
                 self._settled.set()
 
     def wait(self) -> str:
-        """Return the digest of the delivered object, or of the manifest that the silo is ready for, once it is settled.
-
-        Raises what it was settled with, and UnavailableError (E-RUN-13, E-RUN-37) when its deadline passes.
-        """
-        self._settled.wait(max(0.0, self.task.due - time.monotonic()))
-        self.settle(self.task.timeout_error)
+        """Return the digest that the task is settled with; raises its error, a preflight's deadline E-RUN-37."""
+        if isinstance(self.task, Preflight):
+            self._settled.wait(max(0.0, self.task.due - time.monotonic()))
+            self.settle(no_answer())
+        else:
+            self._settled.wait()
         if isinstance(self._outcome, str):
             return self._outcome
         assert self._outcome is not None

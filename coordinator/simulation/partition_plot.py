@@ -35,13 +35,15 @@ class SplitTable:
     """Examples per silo and class. train, test: (silos, C); title: data and federation."""
 
     title: str
-    silos: tuple[str, ...]
     classes: tuple[str, ...]
     train: tuple[tuple[int, ...], ...]
     test: tuple[tuple[int, ...], ...]
 
+    @property
+    def silos(self) -> tuple[str, ...]:
+        return tuple(f"hospital{k}" for k in range(len(self.train)))
+
     def as_json(self) -> dict[str, object]:
-        """Return the JSON object that `coordinator data split --json` prints."""
         return {
             "split": self.title,
             "silos": list(self.silos),
@@ -58,7 +60,6 @@ def on_disk(spec: RunSpec, data_root: Path | None) -> SplitTable:
         report.require_sound()
     return SplitTable(
         f"{spec.data['name']} {datasets.federation_text(spec.federation)}",
-        tuple(f"hospital{k}" for k in range(len(reports))),
         reports[0].classes,
         tuple(r.counts[Split.TRAIN] for r in reports),
         tuple(r.counts[Split.TEST] for r in reports),
@@ -68,8 +69,7 @@ def on_disk(spec: RunSpec, data_root: Path | None) -> SplitTable:
 def published(spec: RunSpec) -> SplitTable:
     """Split the published class counts.
 
-    Guarantees: the same numbers as from the data, except for equal shares (iid), which depend on the order of the data:
-    there they are another draw of the same distribution.
+    Guarantees: the same numbers as from the data, except for equal shares (iid): another draw of their distribution.
     Raises ConfigError: E-CFG-23 where no counts are published (users or hospitals decide the split), E-CFG-08
     where they cannot be split this way.
     """
@@ -88,7 +88,6 @@ def published(spec: RunSpec) -> SplitTable:
     counts = [_counts(share, labels[0], labels[1], len(classes)) for share in shares]
     return SplitTable(
         f"{name} {text}",
-        tuple(f"hospital{k}" for k in range(len(shares))),
         classes,
         tuple(train for train, _ in counts),
         tuple(test for _, test in counts),
@@ -96,7 +95,6 @@ def published(spec: RunSpec) -> SplitTable:
 
 
 def _counts(share: SiloIndices, train: Labels, test: Labels, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Count one share's train and test examples per class."""
     own = train[share.held_out] if len(share.held_out) else test[share.test]
     rows = [np.bincount(y, minlength=n).tolist() for y in (train[share.train], own)]
     return tuple(rows[0]), tuple(rows[1])
@@ -112,7 +110,6 @@ def _isic(text: str) -> SplitTable:
     centers = [ref.silo or 0 for ref in references]
     return SplitTable(
         f"isic2019 {text}",
-        tuple(f"hospital{k}" for k in range(len(centers))),
         isic2019.CLASSES,
         tuple(isic2019.TRAIN_COUNTS[k] for k in centers),
         tuple(isic2019.TEST_COUNTS[k] for k in centers),
@@ -120,10 +117,7 @@ def _isic(text: str) -> SplitTable:
 
 
 def draw(table: SplitTable, file: Path) -> None:
-    """Draw training examples by silo (rows) and class (columns); empty cells stay white: the silo lacks the class.
-
-    Raises ConfigError (E-CFG-23) when the file is no PNG.
-    """
+    """Draw training examples by silo (rows) and class (columns), zeros white; raises ConfigError (E-CFG-23)."""
     if file.suffix.lower() != ".png":
         raise ConfigError("E-CFG-23", f"--plot: expected a file that ends in .png, found {file}: rename it")
     import matplotlib as mpl  # a second to import: only for those who draw

@@ -1,27 +1,22 @@
-"""Every distinct run of the ablation's grid, as many at a time as there are cores, and the report.
+"""Run the grid of the privacy ablation in parallel and report on it.
 
 python -m coordinator.simulation.privacy_ablation scale=small
 
-A finished run is a line of `runs.csv` under the hash of all that decides it, so an interrupted grid goes on where it
-was. Noise is seeded, and seeds are the same in all cells: differences between cells are paired.
+Finished runs are kept in `runs.csv` under the hash of all that decides them, so an interrupted grid goes on. Noise is
+seeded, with the same seeds in all cells: differences between cells are paired.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
-import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException
@@ -29,7 +24,9 @@ from omegaconf import OmegaConf
 
 from coordinator import console
 from coordinator.config.hydra_config import compose_spec
+from coordinator.durations import span
 from coordinator.simulation import runner
+from coordinator.simulation.sweep import in_processes
 from fl_core.errors import ConfigError, FederationError
 from privacy.ablation import checks, plots, table
 from privacy.ablation.checks import Check
@@ -37,10 +34,10 @@ from privacy.ablation.grid import Control, Grid, Run, Words, canonical, controls
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.base import Projection
+from protos.console import error_text
 from protos.version import software
 
 Row = Mapping[str, object]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +58,10 @@ class Plan:
     controls: bool = True
 
     def schedule(self, epsilon: float) -> Words:
-        """Return the words that all runs at an epsilon share."""
         rate = (f"train.lr={self.rates[epsilon]:g}",) if epsilon in self.rates else ()
         return (*self.base, *(self.plain if math.isinf(epsilon) else self.private), *rate)
 
     def key(self, run: Run) -> str:
-        """Return the hash under which a finished run is stored."""
         return run.key(self.schedule(run.epsilon), software())
 
 
@@ -95,7 +90,7 @@ def main(words: Sequence[str]) -> int:
     try:
         found = ablate(composed(words), console.ERR.print)
     except FederationError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{error_text(error)}\n")
         return 2 if isinstance(error, ConfigError) else 1
     for check in found:
         console.OUT.print(f"{'holds ' if check.holds else 'FAILS '} {check.name}: {check.found}", soft_wrap=True)
@@ -112,13 +107,13 @@ def ablate(plan: Plan, report_progress: Callable[[str], None]) -> list[Check]:
     report_progress(f"{len(plan.grid.runs())} runs, {len(missing)} to make, {len(plan.grid.cells())} cells")
     started = time.monotonic()
     jobs = {(*plan.schedule(run.epsilon), *run.words): run for run in missing}
-    for count, (words, row) in enumerate(_all(list(jobs), plan.jobs, _row), start=1):
+    for count, (words, row) in enumerate(in_processes(_row, list(jobs), plan.jobs, threads=1), start=1):
         run = jobs[words]
         table.append(file, {**row, "config_hash": plan.key(run), "method": run.variant})
         left = (time.monotonic() - started) / count * (len(missing) - count)
         report_progress(
             f"{count} of {len(missing)}: {run.variant} epsilon {run.epsilon:g} share {run.share:g} seed {run.seed}, "
-            f"accuracy {float(str(row['acc_final'])):.4f}; left {console.span(left)}"
+            f"accuracy {float(str(row['acc_final'])):.4f}; left {span(left)}"
         )
     return _report(plan)
 
@@ -162,10 +157,9 @@ def _report(plan: Plan) -> list[Check]:
 
 
 def _controls(plan: Plan) -> list[Check]:
-    """Simulate pairs of runs that must be equal by construction, and compare their final models bit for bit."""
     asked = controls(plan.grid)
     wordings = {(c.name, side): _words_of(plan, c, side) for c in asked for side in ("left", "right")}
-    digests = dict(_all(sorted(set(wordings.values())), plan.jobs, _digest))
+    digests = dict(in_processes(_digest, sorted(set(wordings.values())), plan.jobs, threads=1))
     found = []
     for control in asked:
         left, right = (digests[wordings[control.name, side]] for side in ("left", "right"))
@@ -180,21 +174,6 @@ def _words_of(plan: Plan, control: Control, side: str) -> Words:
     if "privacy=dp_record" not in words:
         schedule = tuple(word for word in schedule if not word.startswith("privacy."))
     return (*schedule, *words)
-
-
-def _all(wordings: Sequence[Words], jobs: int, job: Callable[[Words], T]) -> Iterator[tuple[Words, T]]:
-    """Do a job for each wording in processes of one thread, and yield each result as it is there."""
-    number = min(jobs or os.cpu_count() or 1, len(wordings))
-    if number == 0:
-        return
-    with ProcessPoolExecutor(number, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        waiting = {pool.submit(job, words): words for words in wordings}
-        try:
-            for done in as_completed(waiting):
-                yield waiting[done], done.result()
-        finally:
-            for future in waiting:
-                future.cancel()
 
 
 def _digest(words: Words) -> str:

@@ -64,7 +64,6 @@ class Result:
         return uncertainty.best(self._sums()[1:])
 
     def by_class(self) -> dict[str, Estimate]:
-        """Return the accuracy of each class at the end."""
         last = self.records[-1]
         found = uncertainty.by_class(last.correct, last.examples, self.noise.of(last.included))
         return dict(zip(self.manifest.schema.classes, found, strict=True))
@@ -74,10 +73,7 @@ class Result:
         return [(r.correct, r.examples, noise.of(r.included)) for r in self.measured or self.records]
 
     def summary(self) -> dict[str, object]:
-        """Return the JSON object that `coordinator simulate --json` prints.
-
-        Of noisy evaluations every number has its interval beside it, or is null where it is withheld.
-        """
+        """Return what `coordinator simulate --json` prints; a noisy number has its interval beside it, or is null."""
         last, estimates = self.records[-1], self.estimates
         noisy = self.noise.of(last.included)
         return {
@@ -119,10 +115,9 @@ class Result:
         return {"cohort_accuracy_by_round": [e.point for e in found]}
 
     def personal(self) -> dict[str, object]:
-        """Return the last scores of personal models, the best over rounds, and all; nothing where none was measured.
+        """Return the last, best and all scores of personal models; empty where none was measured.
 
-        A best value is chosen by test accuracy, as papers report it: it is no estimate of what a new case would see.
-        What is a mean of noisy shares is null, and named.
+        The best are chosen by test accuracy, as papers report them. Means of noisy shares are null and named.
         """
         measured = [r.personal for r in self.records if r.personal]
         if not measured:
@@ -145,7 +140,7 @@ def _ends(found: Estimate) -> tuple[float, float] | None:
 
 
 class ReportingHistory(BestHistory):
-    """A history that passes what it sees on to another observer."""
+    """A history that calls another observer as well."""
 
     def __init__(self, observer: Observer, measure: GlobalTestEvaluator | None) -> None:
         super().__init__(measure)
@@ -160,10 +155,7 @@ class ReportingHistory(BestHistory):
 
 
 def data_reference(spec: RunSpec) -> str:
-    """Return the reference of the data that is split over the silos: a data set, or a path with images.
-
-    Raises ConfigError (E-CFG-23) on images without a path: in a real run each hospital names its own.
-    """
+    """Return the reference of the data that is split over the silos; raises ConfigError (E-CFG-23) without a path."""
     name, path = str(spec.data["name"]), spec.data.get("path")
     if name not in IMAGES:
         return name

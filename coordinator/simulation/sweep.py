@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
+from typing import TypeVar
 
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,6 +17,8 @@ from hydra.errors import HydraException
 from coordinator.config.hydra_config import compose_spec
 from fl_core.errors import ConfigError
 
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
 Job = Callable[[Sequence[str]], Mapping[str, object]]
 """Simulates one combination of words; must be importable, since it runs in another process."""
 
@@ -42,7 +45,6 @@ def combinations(words: Sequence[str]) -> list[list[str]]:
 
 
 def is_sweep(words: Sequence[str]) -> bool:
-    """Tell whether some word sweeps over several values."""
     try:
         return any(w.is_sweep_override() for w in OverridesParser.create().parse_overrides(list(words)))
     except HydraException:
@@ -55,20 +57,25 @@ def sweep(words: Sequence[str], job: Job, jobs: int = 0) -> Iterator[Mapping[str
     Each process computes with its share of the cores' threads unless a run says `threads=`. A result has the words
     that made it under "overrides". Guarantees: how many run at a time changes no result of runs that say `threads=`.
     """
-    every = combinations(words)
+    for combination, result in in_processes(job, combinations(words), jobs):
+        yield {"overrides": combination, **result}
+
+
+def in_processes(
+    job: Callable[[Item], Outcome], items: Sequence[Item], jobs: int, threads: int = 0
+) -> Iterator[tuple[Item, Outcome]]:
+    """Yield each item with its result as soon as it is done; jobs: processes, 0 for one per core.
+
+    threads: of each process, 0 for its share of the cores.
+    """
     cores = os.cpu_count() or 1
-    number = min(jobs or cores, len(every))
-    context = multiprocessing.get_context("spawn")
-    begin = partial(_begin, max(1, cores // number))
-    with ProcessPoolExecutor(number, mp_context=context, initializer=begin) as pool:
-        waiting = {pool.submit(job, combination): combination for combination in every}
+    number = max(1, min(jobs or cores, len(items)))
+    begin = partial(torch.set_num_threads, threads or max(1, cores // number))
+    with ProcessPoolExecutor(number, mp_context=multiprocessing.get_context("spawn"), initializer=begin) as pool:
+        waiting = {pool.submit(job, item): item for item in items}
         try:
             for done in as_completed(waiting):
-                yield {"overrides": waiting[done], **done.result()}
+                yield waiting[done], done.result()
         finally:
             for future in waiting:
                 future.cancel()
-
-
-def _begin(threads: int) -> None:
-    torch.set_num_threads(threads)

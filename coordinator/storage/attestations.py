@@ -1,7 +1,6 @@
-"""Attestations of hospitals: the digest of their policy, and the end of their ledger with each update.
+"""Attestations of hospitals: the digest of their policy, and the head of their ledger with each update.
 
-What the ledger has spent is sealed, for the hospital alone to read; how often it was restored is not.
-It can be seen here and set by nobody here: a hospital that finds its ledger shorter than what it stated stops.
+What the ledger has spent is sealed: only the hospital can read it.
 """
 
 from __future__ import annotations
@@ -15,6 +14,15 @@ from coordinator.storage.schema import attestations, contributions, policies
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.storage.sqlite import Database
 
+_FIELDS = {
+    "policy": "policy_digest",
+    "seq": "ledger_seq",
+    "head": "ledger_head",
+    "sealed": "ledger_sealed",
+    "restored": "ledger_restored",
+}
+"""The fields of a message, by column."""
+
 
 class AttestationStore:
     """Newest policy digest of each silo, and the attestation of each update."""
@@ -23,25 +31,19 @@ class AttestationStore:
         self._db = database
 
     def of(self, contribution_id: str) -> pb.Attestation | None:
-        """Return the attestation that came with an update."""
         with self._db.read() as db:
             row = db.execute(select(attestations).where(attestations.c.id == contribution_id)).first()
         return None if row is None else _message(row)
 
     def newest(self, silo: str) -> pb.Attestation | None:
         """Return the attestation of a silo's newest committed update."""
-        newest = (
-            select(attestations)
-            .join(contributions, contributions.c.id == attestations.c.id)
-            .where(contributions.c.silo == silo, contributions.c.received.is_not(None))
-            .order_by(contributions.c.received.desc())
-        )
+        committed = select(attestations).join(contributions, contributions.c.id == attestations.c.id)
+        mine = committed.where(contributions.c.silo == silo, contributions.c.received.is_not(None))
         with self._db.read() as db:
-            row = db.execute(newest.limit(1)).first()
+            row = db.execute(mine.order_by(contributions.c.received.desc()).limit(1)).first()
         return None if row is None else _message(row)
 
     def keep_policy(self, silo: str, digest: str) -> None:
-        """Store the digest of a silo's policy, which it sends when a session begins."""
         with self._db.write() as db:
             row = upsert(policies).values(silo=silo, digest=digest)
             db.execute(row.on_conflict_do_update(index_elements=["silo"], set_={"digest": digest}))
@@ -53,26 +55,14 @@ class AttestationStore:
 
 
 def store_attestation(db: Connection, contribution_id: str, stated: pb.Attestation | None) -> None:
-    """Store the attestation of an update inside an open transaction; it replaces an earlier one, also by none."""
+    """Store the attestation of an update, or delete an earlier one (None)."""
     if stated is None:
         db.execute(delete(attestations).where(attestations.c.id == contribution_id))
         return
-    values = {
-        "policy": stated.policy_digest,
-        "seq": stated.ledger_seq,
-        "head": stated.ledger_head,
-        "sealed": stated.ledger_sealed,
-        "restored": stated.ledger_restored,
-    }
+    values = {column: getattr(stated, name) for column, name in _FIELDS.items()}
     row = upsert(attestations).values(id=contribution_id, **values)
     db.execute(row.on_conflict_do_update(index_elements=["id"], set_=values))
 
 
 def _message(row: Row[Any]) -> pb.Attestation:
-    return pb.Attestation(
-        policy_digest=row.policy,
-        ledger_seq=row.seq,
-        ledger_head=row.head,
-        ledger_sealed=row.sealed,
-        ledger_restored=row.restored,
-    )
+    return pb.Attestation(**{name: getattr(row, column) for column, name in _FIELDS.items()})

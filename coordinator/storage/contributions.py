@@ -30,18 +30,15 @@ class ContributionStore:
         self._db = database
         self._clock = clock
 
-    # ---- contributions ---------------------------------------------------------------------------------------------
-
     def contribution(self, contribution_id: str) -> Contribution | None:
-        """Return an announced contribution."""
         with self._db.read() as db:
             return _contribution(db, contribution_id)
 
     def announce(self, wanted: Contribution, stated: pb.Attestation | None = None) -> tuple[Contribution, bool]:
         """Record that a silo will send an object; return it, and whether an earlier upload must be discarded.
 
-        stated: the attestation that comes with it; it replaces that of an earlier announcement. Until it is committed,
-        an announced object may be replaced by another one (the silo lost its disk and trained again).
+        Until it is committed, an announced object may be replaced (the silo lost its disk and trained again), and its
+        attestation `stated` with it.
         Raises ProtocolError (E-WIRE-07) when another object was committed under this id; StateError (E-RUN-06) when
         the round is not open.
         """
@@ -66,10 +63,7 @@ class ContributionStore:
             return wanted, True
 
     def commit(self, contribution: Contribution, received: float, receipt: bytes) -> None:
-        """Commit a contribution whose object is on disk: its record, its receipt, the count of bytes, the event.
-
-        Raises StateError (E-RUN-06) when the round was closed in between.
-        """
+        """Commit a contribution whose object is on disk; raises StateError (E-RUN-06) when its round was closed."""
         c = contribution
         with self._db.write() as db:
             _expect_open(db, c)
@@ -77,6 +71,28 @@ class ContributionStore:
             note_object(db, c.object_digest, c.run_id, ObjectKind.BUNDLE, c.round, c.size)
             db.execute(update(runs).where(runs.c.id == c.run_id).values(bytes_up=runs.c.bytes_up + c.size))
             add_event(db, self._clock(), c.run_id, "arrived", c.round, c.silo, f"{c.size} bytes")
+
+    def reopen(self, contribution: Contribution) -> None:
+        """Undo a commit whose object was lost: its silo, which has the update until the round closes, sends it again.
+
+        The receipt that was given stays true: the same object is taken again, or another one under a new receipt.
+        """
+        c = contribution
+        with self._db.write() as db:
+            _change(db, c.id, received=None, receipt=None)
+            db.execute(delete(objects).where(objects.c.digest == c.object_digest, objects.c.run_id == c.run_id))
+            add_event(db, self._clock(), c.run_id, "lost", c.round, c.silo, "its update is damaged: asked for again")
+
+    def received(self, run_id: str, round: int) -> dict[str, float]:
+        """Return when the committed updates of a round came, by silo."""
+        of_round = (
+            contributions.c.run_id == run_id,
+            contributions.c.round == round,
+            contributions.c.received.is_not(None),
+        )
+        with self._db.read() as db:
+            found = db.execute(select(contributions.c.silo, contributions.c.received).where(*of_round))
+            return {row.silo: row.received for row in found}
 
     def is_open(self, contribution_id: str) -> bool:
         """Return whether an unfinished upload still belongs to an open round of a run that goes on."""
@@ -90,13 +106,8 @@ class ContributionStore:
                 return False
             return True
 
-    # ---- who may read what -----------------------------------------------------------------------------------------
-
     def readable(self, digest: str, silo: str | None) -> str | None:
-        """Return the run to which an object belongs, or None when there is no such object for this caller.
-
-        silo: a member may read manifests and bases of its own runs; None (a lead) may read everything.
-        """
+        """Return the run of a readable object: for a lead (None) any, for a silo its runs' manifests and bases."""
         named = select(objects.c.run_id, objects.c.kind, runs.c.members).join(runs).where(objects.c.digest == digest)
         with self._db.read() as db:
             rows = db.execute(named.order_by(runs.c.created.desc())).all()
@@ -106,26 +117,21 @@ class ContributionStore:
         return None
 
     def referenced_digests(self) -> set[str]:
-        """Return the digests of all objects that something still needs."""
         with self._db.read() as db:
             return set(db.scalars(select(objects.c.digest)))
 
-    # ---- what is no longer needed ----------------------------------------------------------------------------------
-
     def delete_unreferenced(self, run_id: str, release: Callable[[str], None]) -> None:
-        """Delete the records of a run's objects that it no longer needs, and `release` the objects that no run needs.
+        """Delete the records of objects that a run no longer needs, and `release` the objects that no run needs.
 
-        Bundles and bases go when their round is closed or their run is over (a failed one may be resumed and keeps
-        them); of the server states the newest two stay, of a run that is over the newest one. Receipts stay.
+        Bundles and bases are needed until their round is closed or their run is over (a failed one may be resumed). The
+        newest two server states stay, and the newest one of a run that is over.
         """
         with self._db.write() as db:
             over = db.execute(select(runs.c.state).where(runs.c.id == run_id)).scalar_one() in _OVER
-            mine = db.execute(
-                select(objects.c.digest, objects.c.kind, objects.c.round, rounds.c.is_open)
-                .outerjoin(rounds, and_(rounds.c.run_id == objects.c.run_id, rounds.c.round == objects.c.round))
-                .where(objects.c.run_id == run_id)
-                .order_by(objects.c.round.desc())
-            ).all()
+            same_round = and_(rounds.c.run_id == objects.c.run_id, rounds.c.round == objects.c.round)
+            named = select(objects.c.digest, objects.c.kind, objects.c.round, rounds.c.is_open)
+            of_run = named.outerjoin(rounds, same_round).where(objects.c.run_id == run_id)
+            mine = db.execute(of_run.order_by(objects.c.round.desc())).all()
             states = [row for row in mine if row.kind == ObjectKind.STATE.value]
             gone = states[1 if over else KEEP_STATES :]
             gone += [row for row in mine if row.kind in _TEMPORARY and (over or row.is_open == 0)]
@@ -149,11 +155,8 @@ def _change(db: Connection, contribution_id: str, **values: object) -> None:
 
 def _expect_open(db: Connection, c: Contribution) -> None:
     """Raise StateError (E-RUN-06) unless the round is open and asked this silo; E-WIRE-12 on another kind or base."""
-    row = db.execute(
-        select(rounds, runs.c.state, runs.c.manifest_digest)
-        .join(runs)
-        .where(rounds.c.run_id == c.run_id, rounds.c.round == c.round)
-    ).first()
+    of_run = select(rounds, runs.c.state, runs.c.manifest_digest).join(runs)
+    row = db.execute(of_run.where(rounds.c.run_id == c.run_id, rounds.c.round == c.round)).first()
     # The open round of a failed run still takes updates: they are there when the run is resumed.
     what = None
     if row is None:

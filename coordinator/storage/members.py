@@ -4,51 +4,67 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import datetime
 
-from sqlalchemy import Connection, Integer, RowMapping, func, insert, literal_column, select, update
+from sqlalchemy import Connection, Integer, RowMapping, delete, func, insert, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
+from coordinator.storage.leads import LeadStore
 from coordinator.storage.records import Certificate, DataOffer, InvitationRow, MembershipStatus, Silo
-from coordinator.storage.schema import certificates, counters, invitations, revocations, rosters, silos
+from coordinator.storage.schema import (
+    alarms,
+    certificates,
+    counters,
+    invitations,
+    revocations,
+    rosters,
+    row_values,
+    silos,
+)
+from coordinator.storage.succession import CLOCK_SKEW_S, renewed_at, why_revoked
 from fl_core.errors import RefusedError
 from protos.pki.roster import Revocation, Roster, SignedRoster
 from protos.storage.sqlite import Database
 
+_ISO = "%Y-%m-%dT%H:%M:%S+00:00"
+_ALARM_EVERY_S = 60.0
 _VERSION_COUNTER = "roster"
 """The counter that grows with every change of the membership."""
 
 
 class MemberStore:
-    """Silos, certificates, invitations, revocations and rosters."""
+    """Silos, leads, certificates, invitations, revocations and rosters."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._db = database
         self._clock = clock
-
-    # ---- who is calling --------------------------------------------------------------------------------------------
+        self.leads = LeadStore(database, clock)
 
     def why_revoked(self, serial: str) -> str | None:
         """Return the reason for which a certificate, of whatever role, was revoked; None when it was not."""
         with self._db.read() as db:
-            return _why_revoked(db, serial)
+            return why_revoked(db, serial)
 
     def membership_status(self, name: str, serial: str) -> MembershipStatus:
-        """Return whether a certificate is revoked, and whether it was given to a silo of this name that is a member.
+        """Return whether a certificate is revoked or renewed, and whether a member of this name was given it.
 
-        Records that a certificate in force is in use. The first use of one that came by an invitation ends all older
-        ones of that name: their key is lost.
+        Records that a certificate in force is in use. The first use of one that came by an invitation revokes all
+        older ones of that name: their key is lost. The first use of a renewed one ends them after a grace.
         """
         with self._db.read() as db:
-            reason = _why_revoked(db, serial)
+            reason = why_revoked(db, serial)
             mine = (certificates.c.serial == serial, certificates.c.name == name, silos.c.state == "member")
             held = db.execute(
                 select(certificates.c.first_used, certificates.c.enrolled)
                 .join(silos, silos.c.name == certificates.c.name)
                 .where(*mine)
             ).first()
+            renewed = None if held is None else renewed_at(db, certificates, serial, name, self._clock())
         if reason is not None or held is None:
             return MembershipStatus(reason, member=False)
+        if renewed is not None:
+            return MembershipStatus(None, member=True, renewed_at=renewed)
         if held.first_used is None:
             self._first_use(serial, name, bool(held.enrolled))
         return MembershipStatus(None, member=True)
@@ -60,18 +76,15 @@ class MemberStore:
             if not enrolled:
                 return
             # SQLite numbers rows in the order of their making; two certificates may be of one second.
-            mine = (
-                select(literal_column("rowid", Integer))
-                .select_from(certificates)
-                .where(certificates.c.serial == serial)
-            )
-            before = literal_column("certificates.rowid") < mine.scalar_subquery()
+            rowid = select(literal_column("rowid", Integer)).select_from(certificates)
+            mine = rowid.where(certificates.c.serial == serial).scalar_subquery()
+            before = literal_column("certificates.rowid") < mine
             older = select(certificates.c.serial).where(certificates.c.name == name, before)
-            gone = [
-                _revoke_certificate(db, s, name, "replaced by a new enrolment", now) for s in db.scalars(older).all()
-            ]
+            reason = "replaced by a new enrolment"
+            gone = [_revoke_certificate(db, s, name, reason, now) for s in db.scalars(older).all()]
             if any(gone):
                 _bump(db)
+            db.execute(delete(alarms).where(alarms.c.name == name))  # the hospital has recovered its identity
 
     def is_invited(self, serial: str) -> bool:
         """Return whether an invitation is neither withdrawn nor expired; a used one counts, for its own key."""
@@ -84,31 +97,45 @@ class MemberStore:
         with self._db.read() as db:
             return db.scalar(select(silos.c.state).where(silos.c.name == name)) == "member"
 
+    # ---- identities that two parties hold ------------------------------------------------------------------------
+
+    def raise_alarm(self, name: str, text: str) -> None:
+        """Keep what the lead must look into, until that hospital enrols anew; at most one a minute and name."""
+        now = self._clock()
+        with self._db.read() as db:
+            last = db.scalar(select(alarms.c.at).where(alarms.c.name == name))
+        if last is None or not 0 <= now - last < _ALARM_EVERY_S:
+            with self._db.write() as db:
+                row = upsert(alarms).values(name=name, at=now, text=text)
+                db.execute(row.on_conflict_do_update(index_elements=["name"], set_={"at": now, "text": text}))
+
+    def alarm(self, name: str) -> str:
+        """Return what the lead must look into; empty when there is nothing."""
+        with self._db.read() as db:
+            return db.scalar(select(alarms.c.text).where(alarms.c.name == name)) or ""
+
     # ---- silos -----------------------------------------------------------------------------------------------------
 
     def silo(self, name: str) -> Silo | None:
-        """Return a silo by name, revoked or not."""
         with self._db.read() as db:
-            return _silo(db, name)
+            return _silo(db, name, self._clock())
 
     def silos(self) -> list[Silo]:
         """Return all silos, revoked ones included, by name."""
         with self._db.read() as db:
-            return [_to_silo(row._mapping) for row in db.execute(_SILOS.order_by(silos.c.name))]
+            now = self._clock()
+            return [_to_silo(row._mapping, now) for row in db.execute(_SILOS.order_by(silos.c.name))]
 
     def introduce(self, name: str, software: str, data: DataOffer) -> None:
         """Store what a silo declares when a session begins."""
-        offer = {"name": data.name, "shape": data.shape, "classes": data.classes, "nominal_size": data.nominal_size}
         with self._db.write() as db:
-            values = {"software": software, "data": offer, "last_seen": self._clock()}
+            values = {"software": software, "data": asdict(data), "last_seen": self._clock()}
             db.execute(update(silos).where(silos.c.name == name).values(**values))
 
     def seen(self, name: str) -> None:
         """Record that a silo was connected until now."""
         with self._db.write() as db:
             db.execute(update(silos).where(silos.c.name == name).values(last_seen=self._clock()))
-
-    # ---- invitations and certificates ------------------------------------------------------------------------------
 
     def invite(self, invitation: InvitationRow) -> None:
         """Record an invitation; an older open one for the same name is withdrawn."""
@@ -119,8 +146,7 @@ class MemberStore:
                 invitations.c.withdrawn.is_(None),
             )
             db.execute(update(invitations).where(*older).values(withdrawn=self._clock()))
-            values = {c: getattr(invitation, c) for c in invitations.c.keys()}  # noqa: SIM118
-            db.execute(insert(invitations).values(**values))
+            db.execute(insert(invitations).values(row_values(invitations, invitation)))
 
     def invitations(self) -> list[InvitationRow]:
         """Return the invitations that can still be used, soonest to expire first."""
@@ -154,13 +180,14 @@ class MemberStore:
                 )
             if row.used is not None:
                 held = db.execute(select(certificates).where(certificates.c.serial == row.certificate)).first()
-                if row.fingerprint == fingerprint and held is not None and held.first_used is None:
+                if row.fingerprint != fingerprint or held is None or held.first_used is not None:
+                    raise RefusedError(
+                        "E-ID-24",
+                        f"the invitation for {name!r} was used already: if that was not this hospital, tell the lead "
+                        "at once (coordinator revoke); otherwise ask for a new one",
+                    )
+                if held.issued <= now + CLOCK_SKEW_S:  # else it is from a clock that was ahead: not valid for long
                     return Certificate(**held._mapping)
-                raise RefusedError(
-                    "E-ID-24",
-                    f"the invitation for {name!r} was used already: if that was not this hospital, tell the lead at "
-                    "once (coordinator revoke); otherwise ask for a new one",
-                )
             made = sign()
             used = {"used": now, "fingerprint": fingerprint, "certificate": made.serial}
             db.execute(update(invitations).where(invitations.c.serial == invitation).values(**used))
@@ -168,27 +195,25 @@ class MemberStore:
             return made
 
     def renew(self, made: Certificate, proofs: tuple[tuple[str, str], ...]) -> None:
-        """Record a renewed certificate; older ones of the silo stay valid until they expire."""
+        """Record a renewed certificate; older ones of the silo stay in force until it is first used."""
         with self._db.write() as db:
             _certify(db, made, proofs, self._clock())
 
-    def certificate_of_key(self, name: str, fingerprint: str) -> Certificate | None:
-        """Return the newest certificate that a silo holds for a key."""
-        mine = (certificates.c.name == name, certificates.c.fingerprint == fingerprint)
+    def certificates_of(self, name: str) -> list[Certificate]:
+        """Return all certificates that a silo was given."""
         with self._db.read() as db:
-            row = db.execute(select(certificates).where(*mine).order_by(certificates.c.issued.desc())).first()
-            return None if row is None else Certificate(**row._mapping)
+            return [
+                Certificate(**row._mapping)
+                for row in db.execute(select(certificates).where(certificates.c.name == name))
+            ]
 
     def revoke(self, name: str, reason: str) -> bool:
-        """Revoke a silo with all its certificates and withdraw its open invitations, at once.
-
-        Returns False when there is neither a silo nor an open invitation of this name.
-        """
+        """Revoke a silo with its certificates and withdraw its open invitations; False when there is neither."""
         now = self._clock()
         still_open = (invitations.c.name == name, invitations.c.used.is_(None), invitations.c.withdrawn.is_(None))
         with self._db.write() as db:
             withdrawn = db.execute(update(invitations).where(*still_open).values(withdrawn=now)).rowcount
-            if _silo(db, name) is None:
+            if _silo(db, name, now) is None:
                 return withdrawn > 0
             for serial in db.scalars(select(certificates.c.serial).where(certificates.c.name == name)).all():
                 _revoke_certificate(db, serial, name, reason, now)
@@ -197,38 +222,29 @@ class MemberStore:
             return True
 
     def adopt(self, roster: Roster, signed: SignedRoster, held: Sequence[Certificate]) -> None:
-        """Take over a roster that was signed on another machine. held: the certificates of its members.
+        """Store a roster that was signed on another machine. held: the certificates of its members.
 
-        A member whose certificate was revoked here stays revoked, and who is not in the roster is revoked.
+        A member whose certificate was revoked here stays revoked, and a silo that is not in the roster is revoked.
         Raises RefusedError (E-ID-14) when a later roster, or another of this version, is known.
         """
         with self._db.write() as db:
             newest = db.execute(select(rosters).order_by(rosters.c.version.desc())).first()
-            if newest is not None and (
-                newest.version > roster.version
-                or (newest.version == roster.version and newest.document != signed.document)
-            ):
+            same = newest is not None and (newest.version, newest.document) == (roster.version, signed.document)
+            if newest is not None and newest.version >= roster.version and not same:
                 raise RefusedError(
                     "E-ID-14",
                     f"expected a roster after version {newest.version}, found another one of version {roster.version}: "
                     "take the newest (coordinator ca roster); the one in force stays",
                 )
             for gone in roster.revoked:
-                _revoke_certificate(
-                    db, gone.serial, gone.name, gone.reason, datetime.fromisoformat(gone.at).timestamp()
-                )
+                at = datetime.fromisoformat(gone.at).timestamp()
+                _revoke_certificate(db, gone.serial, gone.name, gone.reason, at)
             out = set(db.scalars(select(revocations.c.serial)).all())
             for member, made in zip(roster.members, held, strict=True):
-                values = {c: getattr(made, c) for c in certificates.c.keys()}  # noqa: SIM118
-                db.execute(upsert(certificates).values(**values).on_conflict_do_nothing())
-                fresh = {
-                    "state": "revoked" if made.serial in out else "member",
-                    "serial": made.serial,
-                    "proofs": member.renewal_proof,
-                }
+                db.execute(upsert(certificates).values(row_values(certificates, made)).on_conflict_do_nothing())
+                state = "revoked" if made.serial in out else "member"
                 since = datetime.fromisoformat(member.since).timestamp()
-                row = upsert(silos).values(name=member.name, since=since, software="", last_seen=0.0, **fresh)
-                db.execute(row.on_conflict_do_update(index_elements=["name"], set_=fresh))
+                _set_certificate(db, made, state, member.renewal_proof, since)
             names = [member.name for member in roster.members]
             db.execute(update(silos).where(silos.c.name.not_in(names)).values(state="revoked"))
             row = upsert(rosters).values(version=roster.version, document=signed.document, signature=signed.signature)
@@ -237,13 +253,14 @@ class MemberStore:
             latest = func.max(counters.c.value, roster.version)
             db.execute(row.on_conflict_do_update(index_elements=["name"], set_={"value": latest}))
 
-    # ---- the roster ------------------------------------------------------------------------------------------------
-
     def membership(self) -> tuple[int, list[Silo], list[Revocation]]:
         """Return the version of the membership, the silos in force and everything revoked, as of one moment."""
         with self._db.read() as db:
-            found = [_to_silo(row._mapping) for row in db.execute(_SILOS.order_by(silos.c.name))]
-            gone = [Revocation(r.name, r.serial, r.reason, _iso(r.at)) for r in db.execute(select(revocations))]
+            found = [_to_silo(row._mapping, self._clock()) for row in db.execute(_SILOS.order_by(silos.c.name))]
+            gone = [
+                Revocation(r.name, r.serial, r.reason, time.strftime(_ISO, time.gmtime(r.at)))
+                for r in db.execute(select(revocations))
+            ]
             return _version(db), [s for s in found if not s.revoked], gone
 
     def roster(self) -> tuple[int, SignedRoster] | None:
@@ -271,53 +288,47 @@ _SILOS = select(silos, *(c.label(f"certificate_{c.name}") for c in certificates.
 )
 
 
-def _why_revoked(db: Connection, serial: str) -> str | None:
-    return db.scalar(select(revocations.c.reason).where(revocations.c.serial == serial))
-
-
 def _revoke_certificate(db: Connection, serial: str, name: str, reason: str, now: float) -> bool:
     """Record a revocation; False when it was recorded before."""
     row = upsert(revocations).values(serial=serial, name=name, reason=reason, at=now)
     return bool(db.execute(row.on_conflict_do_nothing()).rowcount)
 
 
-def _silo(db: Connection, name: str) -> Silo | None:
+def _silo(db: Connection, name: str, now: float) -> Silo | None:
     row = db.execute(_SILOS.where(silos.c.name == name)).first()
-    return None if row is None else _to_silo(row._mapping)
+    return None if row is None else _to_silo(row._mapping, now)
 
 
-def _to_silo(row: RowMapping) -> Silo:
+def _to_silo(row: RowMapping, now: float) -> Silo:
+    """Read a silo; one that was seen in the future, by a clock that was ahead, was never seen."""
     raw = row["data"]
-    data = (
-        DataOffer()
-        if raw is None
-        else DataOffer(raw["name"], tuple(raw["shape"]), tuple(raw["classes"]), raw["nominal_size"])
-    )
-    held = Certificate(**{c: row[f"certificate_{c}"] for c in certificates.c.keys()})  # noqa: SIM118
+    lists = ("shape", "classes", "holds")  # rows of older versions have no `holds`
+    data = DataOffer(**raw | {name: tuple(raw.get(name, ())) for name in lists}) if raw else DataOffer()
+    held = Certificate(**{c.name: row[f"certificate_{c.name}"] for c in certificates.c})
     proofs = tuple((previous, signature) for previous, signature in row["proofs"])
-    return Silo(
-        row["name"], row["state"] == "revoked", held, row["since"], proofs, row["software"], data, row["last_seen"]
-    )
+    own = {name: row[name] for name in ("name", "since", "software", "last_seen")}
+    if own["last_seen"] > now + CLOCK_SKEW_S:
+        own["last_seen"] = 0.0
+    return Silo(revoked=row["state"] == "revoked", certificate=held, proofs=proofs, data=data, **own)
 
 
 def _certify(db: Connection, made: Certificate, proofs: tuple[tuple[str, str], ...], now: float) -> None:
-    db.execute(insert(certificates).values(**{c: getattr(made, c) for c in certificates.c.keys()}))  # noqa: SIM118
-    fresh = {"state": "member", "serial": made.serial, "proofs": proofs}
-    row = upsert(silos).values(name=made.name, since=now, software="", last_seen=0.0, **fresh)
-    db.execute(row.on_conflict_do_update(index_elements=["name"], set_=fresh))
+    db.execute(insert(certificates).values(row_values(certificates, made)))
+    _set_certificate(db, made, "member", proofs, now)
     _bump(db)
 
 
+def _set_certificate(db: Connection, made: Certificate, state: str, proofs: Sequence[object], since: float) -> None:
+    """Give a silo, new or known, its newest certificate. since: of a new one."""
+    changed = {"state": state, "serial": made.serial, "proofs": proofs}
+    row = upsert(silos).values(name=made.name, since=since, software="", last_seen=0.0, **changed)
+    db.execute(row.on_conflict_do_update(index_elements=["name"], set_=changed))
+
+
 def _version(db: Connection) -> int:
-    return int(
-        db.scalar(select(func.coalesce(func.max(counters.c.value), 0)).where(counters.c.name == _VERSION_COUNTER)) or 0
-    )
+    return db.scalar(select(counters.c.value).where(counters.c.name == _VERSION_COUNTER)) or 0
 
 
 def _bump(db: Connection) -> None:
     row = upsert(counters).values(name=_VERSION_COUNTER, value=1)
     db.execute(row.on_conflict_do_update(index_elements=["name"], set_={"value": counters.c.value + 1}))
-
-
-def _iso(at: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(at))

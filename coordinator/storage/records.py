@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 from fl_core.types.enums import TaskKind
+from protos.pki.identity import PeerCertificate
 
 
 class RunState(Enum):
-    """The life of a run. A failed run keeps what it has and can be resumed."""
+    """The life of a run. A paused or failed run keeps what it has and can be resumed; nothing works on it until then.
+
+    PAUSED: the lead decides, because too few hospitals can go on   FAILED: something unforeseen happened.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
+    PAUSED = "paused"
     FINISHED = "finished"
     ABORTED = "aborted"
     FAILED = "failed"
@@ -35,12 +40,19 @@ class ObjectKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DataOffer:
-    """What a silo declares about its data."""
+    """What a silo declares about its data.
+
+    nominal_size: privacy units   holds: the classes that it has, where it says so
+    train_examples, test_examples: at most so many; 0 where it does not say.
+    """
 
     name: str = ""
     shape: tuple[int, ...] = ()
     classes: tuple[str, ...] = ()
     nominal_size: float = 0.0
+    holds: tuple[str, ...] = ()
+    train_examples: float = 0.0
+    test_examples: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +83,34 @@ class Silo:
     last_seen: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """A certificate that a lead was given. revoked: the reason, or None."""
+
+    serial: str
+    name: str
+    fingerprint: str
+    issued: float
+    until: float
+    first_used: float | None = None
+    revoked: str | None = None
+
+    @classmethod
+    def of(cls, peer: PeerCertificate) -> Lead:
+        begin, end = peer.not_before.timestamp(), peer.not_after.timestamp()
+        return cls(peer.serial, peer.identity.name, peer.fingerprint, begin, end)
+
+
 class MembershipStatus(NamedTuple):
     """What the lists say of a certificate at one moment.
 
     revoked: the reason it was revoked, or None   member: a silo or lead of this name and key is in force, or an
-    invitation of this serial is open
+    invitation of this serial is open   renewed_at: since when its successor is in use, or None
     """
 
     revoked: str | None
     member: bool
+    renewed_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +155,23 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Steering:
+    """What a lead changed of a run under way, and which classes each silo was seen to hold.
+
+    attempt: how often the run was resumed   quorum: 0 for the manifest's   extended_s: seconds that the round
+    `extended_round` got.
+    """
+
+    run_id: str
+    attempt: int = 0
+    quorum: int = 0
+    excluded: tuple[str, ...] = ()
+    extended_round: int = 0
+    extended_s: float = 0.0
+    holds: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class RoundRow:
     """A round of a run: open, or closed with its result."""
 
@@ -142,6 +190,8 @@ class RoundRow:
     opened: float = 0.0
     closed: float = 0.0
     personal: Mapping[str, float] = field(default_factory=dict)
+    cut: Mapping[str, str] = field(default_factory=dict)
+    medians: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

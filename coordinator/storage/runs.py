@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from sqlalchemy import Connection, Row, Select, func, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.storage.records import EventRow, ObjectKind, RoundRow, Run, RunState
-from coordinator.storage.schema import events, objects, rounds, runs, scores
+from coordinator.storage.schema import declared_sizes, events, judgements, objects, rounds, row_values, runs, scores
+from coordinator.storage.steering import note_resumed
 from fl_core.errors import ConfigError, StateError
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from protos.storage.sqlite import Database
+
+log = logging.getLogger(__name__)
+_LEVELS = {"refused": logging.WARNING, "lost": logging.WARNING}
+"""Of events in the log; all others are for information."""
 
 
 class RunStore:
@@ -25,15 +31,13 @@ class RunStore:
         self._db = database
         self._clock = clock
 
-    # ---- runs ------------------------------------------------------------------------------------------------------
+    def add(self, run: Run, manifest_size: int, sizes: Mapping[str, tuple[float, float]] | None = None) -> Run:
+        """Add a waiting run or return that of its request id; raises ConfigError (E-CFG-02) if its spec differs.
 
-    def add(self, run: Run, manifest_size: int) -> Run:
-        """Add a waiting run; the run that has this request id already is returned instead.
-
-        Raises ConfigError (E-CFG-02) when the same request id came with another configuration.
+        sizes: training and test examples that its silos declare, 0 where they do not say.
         """
         with self._db.write() as db:
-            known = _to_run(db.execute(select(runs).where(runs.c.request_id == run.request_id)).first())
+            known = _of_request(db, run.request_id)
             if known is not None:
                 if known.spec != run.spec:
                     raise ConfigError(
@@ -44,18 +48,25 @@ class RunStore:
                 return known
             while db.execute(select(runs.c.id).where(runs.c.id == run.id)).first():
                 run = replace(run, id=f"{run.id[:-5]}-{secrets.token_hex(2)}")
-            values = {c: getattr(run, c) for c in runs.c.keys()}  # noqa: SIM118
-            db.execute(insert(runs).values(**values | {"state": run.state.value, "created": self._clock()}))
+            values = row_values(runs, run) | {"state": run.state.value, "created": self._clock()}
+            db.execute(insert(runs).values(values))
             note_object(db, run.manifest_digest, run.id, ObjectKind.MANIFEST, 0, manifest_size)
             self._event(
                 db, run.id, "submitted", text=f"{run.rounds} rounds of {run.method} with {len(run.members)} silos"
             )
+            for name, (train, test) in (sizes or {}).items():
+                db.execute(insert(declared_sizes).values(run_id=run.id, silo=name, train=train, test=test))
             return _run(db, run.id)
 
-    def of_request(self, request_id: str) -> Run | None:
-        """Return the run that a submission made, if it did."""
+    def declared_sizes(self, run_id: str) -> list[tuple[str, float, float]]:
+        """Return (silo, training examples, test examples) as they were declared when the run was submitted."""
         with self._db.read() as db:
-            return _to_run(db.execute(select(runs).where(runs.c.request_id == request_id)).first())
+            found = db.execute(select(declared_sizes).where(declared_sizes.c.run_id == run_id))
+            return [(row.silo, row.train, row.test) for row in found]
+
+    def of_request(self, request_id: str) -> Run | None:
+        with self._db.read() as db:
+            return _of_request(db, request_id)
 
     def get(self, run_id: str) -> Run:
         """Return a run by its id; raises ConfigError (E-RUN-10) when there is none."""
@@ -68,27 +79,22 @@ class RunStore:
         with self._db.read() as db:
             by_id = select(runs).where(runs.c.id == query)
             wide = select(runs) if query == "latest" else select(runs).where(runs.c.name == query)
-            found = _to_run(db.execute(by_id).first() or db.execute(wide.order_by(*newest)).first())
-        if found is None:
+            row = db.execute(by_id).first() or db.execute(wide.order_by(*newest)).first()
+        if row is None:
             raise ConfigError("E-RUN-10", f"expected the id or name of a run, found {query!r}: see `coordinator runs`")
-        return found
+        return _to_run(row)
 
     def all(self) -> list[Run]:
         """Return all runs, newest first."""
         with self._db.read() as db:
-            return [
-                r for row in db.execute(select(runs).order_by(runs.c.created.desc(), runs.c.id)) if (r := _to_run(row))
-            ]
+            return [_to_run(row) for row in db.execute(select(runs).order_by(runs.c.created.desc(), runs.c.id))]
 
     def unfinished(self) -> list[Run]:
         """Return the runs that are waiting or running, oldest first."""
         return [run for run in reversed(self.all()) if not run.state.ended]
 
     def begin(self, run_id: str, state_object: str, size: int) -> Run:
-        """Set a run to running, from the server state of round 0; one that began earlier keeps its newest state.
-
-        Raises StateError (E-RUN-11) when the run has ended in between.
-        """
+        """Set a run to running; a new one gets this server state. Raises StateError (E-RUN-11) when it has ended."""
         with self._db.write() as db:
             run = _live(db, run_id)
             if run.state_object is None:
@@ -105,11 +111,15 @@ class RunStore:
             self._event(db, run_id, "ended", run.closed, text=f"{state.value}: {reason}" if reason else state.value)
             return _run(db, run_id)
 
-    def resume(self, run_id: str) -> Run:
-        """Set a failed run to waiting again; raises StateError (E-RUN-11) when it has not failed."""
+    def resume(self, run_id: str, quorum: int = 0) -> Run:
+        """Set a paused or failed run to waiting again; quorum: from now on, 0 changes nothing.
+
+        Raises StateError (E-RUN-11) when it is neither.
+        """
         with self._db.write() as db:
-            _expect(run := _run(db, run_id), [RunState.FAILED], "resumed")
+            _expect(run := _run(db, run_id), [RunState.PAUSED, RunState.FAILED], "resumed")
             _change_run(db, run_id, state=RunState.WAITING.value, reason="", ended=0.0)
+            note_resumed(db, run_id, quorum)
             self._event(db, run_id, "submitted", run.closed, text=f"resumed after {run.closed} closed rounds")
             return _run(db, run_id)
 
@@ -117,33 +127,16 @@ class RunStore:
         with self._db.write() as db:
             _change_run(db, run_id, bytes_down=runs.c.bytes_down + down)
 
-    # ---- rounds ----------------------------------------------------------------------------------------------------
-
     def open_round(self, run_id: str, round: int, kind: TaskKind, cohort: Sequence[str]) -> None:
         """Open a round; one that is open already stays open, with what it has received."""
         with self._db.write() as db:
             _live(db, run_id)
-            values = {
-                "run_id": run_id,
-                "round": round,
-                "kind": kind.value,
-                "is_open": 1,
-                "cohort": list(cohort),
-                "base_digest": "",
-                "base_size": 0,
-                "correct": [],
-                "examples": [],
-                "included": [],
-                "missing": {},
-                "clipped": 0,
-                "opened": self._clock(),
-                "closed": 0.0,
-            }
+            row = RoundRow(run_id, round, kind, is_open=True, cohort=tuple(cohort), opened=self._clock())
+            values = row_values(rounds, row) | {"kind": kind.value}
             if db.execute(upsert(rounds).values(values).on_conflict_do_nothing()).rowcount:
                 self._event(db, run_id, "opened", round, text=f"{kind.value}: {len(cohort)} silos")
 
     def set_base(self, run_id: str, round: int, digest: str, size: int) -> None:
-        """Record the object that a round broadcasts."""
         with self._db.write() as db:
             note_object(db, digest, run_id, ObjectKind.BASE, round, size)
             _change_round(db, run_id, round, base_digest=digest, base_size=size)
@@ -153,35 +146,45 @@ class RunStore:
             row = db.execute(_rounds(run_id).where(rounds.c.round == round)).first()
             return None if row is None else _to_round(row)
 
-    def rounds(self, run_id: str) -> list[RoundRow]:
-        """Return the closed rounds of a run, in order."""
+    def included_before(self, run_id: str, silo: str, round: int) -> int:
+        """Return 1 + the last training round before this one that has an update of a silo; 0 when none has."""
+        earlier = select(rounds.c.round, rounds.c.included).where(
+            rounds.c.run_id == run_id,
+            rounds.c.round < round,
+            rounds.c.is_open == 0,
+            rounds.c.kind == TaskKind.TRAIN.value,
+        )
         with self._db.read() as db:
-            closed = _rounds(run_id).where(rounds.c.is_open == 0).order_by(rounds.c.round)
-            return [_to_round(row) for row in db.execute(closed)]
+            newest = db.execute(earlier.order_by(rounds.c.round.desc()))
+            return next((row.round + 1 for row in newest if silo in row.included), 0)
+
+    def rounds(self, run_id: str, newest: int | None = None) -> list[RoundRow]:
+        """Return the closed rounds of a run in order; newest: only the last so many."""
+        with self._db.read() as db:
+            closed = _rounds(run_id).where(rounds.c.is_open == 0).order_by(rounds.c.round.desc()).limit(newest)
+            return [_to_round(row) for row in reversed(db.execute(closed).all())]
 
     def close_round(self, run_id: str, record: RoundRecord, state: tuple[str, int] | None, model_digest: str) -> Run:
-        """Close a round: its result, the server state after it (digest, size) and the run's progress, all or nothing.
+        """Store a round's result, the server state after it (digest, size) and the run's progress.
 
         The closing evaluation has no new state (None) and finishes the run. model_digest: empty where it is not known.
-        Raises StateError (E-RUN-11) when the run has ended in between, for instance by an abort.
+        Raises StateError (E-RUN-11) when the run has ended in between.
         """
         train, now = record.kind is TaskKind.TRAIN, self._clock()
         with self._db.write() as db:
             run = _live(db, run_id)
-            _change_round(
-                db,
-                run_id,
-                record.round,
-                is_open=0,
-                correct=record.correct,
-                examples=record.examples,
-                included=record.included,
-                missing=dict(record.missing),
-                clipped=record.clipped,
-                closed=now,
-            )
+            result = {name: getattr(record, name) for name in ("correct", "examples", "included", "clipped")}
+            _change_round(db, run_id, record.round, is_open=0, missing=dict(record.missing), closed=now, **result)
             if record.personal:
                 db.execute(insert(scores).values(run_id=run_id, round=record.round, personal=dict(record.personal)))
+            if record.cut or record.medians:
+                judged = {"cut": dict(record.cut), "medians": dict(record.medians)}
+                db.execute(insert(judgements).values(run_id=run_id, round=record.round, **judged))
+            for name, why in record.cut.items():
+                self._event(db, run_id, "cut", record.round, name, f"round {record.round + 1}: {name}'s {why}")
+            for name, why in record.missing.items():
+                if why.startswith("E-RUN-44"):  # by the round itself; what a silo refused or was told has its event
+                    self._event(db, run_id, "refused", record.round, name, why)
             progress: dict[str, object] = {
                 "accuracy": record.accuracy,
                 "best_accuracy": max(run.best_accuracy, record.accuracy),
@@ -199,15 +202,15 @@ class RunStore:
             self._event(db, run_id, "closed", record.round, text=text)
             if not train:
                 self._event(db, run_id, "ended", record.round, text=RunState.FINISHED.value)
-            return _run(db, run_id)
+            closed = _run(db, run_id)
+        self._db.checkpoint()
+        return closed
 
     def note_model(self, run_id: str, state_object: str, model_digest: str) -> None:
         """Store the digest of the model in a server state, unless the run has a newer state by now."""
         newest = (runs.c.id == run_id, runs.c.state_object == state_object)
         with self._db.write() as db:
             db.execute(update(runs).where(*newest).values(model_digest=model_digest))
-
-    # ---- events ----------------------------------------------------------------------------------------------------
 
     def event(self, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
         with self._db.write() as db:
@@ -226,7 +229,9 @@ class RunStore:
 def add_event(
     db: Connection, at: float, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = ""
 ) -> None:
-    """Add an event inside an open transaction."""
+    """Add an event inside an open transaction, and write it to the log."""
+    about = {"event": kind, "run": run_id, "round": round, "silo": silo}
+    log.log(_LEVELS.get(kind, logging.INFO), "%s%s", kind, f": {text}" if text else "", extra=about)
     last = db.scalar(select(func.max(events.c.number)).where(events.c.run_id == run_id)) or 0
     values = {"at": at, "kind": kind, "round": round, "silo": silo, "text": text}
     db.execute(insert(events).values(run_id=run_id, number=last + 1, **values))
@@ -248,7 +253,9 @@ def _change_round(db: Connection, run_id: str, round: int, **values: object) -> 
 
 def _rounds(run_id: str) -> Select[tuple[object, ...]]:
     measured = (scores.c.run_id == rounds.c.run_id) & (scores.c.round == rounds.c.round)
-    return select(rounds, scores.c.personal).outerjoin(scores, measured).where(rounds.c.run_id == run_id)
+    judged = (judgements.c.run_id == rounds.c.run_id) & (judgements.c.round == rounds.c.round)
+    wide = select(rounds, scores.c.personal, judgements.c.cut, judgements.c.medians)
+    return wide.outerjoin(scores, measured).outerjoin(judgements, judged).where(rounds.c.run_id == run_id)
 
 
 def _expect(run: Run, states: Iterable[RunState], verb: str) -> None:
@@ -265,15 +272,18 @@ def _live(db: Connection, run_id: str) -> Run:
 
 
 def _run(db: Connection, run_id: str) -> Run:
-    found = _to_run(db.execute(select(runs).where(runs.c.id == run_id)).first())
-    if found is None:
-        raise ConfigError("E-RUN-10", f"expected the id of a run, found {run_id!r}: see `coordinator runs`")
-    return found
-
-
-def _to_run(row: Row[tuple[object, ...]] | None) -> Run | None:
+    row = db.execute(select(runs).where(runs.c.id == run_id)).first()
     if row is None:
-        return None
+        raise ConfigError("E-RUN-10", f"expected the id of a run, found {run_id!r}: see `coordinator runs`")
+    return _to_run(row)
+
+
+def _of_request(db: Connection, request_id: str) -> Run | None:
+    row = db.execute(select(runs).where(runs.c.request_id == request_id)).first()
+    return None if row is None else _to_run(row)
+
+
+def _to_run(row: Row[tuple[object, ...]]) -> Run:
     raw = row._mapping
     return Run(**{**raw, "state": RunState(raw["state"]), "members": tuple(raw["members"])})
 
@@ -281,5 +291,5 @@ def _to_run(row: Row[tuple[object, ...]] | None) -> Run | None:
 def _to_round(row: Row[tuple[object, ...]]) -> RoundRow:
     raw = dict(row._mapping)
     raw |= {name: tuple(raw[name]) for name in ("cohort", "correct", "examples", "included")}
-    raw["personal"] = raw["personal"] or {}
+    raw |= {name: raw[name] or {} for name in ("personal", "cut", "medians")}
     return RoundRow(**raw | {"kind": TaskKind(raw["kind"]), "is_open": bool(raw["is_open"])})

@@ -4,198 +4,242 @@ from __future__ import annotations
 
 import sqlite3
 
-from sqlalchemy import (
-    JSON,
-    Column,
-    Float,
-    ForeignKey,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    String,
-    Table,
-    Text,
-    UniqueConstraint,
-    text,
-)
+import sqlalchemy as sa
 
-metadata = MetaData()
+from protos.storage.generation import incarnation_table
 
-silos = Table(
+metadata = sa.MetaData()
+incarnation = incarnation_table(metadata)
+
+silos = sa.Table(
     "silos",
     metadata,
-    Column("name", String, primary_key=True),
-    Column("state", String, nullable=False),
-    Column("serial", String, nullable=False),  # of the newest certificate
-    Column("since", Float, nullable=False),
-    Column("proofs", JSON, nullable=False),  # renewals: [[previous key, signature], ...]
-    Column("software", String, nullable=False, default=""),
-    Column("data", JSON),
-    Column("last_seen", Float, nullable=False, default=0.0),
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("state", sa.String, nullable=False),
+    sa.Column("serial", sa.String, nullable=False),  # of the newest certificate
+    sa.Column("since", sa.Float, nullable=False),
+    sa.Column("proofs", sa.JSON, nullable=False),  # renewals: [[previous key, signature], ...]
+    sa.Column("software", sa.String, nullable=False, default=""),
+    sa.Column("data", sa.JSON),
+    sa.Column("last_seen", sa.Float, nullable=False, default=0.0),
 )
 
-certificates = Table(
+certificates = sa.Table(
     "certificates",
     metadata,
-    Column("serial", String, primary_key=True),
-    Column("name", String, nullable=False, index=True),
-    Column("fingerprint", String, nullable=False),
-    Column("pem", Text, nullable=False),
-    Column("issued", Float, nullable=False),
-    Column("until", Float, nullable=False),
-    Column("enrolled", Integer, nullable=False),  # 1: by an invitation, 0: by a renewal
-    Column("first_used", Float),
+    sa.Column("serial", sa.String, primary_key=True),
+    sa.Column("name", sa.String, nullable=False, index=True),
+    sa.Column("fingerprint", sa.String, nullable=False),
+    sa.Column("pem", sa.Text, nullable=False),
+    sa.Column("issued", sa.Float, nullable=False),
+    sa.Column("until", sa.Float, nullable=False),
+    sa.Column("enrolled", sa.Integer, nullable=False),  # 1: by an invitation, 0: by a renewal
+    sa.Column("first_used", sa.Float),
 )
 
-revocations = Table(
+revocations = sa.Table(
     "revocations",
     metadata,
-    Column("serial", String, primary_key=True),
-    Column("name", String, nullable=False),
-    Column("reason", Text, nullable=False),
-    Column("at", Float, nullable=False),
+    sa.Column("serial", sa.String, primary_key=True),
+    sa.Column("name", sa.String, nullable=False),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("at", sa.Float, nullable=False),
 )
 
-invitations = Table(
+leads = sa.Table(
+    "leads",
+    metadata,
+    sa.Column("number", sa.Integer, primary_key=True),
+    sa.Column("serial", sa.String, nullable=False, unique=True),
+    sa.Column("name", sa.String, nullable=False, index=True),
+    sa.Column("fingerprint", sa.String, nullable=False),
+    sa.Column("issued", sa.Float, nullable=False),
+    sa.Column("until", sa.Float, nullable=False),
+    sa.Column("first_used", sa.Float),
+)
+
+alarms = sa.Table(  # of identities that two parties may hold
+    "alarms",
+    metadata,
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("at", sa.Float, nullable=False),
+    sa.Column("text", sa.Text, nullable=False),
+)
+
+invitations = sa.Table(
     "invitations",
     metadata,
-    Column("serial", String, primary_key=True),
-    Column("name", String, nullable=False, index=True),
-    Column("issued", Float, nullable=False),
-    Column("expires", Float, nullable=False),
-    Column("withdrawn", Float),
-    Column("used", Float),
-    Column("fingerprint", String),  # of the key that used it
-    Column("certificate", String),  # serial of what it got
+    sa.Column("serial", sa.String, primary_key=True),
+    sa.Column("name", sa.String, nullable=False, index=True),
+    sa.Column("issued", sa.Float, nullable=False),
+    sa.Column("expires", sa.Float, nullable=False),
+    sa.Column("withdrawn", sa.Float),
+    sa.Column("used", sa.Float),
+    sa.Column("fingerprint", sa.String),  # of the key that used it
+    sa.Column("certificate", sa.String),  # serial of what it got
 )
 
-rosters = Table(
+rosters = sa.Table(
     "rosters",
     metadata,
-    Column("version", Integer, primary_key=True, autoincrement=False),
-    Column("document", LargeBinary, nullable=False),
-    Column("signature", LargeBinary, nullable=False),
+    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("document", sa.LargeBinary, nullable=False),
+    sa.Column("signature", sa.LargeBinary, nullable=False),
 )
 
-counters = Table(
+counters = sa.Table(
     "counters",
     metadata,
-    Column("name", String, primary_key=True),
-    Column("value", Integer, nullable=False),
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("value", sa.Integer, nullable=False),
 )
 
-runs = Table(
+runs = sa.Table(
     "runs",
     metadata,
-    Column("id", String, primary_key=True),
-    Column("name", String, nullable=False),
-    Column("request_id", String, nullable=False, unique=True),
-    Column("spec", Text, nullable=False),
-    Column("manifest", Text, nullable=False),
-    Column("manifest_digest", String, nullable=False),
-    Column("method", String, nullable=False),
-    Column("data", String, nullable=False),
-    Column("rounds", Integer, nullable=False),
-    Column("members", JSON, nullable=False),
-    Column("state", String, nullable=False, index=True),
-    Column("reason", Text, nullable=False),
-    Column("closed", Integer, nullable=False),
-    Column("state_object", String),
-    Column("model_digest", String, nullable=False),
-    Column("accuracy", Float, nullable=False),
-    Column("best_accuracy", Float, nullable=False),
-    Column("bytes_up", Integer, nullable=False),
-    Column("bytes_down", Integer, nullable=False),
-    Column("created", Float, nullable=False),
-    Column("ended", Float, nullable=False),
+    sa.Column("id", sa.String, primary_key=True),
+    sa.Column("name", sa.String, nullable=False),
+    sa.Column("request_id", sa.String, nullable=False, unique=True),
+    sa.Column("spec", sa.Text, nullable=False),
+    sa.Column("manifest", sa.Text, nullable=False),
+    sa.Column("manifest_digest", sa.String, nullable=False),
+    sa.Column("method", sa.String, nullable=False),
+    sa.Column("data", sa.String, nullable=False),
+    sa.Column("rounds", sa.Integer, nullable=False),
+    sa.Column("members", sa.JSON, nullable=False),
+    sa.Column("state", sa.String, nullable=False, index=True),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("closed", sa.Integer, nullable=False),
+    sa.Column("state_object", sa.String),
+    sa.Column("model_digest", sa.String, nullable=False),
+    sa.Column("accuracy", sa.Float, nullable=False),
+    sa.Column("best_accuracy", sa.Float, nullable=False),
+    sa.Column("bytes_up", sa.Integer, nullable=False),
+    sa.Column("bytes_down", sa.Integer, nullable=False),
+    sa.Column("created", sa.Float, nullable=False),
+    sa.Column("ended", sa.Float, nullable=False),
 )
 
-rounds = Table(
+rounds = sa.Table(
     "rounds",
     metadata,
-    Column("run_id", ForeignKey("runs.id"), primary_key=True),
-    Column("round", Integer, primary_key=True),
-    Column("kind", String, nullable=False),
-    Column("is_open", Integer, nullable=False),
-    Column("cohort", JSON, nullable=False),
-    Column("base_digest", String, nullable=False),
-    Column("base_size", Integer, nullable=False),
-    Column("correct", JSON, nullable=False),
-    Column("examples", JSON, nullable=False),
-    Column("included", JSON, nullable=False),
-    Column("missing", JSON, nullable=False),
-    Column("clipped", Integer, nullable=False),
-    Column("opened", Float, nullable=False),
-    Column("closed", Float, nullable=False),
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("round", sa.Integer, primary_key=True),
+    sa.Column("kind", sa.String, nullable=False),
+    sa.Column("is_open", sa.Integer, nullable=False),
+    sa.Column("cohort", sa.JSON, nullable=False),
+    sa.Column("base_digest", sa.String, nullable=False),
+    sa.Column("base_size", sa.Integer, nullable=False),
+    sa.Column("correct", sa.JSON, nullable=False),
+    sa.Column("examples", sa.JSON, nullable=False),
+    sa.Column("included", sa.JSON, nullable=False),
+    sa.Column("missing", sa.JSON, nullable=False),
+    sa.Column("clipped", sa.Integer, nullable=False),
+    sa.Column("opened", sa.Float, nullable=False),
+    sa.Column("closed", sa.Float, nullable=False),
 )
 
-scores = Table(  # of rounds in which personal models were measured
+scores = sa.Table(  # of rounds in which personal models were measured
     "scores",
     metadata,
-    Column("run_id", ForeignKey("runs.id"), primary_key=True),
-    Column("round", Integer, primary_key=True),
-    Column("personal", JSON, nullable=False),
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("round", sa.Integer, primary_key=True),
+    sa.Column("personal", sa.JSON, nullable=False),
 )
 
-contributions = Table(
+steering = sa.Table(  # of runs that a lead has intervened in, and what their rounds have shown
+    "steering",
+    metadata,
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("attempt", sa.Integer, nullable=False),  # how often it was resumed
+    sa.Column("quorum", sa.Integer, nullable=False),  # 0: the manifest's
+    sa.Column("excluded", sa.JSON, nullable=False),
+    sa.Column("extended_round", sa.Integer, nullable=False),
+    sa.Column("extended_s", sa.Float, nullable=False),
+    sa.Column("holds", sa.JSON, nullable=False),  # {silo: classes}, by what it sent last
+)
+
+judgements = sa.Table(  # of rounds whose aggregator looks at norms
+    "judgements",
+    metadata,
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("round", sa.Integer, primary_key=True),
+    sa.Column("cut", sa.JSON, nullable=False),
+    sa.Column("medians", sa.JSON, nullable=False),
+)
+
+declared_sizes = sa.Table(  # what silos had declared of their data when the run was submitted
+    "declared_sizes",
+    metadata,
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("silo", sa.String, primary_key=True),
+    sa.Column("train", sa.Float, nullable=False),
+    sa.Column("test", sa.Float, nullable=False),
+)
+
+contributions = sa.Table(
     "contributions",
     metadata,
-    Column("id", String, primary_key=True),
-    Column("run_id", ForeignKey("runs.id"), nullable=False),
-    Column("round", Integer, nullable=False),
-    Column("kind", String, nullable=False),
-    Column("silo", String, nullable=False),
-    Column("manifest_digest", String, nullable=False),
-    Column("base_digest", String, nullable=False),
-    Column("object_digest", String, nullable=False),
-    Column("size", Integer, nullable=False),
-    Column("received", Float),  # set, with the receipt, when it was committed
-    Column("receipt", LargeBinary),
-    Index("contributions_of_round", "run_id", "round"),
+    sa.Column("id", sa.String, primary_key=True),
+    sa.Column("run_id", sa.ForeignKey("runs.id"), nullable=False),
+    sa.Column("round", sa.Integer, nullable=False),
+    sa.Column("kind", sa.String, nullable=False),
+    sa.Column("silo", sa.String, nullable=False),
+    sa.Column("manifest_digest", sa.String, nullable=False),
+    sa.Column("base_digest", sa.String, nullable=False),
+    sa.Column("object_digest", sa.String, nullable=False),
+    sa.Column("size", sa.Integer, nullable=False),
+    sa.Column("received", sa.Float),  # set, with the receipt, when it was committed
+    sa.Column("receipt", sa.LargeBinary),
+    sa.Index("contributions_of_round", "run_id", "round"),
 )
 
-attestations = Table(
+attestations = sa.Table(
     "attestations",
     metadata,
-    Column("id", String, primary_key=True),  # of the contribution
-    Column("policy", String, nullable=False),
-    Column("seq", Integer, nullable=False),
-    Column("head", String, nullable=False),
-    Column("sealed", LargeBinary, nullable=False, server_default=text("x''")),
-    Column("restored", Integer, nullable=False, server_default=text("0")),
+    sa.Column("id", sa.String, primary_key=True),  # of the contribution
+    sa.Column("policy", sa.String, nullable=False),
+    sa.Column("seq", sa.Integer, nullable=False),
+    sa.Column("head", sa.String, nullable=False),
+    sa.Column("sealed", sa.LargeBinary, nullable=False, server_default=sa.text("x''")),
+    sa.Column("restored", sa.Integer, nullable=False, server_default=sa.text("0")),
 )
 
-policies = Table(
+policies = sa.Table(
     "policies",
     metadata,
-    Column("silo", String, primary_key=True),
-    Column("digest", String, nullable=False),
+    sa.Column("silo", sa.String, primary_key=True),
+    sa.Column("digest", sa.String, nullable=False),
 )
 
-objects = Table(
+objects = sa.Table(
     "objects",
     metadata,
-    Column("digest", String, primary_key=True),
-    Column("run_id", ForeignKey("runs.id"), primary_key=True),
-    Column("kind", String, primary_key=True),
-    Column("round", Integer, primary_key=True),
-    Column("size", Integer, nullable=False),
-    Index("objects_of_run", "run_id", "kind"),
+    sa.Column("digest", sa.String, primary_key=True),
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("kind", sa.String, primary_key=True),
+    sa.Column("round", sa.Integer, primary_key=True),
+    sa.Column("size", sa.Integer, nullable=False),
+    sa.Index("objects_of_run", "run_id", "kind"),
 )
 
-events = Table(
+events = sa.Table(
     "events",
     metadata,
-    Column("run_id", ForeignKey("runs.id"), primary_key=True),
-    Column("number", Integer, primary_key=True),
-    Column("at", Float, nullable=False),
-    Column("kind", String, nullable=False),
-    Column("round", Integer, nullable=False),
-    Column("silo", String, nullable=False),
-    Column("text", Text, nullable=False),
-    UniqueConstraint("run_id", "number"),
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True),
+    sa.Column("at", sa.Float, nullable=False),
+    sa.Column("kind", sa.String, nullable=False),
+    sa.Column("round", sa.Integer, nullable=False),
+    sa.Column("silo", sa.String, nullable=False),
+    sa.Column("text", sa.Text, nullable=False),
+    sa.UniqueConstraint("run_id", "number"),
 )
+
+
+def row_values(table: sa.Table, record: object) -> dict[str, object]:
+    """Return the values of a record that has an attribute for every column."""
+    return {column.name: getattr(record, column.name) for column in table.c}
 
 
 def _scores_and_attestations(db: sqlite3.Connection) -> None:
@@ -215,5 +259,46 @@ def _scores_and_attestations(db: sqlite3.Connection) -> None:
             db.execute(f"ALTER TABLE attestations ADD COLUMN {column} {kind}")
 
 
-MIGRATIONS = (_scores_and_attestations,)
-IN_EVERY_VERSION = frozenset(metadata.tables) - {"scores", "attestations", "policies"}
+def _incarnation(db: sqlite3.Connection) -> None:
+    """Count changes from here on."""
+    db.execute(
+        "CREATE TABLE incarnation (id INTEGER NOT NULL PRIMARY KEY, incarnation VARCHAR NOT NULL, "
+        "generation INTEGER NOT NULL)"
+    )
+    db.execute("INSERT INTO incarnation VALUES (1, lower(hex(randomblob(16))), 1)")
+
+
+def _leads_and_alarms(db: sqlite3.Connection) -> None:
+    db.execute(
+        "CREATE TABLE leads (number INTEGER NOT NULL PRIMARY KEY, serial VARCHAR NOT NULL UNIQUE, "
+        "name VARCHAR NOT NULL, fingerprint VARCHAR NOT NULL, issued FLOAT NOT NULL, until FLOAT NOT NULL, "
+        "first_used FLOAT)"
+    )
+    db.execute("CREATE INDEX ix_leads_name ON leads (name)")
+    db.execute("CREATE TABLE alarms (name VARCHAR NOT NULL PRIMARY KEY, at FLOAT NOT NULL, text TEXT NOT NULL)")
+    db.execute("INSERT INTO counters VALUES ('leads_unlisted_before', CAST(strftime('%s', 'now') AS INTEGER))")
+
+
+def _steering(db: sqlite3.Connection) -> None:
+    db.execute(
+        "CREATE TABLE steering (run_id VARCHAR NOT NULL REFERENCES runs (id), attempt INTEGER NOT NULL, "
+        "quorum INTEGER NOT NULL, excluded JSON NOT NULL, extended_round INTEGER NOT NULL, extended_s FLOAT NOT NULL, "
+        "holds JSON NOT NULL, PRIMARY KEY (run_id))"
+    )
+
+
+def _judgements_and_sizes(db: sqlite3.Connection) -> None:
+    db.execute(
+        "CREATE TABLE judgements (run_id VARCHAR NOT NULL REFERENCES runs (id), round INTEGER NOT NULL, "
+        "cut JSON NOT NULL, medians JSON NOT NULL, PRIMARY KEY (run_id, round))"
+    )
+    db.execute(
+        "CREATE TABLE declared_sizes (run_id VARCHAR NOT NULL REFERENCES runs (id), silo VARCHAR NOT NULL, "
+        "train FLOAT NOT NULL, test FLOAT NOT NULL, PRIMARY KEY (run_id, silo))"
+    )
+
+
+MIGRATIONS = (_scores_and_attestations, _incarnation, _leads_and_alarms, _steering, _judgements_and_sizes)
+_ADDED = {"scores", "attestations", "policies", "incarnation", "leads", "alarms", "steering"}
+_ADDED |= {"judgements", "declared_sizes"}
+IN_EVERY_VERSION = frozenset(metadata.tables) - _ADDED

@@ -1,33 +1,65 @@
-"""The coordinator's database, in one file: `members`, `runs`, `contributions` and `attestations`.
-
-Every method of these is one transaction, on the disk when it returns.
-"""
+"""The coordinator's database, in one file; each method of its stores is one transaction, on disk on return."""
 
 from __future__ import annotations
 
+import fcntl
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from coordinator.storage.attestations import AttestationStore
 from coordinator.storage.contributions import ContributionStore
 from coordinator.storage.members import MemberStore
 from coordinator.storage.runs import RunStore
 from coordinator.storage.schema import IN_EVERY_VERSION, MIGRATIONS, metadata
+from coordinator.storage.steering import SteeringStore
+from fl_core.errors import StateError
+from protos.storage.object_store import count_objects
+from protos.storage.private_files import own_home
 from protos.storage.sqlite import Database
 
 FILE = "coordinator.sqlite"
+OBJECTS = "blobs/objects"
+LOCK_FILE = "service.lock"
+"""Held by the one service of a home."""
+
+
+def lock_home(home: Path) -> IO[str]:
+    """Take the lock of a home; the system gives it back when the file is closed or the process ends.
+
+    Raises StateError (E-STATE-20) when a service runs there.
+    """
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = (home / LOCK_FILE).open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise StateError(
+            "E-STATE-20", f"expected {home} to be free, found another coordinator running on it: stop that one"
+        ) from None
+    return file
 
 
 class Store:
     """The coordinator's database, usable from many threads and beside a second process (the command line)."""
 
-    def __init__(self, home: Path, clock: Callable[[], float] = time.time) -> None:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.database = Database(home / FILE, metadata, MIGRATIONS, IN_EVERY_VERSION)
+    def __init__(self, home: Path, clock: Callable[[], float] = time.time, accept_loss: bool = False) -> None:
+        """Open the database of a home; raises as `Database`. accept_loss: go on with an older or new one."""
+        own_home(home)
+        self.database = Database(
+            home / FILE,
+            metadata,
+            MIGRATIONS,
+            IN_EVERY_VERSION,
+            contents=lambda: count_objects(home / OBJECTS),
+            accept_loss=accept_loss,
+        )
         self.members = MemberStore(self.database, clock)
         self.runs = RunStore(self.database, clock)
         self.contributions = ContributionStore(self.database, clock)
+        self.steering = SteeringStore(self.database)
         self.attestations = AttestationStore(self.database)
 
     def close(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,21 +18,23 @@ _TAKEOVER_S = 10.0
 
 @dataclass(slots=True)
 class Upload:
-    """An upload under way. digest: that of all of its bytes, where its last stream brought all of them."""
+    """An upload under way. digest: of all of its bytes, where its last stream brought them all."""
 
     digest: str | None = None
-    writer: threading.Lock = field(default_factory=threading.Lock)
-    cancel: Callable[[], object] | None = None
+    writer: asyncio.Lock = field(default_factory=asyncio.Lock)
+    end: Callable[[], object] | None = None
     """Ends the stream that writes it now."""
 
 
 class UploadRegistry:
-    """The uploads of all silos, in files `partial/<silo>/<contribution>` of a folder. quota: bytes for each silo."""
+    """The uploads of all silos, in files `partial/<silo>/<contribution>` of a folder. quota: bytes for each silo.
+
+    Coroutines belong to the service's event loop; the rest may be called from any thread.
+    """
 
     def __init__(self, folder: Path, quota: int = QUOTA_BYTES) -> None:
         self._folder = folder / "partial"
         self.quota = quota
-        self._lock = threading.Lock()
         self._uploads: dict[str, Upload] = {}
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove_recycled(self._folder, folder / "spare", folder / "aside")
@@ -44,7 +46,6 @@ class UploadRegistry:
         return folder / contribution
 
     def size(self, silo: str, contribution: str) -> int:
-        """Return how many bytes of an upload have arrived."""
         return partial_size(self._folder / silo / contribution)
 
     def pending(self, silo: str) -> int:
@@ -54,31 +55,27 @@ class UploadRegistry:
         """List the unfinished uploads as (silo, contribution)."""
         return [(file.parent.name, file.name) for file in self._folder.glob("*/*")]
 
-    @contextmanager
-    def writing(self, contribution: str, cancel: Callable[[], object] | None = None) -> Iterator[Upload]:
-        """Become the one writer of an upload. A stream that still writes it has lost its connection and is cancelled.
-
-        Raises UnavailableError (E-NET-12) when it does not end in time.
-        """
-        with self._lock:
-            upload = self._uploads.setdefault(contribution, Upload())
-            older = upload.cancel
-        if older is not None:
-            older()
-        if not upload.writer.acquire(timeout=_TAKEOVER_S):
-            raise UnavailableError("E-NET-12", "this update is being sent over another stream: try again")
+    @asynccontextmanager
+    async def writing(self, contribution: str, end: Callable[[], object] | None = None) -> AsyncIterator[Upload]:
+        """Become the only writer of an upload; ends the older one, or raises UnavailableError (E-NET-12)."""
+        upload = self._uploads.setdefault(contribution, Upload())
+        if upload.end is not None:
+            upload.end()
         try:
-            upload.cancel = cancel
+            async with asyncio.timeout(_TAKEOVER_S):
+                await upload.writer.acquire()
+        except TimeoutError:
+            raise UnavailableError("E-NET-12", "this update is being sent over another stream: try again") from None
+        try:
+            upload.end = end
             yield upload
         finally:
-            upload.cancel = None
+            upload.end = None
             upload.writer.release()
 
     def discard(self, silo: str, contribution: str) -> None:
-        """Delete the bytes of an unfinished upload."""
         (self._folder / silo / contribution).unlink(missing_ok=True)
 
     def forget(self, contribution: str) -> None:
         """Drop an upload that is finished or will not be."""
-        with self._lock:
-            self._uploads.pop(contribution, None)
+        self._uploads.pop(contribution, None)

@@ -14,7 +14,6 @@ from fl_core.types.values import Bundle, State, Tensors
 
 
 def groups(guards: Iterable[Guard]) -> frozenset[str]:
-    """Name the groups and parts that belong to guards."""
     return frozenset(g.group for g in guards if g.group)
 
 
@@ -24,7 +23,6 @@ def method_state(state: Mapping[str, Tensors], names: frozenset[str]) -> State:
 
 
 def guards_for_round(guards: Sequence[Guard], msg: State) -> list[Guard]:
-    """Return the guards of a round from what was broadcast; raises RefusedError as `Guard.with_setting`."""
     return [g.with_setting(msg.get(g.group)) for g in guards]
 
 
@@ -46,5 +44,4 @@ def current_settings(guards: Sequence[Guard], server: State, round: int) -> Stat
 
 
 def next_settings(guards: Sequence[Guard], now: State, total: Bundle) -> State:
-    """Return the settings of the next round."""
     return {g.group: g.next_setting(now[g.group], total[g.group]) for g in guards if g.group in now}

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from fl_core.aggregation.fixed_point import FixedPointFormat, check_finite, check_layout
+from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.types.values import Bundle, Layout, Part, PartSpec
 
 BLOCK = 1 << 15
 """Numbers that are encoded at a time, so that what is computed on the way stays in the processor's cache."""
+
+Factors = Mapping[tuple[str, str], "float | Tensor"]
+"""(part, tensor) -> what its values are multiplied by, all of them or each row (C,)."""
+NO_FACTORS: Factors = {}
 
 
 class Aggregator:
@@ -27,26 +31,13 @@ class Aggregator:
         self.layout = layout
         self.grid = grid
         self.clipped = 0
-        self.count = 0
         self._sums = {name: _zeros(spec) for name, spec in layout.items() if name not in unsummed}
         self._unsummed: dict[str, dict[int, Part]] = {name: {} for name in layout if name in unsummed}
 
-    def validate(self, update: Bundle) -> None:
-        """Check that an update can be added.
+    def add(self, update: Bundle, silo: int = 0, factors: Factors = NO_FACTORS) -> None:
+        """Add an update, or some of its parts, that was checked; floats are encoded here, integers are encoded already.
 
-        Raises ProtocolError: E-WIRE-06 on another layout or a file that cannot be read, E-WIRE-05 on a number that is
-        not finite.
-        """
-        check_layout(update, self.layout)
-        for name, part in update.items():
-            for segment, value in (*((name, part.total[key]) for key in part.total), (f"{name}.weight", part.weight)):
-                for block in _blocks(value):
-                    check_finite(segment, block)
-
-    def add(self, update: Bundle, silo: int = 0) -> None:
-        """Add an update that `validate` has accepted; floats are encoded here, integers are encoded already.
-
-        silo: its index in the roster, the order of what is kept one by one.
+        silo: its index in the roster, the order of what is kept one by one   factors: what tensors are multiplied by
         Raises ProtocolError (E-WIRE-06) where a file can no longer be read: the sum is then unusable.
         """
         for name, part in update.items():
@@ -55,13 +46,22 @@ class Aggregator:
             else:
                 sums = self._sums[name]
             for key, into in sums.total.items():
-                self._add(name, part.total[key], into)
+                self._add(name, part.total[key], into, factors.get((name, key)))
             self._add(f"{name}.weight", part.weight, sums.weight)
-        self.count += 1
 
-    def _add(self, segment: str, value: Tensor, into: Tensor) -> None:
+    def add_weight(self, name: str, weight: Tensor) -> None:
+        """Add a weight without its values, for aggregators that `put` something else than their sum."""
+        self._add(f"{name}.weight", weight, self._sums[name].weight)
+
+    def put(self, name: str, key: str, start: int, units: Tensor) -> None:
+        """Set some of a tensor's numbers in integer units."""
+        self._sums[name].total[key].view(-1)[start : start + len(units)] = units
+
+    def _add(self, segment: str, value: Tensor, into: Tensor, factor: float | Tensor | None = None) -> None:
+        if isinstance(factor, Tensor):  # one per row
+            value, factor = value.double() * factor.reshape(-1, *([1] * (value.dim() - 1))), None
         for block, sums in zip(_blocks(value), _blocks(into), strict=True):
-            units, clipped = self.grid.encode(segment, block)
+            units, clipped = self.grid.encode(segment, block if factor is None else block.double() * factor)
             sums += units.cpu()
             self.clipped += clipped
 

@@ -106,7 +106,6 @@ class FixedPoint(Guard):
         self.clipped = 0
 
     def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002
-        """Put every part on the grid."""
         return {name: self._encode(name, part) for name, part in bundle.items()}
 
     def _encode(self, name: str, part: Part) -> Part:
@@ -119,7 +118,6 @@ class FixedPoint(Guard):
         return units
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
-        """Read the sum back as float64."""
         return {name: self._decode(name, part) for name, part in total.items()}
 
     def _decode(self, name: str, part: Part) -> Part:

@@ -17,7 +17,7 @@ from fl_core.datasets.checks import CheckProblem, CheckReport, SourceIndex
 from fl_core.datasets.examples import ArrayExamples, SiloDataset, TensorExamples
 from fl_core.datasets.image_files import ImageExamples, ImageTransform
 from fl_core.datasets.partition.federations import Partitioner, federation_text, parse_federation
-from fl_core.datasets.references import DataRef, Source, federation, parse
+from fl_core.datasets.references import SOURCES, DataRef, federation, parse
 from fl_core.datasets.sources import (
     arrays,
     class_folders,
@@ -35,13 +35,13 @@ from fl_core.types.records import Schema
 
 __all__ = [
     "DATA_ROOT",
+    "SOURCES",
     "ArrayExamples",
     "CheckProblem",
     "CheckReport",
     "DataRef",
     "ImageExamples",
     "SiloDataset",
-    "Source",
     "TensorExamples",
     "check",
     "federation",
@@ -54,16 +54,16 @@ __all__ = [
 
 DATA_ROOT = "CONSILIUM_DATA_ROOT"
 SIZES = range(8, 2049)
-READERS: Mapping[Source, arrays.Reader] = {
-    Source.SPIRAL: spiral.read,
-    Source.FEMNIST: leaf.read,
-    Source.SHAKESPEARE: leaf.read,
-    **dict.fromkeys((Source(name) for name in torchvision.MARKS), torchvision.read),
+READERS: Mapping[str, arrays.Reader] = {
+    "spiral": spiral.read,
+    "femnist": leaf.read,
+    "shakespeare": leaf.read,
+    **dict.fromkeys(torchvision.MARKS, torchvision.read),
 }
-FIXED: Mapping[Source, Schema] = {
-    Source.DIGITS: Schema(digits.SHAPE, digits.CLASSES),
-    Source.SPIRAL: Schema(spiral.SHAPE, spiral.CLASSES),
-    **{Source(name): Schema(known.shape, known.classes) for name, known in KNOWN.items()},
+FIXED: Mapping[str, Schema] = {
+    "digits": Schema(digits.SHAPE, digits.CLASSES),
+    "spiral": Schema(spiral.SHAPE, spiral.CLASSES),
+    **{name: Schema(known.shape, known.classes) for name, known in KNOWN.items()},
 }
 """The data sets whose examples have one shape."""
 
@@ -82,14 +82,10 @@ def load(
     image_size: pixels; None takes the data set's default
     Raises ConfigError (E-CFG-01, E-CFG-23) for what is asked, one DataError (E-DATA-..) for all that is wrong.
     """
-    ref = parse(reference)
-    _settings(ref.source, classes, image_size)
-    if ref.source is Source.DIGITS:
-        return digits.load(*_place(ref), classes)
-    root = _root_for(ref.source, data_root)
-    if reader := _reader(ref.source, root):
-        return arrays.load(reader, ref.source.value, root, *_place(ref), classes)
-    return _scan(ref, root, classes).dataset(_transform(ref.source, image_size))
+    found = _find(reference, data_root, classes, image_size)
+    if isinstance(found, SourceIndex):
+        return found.dataset(_transform(parse(reference).source, image_size))
+    return found.dataset()
 
 
 def check(
@@ -105,15 +101,8 @@ def check(
     deep: decode every image to its end. Raises where there is nothing to look at (E-DATA-02, E-DATA-07); all other
     faults are in the report's `problems`.
     """
-    ref = parse(reference)
-    _settings(ref.source, classes, image_size)
-    if ref.source is Source.DIGITS:
-        return digits.check(*_place(ref), classes)
-    root = _root_for(ref.source, data_root)
-    if reader := _reader(ref.source, root):
-        return arrays.check(reader, ref.source.value, root, *_place(ref), classes)
-    scan = _scan(ref, root, classes)
-    return scan.deep_report() if deep else scan.report()
+    found = _find(reference, data_root, classes, image_size)
+    return found.deep_report() if deep and isinstance(found, SourceIndex) else found.report()
 
 
 def schema_of(data: str, *, classes: Sequence[str] | None = None, image_size: int | None = None) -> Schema:
@@ -121,12 +110,11 @@ def schema_of(data: str, *, classes: Sequence[str] | None = None, image_size: in
 
     Raises ConfigError: E-CFG-01 for an unknown name, E-CFG-23 for a folder or manifest without `classes`.
     """
-    if data not in {source.value for source in Source}:
-        raise ConfigError("E-CFG-01", f"there is no data {data!r}: {suggest(data, [s.value for s in Source])}")
-    source = Source(data)
-    _settings(source, classes, image_size)
-    fixed = FIXED.get(source)
-    own = fixed.classes if fixed else isic2019.CLASSES if source is Source.ISIC2019 else None
+    if data not in SOURCES:
+        raise ConfigError("E-CFG-01", f"there is no data {data!r}: {suggest(data, SOURCES)}")
+    _check_settings(data, classes, image_size)
+    fixed = FIXED.get(data)
+    own = fixed.classes if fixed else isic2019.CLASSES if data == "isic2019" else None
     space = tuple(classes) if classes else own
     if space is None:
         raise ConfigError(
@@ -134,12 +122,11 @@ def schema_of(data: str, *, classes: Sequence[str] | None = None, image_size: in
         )
     if fixed:
         return Schema(fixed.shape, space)
-    size = _transform(source, image_size).size
+    size = _transform(data, image_size).size
     return Schema((3, size, size), space)
 
 
-def _settings(source: Source, classes: Sequence[str] | None, image_size: int | None) -> None:
-    """Refuse a label space with a class named twice, and an image size that cannot be."""
+def _check_settings(source: str, classes: Sequence[str] | None, image_size: int | None) -> None:
     if classes is not None and (isinstance(classes, str) or len(set(classes)) != len(classes) or len(classes) < 2):
         raise ConfigError("E-CFG-23", f"classes: expected at least two different names, found {classes!r}: correct it")
     if image_size is None:
@@ -151,14 +138,14 @@ def _settings(source: Source, classes: Sequence[str] | None, image_size: int | N
     if image_size not in sizes:
         raise ConfigError(
             "E-CFG-23",
-            f"{source.value}: expected image_size {sizes[0]} to {sizes[-1]} or null, found {image_size}: change it",
+            f"{source}: expected image_size {sizes[0]} to {sizes[-1]} or null, found {image_size}: change it",
         )
 
 
-def _transform(source: Source, image_size: int | None) -> ImageTransform:
+def _transform(source: str, image_size: int | None) -> ImageTransform:
     if source in FIXED:
-        return image_folders.transform(source.value)
-    return isic2019.transform(image_size) if source is Source.ISIC2019 else class_folders.transform(image_size)
+        return image_folders.transform(source)
+    return isic2019.transform(image_size) if source == "isic2019" else class_folders.transform(image_size)
 
 
 def _place(ref: DataRef) -> tuple[Partitioner, int]:
@@ -167,18 +154,31 @@ def _place(ref: DataRef) -> tuple[Partitioner, int]:
     return ref.federation, ref.silo
 
 
-def _reader(source: Source, root: Path | None) -> arrays.Reader | None:
+def _reader(source: str, root: Path | None) -> arrays.Reader | None:
     """Choose how a data set is read into memory; None for files that are decoded when first read.
 
     CIFAR10 may lie there in either form; the published arrays win, and name themselves when neither is there.
     """
-    if source is Source.CIFAR10 and root and not torchvision.located("cifar10", root):
+    if source == "cifar10" and root and not torchvision.located("cifar10", root):
         return None if image_folders.located("cifar10", root) else torchvision.read
     return READERS.get(source)
 
 
+def _find(
+    reference: str, data_root: Path | None, classes: Sequence[str] | None, image_size: int | None
+) -> SourceIndex | arrays.Share | digits.Share:
+    ref = parse(reference)
+    _check_settings(ref.source, classes, image_size)
+    if ref.source == "digits":
+        return digits.share(*_place(ref), classes)
+    root = None if ref.source in ("spiral", "folder", "manifest") else _root(data_root)
+    if reader := _reader(ref.source, root):
+        return arrays.Share.of(reader, ref.source, root, *_place(ref), classes)
+    return _scan(ref, root, classes)
+
+
 def _scan(ref: DataRef, root: Path | None, classes: Sequence[str] | None) -> SourceIndex:
-    if ref.source is Source.ISIC2019:
+    if ref.source == "isic2019":
         assert ref.silo is not None
         assert root is not None
         if not ref.clients:
@@ -187,19 +187,12 @@ def _scan(ref: DataRef, root: Path | None, classes: Sequence[str] | None) -> Sou
         return isic2019.split_center(isic2019.scan(root, center, classes), place, count, ref.seed, str(ref))
     if ref.source in FIXED:
         assert root is not None
-        return image_folders.take(ref.source.value, root, *_place(ref), classes)
+        return image_folders.take(ref.source, root, *_place(ref), classes)
     assert ref.path is not None
-    found = (
-        class_folders.scan(ref.path, classes) if ref.source is Source.FOLDER else csv_manifest.scan(ref.path, classes)
-    )
+    found = class_folders.scan(ref.path, classes) if ref.source == "folder" else csv_manifest.scan(ref.path, classes)
     if ref.federation is None or ref.silo is None:
         return found
     return found.for_silo(ref.federation, ref.silo, str(ref))
-
-
-def _root_for(source: Source, given: Path | None) -> Path | None:
-    """Return the data root where the source needs one."""
-    return None if source in (Source.DIGITS, Source.SPIRAL, Source.FOLDER, Source.MANIFEST) else _root(given)
 
 
 def _root(given: Path | None) -> Path:

@@ -70,7 +70,6 @@ def augmented(x: Tensor, how: Augmentation, generator: torch.Generator) -> Tenso
 
 
 def _crop(x: Tensor, how: Augmentation, generator: torch.Generator) -> Tensor:
-    """Pad each image on all sides and cut out its own size, anywhere."""
     pad = [how.crop] * 4
     wide = torch.nn.functional.pad(x, pad, mode="reflect" if how.border == "mirror" else "constant")
     corner = torch.randint(0, 2 * how.crop + 1, (len(x), 2), generator=generator)

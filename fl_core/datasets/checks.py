@@ -32,7 +32,6 @@ class CheckProblem:
     remedy: str
 
     def __str__(self) -> str:
-        """Write it as one line."""
         names = ", ".join(self.first) + (", ..." if self.count > len(self.first) else "")
         return f"{self.code}: {self.what}: {self.count}{f' ({names})' if names else ''}. {self.remedy}"
 
@@ -104,7 +103,6 @@ class SourceIndex:
         )
 
     def deep_report(self, threads: int = 2) -> CheckReport:
-        """Report after decoding every image."""
         report = self.report()
         sizes: Counter[tuple[int, int]] = Counter()
         broken = []
@@ -135,7 +133,6 @@ class SourceIndex:
         return self.subset(self.shares(federation)[silo], origin)
 
     def shares(self, federation: Partitioner) -> list[SiloIndices]:
-        """Partition both splits by label; all labels must be known."""
         labels = [
             np.array([self.classes.index(i.label) for i in self.items if i.split is split], dtype=np.int64)
             for split in SPLITS
@@ -197,14 +194,12 @@ def problem(
 
 
 def groups_in_both_splits(items: Sequence[Item]) -> list[str]:
-    """Name the groups that have images in both splits."""
     train = {item.group for item in items if item.split is Split.TRAIN}
     test = {item.group for item in items if item.split is Split.TEST}
     return sorted(group for group in train & test if group is not None)
 
 
 def _measure(path: Path) -> tuple[int, int] | str:
-    """Decode one file and return its size, or what is wrong with it."""
     try:
         return open_image(path).size
     except UnreadableError as error:

@@ -50,7 +50,6 @@ class TensorExamples(Examples):
         self._how = how or Augmentation()
 
     def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Read the examples at `index` (B,); x in [0, 1] is augmented when a generator is given."""
         x = self.x[index]
         return (x if augment is None else augmented(x, self._how, augment)), self.labels[index]
 

@@ -45,6 +45,10 @@ class ImageTransform:
         return round(self.size * self.margin)
 
 
+MOST_PIXELS = 1 << 26
+"""Of one image file, 8192 x 8192: decoded and turned it takes half a gigabyte."""
+
+
 class UnreadableError(Exception):
     """An image file that cannot be decoded; the message says why."""
 
@@ -53,12 +57,14 @@ def open_image(path: Path) -> Image.Image:
     """Decode a file to the last byte, turned upright, in RGB.
 
     Raises UnreadableError on what no decoder reads to the end, and on pixels of more than 8 bits, which a silent
-    conversion would saturate to white.
+    conversion would saturate to white. One of more than MOST_PIXELS is not decoded.
     """
     try:
         with Image.open(path) as file:
             if file.mode not in EIGHT_BIT:
                 raise UnreadableError(f"pixels of mode {file.mode}, not of 8 bits: convert the file")
+            if file.width * file.height > MOST_PIXELS:
+                raise UnreadableError(f"{file.width} x {file.height} pixels, more than {MOST_PIXELS}: make it smaller")
             file.load()
             return ImageOps.exif_transpose(file).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:

@@ -17,38 +17,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
+from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.partition.federations import FORMS, Partitioner, parse_federation
 from fl_core.datasets.sources.isic2019 import CENTERS, parts
 from fl_core.errors import ConfigError
 from fl_core.suggest import suggest
 
-
-class Source(Enum):
-    """Where examples come from."""
-
-    DIGITS = "digits"
-    SPIRAL = "spiral"
-    MNIST = "mnist"
-    FMNIST = "fmnist"
-    EMNIST = "emnist"
-    SVHN = "svhn"
-    CIFAR10 = "cifar10"
-    CIFAR100 = "cifar100"
-    CINIC10 = "cinic10"
-    TINYIMAGENET = "tinyimagenet"
-    FEMNIST = "femnist"
-    SHAKESPEARE = "shakespeare"
-    ISIC2019 = "isic2019"
-    FOLDER = "folder"
-    MANIFEST = "manifest"
-
-
-OWN = frozenset({Source.ISIC2019, Source.FOLDER, Source.MANIFEST})
-"""Sources with a grammar of their own; all others are NAME/FEDERATION/SILO."""
-PARTITIONED = tuple(source.value for source in Source if source not in OWN)
+OWN = ("isic2019", "folder", "manifest")
+"""Data with a grammar of their own; all others are NAME/FEDERATION/SILO."""
+PARTITIONED = ("digits", "spiral", *KNOWN)
+SOURCES = (*PARTITIONED, *OWN)
 VALID_FORMS = (
     "digits/p5c2/3, digits/hospital2, isic2019/center3, isic2019/clients20/7, folder:PATH, manifest:FILE.csv, and "
     f"NAME/p10c3/7 with a NAME of {', '.join(PARTITIONED[1:])}"
@@ -65,6 +45,7 @@ _KNOWN = (
 class DataRef:
     """A parsed reference.
 
+    source:     one of SOURCES
     silo:       the position in `federation`, or the centre or client of Fed-ISIC2019
     federation: how examples are partitioned, if they are
     path:       of a folder or a manifest
@@ -72,7 +53,7 @@ class DataRef:
     seed:       of that cut
     """
 
-    source: Source
+    source: str
     silo: int | None = None
     federation: Partitioner | None = None
     path: Path | None = None
@@ -80,15 +61,14 @@ class DataRef:
     seed: int = 0
 
     def __str__(self) -> str:
-        """Write the canonical reference."""
         partition = f"{self.federation.text}/{self.silo}" if self.federation else ""
         if self.source not in OWN:
-            return f"{self.source.value}/{partition}"
+            return f"{self.source}/{partition}"
         if self.clients:
             return f"isic2019/clients{self.clients}{f'@{self.seed}' if self.seed else ''}/{self.silo}"
-        if self.source is Source.ISIC2019:
+        if self.source == "isic2019":
             return f"isic2019/center{self.silo}"
-        return f"{self.source.value}:{self.path}{f'#{partition}' if partition else ''}"
+        return f"{self.source}:{self.path}{f'#{partition}' if partition else ''}"
 
 
 def parse(reference: str) -> DataRef:
@@ -99,34 +79,33 @@ def parse(reference: str) -> DataRef:
     federation: Partitioner | None = None
     silo: int | None = None
     kind, colon, rest = reference.partition(":")
-    if colon and kind in (Source.FOLDER.value, Source.MANIFEST.value):
+    if colon and kind in ("folder", "manifest"):
         path, hash_sign, partition = rest.partition("#")
         if not path.strip():
             raise ConfigError("E-CFG-01", f"expected a path after {kind}:, found {reference!r}")
         if hash_sign:
             federation, silo = _parse_silo(partition, reference)
-        return DataRef(Source(kind), silo, federation, Path(path).expanduser())
+        return DataRef(kind, silo, federation, Path(path).expanduser())
     if match := re.fullmatch(r"digits/hospital(\d+)", reference):
         reference = f"digits/hospitals6/{match[1]}"
     name, slash, partition = reference.partition("/")
     if slash and name in PARTITIONED:
         federation, silo = _parse_silo(partition, reference)
-        return DataRef(Source(name), silo, federation)
+        return DataRef(name, silo, federation)
     if match := re.fullmatch(r"isic2019/center(\d+)", reference):
         if int(match[1]) >= CENTERS:
             raise ConfigError("E-CFG-01", f"expected isic2019/center0 to center{CENTERS - 1}, found {reference!r}")
-        return DataRef(Source.ISIC2019, int(match[1]))
+        return DataRef("isic2019", int(match[1]))
     if match := re.fullmatch(r"isic2019/clients(\d+)(?:@(\d+))?/(\d+)", reference):
         clients, client = int(match[1]), int(match[3])
         parts(clients)
         if client >= clients:
             raise ConfigError("E-CFG-01", f"expected isic2019/clients{clients}/0 to {clients - 1}, found {reference!r}")
-        return DataRef(Source.ISIC2019, client, clients=clients, seed=int(match[2] or 0))
+        return DataRef("isic2019", client, clients=clients, seed=int(match[2] or 0))
     raise ConfigError("E-CFG-01", f"there is no data {reference!r}: {_hint(reference)}valid forms: {VALID_FORMS}")
 
 
 def _parse_silo(text: str, reference: str) -> tuple[Partitioner, int]:
-    """Read FEDERATION/SILO."""
     name, slash, silo = text.partition("/")
     federation = parse_federation(name)
     if not slash or not silo.isdecimal() or int(silo) >= federation.silos:
@@ -148,10 +127,10 @@ def federation(data: str, federation: str) -> list[str]:
     ("digits", "p5c2") -> ["digits/p5c2/0", ...]; ("isic2019", "centers-1-2") -> ["isic2019/center1", ...];
     ("folder:/data/cifar10", "p5c2") -> ["folder:/data/cifar10#p5c2/0", ...].
     """
-    if data == Source.ISIC2019.value and (match := re.fullmatch(r"clients(\d+)(@\d+)?", federation)):
+    if data == "isic2019" and (match := re.fullmatch(r"clients(\d+)(@\d+)?", federation)):
         parts(int(match[1]))
         return [str(parse(f"isic2019/{federation}/{k}")) for k in range(int(match[1]))]
-    if data == Source.ISIC2019.value:
+    if data == "isic2019":
         return [f"isic2019/center{k}" for k in _centers(federation)]
     if data in PARTITIONED:
         join = f"{data}/"
@@ -165,7 +144,6 @@ def federation(data: str, federation: str) -> list[str]:
 
 
 def _centers(text: str) -> list[int]:
-    """Read centers or centers-1-2-5."""
     if text == "centers":
         return list(range(CENTERS))
     if not re.fullmatch(r"centers(-\d)+", text):

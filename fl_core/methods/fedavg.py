@@ -9,13 +9,14 @@ from Decentralized Data", AISTATS 2017, Algorithm 1.
 BatchNorm's running statistics are averaged like weights (methods of the FedMR family count them in their traffic).
 
 Other methods inherit from here and say what they change: `objective` (the loss of local training), `shared` (the
-tensors that travel), `extras` (parts beside the delta), or whole halves.
+tensors that travel), `sgd_options`, `extras` (parts beside the delta), or whole halves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -23,8 +24,21 @@ from torch.nn.functional import cross_entropy
 from fl_core import validate
 from fl_core.methods.traits import Traits
 from fl_core.types import tensor_maps
+from fl_core.types.enums import Weighing
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, LocalResult, Losses, LossFn, Part, RoundContext, State, Tensors
+from fl_core.types.values import (
+    AS_SCHEDULED,
+    Bundle,
+    LocalResult,
+    Losses,
+    LossFn,
+    Part,
+    PartRule,
+    RoundContext,
+    SgdOptions,
+    State,
+    Tensors,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +49,25 @@ class FedAvg(Traits):
     """
 
     name: ClassVar[str] = "fedavg"
-    weights: str = "samples"
+    bias_follows_classes: ClassVar[bool] = True
+    weights: Literal["samples", "uniform"] = "samples"
 
     def __post_init__(self) -> None:
-        validate.one_of("E-CFG-02", self.name, weights=(self.weights, ("samples", "uniform")))
+        validate.declared("E-CFG-02", self.name, self)
 
     def shared(self, name: str) -> bool:  # noqa: ARG002
         """Tell whether a parameter or buffer of the model travels."""
         return True
+
+    @property
+    def weighing(self) -> Weighing:
+        """Say what `weight` counts."""
+        return Weighing.EXAMPLES if self.weights == "samples" else Weighing.ONCE
+
+    @property
+    def part_rules(self) -> Mapping[str, PartRule]:
+        """Weigh the model as `weights` says."""
+        return {"delta": PartRule(self.weighing)}
 
     @staticmethod
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
@@ -57,30 +82,32 @@ class FedAvg(Traits):
         """Make what goes up beside the delta, from the trained model."""
         return {}
 
+    def sgd_options(self, model: nn.Module) -> SgdOptions:  # noqa: ARG002
+        """Say what local training does otherwise than scheduled; `model` holds the received weights."""
+        return AS_SCHEDULED
+
     def init_server(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
-        """Start from the initialised model."""
         return {"w": tensor_maps.select(tensor_maps.copy_state(model), self.shared)}
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
-        """Keep nothing between rounds."""
         return {}
 
     def broadcast(self, server: State) -> State:
-        """Send the model."""
         return {"w": server["w"]}
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train from the received model and send the weighed difference."""
         tensor_maps.load_state(model, msg["w"])
-        data.sgd(model, self.objective(model, msg, data, context))
-        return LocalResult({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}, silo)
+        data.sgd(model, self.objective(model, msg, data, context), self.sgd_options(model))
+        return LocalResult(self.bundle(model, msg, data, context), silo)
+
+    def bundle(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> dict[str, Part]:
+        """Make what goes up, from the trained model."""
+        return {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
 
     def weight(self, data: LocalData) -> float:
-        """Return what this silo counts in an average of models."""
         return data.size() if self.weights == "samples" else 1.0
 
     def delta(self, model: nn.Module, msg: State, data: LocalData) -> Part:
-        """Weigh what training changed in the tensors that travel."""
         return Part.of(self.moved(model, msg), self.weight(data))
 
     @staticmethod
@@ -94,11 +121,9 @@ class FedAvg(Traits):
         return {**server, "w": tensor_maps.add(server["w"], total["delta"].mean())}
 
     def exported(self, server: State) -> Tensors:
-        """Export the tensors that travel."""
         return server["w"]
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
-        """Load the received model; what does not travel keeps its initial value."""
         tensor_maps.load_state(model, msg["w"])
         return model
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from fl_core.types.enums import Capability, Coupling
+from fl_core.types.values import PartRule
 
 
 class Traits:
@@ -14,6 +15,8 @@ class Traits:
     has_personal_model: ClassVar[bool] = False
     has_global_model: ClassVar[bool] = True
     server_tracks_state: ClassVar[bool] = False
+    bias_follows_classes: ClassVar[bool] = False
+    even_norms: ClassVar[bool] = True
     schedule: ClassVar[Mapping[str, float]] = {}
     """What the method changes of the default schedule (`train`); what the command line says wins."""
     without_prototypes: ClassVar[Mapping[str, str | bool] | None] = None
@@ -21,8 +24,12 @@ class Traits:
 
     @property
     def unsummed_parts(self) -> frozenset[str]:
-        """Name no part: none has to be seen apart from the sum."""
         return frozenset()
+
+    @property
+    def part_rules(self) -> Mapping[str, PartRule]:
+        """Name what is not weighed by training examples, or holds something else than values."""
+        return {}
 
     @property
     def private_form(self) -> Mapping[str, str | int]:
@@ -37,10 +44,8 @@ class Traits:
 
     @property
     def coupling(self) -> Coupling:
-        """Say that each example has a loss of its own."""
         return Coupling.EXAMPLE
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """Name what goes up, part by part."""
         return ("delta",)

@@ -19,11 +19,9 @@ from fl_core.errors import ConfigError
 from fl_core.models.efficientnet import EfficientNetB0
 from fl_core.models.resnet import ResNet18, ResNet20, ResNet50, ResNet56
 from fl_core.models.small.char_lstm import CharLstm
-from fl_core.models.small.convnets import Conv2Cifar, LeNet, TfCnn
-from fl_core.models.small.digits_cnn import DigitsCnn
-from fl_core.models.small.digits_linear import DigitsLinear
+from fl_core.models.small.convnets import Conv2Cifar, LeNet, SimpleCnn, TfCnn
+from fl_core.models.small.digits import DigitsCnn, DigitsLinear
 from fl_core.models.small.mlp import DigitsMlp, MlpNet, SpiralMlp
-from fl_core.models.small.simple_cnn import SimpleCnn
 from fl_core.models.split_model import SplitModel
 from fl_core.models.vgg import Vgg8, Vgg11, Vgg16
 from fl_core.models.wide_resnet import WideResNet2810

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from fl_core import validate
 from fl_core.errors import ConfigError
-from fl_core.models.split_model import SplitModel, assemble
-from fl_core.models.validation import image_shape
+from fl_core.models.split_model import HeadOptions, SplitModel, image_shape
 from fl_core.types.records import Schema
 from fl_core.types.values import Tensors
 
@@ -23,7 +22,7 @@ FEATURES = 1280
 
 
 @dataclass(frozen=True, slots=True)
-class EfficientNetB0:
+class EfficientNetB0(HeadOptions):
     """torchvision's EfficientNet-B0 features, dropout, a projection and a linear head.
 
     weights:    "none", or a local file with torchvision's state dict (.pth or .safetensors), whose classifier is
@@ -37,12 +36,10 @@ class EfficientNetB0:
     norm: str = "batch"
     groups: int = 32
     projection: tuple[int, ...] = (640,)
-    head_bias: bool = True
     dropout: float = 0.2
     stochastic_depth: float = 0.2
 
     def build(self, schema: Schema) -> SplitModel:
-        """Make the model for 3 channels and 32 pixels or more; raises ConfigError (E-CFG-02, E-CFG-23)."""
         validate.one_of("E-CFG-02", "efficientnet_b0", norm=(self.norm, ("batch", "group", "frozen")))
         validate.between("E-CFG-02", "efficientnet_b0", 1, 320, groups=self.groups)
         validate.between("E-CFG-02", "efficientnet_b0", 0, 0.99, dropout=self.dropout)
@@ -54,7 +51,7 @@ class EfficientNetB0:
         if self.weights != "none":
             self._load(features)
         body = nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(self.dropout))
-        return assemble(body, FEATURES, self.projection, len(schema.classes), head_bias=self.head_bias)
+        return self.complete(body, FEATURES, schema)
 
     def _load(self, features: nn.Module) -> None:
         """Overwrite the features by a local state dict; all of its names and shapes must fit."""

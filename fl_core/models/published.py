@@ -23,7 +23,6 @@ class PublishedSetting:
     options: Mapping[str, object] = field(default_factory=dict)
 
     def facts(self) -> ModelFacts:
-        """Count the model's numbers."""
         return describe(self.model, Schema(self.shape, tuple(map(str, range(self.classes)))), self.options)
 
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from fl_core import validate
 from fl_core.errors import ConfigError
-from fl_core.models.split_model import SplitModel, assemble, kaiming
-from fl_core.models.validation import image_shape
+from fl_core.models.split_model import HeadOptions, SplitModel, image_shape, kaiming
 from fl_core.types.records import Schema
 
 Norm = Callable[[int], nn.Module]
@@ -44,15 +43,18 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.first = nn.Sequential(nn.Conv2d(before, after, 3, stride, 1, bias=False), norm(after), nn.ReLU())
         self.second = nn.Sequential(nn.Conv2d(after, after, 3, 1, 1, bias=False), norm(after))
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or before != after:
-            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), norm(after))
+        self.shortcut = _shortcut(before, after, stride, norm)
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, before, H, W) to (B, after, H/stride, W/stride)."""
         out: Tensor = self.relu(self.second(self.first(x)) + self.shortcut(x))
         return out
+
+
+def _shortcut(before: int, after: int, stride: int, norm: Norm) -> nn.Module:
+    if stride == 1 and before == after:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), norm(after))
 
 
 class Bottleneck(nn.Module):
@@ -66,19 +68,16 @@ class Bottleneck(nn.Module):
         self.first = nn.Sequential(nn.Conv2d(before, inner, 1, bias=False), norm(inner), nn.ReLU())
         self.second = nn.Sequential(nn.Conv2d(inner, inner, 3, stride, 1, bias=False), norm(inner), nn.ReLU())
         self.third = nn.Sequential(nn.Conv2d(inner, after, 1, bias=False), norm(after))
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or before != after:
-            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), norm(after))
+        self.shortcut = _shortcut(before, after, stride, norm)
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, before, H, W) to (B, after, H/stride, W/stride)."""
         out: Tensor = self.relu(self.third(self.second(self.first(x))) + self.shortcut(x))
         return out
 
 
 @dataclass(frozen=True, slots=True)
-class ResNet18:
+class ResNet18(HeadOptions):
     """CIFAR ResNet-18: 11,173,962 parameters with 3 channels and 10 classes.
 
     norm: "batch", or "group" with `groups` groups (FedNH: 2), which keeps no buffers and mixes no examples.
@@ -87,12 +86,9 @@ class ResNet18:
 
     norm: str = "batch"
     groups: int = 2
-    projection: tuple[int, ...] = ()
-    head_bias: bool = True
     _plan: ClassVar[Plan] = Plan("resnet18", (2, 2, 2, 2), (64, 128, 256, 512))
 
     def build(self, schema: Schema) -> SplitModel:
-        """Make the model for 1 or 3 channels; raises ConfigError (E-CFG-02, E-CFG-23)."""
         plan = self._plan
         before = plan.widths[0]
         validate.one_of("E-CFG-02", plan.name, norm=(self.norm, ("batch", "group")))
@@ -109,7 +105,7 @@ class ResNet18:
                 layers.append(kind(before, after, 2 if stage and not block else 1, self._norm))
                 before = after
         body = kaiming(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()))
-        return assemble(body, before, self.projection, len(schema.classes), head_bias=self.head_bias)
+        return self.complete(body, before, schema)
 
     def _norm(self, width: int) -> nn.Module:
         return nn.BatchNorm2d(width) if self.norm == "batch" else nn.GroupNorm(self.groups, width)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_core import validate
+from fl_core.errors import ConfigError
+from fl_core.types.records import Schema
 
 
 class SplitModel(nn.Module):
@@ -37,7 +40,6 @@ class SplitModel(nn.Module):
         return z
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits (B, C)."""
         logits: Tensor = self.head(self.features(x))
         return logits
 
@@ -67,6 +69,18 @@ def assemble(
     return SplitModel(body, between, nn.Linear(dim, n_classes, bias=head_bias), dim, n_classes)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """What the options of every model have: widths of the projection, and whether the head has a bias."""
+
+    projection: tuple[int, ...] = ()
+    head_bias: bool = True
+
+    def complete(self, body: nn.Module, body_dim: int, schema: Schema) -> SplitModel:
+        """Put projection and head on a body (B, body_dim)."""
+        return assemble(body, body_dim, self.projection, len(schema.classes), head_bias=self.head_bias)
+
+
 def kaiming(body: nn.Module) -> nn.Module:
     """Draw all convolutions' weights by He's rule (fan-out), set their biases to 0, and return `body`."""
     for module in body.modules():
@@ -75,3 +89,18 @@ def kaiming(body: nn.Module) -> nn.Module:
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
     return body
+
+
+def image_shape(owner: str, schema: Schema, *, channels: Collection[int], sizes: Collection[int]) -> tuple[int, int]:
+    """Read (channels, side) off a schema of square images; raises ConfigError E-CFG-23 when the model cannot take it.
+
+    sizes: the sides it takes, in pixels (a `range` for an open choice).
+    """
+    if len(schema.classes) < 2:
+        raise ConfigError("E-CFG-23", f"{owner} needs at least 2 classes, found {schema.classes}: name the label space")
+    shape = schema.shape
+    if len(shape) == 3 and shape[0] in channels and shape[1] == shape[2] and shape[1] in sizes:
+        return shape[0], shape[1]
+    sides = f"{min(sizes)} to {max(sizes)}" if isinstance(sizes, range) else " or ".join(map(str, sorted(sizes)))
+    wanted = f"{' or '.join(map(str, sorted(channels)))} channel(s) and a square side of {sides} pixels"
+    raise ConfigError("E-CFG-23", f"{owner} takes {wanted}, found {shape}: change image_size or the model")

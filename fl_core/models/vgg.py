@@ -8,8 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from fl_core import validate
-from fl_core.models.split_model import SplitModel, assemble, kaiming
-from fl_core.models.validation import image_shape
+from fl_core.models.split_model import HeadOptions, SplitModel, image_shape, kaiming
 from fl_core.types.records import Schema
 
 FEATURES = 512
@@ -22,19 +21,17 @@ STAGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Vgg8:
+class Vgg8(HeadOptions):
     """Five times conv3x3-[norm]-ReLU-pool2, feature 512, head without bias: 3,915,904 parameters with 10 classes.
 
     norm: "none" or "batch" after each convolution (MAP's VGG8-BN on CIFAR100).
     """
 
     norm: str = "none"
-    projection: tuple[int, ...] = ()
     head_bias: bool = False
     _depth: ClassVar[str] = "vgg8"
 
     def build(self, schema: Schema) -> SplitModel:
-        """Make the model for 32x32 images of 1 or 3 channels; raises ConfigError (E-CFG-02, E-CFG-23)."""
         name = self._depth
         validate.one_of("E-CFG-02", name, norm=(self.norm, ("none", "batch")))
         before, _ = image_shape(name, schema, channels={1, 3}, sizes={32})
@@ -47,7 +44,7 @@ class Vgg8:
                 before = after
             layers.append(nn.MaxPool2d(2))
         body = kaiming(nn.Sequential(*layers, nn.Flatten()))
-        return assemble(body, FEATURES, self.projection, len(schema.classes), head_bias=self.head_bias)
+        return self.complete(body, FEATURES, schema)
 
 
 @dataclass(frozen=True, slots=True)

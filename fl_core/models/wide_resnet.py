@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fl_core import validate
-from fl_core.models.split_model import SplitModel, assemble, kaiming
-from fl_core.models.validation import image_shape
+from fl_core.models.split_model import HeadOptions, SplitModel, image_shape, kaiming
 from fl_core.types.records import Schema
 
 STEM, WIDTHS, BLOCKS = 16, (160, 320, 640), 4
@@ -28,24 +27,20 @@ class WideBlock(nn.Module):
             self.shortcut = nn.Conv2d(before, after, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, before, H, W) to (B, after, H/stride, W/stride)."""
         out: Tensor = self.path(x) + self.shortcut(x)
         return out
 
 
 @dataclass(frozen=True, slots=True)
-class WideResNet2810:
+class WideResNet2810(HeadOptions):
     """WRN-28-10: 36,546,980 parameters with 3 channels and 100 classes, feature 640.
 
     Convolutions 28 with bias, widths 160/320/640, last BatchNorm of momentum 0.9. dropout: inside every block.
     """
 
     dropout: float = 0.3
-    projection: tuple[int, ...] = ()
-    head_bias: bool = True
 
     def build(self, schema: Schema) -> SplitModel:
-        """Make the model for 1 or 3 channels; raises ConfigError (E-CFG-02, E-CFG-23)."""
         validate.between("E-CFG-02", "wrn28_10", 0, 0.99, dropout=self.dropout)
         channels, _ = image_shape("wrn28_10", schema, channels={1, 3}, sizes=range(8, 1025))
         layers: list[nn.Module] = [nn.Conv2d(channels, STEM, 3, padding=1)]
@@ -56,4 +51,4 @@ class WideResNet2810:
                 before = after
         layers += [nn.BatchNorm2d(before, momentum=0.9), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         body = kaiming(nn.Sequential(*layers))
-        return assemble(body, before, self.projection, len(schema.classes), head_bias=self.head_bias)
+        return self.complete(body, before, schema)

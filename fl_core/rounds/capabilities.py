@@ -11,7 +11,6 @@ from fl_core.types.records import TrainConfig
 
 
 def required_capabilities(train: TrainConfig, silos: int, cohort: int, quorum: int) -> set[Capability]:
-    """Name what a run asks of its method apart from privacy."""
     asked = set[Capability]()
     if train.optimizer != "sgd":
         asked.add(Capability.ADAPTIVE_OPTIMIZER)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -10,19 +10,25 @@ from torch import Tensor
 
 from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.aggregator import Aggregator
-from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.coordinatewise import CoordinatewiseSum
+from fl_core.aggregation.options import Mean, NormClipped, Options
+from fl_core.aggregation.round_sum import NO_HISTORY, NormClippedSum, NormHistory, RoundSum
+from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import REASON_CHARS, FederationError, UnavailableError
-from fl_core.rounds import sampling
+from fl_core.rounds import closing, sampling
 from fl_core.training.evaluation import METRIC_PARTS, METRICS, personal_scores
-from fl_core.types.enums import TaskKind
+from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.records import RoundRecord
-from fl_core.types.values import Bundle, Layout, RoundContext, State
+from fl_core.types.values import Bundle, RoundContext, State
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The public schedule of a run: rounds T, cohort size per round (0: all) and the quorum that closes a round."""
+    """The public schedule of a run: rounds T, cohort size per round (0: all) and the quorum that closes a round.
+
+    quorum: a number of updates; 0: two thirds of the cohort, or all where the method needs everybody.
+    """
 
     rounds: int
     seed: int
@@ -38,7 +44,10 @@ class Observer:
         """Handle the start of a round, before anything is sent."""
 
     def arrived(self, name: str) -> None:
-        """Handle a silo's bundle, which was added to the sum."""
+        """Handle a silo's bundle, which was taken."""
+
+    def refused(self, name: str, why: str) -> None:
+        """Handle a silo without an update in this round: none came, or it was refused."""
 
     def closed(self, record: RoundRecord, server: State) -> None:
         """Handle the state after a closed round; the next round begins when this returns."""
@@ -48,59 +57,84 @@ class Observer:
 class RoundLoop:
     """Everything that a round needs besides the state: the loop holds no state of its own, so it can be resumed.
 
-    incoming: the guards to undo on the sum, in the order of their application.
+    incoming: the guards to undo on the sum, in the order of their application   check: of single updates, with the
+    run's layout and grid   aggregator: how updates become one.
     parallel: how many silos work at once (1 in one process, all of them over the network).
     """
 
     method: Method
     schedule: Schedule
-    layout: Layout
-    grid: FixedPointFormat
+    check: UpdateCheck
     incoming: Sequence[Guard]
     ports: Sequence[SiloPort]
     parallel: int = 1
+    aggregator: Options = NormClipped()  # noqa: RUF009
 
-    def run(self, server: State, observer: Observer, start: int = 0) -> State:
+    def run(
+        self, server: State, observer: Observer, start: int = 0, closed: Sequence[Mapping[str, float]] = ()
+    ) -> State:
         """Run the rounds from `start` to the end and the closing evaluation; return the final server state.
+
+        closed: `RoundRecord.medians` of the rounds before `start`, without which the bound on norms starts over.
 
         Raises UnavailableError (E-RUN-03) when fewer silos than the quorum deliver; the state of the last closed
         round is with the observer, and `start` continues from there.
         """
+        history = NormHistory.of(closed)
         for t in range(start, self.schedule.rounds):
-            server = self.round(server, t, TaskKind.TRAIN, observer)
-        return self.round(server, self.schedule.rounds, TaskKind.EVALUATE, observer)
+            server, medians = self.round(server, t, TaskKind.TRAIN, observer, history)
+            history = history.after(medians)
+        return self.round(server, self.schedule.rounds, TaskKind.EVALUATE, observer, history)[0]
 
-    def round(self, server: State, t: int, kind: TaskKind, observer: Observer) -> State:
-        """Run one round and return the state after it."""
+    def needed(self, cohort: int) -> int:
+        """Return how many updates of a cohort close a round."""
+        everybody = not self.schedule.quorum and Capability.PARTIAL_PARTICIPATION in self.method.unsupported
+        return cohort if everybody else closing.needed(self.schedule.quorum, cohort)
+
+    def round(
+        self, server: State, t: int, kind: TaskKind, observer: Observer, history: NormHistory = NO_HISTORY
+    ) -> tuple[State, Mapping[str, float]]:
+        """Run one round; return the state after it and the medians of its norms."""
         schedule = self.schedule
         train = kind is TaskKind.TRAIN
         ids = sampling.sample_cohort(schedule.seed, t, len(self.ports), schedule.cohort if train else 0)
         context = RoundContext(len(self.ports), schedule.n_classes, schedule.rounds, t, len(ids))
         names = [self.ports[k].name for k in ids]
         observer.opened(context, kind, names)
-        layout = self.layout if train else {METRICS: self.layout[METRICS]}
+        check = self.check if train else self.check.of({METRICS: self.check.layout[METRICS]})
         own, now = adaptive_guards.groups(self.incoming), adaptive_guards.current_settings(self.incoming, server, t)
         model = adaptive_guards.method_state(server, own)
         server = {**model, **now}
         msg = {**self.method.broadcast(model), **now}
-        total, included, missing, clipped = self._collect_updates(msg, context, kind, ids, layout, observer)
-        needed = min(schedule.quorum or len(ids), len(ids))
+        sums = self._round_sum(check, history)
+        included, missing = self._collect_updates(msg, context, kind, ids, sums, observer)
+        decided = sums.finish()
+        included = sorted(set(included) - set(decided.refused))
+        for name, why in decided.refused.items():
+            missing[name] = why[:REASON_CHARS]
+            observer.refused(name, missing[name])
+        needed = self.needed(len(ids))
         if len(included) < needed:
             raise UnavailableError(
                 "E-RUN-03",
                 f"round {t + 1}: expected updates of at least {needed} of {len(ids)} silos, found {len(included)}; "
                 + "; ".join(f"{name}: {why}" for name, why in missing.items()),
             )
+        total = sums.sums.total()
+        for guard in reversed(adaptive_guards.guards_for_round(self.incoming, msg)):
+            total = guard.incoming(total, len(included), context.round)
         metrics = total[METRICS]
         record = RoundRecord(
             t,
             kind,
             _floats(metrics.total["correct"]),
             _floats(metrics.weight),
-            tuple(sorted(included)),
+            tuple(included),
             missing,
-            clipped,
+            sums.sums.clipped,
             personal_scores(total),
+            decided.cut,
+            decided.medians,
         )
         if train:
             rest = {name: part for name, part in total.items() if name not in METRIC_PARTS | own}
@@ -111,34 +145,46 @@ class RoundLoop:
         observer.closed(record, server)
         for k in ids:
             self.ports[k].settle(context, kind, self.ports[k].name in included)
-        return server
+        return server, decided.medians
+
+    def _round_sum(self, check: UpdateCheck, history: NormHistory) -> RoundSum:
+        sums, aggregator = Aggregator(check.layout, check.grid, self.method.unsummed_parts), self.aggregator
+        if isinstance(aggregator, Mean):
+            return RoundSum(sums, check)
+        if isinstance(aggregator, NormClipped):
+            return NormClippedSum(sums, check, aggregator, history)
+        return CoordinatewiseSum(sums, check, aggregator)
 
     def _collect_updates(
-        self, msg: State, context: RoundContext, kind: TaskKind, ids: Sequence[int], layout: Layout, observer: Observer
-    ) -> tuple[Bundle, list[str], dict[str, str], int]:
-        """Add bundles as they arrive, one at a time; one that does not fit is refused and the round goes on.
+        self,
+        msg: State,
+        context: RoundContext,
+        kind: TaskKind,
+        ids: Sequence[int],
+        sums: RoundSum,
+        observer: Observer,
+    ) -> tuple[list[str], dict[str, str]]:
+        """Take updates as they arrive, one at a time; one that does not fit is refused and the round goes on.
 
         Raises FederationError where a bundle that was accepted can no longer be read: the round cannot go on.
         """
         index = {self.ports[k].name: k for k in ids}
-        sums = Aggregator(layout, self.grid, self.method.unsummed_parts)
         included: list[str] = []
         missing: dict[str, str] = {}
         for name, reply in self._replies([self.ports[k] for k in ids], msg, context, kind):
             try:
                 update = reply.result()
-                sums.validate(update)
+                measured = sums.measure(update, name)
             except FederationError as error:
                 missing[name] = str(error)[:REASON_CHARS]  # the names in a bundle may be of any length
+                observer.refused(name, missing[name])
                 continue
-            sums.add(update, index[name])  # an error here is fatal for the round: the sum may hold half of the update
+            # An error here is fatal for the round: the sum may hold half of the update.
+            sums.add(update, name, index[name], measured)
             del update
             included.append(name)
             observer.arrived(name)
-        total = sums.total()
-        for guard in reversed(adaptive_guards.guards_for_round(self.incoming, msg)):
-            total = guard.incoming(total, len(included), context.round)
-        return total, included, missing, sums.clipped
+        return included, missing
 
     def _replies(
         self, ports: Sequence[SiloPort], msg: State, context: RoundContext, kind: TaskKind
@@ -148,9 +194,9 @@ class RoundLoop:
             for port in ports:
                 yield port.name, _reply(port, msg, context, kind)
             return
-        waiting = list(reversed(ports))
-        with ThreadPoolExecutor(self.parallel, thread_name_prefix="port") as pool:
-            running: dict[Future[Bundle], str] = {}
+        waiting, running = list(reversed(ports)), dict[Future[Bundle], str]()
+        pool = ThreadPoolExecutor(self.parallel, thread_name_prefix="port")
+        try:
             while waiting or running:
                 while waiting and len(running) < self.parallel:
                     port = waiting.pop()
@@ -158,6 +204,8 @@ class RoundLoop:
                 ready = sorted(wait(running, return_when=FIRST_COMPLETED).done, key=lambda r: running[r], reverse=True)
                 while ready:  # a reply that was added is dropped at once: its bundle may be in memory
                     yield running.pop(ready[-1]), ready.pop()
+        finally:
+            pool.shutdown(wait=False)  # a round that cannot go on waits for nobody
 
 
 def _reply(port: SiloPort, msg: State, context: RoundContext, kind: TaskKind) -> Future[Bundle]:

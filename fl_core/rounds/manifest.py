@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from blake3 import blake3
 
+from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import ConversionError, Option, parse_json, rename, shown, structure
 from fl_core.errors import ConfigError, ProtocolError
@@ -16,6 +17,10 @@ from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import Layout, PartSpec
 
 FORMAT = 1
+PATIENCE_S = 60.0
+REFUSE, RESTART = "refuse", "restart"
+LOST_STATE = (REFUSE, RESTART)
+_ABSENT: Mapping[str, object] = {"lead": "", "private_form": {}, "lost_state": REFUSE, "patience_s": PATIENCE_S}
 rename(PartSpec, shapes="tensors", weight_shape="weight")
 
 
@@ -43,12 +48,15 @@ class Member:
 class RunManifest:
     """What a run is. Two manifests with equal digests are the same run, up to its id.
 
-    rounds T; cohort: silos per round (0: all); quorum: silos that must deliver (0: the whole cohort);
-    deadline_s: seconds after which a round closes with the quorum; threads: CPU threads of local training
+    rounds T; cohort: silos per round (0: all); quorum: silos that must deliver (0: two thirds of the cohort);
+    deadline_s: seconds after which a round below its quorum pauses the run, or closes with it; patience_s: seconds for
+    which every connected silo is awaited at least (`closing.ClosingRule`); threads: CPU threads of local training
     (0: the machine's own number), which decides the last bit of sums and so belongs to the run;
     personal: whether personal models are measured after every round's training; lead: who asked for the run, as the
     coordinator read it off the certificate; empty in a simulation; private_form: options of the method that a private
-    run replaced by the method's private form, with the values that were asked for; empty where it runs as asked.
+    run replaced by the method's private form, with the values that were asked for; empty where it runs as asked;
+    lost_state: what a silo does that has lost what it keeps between rounds (SCAFFOLD's control variate, a personal
+    model): refuse the round, or restart from the beginning and say so.
     """
 
     name: str
@@ -72,15 +80,20 @@ class RunManifest:
     software: str = ""
     lead: str = ""
     private_form: Mapping[str, Option] = field(default_factory=dict)
+    patience_s: float = PATIENCE_S
+    lost_state: str = REFUSE
+    aggregator: NamedOptions = NamedOptions(aggregators.DEFAULT)
     format: int = FORMAT
 
     def to_json(self) -> str:
         """Write canonical JSON: sorted keys, no spaces; equal manifests give equal text."""
         layout = {name: {"tensors": spec.shapes, "weight": spec.weight_shape} for name, spec in self.layout.items()}
         raw = asdict(self) | {"layout": layout}
-        for optional in ("lead", "private_form"):  # runs without one keep the digest that they had before it existed
-            if not raw[optional]:
-                del raw[optional]
+        for name, default in _ABSENT.items():  # runs without one keep the digest that they had before it existed
+            if raw[name] == default:
+                del raw[name]
+        if self.aggregator == NamedOptions(aggregators.DEFAULT):
+            del raw["aggregator"]
         return json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     def digest(self) -> str:

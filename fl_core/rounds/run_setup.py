@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
 
 import torch
 from torch import nn
 
+from fl_core.aggregation import coordinatewise
+from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.fixed_point import FixedPoint
+from fl_core.aggregation.options import Options
+from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
+from fl_core.errors import ConfigError
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds import sampling
@@ -43,7 +49,7 @@ class RunSetup:
     def of(cls, manifest: RunManifest) -> Self:
         """Take a manifest whose method is known; raises ConfigError (E-CFG-01, E-CFG-02)."""
         run = cls(manifest)
-        _ = run.method
+        _ = run.method, run.aggregator
         return run
 
     @cached_property
@@ -87,12 +93,50 @@ class RunSetup:
         }
         return SiloRuntime(self.method, self.new_model(), self.manifest.layout, self.guards.silo, initial)
 
-    def round_loop(self, ports: Sequence[SiloPort], parallel: int) -> RoundLoop:
+    @property
+    def masked(self) -> bool:
+        """Whether single updates are hidden: a silo's guard that is no mechanism of privacy is a mask."""
+        return self.manifest.grid.ring == "ring32" or any(not guard.sensitivity() for guard in self.guards.silo)
+
+    @cached_property
+    def aggregator(self) -> Options:
+        """How a round's updates become one: under masks a sum, whatever the manifest says.
+
+        Raises ConfigError (E-CFG-08) where the method or masks do not go with it.
+        """
+        chosen = self.manifest.aggregator
+        found = aggregators.read(chosen.name, chosen.options)
+        if self.masked and isinstance(found, aggregators.Mean | aggregators.NormClipped):
+            return aggregators.Mean()
+        if self.masked:
+            raise ConfigError("E-CFG-08", f"expected aggregator=mean, all that masks leave, found {found.name}")
+        if not isinstance(found, aggregators.Mean | aggregators.NormClipped):
+            coordinatewise.check_supported(self.method, self.manifest.layout, found.name)
+        if isinstance(found, aggregators.NormClipped) and not self.method.even_norms:
+            return replace(found, refuse_above=math.inf)
+        return found
+
+    def update_check(self, sizes: Mapping[str, DeclaredSize] | None = None) -> UpdateCheck:
+        """Make the check of single updates; sizes: what silos declared of their data, none in a simulation."""
         manifest = self.manifest
+        return UpdateCheck(
+            layout=manifest.layout,
+            grid=manifest.grid,
+            rules=self.method.part_rules,
+            train=manifest.train,
+            sizes=sizes or {},
+            signs=self.method.bias_follows_classes,
+            masked=self.masked,
+        )
+
+    def round_loop(
+        self, ports: Sequence[SiloPort], parallel: int, sizes: Mapping[str, DeclaredSize] | None = None
+    ) -> RoundLoop:
+        manifest, check = self.manifest, self.update_check(sizes)
         schedule = Schedule(
             manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum
         )
-        return RoundLoop(self.method, schedule, manifest.layout, manifest.grid, self.guards.incoming, ports, parallel)
+        return RoundLoop(self.method, schedule, check, self.guards.incoming, ports, parallel, self.aggregator)
 
     def initial_state(self) -> State:
         """Make the server state of round 0; equal manifests give equal bytes."""

@@ -38,7 +38,6 @@ class SiloRuntime:
             )
 
     def reset_model(self) -> nn.Module:
-        """Return the scratch model with the run's initial weights."""
         tensor_maps.load_state(self.model, self.initial)
         return self.model
 

@@ -43,7 +43,6 @@ class BestHistory(RoundHistory):
         self._accuracy = -math.inf
 
     def closed(self, record: RoundRecord, server: State) -> None:
-        """Keep the record, and the state that it measured when no earlier one was better."""
         super().closed(record, server)
         self.measured.append(self._measure(record, self._before) if self._measure else record)
         accuracy = self.measured[-1].accuracy

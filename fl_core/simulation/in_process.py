@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from fl_core.rounds.engine import Observer
+from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime, run_silo_round
 from fl_core.simulation.silo_states import MemoryStateStore, StateStore
@@ -16,7 +17,7 @@ from fl_core.training.evaluation import ConcatExamples
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import DataFactory
-from fl_core.types.records import RoundRecord, TrainConfig
+from fl_core.types.records import RoundRecord
 from fl_core.types.values import Bundle, Examples, RoundContext, State
 
 
@@ -29,54 +30,42 @@ class SiloShare:
     public: Examples | None = None
 
 
+@dataclass(eq=False)
 class InProcessSilo:
     """A silo in this process. All ports of a run share one scratch model: 100 silos do not hold 100 models."""
 
-    def __init__(
-        self,
-        name: str,
-        index: int,
-        share: SiloShare,
-        runtime: SiloRuntime,
-        train: TrainConfig,
-        seed: int,
-        prototypes: bool,
-        public: Examples | None = None,
-        data_factory: DataFactory = PlainLocalData,
-        states: StateStore | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        self.name = name
-        self._index = index
-        self._share = share
-        self._runtime = runtime
-        self._train = train
-        self._seed = seed
-        self._prototypes = prototypes
-        self._public = public
-        self._data_factory = data_factory
-        self._states = states or MemoryStateStore()
-        self._device = device
+    manifest: RunManifest
+    index: int
+    share: SiloShare
+    runtime: SiloRuntime
+    public: Examples | None = None
+    data_factory: DataFactory = PlainLocalData
+    states: StateStore = field(default_factory=MemoryStateStore)
+    device: torch.device | None = None
+
+    @property
+    def name(self) -> str:
+        return self.manifest.members[self.index].name
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
-        """Run `run_silo_round` and stage the silo's next state."""
-        context = context.for_silo(self._index, self._seed, self._prototypes)
-        data = self._data_factory(
-            self._share.train, self._share.test, self._train, context, device=self._device, public=self._public
+        member = self.manifest.members[self.index]
+        context = context.for_silo(self.index, self.manifest.seed, member.prototypes)
+        data = self.data_factory(
+            self.share.train, self.share.test, self.manifest.train, context, device=self.device, public=self.public
         )
-        outcome = run_silo_round(self._runtime, msg, self.state, data, context, kind)
+        outcome = run_silo_round(self.runtime, msg, self.state, data, context, kind)
         if kind is TaskKind.TRAIN:
-            self._states.stage(self._index, outcome.state)
+            self.states.stage(self.index, outcome.state)
         return outcome.bundle
 
     @property
     def state(self) -> State | None:
         """Return the silo's committed state; None before the first."""
-        return self._states.get(self._index)
+        return self.states.get(self.index)
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:  # noqa: ARG002
         """Commit what was staged; of a method whose server tracks silo states, only when this silo was included."""
-        self._states.settle(self._index, included or not self._runtime.method.server_tracks_state)
+        self.states.settle(self.index, included or not self.runtime.method.server_tracks_state)
 
 
 def on_device(shares: Sequence[SiloShare], device: torch.device) -> list[SiloShare]:
@@ -102,30 +91,15 @@ def local_ports(
     data_factories: one per member; None gives each `PlainLocalData`   states: where silos' states are kept between
     rounds   device: where models are trained; examples are put there as well, as far as they fit.
     """
-    manifest, runtime, device, states = (
-        run.manifest,
-        run.silo_runtime(),
-        device or torch.device("cpu"),
-        states or MemoryStateStore(),
-    )
+    manifest, runtime, device = run.manifest, run.silo_runtime(), device or torch.device("cpu")
+    states = states or MemoryStateStore()
     runtime.model.to(device)
     shares = on_device(shares, device)
     public = public_test(shares) if manifest.personal else None
+    factories = data_factories or [PlainLocalData] * len(shares)
     return [
-        InProcessSilo(
-            m.name,
-            k,
-            share,
-            runtime,
-            manifest.train,
-            manifest.seed,
-            m.prototypes,
-            public,
-            data_factories[k] if data_factories else PlainLocalData,
-            states,
-            device,
-        )
-        for k, (m, share) in enumerate(zip(manifest.members, shares, strict=True))
+        InProcessSilo(manifest, k, share, runtime, public, factory, states, device)
+        for k, (share, factory) in enumerate(zip(shares, factories, strict=True))
     ]
 
 
@@ -164,7 +138,6 @@ class RoundHistory(Observer):
         self.records: list[RoundRecord] = []
 
     def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
-        """Keep the record."""
         self.records.append(record)
 
     @property

@@ -59,21 +59,10 @@ class SiloActor:
         self._states = _PassedState()
         device, runtime = torch.device("cuda" if cuda else "cpu"), RunSetup.of(manifest).silo_runtime()
         runtime.model.to(device)
-        self._ports: dict[int, InProcessSilo] = {}
-        for k, share in zip(shares, on_device(list(shares.values()), device), strict=True):
-            m, seed = manifest.members[k], manifest.seed
-            self._ports[k] = InProcessSilo(
-                m.name,
-                k,
-                share,
-                runtime,
-                manifest.train,
-                seed,
-                m.prototypes,
-                public,
-                states=self._states,
-                device=device,
-            )
+        self._ports = {
+            k: InProcessSilo(manifest, k, share, runtime, public, states=self._states, device=device)
+            for k, share in zip(shares, on_device(list(shares.values()), device), strict=True)
+        }
 
     def round(
         self, silo: int, msg: State, context: RoundContext, kind: TaskKind, state: State | None
@@ -99,37 +88,27 @@ class _PassedState:
         raise AssertionError("rounds are settled by the caller")
 
 
+@dataclass(eq=False, slots=True)
 class RayPort:
     """A silo whose rounds run in an actor."""
 
-    def __init__(
-        self,
-        name: str,
-        index: int,
-        actor: Handle,
-        messages: _MessageCache,
-        states: StateStore,
-        server_tracks_state: bool,
-    ) -> None:
-        self.name = name
-        self._index = index
-        self._actor = actor
-        self._messages = messages
-        self._states = states
-        self._server_tracks_state = server_tracks_state
+    name: str
+    index: int
+    actor: Handle
+    messages: _MessageCache
+    states: StateStore
+    server_tracks_state: bool
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
-        """Run the round at the actor and stage the silo's next state."""
-        state = self._states.get(self._index)
-        reply = self._actor.round.remote(self._index, self._messages.reference(msg), context, kind, state)
-        bundle, after = self._messages.ray.get(reply)
+        state = self.states.get(self.index)
+        reply = self.actor.round.remote(self.index, self.messages.reference(msg), context, kind, state)
+        bundle, after = self.messages.ray.get(reply)
         if after is not None:
-            self._states.stage(self._index, after)
+            self.states.stage(self.index, after)
         return cast(Bundle, bundle)
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:  # noqa: ARG002
-        """Commit what was staged, as a simulation in one process does."""
-        self._states.settle(self._index, included or not self._server_tracks_state)
+        self.states.settle(self.index, included or not self.server_tracks_state)
 
 
 class _MessageCache:

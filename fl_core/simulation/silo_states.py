@@ -31,15 +31,12 @@ class MemoryStateStore:
         self._staged: dict[int, State] = {}
 
     def get(self, silo: int) -> State | None:
-        """Return the committed state."""
         return self._states.get(silo)
 
     def stage(self, silo: int, state: State) -> None:
-        """Keep the next state aside."""
         self._staged[silo] = state
 
     def settle(self, silo: int, commit: bool) -> None:
-        """Commit or forget."""
         state = self._staged.pop(silo, None)
         if commit and state is not None:
             self._states[silo] = state

@@ -1,1 +1,1 @@
-"""A silo's local work: access to its examples, optimizers, evaluation, the papers' metrics, devices."""
+"""A silo's local work: access to its examples, optimizers, evaluation, devices."""

@@ -66,7 +66,6 @@ class OnDevice(Examples):
         self._y = source.labels.to(device)
 
     def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Read the examples at `index`, on the device."""
         if augment is not None:
             return self._source.batch(index, augment)
         there = index.to(self._y.device)
@@ -83,7 +82,6 @@ def move_to_device(examples: Examples, device: torch.device, free: int) -> tuple
 
 
 def memory_for_examples(device: torch.device) -> int:
-    """Return the bytes that examples may take on a device."""
     return int(SHARE_OF_MEMORY * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 

@@ -118,7 +118,6 @@ class ConcatExamples(Examples):
         self._ends = torch.tensor([len(p) for p in parts]).cumsum(0)
 
     def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Read each example from its silo, in the order of `index`."""
         owner = torch.searchsorted(self._ends, index, right=True).clamp(max=len(self._parts) - 1)
         x: Tensor | None = None
         for k in sorted(set(owner.tolist())) or [0]:

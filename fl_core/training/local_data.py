@@ -152,7 +152,6 @@ class PlainLocalData:
         return x, y
 
     def _batches(self, order: torch.Generator, steps: int) -> list[Tensor]:
-        """Split shuffled epochs into batches until `steps` are planned."""
         n, size = len(self._examples[Split.TRAIN]), self._config.batch_size
         if n == 0:
             raise DataError("E-DATA-08", "expected at least one training example at this silo, found none")
@@ -189,11 +188,9 @@ class PlainLocalData:
         return {name: value.cpu() for name, value in total.items()}
 
     def size(self) -> float:
-        """Return the number of training examples."""
         return float(len(self._examples[Split.TRAIN]))
 
     def class_counts(self) -> Tensor:
-        """Return the training examples per class (C,)."""
         if self._counts is None:
             labels = self._examples[Split.TRAIN].labels
             self._counts = torch.bincount(labels, minlength=self._context.n_classes).float()
@@ -227,7 +224,6 @@ class LocalDataWrapper:
 
 
 def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:
-    """Evaluate a query on one batch and sum over its examples."""
     if isinstance(query, ExampleSums):
         return {name: rows.sum(0) for name, rows in query.rows(x, y).items()}
     vectors = query.vectors(x, y)

@@ -79,7 +79,6 @@ class GradientDescent:
             optimizer.zero_grad()
 
     def backward(self, objective: Tensor) -> None:
-        """Add the gradient of a scalar to `grad` of every parameter."""
         self._scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
         for optimizer in self._optimizers:
             self._scaler.unscale_(optimizer)

@@ -37,3 +37,15 @@ class Capability(Enum):
     DIFFERENTIAL_PRIVACY = "record-level differential privacy"
     PARTIAL_PARTICIPATION = "partial participation"
     ADAPTIVE_OPTIMIZER = "an adaptive optimizer"
+
+
+class Weighing(Enum):
+    """What a silo's weight of a part is: what a coordinator can hold it to.
+
+    EXAMPLES: a number of its training examples, in all or per row   ONCE: 1, or 0 where it has nothing to send
+    QUALITY: a number per row that the method makes, of at most e or the silo's examples.
+    """
+
+    EXAMPLES = "examples"
+    ONCE = "once"
+    QUALITY = "quality"

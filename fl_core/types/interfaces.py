@@ -17,6 +17,7 @@ from fl_core.types.values import (
     LocalResult,
     LossFn,
     Part,
+    PartRule,
     Progress,
     Query,
     RoundContext,
@@ -46,9 +47,7 @@ class LocalData(Protocol):
         """
         ...
 
-    def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
-        """Train `model` in place, with a fresh optimizer, and return the steps taken."""
-        ...
+    def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int: ...
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
         """Sum a query over the examples of a split, without augmentation; a charged release under DP.
@@ -103,9 +102,20 @@ class Method(Protocol):
     """Whether the server keeps a sum of silo states: then a silo whose update was not included discards its new state;
     else it keeps it."""
 
+    bias_follows_classes: ClassVar[bool]
+    """Whether training raises the head's bias for the silo's own classes, which plain cross entropy does: updates that
+    lower it are then refused."""
+    even_norms: ClassVar[bool]
+    """Whether honest updates stay within 5 medians; where they do not, long updates are cut and none is refused."""
+
     @property
     def unsummed_parts(self) -> frozenset[str]:
         """Name the parts that `merge` sees one by one: total (n, ...) and weight (n, ...) in the roster's order."""
+        ...
+
+    @property
+    def part_rules(self) -> Mapping[str, PartRule]:
+        """Say what the parts of an update mean, so that lies are refused; a part without a rule has `PartRule()`."""
         ...
 
     @property
@@ -135,9 +145,9 @@ class Method(Protocol):
         """Choose what goes down to every silo of the cohort."""
         ...
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Do the silo's half of a round."""
-        ...
+    def local(
+        self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext
+    ) -> LocalResult: ...
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         """Do the server's half: the only place where a mean is taken. An empty cohort changes nothing."""
@@ -167,11 +177,9 @@ class Guard:
     """Names the setting's group in the state and its part in the bundle; empty without a setting."""
 
     def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002
-        """Transform one silo's bundle."""
         return bundle
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
-        """Undo it on the sum over the cohort."""
         return total
 
     def sensitivity(self) -> Mapping[str, float]:
@@ -194,11 +202,10 @@ class Guard:
 class SiloPort(Protocol):
     """Where a silo's round happens: in this process or at a hospital. Both run the same `run_silo_round`."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
-    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
-        """Run one round at the silo and return its bundle."""
-        ...
+    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle: ...
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
         """Learn that a round is closed, and whether this silo's bundle is part of it."""

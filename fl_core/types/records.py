@@ -47,7 +47,8 @@ class RoundRecord:
 
     correct, examples: (C,) over the union of the test sets, for the model *before* the round's training;
     missing: silo -> reason; clipped: values that the grid cut off; personal: means and standard deviations over the
-    round's silos (pa, pm_l, pm_v, ga; with _std: standard deviations) of the personal models *after* its training.
+    round's silos (pa, pm_l, pm_v, ga; with _std: standard deviations) of the personal models *after* its training;
+    cut: silo -> what of its update was cut; medians: of the norms of accepted updates, by block.
     """
 
     round: int
@@ -58,6 +59,8 @@ class RoundRecord:
     missing: Mapping[str, str] = field(default_factory=dict)
     clipped: int = 0
     personal: Mapping[str, float] = field(default_factory=dict)
+    cut: Mapping[str, str] = field(default_factory=dict)
+    medians: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float:

@@ -63,27 +63,22 @@ def load_state(model: nn.Module, values: Tensors) -> None:
 
 
 def add(a: Tensors, b: Tensors, scale: float = 1.0) -> dict[str, Tensor]:
-    """Return a + scale * b."""
     return {name: v + (b[name] if scale == 1.0 else scale * b[name]) for name, v in a.items()}
 
 
 def sub(a: Tensors, b: Tensors) -> dict[str, Tensor]:
-    """Return a - b."""
     return {name: v - b[name] for name, v in a.items()}
 
 
 def scale(a: Tensors, factor: float) -> dict[str, Tensor]:
-    """Return factor * a."""
     return {name: factor * v for name, v in a.items()}
 
 
 def zeros(a: Tensors) -> dict[str, Tensor]:
-    """Return zeros of the same names and shapes."""
     return {name: torch.zeros_like(v) for name, v in a.items()}
 
 
 def select(a: Tensors, keep: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Return the entries whose name `keep` accepts."""
     return {name: v for name, v in a.items() if keep(name)}
 
 
@@ -98,7 +93,6 @@ def all_finite(a: Tensors) -> bool:
 
 
 def count(a: Tensors) -> int:
-    """Count the numbers in all entries."""
     return sum(v.numel() for v in a.values())
 
 

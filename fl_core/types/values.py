@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.errors import ProtocolError
+from fl_core.types.enums import Weighing
 
 Tensors = Mapping[str, Tensor]
 """Parameter name -> tensor; float32, or integers once on the fixed-point grid."""
@@ -91,12 +92,26 @@ class PartSpec:
 
     @classmethod
     def of(cls, part: Part) -> PartSpec:
-        """Read the shape off a part."""
         if isinstance(part.total, StoredTensors):
             shapes = part.total.shapes
         else:
             shapes = {name: tuple(v.shape) for name, v in part.total.items()}
         return cls(dict(sorted(shapes.items())), tuple(part.weight.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class PartRule:
+    """What a silo's part means, so that a lie about it can be refused.
+
+    weight: what the weight counts   counts: the tensor of the total that counts training examples; empty without one
+    steps: the tensor that counts optimiser steps   level: the values are levels and no differences: a head, not how far
+    it moved.
+    """
+
+    weight: Weighing = Weighing.EXAMPLES
+    counts: str = ""
+    steps: str = ""
+    level: bool = False
 
 
 Layout = Mapping[str, PartSpec]
@@ -138,7 +153,6 @@ class RoundContext:
     prototypes: bool = True
 
     def for_silo(self, silo: int, seed: int, prototypes: bool = True) -> RoundContext:
-        """Make the context of one silo's half of the round."""
         return replace(self, silo=silo, seed=seed, prototypes=prototypes)
 
 
@@ -214,7 +228,6 @@ class Examples(ABC):
     groups: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
-        """Count the examples."""
         return len(self.labels)
 
     @abstractmethod

@@ -25,10 +25,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Mean over seeds, its standard error, and the half-width of the t-based 95 % interval (NaN for one seed).
-
-    All are NaN where the noise of an evaluation withholds the accuracy of a seed.
-    """
+    """Mean over seeds, its standard error, and the half-width of the t-based 95 % interval (NaN for one seed)."""
 
     mean: float
     error: float
@@ -36,7 +33,6 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Estimate:
-        """Estimate from one value per seed."""
         found = list(values)
         n, mean = len(found), sum(found) / len(found)
         if n < 2:
@@ -46,13 +42,11 @@ class Estimate:
 
 
 def estimate(accuracy: Accuracy, grid: Grid, variant: str, epsilon: float, share: float) -> Estimate | None:
-    """Estimate a cell over the grid's seeds; None while a run of it is missing."""
     runs = [canonical(Run(variant, epsilon, share, seed)) for seed in grid.seeds]
     return Estimate.of(accuracy[r] for r in runs) if all(r in accuracy for r in runs) else None
 
 
 def monotone(accuracy: Accuracy, grid: Grid) -> Check:
-    """Check that no smaller epsilon is better than a larger one by more than two standard errors, seed by seed."""
     worst, bad = -math.inf, list[str]()
     for variant in grid.variants:
         epsilons = sorted(e for e in grid.epsilons if not (VARIANTS[variant].finite and math.isinf(e)))
@@ -69,7 +63,6 @@ def monotone(accuracy: Accuracy, grid: Grid) -> Check:
 
 
 def full_share_helps(accuracy: Accuracy, grid: Grid) -> Check | None:
-    """Check, without privacy, that all silos' prototypes are no worse than none; the order between is not asserted."""
     top = max(grid.epsilons)
     asked = [v for v in grid.variants if VARIANTS[v].uses_share and not VARIANTS[v].finite]
     if not asked or not {0.0, 1.0} <= set(grid.shares) or not math.isinf(top):
@@ -80,7 +73,6 @@ def full_share_helps(accuracy: Accuracy, grid: Grid) -> Check | None:
 
 
 def spent(rows: Sequence[Mapping[str, str]], least: float = 0.95) -> Check:
-    """Check that no hospital spends more than its budget, and that the one that spends most uses it."""
     private = [r for r in rows if float(r["eps_target"]) != math.inf]
     used = [float(r["budget_used"]) for r in private]
     name = f"epsilon of every silo is at most the target, and at least {least:g} of the budget is used"
@@ -89,7 +81,6 @@ def spent(rows: Sequence[Mapping[str, str]], least: float = 0.95) -> Check:
 
 
 def above_chance(accuracy: Accuracy, grid: Grid, classes: int) -> Check:
-    """Check that the smallest epsilon still beats chance for the best variant."""
     low = min(grid.epsilons)
     found = {v: e for v in grid.variants for p in grid.shares_of(v)[-1:] if (e := estimate(accuracy, grid, v, low, p))}
     found = {v: e for v, e in found.items() if not math.isnan(e.mean)}
@@ -101,7 +92,6 @@ def above_chance(accuracy: Accuracy, grid: Grid, classes: int) -> Check:
 
 
 def _paired(accuracy: Accuracy, grid: Grid, low: tuple[str, float, float], high: tuple[str, float, float]) -> float:
-    """Return by how much `low` leads beyond two standard errors of the paired difference; negative: it does not."""
     difference = Estimate.of(
         accuracy[canonical(Run(*low, seed))] - accuracy[canonical(Run(*high, seed))] for seed in grid.seeds
     )

@@ -1,8 +1,7 @@
 """The cells of the ablation, and the distinct runs behind them.
 
 A cell is (variant, epsilon, share of silos that submit prototypes, seed). Cells whose runs are equal by construction
-share one: FedAvg, FedMR-intra and FedGELA know no share, FedNH is taken at share 1 alone; FedMR at share 0 is
-FedMR-intra, FedProc at share 0 is FedAvg. That they are equal is checked once, bit for bit, in `controls`.
+share one; that they are equal is checked once, bit for bit, in `controls`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Variant:
     """A method as the ablation compares it.
 
     words: that make it   uses_share: whether its runs depend on the share   zero: the variant that it is at share 0
-    personal: measured by personal accuracy, since there is no global model   finite: exists at finite epsilon alone.
+    personal: measured by personal accuracy   finite: exists at finite epsilon alone.
     """
 
     words: Words
@@ -61,7 +60,6 @@ class Run:
 
     @property
     def words(self) -> Words:
-        """Return what the run changes of the base configuration."""
         epsilon = "inf" if math.isinf(self.epsilon) else f"{self.epsilon:g}"
         own = VARIANTS[self.variant].words
         return (
@@ -73,7 +71,6 @@ class Run:
         )
 
     def key(self, base: Sequence[str], software: str) -> str:
-        """Return what a finished run is found by: a hash of all that decides its result."""
         text = json.dumps([software, list(base), list(self.words)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -99,11 +96,9 @@ class Grid:
             )
 
     def shares_of(self, variant: str) -> tuple[float, ...]:
-        """Return the shares at which a variant has cells: all, or 1 alone where it knows none."""
         return self.shares if VARIANTS[variant].uses_share else (1.0,)
 
     def cells(self) -> list[Run]:
-        """List all cells, each as the run that one would naively make for it."""
         return [
             Run(v, e, p, s)
             for v in self.variants
@@ -114,12 +109,10 @@ class Grid:
         ]
 
     def runs(self) -> list[Run]:
-        """List the distinct runs, one seed after the other, so that early results cover the whole grid."""
         return sorted({canonical(cell) for cell in self.cells()}, key=lambda r: (r.seed, r))
 
 
 def canonical(cell: Run) -> Run:
-    """Return the run that a cell is read off."""
     variant = VARIANTS[cell.variant]
     if cell.share == 0 and variant.zero:
         return Run(variant.zero, cell.epsilon, 1.0, cell.seed)

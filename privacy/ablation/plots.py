@@ -16,11 +16,7 @@ _APART = 0.04
 
 
 def draw(accuracy: Accuracy, grid: Grid, file: Path, title: str) -> None:
-    """Draw into a file, PNG or SVG by its name; epsilon is on a log scale, "inf" a tick of its own to the right.
-
-    Variants stand a little beside each other, so that equal ones (FedMR and FedMR-intra at share 0) can both be seen;
-    those that know no share are the same in all panels.
-    """
+    """Draw into a file; epsilon on a log scale, "inf" a tick of its own; variants stand a little beside each other."""
     finite = sorted(e for e in grid.epsilons if not math.isinf(e))
     places = {e: math.log2(e) for e in finite}
     if math.inf in grid.epsilons:

@@ -63,7 +63,6 @@ def read(file: Path) -> dict[str, dict[str, str]]:
 
 
 def write(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Replace the file by these rows."""
     with file.open("w", newline="", encoding="utf-8") as out:
         writer = csv.DictWriter(out, COLUMNS)
         writer.writeheader()
@@ -71,7 +70,6 @@ def write(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def table5(accuracy: Accuracy, grid: Grid, dataset: str, split: str) -> str:
-    """Write one block per epsilon: a row per variant, columns FedAvg and the shares, accuracy in % with its SE."""
     shares = [*grid.shares]
     lines = ["Final accuracy in %, mean ± standard error over seeds.", ""]
     variants = [v for v in grid.variants if VARIANTS[v].uses_share]
@@ -91,7 +89,6 @@ def table5(accuracy: Accuracy, grid: Grid, dataset: str, split: str) -> str:
 
 
 def by_epsilon(accuracy: Accuracy, grid: Grid) -> str:
-    """Write one row per variant at the largest share, columns epsilon, accuracy in % with its SE."""
     epsilons, share = sorted(grid.epsilons, reverse=True), max(grid.shares)
     lines = [f"### All methods, {100 * share:g} % submitting prototypes", ""]
     lines.append("| method | " + " | ".join(f"epsilon {e:g}" for e in epsilons) + " |")

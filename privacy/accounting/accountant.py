@@ -1,10 +1,9 @@
 """One accountant for everything a hospital releases: subsampled training steps and full-participation sums together.
 
 A history is a list of mechanisms (z, q, steps): the Gaussian mechanism with noise z times the l2 sensitivity, over a
-Poisson sample of rate q, so many times; a release over all records has q = 1. Two accountants compose it: RDP (Renyi
-differential privacy, Mironov, CSF 2017) and PRV (privacy loss random variables, Gopi, Lee and Wutschitz, NeurIPS 2021),
-both of Opacus. Budgets are kept with RDP at one fixed order, which is a valid privacy filter for jobs that are chosen
-adaptively (Feldman and Zrnic, NeurIPS 2021); PRV is tighter, and for information. Adjacency: add or remove one unit.
+Poisson sample of rate q, so many times. Two accountants of Opacus compose it: RDP (Mironov, CSF 2017) and PRV (Gopi,
+Lee and Wutschitz, NeurIPS 2021). Budgets are kept with RDP at one fixed order, a valid privacy filter for adaptively
+chosen jobs (Feldman and Zrnic, NeurIPS 2021); PRV is tighter, and for information. Adjacency: add or remove one unit.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ def aggregated(history: Iterable[Mechanism]) -> list[Mechanism]:
 
 
 def rdp(history: Iterable[Mechanism], orders: Sequence[float] = ORDERS) -> NDArray[np.float64]:
-    """Return the composed RDP at each order: of disjoint entries it is the sum."""
     total = np.zeros(len(orders))
     for m in aggregated(history):
         if m.noise < _LEAST_NOISE:
@@ -124,10 +122,7 @@ _LARGEST = 700.0
 
 
 def replace_one(epsilon: float, delta: float) -> tuple[float, float]:
-    """Return what add-or-remove privacy means when one record is replaced: (2 eps, (1 + e^eps) delta).
-
-    delta: at most 1, which promises nothing; so it is for an epsilon whose exponential is beyond all floats.
-    """
+    """Return what add-or-remove privacy means when one record is replaced: (2 eps, (1 + e^eps) delta)."""
     factor = 1 + math.exp(epsilon) if epsilon < _LARGEST else math.inf
     return 2 * epsilon, min(1.0, factor * delta) if delta > 0 else 0.0
 
@@ -157,7 +152,6 @@ class Filter:
         return self.epsilon + (math.log(self.delta) + math.log(a)) / (a - 1) - math.log((a - 1) / a)
 
     def admits(self, spent: Iterable[Mechanism], asked: Iterable[Mechanism]) -> bool:
-        """Tell whether what is asked for still fits beside what is spent."""
         return float(rdp([*spent, *asked], [self.order])[0]) <= self.bound
 
     def used(self, spent: Iterable[Mechanism]) -> float:
@@ -184,24 +178,16 @@ Bound = Filter | RdpBound
 _ROUNDING = 1e-12
 
 
-def solve_noise(
-    epsilon: float,
-    delta: float,
-    history: Callable[[float], History],
-    fixed_order: bool = True,
-) -> float:
-    """Return the least noise multiplier z for which `history(z)` fits a budget.
+def solve_noise(epsilon: float, delta: float, history: Callable[[float], History]) -> float:
+    """Return the least noise multiplier z for which `history(z)` fits a budget, by the filter that ledgers use.
 
-    history: what is released in all at noise z, training and all that stands beside it
-    fixed_order: with the filter that ledgers use; else with RDP at the best order.
-    Raises ConfigError (E-PRIV-12) when what stands beside takes the whole budget.
+    history: what is released in all at noise z. Raises ConfigError (E-PRIV-12) when what stands beside training takes
+    the whole budget.
     """
     budget = Filter.of(epsilon, delta)
 
     def fits(noise: float) -> bool:
-        if fixed_order:
-            return budget.admits((), history(noise))
-        return epsilon_rdp(history(noise), delta) <= epsilon
+        return budget.admits((), history(noise))
 
     high = 1.0
     while not fits(high):

@@ -1,7 +1,4 @@
-"""What a method will ask of a hospital's data in a round, found by a dry run on made-up examples.
-
-The dry run gives the silo's half of the method data that only record what they are asked for; no real example is read.
-"""
+"""What a method will ask of a hospital's data in a round, found by a dry run on made-up examples."""
 
 from __future__ import annotations
 
@@ -92,11 +89,8 @@ def dry_run(
 ) -> DataRequirements:
     """Run two rounds of a method, the first of which gives it prototypes, and return what the second asked for.
 
-    steps_of: epochs -> steps of the planned run   probe: check that examples' losses are apart, once per
-    process for one method, network and batch
-    personal: personal models are made after every round's training, which some methods train further for.
-
-    Raises as `check_independence` when a loss that is declared per example mixes examples.
+    steps_of: epochs -> steps   probe: check that examples' losses are apart, once per process for one method, network
+    and batch; raises as `check_independence`   personal: with personal models, which some methods train further.
     """
     context = RoundContext(n_silos=1, n_classes=len(schema.classes), rounds=4, cohort=1)
     needs, subject = DataRequirements(), (type(method), method, str(model), schema, train.batch_size, personal)
@@ -121,10 +115,8 @@ def dry_run(
 
 
 def _stacked(part: Part) -> Part:
-    """Stack a part that `merge` gets silo by silo, of one silo."""
     return Part({key: v.unsqueeze(0) for key, v in part.total.items()}, part.weight.unsqueeze(0))
 
 
 def treatment(coupling: Coupling, coupled: str) -> bool:
-    """Tell whether training steps have a coupled term under this treatment."""
     return coupling is Coupling.BATCH and coupled != "off"

@@ -1,8 +1,7 @@
 """Within what ranges the numbers of a private run lie: outside, float arithmetic could undo a bound that is proved.
 
-One table, checked by the coordinator when a run is frozen and by each hospital on the manifest that it received: a
-number that is not finite, or so large or small that norms, noise or sums overflow or vanish, ends the run before it
-begins. `text()` is what the explanation of E-PRIV-20 prints.
+One table, checked by the coordinator when a run is frozen and by each hospital on the manifest that it received.
+`text()` is what the explanation of E-PRIV-20 prints.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from fl_core.methods import METHODS
 from fl_core.rounds.manifest import RunManifest
 from fl_core.training import optimizers
 from fl_core.types.records import TrainConfig
-from privacy.accounting.record_config import RecordDpConfig
-from privacy.silo_dp.config import SiloDpConfig
+from privacy.accounting.record_config import DpConfig
 
 
 class Range(NamedTuple):
@@ -28,7 +26,6 @@ class Range(NamedTuple):
     off: bool = False
 
     def __contains__(self, value: object) -> bool:
-        """Tell whether a number lies within; NaN does not, nor does what is no number."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         return self.low <= value <= self.high or (self.off and value == 0)
@@ -95,7 +92,7 @@ _GROUPS: tuple[tuple[Range, tuple[str, ...]], ...] = (
     (Range(1, 10**4), ("silos", "grid.n_max")),
     (Range(1e-3, 2.0**40), ("grid.bounds",)),
     (Range(1, 1024, True), ("threads",)),
-    (Range(1e-3, 1e9), ("deadline_s",)),
+    (Range(1e-3, 1e9), ("deadline_s", "patience_s")),
     (Range(1, 10**9, True), ("units",)),
     (Range(-(2**63), 2**63 - 1), ("seed",)),
     (Range(1e-3, 1e5), ("method.scale", "method.logit_scale")),
@@ -110,19 +107,14 @@ RANGES: Mapping[str, Range] = {name: found for found, names in _GROUPS for name 
 
 
 def text() -> str:
-    """Write the table in one line: equal ranges together."""
     return "; ".join(f"{', '.join(names)}: {found}" for found, names in _GROUPS)
 
 
-def check(
-    manifest: RunManifest, terms: RecordDpConfig | SiloDpConfig, derived: Callable[[], Mapping[str, float]]
-) -> None:
+def check(manifest: RunManifest, terms: DpConfig, derived: Callable[[], Mapping[str, float]]) -> None:
     """Raise RefusedError (E-PRIV-20) on a number of a private run that is outside its range, or no number.
 
-    derived: computes more numbers that have a range; it is called when those that it is made of are known to be good.
-
-    Raises ConfigError (E-CFG-02) on an optimizer that does not exist. The manifest is one that anybody may have made:
-    its fields can hold values of any type.
+    derived: computes more numbers that have a range, once those they are made of are known to be good. Raises
+    ConfigError (E-CFG-02) on an unknown optimizer. Anybody may have made the manifest: its fields can have any type.
     """
     for name, value, key, kind in _numbers(manifest, terms, derived):
         allowed = RANGES[key]
@@ -139,9 +131,7 @@ _Number = tuple[str, object, str, str]
 """What a message calls it, its value, its key in the table, and `_WHOLE` for whole numbers."""
 
 
-def _numbers(
-    manifest: RunManifest, terms: RecordDpConfig | SiloDpConfig, derived: Callable[[], Mapping[str, float]]
-) -> Iterator[_Number]:
+def _numbers(manifest: RunManifest, terms: DpConfig, derived: Callable[[], Mapping[str, float]]) -> Iterator[_Number]:
     """List the numbers of a manifest, single ones before what is computed from them."""
     whole: Mapping[str, object] = {
         "rounds": manifest.rounds,
@@ -155,20 +145,23 @@ def _numbers(
     }
     yield from ((name, value, name, _WHOLE) for name, value in whole.items())
     yield "deadline_s", manifest.deadline_s, "deadline_s", ""
+    yield "patience_s", manifest.patience_s, "patience_s", ""
     yield from ((f"grid.bounds.{k}", v, "grid.bounds", "") for k, v in manifest.grid.bounds.items())
     yield from ((f"units of {m.name}", m.units, "units", _WHOLE) for m in manifest.members)
-    yield from _of_train(manifest.train)
+    yield from _of_config("train", manifest.train)
     yield from _of_method(manifest)
     yield from _of_model(manifest.model.options)
-    yield from _of_terms(terms)
+    yield from _of_config("privacy", terms)
     yield from ((name, value, name, "") for name, value in derived().items())
     yield from _of_steps(manifest)
 
 
-def _of_train(train: TrainConfig) -> Iterator[_Number]:
-    for f in fields(train):
+def _of_config(prefix: str, config: TrainConfig | DpConfig) -> Iterator[_Number]:
+    for f in fields(config):
         if type(f.default) in (int, float):
-            yield f"train.{f.name}", getattr(train, f.name), f"train.{f.name}", _WHOLE if type(f.default) is int else ""
+            name, whole = f"{prefix}.{f.name}", type(f.default) is int
+            other = f"other {'counts' if whole else 'numbers'} of {prefix}"
+            yield name, getattr(config, f.name), name if name in RANGES else other, _WHOLE if whole else ""
 
 
 def _of_method(manifest: RunManifest) -> Iterator[_Number]:
@@ -192,14 +185,6 @@ def _of_model(options: Mapping[str, object]) -> Iterator[_Number]:
                 yield f"model.{option}", one, f"other {kind}", ""
 
 
-def _of_terms(terms: RecordDpConfig | SiloDpConfig) -> Iterator[_Number]:
-    for f in fields(terms):
-        if type(f.default) in (int, float):
-            name, whole = f"privacy.{f.name}", type(f.default) is int
-            other = "other counts of privacy" if whole else "other numbers of privacy"
-            yield name, getattr(terms, f.name), name if name in RANGES else other, _WHOLE if whole else ""
-
-
 def _of_steps(manifest: RunManifest) -> Iterator[_Number]:
     """List the steps of the longest call of `sgd` at the largest hospital: planning lists them one by one."""
     train, key = manifest.train, "epochs x units / train.batch_size"
@@ -209,7 +194,6 @@ def _of_steps(manifest: RunManifest) -> Iterator[_Number]:
 
 
 def _check_words(train: TrainConfig) -> None:
-    """Raise RefusedError (E-PRIV-20) on a schedule whose words and switches have another type."""
     for f in fields(train):
         if type(f.default) in (bool, str) and type(found := getattr(train, f.name)) is not type(f.default):
             raise RefusedError(

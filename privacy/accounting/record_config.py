@@ -19,12 +19,44 @@ MOST_DELTA = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordDpConfig:
-    """Record-level differential privacy of one run.
+class DpConfig:
+    """What both kinds of differential privacy state.
 
-    epsilon, delta: the budget of the whole run, for each hospital on its own; the noise of training is solved from it;
-    epsilon = inf is the run without privacy   reserve_rounds: repetitions of the costliest round that fit into it
-    beside the run, so that a crash does not end the run; an undisturbed run spends less by that
+    epsilon, delta: the budget of the whole run, for each hospital on its own; epsilon = inf is the plain run
+    clip: bound of a unit's gradient, or of a silo's update   metric_noise: noise / sensitivity of evaluation
+    test_data: "private" (evaluation is noisy and charged) or "public", where test examples are published anyway
+    weights: "size" (hospitals count by declared size) or "uniform" (each counts once, whatever its size)
+    reserve_rounds: repetitions of the costliest round that fit into the budget beside the run, after a crash
+    rng: "secure", or "test", which is reproducible and private to nobody.
+    """
+
+    epsilon: float = 8.0
+    delta: float = 1e-5
+    clip: float = 1.0
+    metric_noise: float = 20.0
+    test_data: str = "private"
+    weights: str = "size"
+    reserve_rounds: int = 1
+    rng: str = "secure"
+
+    def __post_init__(self) -> None:
+        validate.positive_or_infinite("E-PRIV-20", "privacy", epsilon=self.epsilon)
+        validate.positive("E-PRIV-20", "privacy", delta=self.delta, clip=self.clip, metric_noise=self.metric_noise)
+        validate.below("E-PRIV-20", "privacy", MOST_DELTA, delta=self.delta)
+        validate.between("E-PRIV-20", "privacy", 0, MOST_RESERVED, reserve_rounds=self.reserve_rounds)
+        validate.one_of(
+            "E-PRIV-20",
+            "privacy",
+            weights=(self.weights, WEIGHTS),
+            rng=(self.rng, RNG),
+            test_data=(self.test_data, TEST_DATA),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordDpConfig(DpConfig):
+    """Record-level differential privacy of one run; the noise of training is solved from the budget.
+
     clip: C1, bound of one unit's gradient   physical_batch: examples whose gradients are held at once
     coupled: treatment of losses that mix examples: "split" (clip C1 per unit, C2 = coupled_clip_ratio * C1 per
     microbatch; sensitivity C1 + 2 C2), "micro" (everything per microbatch; 2 C1) or "off" (such terms are left out)
@@ -33,16 +65,9 @@ class RecordDpConfig:
     prototype_bound: R, bound of one unit's feature offset   count_weight: lambda / R, the weight of counts in the joint
     query   prototype_noise: noise / sensitivity of a prototype release   prototype_every: rounds between releases
     min_count: classes of fewer units (by the noisy count, plus two standard deviations) are suppressed; 0: none
-    metric_noise, count_noise: noise / sensitivity of evaluation sums and of the class counts
-    test_data: "private" (evaluation is noisy and charged) or "public", where test examples are published anyway
-    weights: "size" (hospitals count by declared size) or "uniform" (each counts once, whatever its size)
-    max_per_unit: examples of one unit in a step (0: all)   rng: "secure", or "test", which is reproducible and private
-    to nobody.
+    count_noise: noise / sensitivity of the class counts   max_per_unit: examples of one unit in a step (0: all).
     """
 
-    epsilon: float = 8.0
-    delta: float = 1e-5
-    clip: float = 1.0
     coupled: str = "split"
     coupled_clip_ratio: float = 0.25
     coupled_every: int = 1
@@ -53,33 +78,24 @@ class RecordDpConfig:
     prototype_noise: float = 8.0
     prototype_every: int = 5
     min_count: float = 0.0
-    metric_noise: float = 20.0
     count_noise: float = 20.0
     statistics_bound: float = 1.0
     statistics_noise: float = 8.0
-    weights: str = "size"
     max_per_unit: int = 0
-    reserve_rounds: int = 1
-    test_data: str = "private"
-    rng: str = "secure"
 
     def __post_init__(self) -> None:
-        validate.positive_or_infinite("E-PRIV-20", "privacy", epsilon=self.epsilon)
+        DpConfig.__post_init__(self)
         validate.positive(
             "E-PRIV-20",
             "privacy",
-            delta=self.delta,
-            clip=self.clip,
             coupled_clip_ratio=self.coupled_clip_ratio,
             prototype_bound=self.prototype_bound,
             count_weight=self.count_weight,
             prototype_noise=self.prototype_noise,
-            metric_noise=self.metric_noise,
             count_noise=self.count_noise,
             statistics_bound=self.statistics_bound,
             statistics_noise=self.statistics_noise,
         )
-        validate.below("E-PRIV-20", "privacy", MOST_DELTA, delta=self.delta)
         validate.at_least(
             "E-PRIV-20",
             "privacy",
@@ -90,15 +106,7 @@ class RecordDpConfig:
             coupled_every=self.coupled_every,
         )
         validate.at_least("E-PRIV-20", "privacy", 0, min_count=self.min_count, max_per_unit=self.max_per_unit)
-        validate.between("E-PRIV-20", "privacy", 0, MOST_RESERVED, reserve_rounds=self.reserve_rounds)
-        validate.one_of(
-            "E-PRIV-20",
-            "privacy",
-            coupled=(self.coupled, (*COUPLED, WITHDRAWN)),
-            rng=(self.rng, RNG),
-            test_data=(self.test_data, TEST_DATA),
-            weights=(self.weights, WEIGHTS),
-        )
+        validate.one_of("E-PRIV-20", "privacy", coupled=(self.coupled, (*COUPLED, WITHDRAWN)))
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> RecordDpConfig:
@@ -124,8 +132,7 @@ LEAST_NOMINAL = 100
 def round_to_two_digits(n: int) -> int:
     """Round a number of units up to two significant digits, to at least 100: what a hospital declares of its size.
 
-    One unit more or less moves it only where the number passes a multiple of ten, of a hundred, and so on; what is
-    typed is not rounded, and moves never. A size above the true one is sound: it divides, and sets the sampling rate.
+    A size above the true one is sound: it divides, and sets the sampling rate.
     """
     step = int(10 ** max(1, len(str(n)) - 2))
     return max(LEAST_NOMINAL, -(-n // step) * step)

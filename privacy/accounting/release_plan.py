@@ -37,7 +37,7 @@ class Release:
 
 
 class ReleaseAllowance:
-    """The releases that a round may make; private data takes them one by one, before they touch an example.
+    """The releases that a round may make, taken one by one before they touch an example.
 
     Guarantees: what was not planned is never released.
     """
@@ -65,7 +65,6 @@ class SamplingSchedule:
 
     @property
     def rate(self) -> float:
-        """Return q, the probability with which a unit is drawn for a step."""
         return min(1.0, self.train.batch_size / self.units)
 
     def steps(self, epochs: float) -> int:
@@ -78,8 +77,8 @@ class SamplingSchedule:
 class ReleasePlan:
     """One hospital's part in a private run; steps_per_call: the steps of each call of `sgd` in a round.
 
-    evaluates_global_model: the model received is evaluated, where the method has a global model
-    personal: personal models are evaluated, on the test records, and on a public test set with class counts.
+    evaluates_global_model: the model received is evaluated, where the method has a global model   personal: personal
+    models are evaluated, on the test records, and on a public test set with class counts.
     """
 
     terms: RecordDpConfig
@@ -106,8 +105,8 @@ class ReleasePlan:
     ) -> ReleasePlan:
         """Plan a run from a dry run of its method. units: the hospital's declared number of records or groups.
 
-        Raises RefusedError (E-PRIV-16) when a loss mixes examples that it declares to be apart, or in a way that is no
-        longer offered, and when the method asks for a sum that has no bound.
+        Raises RefusedError (E-PRIV-16) when a loss mixes examples undeclared or in a way that is no longer offered, and
+        when the method asks for a sum that has no bound.
         """
         rates = SamplingSchedule(train, max(units, 1))
         needs = dry_run(method, model, schema, train, rates.steps, personal=personal)
@@ -137,12 +136,10 @@ class ReleasePlan:
 
     @property
     def units(self) -> int:
-        """Return N, the declared number of units."""
         return self.rates.units
 
     @property
     def rate(self) -> float:
-        """Return q, the sampling rate."""
         return self.rates.rate
 
     @property
@@ -157,7 +154,6 @@ class ReleasePlan:
 
     @property
     def coupled(self) -> bool:
-        """Tell whether training has a coupled term."""
         return treatment(self.coupling, self.terms.coupled)
 
     def is_coupled(self, step: int) -> bool:
@@ -176,10 +172,10 @@ class ReleasePlan:
 
     @property
     def rows(self) -> int:
-        """Return the shape of the batches that per-unit gradients are computed in: a public constant.
+        """Return the fixed shape of the batches for per-unit gradients, a public constant.
 
         As few batches as `physical_batch` allows for a sample two standard deviations above the expected one, of equal
-        shape, so that little is computed to fill the last one up.
+        shape.
         """
         most, sample = self.terms.physical_batch, self.batch + 2 * math.sqrt(self.batch * (1 - self.rate))
         return min(most, 8 * math.ceil(sample / math.ceil(sample / most) / 8))
@@ -196,21 +192,17 @@ class ReleasePlan:
 
     @property
     def prototypes(self) -> Release:
-        """Plan one joint release of class sums and counts."""
         return Release("prototypes", TRAIN, Mechanism(self.terms.prototype_noise))
 
     @property
     def class_counts(self) -> Release:
-        """Plan the release of class counts: once per version of the data."""
         return Release("class counts", TRAIN, Mechanism(self.terms.count_noise))
 
     @property
     def metrics(self) -> Release:
-        """Plan one evaluation on the test split."""
         return Release("evaluation", TEST, Mechanism(self.terms.metric_noise))
 
     def sends_prototypes(self, round: int) -> bool:
-        """Tell whether prototypes are released in a round: in the first, and then every `prototype_every`-th."""
         return round % self.terms.prototype_every == 0
 
     def releases(
@@ -218,8 +210,7 @@ class ReleasePlan:
     ) -> list[Release]:
         """List what one round releases.
 
-        prototypes: this hospital submits any   counts: class counts were not released before   public: there is a
-        public test set.
+        prototypes: the hospital submits any; counts: not released before; public: there is a public test set.
         """
         return self._releases(
             round, train, prototypes, counts and (self.needs_class_counts or (self.personal and public)), None
@@ -240,14 +231,10 @@ class ReleasePlan:
 
     @property
     def costliest(self) -> list[Release]:
-        """List what the costliest round releases: the first, which has all that any round has."""
         return self._releases(0, True, True, self.needs_class_counts or self.personal, None)
 
     def _history(self, noise: float) -> History:
-        """List the whole run on the training records at training noise z: the worst case, every round taken part in.
-
-        The reserve is in it: the costliest round again, as often as the terms say.
-        """
+        """List the whole run on the training records at training noise z: every round, and the reserve."""
         return [
             release.mechanism
             for t in (*range(self.rounds), *[0] * self.terms.reserve_rounds)

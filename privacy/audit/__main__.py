@@ -1,8 +1,4 @@
-"""`python -m privacy.audit`: attack training on digits, with and without privacy, and draw what was found.
-
-It audits the software: access to data, clips and noise are those that hospitals use. No hospital's records are read;
-what a hospital runs on its own is `silo audit`.
-"""
+"""`python -m privacy.audit`: attack training on digits, with and without privacy, and draw what was found."""
 
 from __future__ import annotations
 
@@ -54,7 +50,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def steps(setting: Setting, runs: int, out: Path) -> Outcome:
-    """AU-1 to AU-3: one step of every kind against what the ledger is charged for it."""
     scales = {k: step_checks.noise_scale(Step(k, 1.3), setting.noise("scale", k)) for k in step_checks.KINDS}
     moved = {
         f"{k}{', groups' * g}": step_checks.sensitivity(k, grouped=g) for k in step_checks.KINDS for g in (False, True)

@@ -38,10 +38,7 @@ CASES = ((1, 0.0), (5, 0.0), (20, 0.0), (60, 0.0), (1, 2.0), (1, 8.0), (20, 8.0)
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Scores of (silo, class) pairs (silos, classes there are), from single updates and from their sum.
-
-    held: who has what.
-    """
+    """Scores of (silo, class) pairs (silos, classes), from single updates and from their sum. held: who has what."""
 
     updates: Floats
     summed: Floats
@@ -49,7 +46,6 @@ class Presence:
 
     @property
     def update_auc(self) -> float:
-        """Return the AUC of the attack on single updates."""
         return auc(self.updates[self.held], self.updates[~self.held])
 
     @property
@@ -61,8 +57,7 @@ class Presence:
 def class_presence(training: Training, target: AuditTarget, seed: int = 0, noise_seed: int | None = None) -> Presence:
     """Attack one round of made-up hospitals, at least `HOSPITALS`, each with images of about a third of the classes.
 
-    Every class is held by equally many, so that the sum cannot be read for what is common. noise_seed: None for the
-    operating system's entropy.
+    Every class is held by equally many. noise_seed: None for the operating system's entropy.
     """
     classes = torch.tensor(target.classes)
     draw = rng.stream(seed, "presence")
@@ -87,10 +82,7 @@ def class_presence(training: Training, target: AuditTarget, seed: int = 0, noise
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """Attack on prototypes of `members` images at a noise multiplier: AUC of tracing, top-1 rate of inversion.
-
-    chance: of the top-1 rate, one in so many candidates.
-    """
+    """Attack on prototypes of `members` images: AUC of tracing, top-1 rate of inversion and its chance."""
 
     members: int
     noise: float
@@ -113,10 +105,10 @@ def prototypes(
     seeded: bool = True,
     extractor: Training | None = None,
 ) -> list[Tracing]:
-    """Attack prototypes of one class; the extractor was trained on other images, a third of all, which are public.
+    """Attack prototypes of one class; the extractor was trained on a third of all images, which are public.
 
-    The release is that of record-level privacy, `privacy.dp_sgd.class_sums`, at the case's noise. Cases of more
-    members than any class has images for are left out. Raises ConfigError (E-PRIV-29) when there is no other.
+    The release is `privacy.dp_sgd.class_sums` at the case's noise. Cases of more members than any class has are left
+    out; raises ConfigError (E-PRIV-29) when none is left.
     """
     order = torch.randperm(len(target.y), generator=rng.stream(seed, "tracing"))
     public, rest = order[: len(order) // 3], order[len(order) // 3 :]
@@ -126,13 +118,30 @@ def prototypes(
     training.run(model, shown, losses, target.n_classes, None, seed)
     model.eval().requires_grad_(False)
     pools = {c: rest[target.y[rest] == c] for c in target.classes if bool((shown.labels == c).any())}
+
+    def attacked(able: Sequence[int], n: int, z: float) -> Tracing:
+        inside, outside, hits, chance = list[float](), list[float](), 0, 0.0
+        for repeat in range(repeats):
+            c = able[repeat % len(able)]
+            path = ("tracing", n, str(z), repeat)
+            pool = pools[c][torch.randperm(len(pools[c]), generator=rng.stream(seed, *path, "pool"))]
+            mine, others = pool[:n], pool[n : n + CANDIDATES]
+            known = shown.x[shown.labels == c]
+            centre = _unit_features(model, known).mean(0)
+            noise = SeededNoise(seed, *path) if seeded else SecureNoise()
+            g = centre + _offset(model, target.x[mine], centre, z, noise)
+            inside += _scores(model, target.x[mine], centre, g)
+            outside += _scores(model, target.x[others], centre, g)
+            if steps:
+                made = _inverted(model, g, known.mean(0), steps)
+                hits += _nearest(made, torch.cat((target.x[mine[:1]], target.x[others]))) == 0
+                chance += 1 / (1 + len(others)) / repeats
+        return Tracing(n, z, auc(inside, outside), hits / repeats if steps else float("nan"), chance)
+
     found = []
     for n, z in cases:
-        able = [c for c, pool in pools.items() if len(pool) >= n + FEWEST]
-        if able:
-            found.append(
-                _attacked(target, model, shown, [(c, pools[c]) for c in able], n, z, repeats, seed, steps, seeded)
-            )
+        if able := [c for c, pool in pools.items() if len(pool) >= n + FEWEST]:
+            found.append(attacked(able, n, z))
     if not found:
         raise ConfigError(
             "E-PRIV-29",
@@ -140,37 +149,6 @@ def prototypes(
             "audit more data, or leave the prototypes out",
         )
     return found
-
-
-def _attacked(
-    target: AuditTarget,
-    model: nn.Module,
-    shown: ListedExamples,
-    pools: Sequence[tuple[int, Tensor]],
-    n: int,
-    z: float,
-    repeats: int,
-    seed: int,
-    steps: int,
-    seeded: bool,
-) -> Tracing:
-    inside, outside, hits, chance = list[float](), list[float](), 0, 0.0
-    for repeat in range(repeats):
-        c, pool = pools[repeat % len(pools)]
-        path = ("tracing", n, str(z), repeat)
-        pool = pool[torch.randperm(len(pool), generator=rng.stream(seed, *path, "pool"))]
-        mine, others = pool[:n], pool[n : n + CANDIDATES]
-        known = shown.x[shown.labels == c]
-        centre = _unit_features(model, known).mean(0)
-        noise = SeededNoise(seed, *path) if seeded else SecureNoise()
-        g = centre + _offset(model, target.x[mine], centre, z, noise)
-        inside += _scores(model, target.x[mine], centre, g)
-        outside += _scores(model, target.x[others], centre, g)
-        if steps:
-            made = _inverted(model, g, known.mean(0), steps)
-            hits += _nearest(made, torch.cat((target.x[mine[:1]], target.x[others]))) == 0
-            chance += 1 / (1 + len(others)) / repeats
-    return Tracing(n, z, auc(inside, outside), hits / repeats if steps else float("nan"), chance)
 
 
 def _unit_features(model: nn.Module, x: Tensor) -> Tensor:
@@ -194,7 +172,6 @@ def _scores(model: nn.Module, x: Tensor, centre: Tensor, g: Tensor) -> list[floa
 
 
 def _inverted(model: nn.Module, g: Tensor, start: Tensor, steps: int) -> Tensor:
-    """Make an image whose features are g, from the class's public mean, with a penalty on total variation."""
     image = start.clone().unsqueeze(0).requires_grad_(True)
     optimizer = torch.optim.Adam([image], lr=0.05)
     for _ in range(steps):
@@ -206,7 +183,6 @@ def _inverted(model: nn.Module, g: Tensor, start: Tensor, steps: int) -> Tensor:
 
 
 def _nearest(image: Tensor, candidates: Tensor) -> int:
-    """Return the candidate that correlates best with an image, both blurred."""
     blur = nn.functional.avg_pool2d(torch.cat((image.unsqueeze(0), candidates)), 3, 1, 1).flatten(1)
     unit = nn.functional.normalize(blur - blur.mean(1, keepdim=True), dim=1)
     return int((unit[1:] @ unit[0]).argmax())

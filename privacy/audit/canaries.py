@@ -39,7 +39,6 @@ class CanaryResult:
 
     @property
     def auc(self) -> float:
-        """Return how well the scores tell canaries that were in from others."""
         return auc(self.scores[self.present], self.scores[~self.present])
 
 
@@ -48,8 +47,8 @@ def dirac(
 ) -> CanaryResult:
     """Audit with one white-box run; records: in all, of which those that are no canary have no gradient.
 
-    Two scores share the confidence: how far a coordinate went, which shows missing noise and a missing clip; and how
-    unsteadily, which shows noise that repeats: what repeats is the same in every step, and a canary is not.
+    Two scores share the confidence: how far a coordinate went (missing noise or clip), and how unsteadily (repeated
+    noise).
     """
     present = _drawn(canaries, seed)
     x = torch.zeros(records, canaries)

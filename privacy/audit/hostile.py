@@ -33,7 +33,6 @@ _HALF_A_BIT = 2.0**-25
 
 
 def attacks(only: str | None = None) -> list[Attack]:
-    """List the attacks; only: one of them."""
     made: Mapping[str, Callable[[], Attack]] = {
         "overflow": _overflow,
         "layer norm": _layer_norm,
@@ -54,12 +53,10 @@ def attacks(only: str | None = None) -> list[Attack]:
 
 
 def _odd(release: Tensor) -> float:
-    """Score 1 where a number is not finite."""
     return float(not bool(torch.isfinite(release).all()))
 
 
 def _bright(n: int, bright: int) -> TensorExamples:
-    """Make n images, the last `bright` of which have a first pixel that is not black."""
     x = torch.rand(n, 1, 8, 8, generator=rng.stream(0, "audit", "lit")) * 0.5
     x[:, 0, 0, 0] = 0.0
     x[n - bright :, 0, 0, 0] = 1.0 if bright else 0.0
@@ -105,7 +102,7 @@ def _prototype() -> Attack:
 def _low_bits(numbers: int = 50_000) -> Attack:
     """Let one record move many weights by as much each, and look where noise nearly cancels that.
 
-    A float that is the difference of two larger ones has zeros in its last bits; noise alone has not.
+    A float that is the difference of two larger ones has zeros in its last bits.
     """
     x = torch.zeros(5, numbers)
     x[4] = 1.0
@@ -126,7 +123,6 @@ def _low_bits(numbers: int = 50_000) -> Attack:
 
 
 def _output(model: nn.Module, x: Tensor, y: Tensor) -> Losses:  # noqa: ARG001
-    """Make the model's output the loss: its gradient is what the coordinator wrote into the model."""
     return Losses(model(x).flatten(1).sum(1))
 
 
@@ -134,7 +130,6 @@ def _output(model: nn.Module, x: Tensor, y: Tensor) -> Losses:  # noqa: ARG001
 
 
 def _images(n: int, extra: bool) -> TensorExamples:
-    """Make n images, and one in front of them."""
     x = (torch.rand(n + 1, 1, 8, 8, generator=rng.stream(0, "audit", "images")) > 0.5).float()
     y = torch.arange(n + 1) % 4
     return TensorExamples(x, y, how=LESIONS) if extra else TensorExamples(x[1:], y[1:], how=LESIONS)

@@ -22,7 +22,6 @@ NUMBERS = ("clip", "prototype_bound", "prototype_noise", "count_weight", "delta"
 
 
 def honest() -> RunManifest:
-    """Make a small private run that is as it should be."""
     method, model = build_method("fedavg", {}), build_model("digits_linear", {}, _SCHEMA, 0)
     return RunManifest(
         name="audit",
@@ -41,7 +40,6 @@ def honest() -> RunManifest:
 
 
 def dishonest() -> Iterator[tuple[str, RunManifest]]:
-    """Make runs whose numbers undo a bound: not finite, so small that squares vanish, so large that sums overflow."""
     made = honest()
     for name in NUMBERS:
         for value in BAD:
@@ -60,7 +58,6 @@ def dishonest() -> Iterator[tuple[str, RunManifest]]:
 
 
 def accepted() -> list[str]:
-    """Name the dishonest manifests that a hospital's check lets pass: none, where it is right."""
     found = []
     for name, manifest in dishonest():
         try:

@@ -18,7 +18,6 @@ from privacy.audit.step_checks import Scale, SensitivityCheck
 
 
 def bounds(found: Mapping[str, Sequence[CanaryResult]], claimed: Mapping[str, float], file: Path) -> None:
-    """Draw the refuted epsilon of each training, one dot per seed, beside the claim where there is one."""
     figure, axis = _new(len(found) * 1.4 + 1.8)
     for place, (name, runs) in enumerate(found.items()):
         beside = np.linspace(-0.15, 0.15, len(runs)) if len(runs) > 1 else np.zeros(1)
@@ -34,7 +33,6 @@ def bounds(found: Mapping[str, Sequence[CanaryResult]], claimed: Mapping[str, fl
 
 
 def curves(pairs: Mapping[str, tuple[Floats, Floats]], file: Path) -> None:
-    """Draw the ROC curve of an attack for each training: (scores of members, scores of others)."""
     figure, axis = _new(4.6, 4.2)
     for name, (inside, outside) in pairs.items():
         thresholds = np.sort(np.concatenate((inside, outside)))[::-1]
@@ -48,7 +46,6 @@ def curves(pairs: Mapping[str, tuple[Floats, Floats]], file: Path) -> None:
 
 
 def presence(update_aucs: Mapping[str, Sequence[float]], sum_aucs: Mapping[str, Sequence[float]], file: Path) -> None:
-    """Draw the AUC of the class-presence attack on single updates and on their sum: the mean over seeds."""
     figure, axis = _new(len(update_aucs) * 1.4 + 1.8)
     for shift, label, of in ((-0.2, "each update seen", update_aucs), (0.2, "only the sum seen", sum_aucs)):
         axis.bar([p + shift for p in range(len(of))], [fmean(values) for values in of.values()], 0.4, label=label)
@@ -61,7 +58,6 @@ def presence(update_aucs: Mapping[str, Sequence[float]], sum_aucs: Mapping[str, 
 
 
 def tracing(runs: Sequence[Sequence[Tracing]], file: Path) -> None:
-    """Draw how well prototypes trace their members, and how often an image made from one finds its own: means."""
     cases = list(zip(*runs, strict=True))
     figure, axis = _new(len(cases) * 1.1 + 2)
     places = range(len(cases))
@@ -79,7 +75,6 @@ def tracing(runs: Sequence[Sequence[Tracing]], file: Path) -> None:
 
 
 def refuted(found: Mapping[str, tuple[float, float, float]], file: Path) -> None:
-    """Draw for each attack the epsilon that is printed, and the lower bounds on it (any mechanism, the Gaussian)."""
     figure, axis = _new(len(found) * 0.9 + 2)
     places = range(len(found))
     for k, (label, style) in enumerate((("printed", "_"), ("lower bound, any mechanism", "o"), ("Gaussian", "x"))):
@@ -96,7 +91,6 @@ def steps(
     refuted: Mapping[str, Sequence[float]],
     file: Path,
 ) -> None:
-    """Draw what was found of one step over what is claimed: noise, the furthest move, mu; above 1 refutes a claim."""
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 3, sharey=True)

@@ -1,8 +1,4 @@
-"""The audits of a pool of images: run, judge, draw. `silo audit` and `python -m privacy.audit` share them.
-
-Each writes one picture and returns its numbers and its verdicts. A verdict on private training holds or fails; what
-training without privacy shows says how much the audit can see, and fails only where enough is known to demand it.
-"""
+"""The audits of a pool of images: run, judge, draw. `silo audit` and `python -m privacy.audit` share them."""
 
 from __future__ import annotations
 
@@ -33,9 +29,8 @@ PLAIN = "no privacy"
 class Setting:
     """How to audit: claims to test, beside training without privacy; how often.
 
-    demanding: the thresholds are demanded that hold on `AuditTarget.digits`; else only what each claim implies
-    seeded: noise that repeats, for numbers that others can reproduce; else the operating system's
-    trials: steps of each attack of a hostile coordinator in each world; None: as many as tell
+    demanding: also the thresholds that hold on `AuditTarget.digits`   seeded: noise that others can reproduce trials:
+    steps of each attack of a hostile coordinator in each world; None: as many as tell
     """
 
     epsilons: tuple[float, ...] = (8.0, 1.0)
@@ -47,7 +42,6 @@ class Setting:
 
     @property
     def trainings(self) -> list[Training]:
-        """List what is audited: training without privacy first."""
         return [memorising(), *(Training(e, delta=self.delta) for e in self.epsilons)]
 
     def noise(self, *path: str | int) -> NoiseSource:
@@ -170,10 +164,7 @@ def prototypes(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
 
 
 def hostile(target: AuditTarget, setting: Setting, out: Path) -> Outcome:  # noqa: ARG001
-    """Attack as a coordinator that chooses the model, knows all records but one and reads every bit (hostile.py).
-
-    Its records are made up: what it looks for is in the software, whosever images that trains on.
-    """
+    """Attack made-up records as a coordinator that chooses the model and knows all records but one (hostile.py)."""
     found: list[Measured] = []
     for attack in attacks_of_a_coordinator():
         for _ in range(RETRIES + 1):
@@ -218,13 +209,11 @@ SHARES: Mapping[str, float] = {
 
 
 def minutes_left(done: Sequence[str], left: Sequence[str], seconds: float) -> float | None:
-    """Estimate the minutes that the audits `left` take, from the seconds that those `done` took; None before any is."""
     behind, ahead = (sum(SHARES.get(name, 0.1) for name in names) for names in (done, left))
     return seconds / behind * ahead / 60 if behind else None
 
 
 def save(file: Path, name: str, facts: Mapping[str, object]) -> None:
-    """Put one audit's facts into a summary beside the others', so that a cut loses one audit and no more."""
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     file.write_text(json.dumps({**found, name: facts}, indent=1) + "\n", encoding="utf-8")
 
@@ -236,7 +225,6 @@ def _canaries(target: AuditTarget) -> int:
 def _by_canaries(
     name: str, one: Callable[[Training, int], CanaryResult], m: int, setting: Setting, file: Path
 ) -> Outcome:
-    """Repeat a canary audit over seeds and trainings, and judge each claim by what was refuted of it."""
     found: dict[str, list[CanaryResult]] = {}
     verdicts = []
     for training in setting.trainings:
@@ -261,7 +249,6 @@ def _by_canaries(
 def _without_canaries(
     one: Callable[[Training, int], CanaryResult], training: Training, seed: int, most: float
 ) -> CanaryResult:
-    """Audit at a seed, and at two others while the claim is refuted."""
     for again in range(RETRIES + 1):
         found = one(training, seed + 1000 * again)
         if not training.private or found.guesses.epsilon <= most:
@@ -270,7 +257,6 @@ def _without_canaries(
 
 
 def _presence(target: AuditTarget, setting: Setting, training: Training, seed: int) -> attacks.Presence:
-    """Attack one round: a short one, as rounds are."""
     lr = training.lr if training.private else 0.1
     short = Training(training.epsilon, steps=20, lr=lr, delta=training.delta)
     return attacks.class_presence(short, target, seed, seed if setting.seeded else None)
@@ -289,6 +275,5 @@ def _summary(values: Mapping[str, Sequence[float]]) -> str:
 
 
 def _repeat(values: Sequence[float]) -> str:
-    """Write a number, or the mean of several and their range."""
     several = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
     return f"{fmean(values):.3f}{several}"

@@ -51,7 +51,6 @@ class ZeroNoise:
         return torch.zeros(n, dtype=torch.float64)
 
     def uniform_of(self, units: Keys, *about: str | int) -> Tensor:
-        """Return 0 for the sample, and what assigns each unit to its microbatch."""
         return self._groups.double() if about[-1] == "groups" else self.uniform(len(units))
 
     def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:  # noqa: ARG002
@@ -66,7 +65,7 @@ class Step:
     """A full-batch step (q = 1) of one kind at noise multiplier z, of a declared number of units in M microbatches.
 
     The model is linear without a bias, so the gradient of a record's loss is the record itself, and that of a coupled
-    term is the sum over its microbatch: every worst case can be written down.
+    term is the sum over its microbatch.
     """
 
     kind: str
@@ -76,7 +75,6 @@ class Step:
     clip: float = 1.0
 
     def plan(self, steps: int = 1) -> ReleasePlan:
-        """Plan so many of these steps."""
         config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=self.units, epochs=1)
         terms = RecordDpConfig(
             clip=self.clip,
@@ -113,7 +111,6 @@ class Step:
         return -torch.diff(torch.stack(places), dim=0) * divisor
 
     def charged(self) -> float:
-        """Return the noise multiplier that the ledger is charged with."""
         (release,) = self.plan().training(1)
         return release.mechanism.noise
 
@@ -131,15 +128,11 @@ class Scale:
 
     @property
     def holds(self) -> bool:
-        """Tell whether the noise is the claimed one: within 0.5 % of its scale on half a million coordinates."""
         return abs(self.ratio - 1) < 5e-3 and self.p > 1e-4
 
 
 def noise_scale(step: Step, noise: NoiseSource) -> Scale:
-    """AU-1: take one step in which no record has a gradient, and compare what moved with N(0, (z Delta)^2).
-
-    Delta is the sensitivity by the clips' formulas, which AU-2 checks by force, with the slack of grid.py.
-    """
+    """AU-1: take one step in which no record has a gradient, and compare what moved with N(0, (z Delta)^2)."""
     bound = {"example": 1.0, "split": 1.0 + 2 * step.plan().terms.coupled_clip_ratio, "micro": 2.0}[step.kind]
     moved = step.sums(torch.zeros(2, COORDINATES), None, noise)[0].double().numpy()
     claimed = step.charged() * bound * step.clip * (1 + grid.SLACK)
@@ -155,15 +148,11 @@ class SensitivityCheck:
 
     @property
     def holds(self) -> bool:
-        """Tell whether no unit passed the sensitivity, and the constructed worst one reached it."""
         return self.furthest <= 1 and self.worst > 1 - 2 * grid.SLACK
 
 
 def sensitivity(kind: str, grouped: bool = False, trials: int = _TRIALS, seed: int = 0) -> SensitivityCheck:
-    """AU-2: add and remove a unit (a record, or a patient's three) of random data, and of the worst; no noise.
-
-    The assignment to microbatches stays: one unit more must not move the others.
-    """
+    """AU-2: add and remove a unit (a record, or a patient's three) of random data, and of the worst; no noise."""
     draw, furthest, worst = rng.stream(seed, "sensitivity", kind), 0.0, 0.0
     for trial in range(trials):
         x, assignment, groups, gone = (_worst, _shifting, _random)[trial % 3](draw)
@@ -199,7 +188,6 @@ def _shifting(draw: torch.Generator) -> _Case:
 
 
 def _random(draw: torch.Generator) -> _Case:
-    """Draw records of all directions and lengths."""
     n, groups = int(torch.randint(2, 8, (), generator=draw)), 3
     size = 10 ** (4 * torch.rand(n, 1, generator=draw, dtype=torch.float64) - 2)
     assignment = (torch.randint(0, groups, (n,), generator=draw) + 0.5) / groups
@@ -208,17 +196,13 @@ def _random(draw: torch.Generator) -> _Case:
 
 
 def _units(x: Tensor, grouped: bool) -> tuple[Tensor, list[str] | None]:
-    """Take each row for a record, or for three records of one patient."""
     if not grouped:
         return x, None
     return x.repeat_interleave(3, 0), [f"patient {i // 3}" for i in range(3 * len(x))]
 
 
 def mu(step: Step, runs: int, noises: tuple[NoiseSource, NoiseSource]) -> float:
-    """AU-3: bound mu z from so many steps without and with the worst record; above 1 the claim mu = 1 / z is refuted.
-
-    All outputs of a world come from one pass of so many steps: the loss is linear, so that each is a draw of its own.
-    """
+    """AU-3: bound mu z from so many steps without and with the worst record; above 1 refutes the claim mu = 1 / z."""
     others = torch.full((step.units - 1, 1), 2 * step.clip, dtype=torch.float64)
     worst = torch.cat((others, torch.full((1, 1), -_FAR * step.clip, dtype=torch.float64)))
     without, with_record = (

@@ -71,7 +71,6 @@ class AuditTarget:
 
     @classmethod
     def digits(cls) -> AuditTarget:
-        """Read all 1,797 of scikit-learn's digits."""
         silos = [datasets.load(str(reference)) for reference in datasets.federation("digits", "hospitals6")]
         parts = [split.batch(torch.arange(len(split))) for silo in silos for split in (silo.train, silo.test)]
         return cls("digits", torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), silos[0].schema)
@@ -82,14 +81,10 @@ class AuditTarget:
 
     @property
     def classes(self) -> list[int]:
-        """List the classes that there are images of."""
         return sorted(int(c) for c in torch.unique(self.y))
 
     def network(self, seed: int) -> SplitModel:
-        """Build conv3x3(c,32)-GN-ReLU-conv3x3/2(32,64)-GN-ReLU-pool to 4x4-FC(1024,64)-ReLU-head: some 85,000 weights.
-
-        Large enough to learn a thousand wrong labels by heart, which is what an audit needs of it.
-        """
+        """Build two convolutions with group norm, a hidden layer of 64 and a head: some 85,000 weights."""
         channels = self.schema.shape[0]
         with rng.torch_scope(seed, "audit", "network"):
             body = nn.Sequential(
@@ -108,7 +103,6 @@ class AuditTarget:
 
 
 def losses(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
-    """Return the cross-entropy of each example: the loss that is trained."""
     return Losses(cross_entropy(model(x), y, reduction="none"))
 
 

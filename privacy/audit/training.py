@@ -32,7 +32,6 @@ class Training:
 
     @property
     def private(self) -> bool:
-        """Tell whether it claims anything."""
         return not math.isinf(self.epsilon)
 
     def run(
@@ -62,7 +61,6 @@ class Training:
         return TrainConfig(lr=self.lr, momentum=self.momentum, weight_decay=0.0, batch_size=self.batch, epochs=1)
 
     def plan(self, units: int) -> ReleasePlan:
-        """Plan the training: its noise is solved for epsilon."""
         terms = RecordDpConfig(
             epsilon=self.epsilon, delta=self.delta, clip=self.clip, test_data="public", physical_batch=512
         )
@@ -70,5 +68,4 @@ class Training:
 
 
 def memorising(steps: int = 1500) -> Training:
-    """Return training without privacy that learns by heart: what an audit must flag, or it sees nothing."""
     return Training(math.inf, steps=steps, lr=0.1, momentum=0.9)

@@ -1,7 +1,4 @@
-"""Two worlds, with and without one record: what an attack scores in each refutes an epsilon, or does not.
-
-The attack takes one private step, or asks for one release, many times in both worlds, and scores what leaves.
-"""
+"""Two worlds, with and without one record: what an attack scores in each refutes an epsilon, or does not."""
 
 from __future__ import annotations
 
@@ -35,9 +32,9 @@ Score = Callable[[Tensor], float]
 class Attack:
     """One attack: the model and the records that the coordinator chose, and how it reads what is released.
 
-    others, both: the records without and with the one that is looked for   noise: z of the step
-    score: of a release; None: its projection on what the record would move, as the coordinator computes it beforehand
-    query: a release of class sums is attacked in place of a step.
+    others, both: the records without and with the one that is looked for   noise: z of the step   score: of a release,
+    by default its projection on what the record would move   query: a release of class sums is attacked in place of a
+    step.
     """
 
     name: str
@@ -53,11 +50,9 @@ class Attack:
 
     @property
     def printed(self) -> float:
-        """Return the epsilon that a ledger prints for one such release."""
         return epsilon_rdp([Mechanism(self.noise)], DELTA)
 
     def released(self, with_record: bool, noise: NoiseSource) -> Tensor:
-        """Take the step, or make the release, and return what leaves, flat."""
         data = self.both if with_record else self.others
         config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=128, augment=self.augment)
         terms = RecordDpConfig(prototype_noise=self.noise, test_data="public")
@@ -85,14 +80,12 @@ class Measured:
 
     @property
     def holds(self) -> bool:
-        """Tell whether the printed epsilon was not refuted."""
         return max(self.lower, self.gaussian) <= self.printed
 
 
 def measure(
     attack: Attack, source: Callable[[bool, int], NoiseSource] | None = None, trials: int | None = None
 ) -> Measured:
-    """Run an attack in both worlds; source: of the noise of a world and a trial, the operating system's without."""
     score = attack.score or _along(_direction(attack))
     worlds = [
         np.array(
@@ -107,7 +100,6 @@ def measure(
 
 
 def judged(attack: Attack, without: Floats, with_record: Floats) -> Measured:
-    """Bound epsilon by scores of both worlds; a score that is not finite says what it says: it is the highest."""
     a, b = (np.nan_to_num(s, nan=1e300, posinf=1e300, neginf=-1e300) for s in (without, with_record))
     lower = max(epsilon_bound(a, b, DELTA, CONFIDENCE / 2), epsilon_bound(-a, -b, DELTA, CONFIDENCE / 2))
     mu = mu_bound(a, b)
@@ -116,7 +108,6 @@ def judged(attack: Attack, without: Floats, with_record: Floats) -> Measured:
 
 
 def _direction(attack: Attack) -> Tensor:
-    """Compute what the record would move, with the records that the coordinator knows and without noise."""
     worlds = [torch.nan_to_num(attack.released(world, ZeroNoise(torch.zeros(0))).double()) for world in (True, False)]
     moved = worlds[0] - worlds[1]
     unit: Tensor = moved / moved.norm().clamp(min=1e-30)

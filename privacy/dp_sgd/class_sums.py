@@ -32,7 +32,6 @@ class PrivacyUnits:
 
     @classmethod
     def of(cls, examples: Examples) -> PrivacyUnits:
-        """Read the units of a data set: its groups where it names any, else its records."""
         if examples.groups is None:
             index = torch.arange(len(examples))
             return cls(list(index.unsqueeze(1)), index)
@@ -45,10 +44,7 @@ class PrivacyUnits:
         return len(self.members)
 
     def chunks(self, drawn: Tensor, most: int | None, subset: Subset | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the examples of drawn units as (index (n,), unit (n,) from 0), at most about `most` at a time.
-
-        most: None for all at once, 0 for one unit at a time. No unit is split.
-        """
+        """Yield whole units as (index (n,), unit (n,)), about `most` examples at a time: None for all, 0 for a unit."""
         waiting, held = list[Tensor](), 0
         for u in drawn.tolist():
             mine = self.members[u] if subset is None else subset(self.members[u])
@@ -84,15 +80,13 @@ class KeyedUnits:
         return found if self.drawn is None else found[self.drawn.numpy()]
 
     def at(self, drawn: Tensor) -> KeyedUnits:
-        """Take some of the units."""
         return KeyedUnits(self.units, self.examples, drawn)
 
 
 def filled(x: Tensor, rows: int) -> Tensor:
     """Fill a batch (n, ...) with zeros up to a multiple of so many rows.
 
-    In another shape kernels add in another order, so a batch that one unit makes longer would move the last bits of all
-    others, and of a hostile model the first ones. In one shape a row's result depends on that row alone.
+    In another shape kernels add in another order, so one unit more could move the bits of all others.
     """
     return torch.cat((x, x.new_zeros(-len(x) % rows, *x.shape[1:]))) if len(x) % rows else x
 

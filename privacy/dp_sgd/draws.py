@@ -1,9 +1,7 @@
 """Randomness inside a unit's contribution: augmentation, dropout, stochastic depth, a unit's own sub-sample.
 
-It is secret, fresh, and independent of which other units are there: averaging over it keeps every bound. It never
-follows from the run's public seed, with which an attacker who knows the other records could compute their share. In
-tests, where the source repeats, it is a function of (seed, step, the record's content), never of a place in a batch: a
-record that comes or goes changes no other record's draws.
+It is secret, fresh, and independent of which other units are there, and never follows from the run's public seed. In
+tests, where the source repeats, it is a function of (seed, step, the record's content), never of a place in a batch.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ DrawPath = tuple[str | int, ...]
 class Draws:
     """What one call of `sgd` draws beside its sample and its noise.
 
-    unit_by_unit: each unit is computed by itself, so that what a layer draws for it can follow from its content; only
-    where the source repeats and the model draws at all.
+    unit_by_unit: each unit is computed by itself, so that a layer's draws can follow from its content; only where the
+    source repeats and the model draws at all.
     """
 
     def __init__(self, noise: NoiseSource, examples: Examples, augment: bool, path: DrawPath, stochastic: bool) -> None:
@@ -49,20 +47,17 @@ class Draws:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Seed torch's global generators for the whole call."""
         with rng.torch_scope(self._noise.seed(*self.path, "layers")):
             if self._noise.private:
                 _fill(torch.default_generator, self._noise)
             yield
 
     def for_units(self, index: Tensor, step: int) -> AbstractContextManager[None]:
-        """Seed torch's global generators for these records of one unit, where each unit is computed alone."""
         if not self.unit_by_unit:
             return nullcontext()
         return self._for(step, "unit", *map(int, np.sort(self._keys(index))))
 
     def for_group(self, group: int, step: int) -> AbstractContextManager[None]:
-        """Seed torch's global generators for one microbatch, where the source repeats."""
         return nullcontext() if self._noise.private else self._for(step, "group", group)
 
     def read(self, index: Tensor, step: int) -> tuple[Tensor, Tensor]:
@@ -76,7 +71,6 @@ class Draws:
         return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 
     def subset(self, members: Tensor, most: int, step: int) -> Tensor:
-        """Choose so many of a unit's records at random."""
         keys = () if self._noise.private else map(int, np.sort(self._keys(members)))
         seed = self._noise.seed(*self.path, "step", step, "subset", *keys)
         return members[torch.randperm(len(members), generator=torch.Generator().manual_seed(seed))[:most]]
@@ -122,7 +116,6 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 def is_stochastic(model: nn.Module, loss: LossFn, x: Tensor, y: Tensor) -> bool:
-    """Tell whether a training pass draws from torch's global generators; x, y: made-up examples."""
     with rng.torch_scope(0), torch.no_grad(), _training(model):
         before = _states(x.device)
         loss(model, x, y)

@@ -17,7 +17,6 @@ _DEEP = 6
 
 
 def disable_random_layers(model: nn.Module, run: Callable[[], object]) -> None:
-    """Put in eval mode, one by one, the innermost modules that draw from torch's global generator."""
     while drawing := _drawing(model, run):
         for module in drawing:
             module.training = False
@@ -53,7 +52,6 @@ class DrawDetector:
         self._before: list[Tensor] = []
 
     def begin(self) -> None:
-        """Remember the state of all generators."""
         self._before = self._states()
 
     def check(self) -> None:
@@ -70,7 +68,6 @@ class DrawDetector:
 
 
 def _generators(value: object, met: set[int], deep: int) -> Iterator[torch.Generator]:
-    """Find the generators that a function, or what it holds, can reach."""
     if isinstance(value, torch.Generator):
         yield value
         return

@@ -1,14 +1,13 @@
 """Whether an example's loss depends on that example alone: when others come or go, its gradient may not move.
 
 A clip per example bounds what one record changes only where no record changes what another one adds. So examples are
-inserted in front, in the middle and at the end of made-up batches, also examples without sense (zeros, 1e30, infinite,
-not a number), in train mode, at the size of the run's batches and at the smallest, and the loss is asked again after
-all that. Gradients of the examples that stay are compared as a sum under weights of their own, so that nothing cancels
-by chance; beside examples that are not finite by the rows of layers' outputs and of their gradients, of which gradients
-of parameters are made. Removing is inserting, read backwards.
+inserted in front, in the middle and at the end of made-up batches, also zeros, 1e30, infinite and not a number, in
+train mode, at the size of the run's batches and at the smallest, and the loss is asked again after all that. Gradients
+of the examples that stay are compared as a sum under random weights; beside examples that are not finite, by the rows
+of layers' outputs and of their gradients.
 
-Layers that draw random numbers in training (dropout, stochastic depth) draw place by place: they are in eval mode
-here, and private training draws for each unit in secret. A loss that draws numbers itself is refused.
+Layers that draw random numbers in training are in eval mode here; private training draws for each unit in secret. A
+loss that draws numbers itself is refused.
 """
 
 from __future__ import annotations
@@ -132,13 +131,11 @@ class _Probe:
             raise _refused("the coupled term of a batch moves when other batches came before")
 
     def check_crowded(self, n: int) -> None:
-        """Refuse when the first of the smallest batches moves with as many others as make a batch of n."""
         base = self.batch(1, 99)
         batch, kept = _inserted(base, self.batch(n - 1, 8), [0] * (n // 2) + [1] * (n - 1 - n // 2))
         self.compare("a whole batch comes", self.observe(base, [0]), self.observe(batch, kept))
 
     def observe(self, batch: _Batch, kept: Sequence[int], finite: bool = True) -> _Observed:
-        """Pass a batch and look at the examples `kept`, in their order."""
         index, outs = torch.tensor(kept), list[Tensor]()
         with _OutputHooks(self.model, lambda _, out: outs.append(out)):
             found, coupled = self.loss(self.model, *batch)
@@ -185,7 +182,6 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _nonsense_examples(base: _Batch, classes: int) -> _Batch:
-    """Make zeros, huge, infinite and undefined examples, and a copy of the first under another label."""
     x = torch.stack([torch.full_like(base[0][0], v) for v in (0.0, 1e30, float("inf"), float("nan"))])
     y = torch.cat((torch.arange(4) % classes, (base[1][:1] + 1) % classes))
     return torch.cat((x, base[0][:1])), y
@@ -231,7 +227,6 @@ class _OutputHooks:
 
 
 def _multiplications(model: nn.Module, run: Callable[[], Losses]) -> int:
-    """Count about how many numbers layers multiply in one pass."""
     counts: list[int] = []
 
     def count(layer: nn.Module, out: Tensor) -> None:

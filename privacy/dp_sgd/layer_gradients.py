@@ -56,13 +56,11 @@ register_grad_sampler([nn.Conv1d, nn.Conv2d, nn.Conv3d])(conv_grad_sample)
 
 
 def sampler_of(layer: nn.Module) -> Sampler | None:
-    """Return what computes a layer's per-example gradients from its input and its output's gradient, if anything."""
     found: Sampler | None = GradSampleModule.GRAD_SAMPLERS.get(type(layer))
     return found
 
 
 def prefers_ghost_norms(layer: nn.Module, backprops: Tensor) -> bool:
-    """Tell whether norms by Gram matrices, in float64, cost less than per-example gradients."""
     if isinstance(layer, nn.Linear):
         places = math.prod(backprops.shape[1:-1])
         return places == 1 or 2 * places * (layer.in_features + layer.out_features) < layer.weight.numel()
@@ -73,11 +71,10 @@ def prefers_ghost_norms(layer: nn.Module, backprops: Tensor) -> bool:
 
 
 def ghost_norms(layer: nn.Module, x: Tensor, backprops: Tensor) -> Tensor:
-    """Bound the squared norms (n,), float64, of a layer's per-example gradients without computing these.
+    """Bound the squared norms (n,), float64, of a layer's per-example gradients, for layers that `prefers_ghost_norms`.
 
-    For layers that `prefers_ghost_norms` accepts. The sum over pairs of places has terms of both signs, so its error
-    can be larger than itself where a hostile model makes places cancel: a bound on that error is added, which is 1e-10
-    of the norm for a model that does not.
+    Places that cancel can make the rounding error larger than the sum itself: a bound on that error is added, 1e-10 of
+    the norm for a model that is not hostile.
     """
     inputs, grads = _places(layer, x, backprops)
     found = grads.new_zeros(len(grads))
@@ -92,10 +89,7 @@ def ghost_norms(layer: nn.Module, x: Tensor, backprops: Tensor) -> Tensor:
 
 
 def weighted_gradient(layer: nn.Module, x: Tensor, backprops: Tensor, factor: Tensor) -> dict[nn.Parameter, Tensor]:
-    """Return sum_n factor_n g_n, float64, of a layer's per-example gradients g_n (n, ...).
-
-    An example of factor 0 is left out: its inputs and gradients may hold anything.
-    """
+    """Return sum_n factor_n g_n, float64, of per-example gradients g_n; one of factor 0 may hold anything."""
     inputs, grads = _places(layer, x, backprops)
     grads = torch.where(factor.view(-1, 1, 1) > 0, grads * factor.view(-1, 1, 1), torch.zeros_like(grads))
     params = {name: p for name, p in layer.named_parameters(recurse=False) if p.requires_grad}
@@ -129,5 +123,4 @@ def _patches(layer: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """List the trainable parameters in the order of their names."""
     return [p for _, p in model.named_parameters() if p.requires_grad]

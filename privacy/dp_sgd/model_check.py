@@ -11,8 +11,8 @@ from fl_core.errors import ConfigError
 def validate(model: nn.Module) -> None:
     """Raise ConfigError (E-PRIV-14) on a module that mixes the examples of a batch, works in place or is recurrent.
 
-    BatchNorm is refused in every form: frozen parameters do not stop its batch statistics, and its buffers are a
-    release without noise. `track_running_stats` and in-place modules likewise.
+    BatchNorm is refused in every form: frozen parameters do not stop its batch statistics, and its buffers leave
+    unnoised.
     """
     for name, module in model.named_modules():
         where = f"{name or 'the model'} ({type(module).__name__})"

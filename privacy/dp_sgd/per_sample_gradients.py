@@ -66,7 +66,6 @@ class GhostClipping:
         self._calls: list[_Call] = []
 
     def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:
-        """Sum clipped gradients, as the protocol says."""
         batch = _Batch.of(units)
         calls, grads = self._passed(losses)
         times = {layer: sum(c.layer is layer for c in calls) for layer in {c.layer for c in calls}}
@@ -99,7 +98,6 @@ class GhostClipping:
         return [total[p] if p in total else _zero(p) for p in self._params]
 
     def _passed(self, losses: Callable[[], Tensor]) -> tuple[list[_Call], list[Tensor]]:
-        """Run the batch forwards and backwards: the layers that had influence, and their outputs' gradients."""
         hooks = [layer.register_forward_hook(self._note) for layer in self._layers]
         try:
             loss = losses().sum()
@@ -124,7 +122,6 @@ class OpacusHooks:
         self._params = trainable(model)
 
     def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:
-        """Sum clipped gradients, as the protocol says."""
         batch = _Batch.of(units)
         for p in self._params:
             p.grad_sample = None  # type: ignore[attr-defined]
@@ -159,7 +156,6 @@ class _Batch(NamedTuple):
 
     @classmethod
     def of(cls, units: Tensor) -> _Batch:
-        """Read the units (n,), padding at the end."""
         real = int((units != PADDING).sum())
         found = int(units[:real].max()) + 1 if real else 0
         of_row = torch.where(units == PADDING, units.new_full((), len(units) - 1), units)  # no unit has this number
@@ -217,7 +213,6 @@ def clipped(loss: Tensor, params: Sequence[nn.Parameter], clip: float) -> Gradie
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """List the modules that hold trainable parameters of their own."""
     for module in model.modules():
         if any(p.requires_grad for p in module.parameters(recurse=False)):
             yield module

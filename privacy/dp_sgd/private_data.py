@@ -54,10 +54,9 @@ class DpSgdLocalData:
     """`LocalData` under record-level differential privacy, for one round.
 
     Guarantees: every release is taken from `allowance` before an example is read; sizes and steps follow from the
-    declared size alone; an empty draw is noise and a step like any other; a unit whose numbers are not finite
-    contributes zero and changes nothing else, and raises nothing; batches have one shape, and what is drawn inside a
-    unit is secret (draws.py), so that no unit moves another's share; with infinite clips, no noise and the same batches
-    the gradients are those of `PlainLocalData`.
+    declared size alone; an empty draw is a step like any other; a unit whose numbers are not finite contributes zero
+    and raises nothing; no unit moves another's share; with infinite clips, no noise and the same batches the gradients
+    are those of `PlainLocalData`.
     """
 
     def __init__(
@@ -86,11 +85,9 @@ class DpSgdLocalData:
         self._calls = 0
 
     def planned_steps(self, epochs: float | None = None) -> int:
-        """Return the steps of an `sgd` call: round(epochs / q), a public constant."""
         return self._plan.rates.steps(self._config.epochs if epochs is None else epochs)
 
     def effective_steps(self, steps: int, mu: float = 0.0) -> float:
-        """Return how far so many steps reach, in units of -lr under the constant gradient 1; mu: a proximal term's."""
         return effective_steps(self._config, steps, self.lr * mu)
 
     def size(self) -> float:
@@ -121,7 +118,6 @@ class DpSgdLocalData:
         return planned
 
     def _draws(self, model: nn.Module, loss: LossFn) -> Draws:
-        """Make what one call of `sgd` draws; whether layers draw matters only where the source repeats."""
         path: DrawPath = ("sgd", self._calls)
         self._calls += 1
         train, stochastic = self._split[Split.TRAIN], False
@@ -132,7 +128,6 @@ class DpSgdLocalData:
         return Draws(self._noise, train, self._config.augment, path, stochastic)
 
     def _gradient(self, engine: ClippedGradientEngine, model: nn.Module, loss: LossFn, step: int, draws: Draws) -> None:
-        """Draw a sample, sum clipped gradients, add noise, divide by B, and put the result where an optimizer looks."""
         plan, terms, params = self._plan, self._plan.terms, trainable(model)
         total = [torch.zeros_like(p, dtype=torch.float64) for p in params]
         units = KeyedUnits(self._units[Split.TRAIN], self._split[Split.TRAIN])
@@ -167,7 +162,6 @@ class DpSgdLocalData:
         self._release(total, params, plan.groups if micro else plan.batch)
 
     def _release(self, total: Gradients, params: Sequence[nn.Parameter], divisor: float) -> None:
-        """Round the sum to the grid, add noise, and put the mean where an optimizer looks."""
         g = grid.step(self._plan.terms.clip, sum(p.numel() for p in params))
         for p, s in zip(params, total, strict=True):
             noisy = grid.add_noise(grid.rounded(s.cpu(), g), g, self._plan.std, self._noise)
@@ -201,7 +195,7 @@ class DpSgdLocalData:
         """Release a sum over the units of a split with noise; public test examples are summed as they are.
 
         Raises RefusedError: E-PRIV-15 on a release that was not planned, E-PRIV-16 on a query without a joint bound.
-        Of prototypes, rounds without a release give zeros of weight 0, which leave the last ones in force.
+        Rounds without a release of prototypes give zeros of weight 0.
         """
         public = split is Split.TEST and self._plan.terms.test_data == "public"
         if split is Split.GLOBAL or public:

@@ -1,7 +1,6 @@
-"""The state that follows from a ledger's events alone: spending, budgets and registrations, derived event by event.
+"""The state that follows from a ledger's events alone: spending, budgets and registrations.
 
-Admission and every figure come from here. The file's other rows repeat it for people who read it with other tools;
-`rows` says what they must be, so that a row that differs is found.
+Admission and every figure come from here; the file's other tables repeat it for readers with other tools.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ class Entry:
         return self.state in CHARGED
 
     def detail(self) -> str:
-        """Return the detail of the event that makes this entry."""
         facts = {
             name: getattr(self, name)
             for name in ("collection", "fingerprint", "run", "manifest", "round", "attempt", "kind", "owner")
@@ -65,7 +63,6 @@ class Entry:
 
     @classmethod
     def of(cls, event: Event) -> Entry:
-        """Read an entry from the event that made it."""
         facts = json.loads(event.detail)
         return cls(
             str(event.entry),
@@ -103,7 +100,6 @@ class Budget:
     created_at: str
 
     def detail(self) -> str:
-        """Return the detail of its event."""
         f = self.filter
         facts = {"epsilon": f.epsilon, "delta": f.delta, "order": f.order}
         return json.dumps(facts | {"operator": self.operator, "reason": self.reason})
@@ -191,7 +187,6 @@ class Account:
         self.units[collection] = facts["digests"]
 
     def snapshot(self) -> str:
-        """Return the whole account as the detail of the event that begins a chain under a key."""
         return json.dumps(
             {
                 "collections": self.collections,
@@ -230,7 +225,6 @@ class Account:
         return "record" if collection in self.single else self.collections[collection][0]
 
     def history(self, collection: str) -> list[Mechanism]:
-        """Return everything that counts against a collection, joined by noise and rate."""
         spent = self._spent.get(collection, Counter())
         return [Mechanism(z, q, n) for (z, q), n in sorted(spent.items()) if n]
 
@@ -240,7 +234,6 @@ class Account:
         return [entry for entry in found.values() if entry.collection == collection]
 
     def rows(self) -> Rows:
-        """Return what the tables must hold beside the events."""
         return {
             "collection": [(name, unit, at) for name, (unit, at) in self.collections.items()],
             "dataset_version": [(f, v.collection, v.records, v.units, v.created_at) for f, v in self.versions.items()],
@@ -263,7 +256,6 @@ def mechanism_rows(entry: Entry) -> list[tuple[object, ...]]:
 
 
 def plain(planned: Iterable[PlannedRelease]) -> list[list[object]]:
-    """Convert planned releases to JSON values."""
     return [[p.purpose, p.mechanism.noise, p.mechanism.rate, p.mechanism.steps] for p in planned]
 
 

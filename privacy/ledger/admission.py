@@ -1,8 +1,7 @@
-"""What a ledger admits: a round fits the budget of its records, its run's own bounds, and is not asked for too often.
+"""What a ledger admits: a round that fits the budget of its records and its run's bounds, and not too often.
 
-A run is known by its id and by its manifest, and both are the coordinator's to choose. So the bounds of a run hold for
-everything that was charged under either; under a new id and a new manifest it is a new request, which the policy's
-bound of one run and, over all runs together, the collection's budget hold.
+A run is known by its id and by its manifest, both the coordinator's to choose, so its bounds hold for everything that
+was charged under either. Under a new id and a new manifest it is a new request, which policy and budget bound.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """An append-only SQLite file whose events are chained by HMAC-SHA256 under a key outside it.
 
-Asked through sqlite3 itself, unlike the services' databases. Its schema is SQL for auditors of the file, with
-triggers that keep it append-only, and is compared with the file's word by word; each connection waits for the disk as
-nothing else does (synchronous=EXTRA).
+Uses sqlite3 itself, unlike the services' databases: the schema is SQL for auditors, with triggers that keep it
+append-only, and every connection waits for the disk (synchronous=EXTRA).
 """
 
 from __future__ import annotations
@@ -23,9 +22,12 @@ from typing import NamedTuple
 
 from fl_core.errors import StateError
 from privacy.ledger import key as ledger_key
+from protos.storage.disk import disk_error
 from protos.storage.migration import migrate
 
 SCHEMA_VERSION = 2
+_CHAIN_VERSION = "2"
+"""Of how events are chained, part of the chain's key; a later version of the schema leaves it as it is."""
 UNKEYED = 1
 """The version whose events were chained by SHA-256 alone."""
 _IN_EVERY_VERSION = ("meta", "collection", "budget", "entry", "mechanism", "event")
@@ -33,6 +35,7 @@ GENESIS = "0" * 64
 _FACTS = ("schema_version", "ledger_id", "key", "unkeyed")
 _BUSY_S = 60.0
 _PASSING = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
+_OF_DISK = ("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_IOERR", "SQLITE_CANTOPEN")
 """Errors that say nothing against the file."""
 
 
@@ -55,7 +58,6 @@ class ChainHead:
     hash: str
 
     def __str__(self) -> str:
-        """Write it as an event names a head that it accepts."""
         return f"{self.seq} {self.hash}"
 
 
@@ -66,15 +68,14 @@ class HashChain:
     """The file, mode 0600, its transactions, and the chain of its events; key: the secret's file, beside it by default.
 
     Guarantees: what a transaction wrote is on the disk when it ends; an event that was changed, removed from the middle
-    or written without the key is found by `_follow`; an older copy of the file by anybody who remembers its head. A
-    file of the version without a key is checked, and brought under one.
+    or written without the key is found by `_follow`. A file from before the key is checked, and brought under one.
     """
 
     def __init__(self, file: Path, key: Path | None = None, older: bool = False) -> None:
-        """Open or make the file. older: also a copy from before the key, where the key says that it has a later one.
+        """Open or make the file. older: also a copy from before the key, where the key has a later one.
 
-        Raises StateError: E-BUDGET-14 without its key, E-BUDGET-07 on an unkeyed file that was
-        changed, E-BUDGET-08 on an unkeyed one that was put back, E-STATE-22 on one of a newer version or another form.
+        Raises StateError: E-BUDGET-14 without its key, E-BUDGET-07 on an unkeyed file that was changed, E-BUDGET-08 on
+        an unkeyed one that was put back, E-STATE-22 on a newer version or another form.
         """
         self._file, self.key_file = file, key or ledger_key.beside(file)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -109,12 +110,10 @@ class HashChain:
         return [(int(a), str(b), str(c), str(d), str(e)) for a, b, c, d, e in rows]
 
     def head(self) -> ChainHead:
-        """Return the end of the chain."""
         with self._reading() as db:
             return self._head(db)
 
     def changed(self, what: str) -> StateError:
-        """Make the error that says what in the file is not as it was written."""
         return StateError(
             "E-BUDGET-07",
             f"the ledger {self._file.name} was changed, or {self.key_file.name} is not its key: {what}; nothing is "
@@ -122,7 +121,7 @@ class HashChain:
         )
 
     def _follow(self, db: sqlite3.Connection, after: ChainHead) -> Iterator[tuple[Event | None, ChainHead]]:
-        """Go through the events after a head that was checked: each (None where it precedes the key), and its head.
+        """Yield the events after a checked head (None where one precedes the key), each with its own head.
 
         Raises StateError: E-BUDGET-07 on an event that was changed, E-BUDGET-08 when the head itself is gone.
         """
@@ -156,10 +155,9 @@ class HashChain:
         row = db.execute("SELECT seq, hash FROM event ORDER BY seq DESC LIMIT 1").fetchone()
         return ChainHead(int(row[0]), str(row[1])) if row else START
 
-    def _event(
+    def write_event(
         self, db: sqlite3.Connection, entry: str | None, subject: str, state: str, detail: str, time: str = ""
     ) -> None:
-        """Write an event at the end of the chain."""
         head = self._head(db)
         write(db, self._mac_key, head, Event(head.seq + 1, entry, subject, state, detail, time or now()))
 
@@ -194,17 +192,13 @@ class HashChain:
             )
 
     def _note_migrated(self, key: ledger_key.Key) -> None:
-        """Note that this file is under the key: right after it was, or at the next start if a crash came between.
-
-        Raises StateError as `_follow`: a file that is not under this key does not end the migration of another.
-        """
+        """Note that this file is under the key; a crash before this is made up for at the next start."""
         with self._reading() as db:
             for _ in self._follow(db, START):
                 pass
         ledger_key.migrated(self.key_file, key)
 
     def _facts(self) -> dict[str, str]:
-        """Read the table meta."""
         with self._reading() as db:
             return {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
 
@@ -230,18 +224,29 @@ class HashChain:
 
     @contextmanager
     def _transaction(self, foreign_keys: bool = True) -> Iterator[sqlite3.Connection]:
-        with self._reading(foreign_keys) as db:
+        """Open a transaction; raises UnavailableError (E-STATE-63) when the disk takes nothing: nothing was written."""
+        with self._disk(), self._reading(foreign_keys) as db:
             db.execute("BEGIN IMMEDIATE")
             try:
                 yield db
             except BaseException:
-                db.execute("ROLLBACK")
+                if db.in_transaction:  # SQLite ends it itself when the disk is full
+                    db.execute("ROLLBACK")
                 raise
             db.execute("COMMIT")
 
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            name = str(getattr(error, "sqlite_errorname", ""))
+            if not name.startswith(_OF_DISK):
+                raise
+            raise disk_error(self._file, name == "SQLITE_FULL", f"{name}: {error}") from error
+
 
 def keyed_hash(key: bytes, previous: str, event: Event) -> str:
-    """Return the hash of an event under the key of its chain."""
     text = json.dumps([previous, *event], separators=(",", ":"))
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
@@ -254,14 +259,13 @@ def write(db: sqlite3.Connection, key: bytes, head: ChainHead, event: Event) -> 
 
 
 def unkeyed_hash(previous: str, event: Event) -> str:
-    """Return the hash of an event from before the key."""
     fields = [previous, event.entry or "", event.subject, event.state, event.detail, event.created_at]
     return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).hexdigest()
 
 
 def derived(secret: bytes, facts: dict[str, str]) -> bytes:
-    """Derive the key of the chain: it depends on all facts of the file, so none can be changed."""
-    text = json.dumps(["chain", *(facts[name] for name in _FACTS)]).encode()
+    """Derive the key of the chain: it depends on all other facts of the file, so none can be changed."""
+    text = json.dumps(["chain", _CHAIN_VERSION, *(facts[name] for name in _FACTS[1:])]).encode()
     return hmac.new(secret, text, hashlib.sha256).digest()
 
 
@@ -302,7 +306,6 @@ def statements() -> Sequence[str]:
 
 
 def rolled_back(seen: int, own: int) -> StateError:
-    """Make the error of a ledger that lacks an event that others, or this process, have seen."""
     return StateError(
         "E-BUDGET-08",
         f"expected a ledger that goes on after event {seen}, found one that ends at {own}: an older copy "

@@ -1,7 +1,6 @@
 """The secret under which a ledger's events are chained: a file of its own, mode 0600, to be backed up apart.
 
-Somebody who can edit the ledger but not read this file cannot write an event that fits. It appears under its name
-whole, and its secret never changes: of two processes that make it at once the second uses what the first made.
+It appears whole under its name, and never changes: of two processes that make it at once, the second uses the first's.
 """
 
 from __future__ import annotations
@@ -22,29 +21,21 @@ _OTHERS = 0o077
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The secret; migrating: a ledger without a key was about to be brought under it.
-
-    Guarantees: the secret does not show in a repr.
-    """
+    """The secret; migrating: a ledger without a key was about to be brought under it. Its repr hides the secret."""
 
     secret: bytes
     migrating: bool = False
 
     def __repr__(self) -> str:
-        """Show that it exists, not what it is."""
         return f"Key(<hidden>, migrating={self.migrating})"
 
 
 def beside(ledger: Path) -> Path:
-    """Name the key file of a ledger where no other place is set."""
     return ledger.with_name(f"{ledger.stem}.key")
 
 
 def read(file: Path) -> Key | None:
-    """Read the key; None where there is no file. Raises StateError (E-BUDGET-14) on one that others may read, or none.
-
-    A dangling link or a folder in its place is no absent file: nothing is made there.
-    """
+    """Read the key; None without a file. Raises StateError (E-BUDGET-14) on one that is unusable or open to others."""
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -60,7 +51,7 @@ def read(file: Path) -> Key | None:
                 raise _unusable(file, f"mode {mode:04o}: others may have read it (chmod 600)")
             raw = json.loads(opened.read())
         secret = bytes.fromhex(raw["key"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _unusable(file, f"something else ({type(error).__name__})") from error
     if len(secret) != BYTES:
         raise _unusable(file, f"{len(secret)} bytes")

@@ -1,10 +1,8 @@
 """The hospital's privacy ledger: what its records have been used for, and what is left of their budget.
 
-Reserve before the first record is read, start, commit once the output is safe; whatever is open after a crash counts as
-spent. Entries, mechanisms and events are append-only, events are chained under a key outside the file, and the newest
-head is echoed in every signed message, so a restored backup is noticed. What counts is derived from the events alone. A
-budget belongs to a collection of records and covers all its versions: one more image does not mint a new budget.
-Admission is the fixed-order filter of accountant.py.
+Reserve before the first record is read, start, commit once the output is safe; what is open after a crash counts as
+spent. The newest head is echoed in every signed message, so that a restored backup is noticed. A budget belongs to a
+collection of records and covers all its versions. Admission is the fixed-order filter of accountant.py.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from privacy.ledger import owners
 from privacy.ledger.account import OPEN, Account, Budget, Entry, PlannedRelease
 from privacy.ledger.admission import ATTEMPTS, LedgerTask, refused
 from privacy.ledger.hash_chain import ChainHead, now
-from privacy.ledger.rows import digest_of_units, insert, unit_differences
-from privacy.ledger.verified import VerifiedChain
+from privacy.ledger.tables import digest_of_units, insert, unit_differences
+from privacy.ledger.verified_chain import VerifiedChain
 from privacy.reports.sealed import Figures, seal
 
 __all__ = ["ATTEMPTS", "Ledger", "LedgerTask", "PlannedRelease", "Status"]
@@ -47,8 +45,8 @@ class Status:
 class Ledger(VerifiedChain):
     """One hospital's ledger file, mode 0600.
 
-    Guarantees: concurrent reservations serialise, of several services as well; a reservation that does not fit changes
-    nothing but the record of its refusal; what is reserved is on the disk when `reserve` returns.
+    Guarantees: concurrent reservations serialise, also between services; one that does not fit changes nothing but the
+    record of its refusal; what is reserved is on the disk when `reserve` returns.
     """
 
     # ---- what the operator does ---------------------------------------------------------------------------------
@@ -65,9 +63,8 @@ class Ledger(VerifiedChain):
         """Register a version of a collection's data; tell whether it is new.
 
         units: the identity of each unit (a group's name, a record's content)   contents: what else identifies the same
-        records, as the content of each image of a group; both are kept as keyed digests alone.
-        Raises RefusedError (E-BUDGET-04) when a unit or a content stands in another collection already, StateError
-        (E-BUDGET-07) when what the file holds of units is not what was registered: it decides what is new.
+        records; both are kept as keyed digests alone. Raises RefusedError (E-BUDGET-04) when a unit or a content stands
+        in another collection, StateError (E-BUDGET-07) when the file's units are not those that were registered.
         """
         of_units, every = self._digests(units), self._digests((*units, *contents))
         with self.writing() as (db, account):
@@ -95,14 +92,14 @@ class Ledger(VerifiedChain):
                 db.execute("INSERT INTO dataset_version VALUES(?,?,?,?,?)", row)
             facts = {"fingerprint": fingerprint, "unit": unit, "records": records, "units": len(of_units)}
             detail = json.dumps(facts | {"digests": digest_of_units(every | known)})
-            self._event(db, None, collection, "REGISTERED", detail, time)
+            self.write_event(db, None, collection, "REGISTERED", detail, time)
         return version is None
 
     def set_budget(self, collection: str, epsilon: float, delta: float, operator: str, reason: str) -> None:
-        """Set a collection's budget; spending stays what it is. There is no such call over the network.
+        """Set a collection's budget; spending stays. There is no such call over the network.
 
-        Raises StateError (E-BUDGET-04) for a collection that is not registered, ConfigError (E-PRIV-20) on a budget
-        that is none.
+        Raises StateError (E-BUDGET-04) for an unregistered collection, ConfigError (E-PRIV-20) on a budget that is
+        none.
         """
         with self.writing() as (db, account):
             if collection not in account.collections:
@@ -113,7 +110,7 @@ class Ledger(VerifiedChain):
             made = Budget(collection, Filter.of(float(epsilon), float(delta)), operator, reason, now())
             account_after = Account(budgets=[*account.budgets, made])
             insert(db, {"budget": account_after.rows()["budget"][-1:]})
-            self._event(db, None, collection, "BUDGET", made.detail(), made.created_at)
+            self.write_event(db, None, collection, "BUDGET", made.detail(), made.created_at)
 
     def release_unused(self, entry: str) -> None:
         """Give back an entry that never started; raises StateError (E-BUDGET-12) on any other."""
@@ -131,11 +128,9 @@ class Ledger(VerifiedChain):
     ) -> str:
         """Set aside what a round will release; return the entry's id. On disk on return, before any record is read.
 
-        cap: a second budget, the policy's, that it must fit as well   run: bounds of all that this run is charged at
-        this collection, under its id or under its manifest.
-        Raises RefusedError: E-BUDGET-01 when it does not fit (the refusal is recorded), E-BUDGET-12 when it does not
-        fit into the run or the round was charged often enough (recorded as well), E-BUDGET-02 when the collection has
-        no budget, E-BUDGET-04 when the data was changed without being registered.
+        cap: a second budget, the policy's   run: bounds of all that this run is charged at this collection. Raises
+        RefusedError: E-BUDGET-01 when it does not fit, E-BUDGET-12 when it does not fit into the run or the round was
+        charged often enough (both recorded), E-BUDGET-02 without a budget, E-BUDGET-04 on data that is not registered.
         """
         with self.writing() as (db, account):
             version = account.versions.get(task.fingerprint)
@@ -159,9 +154,7 @@ class Ledger(VerifiedChain):
                 tuple(planned),
                 owners.own(self._file),
             )
-            rows = Account(entries={entry: made}).rows()
-            insert(db, {"entry": rows["entry"], "mechanism": rows["mechanism"]})
-            self._event(db, entry, entry, "REFUSED" if refusal else "INTENT", made.detail(), made.created_at)
+            self.enter(db, made, "REFUSED" if refusal else "INTENT")
         if refusal:
             raise refusal
         return entry
@@ -188,21 +181,17 @@ class Ledger(VerifiedChain):
         self._move(entry, "SPENT", output)
 
     def recover(self) -> list[str]:
-        """Count as spent, in full, whatever a crash left open; return those entries. Call when nothing is at work here.
-
-        What another process that lives is at stays open: it is that process's.
-        """
+        """Count as spent what a crash left open, but not what another live process is at; return those entries."""
         with self.writing() as (db, account):
             rows = [e for e in account.entries.values() if e.state in OPEN]
             left = sorted(e.id for e in rows if not owners.alive(self._file, e.owner))
             for entry in left:
-                self._event(db, entry, entry, "SPENT_ON_RECOVERY", "open after a restart: counted in full")
+                self.write_event(db, entry, entry, "SPENT_ON_RECOVERY", "open after a restart: counted in full")
         return left
 
     def note_refusal(self, subject: str, reason: str) -> None:
-        """Record for audits that a run was refused before anything was reserved."""
         with self.writing() as (db, _):
-            self._event(db, None, subject, "REFUSED", reason)
+            self.write_event(db, None, subject, "REFUSED", reason)
 
     def keep(self, fingerprint: str, name: str, value: str) -> None:
         """Keep a release that is made once per version of the data; one that is kept already stays as it is."""
@@ -211,10 +200,9 @@ class Ledger(VerifiedChain):
                 return
             time = now()
             db.execute("INSERT INTO kept VALUES(?,?,?,?)", (fingerprint, name, value, time))
-            self._event(db, None, fingerprint, "KEPT", json.dumps({"name": name, "value": value}), time)
+            self.write_event(db, None, fingerprint, "KEPT", json.dumps({"name": name, "value": value}), time)
 
     def elsewhere(self, collection: str, names: Iterable[str]) -> list[str]:
-        """Return those of these units or contents that stand in another collection."""
         with self._reading() as db:
             return [
                 name
@@ -229,7 +217,6 @@ class Ledger(VerifiedChain):
             return sorted(account.collections)
 
     def collection_of(self, fingerprint: str) -> str | None:
-        """Return the collection under which a version of data is registered."""
         with self._current() as account:
             found = account.versions.get(fingerprint)
         return found.collection if found else None
@@ -239,17 +226,14 @@ class Ledger(VerifiedChain):
             return account.budget(collection)
 
     def kept(self, fingerprint: str, name: str) -> str | None:
-        """Return a release that is made once per version of the data; None before it was made."""
         with self._current() as account:
             return account.kept.get((fingerprint, name), (None,))[0]
 
     def entries(self, collection: str) -> list[tuple[str, str, list[PlannedRelease]]]:
-        """List (entry, state, what it releases) of a collection, oldest first."""
         with self._current() as account:
             return [(e.id, e.state, list(e.planned)) for e in account.entries.values() if e.collection == collection]
 
     def history(self, collection: str) -> History:
-        """Return everything that counts against a collection."""
         with self._current() as account:
             return account.history(collection)
 
@@ -270,26 +254,25 @@ class Ledger(VerifiedChain):
         )
 
     def statement(self) -> tuple[ChainHead, bytes, int]:
-        """Return what goes with an update: the end of the chain, sealed figures, and how often it was restored."""
         with self._current() as account:
             head = self._seen
             sealed = seal(self.secret, head, account.restored, Figures.of(account)) if head.seq else b""
             return head, sealed, account.restored
-
-    def fits(self, collection: str, planned: Iterable[Mechanism]) -> bool:
-        """Tell whether so much would still be admitted; False without a budget."""
-        with self._current() as account:
-            budget = account.budget(collection)
-            return budget is not None and budget.admits(account.history(collection), planned)
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _digests(self, names: Iterable[str]) -> set[bytes]:
         return {hmac.new(self.units_key, name.encode(), hashlib.sha256).digest() for name in names}
 
+    def enter(self, db: sqlite3.Connection, made: Entry, state: str) -> None:
+        """Write an entry and its first event, within a transaction of `writing`."""
+        rows = Account(entries={made.id: made}).rows()
+        insert(db, {"entry": rows["entry"], "mechanism": rows["mechanism"]})
+        self.write_event(db, made.id, made.id, state, made.detail(), made.created_at)
+
     def _move(self, entry: str, state: str, detail: str) -> None:
         with self.writing() as (db, _):
             try:
-                self._event(db, entry, entry, state, detail)
+                self.write_event(db, entry, entry, state, detail)
             except sqlite3.IntegrityError as error:
                 raise StateError("E-BUDGET-12", f"the ledger does not let {entry!r} become {state}: {error}") from error

@@ -1,7 +1,7 @@
 """A ledger from before there was a key: checked against its own events, then carried on under the key.
 
-Its events stay as they are, since others have signed for their hashes; one event under the key repeats all that they
-and the rows beside them say, and pins the last of their hashes.
+Its events stay, since others have signed for their hashes; one event under the key repeats all that they and the rows
+beside them say.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from privacy.accounting.accountant import Filter
 from privacy.ledger import hash_chain
 from privacy.ledger.account import Account, Budget, Entry, UnsoundError, mechanism_rows, planned_of
 from privacy.ledger.hash_chain import START, UNKEYED, ChainHead, Event
-from privacy.ledger.rows import digest_of_units, insert
+from privacy.ledger.tables import digest_of_units, insert
 
 
 def bring_under_key(db: sqlite3.Connection, name: str, secret: bytes) -> None:
     """Check an unkeyed ledger and rewrite it, inside a transaction without foreign keys.
 
-    Raises StateError (E-BUDGET-07) on an event that was changed, and on rows that the events do not bear out.
+    Raises StateError (E-BUDGET-07) on an event that was changed, and on rows that differ from the events.
     """
     facts = {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
     events, head = _events(db, name)

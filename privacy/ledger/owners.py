@@ -1,8 +1,7 @@
-"""Which processes work on a ledger now: each holds a lock beside it that ends with the process, however that ends.
+"""Which processes work on a ledger now: each holds a lock file beside it, which ends with the process.
 
-An entry names the process that reserved it, so that a restart counts as spent what a crash left open, and not what
-another service on the same ledger is at. The locks are the operating system's: all services of one ledger run on one
-machine.
+An entry names its process, so that a restart counts as spent what a crash left open, and not what another service on
+the same ledger is at. All services of one ledger run on one machine.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Going on after a ledger was lost: whatever may have been spent since the copy that is left, counts as spent.
 
-What was attested with an update is known exactly, from the sealed figures in the receipts: all that was charged between
-the newest attested moment that the copy still has, and the newest one there is, which is the one after the most
-restorations, and of these the furthest. What came after the last attestation is known to nobody; it is taken for the
-most expensive entry there ever was, as often as a round may be charged. Where no figures can be opened, because they
-were never sent or the key is lost as well, every collection loses its whole budget. The bounds of single runs start
-again: to whom a lost charge belonged is not known.
+What was attested with an update is known from the sealed figures in the receipts. What came after the last attestation
+is taken for the most expensive entry there ever was, as often as a round may be charged. Where no figures can be
+opened, every collection loses its whole budget. The bounds of single runs start again.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from privacy.ledger.account import Account, Entry
 from privacy.ledger.admission import ATTEMPTS
 from privacy.ledger.hash_chain import ChainHead, now
 from privacy.ledger.ledger import Ledger, PlannedRelease
-from privacy.ledger.rows import insert
 from privacy.reports.sealed import Figures, largest_of, most_expensive, unseal
 
 
@@ -39,8 +35,8 @@ def charge_unknown_spending(ledger: Ledger, seen: Sequence[LastSeen], operator: 
     """Accept an older copy of the ledger by charging what it may have forgotten; say by collection what was charged.
 
     seen: every head that others have signed for, in any order. Raises StateError: E-BUDGET-11 when nothing is missing,
-    or while a service uses the ledger, E-BUDGET-04 when a collection that was charged is not registered, or none with a
-    budget is there to be charged; as `Ledger.verify` on one that was edited.
+    or while a service uses the ledger, E-BUDGET-04 when a charged collection is not registered, or none has a budget;
+    as `Ledger.verify` on one that was edited.
     """
     if owners.others(ledger.file):
         raise StateError("E-BUDGET-11", "expected no service on this ledger, found one at work: stop it first")
@@ -73,18 +69,15 @@ def charge_unknown_spending(ledger: Ledger, seen: Sequence[LastSeen], operator: 
                 now(),
                 tuple(planned),
             )
-            rows = Account(entries={made.id: made}).rows()
-            insert(db, {"entry": rows["entry"], "mechanism": rows["mechanism"]})
-            ledger._event(db, made.id, made.id, "INTENT", made.detail(), made.created_at)
-            ledger._event(db, made.id, made.id, "SPENT_ON_RECOVERY", "may have been spent after the copy was made")
+            ledger.enter(db, made, "INTENT")
+            ledger.write_event(db, made.id, made.id, "SPENT_ON_RECOVERY", "may have been spent after the copy was made")
         times = 1 + max([account.restored, *(s.restored for s in seen)])
-        ledger._event(db, None, f"restored by {operator}", "RESTORED", f"{newest.head} {times}")
+        ledger.write_event(db, None, f"restored by {operator}", "RESTORED", f"{newest.head} {times}")
     how = "its whole budget" if figures is None else f"what was attested, and {ATTEMPTS} times its most expensive entry"
     return dict.fromkeys(sorted(charges), how)
 
 
 def _missing(account: Account, common: Account, figures: Figures) -> dict[str, list[PlannedRelease]]:
-    """List what was attested and is not in what both branches have, and what may have come after."""
     charged = {name for name, spent in figures.spent.items() if spent}
     if strangers := sorted(charged - set(account.collections)):
         raise StateError(
@@ -105,7 +98,6 @@ def _missing(account: Account, common: Account, figures: Figures) -> dict[str, l
 
 
 def _everything(account: Account) -> dict[str, list[PlannedRelease]]:
-    """List the whole budget of each collection; of one without a budget, the largest budget of any."""
     budgets = {name: account.budget(name) for name in account.collections}
     known = [b for b in budgets.values() if b is not None]
     if not known:

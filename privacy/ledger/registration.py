@@ -21,25 +21,19 @@ THREADS, SHOWN = 2, 5
 
 
 def splits(dataset: SiloDataset) -> dict[str, Examples]:
-    """Name the splits whose records are charged apart."""
     return {TRAIN: dataset.train, TEST: dataset.test}
 
 
 def version(dataset: SiloDataset, split: str) -> str:
-    """Return the fingerprint of one split of a version of the data."""
     return hashlib.sha256(f"{dataset.fingerprint}|{split}".encode()).hexdigest()
 
 
 def collection(name: str, split: str) -> str:
-    """Name the collection of a split: its training and test records have budgets of their own.
-
-    The hospital has one budget, whatever data it serves under whatever names.
-    """
+    """Name the collection of a split. The hospital has one budget, whatever data it serves under whatever names."""
     return HOSPITAL if split == HOSPITAL else f"{name}/{split}"
 
 
 def unit_of(examples: Examples) -> str:
-    """Name the unit of privacy: the group where the data names any, else the record."""
     return "record" if examples.groups is None else "group"
 
 
@@ -51,10 +45,10 @@ def unit_names(examples: Examples) -> list[str]:
 
 
 def content_names(examples: Examples) -> Iterator[str]:
-    """Name what each example is: the pixels of its file at their full size, upright and in RGB, or its numbers.
+    """Name what each example is: the pixels of its file at full size, upright and in RGB, or its numbers.
 
-    Names of files, their bytes, groups and the image size of a run change nothing, and neither do labels: a record that
-    was relabelled is the same patient's. Raises DataError (E-DATA-04) on a file that cannot be decoded.
+    File names, encodings, groups, labels and a run's image size change nothing. Raises DataError (E-DATA-04) on a file
+    that cannot be decoded.
     """
     paths: tuple[Path, ...] | None = getattr(examples, "paths", None)
     if paths is not None:
@@ -69,11 +63,9 @@ def content_names(examples: Examples) -> Iterator[str]:
 def register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]:
     """Register both splits under a name, and the hospital itself; tell which collections got a new version.
 
-    Units are known by their groups and by the contents of all their records, so that records that are grouped, named
-    or stored otherwise share the spending of those that they are. An image that was encoded with loss, cropped or
-    resized has other pixels, and is a new record.
-    Raises RefusedError (E-BUDGET-04) when a unit or a record stands in another collection: also when one patient has
-    records in both splits, which would spend two budgets for one privacy.
+    Units are known by their groups and by the contents of their records, so that records that are grouped, named or
+    stored otherwise share their spending. An image encoded with loss, cropped or resized is a new record. Raises
+    RefusedError (E-BUDGET-04) when a unit or a record stands in another collection, also in the other split.
     """
     found = {}
     for split, examples in splits(dataset).items():
@@ -94,7 +86,6 @@ def register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]
 def _naming_files(
     error: RefusedError, ledger: Ledger, to: str, examples: Examples, contents: Sequence[str], older: Sequence[str]
 ) -> RefusedError:
-    """Add the names of the files that are in another collection as well, so that they can be removed from one."""
     paths = [path.name for path in getattr(examples, "paths", ())]
     known = {*ledger.elsewhere(to, contents), *ledger.elsewhere(to, older)}
     both = zip(paths, zip(contents, older or contents, strict=True), strict=bool(paths))

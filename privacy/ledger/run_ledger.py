@@ -1,14 +1,13 @@
 """The release log over a hospital's ledger: what a task releases is reserved before any record is read.
 
-Reserved, started, and committed once the output is safe. A task that fails, or a process that is killed, leaves its
-entries charged; the same round repeated is another attempt, with fresh noise and a charge of its own.
+A task that fails, or a process that is killed, leaves its entries charged; a repeated round is charged again.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +25,7 @@ SEEDED = "seeded noise"
 """Marks an entry whose noise could be repeated: it is charged, and protects nobody."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Version:
+class _Version(NamedTuple):
     """The version of the data of one split, or of the hospital, and the collection that it is charged to."""
 
     fingerprint: str
@@ -37,8 +35,7 @@ class _Version:
 class RunLedger:
     """The `ReleaseLog` of one run at one hospital, over its ledger. One task at a time.
 
-    caps: budgets of the hospital's policy by collection, beside those of the ledger   most: what the policy allows one
-    run; what the manifest announces bounds the run as well (`PrivacyProfile.bounds`).
+    caps: the policy's budgets by collection   most: what the policy allows one run, beside `PrivacyProfile.bounds`.
     Raises RefusedError (E-BUDGET-04) when a split is not registered in the ledger as it is.
     """
 
@@ -64,10 +61,7 @@ class RunLedger:
         self._run, self._open = run, []
 
     def cached(self, purpose: str) -> Tensor | None:
-        """Return what was released once per version of the data and label space, by this process or an earlier one.
-
-        What was made with repeatable noise is never taken for what was not.
-        """
+        """Return what was released once per version of the data and label space; seeded noise is kept apart."""
         value = self._ledger.kept(*self._key(purpose))
         return None if value is None else torch.tensor(json.loads(value), dtype=torch.float32)
 
@@ -82,8 +76,7 @@ class RunLedger:
         """Raise RefusedError unless all that a run releases, by split, fits beside what is spent; nothing is reserved.
 
         E-BUDGET-01 when it does not fit a budget of the ledger or of the policy, E-BUDGET-02 when there is none,
-        E-BUDGET-12 when it does not fit what the policy allows one run, or a run of the same manifest spent of it, or
-        round 0 of that was charged too often.
+        E-BUDGET-12 when it does not fit what is left of this run's own bounds, or round 0 was charged too often.
         """
         asked: dict[str, list[Mechanism]] = {}
         for split, mechanisms in whole.items():
@@ -108,10 +101,7 @@ class RunLedger:
             self._ledger.require_room(self._versions[split].collection, task, mechanisms, None, bounds)
 
     def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:
-        """Set the releases of one task aside, collection by collection, and note that records are about to be read.
-
-        Raises what the ledger refuses with; then nothing stays reserved.
-        """
+        """Set the releases of one task aside, and start them; if the ledger refuses one, nothing stays reserved."""
         made: list[str] = []
         try:
             for split, planned in by_collection(releases).items():

@@ -1,9 +1,4 @@
-"""Where randomness comes from: the operating system's entropy in deployment, a seed in tests and simulations.
-
-`SecureNoise` is a ChaCha20 keystream under a key from the operating system, one per purpose, never stored and never in
-a checkpoint. `SeededNoise` is reproducible, so what it makes is not private, and says so. Noise is integers
-(discrete_gaussian.py) that are added to rounded sums (grid.py): no float's low bits leave a hospital.
-"""
+"""Where randomness comes from: the operating system's entropy in deployment, a seed in tests and simulations."""
 
 from __future__ import annotations
 
@@ -48,9 +43,7 @@ class NoiseSource(Protocol):
 class Keys(Protocol):
     """Units that have keys: numbers by which a source that repeats tells them apart, wherever they stand."""
 
-    def __len__(self) -> int:
-        """Count the units."""
-        ...
+    def __len__(self) -> int: ...
 
     def keys(self) -> NDArray[np.uint64]:
         """Return a key per unit (n,); made when it is asked for, which a secret source never does."""
@@ -75,7 +68,7 @@ class _Bytes(ABC):
 
 
 class SecureNoise(_Bytes):
-    """Noise that nobody can predict or repeat.
+    """A ChaCha20 keystream under a key from the operating system.
 
     Guarantees: two instances, and two calls, never use the same keystream; the state is nowhere written.
     """
@@ -106,10 +99,7 @@ class SecureNoise(_Bytes):
 
 
 class SeededNoise(_Bytes):
-    """Reproducible noise for tests and simulations; nothing made with it is private.
-
-    path: what the noise is for, for instance ("round", 3, "silo", 1, "noise"): other paths give other noise.
-    """
+    """Reproducible noise for tests and simulations; nothing made with it is private. Other paths give other noise."""
 
     private = False
 
@@ -135,7 +125,6 @@ def poisson_sample(noise: NoiseSource, units: Keys, rate: float, *about: str | i
 
 
 def random_groups(noise: NoiseSource, units: Keys, groups: int, *about: str | int) -> Tensor:
-    """Draw a group of {0, ..., groups - 1} for each unit, uniformly and independently."""
     return (noise.uniform_of(units, *about) * groups).long().clamp_(max=groups - 1)
 
 

@@ -24,10 +24,7 @@ PROFILES: dict[str, type[PrivacyProfile]] = {
 
 
 def _resolve(privacy: NamedOptions) -> tuple[type[PrivacyProfile], Config | None]:
-    """Find a profile and read its options; with epsilon = inf it is the run without privacy.
-
-    Raises RefusedError (E-PRIV-01) for an unknown one; ConfigError (E-CFG-01, E-CFG-02, E-PRIV-20).
-    """
+    """Find a profile and read its options; with epsilon = inf it is the run without privacy."""
     if privacy.name not in PROFILES:
         raise RefusedError(
             "E-PRIV-01",
@@ -40,7 +37,6 @@ def _resolve(privacy: NamedOptions) -> tuple[type[PrivacyProfile], Config | None
 
 
 def profile_of(run: RunSetup) -> PrivacyProfile:
-    """Make the profile of a run; nothing is checked yet but its options."""
     kind, terms = _resolve(run.manifest.privacy)
     return kind(run, terms)
 
@@ -51,12 +47,10 @@ def result_noise(manifest: RunManifest) -> RunNoise:
 
 
 def is_private(privacy: NamedOptions) -> bool:
-    """Tell whether a profile asks for noise."""
     return _resolve(privacy)[1] is not None
 
 
 def private_form(method: NamedOptions, privacy: NamedOptions) -> tuple[NamedOptions, dict[str, Option]]:
-    """Give a method the options that it takes under a profile, and the values that these replaced; none as it is."""
     kind, terms = _resolve(privacy)
     built = build_method(method.name, method.options)
     form = {} if terms is None else kind.private_form(built)
@@ -65,6 +59,5 @@ def private_form(method: NamedOptions, privacy: NamedOptions) -> tuple[NamedOpti
 
 
 def extra_parts(privacy: NamedOptions) -> Layout:
-    """Return what a profile adds to the layout of the method's bundles."""
     kind, terms = _resolve(privacy)
     return {} if terms is None else kind.extra_parts(terms)

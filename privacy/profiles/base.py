@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from fl_core.aggregation.options import Options
 from fl_core.converter import Option
 from fl_core.rounds.run_setup import Guards, RunSetup
+from fl_core.training.evaluation import METRICS
 from fl_core.types.interfaces import DataFactory, Method
 from fl_core.types.values import Layout
 from privacy.accounting import ranges
-from privacy.accounting.accountant import Bound, Filter, Mechanism
+from privacy.accounting.accountant import Bound, Filter, Mechanism, epsilon_rdp, replace_one
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import TEST, TRAIN, Release
 from privacy.release_log import ReleaseLog, by_collection
@@ -23,17 +26,17 @@ if TYPE_CHECKING:
     from privacy.policy import Floors, Policy
 
 Config = RecordDpConfig | SiloDpConfig
+Epsilon = Callable[[list[Mechanism], float], float]
+"""Epsilon of a history at a delta."""
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
     """One hospital's part: N, q, training steps and rounds in all, z, and epsilon at the run's delta.
 
-    used: share of the budget, by the filter that ledgers use, which keeps one order and is the stricter
-    epsilon_tight: by the tighter accountant, for information   epsilon_record, epsilon_test: of one training record and
-    of one test record, which have budgets of their own (0 where test records are public); under record-level privacy
-    the first is epsilon, under silo-level privacy epsilon is the hospital's   epsilon_most: epsilon when the reserve is
-    used up as well, the costliest round repeated; the ledger stops a run at the epsilon that it was asked for.
+    used: share of the budget, by the ledger's filter   epsilon_tight: by the tighter accountant, for information
+    epsilon_record, epsilon_test: of one training or test record (0 where test records are public)   epsilon_most: with
+    the reserve used up as well, the costliest round repeated.
     """
 
     name: str
@@ -53,12 +56,14 @@ class Projection:
 class PrivacyProfile(ABC):
     """One privacy profile and its answers for one run; both sides of a run ask it.
 
-    config: the class of its options   subject: whom its epsilon is about   collections: what is charged, so that a
-    hospital needs a budget for each   terms: its options as the manifest has them; None for a run without privacy.
+    config: the class of its options   subject: whom its epsilon is about   promised: the collection that its
+    epsilon is promised for   collections: what is charged   terms: its
+    options as the manifest has them; None for a run without privacy.
     """
 
     config: ClassVar[type[Config] | None] = None
     subject: ClassVar[str] = ""
+    promised: ClassVar[str] = TRAIN
     collections: ClassVar[tuple[str, ...]] = (TRAIN, TEST)
     terms: Config | None
 
@@ -83,11 +88,7 @@ class PrivacyProfile(ABC):
         return {}
 
     def check(self) -> None:
-        """Refuse a run that the profile cannot keep its promise for; no data is near.
-
-        Raises RefusedError (E-PRIV-20) on a number outside its range; ConfigError (E-CFG-08, E-PRIV-16, E-PRIV-17)
-        on a method or a size that does not go with it.
-        """
+        """Raise RefusedError (E-PRIV-20) or ConfigError (E-CFG-08, E-PRIV-16, -17) on a run that it cannot protect."""
         if self.terms is not None:
             ranges.check(self.run.manifest, self.terms, self.derived_numbers)
 
@@ -99,20 +100,20 @@ class PrivacyProfile(ABC):
 
     @abstractmethod
     def guards(self) -> Guards:
-        """Return the guards of the run. On the way out, silo guards come before what the aggregator does on arrival."""
+        """Return the guards of the run; on the way out, silo guards come before the aggregator's."""
 
     @abstractmethod
     def data_factory(
         self, index: int, log: ReleaseLog, hidden: frozenset[int] = frozenset(), min_count: float = 0.0
     ) -> DataFactory:
-        """Make what opens a member's examples, round by round: what a round releases is in the log before it reads any.
+        """Make what opens a member's examples, round by round; releases are logged before any example is read.
 
-        hidden: positions of classes that no prototypes leave of   min_count: nor of classes with fewer examples
+        hidden: positions of classes whose prototypes stay here   min_count: as well as those with fewer examples
         """
 
     @abstractmethod
     def releases(self, index: int, prototypes: bool = True, counts: bool = True) -> list[Release]:
-        """List what the whole run releases at a member, in order; a round that is repeated is charged again.
+        """List what the whole run releases at a member, in order.
 
         prototypes: the hospital submits them where the run asks for them; counts: class counts were not released before
         """
@@ -128,7 +129,6 @@ class PrivacyProfile(ABC):
     # ---- what follows -----------------------------------------------------------------------------------------------
 
     def charges(self, index: int, prototypes: bool = True, counts: bool = True) -> dict[str, list[Mechanism]]:
-        """List `releases` by what they are charged to."""
         sorted_ = by_collection(self.releases(index, prototypes, counts))
         return {collection: [r.mechanism for r in found] for collection, found in sorted_.items()}
 
@@ -140,12 +140,22 @@ class PrivacyProfile(ABC):
     def evaluation_noise(self) -> EvaluationNoise | None:
         """Return the noise on one hospital's evaluation as it is sent; None where it is sent as it was counted."""
 
+    def count_noise(self) -> Mapping[str, float]:
+        """Return the noise on counts by part, infinite where its size is not known here; none without privacy."""
+        if self.terms is None:
+            return {}
+        noise, found = self.evaluation_noise(), dict.fromkeys(self.run.manifest.layout, math.inf)
+        return {**found, METRICS: 0.0 if noise is None else noise.std}
+
+    def aggregator(self, chosen: Options) -> Options:
+        """Return what of an aggregator the profile leaves; raises ConfigError (E-CFG-08) where that is nothing."""
+        return chosen
+
     def own_noise(self) -> EvaluationNoise | None:
         """Return the noise on what a hospital itself knows of its evaluation."""
         return None
 
     def result_noise(self) -> RunNoise:
-        """Return what of the run's results is noisy."""
         if self.terms is None:
             return NO_NOISE
         scores = {"pm_l", "pm_v"} | ({"pa"} if self.terms.test_data == "private" else set())
@@ -164,6 +174,52 @@ class PrivacyProfile(ABC):
         """Raise RefusedError (E-POLICY-05) on a part that its policy does not allow; see `Policy.check_plan`."""
 
 
+class PrivateProfile(PrivacyProfile):
+    """A profile with noise: what all such answer alike."""
+
+    terms: Config
+
+    def projection(
+        self, index: int, tight: Epsilon, costliest: Iterable[Release], rate: float, steps: int, noise: float
+    ) -> Projection:
+        """Project one member's part; costliest: the releases of a round that is repeated."""
+        member, terms, releases = self.run.manifest.members[index], self.terms, self.releases(index)
+        charged, train, test = (mechanisms(releases, c) for c in (self.promised, TRAIN, TEST))
+        again = mechanisms(costliest, self.promised)
+        return Projection(
+            name=member.name,
+            units=member.units,
+            rate=rate,
+            steps=steps,
+            rounds=len(self.run.training_rounds[index]),
+            noise=noise,
+            epsilon=epsilon_rdp(charged, terms.delta),
+            epsilon_tight=tight(charged, terms.delta),
+            epsilon_record=epsilon_rdp(train, terms.delta),
+            epsilon_test=epsilon_rdp(test, terms.delta),
+            used=Filter.of(terms.epsilon, terms.delta).used(charged),
+            epsilon_most=epsilon_rdp([*charged, *again * terms.reserve_rounds], terms.delta),
+        )
+
+    def spent(
+        self, logs: Sequence[Sequence[Release]], tight_name: str, tight: Epsilon, **facts: object
+    ) -> Mapping[str, object]:
+        """Report what the run cost its members, beside more facts; `private` is False where noise came from a seed."""
+        terms, histories = self.terms, [mechanisms(log, self.promised) for log in logs]
+        spent = [epsilon_rdp(h, terms.delta) for h in histories]
+        twice, more = replace_one(max(spent), terms.delta)
+        return facts | {
+            "profile": self.run.manifest.privacy.name,
+            "private": terms.rng == "secure",
+            "rng": terms.rng,
+            "delta": terms.delta,
+            "epsilon_target": terms.epsilon,
+            "epsilon": max(spent),
+            tight_name: tight(histories[spent.index(max(spent))], terms.delta),
+            "epsilon_replace_one": {"epsilon": twice, "delta": more},
+            "epsilon_by_silo": dict(zip([m.name for m in self.run.manifest.members], spent, strict=True)),
+        }
+
+
 def mechanisms(releases: Iterable[Release], collection: str) -> list[Mechanism]:
-    """List the mechanisms of the releases of one collection."""
     return [r.mechanism for r in releases if r.collection == collection]

@@ -1,4 +1,4 @@
-"""What a hospital does not submit of its prototypes, whatever the run asks for: classes by name, and small ones."""
+"""Prototypes that a hospital does not submit: of named classes, and of small ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from fl_core.types.values import ClassSums, Query, Tensors
 
 
 class PrototypeFilter(LocalDataWrapper):
-    """Hides classes from sums over training examples; everything else passes through.
-
-    A class without prototypes is trained on like any other. hidden: positions in the label space   least: classes of
-    fewer examples are hidden as well.
-    """
+    """Hides classes, and those with fewer examples than `least`, from sums over training examples."""
 
     def __init__(self, data: LocalData, hidden: frozenset[int], least: float) -> None:
         super().__init__(data)
@@ -42,7 +38,6 @@ P = ParamSpec("P")
 def with_prototype_filter(
     factory: Callable[P, LocalData], hidden: frozenset[int], least: float
 ) -> Callable[P, LocalData]:
-    """Let a data factory hide classes; the factory itself where nothing is hidden."""
     if not hidden and least <= 0:
         return factory
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fl_core.aggregation.fixed_point import FixedPoint
+from fl_core.aggregation.options import NormClipped, Options
 from fl_core.converter import Option
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds import capabilities
@@ -18,11 +19,11 @@ from fl_core.types.enums import Capability
 from fl_core.types.interfaces import DataFactory, Method
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Examples, Progress, RoundContext
-from privacy.accounting.accountant import Bound, Filter, Mechanism, RdpBound, epsilon_prv, epsilon_rdp, replace_one
+from privacy.accounting.accountant import Bound, Filter, Mechanism, RdpBound, epsilon_prv, epsilon_rdp
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import TEST, TRAIN, Release, ReleaseAllowance, ReleasePlan
 from privacy.noise.sources import NoiseSource, SecureNoise, SeededNoise
-from privacy.profiles.base import PrivacyProfile, Projection, mechanisms
+from privacy.profiles.base import PrivateProfile, Projection, mechanisms
 from privacy.profiles.prototype_filter import with_prototype_filter
 from privacy.release_log import ReleaseLog
 from privacy.reports.uncertainty import GRID_SLACK, EvaluationNoise
@@ -57,7 +58,7 @@ def release_plan(run: RunSetup, index: int) -> ReleasePlan:
     )
 
 
-class RecordProfile(PrivacyProfile):
+class RecordProfile(PrivateProfile):
     """Profile "dp_record": the epsilon of a run is each record's, or each group's where the data names groups."""
 
     config = RecordDpConfig
@@ -87,13 +88,16 @@ class RecordProfile(PrivacyProfile):
         }
 
     def plan(self, index: int) -> ReleasePlan:
-        """Plan a member's part, once; raises as `release_plan` and `ReleasePlan.of`."""
         if index not in self._plans:
             self._plans[index] = release_plan(self.run, index)
         return self._plans[index]
 
     def guards(self) -> Guards:
         return Guards((), (FixedPoint(self.run.manifest.grid),))
+
+    def aggregator(self, chosen: Options) -> Options:
+        """Cut long updates, which costs no epsilon, and refuse none: a small hospital's noise alone makes it long."""
+        return replace(chosen, refuse_above=math.inf, signs=False) if isinstance(chosen, NormClipped) else chosen
 
     def data_factory(
         self, index: int, log: ReleaseLog, hidden: frozenset[int] = frozenset(), min_count: float = 0.0
@@ -147,60 +151,29 @@ class RecordProfile(PrivacyProfile):
         return found + plan.releases(self.run.manifest.rounds, False)
 
     def project(self) -> list[Projection]:
-        terms, found = self.terms, []
-        for k, rounds in enumerate(self.run.training_rounds):
-            releases, member = self.releases(k), self.run.manifest.members[k]
-            train, test = mechanisms(releases, TRAIN), mechanisms(releases, TEST)
-            steps = [r.mechanism for r in releases if r.purpose == "training"]
-            again = mechanisms(self.plan(k).costliest, TRAIN)
-            epsilon = epsilon_rdp(train, terms.delta)
-            found.append(
-                Projection(
-                    name=member.name,
-                    units=member.units,
-                    rate=steps[0].rate if steps else 0.0,
-                    steps=sum(m.steps for m in steps),
-                    rounds=len(rounds),
-                    noise=min((m.noise for m in steps), default=0.0),
-                    epsilon=epsilon,
-                    epsilon_tight=epsilon_prv(train, terms.delta),
-                    epsilon_record=epsilon,
-                    epsilon_test=epsilon_rdp(test, terms.delta),
-                    used=Filter.of(terms.epsilon, terms.delta).used(train),
-                    epsilon_most=epsilon_rdp([*train, *again * terms.reserve_rounds], terms.delta),
-                )
-            )
+        found = []
+        for k in range(len(self.run.manifest.members)):
+            steps = [r.mechanism for r in self.releases(k) if r.purpose == "training"]
+            rate, least = (steps[0].rate, min(m.noise for m in steps)) if steps else (0.0, 0.0)
+            number = sum(m.steps for m in steps)
+            found.append(self.projection(k, epsilon_prv, self.plan(k).costliest, rate, number, least))
         return found
 
     def report(self, logs: Sequence[Sequence[Release]]) -> Mapping[str, object]:
-        """`private` is False where noise came from a seed, as `rng` says."""
-        terms, members = self.terms, self.run.manifest.members
-        train = [epsilon_rdp(mechanisms(log, TRAIN), terms.delta) for log in logs]
-        largest = max(train)
-        twice, more = replace_one(largest, terms.delta)
-        return {
-            "profile": self.run.manifest.privacy.name,
-            "private": terms.rng == "secure",
-            "rng": terms.rng,
-            "unit": "record, or the group that the data names",
-            "adjacency": "add or remove one unit",
-            "accountant": "RDP; PRV for information",
-            "noise": "at the hospital, before anything leaves",
-            "delta": terms.delta,
-            "epsilon_target": terms.epsilon,
-            "epsilon": largest,
-            "epsilon_prv": epsilon_prv(mechanisms(logs[train.index(largest)], TRAIN), terms.delta),
-            "epsilon_replace_one": {"epsilon": twice, "delta": more},
-            "epsilon_by_silo": dict(zip([m.name for m in members], train, strict=True)),
-            "epsilon_test_data": max(epsilon_rdp(mechanisms(log, TEST), terms.delta) for log in logs),
-            "note": CLASSES_SHOW,
-        }
+        return self.spent(
+            logs,
+            "epsilon_prv",
+            epsilon_prv,
+            unit="record, or the group that the data names",
+            adjacency="add or remove one unit",
+            accountant="RDP; PRV for information",
+            noise="at the hospital, before anything leaves",
+            epsilon_test_data=max(epsilon_rdp(mechanisms(log, TEST), self.terms.delta) for log in logs),
+            note=CLASSES_SHOW,
+        )
 
     def bounds(self, policy: Filter | None = None) -> Mapping[str, tuple[Bound, ...]]:
-        """Hold records to the epsilon of the run, test records to the evaluations of the whole run, reserve included.
-
-        The latter is what the preview says of them. Both are held to the policy's epsilon.
-        """
+        """Hold training records to the run's epsilon, test records to its evaluations, both to the policy's epsilon."""
         own, terms = Filter.of(self.terms.epsilon, self.terms.delta), self.terms
         measured, manifest = self.run.method.has_global_model, self.run.manifest
         times = (manifest.rounds + terms.reserve_rounds) * (measured + manifest.personal) + measured

@@ -1,10 +1,9 @@
 """Silo-level differential privacy of small payloads: what all data of a hospital change is hidden.
 
-Examples are read as in a plain run: everything is bounded and noised on its way out, by the guard of
-`privacy.silo_dp.mechanism`. What is charged is the guard's release, to two budgets at once. All data of a hospital,
-there or not, move a clipped vector by C: a Gaussian release of noise z on the hospital. One record moves it from one
-place in the ball of radius C to another, by at most 2 C: a release of noise z / 2 on the collection of records that was
-read, whose RDP is at most four times the hospital's.
+Examples are read as in a plain run; the guard of `privacy.silo_dp.guard` bounds and noises what leaves. Its release
+is charged twice. All data of a hospital move a clipped vector by at most C: a Gaussian release of noise z, charged to
+the hospital. One record moves it within the ball of radius C, by at most 2 C: a release of noise z / 2, charged to the
+records, whose RDP is at most four times the hospital's.
 """
 
 from __future__ import annotations
@@ -18,21 +17,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from fl_core.aggregation.fixed_point import FixedPoint
-from fl_core.errors import RefusedError
+from fl_core.aggregation.options import Mean, NormClipped, Options
+from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.run_setup import Guards
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import DataFactory
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Examples, Layout, Progress, RoundContext
-from privacy.accounting.accountant import Bound, Filter, Mechanism, RdpBound, epsilon_rdp, replace_one
+from privacy.accounting.accountant import Bound, Filter, Mechanism, RdpBound, epsilon_rdp
 from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN, Release
-from privacy.profiles.base import Config, PrivacyProfile, Projection, mechanisms
+from privacy.profiles.base import Config, PrivateProfile, Projection, mechanisms
 from privacy.profiles.prototype_filter import with_prototype_filter
 from privacy.release_log import ReleaseLog
 from privacy.reports.uncertainty import GRID_SLACK, EvaluationNoise
 from privacy.silo_dp import adaptive_clipping
 from privacy.silo_dp.config import SiloDpConfig, analytic_epsilon
-from privacy.silo_dp.mechanism import SiloDpGuard, coordinates, silo_level
+from privacy.silo_dp.guard import SiloDpGuard, coordinates, silo_level
 
 if TYPE_CHECKING:
     from privacy.policy import Floors, Policy
@@ -46,7 +46,6 @@ HOSPITAL_HIDDEN = (
 
 
 def silo_releases(guard: SiloDpGuard, train: bool) -> list[Release]:
-    """List what one round of a run with silo-level privacy releases: update, its bit, evaluation."""
     terms, made = guard.terms, list[tuple[str, str, Mechanism]]()
     train = train and coordinates(guard.layout) > 0  # a method may send nothing
     if train:
@@ -59,11 +58,12 @@ def silo_releases(guard: SiloDpGuard, train: bool) -> list[Release]:
     return whole + [Release(purpose, read, replace(m, noise=m.noise / 2)) for purpose, read, m in made]
 
 
-class SiloProfile(PrivacyProfile):
+class SiloProfile(PrivateProfile):
     """Profile "dp_silo_small": the epsilon of a run is the hospital's."""
 
     config = SiloDpConfig
     subject = "the whole hospital"
+    promised = HOSPITAL
     collections = (TRAIN, TEST, HOSPITAL)
     terms: SiloDpConfig
 
@@ -86,6 +86,17 @@ class SiloProfile(PrivacyProfile):
 
     def guards(self) -> Guards:
         return Guards((self.guard,), (FixedPoint(self.run.manifest.grid), self.guard))
+
+    def aggregator(self, chosen: Options) -> Options:
+        """Add alone: each silo clips its own update, and a bound that follows others would widen what one can move.
+
+        A silo that lies about its clip is not noticed.
+        """
+        if not isinstance(chosen, Mean | NormClipped):
+            raise ConfigError(
+                "E-CFG-08", f"expected aggregator=mean under silo-level privacy, which hides sums, found {chosen.name}"
+            )
+        return Mean()
 
     def data_factory(
         self, index: int, log: ReleaseLog, hidden: frozenset[int] = frozenset(), min_count: float = 0.0
@@ -119,58 +130,32 @@ class SiloProfile(PrivacyProfile):
         return silo_releases(self.guard, True) * rounds + silo_releases(self.guard, False)
 
     def project(self) -> list[Projection]:
-        terms, found = self.terms, []
-        again = mechanisms(silo_releases(self.guard, True), HOSPITAL)
-        for k, taken in enumerate(self.run.training_rounds):
-            releases, member = self.releases(k), self.run.manifest.members[k]
-            hospital, train, test = (mechanisms(releases, c) for c in (HOSPITAL, TRAIN, TEST))
-            found.append(
-                Projection(
-                    name=member.name,
-                    units=member.units,
-                    rate=1.0,
-                    steps=len(taken),
-                    rounds=len(taken),
-                    noise=self.guard.noise,
-                    epsilon=epsilon_rdp(hospital, terms.delta),
-                    epsilon_tight=analytic_epsilon(hospital, terms.delta),
-                    epsilon_record=epsilon_rdp(train, terms.delta),
-                    epsilon_test=epsilon_rdp(test, terms.delta),
-                    used=Filter.of(terms.epsilon, terms.delta).used(hospital),
-                    epsilon_most=epsilon_rdp([*hospital, *again * terms.reserve_rounds], terms.delta),
-                )
-            )
-        return found
+        costliest = silo_releases(self.guard, True)
+        return [
+            self.projection(k, analytic_epsilon, costliest, 1.0, len(taken), self.guard.noise)
+            for k, taken in enumerate(self.run.training_rounds)
+        ]
 
     def report(self, logs: Sequence[Sequence[Release]]) -> Mapping[str, object]:
         """epsilon_record: what it cost a single training record, for which the same noise is half as large."""
         terms, names = self.terms, [m.name for m in self.run.manifest.members]
-        histories = [mechanisms(log, HOSPITAL) for log in logs]
-        spent = [epsilon_rdp(h, terms.delta) for h in histories]
-        twice, more = replace_one(max(spent), terms.delta)
         central = terms.placement == "central"
-        return {
-            "profile": self.run.manifest.privacy.name,
-            "private": terms.rng == "secure",
-            "rng": terms.rng,
-            "unit": "hospital: all its records",
-            "adjacency": "add or remove one hospital's data; its place in the roster stays",
-            "accountant": "RDP, q = 1 per round taken part in; exact Gaussian curve for information",
-            "noise": "at the coordinator, who is trusted" if central else "at the hospital, before anything leaves",
-            "noise_multiplier": self.guard.noise,
-            "coordinates": coordinates(self.run.manifest.layout),
-            "delta": terms.delta,
-            "epsilon_target": terms.epsilon,
-            "epsilon": max(spent),
-            "epsilon_analytic": analytic_epsilon(histories[spent.index(max(spent))], terms.delta),
-            "epsilon_replace_one": {"epsilon": twice, "delta": more},
-            "epsilon_by_silo": dict(zip(names, spent, strict=True)),
-            "epsilon_record": max(epsilon_rdp(mechanisms(log, TRAIN), terms.delta) for log in logs),
-            "clipping": terms.clipping,
-            "rounds_by_silo": dict(zip(names, map(len, self.run.training_rounds), strict=True)),
-            "test_data": terms.test_data,
-            "note": HOSPITAL_HIDDEN,
-        }
+        return self.spent(
+            logs,
+            "epsilon_analytic",
+            analytic_epsilon,
+            unit="hospital: all its records",
+            adjacency="add or remove one hospital's data; its place in the roster stays",
+            accountant="RDP, q = 1 per round taken part in; exact Gaussian curve for information",
+            noise="at the coordinator, who is trusted" if central else "at the hospital, before anything leaves",
+            noise_multiplier=self.guard.noise,
+            coordinates=coordinates(self.run.manifest.layout),
+            epsilon_record=max(epsilon_rdp(mechanisms(log, TRAIN), terms.delta) for log in logs),
+            clipping=terms.clipping,
+            rounds_by_silo=dict(zip(names, map(len, self.run.training_rounds), strict=True)),
+            test_data=terms.test_data,
+            note=HOSPITAL_HIDDEN,
+        )
 
     def bounds(self, policy: Filter | None = None) -> Mapping[str, tuple[Bound, ...]]:
         """Hold the hospital to the run's epsilon and the policy's, its records to what follows for them."""

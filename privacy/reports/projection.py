@@ -29,7 +29,6 @@ class Preview(TypedDict):
 
 
 def preview(run: CompiledRun) -> Preview:
-    """Return the projection as plain values: per silo and the largest epsilon."""
     manifest, terms, silos = run.manifest, run.profile.terms, run.profile.project()
     return {
         "profile": manifest.privacy.name,
@@ -46,10 +45,9 @@ def preview(run: CompiledRun) -> Preview:
 
 
 def sampling_delta(manifest: RunManifest, silos: Sequence[Projection]) -> float:
-    """Bound what noise that is drawn from tables of finite precision adds to delta, over a whole run: (1 + e^eps) t.
+    """Bound what noise from tables of finite precision adds to delta over a whole run: (1 + e^eps) t.
 
-    t: the distance of one number's noise from the discrete Gaussian, times all numbers of all releases, counted as if
-    each release had every number of an update.
+    t: the distance of one number's noise from the discrete Gaussian, times all numbers of all releases.
     """
     numbers = sum(
         math.prod(shape) for part in manifest.layout.values() for shape in (*part.shapes.values(), part.weight_shape)

@@ -112,7 +112,6 @@ def _variance(m: float, p: float, std: float, kept: float, mean: float, second: 
 
 
 def _root(falling: Callable[[float], float]) -> float:
-    """Find where a falling function leaves the numbers above 0, within [0, 1]."""
     if falling(0.0) <= 0:
         return 0.0
     if falling(1.0) >= 0:

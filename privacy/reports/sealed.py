@@ -1,10 +1,8 @@
 """What a ledger has spent, encrypted to be kept safe by others: only the hospital's key opens it.
 
 It goes with every update and comes back in the coordinator's signed receipt, so that a hospital whose ledger is lost
-knows what to charge. The figures of one run follow from public plans; those of other runs, of other consortia and of
-other data sets are nobody's business, so the coordinator sees a ciphertext, padded to full kilobytes, and beside it
-only how often this ledger was restored. AES-256-GCM under a key derived from the ledger's; the head that they belong
-to and that number are authenticated with them, so figures of one moment do not pass for those of another.
+knows what to charge. The coordinator sees a ciphertext, padded to full kilobytes, and how often this ledger was
+restored. AES-256-GCM under a key derived from the ledger's; the head and that number are authenticated with it.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ class Figures:
 
     @classmethod
     def of(cls, account: Account) -> Figures:
-        """Read the figures of an account."""
         names = sorted(account.collections)
         budgets = {name: account.budget(name) for name in names}
         return cls(

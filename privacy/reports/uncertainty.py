@@ -1,8 +1,7 @@
 """What noise leaves of an accuracy: an interval, or nothing.
 
-A private evaluation releases right answers and test examples per class, each with noise of public scale, and sums both
-over hospitals. An accuracy is a ratio of such sums, which can be anything: it is shown with an interval (ratio.py), or
-not at all. The interval covers the noise of privacy alone, not the luck of a test set.
+An accuracy is a ratio of two noisy sums, which can be anything: it is shown with an interval (ratio.py), or not at all.
+The interval covers the noise of privacy alone, not the luck of a test set.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _LARGEST = 1e100
 class EvaluationNoise:
     """The noise on one class's sums: `draws` independent ones of standard deviation `std`, on either sum.
 
-    std: infinite where nothing but noise is released   suppressed: rows with a noisy count below 1 are zeros
-    central: one draw, whatever the number of hospitals.
+    std: infinite where nothing but noise is released   suppressed: rows with a noisy count below 1 are zeros central:
+    one draw, whatever the number of hospitals.
     """
 
     std: float
@@ -41,16 +40,12 @@ class EvaluationNoise:
     central: bool = False
 
     def over(self, silos: int) -> EvaluationNoise:
-        """Return the noise of a sum over so many hospitals."""
         return self if self.central else replace(self, draws=silos)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A share in [0, 1] and its interval, equal to it where there is no noise; None: nothing was measured.
-
-    withheld: why there is no number.
-    """
+    """A share in [0, 1] and its interval; None: nothing was measured. withheld: why there is no number."""
 
     point: float | None = None
     low: float | None = None
@@ -62,7 +57,6 @@ class Estimate:
         return self.point is not None and self.low == self.high
 
     def text(self) -> str:
-        """Write it for people."""
         if self.withheld:
             return f"withheld: {self.withheld}"
         if self.point is None or self.low is None or self.high is None:
@@ -110,7 +104,6 @@ def accuracy(
 def by_class(
     correct: Sequence[float], examples: Sequence[float], noise: EvaluationNoise | None, level: float = LEVEL
 ) -> list[Estimate]:
-    """Estimate the accuracy of each class, each at `level` on its own."""
     return [accuracy([right], [of], noise, level) for right, of in zip(correct, examples, strict=False)]
 
 
@@ -124,8 +117,8 @@ def balanced(correct: Sequence[float], examples: Sequence[float], noise: Evaluat
 def best(rounds: Sequence[Sums]) -> Estimate:
     """Estimate the largest accuracy over rounds.
 
-    The largest of noisy numbers is the luckiest one: the interval is that of the largest true accuracy, from intervals
-    that hold for all rounds at once. A round that is withheld may have been the best.
+    The largest of noisy numbers is the luckiest one, so its interval comes from intervals that hold for all rounds at
+    once. A round that is withheld may have been the best.
     """
     level = 1 - (1 - LEVEL) / max(len(rounds), 1)
     found = [e for e in (accuracy(*sums, level) for sums in rounds) if e != NOTHING]
@@ -142,16 +135,14 @@ def best(rounds: Sequence[Sums]) -> Estimate:
 class RunNoise:
     """What is noisy of a run's results.
 
-    evaluation: the noise on one hospital's sums   scores: those of personal models that are means of noisy shares, of
-    which nobody knows the noise: each hospital cuts its shares to [0, 1] before they are summed, and PM(L) and PM(V)
-    weigh classes by noisy counts.
+    evaluation: the noise on one hospital's sums   scores: names of personal models' scores that are means of noisy
+    shares, whose noise nobody knows.
     """
 
     evaluation: EvaluationNoise | None = None
     scores: frozenset[str] = frozenset()
 
     def of(self, included: Sized) -> EvaluationNoise | None:
-        """Return the noise on the sums of a round in which these hospitals' updates were included."""
         return self.evaluation and self.evaluation.over(len(included))
 
 
@@ -160,7 +151,6 @@ UNKNOWN = RunNoise(EvaluationNoise(math.inf), frozenset({"pa", "pm_l", "pm_v"}))
 
 
 def shown_scores(scores: Mapping[str, float], hidden: frozenset[str]) -> dict[str, float]:
-    """Leave out scores that are hidden, with their standard deviations."""
     return {name: v for name, v in scores.items() if name.removesuffix("_std") not in hidden}
 
 

@@ -1,14 +1,13 @@
 """A clip that follows a quantile of the silos' norms.
 
 Andrew, Thakkar, McMahan and Ramaswamy, "Differentially Private Learning with Adaptive Clipping", NeurIPS 2021,
-algorithm 1, with silos in the place of users. Beside its update, silo k releases one bit, shifted so that a silo that
-is not there counts as 0 and any other moves the sum by 1/2:
+algorithm 1, with silos in the place of users. Beside its update, silo k releases one bit, shifted so that an absent
+silo counts as 0 and any other moves the sum by 1/2:
 
     b_k = [ ||V_k|| <= C_t ] - 1/2        b = 1/2 + (sum_k b_k + noise of std s_b) / |S_t|
     C_t+1 = C_t exp(-eta (b - gamma))     gamma: the target quantile, eta: the rate
 
-C_t is public: it is broadcast with the model. Noise is z times the C_t that the silo received, so its privacy does not
-depend on who computed it. With local noise every silo's bit has noise s_b of its own; central noise is added once.
+C_t is public: it is broadcast with the model, and noise is z times the C_t that the silo received.
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ SPEC = PartSpec({"within": ()}, ())
 
 
 def initial_clip(terms: SiloDpConfig) -> Tensors:
-    """Return the setting of round 0; none where the clip is fixed."""
     return _setting(terms.clip) if terms.adaptive else {}
 
 
 def clip_of(terms: SiloDpConfig, setting: Tensors | None) -> float | None:
     """Read C_t off a broadcast; None where the plan fixes it.
 
-    Raises RefusedError (E-PRIV-15) on a clip that the plan does not provide for, on none where the clip follows the
-    norms, and on one outside the range of clips (ranges.py).
+    Raises RefusedError (E-PRIV-15) on a clip that the plan does not have, on a missing one, and outside the range of
+    clips.
     """
     if not terms.adaptive:
         if setting is not None:

@@ -1,8 +1,8 @@
 """The terms of a run with silo-level differential privacy, and the noise that follows from them.
 
-All releases are Gaussian with sampling rate 1: the coordinator picks the cohort, and roster and cohorts are public, so
-partial participation amplifies nothing; a round that a silo does not take part in costs it nothing. Sums of Gaussian
-releases of noise z_i are one with 1/z^2 = sum 1/z_i^2, whose exact curve is (Balle and Wang, ICML 2018, theorem 8)
+All releases are Gaussian with sampling rate 1: cohorts are public, so partial participation amplifies nothing. Gaussian
+releases of noise z_i together are one with 1/z^2 = sum 1/z_i^2, whose exact curve is (Balle and Wang, ICML 2018,
+theorem 8)
 
     delta(eps) = Phi(1/(2z) - eps z) - e^eps Phi(-1/(2z) - eps z)
 """
@@ -19,7 +19,7 @@ from fl_core import validate
 from fl_core.converter import read_options
 from fl_core.errors import ConfigError
 from privacy.accounting.accountant import Mechanism, solve_noise
-from privacy.accounting.record_config import MOST_DELTA, MOST_RESERVED, RNG, TEST_DATA, WEIGHTS
+from privacy.accounting.record_config import DpConfig
 
 PLACES = ("local", "central")
 CLIPPING = ("fixed", "adaptive")
@@ -28,67 +28,46 @@ BIT = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiloDpConfig:
+class SiloDpConfig(DpConfig):
     """Silo-level differential privacy of one run: what a hospital's whole data changes is hidden.
 
-    epsilon, delta: the budget of the whole run for each hospital; epsilon = inf is the run without privacy
     clip: C, bound of the joint norm of all that a silo sends in round 0; clip_decay: C_t = C * clip_decay^t, public
     clipping: "fixed", or "adaptive": C follows the quantile `target_quantile` of the silos' norms at the rate
     `clip_rate` (adaptive_clipping.py), for which each silo releases a bit per round; bit_noise: std of the noise on it
     placement: "local" (each silo adds noise of std z C) or "central" (the coordinator, who is trusted, adds it once)
-    weights: "size" (by declared size) or "uniform" (each hospital counts once, whatever its size)
-    prototype_scale: public factor of parts with one weight per class, in units of the largest declared size; of one
-    example with uniform weights
-    test_data: "private" (evaluation sums are clipped to metric_clip examples, noisy, charged) or "public"
-    metric_noise: noise / sensitivity of evaluation   allow_large: accept more coordinates than the noise leaves useful
-    rng: "secure", or "test", which is reproducible and private to nobody   reserve_rounds: rounds that fit into the
-    budget beside the run, so that one may be repeated after a crash; an undisturbed run spends less by that.
+    prototype_scale: public factor of parts with one weight per class, in units of the largest declared size, or of one
+    example with uniform weights   metric_clip: examples that evaluation sums are clipped to
+    allow_large: accept more coordinates than the noise leaves useful.
     """
 
-    epsilon: float = 8.0
-    delta: float = 1e-5
-    clip: float = 1.0
     clip_decay: float = 1.0
     clipping: str = "fixed"
     target_quantile: float = 0.5
     clip_rate: float = 0.2
     bit_noise: float = 0.0
     placement: str = "local"
-    weights: str = "size"
     prototype_scale: float = 1.0
     metric_clip: float = 100.0
-    metric_noise: float = 20.0
-    test_data: str = "private"
     allow_large: bool = False
-    reserve_rounds: int = 1
-    rng: str = "secure"
 
     def __post_init__(self) -> None:
-        validate.positive_or_infinite("E-PRIV-20", "privacy", epsilon=self.epsilon)
+        DpConfig.__post_init__(self)
         validate.positive(
             "E-PRIV-20",
             "privacy",
-            delta=self.delta,
-            clip=self.clip,
             clip_decay=self.clip_decay,
             clip_rate=self.clip_rate,
             target_quantile=self.target_quantile,
             prototype_scale=self.prototype_scale,
             metric_clip=self.metric_clip,
-            metric_noise=self.metric_noise,
         )
         validate.at_most("E-PRIV-20", "privacy", 1, clip_decay=self.clip_decay)
-        validate.below("E-PRIV-20", "privacy", MOST_DELTA, delta=self.delta)
         validate.below("E-PRIV-20", "privacy", 1, target_quantile=self.target_quantile)
-        validate.between("E-PRIV-20", "privacy", 0, MOST_RESERVED, reserve_rounds=self.reserve_rounds)
         validate.one_of(
             "E-PRIV-20",
             "privacy",
             placement=(self.placement, PLACES),
             clipping=(self.clipping, CLIPPING),
-            weights=(self.weights, WEIGHTS),
-            rng=(self.rng, RNG),
-            test_data=(self.test_data, TEST_DATA),
         )
         if not self.adaptive:
             if self.bit_noise:
@@ -115,12 +94,10 @@ class SiloDpConfig:
         return read_options(cls, "privacy profile dp_silo_small", options)
 
     def clip_at(self, round: int) -> float:
-        """Return C_t of a fixed clip, a public schedule."""
         return self.clip * self.clip_decay**round
 
     @property
     def bit(self) -> Mechanism:
-        """Return one round's release of the bit."""
         return Mechanism(self.bit_noise / BIT)
 
     def history(self, noise: float, trained: int, measured: int) -> list[Mechanism]:
@@ -131,10 +108,7 @@ class SiloDpConfig:
         return found + ([Mechanism(self.metric_noise, 1.0, measured)] if self.test_data == "private" else [])
 
     def noise(self, trained: int, measured: int) -> float:
-        """Return the least z of the update with which so many rounds, bits and evaluations fit the budget.
-
-        The reserve of `reserve_rounds` repeated rounds fits as well.
-        """
+        """Return the least z of the update with which so many rounds and evaluations fit, reserve included."""
         more = self.reserve_rounds
         return solve_noise(self.epsilon, self.delta, lambda z: self.history(z, trained + more, measured + more))
 

@@ -26,7 +26,6 @@ RENEWAL = "consilium renewal v1"
 
 
 def utc_now() -> datetime:
-    """Return the time in UTC: the default clock of everything that expires."""
     return datetime.now(UTC)
 
 
@@ -46,7 +45,7 @@ def load_key(pem: bytes, where: str) -> ec.EllipticCurvePrivateKey:
     """Read a P-256 key; raises StateError (E-STATE-43) that names `where` it came from and never its content."""
     try:
         key = serialization.load_pem_private_key(pem, password=None)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
         raise StateError("E-STATE-43", f"expected an unencrypted P-256 key in {where}, found something else")
@@ -86,10 +85,7 @@ def public_key(holder: x509.Certificate | x509.CertificateSigningRequest) -> ec.
 
 
 def read_bundle(path: Path, ca_pem: bytes) -> Credentials:
-    """Read a file that holds a key and its certificate; raises StateError (E-STATE-42, E-STATE-43) unless they fit.
-
-    One file for both, so that no crash can leave a new key beside an old certificate.
-    """
+    """Read a key and its certificate from one file; raises StateError (E-STATE-42, E-STATE-43) unless they fit."""
     bundle = private_files.read_private(path)
     key, cert = load_key(bundle, str(path)), load_certificate(bundle, str(path))
     if spki(public_key(cert)) != spki(key.public_key()):
@@ -119,7 +115,6 @@ def load_request(pem: bytes) -> x509.CertificateSigningRequest:
 
 
 def issued_by(cert: x509.Certificate, ca: x509.Certificate) -> bool:
-    """Return whether `ca` signed `cert` (issuer name and signature)."""
     try:
         cert.verify_directly_issued_by(ca)
     except (ValueError, TypeError, InvalidSignature):
@@ -133,10 +128,7 @@ def sign(key: ec.EllipticCurvePrivateKey, context: str, message: bytes) -> bytes
 
 
 def verify(public: ec.EllipticCurvePublicKey, context: str, message: bytes, signature: bytes) -> bool:
-    """Return whether `signature` is `sign`'s for this key, purpose and message.
-
-    Guarantees: a signature made for another context does not verify.
-    """
+    """Return whether `sign` made the signature, for this key, context and message; another context does not verify."""
     try:
         public.verify(signature, _framed(context, message), ec.ECDSA(hashes.SHA256()))
     except InvalidSignature:

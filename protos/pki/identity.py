@@ -16,6 +16,7 @@ from enum import Enum
 from functools import lru_cache
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 
 from fl_core.errors import ConfigError, RefusedError
@@ -62,7 +63,6 @@ class Identity:
 
     @property
     def uri(self) -> str:
-        """Write the identity as the SAN URI of a certificate."""
         tail = "" if self.kind is Kind.COORDINATOR else f"/{self.name}"
         return f"{self.kind.value}://{self.consortium}{tail}"
 
@@ -83,7 +83,6 @@ class Identity:
         raise RefusedError("E-ID-31", f"expected an identity such as silo://consortium/name, found {uri[:120]!r}")
 
     def __str__(self) -> str:
-        """Write the URI: what a person sees in lists and messages."""
         return self.uri
 
 
@@ -113,8 +112,10 @@ def identity_of(certificate: bytes | x509.Certificate) -> PeerCertificate:
         cert = x509.load_pem_x509_certificate(certificate) if isinstance(certificate, bytes) else certificate
         names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+        fingerprint, times = key_fingerprint(cert), (cert.not_valid_before_utc, cert.not_valid_after_utc)
     except (
         ValueError,
+        UnsupportedAlgorithm,
         x509.ExtensionNotFound,
         x509.DuplicateExtension,
         x509.UnsupportedGeneralNameType,
@@ -127,9 +128,8 @@ def identity_of(certificate: bytes | x509.Certificate) -> PeerCertificate:
     return PeerCertificate(
         Identity.parse(uris[0]),
         serial_of(cert),
-        key_fingerprint(cert),
-        cert.not_valid_before_utc,
-        cert.not_valid_after_utc,
+        fingerprint,
+        *times,
     )
 
 
@@ -154,7 +154,6 @@ def serial_of(cert: x509.Certificate) -> str:
 
 
 def key_fingerprint(holder: x509.Certificate | x509.CertificateSigningRequest) -> str:
-    """Hash the public key (SPKI, DER) with SHA-256, lower-case hex."""
     spki = holder.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(spki).hexdigest()
 
@@ -189,12 +188,10 @@ class Address:
 
     @property
     def ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-        """Give the host as an IP address, or None when it is a name."""
         try:
             return ipaddress.ip_address(self.host)
         except ValueError:
             return None
 
     def __str__(self) -> str:
-        """Write what `parse` reads."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

@@ -3,8 +3,8 @@
     text    = "consilium1." base64url( size u32 | sha256(body)[:8] | zlib(body) )      size = len(zlib(body))
     body    = fields, each u16 length and bytes: consortium, name, addresses, CA (DER), certificate (DER), scalar (32)
 
-The line holds a private key that opens nothing but the Enrolment service, once, until it expires. It travels by a
-channel that the two hospitals trust; the CA in it is the only one that the new silo will ever accept.
+It holds a private key that opens only the Enrolment service, once, until it expires, and the CA that the new silo will
+accept from then on; it must be sent over a trusted channel.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class InvitationToken:
 
     @property
     def certificate(self) -> PeerCertificate:
-        """The invitation certificate: its serial and its expiry."""
         return identity_of(self.cert_pem)
 
     @property
@@ -53,7 +52,6 @@ class InvitationToken:
         return Credentials(self.key_pem, self.cert_pem, self.ca_pem)
 
     def encode(self) -> str:
-        """Write the token as one line of text."""
         der = [
             x509.load_pem_x509_certificate(p).public_bytes(serialization.Encoding.DER)
             for p in (self.ca_pem, self.cert_pem)

@@ -77,7 +77,7 @@ class Admission:
 def _read(text: str, form: str, what: str) -> dict[str, str]:
     try:
         raw = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _wrong_file(what, "no JSON") from None
     if not isinstance(raw, dict) or raw.get("format") != form:
         found = raw.get("format") if isinstance(raw, dict) else type(raw).__name__

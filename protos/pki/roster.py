@@ -1,15 +1,15 @@
 """The roster: the members of the consortium, signed by its CA, so that a silo need not trust the service for it.
 
-A document in canonical JSON (sorted keys, no blanks, ASCII) and an ECDSA-SHA256 signature over those bytes. A member
-who changed keys carries the chain of renewals: each old key's signature over the next one. So a silo that pinned a
-member's key long ago can follow it to today's, and a service that invents a key cannot pretend that it was a renewal.
+Canonical JSON (sorted keys, no blanks, ASCII) and an ECDSA-SHA256 signature over those bytes. A member with a new key
+carries its chain of renewals, each old key's signature over the next: silos that pinned an older key follow it, and the
+service cannot invent one.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from cryptography import x509
@@ -44,7 +44,6 @@ class Member:
 
     @classmethod
     def of(cls, cert_pem: bytes, since: str, renewal_proof: tuple[RenewalLink, ...] = ()) -> Member:
-        """Make the entry of a certificate that the CA issued."""
         peer = identity_of(cert_pem)
         return cls(peer.identity.name, peer.fingerprint, cert_pem.decode(), since, renewal_proof)
 
@@ -77,19 +76,10 @@ class Roster:
             "version": self.version,
             "issued_at": self.issued_at,
             "members": [
-                {
-                    "name": m.name,
-                    "fingerprint": m.fingerprint,
-                    "certificate": m.certificate,
-                    "since": m.since,
-                    "renewal_proof": [link._asdict() for link in m.renewal_proof],
-                }
+                asdict(m) | {"renewal_proof": [link._asdict() for link in m.renewal_proof]}
                 for m in sorted(self.members, key=lambda m: m.name)
             ],
-            "revoked": [
-                {"name": r.name, "serial": r.serial, "reason": r.reason, "at": r.at}
-                for r in sorted(self.revoked, key=lambda r: (r.at, r.serial))
-            ],
+            "revoked": [asdict(r) for r in sorted(self.revoked, key=lambda r: (r.at, r.serial))],
         }
         return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
@@ -102,7 +92,6 @@ class SignedRoster(NamedTuple):
 
     @classmethod
     def issue(cls, roster: Roster, ca_key: ec.EllipticCurvePrivateKey) -> SignedRoster:
-        """Sign a roster with the CA's key."""
         document = roster.canonical()
         return cls(document, ca_key.sign(document, ec.ECDSA(hashes.SHA256())))
 
@@ -117,7 +106,7 @@ class SignedRoster(NamedTuple):
         try:
             found = json.loads(raw)
             return cls(*(base64.b64decode(found[name], validate=True) for name in cls._fields))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ProtocolError("E-WIRE-06", f"expected a signed roster, found something else: {error}") from error
 
     def verify(self, ca_pem: bytes, consortium: str) -> Roster:
@@ -157,7 +146,7 @@ def _parse(document: bytes) -> Roster:
         revoked = tuple(Revocation(**r) for r in raw["revoked"])
         roster = Roster(raw["consortium"], int(raw["version"]), raw["issued_at"], members, revoked)
         sound = set(raw) == _ENTRIES and roster.canonical() == document
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise _invalid("it is not a roster of version 1") from None
     if not sound:
         raise _invalid("it is not in canonical form")
@@ -201,7 +190,6 @@ def renewed_from(member: Member, consortium: str, pinned: str) -> bool:
 
 
 def renewal_link(old: x509.Certificate, proof: bytes) -> RenewalLink:
-    """Write one link of the chain: the key that is given up and its signature over the next."""
     return RenewalLink(
         base64.b64encode(certificates.spki(certificates.public_key(old))).decode(), base64.b64encode(proof).decode()
     )

@@ -27,7 +27,6 @@ def file_digest(path: Path) -> str:
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:
-    """Write all of it to an unbuffered file."""
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]

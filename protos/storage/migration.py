@@ -20,7 +20,6 @@ def user_version(db: sqlite3.Connection) -> int:
 
 
 def set_user_version(db: sqlite3.Connection, version: int) -> None:
-    """Write the version to the file's header; part of a transaction as any other write."""
     db.execute(f"PRAGMA user_version = {version}")
 
 

@@ -12,6 +12,7 @@ from threading import RLock
 from fl_core.errors import ProtocolError, StateError
 from protos.storage.digests import digest as digest_of
 from protos.storage.digests import file_digest
+from protos.storage.disk import disk_errors
 from protos.storage.partial_file import open_partial, remove_recycled
 from protos.storage.private_files import sync_folder
 
@@ -33,7 +34,7 @@ class ObjectStore:
         self.lock = RLock()
         """For callers: held while an object and its record are made or removed together."""
         self._sharded = sharded
-        self._verified: dict[str, tuple[int, int, int]] = {}
+        self._verified: dict[str, tuple[int, ...]] = {}
         for part in (folder, *(folder / f"{i:02x}" for i in range(256 if sharded else 0))):
             part.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync_folder(folder)
@@ -58,7 +59,7 @@ class ObjectStore:
             raise StateError(
                 "E-STATE-63",
                 f"expected {file} to hold what was written, found it {'damaged' if file.exists() else 'missing'}: "
-                "check the disk, then start the service again",
+                "check the disk, and restore the file from a backup",
             )
         return file
 
@@ -71,7 +72,7 @@ class ObjectStore:
         return False
 
     def put(self, data: bytes) -> str:
-        """Store an object and return its digest; on the disk on return."""
+        """Store an object and return its digest; on the disk on return. Raises as `sync`."""
 
         def write(file: Path) -> tuple[str, int]:
             with open_partial(file) as writer:
@@ -84,7 +85,8 @@ class ObjectStore:
         """Store what `write` writes into a new file; return its digest and size, as `write` does. sync: as `commit`."""
         file = self.folder / f".{secrets.token_hex(8)}{_PARTIAL}"
         try:
-            digest, size = write(file)
+            with disk_errors(self.folder):
+                digest, size = write(file)
             self.commit(file, digest, digest, sync)
         except BaseException:
             file.unlink(missing_ok=True)
@@ -115,21 +117,23 @@ class ObjectStore:
         if self.holds(digest):
             partial.unlink()
         else:
-            if sync:
-                _sync_file(partial)  # before it has its name
-            partial.replace(file)
+            with disk_errors(self.folder):
+                if sync:
+                    _sync_file(partial)  # before it has its name
+                partial.replace(file)
             self._verified[digest] = _fingerprint(file)
         if sync:
             self.sync(digest)
         return file
 
     def sync(self, *digests: str) -> None:
-        """Bring objects and their names to the disk; raises OSError as fsync does."""
+        """Bring objects and their names to the disk; raises UnavailableError (E-STATE-63) when it takes nothing."""
         files = [self._file(digest) for digest in digests]
-        for file in files:
-            _sync_file(file)
-        for folder in {file.parent for file in files}:
-            sync_folder(folder)
+        with disk_errors(self.folder):
+            for file in files:
+                _sync_file(file)
+            for folder in {file.parent for file in files}:
+                sync_folder(folder)
 
     def remove(self, digest: str) -> None:
         """Delete an object if it is here; an open reader can still read it to its end."""
@@ -137,10 +141,7 @@ class ObjectStore:
         self._verified.pop(digest, None)
 
     def sweep(self, keep: Container[str]) -> int:
-        """Delete every object and every partial file that `keep` does not name; return the bytes freed.
-
-        Call it only where nothing is being written.
-        """
+        """Delete all files that `keep` does not name and return the bytes freed; only while nothing is written."""
         freed = 0
         for file in [file for file in self.folder.rglob("*") if file.is_file()]:
             if file.name.removesuffix(_PARTIAL) not in keep:
@@ -166,10 +167,15 @@ class ObjectStore:
         return True
 
 
-def _fingerprint(file: Path) -> tuple[int, int, int]:
+def count_objects(folder: Path) -> int:
+    """Count the objects in a folder, whoever knows them; 0 where there is no folder."""
+    return sum(1 for file in folder.rglob("*") if _DIGEST.fullmatch(file.name))
+
+
+def _fingerprint(file: Path) -> tuple[int, ...]:
     """Return values of which one changes when the file is written to."""
     now = file.stat()
-    return now.st_ino, now.st_size, now.st_mtime_ns
+    return now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
 
 
 def _sync_file(path: Path) -> None:

@@ -10,19 +10,24 @@ from io import FileIO
 from pathlib import Path
 
 from protos.storage.digests import Hasher, write_all
+from protos.storage.disk import disk_errors
 
 
 class HashingWriter:
     """Appends to a file; `size` is its length so far, with what earlier streams wrote."""
 
-    def __init__(self, file: FileIO) -> None:
-        self._file = file
+    def __init__(self, file: FileIO, path: Path) -> None:
+        self._file, self._path = file, path
         self.size = os.fstat(file.fileno()).st_size
         self._hasher = None if self.size else Hasher()
 
     def write(self, data: bytes | memoryview, /) -> int:
-        """Append all of it, then hash it: what is hashed is in the file."""
-        write_all(self._file, data)
+        """Append all of it, then hash it: what is hashed is in the file.
+
+        Raises UnavailableError (E-STATE-63) when the disk takes nothing; what was appended before stays.
+        """
+        with disk_errors(self._path):
+            write_all(self._file, data)
         self.size += len(data)
         if self._hasher is not None:
             self._hasher.update(data)
@@ -40,9 +45,10 @@ def open_partial(path: Path) -> Iterator[HashingWriter]:
     Guarantees: writing is unbuffered, so what was written is in the file however the block or the process ends. After
     a power cut it may hold other bytes; the digest of the whole tells.
     """
-    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    with disk_errors(path):
+        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
     with FileIO(descriptor, "a") as file:
-        yield HashingWriter(file)
+        yield HashingWriter(file, path)
 
 
 def partial_size(path: Path) -> int:
@@ -54,11 +60,7 @@ def partial_size(path: Path) -> int:
 
 
 def remove_recycled(partials: Path, *spare_folders: Path) -> None:
-    """Remove what an earlier version kept to write over: spare files, and partial files that were begun in one.
-
-    Such a partial file is longer than what has arrived (a file `<name>.length` beside it says by how much); its
-    transfer begins anew.
-    """
+    """Remove spare files of earlier versions, and partial files begun in one (`<name>.length` is beside them)."""
     for folder in spare_folders:
         shutil.rmtree(folder, ignore_errors=True)
     for note in partials.rglob("*.length"):

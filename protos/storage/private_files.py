@@ -1,11 +1,8 @@
-"""Private keys on disk: written so that nobody else can read them at any moment, and never half.
-
-A file appears under its name only when all its bytes are on the disk (write aside, fsync, rename, fsync of the
-folder), and it has mode 0600 from its first byte. A file that others can read is not used.
-"""
+"""Private keys on disk: mode 0600 from the first byte, never half written, and not used when others can read them."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import stat
@@ -13,7 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fl_core.errors import StateError
+from protos.storage.disk import disk_errors
 
+log = logging.getLogger(__name__)
 OTHERS = 0o077
 
 
@@ -28,7 +27,6 @@ class Credentials(NamedTuple):
     ca_pem: bytes
 
     def __repr__(self) -> str:
-        """Hide the key."""
         return "Credentials(<private key hidden>)"
 
 
@@ -44,6 +42,36 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
+def close_to_others(path: Path) -> None:
+    """Take from others what they may do with a file or folder; the log says so. Nothing happens where it is missing.
+
+    Raises StateError (E-STATE-42) when this user may not change it.
+    """
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & OTHERS:
+            path.chmod(mode & ~OTHERS)
+            log.warning("%s was open to others on this machine (mode %04o): now it is for its owner alone", path, mode)
+    except FileNotFoundError:
+        return
+    except PermissionError:
+        raise StateError(
+            "E-STATE-42",
+            f"expected {path} to be for its owner alone, found mode {mode:04o} and another owner: let that one run "
+            f"chmod go= {shlex.quote(str(path))}",
+        ) from None
+
+
+def own_home(folder: Path) -> Path:
+    """Make a service's home for its owner alone; close it, and the databases in it with their logs, to others."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    close_to_others(folder)
+    for pattern in ("*.db", "*.db-*", "*.sqlite", "*.sqlite-*"):
+        for path in folder.glob(pattern):
+            close_to_others(path)
+    return folder
+
+
 def write_private(path: Path, data: bytes) -> None:
     """Replace `path` by `data` at once, mode 0600, in a folder that only its owner may enter.
 
@@ -51,13 +79,13 @@ def write_private(path: Path, data: bytes) -> None:
     all of its new content.
     """
     private_folder(path.parent)
-    _replace(path, data, 0o600)
+    replace_file(path, data, 0o600)
 
 
 def write_public(path: Path, data: bytes) -> None:
     """Replace `path` by `data` at once, mode 0644: for certificates and other files that hold no secret."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _replace(path, data, 0o644)
+    replace_file(path, data, 0o644)
 
 
 def read_private(path: Path) -> bytes:
@@ -86,6 +114,12 @@ def remove(path: Path) -> None:
         sync_folder(path.parent)
 
 
+def replace_file(path: Path, data: bytes, mode: int) -> None:
+    """Replace `path` by `data` at once, on the disk on return; raises UnavailableError (E-STATE-63) on a full disk."""
+    with disk_errors(path):
+        _replace(path, data, mode)
+
+
 def _replace(path: Path, data: bytes, mode: int) -> None:
     aside = path.with_name(f".{path.name}.tmp")
     aside.unlink(missing_ok=True)  # what a crash left; O_EXCL below then also refuses a link planted meanwhile
@@ -104,7 +138,6 @@ def _replace(path: Path, data: bytes, mode: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names of a folder to the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""The causes of a failed TLS connection, as far as the client can tell them apart, each with its remedy."""
+"""The causes of a failed TLS connection that a client can distinguish, each with its remedy."""
 
 from __future__ import annotations
 
@@ -102,7 +102,6 @@ def server_certificate(
 
 
 def tls_error(error: ssl.SSLError, place: str) -> Diagnosis:
-    """Explain an error of the handshake, or an alert that the other side sent."""
     reason = error.reason or type(error).__name__
     for sign, (code, what, remedy) in _ALERTS.items():
         if sign in reason:
@@ -129,7 +128,6 @@ def tls_error(error: ssl.SSLError, place: str) -> Diagnosis:
 
 
 def connection_dropped(place: str, how: str) -> Diagnosis:
-    """Explain a handshake that was cut off from outside."""
     return Diagnosis(
         "E-TLS-13",
         f"expected a TLS handshake at {place}, found that it was cut off ({how})",

@@ -1,7 +1,7 @@
-"""TLS 1.3 only, and the reason when a connection fails, as the side that dials can see it.
+"""TLS 1.3 only, and why a connection fails.
 
-gRPC says "failed to connect to all addresses" for a dozen causes. `diagnose` makes the same connection with Python's
-own TLS, which tells them apart.
+gRPC reports "failed to connect to all addresses" for a dozen causes. `diagnose` makes the same connection with Python's
+own TLS, which distinguishes them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ RSA_ONLY = "ECDHE-RSA-AES128-GCM-SHA256"
 
 
 def require_tls13() -> None:
-    """Make gRPC speak TLS 1.3 alone; call it before anything imports grpc, else StateError (E-RUN-99).
+    """Make gRPC refuse TLS 1.2; raises StateError (E-RUN-99) when grpc was imported before.
 
-    gRPC has no option for the lowest version. But this variable, read once when grpc is imported, names the suites of
-    TLS 1.2 (those of 1.3 are not configurable), and one that needs an RSA certificate can never be agreed on with our
-    ECDSA ones. Guarantees: a client of TLS 1.2 is refused.
+    gRPC has no option for the lowest version. It reads this variable once, at import: the cipher suites of TLS 1.2. One
+    that needs an RSA certificate never fits our ECDSA ones.
+    Guarantees: a client of TLS 1.2 is refused.
     """
     if os.environ.get(SUITES) == RSA_ONLY:
         return
@@ -44,11 +44,7 @@ def require_tls13() -> None:
 
 
 def silence_grpc_logs() -> None:
-    """Keep gRPC's C core from writing handshake failures to stderr beside our own explanations.
-
-    For programs that dial; the service's log keeps those lines. A level that the user chose stays. Call it before
-    anything imports grpc.
-    """
+    """Keep gRPC, imported later, from printing handshake failures of a client, unless the user chose a log level."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
@@ -62,10 +58,9 @@ def diagnose(
     timeout: float = 10.0,
     clock: Clock = utc_now,
 ) -> Diagnosis:
-    """Connect as gRPC would, and say what is wrong; timeout in seconds per step.
+    """Connect as gRPC would and return the cause of a failure; timeout: seconds per step.
 
-    E-TLS-12 is the ambiguous one: gRPC's server closes without a TLS alert, so a refusal whose cause does not lie on
-    this side (its clock, its CA) cannot be told apart here; the coordinator's log has the reason.
+    E-TLS-12 stands for several causes: gRPC's server closes without a TLS alert, and only its log has the reason.
     """
     if cert_pem is not None and (finding := causes.own_certificate(cert_pem, key_pem, ca_pem, clock())):
         return finding
@@ -111,7 +106,7 @@ def _context(ca_pem: bytes | None, cert_pem: bytes | None, key_pem: bytes | None
 
 
 def _after_handshake(tls: ssl.SSLSocket, place: str, had_certificate: bool) -> Diagnosis:
-    """In TLS 1.3 the server judges our certificate after our side is done: its first bytes, or its silence, tell."""
+    """Read the server's first bytes: in TLS 1.3 it checks our certificate only after our side is done."""
     if tls.selected_alpn_protocol() != "h2":
         return Diagnosis(
             "E-TLS-15",
@@ -149,7 +144,7 @@ def _after_handshake(tls: ssl.SSLSocket, place: str, had_certificate: bool) -> D
 def _presented(
     host: str, port: int, name: str, timeout: float, own: tuple[bytes | None, bytes | None]
 ) -> x509.Certificate | None:
-    """Connect once more without verification, to read the certificate that was refused; nothing is sent over it."""
+    """Connect again without verification to read the refused certificate; nothing is sent."""
     try:
         with open_connection(host, port, timeout) as sock:
             sock.settimeout(timeout)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from fl_core.errors import FederationError, RefusedError, UnavailableError
 
-REACHABILITY = frozenset({"E-TLS-01", "E-TLS-13"})
-"""Codes of a network that may be better in a minute; every other code stays until somebody repairs something."""
+PASSING = frozenset({"E-TLS-01", "E-TLS-13", "E-TLS-06", "E-TLS-08", "E-TLS-12"})
+"""Codes of a network that may be better in a minute, and of a clock that may be set, on whichever side; every other
+code stays until somebody repairs something here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +25,13 @@ class Diagnosis:
 
     @property
     def worth_retrying(self) -> bool:
-        """Whether waiting can help: yes for an unreachable network, no for anything about certificates."""
-        return self.code in REACHABILITY
+        """Whether waiting can help: it does where the other side, the network or a clock is at fault."""
+        return self.code in PASSING
 
     def __str__(self) -> str:
         return f"{self.explanation}; {self.remedy}" if self.ok else f"{self.code}: {self.explanation}; {self.remedy}"
 
     def error(self) -> FederationError:
-        """Return the error to raise: UnavailableError when waiting can help, RefusedError when it cannot."""
         if self.code is None:
             raise ValueError("a connection that works is no error")
         kind = UnavailableError if self.worth_retrying else RefusedError

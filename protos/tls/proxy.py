@@ -15,17 +15,14 @@ _BYPASS_VARIABLES = ("no_grpc_proxy", "no_proxy")
 def proxy_for(host: str) -> tuple[str, int, str] | None:
     """Find the proxy that gRPC would use for `host`: (host, port, the variable that names it), or None."""
     bypass = next((os.environ[name] for name in _BYPASS_VARIABLES if os.environ.get(name)), "")
-    if any(host == entry or host.endswith("." + entry) for entry in _entries(bypass)):
+    entries = [entry.strip().lstrip(".") for entry in bypass.split(",") if entry.strip()]
+    if any(host == entry or host.endswith("." + entry) for entry in entries):
         return None
     for name in _PROXY_VARIABLES:
         if os.environ.get(name):
             url = urlsplit(os.environ[name] if "://" in os.environ[name] else f"http://{os.environ[name]}")
             return (url.hostname or "", url.port or 80, name)
     return None
-
-
-def _entries(bypass: str) -> list[str]:
-    return [entry.strip().lstrip(".") for entry in bypass.split(",") if entry.strip()]
 
 
 def open_connection(host: str, port: int, timeout: float) -> socket.socket:

@@ -31,10 +31,7 @@ class BundleTensors(StoredTensors):
 
 
 class BundleFile(Mapping[str, Part]):
-    """A bundle in a file; weights are read at once, totals when they are used.
-
-    Raises ProtocolError (E-WIRE-06) when the file holds something else.
-    """
+    """A bundle in a file, its totals read when used; raises ProtocolError (E-WIRE-06) when it holds something else."""
 
     def __init__(self, path: Path) -> None:
         file = TensorFile(path)
@@ -60,7 +57,6 @@ class BundleFile(Mapping[str, Part]):
         return self._parts[name]
 
     def dtypes(self, name: str) -> set[torch.dtype]:
-        """Name the types of a part's numbers."""
         return self._dtypes[name]
 
     def __iter__(self) -> Iterator[str]:

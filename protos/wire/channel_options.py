@@ -4,19 +4,25 @@ from __future__ import annotations
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Both sides refuse larger messages: a bound against denial of service, far above a chunk."""
+WINDOW_BYTES = 32 << 20
+"""What a stream may be ahead of its reader: 1 Gbit/s over a round trip of 250 ms."""
 _MESSAGES: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_permit_without_calls", 1),
+    # Fixed: gRPC's own estimate of the line has no bound, and how many windows there are is bounded by the services.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
 )
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_MESSAGES,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
-    # A stream may be 1 MiB ahead of its reader; gRPC's own estimate of the link would let that grow to many MiB.
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 1 << 20),
+    # Whoever shows no certificate in time is disconnected; so is who holds a connection without a call.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 600_000),
+    ("grpc.max_concurrent_streams", 100),
 )
 CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     *_MESSAGES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -20,7 +20,7 @@ class Writer(Protocol):
     def write(self, data: bytes, /) -> int: ...
 
 
-def read_chunks(path: Path, name: str, offset: int) -> Iterator[pb.Chunk]:
+def read_chunks(path: Path, name: str, offset: int) -> Generator[pb.Chunk, None, None]:
     """Read a file from `offset` on; the first chunk carries `name`, and a finished object gives one empty chunk.
 
     Raises FileNotFoundError when the file is not there, or no longer; OSError when it cannot be read to its end.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,7 @@ from torch import Tensor
 
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Bundle, State
-from protos.storage.digests import digest as digest
-from protos.storage.digests import file_digest as file_digest
+from protos.storage.digests import file_digest
 
 TensorPath = Sequence[str]
 _Content = tuple[dict[str, Tensor], dict[str, str]]
@@ -53,10 +53,7 @@ def pack_bundle(bundle: Bundle) -> bytes:
 
 
 def write_state(state: State, file: Path) -> tuple[str, int]:
-    """Write the bytes of `pack_state`, mode 0600, and return their digest and number; raises OSError.
-
-    They are not yet on the disk for certain: the object store syncs them.
-    """
+    """Write the bytes of `pack_state`, without syncing them, and return their digest and number; raises OSError."""
     return _write(_of_state(state), file)
 
 
@@ -99,7 +96,8 @@ def _write(content: _Content, file: Path) -> tuple[str, int]:
     try:
         save_file(tensors, file, metadata)
     except SafetensorError as error:
-        raise OSError(f"{file} cannot be written: {error}") from error
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else 0, f"{file} cannot be written: {error}") from error
     return file_digest(file), file.stat().st_size
 
 
@@ -131,7 +129,7 @@ class TensorFile:
             raise ProtocolError("E-WIRE-06", f"expected tensors of Consilium in {file.name}, found: {error}") from error
 
     def read(self, place: int) -> Tensor:
-        """Read a tensor; raises ProtocolError (E-WIRE-06) where that fails: the disk does, or somebody cut the file."""
+        """Read a tensor; raises ProtocolError (E-WIRE-06) when that fails, for instance because the file was cut."""
         try:
             found: Tensor = self._tensors.get_tensor(self._names[place])
         except (SafetensorError, OSError) as error:
@@ -154,7 +152,6 @@ def _is_absurd(shape: tuple[int, ...]) -> bool:
 
 
 def _strings(found: object) -> list[str]:
-    """Take a list of strings; raises ValueError on anything else."""
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
         raise ValueError("names of groups or tensors that are not lists of strings")
     return found

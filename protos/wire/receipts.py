@@ -12,21 +12,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 
+_SIGNED = ("contribution_id", "run_id", "round", "silo", "manifest_digest", "object_digest", "size", "at_unix")
+
 
 def canonical_text(receipt: pb.Receipt) -> bytes:
     """Write what is signed: the fields before the signer and the attestation, as JSON with sorted keys."""
     stated = receipt.attestation
-    fields: dict[str, object] = {
-        "contribution_id": receipt.contribution_id,
-        "run_id": receipt.run_id,
-        "round": receipt.round,
-        "kind": pb.TaskKind.Name(receipt.kind),
-        "silo": receipt.silo,
-        "manifest_digest": receipt.manifest_digest,
-        "object_digest": receipt.object_digest,
-        "size": receipt.size,
-        "at_unix": receipt.at_unix,
-    }
+    fields: dict[str, object] = {name: getattr(receipt, name) for name in _SIGNED}
+    fields["kind"] = pb.TaskKind.Name(receipt.kind)
     if receipt.HasField("attestation"):
         fields["attestation"] = [stated.policy_digest, stated.ledger_seq, stated.ledger_head]
         if stated.ledger_sealed or stated.ledger_restored:  # a receipt from before these fields stays what was signed

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import re
 
-from fl_core.errors import (
-    ConfigError,
-    DataError,
-    FederationError,
-    ProtocolError,
-    RefusedError,
-    StateError,
-    UnavailableError,
-)
+from fl_core import errors
+from fl_core.errors import FederationError
 from fl_core.errors.catalogue import current
 
 _STATUS: tuple[tuple[type[FederationError], str], ...] = (
-    (RefusedError, "PERMISSION_DENIED"),
-    (ProtocolError, "INVALID_ARGUMENT"),
-    (ConfigError, "INVALID_ARGUMENT"),
-    (DataError, "INVALID_ARGUMENT"),
-    (StateError, "FAILED_PRECONDITION"),
-    (UnavailableError, "UNAVAILABLE"),
+    (errors.RefusedError, "PERMISSION_DENIED"),
+    (errors.ProtocolError, "INVALID_ARGUMENT"),
+    (errors.ConfigError, "INVALID_ARGUMENT"),
+    (errors.DataError, "INVALID_ARGUMENT"),
+    (errors.StateError, "FAILED_PRECONDITION"),
+    (errors.UnavailableError, "UNAVAILABLE"),
 )
 
 RETRY = frozenset(
@@ -31,7 +24,6 @@ RETRY = frozenset(
 
 
 def to_status(error: FederationError) -> tuple[str, str]:
-    """Return the name of the gRPC status and its text."""
     return next((name for kind, name in _STATUS if isinstance(error, kind)), "INTERNAL"), str(error)
 
 
@@ -43,7 +35,7 @@ def from_status(status: str, details: str | None) -> FederationError:
     match = re.match(r"(E-[A-Z]+-\d\d): (.*)", details or "", re.DOTALL)
     if match is None:
         if status in RETRY:
-            return UnavailableError("E-NET-01", f"the other side does not answer ({status}): {details}")
-        return ProtocolError("E-WIRE-10", f"the other side answered {status}: {details}")
+            return errors.UnavailableError("E-NET-01", f"the other side does not answer ({status}): {details}")
+        return errors.ProtocolError("E-WIRE-10", f"the other side answered {status}: {details}")
     kinds: dict[str, type[FederationError]] = {name: kind for kind, name in reversed(_STATUS)}
-    return kinds.get(status, UnavailableError)(current(match[1]), match[2])
+    return kinds.get(status, errors.UnavailableError)(current(match[1]), match[2])

@@ -20,7 +20,7 @@ from fl_core.errors import ConfigError, RefusedError
 from fl_core.suggest import suggest
 from protos.console import print_json
 from silo.cli import console
-from silo.cli.options import DataRootOption, JsonOption
+from silo.cli.options import DataRootOption, JsonOption, label_space
 
 if TYPE_CHECKING:
     from privacy.audit.runner import Setting, Verdict
@@ -90,14 +90,12 @@ def _target(data: str, root: Path | None, classes: str | None, image_size: int |
     from fl_core import datasets
     from privacy.audit.target import AuditTarget
 
-    space = None if classes is None else [name.strip() for name in classes.split(",")]
     if image_size is None and datasets.parse(data).source not in datasets.FIXED:
         image_size = PIXELS
-    return AuditTarget.of(datasets.load(data, data_root=root, classes=space, image_size=image_size))
+    return AuditTarget.of(datasets.load(data, data_root=root, classes=label_space(classes), image_size=image_size))
 
 
 def _audited(target: AuditTarget, setting: Setting, chosen: Sequence[str], place: Path, quiet: bool) -> list[Verdict]:
-    """Run audits one by one, keep each one's numbers as soon as they are there, and say what was found."""
     from privacy.audit.runner import AUDITS, minutes_left, save
 
     found: list[Verdict] = []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
-from protos.console import local_time, make_table, plain_console
+from protos.console import local_time, make_table, plain_console, print_json, printable
 from protos.pki.identity import PeerCertificate, colons
 from silo.storage.store import RunRecord, Store, TaskRecord
 from silo.training import evaluation_summary
@@ -20,17 +21,23 @@ Json = Mapping[str, object]
 
 
 def show_rows(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table on a terminal, and lines with tabs between their fields otherwise."""
     if not OUT.is_terminal:
         for row in rows:
-            OUT.print("\t".join(row))
+            OUT.print("\t".join(map(printable, row)))
         return
     OUT.print(make_table(title, head, rows))
 
 
+def answer(as_json: bool, value: object, facts: Iterable[tuple[str, str]]) -> None:
+    """Print a command's result: `value` for machines, or facts for people."""
+    if as_json:
+        print_json(value)
+    else:
+        show_facts(facts)
+
+
 def show_facts(facts: Iterable[tuple[str, str]]) -> None:
-    """Print names and values, one per line."""
-    for name, value in facts:
+    for name, value in ((printable(name), printable(value)) for name, value in facts):
         OUT.print(f"{name + ':':<14} {value}" if OUT.is_terminal else f"{name}\t{value}")
 
 
@@ -38,7 +45,6 @@ def show_facts(facts: Iterable[tuple[str, str]]) -> None:
 
 
 def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, store: Store) -> Json:
-    """Collect all that `silo status` knows."""
     contact = store.contact()
     return {
         "silo": own.identity.name,
@@ -48,15 +54,7 @@ def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, store
         "certificate_until": own.not_after.timestamp(),
         "renewal_due": due,
         "coordinator": list(addresses),
-        "session": None
-        if contact is None
-        else {
-            "address": contact.address,
-            "software": contact.software,
-            "since": contact.since,
-            "until": contact.until,
-            "why": contact.why,
-        },
+        "session": contact and asdict(contact),
         "outbox": [
             {
                 "run": e.key.run_id,
@@ -96,7 +94,6 @@ def _task_json(task: TaskRecord) -> Json:
 
 
 def show_status(own: PeerCertificate, addresses: Sequence[str], due: bool, store: Store) -> None:
-    """Print what `status_json` collects, for people."""
     contact = store.contact()
     session = "never"
     if contact is not None:
@@ -138,7 +135,6 @@ def _evaluation_row(task: TaskRecord) -> tuple[str, str, str, str]:
 
 
 def report_json(report: CheckReport, schema: Schema | None = None) -> Json:
-    """Turn a report on data into a JSON object."""
     return {
         "origin": report.origin,
         "classes": list(report.classes),
@@ -156,7 +152,6 @@ def report_json(report: CheckReport, schema: Schema | None = None) -> Json:
 
 
 def show_report(report: CheckReport, schema: Schema | None = None) -> None:
-    """Print a report on data, for people."""
     facts = [("data", report.origin)]
     if schema is not None:
         facts.append(("shape", " x ".join(map(str, schema.shape))))

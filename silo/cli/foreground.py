@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import threading
 import time
-from types import FrameType
+from functools import partial
 
 from rich.status import Status
 
 from fl_core.rounds.silo_round import run_silo_round
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.console import local_time, print_json
+from protos.console import local_time, print_json, printable
+from protos.operations import logs
+from protos.operations.exit_status import ShutdownSignals
+from protos.operations.logs import LogFormat
+from protos.operations.notify import READY, STOPPING, notify
 from silo.cli.console import OUT
 from silo.events import Event
 from silo.identity.identity import SiloIdentity
+from silo.operations.event_log import log_event
+from silo.operations.heartbeat import Heartbeat
 from silo.service.service import Service, SiloSettings
 from silo.training.trainer import RunRound
 
@@ -33,16 +37,15 @@ _DOING = {
 class Printer:
     """Shows events: JSON lines, plain lines, or lines above a live one on a terminal."""
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, as_json: bool, quiet: bool = False) -> None:
         self._json = as_json
         self._console = OUT
         self._lock = threading.Lock()
         self._status: Status | None = None
-        if not as_json and self._console.is_terminal:
+        if not as_json and not quiet and self._console.is_terminal:
             self._status = self._console.status("starting")
 
     def show_event(self, event: Event) -> None:
-        """Print one event."""
         with self._lock:
             if self._json:
                 print_json({"event": event.event, "at": time.time(), "text": event.text} | dict(event.facts))
@@ -51,63 +54,58 @@ class Printer:
                 sys.stdout.flush()
 
     def progress(self, pulse: pb.Pulse) -> None:
-        """Show what is being done now; on a terminal alone."""
         if self._status is None:
             return
         text = _DOING.get(pulse.activity, "")
         if pulse.run_id:
-            text += f": {pulse.run_id} round {pulse.round + 1}"
+            text += f": {printable(pulse.run_id)} round {pulse.round + 1}"
         if pulse.total:
             text += f", {100 * pulse.done / pulse.total:.0f} %"
         self._status.update(text)
         self._status.start()
 
     def close(self) -> None:
-        """Take the live line away."""
         if self._status is not None:
             self._status.stop()
 
 
-class ShutdownSignals:
-    """Notes SIGTERM and SIGINT; the second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-
-    def __enter__(self) -> ShutdownSignals:
-        """Listen."""
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Listen no more."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        # Nothing here may wait for a lock: the handler runs between any two steps of the main thread.
-        self.received.append(number)
-        if len(self.received) > 1:
-            os._exit(128 + number)
-
-
-def serve(settings: SiloSettings, as_json: bool, run_round: RunRound = run_silo_round) -> None:
+def serve(
+    settings: SiloSettings,
+    as_json: bool,
+    run_round: RunRound = run_silo_round,
+    log_format: LogFormat | None = None,
+) -> None:
     """Serve until told to stop; raises what ended the service otherwise. run_round: see `Service`.
+
+    log_format: events go to the log on standard error in this format, and not to the screen.
 
     On the first SIGTERM or SIGINT an upload under way is finished, training is given up (the coordinator offers it
     again), and what is staged stays on disk.
     """
-    SiloIdentity(settings.home.path).load()  # before anything is made in a home that is none
+    own = SiloIdentity(settings.home.path).load()  # before anything is made in a home that is none
     with settings.home.make().locked():
-        printer = Printer(as_json)
-        service = Service(settings, printer.show_event, run_round=run_round)
+        printer, heartbeat = Printer(as_json, quiet=log_format is not None), Heartbeat(settings.home)
+        show = printer.show_event
+        if log_format is not None:
+            logs.set_up(log_format, settings.home.path)
+            show = partial(log_event, silo=own.identity.name)
+
+        def emit(event: Event) -> None:
+            heartbeat.note(event)
+            show(event)
+
+        service = Service(settings, emit, run_round=run_round)
         try:
             with ShutdownSignals() as signals:
                 service.start()
+                notify(READY)
                 while not signals.received and not service.wait(POLL_S):
+                    heartbeat.beat()
                     printer.progress(service.doing())
+                notify(STOPPING)
                 service.leave("the silo is shutting down")
                 while not service.settled(POLL_S):
+                    heartbeat.beat()
                     printer.progress(service.doing())
                 service.stop("the silo was stopped")
         finally:

@@ -132,10 +132,11 @@ def set_budget(
     chosen = both or [collection]
     for name in chosen:
         ledger.set_budget(name, epsilon, delta, operator or getpass.getuser(), reason)
-    if as_json:
-        print_json({"collections": chosen, "epsilon": epsilon, "delta": delta})
-        return
-    console.show_facts([(name, f"epsilon {epsilon:g} at delta {delta:g}") for name in chosen])
+    console.answer(
+        as_json,
+        {"collections": chosen, "epsilon": epsilon, "delta": delta},
+        [(name, f"epsilon {epsilon:g} at delta {delta:g}") for name in chosen],
+    )
 
 
 @app.command()
@@ -148,10 +149,7 @@ def release(
     ledger = _ledger(home)
     with Home.at(home).locked():
         ledger.release_unused(entry)
-    if as_json:
-        print_json({"released": entry})
-        return
-    console.show_facts([("released", entry)])
+    console.answer(as_json, {"released": entry}, [("released", entry)])
 
 
 @app.command()
@@ -190,10 +188,7 @@ def restore(
         found = charge_unknown_spending(
             Ledger(silo_home.ledger, silo_home.ledger_key, older=True), seen, operator or getpass.getuser()
         )
-    if as_json:
-        print_json({"charged": found})
-        return
-    console.show_facts([(name, f"charged {what}") for name, what in found.items()])
+    console.answer(as_json, {"charged": found}, [(name, f"charged {what}") for name, what in found.items()])
 
 
 @app.command("place")
@@ -226,14 +221,10 @@ def place_ledger(
                 Ledger(after, key or beside).verify(_seen(silo_home))
             silo_home.place_ledger(after, key)
     facts = {"ledger": str(silo_home.ledger), "key": str(silo_home.ledger_key)}
-    if as_json:
-        print_json(facts)
-        return
-    console.show_facts(list(facts.items()))
+    console.answer(as_json, facts, list(facts.items()))
 
 
 def _seen(silo_home: Home) -> ChainHead:
-    """Return the furthest end of the ledger that this hospital knows others to have seen."""
     from silo.training.hospital_controls import HospitalControls
 
     store = Store(silo_home.database)

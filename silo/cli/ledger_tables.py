@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from privacy.accounting.accountant import replace_one
@@ -31,15 +32,7 @@ def collection_json(ledger: Ledger, name: str) -> Json:
             {
                 "entry": entry,
                 "state": state,
-                "releases": [
-                    {
-                        "purpose": p.purpose,
-                        "noise": p.mechanism.noise,
-                        "rate": p.mechanism.rate,
-                        "steps": p.mechanism.steps,
-                    }
-                    for p in planned
-                ],
+                "releases": [{"purpose": p.purpose, **asdict(p.mechanism)} for p in planned],
             }
             for entry, state, planned in ledger.entries(name)
         ],
@@ -47,7 +40,6 @@ def collection_json(ledger: Ledger, name: str) -> Json:
 
 
 def show_collections(found: Iterable[Json]) -> None:
-    """Print one row per collection."""
     show_rows(
         "Privacy budgets (per unit added or removed; RDP decides, PRV is for information)",
         ("collection", "unit", "budget", "spent (RDP)", "spent (PRV)", "used", "one replaced"),
@@ -67,7 +59,6 @@ def show_collections(found: Iterable[Json]) -> None:
 
 
 def show_entries(found: Iterable[Json]) -> None:
-    """Print one row per release of every entry."""
     show_rows(
         "Entries",
         ("entry", "state", "for", "noise", "rate", "steps"),

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 
-from protos.tls.connect import require_tls13, silence_grpc_logs
-
-require_tls13()  # before anything imports gRPC
-silence_grpc_logs()
-
-from silo.cli.service import run  # noqa: E402
+from protos import startup
 
 
 def main() -> None:
-    """Run the command line; see `silo.cli.service.run`."""
+    startup.begin()
+    import gc
+    import logging
+
+    from protos.console import PrintableFormatter
+    from protos.tls.connect import require_tls13, silence_grpc_logs
+
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(PrintableFormatter())
+    require_tls13()  # before anything imports gRPC
+    silence_grpc_logs()
+    from silo.cli.service import run
+
+    startup.raise_on_interrupt()
     try:
         sys.exit(run(sys.argv[1:]))
     finally:

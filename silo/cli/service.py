@@ -5,18 +5,21 @@ Commands that train or read images import torch themselves: the others answer at
 
 from __future__ import annotations
 
-import sqlite3
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fl_core.errors import ConfigError, DataError, FederationError, StateError
+from fl_core.errors import ConfigError
+from protos import startup
+from protos.audit_log.local_commands import record_commands
 from protos.console import print_json
+from protos.operations import logs
+from protos.operations.exit_status import status_of
 from protos.pki.identity import colons, identity_of
-from silo.cli import audit, console, ledger, peers, policy
-from silo.cli.options import DataRootOption, HomeOption, JsonOption
+from silo.cli import audit, backup, console, doctor, ledger, log, peers, policy
+from silo.cli.options import DataRootOption, HomeOption, JsonOption, LogFormatOption, label_space
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
 from silo.storage.store import Store
@@ -41,13 +44,24 @@ app.add_typer(data, name="data")
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(policy.app, name="policy")
 app.add_typer(peers.app, name="peers")
+app.add_typer(log.app, name="log")
 app.command()(policy.approve)
 app.command()(audit.audit)
+app.command()(backup.backup)
+app.command()(backup.restore)
+app.command()(doctor.doctor)
+app.command()(doctor.health)
 
 
 @app.command()
 def join(
-    token: Annotated[str | None, typer.Argument(help="The invitation, one line that begins with consilium1.")] = None,
+    token: Annotated[
+        str | None,
+        typer.Argument(
+            help="The invitation, one line that begins with consilium1. Who is on this machine can read it there: "
+            "better --token-file, or - for standard input."
+        ),
+    ] = None,
     token_file: Annotated[
         Path | None, typer.Option("--token-file", help="A file that holds the invitation; - reads standard input.")
     ] = None,
@@ -55,7 +69,7 @@ def join(
         Path | None, typer.Option("--signed", help="The answer to `silo request`, where no invitation is given out.")
     ] = None,
     fingerprint: Annotated[
-        str | None, typer.Option("--authority", help="With --signed: the authority's fingerprint, from the lead.")
+        str | None, typer.Option("--authority", help="The authority's fingerprint, from the lead; another is refused.")
     ] = None,
     home: HomeOption = None,
     again: Annotated[
@@ -75,21 +89,19 @@ def join(
     if signed is not None:
         peer = enrolment.install_signed(_read_file(signed), silo_home, fingerprint)
     else:
-        peer = enrolment.join(token if token is not None else _read_file(token_file), silo_home, again)
+        text = token if token not in (None, "-") else _read_file(token_file)
+        peer = enrolment.join(text, silo_home, again, fingerprint)
     authority = SiloIdentity(silo_home.path).ca_fingerprint()
-    if as_json:
-        print_json(
-            {
-                "silo": peer.identity.name,
-                "identity": peer.identity.uri,
-                "fingerprint": peer.fingerprint,
-                "authority_fingerprint": authority,
-                "certificate_until": peer.not_after.timestamp(),
-                "home": str(silo_home.path),
-            }
-        )
-        return
-    console.show_facts(
+    console.answer(
+        as_json,
+        {
+            "silo": peer.identity.name,
+            "identity": peer.identity.uri,
+            "fingerprint": peer.fingerprint,
+            "authority_fingerprint": authority,
+            "certificate_until": peer.not_after.timestamp(),
+            "home": str(silo_home.path),
+        },
         [
             ("joined", str(peer.identity)),
             ("home", str(silo_home.path)),
@@ -97,7 +109,7 @@ def join(
             ("authority", colons(authority)),
             ("certificate", f"until {peer.not_after:%Y-%m-%d %H:%M} UTC, renewed by `silo serve`"),
             ("next", "compare the authority's fingerprint with the lead's, then: silo serve --data REF"),
-        ]
+        ],
     )
 
 
@@ -125,10 +137,11 @@ def request(
     from silo.service.enrolment import write_request
 
     digest = write_request(Home.at(home), out)
-    if as_json:
-        print_json({"file": str(out), "fingerprint": digest})
-        return
-    console.show_facts([("request", str(out)), ("fingerprint", colons(digest)), ("next", "give the file to the lead")])
+    console.answer(
+        as_json,
+        {"file": str(out), "fingerprint": digest},
+        [("request", str(out)), ("fingerprint", colons(digest)), ("next", "give the file to the lead")],
+    )
 
 
 @app.command()
@@ -146,6 +159,13 @@ def serve(
             help="Number of training examples (or patients) to declare. Default: rounded up.",
         ),
     ] = None,
+    holds: Annotated[
+        str | None,
+        typer.Option(
+            "--holds",
+            help="Classes to declare as held here, A,B,...: a round waits longer for the only hospital that has one.",
+        ),
+    ] = None,
     no_prototypes: Annotated[
         bool, typer.Option("--no-prototypes", help="Never submit class prototypes, whatever a run asks for.")
     ] = False,
@@ -159,6 +179,7 @@ def serve(
     pulse_floor: Annotated[
         float, typer.Option("--pulse-floor", help="Least seconds between signs of life, whatever is asked for.")
     ] = 1.0,
+    log_format: LogFormatOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Take part in runs until told to stop.
@@ -166,14 +187,23 @@ def serve(
     Ctrl-C or SIGTERM ends in good order: an upload under way is finished, training is handed back, finished work stays
     on disk. A second one ends at once. Image size, label space and schedule come from each run's manifest.
     """
+    startup.end_on_interrupt()
     from silo.cli import foreground
     from silo.service.service import SiloSettings
 
     silo_home = Home.at(home)
     settings = SiloSettings(
-        silo_home, data, data_root, device, nominal_size, not no_prototypes, answer_after, pulse_floor
+        silo_home,
+        data,
+        data_root,
+        device,
+        nominal_size,
+        not no_prototypes,
+        answer_after,
+        pulse_floor,
+        tuple(label_space(holds) or ()),
     )
-    foreground.serve(settings, as_json)
+    foreground.serve(settings, as_json, log_format=logs.chosen(log_format))
 
 
 @data.command()
@@ -187,7 +217,7 @@ def check(
     """Look for everything that would stop a run; exit status 2 when something would."""
     from fl_core import datasets
 
-    report = datasets.check(reference, data_root=data_root, classes=_label_space(classes), deep=deep)
+    report = datasets.check(reference, data_root=data_root, classes=label_space(classes), deep=deep)
     if as_json:
         print_json(console.report_json(report))
     else:
@@ -202,16 +232,12 @@ def describe(
     """Show shape, classes and counts per split."""
     from fl_core import datasets
 
-    loaded = datasets.load(reference, data_root=data_root, classes=_label_space(classes))
-    report = datasets.check(reference, data_root=data_root, classes=_label_space(classes))
+    loaded = datasets.load(reference, data_root=data_root, classes=label_space(classes))
+    report = datasets.check(reference, data_root=data_root, classes=label_space(classes))
     if as_json:
         print_json(console.report_json(report, loaded.schema))
     else:
         console.show_report(report, loaded.schema)
-
-
-def _label_space(text: str | None) -> list[str] | None:
-    return None if text is None else [name.strip() for name in text.split(",")]
 
 
 @app.command()
@@ -249,28 +275,26 @@ def fingerprint(home: HomeOption = None, as_json: JsonOption = False) -> None:
     console.show_rows("Accepted peers", ("silo", "key"), [(name, colons(key)) for name, key in accepted.items()])
 
 
-def run(words: list[str]) -> int:
-    """Run one command line and return its exit status.
+READING = frozenset(
+    (
+        "serve",
+        "status",
+        "doctor",
+        "health",
+        "fingerprint",
+        "audit",
+        "data",
+        "log",
+        "ledger show",
+        "ledger verify",
+        "policy",
+        "peers show",
+    )
+)
+"""Commands without a line in the audit log: they change nothing here, or the service writes it."""
+record_commands(app, READING, lambda home: Home.at(home).path)
 
-    | end                                     | status | on stderr              |
-    |-----------------------------------------|--------|------------------------|
-    | done                                    | 0      |                        |
-    | usage, configuration, data              | 2      | one line, with a code  |
-    | refused, unavailable, damaged state     | 1      | one line, with a code  |
-    | interrupted                             | 130    |                        |
-    """
-    try:
-        app(words, prog_name="silo")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
-    except FederationError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2 if isinstance(error, ConfigError | DataError) else 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        return 1
-    except (OSError, sqlite3.OperationalError) as error:
-        sys.stderr.write(f"{StateError('E-STATE-63', f'expected a usable file system, found: {error}')}\n")
-        return 1
-    return 0
+
+def run(words: list[str]) -> int:
+    """Run one command line and return its exit status."""
+    return status_of(lambda: app(words, prog_name="silo"))

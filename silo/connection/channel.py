@@ -11,15 +11,19 @@ import grpc
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.identity import Address
 from protos.storage.private_files import Credentials
+from protos.tls.connect import diagnose
 from protos.tls.diagnosis import Diagnosis
 from protos.wire.channel_options import CLIENT_OPTIONS
-from silo.identity.credentials import channel_credentials, diagnose_channel
 
 Connect = Callable[[Address], grpc.Channel]
 
 
+def channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
+    """Build mutual TLS: this key and certificate, and exactly that CA; no other authority counts."""
+    return grpc.ssl_channel_credentials(credentials.ca_pem, credentials.key_pem, credentials.cert_pem)
+
+
 def connect_with(credentials: Callable[[], Credentials]) -> Connect:
-    """Make the function that opens a channel with the credentials of the moment."""
     return lambda address: grpc.secure_channel(str(address), channel_credentials(credentials()), options=CLIENT_OPTIONS)
 
 
@@ -35,16 +39,12 @@ class Connection:
 
     @classmethod
     def over(cls, address: Address, channel: grpc.Channel) -> Connection:
-        """Make the stubs."""
         stubs = rpc.ControlStub(channel), rpc.TransferStub(channel), rpc.EnrolmentStub(channel)
         return cls(address, channel, *stubs)
 
 
 class ConnectionManager:
-    """The connection that is current, and the ones before it that are still in use.
-
-    Closing a connection cancels the calls over it; transfers go on over the current one.
-    """
+    """The current connection, and replaced ones still in use; closing a connection cancels the calls over it."""
 
     def __init__(self, addresses: Sequence[Address], connect: Connect) -> None:
         self._addresses = tuple(addresses)
@@ -55,7 +55,6 @@ class ConnectionManager:
         self._retired: list[Connection] = []
 
     def current(self) -> Connection:
-        """Return the current connection; opens one when there is none."""
         with self._lock:
             if self._current is None:
                 address = self._addresses[self._address_index % len(self._addresses)]
@@ -63,7 +62,6 @@ class ConnectionManager:
             return self._current
 
     def replace(self, next_address: bool = False) -> None:
-        """Make the next connection with fresh credentials, with `next_address` at the next known address."""
         with self._lock:
             if self._current is not None:
                 self._retired.append(self._current)
@@ -79,11 +77,15 @@ class ConnectionManager:
             connection.channel.close()
 
     def close(self) -> None:
-        """Close all connections."""
         self.replace()
         self.close_replaced()
 
 
+def diagnose_channel(address: Address, credentials: Credentials, server_name: str | None = None) -> Diagnosis:
+    """Find out why a channel with these credentials does not come up; blocks for seconds at most."""
+    key, cert, ca = credentials
+    return diagnose(address.host, address.port, ca, cert, key, server_name)
+
+
 def diagnose_with(credentials: Callable[[], Credentials]) -> Callable[[Address], Diagnosis]:
-    """Make the function that says why an address cannot be reached."""
     return lambda address: diagnose_channel(address, credentials())

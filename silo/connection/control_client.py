@@ -7,17 +7,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fl_core.errors import FederationError, ProtocolError, UnavailableError
+from fl_core.errors import FederationError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki.identity import Address
 from protos.tls.diagnosis import Diagnosis
 from protos.version import PROTOCOL
 from silo.connection.channel import ConnectionManager
 from silo.connection.retry import Backoff, CancelToken
-from silo.connection.session import Handler, Session
+from silo.connection.session import PULSE_FLOOR_S, Handler, Session
 from silo.connection.transfer import RetryPolicy
 from silo.events import EmitEvent, error_event, event
-from silo.service.response_timing import PULSE_FLOOR_S
 from silo.storage.store import Store
 
 RECONNECT_CAP_S = 15.0
@@ -28,8 +27,8 @@ RECONNECT_CAP_S = 15.0
 class ControlClient:
     """The silo's end of the control plane; `run` is the body of its thread.
 
-    make_hello: called for each session, so that it names every round that is staged by then.
-    on_welcome: called with each welcome. diagnose: says why an address cannot be reached. pulse_floor: see `Session`.
+    make_hello: called for each session, so that it names every round staged by then   diagnose: says why an address
+    cannot be reached   pulse_floor: see `Session`.
     """
 
     connections: ConnectionManager
@@ -63,15 +62,13 @@ class ControlClient:
         self._wake.set()
 
     def renewed(self) -> None:
-        """Move to a new connection with the credentials that are now on disk."""
         self.connections.replace()
         self.recycle()
 
     def run(self, handler: Handler, stop: CancelToken) -> None:
         """Hold a session until `stop`.
 
-        Raises what no waiting can repair: a refusal, a protocol that this version does not speak, and before the first
-        session a TLS failure that somebody must repair.
+        Raises what waiting cannot repair: a refusal, another protocol, and before the first session a TLS failure.
         """
         backoff = Backoff(self.retry_policy.backoff_s, min(self.retry_policy.backoff_cap_s, RECONNECT_CAP_S))
         try:
@@ -86,7 +83,6 @@ class ControlClient:
             self._close(stop.reason)
 
     def _connect(self, handler: Handler, backoff: Backoff) -> bool:
-        """Open a session; False when that must be tried again later."""
         self._recycle = False  # before the connection is read: a renewal that comes meanwhile asks again
         connection = self.connections.current()
         session = Session(
@@ -101,7 +97,7 @@ class ControlClient:
         try:
             welcome = session.open(self.make_hello(), self.retry_policy.idle_s)
             if welcome.protocol != PROTOCOL:
-                raise ProtocolError(
+                raise UnavailableError(
                     "E-WIRE-01", f"expected protocol {PROTOCOL}, found {welcome.protocol}: upgrade the older side"
                 )
             self.on_welcome(welcome)
@@ -153,6 +149,8 @@ class ControlClient:
         while not stop.is_cancelled:
             if session.ended.is_set():
                 self._session = None
+                if session.was_silent:
+                    self.connections.replace()  # a lost connection is noticed by gRPC itself only after 40 s
                 error = session.error or UnavailableError("E-NET-12", "the session ended")
                 self.store.record_departure(str(error))
                 if not isinstance(error, UnavailableError):

@@ -28,7 +28,7 @@ class CancelledError(UnavailableError):
 
 
 class CancelToken:
-    """A request to leave what is being done, which reaches every wait and every call over the network.
+    """A request to stop, which reaches every wait and every call over the network.
 
     cancel(gently=True) lets the attempt that is under way finish and prevents the next one.
     """
@@ -54,11 +54,9 @@ class CancelToken:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether `cancel` was called."""
         return self._cancelled
 
     def raise_if_cancelled(self) -> None:
-        """Raise CancelledError after `cancel`."""
         if self._cancelled:
             raise CancelledError(self.reason)
 
@@ -70,7 +68,6 @@ class CancelToken:
             return self._cancelled
 
     def wake(self) -> None:
-        """End the present waits early."""
         with self._lock:
             self._wakes += 1
             self._lock.notify_all()
@@ -92,9 +89,8 @@ class CancelToken:
 
 @dataclass(slots=True)
 class Backoff:
-    """Full jitter: the n-th wait is uniform in [0, min(cap, base 2^n)] seconds; it never gives up.
+    """Full jitter (M. Brooker, 2015): the n-th wait is uniform in [0, min(cap, base 2^n)] seconds, without end.
 
-    Source: M. Brooker, "Exponential Backoff And Jitter", 2015.
     Guarantees: after `reset` the first wait is at most `base`; no wait is longer than `cap`.
     """
 
@@ -104,13 +100,11 @@ class Backoff:
     _tries: int = 0
 
     def next(self) -> float:
-        """Draw the next wait, in seconds."""
         ceiling = min(self.cap, self.base * 2.0 ** min(self._tries, 30))
         self._tries += 1
         return ceiling * self.uniform()
 
     def reset(self) -> None:
-        """Start again from `base`, after progress."""
         self._tries = 0
 
 
@@ -133,9 +127,7 @@ def retry_until(
 class Cancellable(Protocol):
     """A call that can be given up."""
 
-    def cancel(self) -> object:
-        """Give it up."""
-        ...
+    def cancel(self) -> object: ...
 
 
 class IdleWatch:
@@ -150,18 +142,15 @@ class IdleWatch:
         self.expired = False
 
     def touch(self) -> None:
-        """Note that something moved."""
         self._last = self._clock()
 
     def __enter__(self) -> Self:
-        """Begin to watch."""
         threading.Thread(target=self._watch, name="idle-watch", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        """End the watch."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -172,12 +161,22 @@ class IdleWatch:
                 return
 
 
+PASSING = frozenset({"E-TLS-06", "E-TLS-08", "E-WIRE-01"})
+"""Refusals that end when a clock is set or the other side is upgraded: nothing has to be done to this service."""
+
+
+def passing(error: FederationError) -> FederationError:
+    """Return UnavailableError for what waiting can end, and every other error as it is."""
+    if error.code not in PASSING or isinstance(error, UnavailableError):
+        return error
+    return UnavailableError(error.code, error.message)
+
+
 def to_federation_error(error: grpc.RpcError, watch: IdleWatch | None = None) -> FederationError:
-    """Turn a failed call into the error that the other side raised, or that its silence means."""
     if watch is not None and watch.expired:
         return UnavailableError("E-NET-12", "no byte moved for too long; the connection is opened anew")
     if isinstance(error, grpc.Call):
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or ""):
             return ProtocolError("E-WIRE-06", f"expected messages of at most 4 MiB, found more: {error.details()}")
-        return status.from_status(error.code().name, error.details())
+        return passing(status.from_status(error.code().name, error.details()))
     return UnavailableError("E-NET-01", f"the call failed: {error}")

@@ -14,9 +14,12 @@ from fl_core.errors import FederationError, ProtocolError, RefusedError, Unavail
 from fl_core.errors.catalogue import current
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from silo.connection.retry import to_federation_error
-from silo.service.response_timing import PULSE_FLOOR_S, pulse_period
+from silo.connection.retry import passing, to_federation_error
 
+PULSE_FLOOR_S, PULSE_CEILING_S = 1.0, 300.0
+"""The least and the most seconds from one pulse to the next, whatever a coordinator asks for."""
+_LEAST_S, _MOST_S = 0.5, 3600.0
+"""What a coordinator may ask for at all, in seconds from pulse to pulse and from session to session."""
 MISSED_PULSES = 3
 """Pulses after whose absence the other side counts as dead."""
 
@@ -26,25 +29,15 @@ ReportError = Callable[[FederationError], None]
 class Handler(Protocol):
     """Who acts on what the coordinator says. Called from the session's thread: be quick, never wait for the network."""
 
-    def offer(self, offer: pb.Offer) -> None:
-        """Take note of a task."""
-        ...
+    def offer(self, offer: pb.Offer) -> None: ...
 
-    def preflight(self, request: pb.Preflight) -> None:
-        """Take note of the question whether this silo is ready for a run."""
-        ...
+    def preflight(self, request: pb.Preflight) -> None: ...
 
-    def round_closed(self, closed: pb.RoundClosed) -> None:
-        """Commit or discard."""
-        ...
+    def round_closed(self, closed: pb.RoundClosed) -> None: ...
 
-    def run_ended(self, ended: pb.RunEnded) -> None:
-        """Leave a run."""
-        ...
+    def run_ended(self, ended: pb.RunEnded) -> None: ...
 
-    def pulse(self) -> pb.Pulse:
-        """Say what is being done."""
-        ...
+    def pulse(self) -> pb.Pulse: ...
 
 
 class _Stream(Protocol):
@@ -85,12 +78,13 @@ class Session:
         self.welcome: pb.Welcome | None = None
         self.ended = threading.Event()
         self.error: FederationError | None = None
+        self.was_silent = False
+        """Whether it ended because nothing was heard: its connection may be dead as well."""
 
     def open(self, hello: pb.Hello, timeout_s: float) -> pb.Welcome:
         """Say hello and wait for the welcome.
 
-        Raises UnavailableError when the coordinator is away or says nothing for `timeout_s` seconds, and any final
-        refusal as it is.
+        Raises UnavailableError when the coordinator is away or silent for `timeout_s` seconds, and any final refusal.
         """
         self.send(pb.SiloMessage(hello=hello))
         self._call = self._stub.Session(self._messages())
@@ -99,6 +93,11 @@ class Session:
             self._fail(UnavailableError("E-NET-12", f"expected a welcome within {timeout_s:g} s, found silence"))
         if self.welcome is None:
             raise self.error or UnavailableError("E-NET-12", "expected a welcome, found the end of the session")
+        try:
+            _check_times(self.welcome, min(_LEAST_S, self._pulse_floor))
+        except ProtocolError as error:
+            self._fail(error)
+            raise
         threading.Thread(target=self._keep_alive, name="session-pulse", daemon=True).start()
         return self.welcome
 
@@ -111,7 +110,6 @@ class Session:
         self._pulse_due.set()
 
     def leave(self, timeout_s: float = 5.0) -> None:
-        """End the session in good order: a last pulse, the end of our side, and a moment for the other's."""
         self._leaving = True
         self._outgoing.put(pb.SiloMessage(pulse=self._handler.pulse()))
         self._outgoing.put(None)
@@ -119,7 +117,6 @@ class Session:
             self._call.cancel()
 
     def drop(self) -> None:
-        """End the session at once: another one has taken its place."""
         self._leaving = True
         if self._call is not None:
             self._call.cancel()
@@ -172,6 +169,7 @@ class Session:
         while not self.ended.is_set() and not self._leaving:
             silent = self._clock() - self._last_received
             if silent > MISSED_PULSES * period:
+                self.was_silent = True
                 self._fail(UnavailableError("E-NET-12", f"the coordinator has been silent for {silent:.0f} s"))
                 return
             self.send(pb.SiloMessage(pulse=self._handler.pulse()))
@@ -186,9 +184,25 @@ class Session:
             self._call.cancel()
 
 
+def _check_times(welcome: pb.Welcome, least: float) -> None:
+    """Raise ProtocolError (E-WIRE-06) on times that no coordinator asks for; recycle_seconds 0: never."""
+    for name, asked in (("pulse_seconds", welcome.pulse_seconds), ("recycle_seconds", welcome.recycle_seconds or 1.0)):
+        if not least <= asked <= _MOST_S:
+            raise ProtocolError(
+                "E-WIRE-06",
+                f"expected {name} from {least:g} to {_MOST_S:g} in a welcome, found {asked:g}: ask the lead; is this "
+                "the right coordinator?",
+            )
+
+
+def pulse_period(asked: float, floor: float) -> float:
+    """Return the seconds between pulses; `asked` may be any number, or none (NaN)."""
+    return min(asked, max(floor, PULSE_CEILING_S)) if asked > floor else floor
+
+
 def _refusal(refusal: pb.Refusal) -> FederationError:
     """Read a refusal: one about the network will pass, one about the protocol or an identity will not."""
     code = current(refusal.code) or "E-WIRE-10"
     if code.startswith("E-NET"):
         return UnavailableError(code, refusal.reason)
-    return (ProtocolError if code.startswith("E-WIRE") else RefusedError)(code, refusal.reason)
+    return passing((ProtocolError if code.startswith("E-WIRE") else RefusedError)(code, refusal.reason))

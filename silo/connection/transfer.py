@@ -1,7 +1,7 @@
 """Sending updates and fetching objects, resumed at the byte where they were cut.
 
-Two timeouts and no other: nothing moved for `idle_s`, or the peer is dead (the channel's keepalive). A transfer may
-take hours; a damaged one is begun anew a bounded number of times.
+A transfer may take hours; it is given up when nothing moves for `idle_s` or the channel's keepalive fails. A damaged
+one is begun anew a bounded number of times.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import TypeVar
 
 import grpc
 
-from fl_core.errors import FederationError, ProtocolError, UnavailableError
+from fl_core.errors import FederationError, ProtocolError, RefusedError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.storage import disk_space
 from protos.storage.object_store import ObjectStore
 from protos.storage.partial_file import open_partial, partial_size
 from protos.wire import receipts
 from protos.wire.chunks import append_chunk, read_chunks
+from protos.wire.size_limits import MANIFEST_BYTES
 from silo.connection.retry import Backoff, CancelToken, IdleWatch, retry_until, to_federation_error
 from silo.storage.tasks import Attestation, OutboxEntry
 
@@ -40,7 +42,6 @@ class RetryPolicy:
     tries: int = 4
 
     def backoff(self) -> Backoff:
-        """Make a fresh back-off."""
         return Backoff(self.backoff_s, self.backoff_cap_s)
 
 
@@ -55,31 +56,13 @@ class ReceiptVerifier:
     def verify(self, receipt: pb.Receipt, entry: OutboxEntry) -> bytes:
         """Return the receipt's bytes once its signature and every field are right.
 
-        Raises RefusedError (E-ID-14) on a signature of somebody else, ProtocolError (E-WIRE-12) on other content.
+        Raises RefusedError (E-ID-14) on another signature, ProtocolError (E-WIRE-12) on other content.
         """
         receipts.verify(receipt, self.authority_pem, self.consortium)
-        expected = (
-            entry.contribution_id,
-            entry.key.run_id,
-            entry.key.round,
-            entry.key.wire_kind,
-            self.silo,
-            entry.manifest_digest,
-            entry.object_digest,
-            entry.size,
-            entry.attested,
-        )
-        found = (
-            receipt.contribution_id,
-            receipt.run_id,
-            receipt.round,
-            receipt.kind,
-            receipt.silo,
-            receipt.manifest_digest,
-            receipt.object_digest,
-            receipt.size,
-            Attestation.of(receipt.attestation),
-        )
+        facts = entry.facts()
+        expected = facts | {"silo": self.silo, "attestation": entry.attested}
+        attested = Attestation.of(receipt.attestation)
+        found = {n: getattr(receipt, n) for n in facts} | {"silo": receipt.silo, "attestation": attested}
         if found != expected:
             raise ProtocolError("E-WIRE-12", f"expected a receipt for {expected}, found one for {found}")
         return receipt.SerializeToString(deterministic=True)
@@ -112,7 +95,10 @@ class Transfer:
         objects: ObjectStore,
         retry_policy: RetryPolicy,
         report: Callable[[FederationError], None],
+        log_head: Callable[[], pb.LogHead | None] = lambda: None,
     ) -> None:
+        """log_head: the end of this hospital's audit log, which goes with each announcement."""
+        self._log_head = log_head
         self._stub = stub
         self._objects = objects
         self._retry_policy = retry_policy
@@ -131,10 +117,8 @@ class Transfer:
     ) -> bytes:
         """Send an update until the coordinator's receipt for it is verified; return the receipt's bytes.
 
-        ready: called before each commit, for what must be done before anybody signs.
-        Raises CancelledError, and whatever the coordinator refuses it with.
-        Guarantees: after a cut, only bytes that are not there yet are sent; an update that was taken before is not
-        sent at all.
+        ready: called before each commit. Raises CancelledError, and whatever the coordinator refuses it with.
+        Guarantees: after a cut, only missing bytes are sent; an update that was taken before is not sent at all.
         """
         backoff, damage, best = self._retry_policy.backoff(), _RetryBudget(self._retry_policy.tries), -1
 
@@ -165,15 +149,10 @@ class Transfer:
 
     def _open(self, entry: OutboxEntry) -> tuple[int, pb.Receipt | None]:
         request = pb.OpenRequest(
-            contribution_id=entry.contribution_id,
-            run_id=entry.key.run_id,
-            round=entry.key.round,
-            kind=entry.key.wire_kind,
-            manifest_digest=entry.manifest_digest,
+            **entry.facts(),
             base_digest=entry.base_digest,
-            object_digest=entry.object_digest,
-            size=entry.size,
             attestation=entry.attested.message() if any(entry.attested) else None,
+            log_head=self._log_head(),
         )
         reply = self._unary(self._stub().Open, request)
         if reply.have > entry.size:
@@ -181,7 +160,6 @@ class Transfer:
         return reply.have, reply.receipt if reply.HasField("receipt") else None
 
     def _put(self, entry: OutboxEntry, file: Path, have: int, stop: CancelToken, progress: ProgressFn) -> None:
-        """Stream the file from `have` on; a stream in which nothing moves is given up."""
         armed = threading.Event()
         idle_watch: list[IdleWatch] = []
         broken: list[OSError] = []
@@ -214,22 +192,26 @@ class Transfer:
 
     # ---- down --------------------------------------------------------------------------------------------------
 
-    def fetch(self, digest: str, size: int, stop: CancelToken, progress: ProgressFn) -> Path:
-        """Return an object's file, from the disk or from the coordinator. size: 0 when unknown.
+    def fetch(
+        self, digest: str, size: int, stop: CancelToken, progress: ProgressFn, most: int = MANIFEST_BYTES
+    ) -> Path:
+        """Return an object's file, from the disk or from the coordinator. size: 0 when unknown; most: what it may be.
 
-        Raises ProtocolError (E-WIRE-04) when what arrives never has its digest, and what the coordinator refuses with.
-        Guarantees: after a cut, only the missing bytes are fetched; a file is never under its name before its digest
-        is right.
+        Raises ProtocolError: E-WIRE-04 when what arrives never has its digest, E-WIRE-06 above `most`; RefusedError
+        (E-RUN-38) when the disk's reserve would be used; and what the coordinator refuses with.
+        Guarantees: after a cut, only missing bytes are fetched; a file has its name only once its digest is right.
         """
         if self._objects.holds(digest):
             return self._objects.path(digest)
+        if size > most:
+            raise ProtocolError("E-WIRE-06", f"expected an object of at most {most} bytes, found one of {size}")
         backoff, damage = self._retry_policy.backoff(), _RetryBudget(self._retry_policy.tries)
 
         def attempt() -> Path:
             partial = self._objects.partial(digest)
             before = partial_size(partial)
             try:
-                found = self._get(digest, partial, size, stop, progress)
+                found = self._get(digest, partial, size, most, stop, progress)
                 # Not on the disk for certain: what a power cut damages is found by `holds` and fetched again.
                 return self._objects.commit(partial, digest, found, sync=False)
             except ProtocolError as error:
@@ -241,8 +223,10 @@ class Transfer:
 
         return retry_until(attempt, backoff, stop, self._report)
 
-    def _get(self, digest: str, partial: Path, size: int, stop: CancelToken, progress: ProgressFn) -> str | None:
-        """Append what is missing to the partial file; return its digest, None when earlier streams began it."""
+    def _get(
+        self, digest: str, partial: Path, size: int, most: int, stop: CancelToken, progress: ProgressFn
+    ) -> str | None:
+        _require_room(partial, size - partial_size(partial))
         call = self._stub().Get(pb.GetRequest(digest=digest, offset=partial_size(partial)))
         with (
             IdleWatch(call, self._retry_policy.idle_s) as idle,
@@ -252,10 +236,12 @@ class Transfer:
             try:
                 for chunk in call:
                     idle.touch()
-                    append_chunk(chunk, file, file.size)
-                    if size and file.size > size:
+                    if (end := chunk.offset + len(chunk.data)) > most or (size and end > size):
                         partial.unlink()
-                        raise ProtocolError("E-WIRE-04", f"expected an object of {size} bytes, found more")
+                        code, limit = ("E-WIRE-04", size) if size else ("E-WIRE-06", most)
+                        raise ProtocolError(code, f"expected an object of at most {limit} bytes, found more")
+                    _require_room(partial, len(chunk.data))
+                    append_chunk(chunk, file, file.size)
                     progress(file.size, size)
                     del chunk  # before the next one comes
             except grpc.RpcError as error:
@@ -271,3 +257,13 @@ class Transfer:
             return call(request, timeout=self._retry_policy.idle_s)
         except grpc.RpcError as error:
             raise to_federation_error(error) from error
+
+
+def _require_room(file: Path, size: int) -> None:
+    """Raise RefusedError (E-RUN-38) when so many bytes would use the reserve of the disk."""
+    if size > (room := disk_space.available(file.parent)):
+        raise RefusedError(
+            "E-RUN-38",
+            f"expected room for {max(size, 0)} bytes beside the reserve of the disk of {file.parent}, found {room}: "
+            "free some",
+        )

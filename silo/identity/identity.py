@@ -1,8 +1,8 @@
 """A silo's identity on disk: its key (which never leaves), its certificate, the CA and the roster that it pins.
 
-In `<home>/identity`: `silo.pem` (key and certificate in one file), `ca.crt`, `roster.json`, and `key.next`, a key that
-waits for its certificate. `silo.pem` is written last when joining and by one rename when renewing, so after a crash at
-any point the silo is either what it was before or what it is to become.
+In `<home>/identity`: `silo.pem` (key and certificate), `silo.previous.pem` (those before), `ca.crt`, `roster.json`, and
+`key.next`, a key that waits for its certificate. `silo.pem` is written last, by one rename: after a crash the old
+identity or the new one is whole.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ _RENEW_AFTER = 2 / 3
 
 @dataclass(frozen=True, slots=True)
 class JoinMaterial:
-    """What the first connection needs: where, with which one-time credentials, and the request to have signed.
-
-    proof: the present key's signature over the new one when this silo joins anew, so that peers see it is the same;
-    empty in a new home.
-    """
+    """What the first connection needs. proof: the present key's signature over the new one; empty in a new home."""
 
     addresses: tuple[Address, ...]
     invitation: Credentials = field(repr=False)
@@ -59,19 +55,17 @@ class SiloIdentity:
 
     @property
     def folder(self) -> Path:
-        """Name the folder of keys, certificates and pins."""
         return self.home / FOLDER
 
     @property
     def joined(self) -> bool:
-        """Tell whether this home belongs to a silo already."""
         return (self.folder / "silo.pem").exists()
 
     def join_material(self, token: InvitationToken) -> JoinMaterial:
         """Make, or after a crash find again, the silo's own key and a request for it.
 
         Raises StateError (E-STATE-44) when this home belongs to another silo or consortium. Guarantees: a second call
-        asks for the same key, so that a join whose answer was lost can simply be repeated.
+        asks for the same key.
         """
         proof = b""
         key = self._next_key()
@@ -89,12 +83,11 @@ class SiloIdentity:
         return JoinMaterial(token.addresses, token.credentials, csr, proof)
 
     def install(self, cert_pem: bytes, ca_pem: bytes, roster: SignedRoster | None = None) -> PeerCertificate:
-        """Put a certificate in force: the first one, or a renewed one.
+        """Put a certificate in force: the first one, whose roster is pinned, or a renewed one.
 
-        The roster that comes with a first certificate is pinned; later ones go through `update_roster`.
         Raises RefusedError: E-ID-31 when the certificate is not for the waiting key, not from `ca_pem`, not a silo's,
-        not in force, or not for the silo that lives here; E-ID-14 on a bad roster.
-        Guarantees: on an error nothing has changed; after a crash the old identity or the new one is whole.
+        not in force, or not for the silo that lives here; E-ID-14 on a bad roster. Guarantees: on an error nothing has
+        changed; after a crash the old identity or the new one is whole.
         """
         cert = certificates.load_certificate(cert_pem, "the answer of the coordinator")
         peer = self._checked_certificate(cert, certificates.load_certificate(ca_pem, "the consortium's authority"))
@@ -108,6 +101,8 @@ class SiloIdentity:
             private_files.write_public(self.folder / "ca.crt", ca_pem)
             if pins is not None:
                 pins.save()
+        if self.joined and not self._is_early():
+            private_files.write_private(self._previous, private_files.read_private(self.folder / "silo.pem"))
         private_files.write_private(self.folder / "silo.pem", certificates.key_to_pem(key) + certificates.to_pem(cert))
         private_files.remove(self.folder / "key.next")
         return peer
@@ -120,13 +115,31 @@ class SiloIdentity:
         return identity_of(self.current_credentials().cert_pem)
 
     def current_credentials(self) -> Credentials:
-        """Read (key_pem, cert_pem, ca_pem) as they are now; raises as `load`."""
+        """Read (key_pem, cert_pem, ca_pem) as they are now; raises as `load`.
+
+        Where a clock that was ahead made the newest certificate, so that it is not valid yet, they are the ones before.
+        """
         if not self.joined:
             raise StateError(
                 "E-STATE-44", f"expected a silo's identity in {self.home}, found none; run `silo join TOKEN`"
             )
         private_files.private_folder(self.folder)
-        return certificates.read_bundle(self.folder / "silo.pem", self.authority_pem())
+        return self._read(self._previous if self._is_early() else self.folder / "silo.pem")
+
+    @property
+    def _previous(self) -> Path:
+        return self.folder / "silo.previous.pem"
+
+    def _read(self, path: Path) -> Credentials:
+        return certificates.read_bundle(path, self.authority_pem())
+
+    def _is_early(self) -> bool:
+        """Return whether the newest certificate is not valid yet and the one before it is."""
+        now = self.clock()
+        if now >= identity_of(self._read(self.folder / "silo.pem").cert_pem).not_before or not self._previous.exists():
+            return False
+        before = identity_of(self._read(self._previous).cert_pem)
+        return before.not_before <= now <= before.not_after
 
     def fingerprint(self) -> str:
         """Hash this silo's public key, lower-case hex: what its peers pin and hospitals read to each other."""
@@ -137,9 +150,10 @@ class SiloIdentity:
         return certificate_fingerprint(self.authority_pem())
 
     def renewal_due(self, now: datetime | None = None) -> bool:
-        """Tell whether two thirds of the certificate's life are over."""
         own = self.load()
-        return (now or self.clock()) >= own.not_before + _RENEW_AFTER * (own.not_after - own.not_before)
+        return self._is_early() or (now or self.clock()) >= own.not_before + _RENEW_AFTER * (
+            own.not_after - own.not_before
+        )
 
     def renewal_request(self) -> RenewalRequest:
         """Make the next key (kept in `key.next` until `install`) and ask for it, signed by the key in force.
@@ -150,7 +164,6 @@ class SiloIdentity:
         return self.signing_request()
 
     def signing_request(self) -> RenewalRequest:
-        """Ask for the next key as `renewal_request` does, also in a new home: there without a signature."""
         key = self._next_key()
         csr = certificates.make_request(certificates.key_to_pem(key))
         return RenewalRequest(csr, self._proof(self.load(), key) if self.joined else b"")
@@ -160,7 +173,6 @@ class SiloIdentity:
         return certificates.sign(self._current_key(), context, message)
 
     def update_roster(self, signed: SignedRoster, accept_additions: bool = True) -> RosterChange:
-        """Take over a newer roster as far as the policy allows; see `silo.identity.pinned_peers.PinnedPeers.update`."""
         return self.pins().update(signed, accept_additions)
 
     def peers(self) -> dict[str, bytes]:
@@ -168,7 +180,6 @@ class SiloIdentity:
         return self.pins().accepted()
 
     def pins(self) -> PinnedPeers:
-        """Open the pinned roster."""
         return self._pins(self.load(), self.authority_pem())
 
     def _pins(self, own: PeerCertificate, ca_pem: bytes) -> PinnedPeers:
@@ -184,18 +195,20 @@ class SiloIdentity:
     def _current_key(self) -> ec.EllipticCurvePrivateKey:
         return certificates.load_key(self.current_credentials().key_pem, str(self.folder / "silo.pem"))
 
-    def _current_spki(self) -> bytes:
-        return certificates.spki(self._current_key().public_key())
-
     def _proof(self, own: PeerCertificate, key: ec.EllipticCurvePrivateKey) -> bytes:
         message = certificates.renewal_message(own.identity, key.public_key())
         return self.sign(certificates.RENEWAL, message)
 
     def _next_key(self) -> ec.EllipticCurvePrivateKey:
         path = self.folder / "key.next"
+        if self.joined and self._is_early():  # its key stays: another one would need the other silos' consent
+            newest = self.folder / "silo.pem"
+            return certificates.load_key(private_files.read_private(newest), str(newest))
         if path.exists():
             key = certificates.load_key(private_files.read_private(path), str(path))
-            if not self.joined or certificates.spki(key.public_key()) != self._current_spki():
+            if not self.joined or certificates.spki(key.public_key()) != certificates.spki(
+                self._current_key().public_key()
+            ):
                 return key
             # A crash between `silo.pem` and the removal of `key.next`: that key is in force already.
         pem = certificates.new_key()
@@ -218,12 +231,10 @@ class SiloIdentity:
             )
         if self.joined:
             own = self.load()
-            if peer.identity != own.identity or certificates.to_pem(ca) != self._ca_pem_canonical():
+            pinned = certificates.to_pem(certificates.load_certificate(self.authority_pem(), "ca.crt"))
+            if peer.identity != own.identity or certificates.to_pem(ca) != pinned:
                 raise _wrong_certificate(f"it is for {peer.identity}, and this home belongs to {own.identity}")
         return peer
-
-    def _ca_pem_canonical(self) -> bytes:
-        return certificates.to_pem(certificates.load_certificate(self.authority_pem(), "ca.crt"))
 
 
 def _wrong_certificate(what: str) -> RefusedError:

@@ -1,7 +1,7 @@
 """The peers that a silo accepts: the CA signs the list, the hospital decides how far it follows.
 
-The coordinator may hold the CA, so the CA's signature alone must not be able to invent peers: each member's public key
-is pinned when it is first accepted, and a different key under the same name counts only with the old key's consent.
+The CA's signature alone must not be able to invent peers: each member's public key is pinned when it is first accepted,
+and another key under the same name counts only with the old key's signature.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ from protos.storage import private_files
 
 @dataclass(frozen=True, slots=True)
 class RosterChange:
-    """What a newer roster changed, by name.
-
-    added, removed, rekeyed: in force now. held: name -> why it is not accepted; `PinnedPeers.accept` takes consent.
-    """
+    """What a newer roster changed, by name. held: name -> why it is not accepted."""
 
     version: int
     added: tuple[str, ...]
@@ -38,7 +35,7 @@ class RosterChange:
 class PinnedPeers:
     """The pinned roster in one file: the signed document, and name -> fingerprint, accepted and former.
 
-    Former pins stay: else removing a silo and adding its name again would be a way round its key.
+    Former pins stay, so that a removed name cannot come back with another key.
     """
 
     path: Path
@@ -103,10 +100,9 @@ class PinnedPeers:
         return {m.name: m for m in members if known.pins.get(m.name) != m.fingerprint}
 
     def accept(self, name: str, fingerprint: str) -> None:
-        """Consent to the key of one member that is held back; a member accepted with that key stays so.
+        """Consent to the key of one member that is held back; fingerprint: hex, as the other hospital read it out.
 
-        fingerprint: hex, as the other hospital read it out. Raises ConfigError (E-ID-16) when the roster has no member
-        of that name, or has it with another key: nothing changes then.
+        Raises ConfigError (E-ID-16) when the roster has no member of that name with that key: nothing changes then.
         """
         with self._locked():
             known = self.load()
@@ -130,7 +126,6 @@ class PinnedPeers:
             yield
 
     def accepted(self) -> dict[str, bytes]:
-        """Give the certificates of the members whose present key is pinned."""
         known = self.load()
         roster = known._roster()
         members = () if roster is None else roster.members
@@ -147,7 +142,7 @@ class PinnedPeers:
                 {str(name): str(fingerprint) for name, fingerprint in raw[which].items()}
                 for which in ("pins", "former")
             )
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise StateError(
                 "E-STATE-43",
                 f"expected the pinned roster in {self.path}, found a damaged file; restore it from a backup",
@@ -155,7 +150,6 @@ class PinnedPeers:
         return PinnedPeers(self.path, self.ca_pem, self.consortium, signed, pins, former)
 
     def save(self) -> None:
-        """Write document, signature and pins at once."""
         if self.signed is None:
             raise StateError("E-STATE-43", "expected a roster to pin, found none")
         raw = {

@@ -21,10 +21,9 @@ from protos.pki.roster import SignedRoster
 from protos.storage import private_files
 from protos.storage.private_files import Credentials
 from protos.tls.diagnosis import Diagnosis
-from silo.connection.channel import Connect, Connection, ConnectionManager, connect_with
+from silo.connection.channel import Connect, Connection, ConnectionManager, connect_with, diagnose_channel
 from silo.connection.retry import to_federation_error
 from silo.events import EmitEvent, error_event, event
-from silo.identity.credentials import diagnose_channel
 from silo.identity.identity import SiloIdentity
 from silo.identity.pinned_peers import PinnedPeers
 from silo.storage.home import Home
@@ -33,7 +32,6 @@ CALL_TIMEOUT_S = 60.0
 
 
 def pinned_version(identity: SiloIdentity) -> int:
-    """Return the version of the roster that this silo has pinned, 0 before the first."""
     own = identity.load().identity
     signed = (
         PinnedPeers(identity.folder / "roster.json", identity.current_credentials().ca_pem, own.consortium)
@@ -47,21 +45,24 @@ def join(
     token: str,
     home: Home,
     again: bool = False,
+    authority: str | None = None,
     clock: Clock = utc_now,
     connect: Callable[[Credentials], Connect] = lambda credentials: connect_with(lambda: credentials),
     diagnose: Callable[[Address, Credentials], Diagnosis] = diagnose_channel,
 ) -> PeerCertificate:
     """Turn an invitation into this home's identity.
 
-    again: ask for a new key although this home has a certificate in force of the same silo.
-    Raises ConfigError (E-ID-01, E-ID-13, E-WIRE-01) on a bad token, UnavailableError or RefusedError when no address
-    answers as it should, and whatever the coordinator refuses with.
-    Guarantees: a join that was interrupted anywhere can be repeated with the same token and home, and succeeds; one
-    that is complete is left as it is.
+    again: ask for a new key although this home has a certificate in force of the same silo   authority: its
+    fingerprint as the lead reads it out. Raises ConfigError (E-ID-01, E-ID-13, E-WIRE-01) on a bad token, RefusedError
+    (E-ID-10) on one of another authority, before anything is sent or written; UnavailableError or RefusedError when no
+    address answers as it should, and whatever the coordinator refuses with. Guarantees: an interrupted join can be
+    repeated with the same token and home; a complete one is left as it is.
     """
+    invitation = InvitationToken.decode(token, clock())
+    if authority is not None:
+        _require_authority(_read_fingerprint(authority), certificate_fingerprint(invitation.ca_pem))
     home.make()
     identity = SiloIdentity(home.path, clock)
-    invitation = InvitationToken.decode(token, clock())
     if identity.joined and not again and (own := _certificate_in_force(identity, invitation, clock)):
         return own
     material = identity.join_material(invitation)
@@ -92,7 +93,6 @@ def _first_answer(
     credentials: Credentials,
     diagnose: Callable[[Address, Credentials], Diagnosis],
 ) -> pb.Membership:
-    """Ask one address after the other; raises what the last one had to say."""
     failure: FederationError = UnavailableError("E-NET-01", "the invitation names no address of the coordinator")
     for address in addresses:
         connection = Connection.over(address, connect(address))
@@ -110,10 +110,6 @@ def _first_answer(
 
 
 def write_request(home: Home, out: Path, clock: Clock = utc_now) -> str:
-    """Write a request that is carried to the authority by hand, and return the fingerprint of its key.
-
-    A home that has a certificate asks for its next key and proves that it is the same silo.
-    """
     home.make()
     asked = SiloIdentity(home.path, clock).signing_request()
     private_files.write_public(out, SigningRequest(asked.csr_pem, asked.proof).to_json().encode())
@@ -123,20 +119,25 @@ def write_request(home: Home, out: Path, clock: Clock = utc_now) -> str:
 def install_signed(text: str, home: Home, authority: str | None, clock: Clock = utc_now) -> PeerCertificate:
     """Take over the authority's answer to `write_request`: the certificate, the addresses and the roster.
 
-    authority: its fingerprint as the lead reads it out; needed once, then it is pinned.
-    Raises ConfigError (E-ID-31) on another file, RefusedError: E-ID-10 on another authority, E-ID-31 on a certificate
-    that was not asked for here, E-ID-14 on a false roster.
+    authority: its fingerprint as the lead reads it out; needed once, then pinned. Raises ConfigError (E-ID-31) on
+    another file, RefusedError: E-ID-10 on another authority, E-ID-31 on another certificate, E-ID-14 on a false roster.
     """
     answer = Admission.from_json(text)
     if not answer.certificate_pem:
         raise ConfigError("E-ID-31", "expected an admission with a certificate, found a list of members alone")
-    home.make()
     identity = SiloIdentity(home.path, clock)
-    known = identity.ca_fingerprint() if identity.joined else re.sub(r"[:\s]", "", authority or "").lower()
     found = certificate_fingerprint(answer.ca_pem)
-    if known != found:
-        wanted = colons(known) if known else "the fingerprint that the lead reads out (--authority)"
-        raise RefusedError("E-ID-10", f"expected the authority {wanted}, found the answer to be of {colons(found)}")
+    if authority is not None:
+        _require_authority(_read_fingerprint(authority), found)
+    elif not identity.joined:
+        raise RefusedError(
+            "E-ID-10",
+            f"expected the fingerprint that the lead reads out (--authority), found none: the answer is of "
+            f"{colons(found)}",
+        )
+    if identity.joined:
+        _require_authority(identity.ca_fingerprint(), found)
+    home.make()
     renewed = identity.joined
     peer = identity.install(answer.certificate_pem, answer.ca_pem, answer.roster)
     if renewed:
@@ -145,12 +146,30 @@ def install_signed(text: str, home: Home, authority: str | None, clock: Clock = 
     return peer
 
 
+def _read_fingerprint(text: str) -> str:
+    """Read a fingerprint that a person has copied; raises ConfigError (E-CFG-02)."""
+    digest = re.sub(r"[:\s]", "", text).lower()
+    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected --authority with the whole fingerprint that the lead reads out (64 hexadecimal digits), found "
+            f"{text[:100]!r}",
+        )
+    return digest
+
+
+def _require_authority(wanted: str, found: str) -> None:
+    if wanted != found:
+        raise RefusedError(
+            "E-ID-10",
+            f"expected the authority {colons(wanted)}, found {colons(found)}: the invitation or the answer is another "
+            "consortium's, or somebody changed it on its way. Nothing was sent; ask the lead by telephone",
+        )
+
+
 @dataclass(slots=True)
 class MembershipMaintainer:
-    """Keeps the membership in force while the service runs.
-
-    on_renewal: called after a renewal, so that the next session is opened with the new certificate.
-    """
+    """Keeps the membership in force while the service runs. on_renewal: called after each renewal."""
 
     identity: SiloIdentity
     connections: ConnectionManager
@@ -162,7 +181,7 @@ class MembershipMaintainer:
     def renew_if_due(self) -> bool:
         """Renew the certificate when two thirds of its life are over; return whether it was renewed.
 
-        A failure is told once and tried again at the next look; the certificate in force stays.
+        A failure is reported once and tried again at the next look; the certificate in force stays.
         """
         if not self.identity.renewal_due(self.clock()):
             return False

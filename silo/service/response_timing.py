@@ -1,7 +1,7 @@
-"""When a hospital speaks: pulses not more often than it likes, and answers of private runs at planned moments.
+"""When a hospital answers: pulses not too often, and results of private runs at planned moments.
 
 How long training takes depends on the records. An answer that leaves a whole number of `after` seconds after the
-training began tells that number alone: nothing, as long as the hospital chose more than any training takes.
+training began tells that number alone: nothing, where `after` is longer than any training.
 """
 
 from __future__ import annotations
@@ -13,20 +13,15 @@ from dataclasses import dataclass, field
 
 from fl_core.errors import ConfigError
 from silo.connection.retry import CancelToken
+from silo.connection.session import PULSE_CEILING_S, PULSE_FLOOR_S
 
-PULSE_FLOOR_S, PULSE_CEILING_S = 1.0, 300.0
 LONGEST_S = 86_400.0
 _REMEMBERED = 1000
 
 
-def pulse_period(asked: float, floor: float) -> float:
-    """Return the seconds between pulses when a coordinator asks for `asked`, which may be any number, or none (NaN)."""
-    return min(asked, max(floor, PULSE_CEILING_S)) if asked > floor else floor
-
-
 @dataclass(slots=True)
 class ResponseTiming:
-    """after: the seconds, 0 where answers leave at once   pulse_floor: the least seconds from one pulse to the next.
+    """after: seconds between possible answers, 0 to answer at once   pulse_floor: least seconds between two pulses.
 
     Raises ConfigError (E-CFG-02) on others than 0 to a day, and 0.01 to 300.
     """
@@ -59,14 +54,13 @@ class ResponseTiming:
             self._due[task] = -math.inf
 
     def holds(self, task: Hashable) -> bool:
-        """Tell whether what a task made must not be spoken of yet."""
         return self.after > 0 and self.clock() < self._due_at(task)
 
     def hold(self, task: Hashable, stop: CancelToken) -> None:
         """Wait until the answer of a task may leave; raises CancelledError when it is given up meanwhile.
 
-        Guarantees: once its moment is set it stays, however often the task is given up and offered again; an answer
-        that an earlier process made is held `after` seconds from this one's start.
+        Guarantees: once set, its moment stays, however often the task is offered again; an answer of an earlier process
+        is held `after` seconds from this one's start.
         """
         if self.after <= 0:
             return

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_core.datasets import Source
 from fl_core.errors import ConfigError
 from fl_core.rounds.silo_round import run_silo_round
 from fl_core.training.devices import choose_device
@@ -21,11 +20,13 @@ from protos.version import PROTOCOL, software
 from silo.connection.channel import Connect, ConnectionManager, connect_with, diagnose_with
 from silo.connection.control_client import ControlClient
 from silo.connection.retry import CancelToken
+from silo.connection.session import PULSE_FLOOR_S
 from silo.connection.transfer import ReceiptVerifier, RetryPolicy, Transfer
 from silo.events import EmitEvent, error_event, event
 from silo.identity.identity import SiloIdentity
+from silo.service.audit_trail import AuditTrail
 from silo.service.enrolment import MembershipMaintainer, pinned_version
-from silo.service.response_timing import PULSE_FLOOR_S, ResponseTiming
+from silo.service.response_timing import ResponseTiming
 from silo.service.task_queue import TaskQueue
 from silo.service.task_runner import TaskRunner
 from silo.storage.home import Home
@@ -40,7 +41,10 @@ RENEWAL_CHECK_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class SiloSettings:
-    """What a hospital decides about its service; answer_after, pulse_floor: see `silo.service.response_timing`."""
+    """What a hospital decides about its service.
+
+    answer_after, pulse_floor: see `ResponseTiming`   holds: classes that it declares to have examples of.
+    """
 
     home: Home
     data: str
@@ -50,6 +54,7 @@ class SiloSettings:
     prototypes: bool = True
     answer_after: float = 0.0
     pulse_floor: float = PULSE_FLOOR_S
+    holds: tuple[str, ...] = ()
 
     def source(self) -> DataSource:
         """Make the data source; raises ConfigError (E-CFG-02) on a nominal size that is none."""
@@ -58,21 +63,27 @@ class SiloSettings:
         return DataSource(self.data, self.data_root, self.nominal_size)
 
 
-def data_offer(source: DataSource) -> pb.DataOffer:
-    """Say about the data what is public by declaration; the shape of images depends on the run.
-
-    Of a folder or a table no class is named: which there are follows from the records, and a run brings its own names.
-    """
+def data_offer(source: DataSource, holds: Sequence[str] = ()) -> pb.DataOffer:
+    """Say about the data what is public by declaration; of a folder or a table no class, which records decide."""
     kind, schema = source.reference.source, source.load().schema
-    shape = schema.shape if kind is Source.DIGITS else ()
-    classes = () if kind in (Source.FOLDER, Source.MANIFEST) else schema.classes
-    return pb.DataOffer(name=kind.value, shape=shape, classes=classes, nominal_size=source.nominal_size)
+    shape = schema.shape if kind == "digits" else ()
+    classes = () if kind in ("folder", "manifest") else schema.classes
+    train, test = source.examples
+    return pb.DataOffer(
+        name=kind,
+        shape=shape,
+        classes=classes,
+        holds=holds,
+        nominal_size=source.nominal_size,
+        train_examples=train,
+        test_examples=test,
+    )
 
 
 class Service:
     """One silo at work. `start`, then `wait`; `stop` ends it in good order; `error` says what ended it otherwise.
 
-    connect, diagnose: replaced in tests that need no TLS. run_round: the arithmetic of a round, replaced in benchmarks.
+    connect, diagnose: replaced in tests without TLS   run_round: the arithmetic of a round, replaced in benchmarks.
     """
 
     def __init__(
@@ -84,14 +95,15 @@ class Service:
         diagnose: Callable[[Address], Diagnosis] | None = None,
         run_round: RunRound = run_silo_round,
     ) -> None:
-        self._emit = emit
         self._retry_policy = retry_policy or RetryPolicy()
         self._identity = SiloIdentity(settings.home.path)
         own = self._identity.load().identity
+        self._trail = AuditTrail.of(settings.home.path, self._identity)
+        self._emit = emit = self._trail.recording(emit)
         self.name, self._consortium = own.name, own.consortium
         source, self._timing = settings.source(), ResponseTiming(settings.answer_after, settings.pulse_floor)
         self._device = choose_device(settings.device)
-        self._data_offer, self._size_declared = data_offer(source), settings.nominal_size is not None
+        self._data_offer, self._size_declared = data_offer(source, settings.holds), settings.nominal_size is not None
         self.store = Store(settings.home.database)
         self._instance = settings.home.begin_instance()
         credentials = self._identity.current_credentials
@@ -110,16 +122,14 @@ class Service:
         )
         self._membership = MembershipMaintainer(self._identity, connections, emit, self._client.renewed)
         objects = ObjectStore(private_folder(settings.home.objects))
-        transfer = Transfer(
-            lambda: connections.current().transfer, objects, self._retry_policy, lambda e: emit(error_event(e))
-        )
+        stub = lambda: connections.current().transfer  # noqa: E731
+        transfer = Transfer(stub, objects, self._retry_policy, lambda e: emit(error_event(e)), self._trail.head)
         self._queue = TaskQueue(self.store, self._client.send, emit)
         self._controls = HospitalControls(settings.home, self.store)
         trainer = Trainer(self.name, source, self._controls, self._device, settings.prototypes, run_round)
-        outbox = Outbox(self.store, objects, self.name)
         self._worker = TaskRunner(
             self._queue,
-            outbox,
+            Outbox(self.store, objects, self.name),
             transfer,
             trainer,
             self._controls,
@@ -128,6 +138,7 @@ class Service:
             self._client.recycle,
             session_opened,
             self._timing,
+            lambda receipt: self._trail.keep(receipt, emit),
         )
         self._stop, self._leaving, self._ended = CancelToken(), threading.Event(), threading.Event()
         self.error: BaseException | None = None
@@ -135,6 +146,7 @@ class Service:
 
     def start(self) -> None:
         """Begin to work; raises StateError (E-BUDGET-07, E-BUDGET-08) on a privacy ledger that lacks what it had."""
+        self._trail.recorder.start()
         for entry in self._controls.recover():
             self._emit(event("recovered", f"{entry}: open after a restart, counted as spent", facts={"entry": entry}))
         text = f"{self.name} of {self._consortium} serves {self._data_offer.name} data on {self._device}"
@@ -162,7 +174,6 @@ class Service:
             thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the service to end by itself; True when it has."""
         return self._ended.wait(seconds)
 
     def pulse(self) -> pb.Pulse:
@@ -174,17 +185,14 @@ class Service:
         return self._queue.local_pulse()
 
     def leave(self, reason: str) -> None:
-        """Begin to end: take no more tasks, give training up, let an upload under way finish."""
         self._queue.close(reason)
         self._leaving.set()
 
     def settled(self, seconds: float) -> bool:
-        """Wait for the work under way after `leave`; True when nothing is left."""
         self._threads[0].join(seconds)
         return not self._threads[0].is_alive()
 
     def stop(self, reason: str = "the service is stopped") -> None:
-        """End everything in good order; what is staged stays on disk."""
         self.leave(reason)
         for thread in self._threads[:1]:
             thread.join()
@@ -192,6 +200,7 @@ class Service:
         for thread in self._threads[1:]:
             thread.join()
         self.store.close_database()
+        self._trail.recorder.close()
 
     def _guarded(self, body: Callable[[], None]) -> None:
         """Run a thread; what ends it unasked ends the service."""
@@ -226,7 +235,7 @@ class Service:
         offer = pb.DataOffer()
         offer.CopyFrom(self._data_offer)
         if not self._size_declared and self._controls.hides_size():
-            offer.nominal_size = 0.0
+            offer.nominal_size = offer.train_examples = offer.test_examples = 0.0
         return offer
 
     def _on_welcome(self, welcome: pb.Welcome) -> None:

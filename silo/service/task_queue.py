@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fl_core.errors import FederationError, ProtocolError, RefusedError
+from fl_core.errors import REASON_CHARS, FederationError, ProtocolError, RefusedError
 from fl_core.errors.catalogue import EXPLANATIONS
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey
@@ -15,7 +15,7 @@ from silo.events import EmitEvent, event
 from silo.storage.store import Store
 
 Send = Callable[[pb.SiloMessage], None]
-_Name = tuple[TaskKey, str]
+_Name = tuple[TaskKey, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +41,17 @@ class PreflightTask:
         return cls(TaskKey.of(pb.RoundRef(run_id=request.run_id, kind=pb.TRAIN)), request)
 
     def answer(self, code: str = "", reason: str = "") -> pb.SiloMessage:
-        """Write the answer: ready, or with a code why not; it names the manifest, for which alone it holds."""
         about = {"run_id": self.request.run_id, "manifest_digest": self.request.manifest_digest}
         answer = pb.PreflightAnswer(**about, ready=not code, code=code, reason=reason)
         return pb.SiloMessage(preflight=answer)
 
 
 class TaskQueue:
-    """The silo's side of the control plane; called by the session's thread and by the worker's.
+    """Tasks offered by the coordinator, taken one at a time by the task runner. Thread-safe.
 
-    Guarantees: an offer that is seen twice is worked on once; a later round of a run supersedes an earlier one; a task
-    that was refused is refused again without another try; a close that meets a task under way ends it first and is
-    settled when it has ended.
+    Guarantees: an offer that is seen twice is worked on once; a later round of a run supersedes an earlier one; a
+    refused task is refused again without another try until the run is resumed; a close that meets a task under way ends
+    it first and is settled afterwards.
     """
 
     def __init__(self, store: Store, send: Send, emit: EmitEvent) -> None:
@@ -64,7 +63,7 @@ class TaskQueue:
         self._preflights: dict[TaskKey, PreflightTask] = {}
         self._current: Task | PreflightTask | None = None
         self._accepted = False
-        self._refused: dict[_Name, FederationError] = {}
+        self._refused: dict[_Name, tuple[int, FederationError]] = {}
         self._closing: dict[TaskKey, bool] = {}
         self._ending: dict[str, pb.RunEnded] = {}
         self._closed = False
@@ -75,24 +74,28 @@ class TaskQueue:
     # ---- from the coordinator ----------------------------------------------------------------------------------
 
     def offer(self, offer: pb.Offer) -> None:
-        """Queue a task, or answer at once for one whose fate is known."""
         key = TaskKey.of(offer)
         with self._lock:
             if self._closed:
                 return
-            if self._store.closed(key):
+            if offer.incarnation and self._store.reopen(key, offer.incarnation):
+                text = f"{key} is asked for again: the coordinator was restored from a backup"
+                self._emit(event("restored", text, key))
+                self._forget_later(key)
+            elif self._store.closed(key):
                 found = ProtocolError("E-RUN-33", f"expected a task of an open round, found {key}, closed here before")
                 self._answer(key, found)
                 return
-            if known := self._refused.get((key, offer.base_digest)):
+            attempt, known = self._refused.get((key, offer.base_digest, offer.incarnation), (0, None))
+            if known is not None and offer.attempt <= attempt:
                 self._answer(key, known)
                 return
             if isinstance(self._current, Task) and self._current.key.run_id == key.run_id:
-                if self._same_task(self._current.offer, offer):
+                if (key, offer.base_digest) == (self._current.key, self._current.offer.base_digest):
                     if self._accepted:
                         self._answer(key, None)
                     return
-                if self._current.key.round > key.round:
+                if self._current.key.round > key.round and not self._current.stop.is_cancelled:
                     return
                 self._current.stop.cancel(f"{key} was offered instead")
             for old in [k for k in self._waiting if k.run_id == key.run_id and k.round < key.round]:
@@ -108,13 +111,11 @@ class TaskQueue:
                 self._preflights[task.key] = task
                 self._lock.notify_all()
 
-    @staticmethod
-    def _same_task(a: pb.Offer, b: pb.Offer) -> bool:
-        return (a.round, a.kind, a.base_digest) == (b.round, b.kind, b.base_digest)
-
     def round_closed(self, closed: pb.RoundClosed) -> None:
-        """Settle a round now, or as soon as the work on it has stopped."""
         key = TaskKey.of(closed)
+        if closed.reason:
+            why = "".join(c if c.isprintable() else "?" for c in closed.reason[:REASON_CHARS])
+            self._emit(event("judged", f"{key}: {why}", key, {"included": closed.included, "reason": why}))
         with self._lock:
             self._waiting.pop(key, None)
             if isinstance(self._current, Task) and self._current.key == key:
@@ -124,7 +125,6 @@ class TaskQueue:
                 self._settle(key, closed.included)
 
     def run_ended(self, ended: pb.RunEnded) -> None:
-        """Leave a run: its offers, the work on it, and what an aborted one had staged."""
         with self._lock:
             for key in [k for k in self._waiting if k.run_id == ended.run_id]:
                 del self._waiting[key]
@@ -152,10 +152,17 @@ class TaskQueue:
             pulse.CopyFrom(local if same else now)
             return pulse
 
+    def _forget_later(self, key: TaskKey) -> None:
+        """Drop the tasks of later rounds of a run, and give up the one under way: that coordinator is no more."""
+        for later in [k for k in self._waiting if k.run_id == key.run_id and k.round > key.round]:
+            del self._waiting[later]
+        current = self._current
+        if current is not None and current.key.run_id == key.run_id and current.key.round > key.round:
+            current.stop.cancel(f"{key} was offered instead: the coordinator was restored")
+
     # ---- for the worker ----------------------------------------------------------------------------------------
 
     def take(self, seconds: float) -> Task | PreflightTask | None:
-        """Wait for a task or a preflight; None when there is none for so long. The caller must `finish` it."""
         with self._lock:
             if not self._closed and all(self._undecided_on(key) for key in (*self._waiting, *self._preflights)):
                 self._lock.wait(seconds)
@@ -163,7 +170,8 @@ class TaskQueue:
             if first is not None and not self._closed:
                 self._current = self._preflights.pop(first)
                 return self._current
-            key = next((k for k in self._waiting if not self._is_blocked(k)), None)
+            free = (k for k in self._waiting if not (self._undecided_on(k) or self._awaits_previous_close(k)))
+            key = next(free, None)
             if key is None or self._closed:
                 return None
             self._current = Task(key, self._waiting.pop(key))
@@ -175,10 +183,6 @@ class TaskQueue:
         with self._lock:
             return any(self._awaits_previous_close(key) for key in self._waiting)
 
-    def _is_blocked(self, key: TaskKey) -> bool:
-        """Tell whether a task must wait: for a close, or for the hospital's decision."""
-        return self._undecided_on(key) or self._awaits_previous_close(key)
-
     def _undecided_on(self, key: TaskKey) -> bool:
         return key.run_id in self._undecided and self._store.approvals.waits(key.run_id)
 
@@ -189,7 +193,6 @@ class TaskQueue:
         )
 
     def finish(self, task: Task | PreflightTask) -> None:
-        """Give a task back, whatever came of it; settle what had to wait for this."""
         with self._lock:
             self._current = None
             if isinstance(task, PreflightTask) and (self._pulse.run_id, self._pulse.activity) == (
@@ -203,10 +206,7 @@ class TaskQueue:
                 self._end_run(self._ending.pop(task.key.run_id))
 
     def defer(self, task: Task | PreflightTask) -> bool:
-        """Put a task or a preflight back until the hospital has decided about its run; return whether that is news.
-
-        The coordinator gets no answer before, and sees what the silo waits for.
-        """
+        """Put a task or a preflight back until the hospital has decided about its run; return whether that is news."""
         with self._lock:
             if not task.stop.is_cancelled and isinstance(task, PreflightTask):
                 self._preflights.setdefault(task.key, task)
@@ -218,22 +218,34 @@ class TaskQueue:
             return news
 
     def accept(self, task: Task) -> None:
-        """Tell the coordinator that the task is being done."""
         with self._lock:
             self._accepted = True
             self._answer(task.key, None)
 
+    def tell(self, task: Task, error: FederationError) -> None:
+        """Tell the coordinator of an accepted task what is not as it should be."""
+        self._send(
+            pb.SiloMessage(
+                answer=pb.Answer(
+                    run_id=task.key.run_id,
+                    round=task.key.round,
+                    kind=task.key.wire_kind,
+                    accepted=True,
+                    code=error.code,
+                    reason=public_reason(error),
+                )
+            )
+        )
+
     def ready(self, preflight_task: PreflightTask) -> None:
-        """Tell the coordinator that the whole run can be done here."""
         self._send(preflight_task.answer())
 
     def refuse(self, task: Task | PreflightTask, error: FederationError) -> None:
-        """Tell the coordinator, of a task everyone who asks again too, why it is not done here."""
         with self._lock:
             if isinstance(task, PreflightTask):
                 self._send(task.answer(error.code, public_reason(error)))
             else:
-                self._refused[task.key, task.offer.base_digest] = error
+                self._refused[task.key, task.offer.base_digest, task.offer.incarnation] = task.offer.attempt, error
                 self._answer(task.key, error)
         self._emit(event("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
 
@@ -259,7 +271,6 @@ class TaskQueue:
                 self._current.stop.wake()
 
     def close(self, reason: str) -> None:
-        """Take no more tasks and give the present one up; an upload under way may finish."""
         with self._lock:
             self._closed = True
             self._waiting.clear()
@@ -283,7 +294,7 @@ class TaskQueue:
             )
         if (self._pulse.run_id, self._pulse.round) == (key.run_id, key.round):
             self._pulse = pb.Pulse(activity=pb.IDLE)
-        self._refused = {name: error for name, error in self._refused.items() if name[0] != key}
+        self._refused = {name: found for name, found in self._refused.items() if name[0] != key}
         self._send(pb.SiloMessage(settled=pb.Settled(run_id=key.run_id, round=key.round, kind=key.wire_kind)))
         self.cleanup_needed.set()
 
@@ -291,7 +302,7 @@ class TaskQueue:
         self._store.end_run(ended.run_id, ended.state, ended.reason)
         if self._pulse.run_id == ended.run_id:
             self._pulse = pb.Pulse(activity=pb.IDLE)
-        self._refused = {name: error for name, error in self._refused.items() if name[0].run_id != ended.run_id}
+        self._refused = {name: found for name, found in self._refused.items() if name[0].run_id != ended.run_id}
         why = f": {ended.reason}" if ended.reason else ""
         facts = {"run": ended.run_id, "state": ended.state, "reason": ended.reason}
         self._emit(event("ended", f"run {ended.run_id} {ended.state}{why}", facts=facts))
@@ -303,10 +314,9 @@ _PUBLIC_CODES = ("E-RUN", "E-WIRE", "E-PRIV", "E-ID", "E-TLS", "E-NET")
 
 
 def public_reason(error: FederationError) -> str:
-    """Write what the coordinator may know of an error: of a run or the wire a refusal whole, of others their meaning.
+    """Write what the coordinator may know of an error: of a run or the wire its message, of others their meaning.
 
-    Guarantees: no path, file name or count of the hospital leaves it, and of its budget and its policy no number. Their
-    full text is in the hospital's own log.
+    Guarantees: no path, file name or count of the hospital, and no number of its budget or policy, leaves it.
     """
     if isinstance(error, RefusedError | ProtocolError) and error.code.startswith(_PUBLIC_CODES):
         return error.message

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from fl_core.errors import FederationError, ProtocolError, RefusedError, StateError
-from fl_core.rounds.manifest import RunManifest
+from fl_core.errors import DataError, FederationError, ProtocolError, RefusedError, StateError
+from fl_core.rounds.manifest import RESTART, RunManifest
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import State
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
+from protos.wire.size_limits import max_object_bytes
 from silo.connection.retry import CancelledError
 from silo.connection.transfer import ReceiptVerifier, Transfer
 from silo.events import EmitEvent, error_event, event
@@ -37,8 +40,8 @@ class _AwaitingApprovalError(Exception):
 class TaskRunner:
     """Everything that one task needs; `run` is the body of the working thread.
 
-    receipt_verifier: called for each use, since the identity may be renewed. recycle: asks for a new session, in
-    which the coordinator names every round that was closed.
+    receipt_verifier: made for each use, since the identity may be renewed   recycle: asks for a new session, in which
+    the coordinator names every closed round.
     """
 
     queue: TaskQueue
@@ -52,9 +55,10 @@ class TaskRunner:
     session_opened: threading.Event
     """Set by the client when a session began: the moment to ask for receipts that were lost."""
     timing: ResponseTiming
+    on_receipt: Callable[[bytes], None] = lambda _: None
+    """Called with each receipt once it is kept."""
 
     def run(self, over: threading.Event) -> None:
-        """Work until `over` is set; an error of one task ends that task alone."""
         self.outbox.sweep()
         while not over.is_set():
             task = self.queue.take(IDLE_S)
@@ -99,8 +103,10 @@ class TaskRunner:
         self.emit(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
 
     def _run_task(self, task: Task) -> None:
-        """Send the update that is in the outbox, or make it first."""
         entry = self.outbox.find(task.key, task.offer.base_digest)
+        if entry is not None and not self.outbox.holds(entry):
+            self.emit(event("damaged", f"{task.key}: the update in the outbox is damaged: it is made again", task.key))
+            entry = None
         if entry is None:
             pending = self._train(task)
             try:
@@ -108,7 +114,9 @@ class TaskRunner:
             finally:
                 pending.finish()  # however the sending ended, what was trained is kept
             return
-        if entry.refused is not None:
+        if task.offer.incarnation and entry.coordinator != task.offer.incarnation:
+            entry = self.outbox.store.adopt(entry, task.offer.incarnation)
+        if entry.refused is not None and not task.offer.attempt:  # a lead who resumes the run has it sent once more
             code, _, reason = entry.refused.partition(": ")
             raise RefusedError(code, reason)
         self.queue.accept(task)
@@ -121,11 +129,12 @@ class TaskRunner:
         prepared = self._prepare(task)
         name, private = prepared.run.manifest.name, prepared.run.private
         self.queue.accept(task)
-        base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, self._progress(task, pb.FETCHING))
+        progress, most = self._progress(task, pb.FETCHING), max_object_bytes(prepared.run.manifest)
+        base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most)
         msg = codec.read_state(base)
         self.emit(event("training", f"{key} of {name}: training", key, {"name": name}))
         self.queue.set_activity(task, pb.TRAINING)
-        state = self.outbox.state(key.run_id)
+        state = self._kept_state(task, prepared)
         progress = self._progress(task, pb.TRAINING, quiet=private)
         self.timing.begin((key, offer.base_digest), private)
         try:
@@ -142,16 +151,41 @@ class TaskRunner:
             facts = evaluation_summary.facts(result.evaluation) | {"bytes": entry.size}
             self.emit(event("staged", f"{key}: {evaluation_summary.sentence(result.evaluation)}", key, facts))
 
-        pending = self.outbox.begin(key, offer.manifest_digest, offer.base_digest, result, attestation, on_entered)
+        pending = self.outbox.begin(
+            key, offer.manifest_digest, offer.base_digest, result, attestation, offer.incarnation, on_entered
+        )
         if prepared.ledger is not None:
             pending.finish()
             prepared.ledger.commit(pending.entry.object_digest)
         return pending
 
+    def _kept_state(self, task: Task, prepared: PreparedRun) -> State | None:
+        """Read what this round starts from at this silo: its state as of the rounds that the coordinator closed.
+
+        Raises StateError (E-STATE-24) when that is lost, unless the run's manifest says to begin anew.
+        """
+        offer, key = task.offer, task.key
+        last = int(offer.included_before) - 1 if offer.incarnation else -1
+        tracked = bool(offer.incarnation) and prepared.run.method.server_tracks_state
+        try:
+            return self.outbox.state(key.run_id, before=last + 1 if tracked else key.round, at_least=last)
+        except StateError as error:
+            if key.kind is not TaskKind.TRAIN or not self.trainer.keeps_state(prepared, key, offer.cohort):
+                return None
+            if prepared.run.manifest.lost_state != RESTART:
+                raise
+            self.emit(event("restarted", f"{key} begins anew here: {error}", key, {"code": error.code}))
+            self.queue.tell(task, error)
+            return None
+
     def _prepare(self, task: Task) -> PreparedRun:
-        """Take this silo's place in the run of a task; raises as `_admitted_run` and `Trainer.prepare`."""
         run = self._admitted_run(task, task.offer.manifest_digest)
         prepared = self.trainer.prepare(run)
+        if not self.outbox.store.fix_data(task.key.run_id, prepared.dataset.fingerprint):
+            raise DataError(
+                "E-DATA-10",
+                f"expected the data that run {task.key.run_id} began with, found {prepared.dataset.origin} changed",
+            )
         self.outbox.store.record_run(
             task.key.run_id, run.manifest.name, task.offer.manifest_digest, task.offer.base_digest
         )
@@ -160,8 +194,7 @@ class TaskRunner:
     def _admitted_run(self, task: Task | PreflightTask, digest: str) -> CompiledRun:
         """Fetch the manifest of a run that the hospital takes part in.
 
-        Raises RefusedError (E-RUN-33) when a run comes back under another manifest, and as `HospitalControls.admit`
-        before any data is loaded.
+        Raises RefusedError (E-RUN-33) when a run comes back under another manifest, and as `HospitalControls.admit`.
         """
         run_id = task.key.run_id
         known = self.outbox.store.manifest_of(run_id)
@@ -197,6 +230,7 @@ class TaskRunner:
             raise
         ready()  # also where it was taken before, and no commit was asked for
         self.outbox.store.deliver(entry.key, receipt)
+        self.on_receipt(receipt)
         self.queue.set_activity(task, pb.WAITING)
         self.emit(event("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
 
@@ -213,7 +247,6 @@ class TaskRunner:
         return update
 
     def _idle(self) -> None:
-        """Between tasks: ask for receipts that were lost, and for the closes that a task waits for."""
         if self.session_opened.is_set():
             self.session_opened.clear()
             for entry in self.outbox.store.missing_receipts():
@@ -229,7 +262,6 @@ class TaskRunner:
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """Delete files that nothing refers to; only this thread writes any."""
         if self.queue.cleanup_needed.is_set():
             self.queue.cleanup_needed.clear()
             self.outbox.sweep()
@@ -237,8 +269,10 @@ class TaskRunner:
 
 @lru_cache(maxsize=1)
 def _read_manifest(path: Path, digest: str) -> RunManifest:
-    """Read a manifest from a file that has been held against its digest: once for all rounds of a run."""
-    manifest = RunManifest.from_json(path.read_text(encoding="utf-8"))
+    try:
+        manifest = RunManifest.from_json(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ProtocolError("E-WIRE-06", f"expected a manifest in UTF-8, found other bytes: {error}") from error
     if manifest.digest() != digest:
         raise ProtocolError("E-WIRE-04", f"expected the manifest {digest} in canonical form, found another text")
     return manifest

@@ -42,7 +42,6 @@ class Approvals:
             return db.scalar(select(approvals.c.decided).where(_is(run_id, manifest_digest)))
 
     def waits(self, run_id: str) -> bool:
-        """Tell whether a run waits for a decision."""
         waiting = and_(approvals.c.run_id == run_id, approvals.c.decided.is_(None))
         with self._database.read() as db:
             return db.execute(select(approvals).where(waiting)).first() is not None
@@ -61,7 +60,6 @@ class Approvals:
             return newest
 
     def all(self) -> list[Approval]:
-        """List what was asked, oldest first."""
         with self._database.read() as db:
             return [Approval(**row._mapping) for row in db.execute(select(approvals).order_by(approvals.c.asked))]
 

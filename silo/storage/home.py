@@ -24,6 +24,7 @@ from protos.pki.identity import Address
 from protos.storage import private_files
 
 VARIABLE = "CONSILIUM_SILO_HOME"
+OBJECTS = "objects"
 LEDGER, LEDGER_KEY = "CONSILIUM_SILO_LEDGER", "CONSILIUM_SILO_LEDGER_KEY"
 """Name the ledger's file and its key's, and win over the home's own file."""
 
@@ -49,21 +50,20 @@ class Home:
         return cls(path or default)
 
     def make(self) -> Home:
-        """Create the folder, for its owner alone; raises StateError (E-STATE-42) when others may enter it."""
-        private_files.private_folder(self.path)
+        """Create the folder for its owner alone; close it, and databases in it, where others may read them."""
+        private_files.own_home(self.path)
         return self
 
     @property
     def database(self) -> Path:
-        """Name the database."""
         return self.path / "silo.db"
 
     @property
     def ledger(self) -> Path:
         """Name the privacy ledger: by CONSILIUM_SILO_LEDGER, else by the home's ledger.json, else in the home.
 
-        A hospital that takes part in several consortia has a home for each, and one ledger for all of them, on one
-        machine. Raises StateError (E-BUDGET-11) when the home's word on it cannot be read.
+        A hospital in several consortia has a home for each, and one ledger for all. Raises StateError (E-BUDGET-11)
+        when ledger.json cannot be read.
         """
         named = os.environ.get(LEDGER) or self._ledger_location().get("ledger")
         return Path(named).expanduser() if named else self.path / "ledger.db"
@@ -76,7 +76,6 @@ class Home:
         return Path(named).expanduser() if named else ledger.with_name(f"{ledger.stem}.key")
 
     def place_ledger(self, ledger: Path, key: Path | None) -> None:
-        """Say where the ledger lies from now on, and its key where that is not beside it."""
         location = {"ledger": str(ledger.expanduser().absolute())}
         if key is not None:
             location["key"] = str(key.expanduser().absolute())
@@ -92,7 +91,7 @@ class Home:
             if not path.is_symlink():
                 return {}
             found = None
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             found = None
         if found is None or not set(found) <= {"ledger", "key"}:  # a second ledger would be a second budget
             raise StateError(
@@ -102,26 +101,21 @@ class Home:
 
     @property
     def attested(self) -> Path:
-        """Name the file with the end of the ledger that the coordinator remembers."""
         return self.path / "attested.json"
 
     @property
     def policy(self) -> Path:
-        """Name the hospital's policy file."""
         return self.path / "policy.toml"
 
     @property
     def had_policy(self) -> Path:
-        """Name the empty file that says that there was a policy file once."""
         return self.path / "policy.was_here"
 
     @property
     def objects(self) -> Path:
-        """Name the folder of files by digest."""
-        return self.path / "objects"
+        return self.path / OBJECTS
 
     def write_addresses(self, addresses: tuple[Address, ...]) -> None:
-        """Remember where the coordinator is."""
         private_files.write_public(self.path / "addresses.json", json.dumps([str(a) for a in addresses]).encode())
 
     def addresses(self) -> tuple[Address, ...]:
@@ -129,7 +123,7 @@ class Home:
         path = self.path / "addresses.json"
         try:
             found = tuple(Address.parse(text) for text in json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError, ConfigError):
+        except (OSError, ValueError, TypeError, RecursionError, ConfigError):
             found = ()
         if not found:
             raise StateError(
@@ -147,7 +141,7 @@ class Home:
         try:
             last = json.loads(path.read_text())
             previous = str(last["id"]) if last["place"] == place else ""
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             previous = ""  # nobody served here before
         now = ProcessInstance(secrets.token_hex(16), previous)
         private_files.write_public(path, json.dumps({"id": now.id, "place": place}).encode())
@@ -155,10 +149,7 @@ class Home:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep every other service out of this home; raises StateError (E-STATE-20) when one is running.
-
-        The lock is the operating system's: it ends with the process, however that ends.
-        """
+        """Keep every other service out of this home; raises StateError (E-STATE-20) when one is running."""
         with (self.path / "serve.lock").open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

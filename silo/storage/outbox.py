@@ -1,4 +1,4 @@
-"""The outbox: a finished update is whole on disk before anybody signs for it, and stays until its round is closed."""
+"""The outbox: a finished update stays whole on disk until its round is closed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from fl_core.errors import StateError, UnavailableError
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, State
 from protos.storage.object_store import ObjectStore
@@ -18,7 +19,7 @@ from silo.storage.tasks import Attestation, Evaluation, OutboxEntry
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """What training gives: the bundle that may leave, the state that stays, and what was measured on the way.
+    """The bundle that may leave, the state that stays, and what was measured on the way.
 
     server_tracks_state: the method's server keeps a sum of such states: this one counts only if the bundle is included.
     """
@@ -31,18 +32,23 @@ class TrainingResult:
 
 @dataclass(frozen=True, slots=True)
 class PendingEntry:
-    """A finished update whose files are written, and on their way to the disk; it is entered as soon as they are there.
+    """A finished update on its way to the disk; its bytes may be sent meanwhile, but not committed before `finish`.
 
-    Its bytes may be sent meanwhile: until they are committed the coordinator takes another update in their place, so a
-    crash here costs the training and nothing else. `finish` comes before the commit.
+    Guarantees: once `finish` returns, a crash loses nothing; one before leaves no entry, only files to sweep.
     """
 
     entry: OutboxEntry
     _entered: Future[None]
 
     def finish(self) -> None:
-        """Wait until the update is on the disk and entered. Raises OSError as fsync does."""
-        self._entered.result()
+        """Wait until the update is on the disk and entered; raises StateError (E-STATE-63) when it takes nothing.
+
+        Trying again is no use here, unlike where it is written.
+        """
+        try:
+            self._entered.result()
+        except UnavailableError as error:
+            raise StateError(error.code, error.message) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +59,6 @@ class Outbox:
     objects: ObjectStore
     silo: str
 
-    def stage(
-        self,
-        key: TaskKey,
-        manifest_digest: str,
-        base_digest: str,
-        done: TrainingResult,
-        attested: Attestation | None = None,
-    ) -> OutboxEntry:
-        """Write bundle and next state to the disk (fsync, rename), then the entry; attested: what goes with it.
-
-        Guarantees: when this returns, a crash loses nothing; a crash before leaves no entry, only files to sweep.
-        """
-        staging = self.begin(key, manifest_digest, base_digest, done, attested)
-        staging.finish()
-        return staging.entry
-
     def begin(
         self,
         key: TaskKey,
@@ -76,12 +66,10 @@ class Outbox:
         base_digest: str,
         done: TrainingResult,
         attested: Attestation | None = None,
+        coordinator: str = "",
         on_entered: Callable[[OutboxEntry], None] = lambda _: None,
     ) -> PendingEntry:
-        """Write bundle and next state, and have a thread bring them to the disk; see `PendingEntry`.
-
-        on_entered: called once the update is entered.
-        """
+        """Write bundle and next state; a thread brings them to the disk, enters the update and calls on_entered."""
         staged = None
         if key.kind is TaskKind.TRAIN:
             staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file), sync=False)
@@ -96,6 +84,7 @@ class Outbox:
             staged,
             mirrored=done.server_tracks_state,
             attested=attested or Attestation(),
+            coordinator=coordinator,
         )
 
         def enter() -> None:
@@ -109,19 +98,42 @@ class Outbox:
         return PendingEntry(entry, entered)
 
     def find(self, key: TaskKey, base_digest: str) -> OutboxEntry | None:
-        """Return the update that was made for this task from this base, if there is one."""
         entry = self.store.entry(key)
         return entry if entry and entry.base_digest == base_digest else None
+
+    def holds(self, entry: OutboxEntry) -> bool:
+        """Tell whether what is still to be sent, and the state that waits with it, are as they were written."""
+        if entry.receipt is not None or entry.refused is not None:
+            return True
+        return all(self.objects.holds(digest) for digest in (entry.object_digest, entry.state_digest) if digest)
 
     def bundle(self, entry: OutboxEntry) -> Path:
         """Give the file to send; raises StateError (E-STATE-63) when the disk no longer holds what was written."""
         return self.objects.verified(entry.object_digest)
 
-    def state(self, run_id: str) -> State | None:
-        """Read the committed state of a run; None before its first included round."""
-        found = self.store.committed(run_id)
-        return None if found is None else codec.read_state(self.objects.verified(found[0]))
+    def state(self, run_id: str, before: int | None = None, at_least: int = -1) -> State | None:
+        """Read the newest committed state of a run, of a round below `before`; None where there is none.
+
+        Raises StateError (E-STATE-24) when it is of a round below `at_least`, or damaged.
+        """
+        found = self.store.committed(run_id, before)
+        last = -1 if found is None else found[1]
+        if last < at_least:
+            raise _lost(run_id, at_least, "none" if found is None else f"that of round {last + 1}")
+        if found is None:
+            return None
+        if not self.objects.holds(found[0]):
+            raise _lost(run_id, last, "that its file is damaged or missing")
+        return codec.read_state(self.objects.path(found[0]))
 
     def sweep(self) -> int:
         """Delete the files that nothing refers to any more; call only where nothing is being written."""
         return self.objects.sweep(self.store.referenced())
+
+
+def _lost(run_id: str, round: int, found: str) -> StateError:
+    return StateError(
+        "E-STATE-24",
+        f"expected what this hospital keeps of {run_id} since round {round + 1}, found {found}: restore its home "
+        "from a backup of that time; a run with lost_state=restart goes on from the beginning here",
+    )

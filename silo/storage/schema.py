@@ -6,7 +6,10 @@ import sqlite3
 
 from sqlalchemy import Boolean, Column, Double, Integer, LargeBinary, MetaData, String, Table
 
+from protos.storage.generation import incarnation_table
+
 metadata = MetaData()
+incarnation = incarnation_table(metadata)
 
 runs = Table(  # that this silo took part in
     "runs",
@@ -18,8 +21,22 @@ runs = Table(  # that this silo took part in
     Column("reason", String, nullable=False, default=""),
     Column("started", Double, nullable=False, default=0.0),
     Column("ended", Double),
-    Column("state_digest", String),  # what the silo keeps between rounds, as of the last committed one
-    Column("state_round", Integer),
+)
+
+states = Table(  # what the silo keeps between rounds, as of the last committed ones
+    "states",
+    metadata,
+    Column("run_id", String, primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("digest", String, nullable=False),
+    Column("coordinator", String, nullable=False, default=""),  # incarnation that closed the round
+)
+
+run_data = Table(  # which version of the data a run began with
+    "run_data",
+    metadata,
+    Column("run_id", String, primary_key=True),
+    Column("fingerprint", String, nullable=False),
 )
 
 bases = Table(  # models that were broadcast, kept because a task may need them again
@@ -50,6 +67,7 @@ tasks = Table(  # the outbox entry while the round is open, and for ever what ca
     Column("closed", Double),
     Column("included", Boolean),
     Column("attested", String, nullable=False, default=""),
+    Column("coordinator", String, nullable=False, default=""),  # incarnation that offered it
 )
 
 approvals = Table(  # runs that wait for the hospital's decision, or had it
@@ -81,7 +99,6 @@ def _mirrored(db: sqlite3.Connection) -> None:
 
 
 def _attested_and_approvals(db: sqlite3.Connection) -> None:
-    """Keep what the hospital states with its updates, and which runs it decides about."""
     db.execute("ALTER TABLE tasks ADD COLUMN attested VARCHAR NOT NULL DEFAULT ''")
     db.execute(
         "CREATE TABLE approvals (run_id VARCHAR NOT NULL, manifest_digest VARCHAR NOT NULL, name VARCHAR NOT NULL, "
@@ -89,5 +106,29 @@ def _attested_and_approvals(db: sqlite3.Connection) -> None:
     )
 
 
-MIGRATIONS = (_mirrored, _attested_and_approvals)
-IN_EVERY_VERSION = frozenset(metadata.tables) - {"approvals"}
+def _states_and_incarnations(db: sqlite3.Connection) -> None:
+    """Count changes from here on, and keep more than one committed state: a coordinator may be restored."""
+    db.execute(
+        "CREATE TABLE incarnation (id INTEGER NOT NULL PRIMARY KEY, incarnation VARCHAR NOT NULL, "
+        "generation INTEGER NOT NULL)"
+    )
+    db.execute("INSERT INTO incarnation VALUES (1, lower(hex(randomblob(16))), 1)")
+    db.execute(
+        "CREATE TABLE states (run_id VARCHAR NOT NULL, round INTEGER NOT NULL, digest VARCHAR NOT NULL, "
+        "coordinator VARCHAR NOT NULL DEFAULT '', PRIMARY KEY (run_id, round))"
+    )
+    db.execute(
+        "INSERT INTO states SELECT run_id, state_round, state_digest, '' FROM runs "
+        "WHERE state_digest IS NOT NULL AND state_round IS NOT NULL"
+    )
+    for column in ("state_digest", "state_round"):
+        db.execute(f"ALTER TABLE runs DROP COLUMN {column}")
+    db.execute("ALTER TABLE tasks ADD COLUMN coordinator VARCHAR NOT NULL DEFAULT ''")
+
+
+def _run_data(db: sqlite3.Connection) -> None:
+    db.execute("CREATE TABLE run_data (run_id VARCHAR NOT NULL, fingerprint VARCHAR NOT NULL, PRIMARY KEY (run_id))")
+
+
+MIGRATIONS = (_mirrored, _attested_and_approvals, _states_and_incarnations, _run_data)
+IN_EVERY_VERSION = frozenset(metadata.tables) - {"approvals", "incarnation", "states", "run_data"}

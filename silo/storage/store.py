@@ -1,7 +1,7 @@
 """What a silo remembers between restarts. Every method is one transaction, on the disk when it returns.
 
-A task goes through three transitions, each idempotent: `stage` (the update and the next state are on disk), `deliver`
-(the coordinator's signed receipt is here), `close` (the state is committed or discarded, the outbox entry is gone).
+A task has three idempotent transitions: `stage` (the update and the next state are on disk), `deliver` (the signed
+receipt is here), `close` (the state is committed or discarded, the outbox entry is gone).
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Table, and_, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Table, and_, delete, func, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from fl_core.types.enums import TaskKind
 from privacy.reports.uncertainty import EvaluationNoise
+from protos.storage.object_store import count_objects
 from protos.storage.sqlite import Database
 from protos.wire.tasks import TaskKey
 from silo.storage.approvals import Approvals
-from silo.storage.schema import IN_EVERY_VERSION, MIGRATIONS, bases, contact, metadata, runs, tasks
+from silo.storage.home import OBJECTS
+from silo.storage.schema import IN_EVERY_VERSION, MIGRATIONS, bases, contact, metadata, run_data, runs, states, tasks
 from silo.storage.tasks import Attestation, Evaluation, OutboxEntry, ledger_position
 
 ENDED_RUNS = 3
 BASES_PER_RUN = 2
+KEPT_STATES = 2
+"""Committed states of a run: so far may a restored coordinator lie back."""
 _IS_OPEN = and_(tasks.c.closed.is_(None), tasks.c.staged.is_not(None))
 
 
@@ -68,22 +72,26 @@ class RunRecord:
 class Store:
     """The silo's database, usable from every thread, and read by `silo status` while a service runs."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self.database = Database(path, metadata, MIGRATIONS, IN_EVERY_VERSION)
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time, accept_loss: bool = False) -> None:
+        """Open the database of a home; raises as `Database`. accept_loss: go on with an older or new one."""
+        self.database = Database(
+            path,
+            metadata,
+            MIGRATIONS,
+            IN_EVERY_VERSION,
+            contents=lambda: count_objects(path.with_name(OBJECTS)),
+            accept_loss=accept_loss,
+        )
         self.approvals = Approvals(self.database, clock)
         self._clock = clock
 
     def close_database(self) -> None:
-        """Close all connections."""
         self.database.close()
 
     # ---- runs and what they need -------------------------------------------------------------------------------
 
     def record_run(self, run_id: str, name: str, manifest_digest: str, base_digest: str = "") -> None:
-        """Remember a run and that a base of it is needed: the newest two are; a run that had ended is running again.
-
-        base_digest: empty before round 0.
-        """
+        """Remember a run, running again if it had ended, and its newest two bases."""
         newest = select(bases).where(bases.c.run_id == run_id).order_by(bases.c.number.desc())
         with self.database.write() as db:
             known = {"name": name, "manifest_digest": manifest_digest}
@@ -96,18 +104,27 @@ class Store:
                 for old in db.execute(newest.offset(BASES_PER_RUN)).all():
                     db.execute(delete(bases).where(bases.c.number == old.number))
 
+    def fix_data(self, run_id: str, fingerprint: str) -> bool:
+        """Note the version of the data that a run begins with; return whether this is the one that was noted."""
+        with self.database.write() as db:
+            db.execute(upsert(run_data).values(run_id=run_id, fingerprint=fingerprint).on_conflict_do_nothing())
+            return db.scalar(select(run_data.c.fingerprint).where(run_data.c.run_id == run_id)) == fingerprint
+
     def manifest_of(self, run_id: str) -> str | None:
-        """Return the digest of the manifest under which this silo knows a run."""
         with self.database.read() as db:
             return db.scalar(select(runs.c.manifest_digest).where(runs.c.run_id == run_id)) or None
 
-    def committed(self, run_id: str) -> tuple[str, int] | None:
-        """Return the digest of a run's silo state and the round it is from; None before the first commit."""
+    def committed(self, run_id: str, before: int | None = None) -> tuple[str, int] | None:
+        """Return the digest of a run's newest silo state and the round it is from; None before the first commit.
+
+        before: only states of earlier rounds than this.
+        """
+        wanted = select(states.c.digest, states.c.round).where(states.c.run_id == run_id)
+        if before is not None:
+            wanted = wanted.where(states.c.round < before)
         with self.database.read() as db:
-            row = db.execute(select(runs).where(runs.c.run_id == run_id)).first()
-        if row is None or row.state_digest is None or row.state_round is None:
-            return None
-        return row.state_digest, row.state_round
+            row = db.execute(wanted.order_by(states.c.round.desc())).first()
+            return None if row is None else (row.digest, row.round)
 
     def end_run(self, run_id: str, state: str, reason: str) -> None:
         """Note a run's end; an aborted or failed run takes its open tasks with it, unincluded."""
@@ -123,7 +140,6 @@ class Store:
     # ---- tasks -------------------------------------------------------------------------------------------------
 
     def stage(self, entry: OutboxEntry, evaluation: Evaluation) -> None:
-        """Take a finished update into the outbox; its files are on disk already."""
         values = {
             "manifest_digest": entry.manifest_digest,
             "base_digest": entry.base_digest,
@@ -133,6 +149,7 @@ class Store:
             "state_digest": entry.state_digest,
             "mirrored": entry.mirrored,
             "attested": json.dumps(entry.attested),
+            "coordinator": entry.coordinator,
             "evaluation": json.dumps(asdict(evaluation)),
             "staged": self._clock(),
             "receipt": None,
@@ -142,7 +159,6 @@ class Store:
             _put(db, tasks, _primary(entry.key), values, where=tasks.c.closed.is_(None))
 
     def deliver(self, key: TaskKey, receipt: bytes) -> None:
-        """Keep the signed receipt of a task."""
         with self.database.write() as db:
             _put(db, tasks, _primary(key), {"receipt": receipt, "refused": None})
 
@@ -154,8 +170,9 @@ class Store:
     def close(self, key: TaskKey, included: bool) -> bool:
         """Commit or discard what was staged; return False when the round was closed before.
 
-        A state that the server mirrors in a sum is discarded unless its bundle was included; any other is kept.
-        Guarantees: a close seen twice changes nothing; a state never replaces that of a later round.
+        A state that the server sums is discarded unless its bundle was included; any other is kept. Guarantees: a close
+        seen twice changes nothing; a state never replaces that of a later round, unless a coordinator that was restored
+        since closes the earlier one. The newest `KEPT_STATES` stay.
         """
         with self.database.write() as db:
             row = _task(db, key)
@@ -164,31 +181,45 @@ class Store:
             now = self._clock()
             _put(db, tasks, _primary(key), {"closed": now, "included": included})
             if row is not None and row.state_digest is not None and (included or not row.mirrored):
-                state = {"state_digest": row.state_digest, "state_round": key.round}
-                earlier = or_(runs.c.state_round.is_(None), runs.c.state_round < key.round)
-                commit = upsert(runs).values(run_id=key.run_id, started=now, **state)
-                db.execute(commit.on_conflict_do_update(index_elements=["run_id"], set_=state, where=earlier))
-            return True
+                db.execute(upsert(runs).values(run_id=key.run_id, started=now).on_conflict_do_nothing())
+                _commit_state(db, key, row.state_digest, row.coordinator)
+        self.database.checkpoint()
+        return True
 
     def entry(self, key: TaskKey) -> OutboxEntry | None:
-        """Return the outbox entry of a task whose round is open."""
         with self.database.read() as db:
             row = _task(db, key)
-        return _entry(row) if row and row.closed is None and row.staged is not None else None
+            return _entry(row) if row and row.closed is None and row.staged is not None else None
 
     def outbox(self) -> list[OutboxEntry]:
-        """Return all outbox entries, oldest first."""
         with self.database.read() as db:
             return [_entry(row) for row in db.execute(select(tasks).where(_IS_OPEN).order_by(tasks.c.staged))]
 
     def closed(self, key: TaskKey) -> bool:
-        """Tell whether a round's close was seen."""
         with self.database.read() as db:
             row = _task(db, key)
         return row is not None and row.closed is not None
 
+    def reopen(self, key: TaskKey, coordinator: str) -> bool:
+        """Open a round again that another incarnation of the coordinator closed; return whether it was one.
+
+        What was committed since stays, so that the coordinator may be restored once more from something newer.
+        """
+        with self.database.write() as db:
+            row = _task(db, key)
+            if row is None or row.closed is None or row.coordinator == coordinator:
+                return False
+            fresh = {"closed": None, "included": None, "staged": None, "refused": None, "coordinator": coordinator}
+            _put(db, tasks, _primary(key), fresh)
+            return True
+
+    def adopt(self, entry: OutboxEntry, coordinator: str) -> OutboxEntry:
+        """Keep an update for another incarnation of the coordinator: what the earlier one said of it is void."""
+        with self.database.write() as db:
+            _put(db, tasks, _primary(entry.key), {"refused": None, "receipt": None, "coordinator": coordinator})
+        return replace(entry, refused=None, receipt=None, coordinator=coordinator)
+
     def missing_receipts(self) -> list[OutboxEntry]:
-        """Return the tasks that were included but whose receipt was lost with a connection."""
         lost = tasks.c.included.is_(True), tasks.c.receipt.is_(None), tasks.c.contribution_id != ""
         with self.database.read() as db:
             return [_entry(row) for row in db.execute(select(tasks).where(*lost))]
@@ -200,7 +231,6 @@ class Store:
             return sorted((Attestation(*json.loads(row)) for row in found), key=ledger_position, reverse=True)
 
     def latest_attestation_sent(self) -> Attestation:
-        """Return the furthest end of the ledger that any update of this silo went with."""
         return next(iter(self.attested()), Attestation())
 
     # ---- the rest ----------------------------------------------------------------------------------------------
@@ -209,13 +239,15 @@ class Store:
         """Return the digests of all objects that are still needed.
 
         Manifest and bases of running runs, bundles and staged states of open rounds, committed states; of ended runs
-        the state and manifest of the newest three, which hold the silo's personal part of the model.
+        the state and manifest of the newest three.
         """
         with self.database.read() as db:
             known = db.execute(select(runs)).all()
             ended = sorted((r for r in known if r.ended is not None), key=lambda r: r.ended)
             kept = [r for r in known if r.ended is None] + ended[-ENDED_RUNS:]
-            digests = {d for r in kept for d in (r.manifest_digest, r.state_digest) if d}
+            digests = {r.manifest_digest for r in kept if r.manifest_digest}
+            of_kept = states.c.run_id.in_([r.run_id for r in kept])
+            digests |= set(db.scalars(select(states.c.digest).where(of_kept)))
             digests |= set(
                 db.scalars(
                     select(bases.c.digest).join(runs, runs.c.run_id == bases.c.run_id).where(runs.c.ended.is_(None))
@@ -226,13 +258,11 @@ class Store:
             return digests
 
     def record_contact(self, address: str, software: str) -> None:
-        """Note that a session began."""
         now = {"address": address, "software": software, "since": self._clock(), "until": None, "why": ""}
         with self.database.write() as db:
             _put(db, contact, {"id": 1}, now)
 
     def record_departure(self, why: str) -> None:
-        """Note that the session ended, or could not be opened."""
         now = self._clock()
         row = upsert(contact).values(id=1, until=now, why=why)
         ended = {"until": func.coalesce(contact.c.until, now), "why": why}
@@ -240,14 +270,14 @@ class Store:
             db.execute(row.on_conflict_do_update(index_elements=["id"], set_=ended))
 
     def contact(self) -> Contact | None:
-        """Return the last session, None before the first."""
         with self.database.read() as db:
             row = db.execute(select(contact).where(contact.c.id == 1)).first()
             return Contact(row.address, row.software, row.since, row.until, row.why) if row else None
 
     def history(self) -> list[RunRecord]:
-        """Return all runs with their tasks, oldest first."""
         with self.database.read() as db:
+            of_run = select(states.c.run_id, func.max(states.c.round).label("round")).group_by(states.c.run_id)
+            newest = {row.run_id: row.round for row in db.execute(of_run)}
             done = [_record(row) for row in db.execute(select(tasks).order_by(tasks.c.run_id, tasks.c.round))]
             return [
                 RunRecord(
@@ -255,14 +285,13 @@ class Store:
                     r.name,
                     r.state,
                     r.reason,
-                    r.state_round,
+                    newest.get(r.run_id),
                     tuple(t for t in done if t.key.run_id == r.run_id),
                 )
                 for r in db.execute(select(runs).order_by(runs.c.started))
             ]
 
     def receipts(self) -> list[bytes]:
-        """Return all receipts as they were signed."""
         with self.database.read() as db:
             return [row for row in db.scalars(select(tasks.c.receipt).where(tasks.c.receipt.is_not(None))) if row]
 
@@ -274,9 +303,17 @@ def _put(
     values: Mapping[str, object],
     where: ColumnElement[bool] | None = None,
 ) -> None:
-    """Write a row, or these values to the row that is there, unless `where` forbids it."""
     row = upsert(table).values(**key, **values)
     db.execute(row.on_conflict_do_update(index_elements=list(key), set_=values, where=where))
+
+
+def _commit_state(db: Connection, key: TaskKey, digest: str, coordinator: str) -> None:
+    """Take a state over. Those of this round and of later ones that another incarnation closed are void with it."""
+    mine = states.c.run_id == key.run_id
+    db.execute(delete(states).where(mine, states.c.round >= key.round, states.c.coordinator != coordinator))
+    _put(db, states, {"run_id": key.run_id, "round": key.round}, {"digest": digest, "coordinator": coordinator})
+    newest = select(states.c.round).where(mine).order_by(states.c.round.desc()).limit(KEPT_STATES)
+    db.execute(delete(states).where(mine, states.c.round.not_in(newest)))
 
 
 def _primary(key: TaskKey) -> dict[str, object]:
@@ -305,6 +342,7 @@ def _entry(row: Row[tuple[object, ...]]) -> OutboxEntry:
         row.refused,
         row.mirrored,
         Attestation(*json.loads(row.attested)) if row.attested else Attestation(),
+        row.coordinator,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from privacy.reports.uncertainty import EvaluationNoise
 from protos.consilium.v1 import federation_pb2 as pb
@@ -12,10 +12,7 @@ from protos.wire.tasks import TaskKey
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What this silo measured of the model it received: correct answers and test examples per class; stays here.
-
-    noise: what lies on these numbers where not even the hospital counts exactly.
-    """
+    """What this silo measured of the model it received, per class; stays here. noise: None where it counts exactly."""
 
     classes: tuple[str, ...]
     correct: tuple[float, ...]
@@ -36,7 +33,6 @@ class Attestation(NamedTuple):
     restored: int = 0
 
     def message(self) -> pb.Attestation:
-        """Write it as a message."""
         return pb.Attestation(
             policy_digest=self.policy,
             ledger_seq=self.seq,
@@ -47,7 +43,6 @@ class Attestation(NamedTuple):
 
     @classmethod
     def of(cls, message: pb.Attestation) -> Attestation:
-        """Read a message."""
         return cls(
             message.policy_digest,
             message.ledger_seq,
@@ -67,11 +62,11 @@ NO_ATTESTATION = Attestation()
 
 @dataclass(frozen=True, slots=True)
 class OutboxEntry:
-    """A finished task whose round is not known to be closed: the bundle on disk, and the state that waits with it.
+    """A finished task whose round is not known to be closed.
 
-    state_digest is None for an evaluation, which changes no state. receipt holds the signed receipt once it is here;
-    refused says why the coordinator will never take the bundle. mirrored: the state counts only if the bundle is
-    included, because the server keeps a sum of such states.
+    state_digest: None for an evaluation   receipt: signed, once it is here   refused: why the coordinator will never
+    take the bundle   mirrored: the state counts only if the bundle is included   coordinator: the incarnation that
+    offered the task.
     """
 
     key: TaskKey
@@ -85,3 +80,16 @@ class OutboxEntry:
     refused: str | None = None
     mirrored: bool = True
     attested: Attestation = NO_ATTESTATION
+    coordinator: str = ""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what an upload and its receipt say of the update, as their messages name it."""
+        return {
+            "contribution_id": self.contribution_id,
+            "run_id": self.key.run_id,
+            "round": self.key.round,
+            "kind": self.key.wire_kind,
+            "manifest_digest": self.manifest_digest,
+            "object_digest": self.object_digest,
+            "size": self.size,
+        }

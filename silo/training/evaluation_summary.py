@@ -10,12 +10,10 @@ from silo.storage.tasks import Evaluation
 
 
 def estimate(found: Evaluation) -> Estimate:
-    """Estimate the accuracy of the model that was received on the own test examples."""
     return uncertainty.accuracy(found.correct, found.examples, found.noise)
 
 
 def sentence(found: Evaluation) -> str:
-    """Say how good the received model is here."""
     share = estimate(found)
     if share == NOTHING:
         return "trained; no model or no test examples to measure"
@@ -26,14 +24,12 @@ def sentence(found: Evaluation) -> str:
 
 
 def overall(found: Evaluation) -> str:
-    """Write the accuracy, with its counts where they are exact."""
     share = estimate(found)
     right, of = sum(found.correct), sum(found.examples)
     return f"{right:.0f}/{of:.0f} {share.text()}" if share.exact else share.text()
 
 
 def classes(found: Evaluation) -> str:
-    """Write the accuracy of each class of which there is a number; counts where they are exact."""
     texts = []
     numbers = uncertainty.by_class(found.correct, found.examples, found.noise)
     for name, right, of, share in zip(found.classes, found.correct, found.examples, numbers, strict=True):

@@ -1,7 +1,4 @@
-"""What the hospital allows and what it has spent: the policy file and the privacy ledger of one home, at work.
-
-The ledger is imported when one is there or a private run comes.
-"""
+"""What the hospital allows and what it has spent: the policy file and the privacy ledger of one home, at work."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ class HospitalControls:
 
     @property
     def ledger(self) -> Ledger:
-        """Open the ledger; the first private run, or the operator, makes the file."""
         if self._ledger is None:
             from privacy.ledger.ledger import Ledger
 
@@ -63,17 +59,15 @@ class HospitalControls:
             return True
 
     def attestation(self) -> Attestation:
-        """Return what goes with an update that is made now."""
         if not self.home.ledger.exists():
             return Attestation(self.policy_digest())
         head, sealed, restored = self.ledger.statement()
         return Attestation(self.policy_digest(), head.seq, head.hash if head.seq else "", sealed.hex(), restored)
 
     def recover(self) -> list[str]:
-        """Look after the ledger at the service's start: verify all of it, count what was left open; return that.
+        """Verify the ledger at the service's start, and count what was left open as spent; return that.
 
-        Raises StateError: E-BUDGET-07 on a ledger that was edited, E-BUDGET-08 on one that lacks what
-        others have seen.
+        Raises StateError: E-BUDGET-07 on a ledger that was edited, E-BUDGET-08 on one that lacks what others have seen.
         """
         seen = self.latest_attestation()
         if seen.seq or self.home.ledger.exists():
@@ -81,18 +75,19 @@ class HospitalControls:
         return self.ledger.recover() if self.home.ledger.exists() else []
 
     def latest_attestation(self) -> Attestation:
-        """Return the furthest end of the ledger that others have seen, as far as this home remembers."""
         return max(self._attestation_reminded(), self.store.latest_attestation_sent(), key=ledger_position)
 
     def all_attestations(self) -> list[Attestation]:
-        """Return every end of the ledger that others have seen."""
         return [self._attestation_reminded(), *self.store.attested()]
 
     def _attestation_reminded(self) -> Attestation:
         try:
-            return Attestation(*json.loads(self.home.attested.read_text()))
-        except (OSError, ValueError, TypeError):
+            found = Attestation(*json.loads(self.home.attested.read_text()))
+            if not all(type(v) is type(known) for v, known in zip(found, Attestation(), strict=True)):
+                raise TypeError("it is no attestation")
+        except (OSError, ValueError, TypeError, RecursionError):
             return Attestation()  # the coordinator never reminded this home of anything
+        return found
 
     def record_attestation(self, seen: Attestation) -> None:
         """Take what the coordinator remembers of this hospital's ledger; raises as `check`.
@@ -118,18 +113,14 @@ class HospitalControls:
             )
 
     def check(self, seen: Attestation) -> None:
-        """Raise StateError (E-BUDGET-07, E-BUDGET-08) where events were edited, or lack what others have seen.
-
-        Only what is new since the last look is read.
-        """
+        """Raise StateError (E-BUDGET-07, E-BUDGET-08) where events were edited, or lack what others have seen."""
         if seen.seq or self.home.ledger.exists():
             self.ledger.require(ChainHead(seen.seq, seen.head))
 
     def admit(self, run_id: str, manifest: RunManifest) -> CompiledRun | None:
         """Hold a run against the policy and return what it is; None while the hospital has not decided about it.
 
-        Raises RefusedError (E-POLICY-..) on a run that is not allowed, and as `CompiledRun.of`; the ledger has the
-        record. No data is near.
+        Raises RefusedError (E-POLICY-..), which the ledger records, and as `CompiledRun.of`. No data is near.
         """
         try:
             policy = self.policy()
@@ -149,7 +140,6 @@ class HospitalControls:
         return run if decided else None
 
     def _compiled(self, manifest: RunManifest) -> CompiledRun:
-        """Compile a run, once for all its tasks."""
         if self._last is None or self._last.manifest != manifest:
             self._last = CompiledRun.of(manifest)
         return self._last
@@ -159,9 +149,8 @@ class HospitalControls:
     ) -> tuple[DataFactory, RunLedger | None, bool]:
         """Return what opens the examples to a run, the ledger of a private one, and whether prototypes may leave.
 
-        declared: the size that this hospital declared, 0 where it declared none.
-        Raises RefusedError: E-POLICY-05 on a part that the policy does not allow, E-BUDGET-04 on data that is not
-        registered; as the profile's `data_factory`.
+        declared: the size that this hospital declared. Raises RefusedError: E-POLICY-05 on a part that the policy does
+        not allow, E-BUDGET-04 on data that is not registered; as the profile's `data_factory`.
         """
         policy, profile = self.policy(), run.profile
         hidden, least = _hidden_classes(policy, run.manifest), policy.prototypes.min_count
@@ -182,13 +171,11 @@ class HospitalControls:
         return factory, ledger, policy.prototypes.submit
 
     def record_refusal(self, run: str, error: FederationError) -> None:
-        """Write down in the ledger what a coordinator asked for and was refused."""
         if error.code not in policy_in_force.UNUSABLE:  # of a file that says nothing there is nothing to record
             self.ledger.note_refusal(run, error.code)
 
 
 def describe_request(run: CompiledRun) -> str:
-    """Say what a run asks of the hospital, for whoever decides about it."""
     manifest, profile = run.manifest, run.profile
     what = f"{manifest.method.name} on {manifest.data}, {manifest.rounds} rounds"
     lead = f", asked for by {manifest.lead}" if manifest.lead else ""
@@ -198,6 +185,5 @@ def describe_request(run: CompiledRun) -> str:
 
 
 def _hidden_classes(policy: Policy, manifest: RunManifest) -> frozenset[int]:
-    """Find the classes that no prototypes are submitted of, in the run's label space."""
     names = manifest.schema.classes
     return frozenset(k for k, name in enumerate(names) if name in policy.prototypes.hidden)

@@ -1,4 +1,4 @@
-"""The policy in force in a home, and the memory that there was one: what vanished is not what never was."""
+"""The policy in force in a home, which remembers that there was one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ UNUSABLE = ("E-POLICY-01", "E-POLICY-10", "E-POLICY-13")
 
 
 def in_force(home: Home) -> Policy:
-    """Read the policy of a home.
-
-    Raises RefusedError: as `Policy.read`; E-POLICY-13 where this home had a policy file once and has none now.
-    """
+    """Read the policy of a home. Raises RefusedError: as `Policy.read`; E-POLICY-13 where it had a policy file once."""
     policy = Policy.read(home.policy)
     if policy.digest:
         if not home.had_policy.exists():

@@ -1,8 +1,6 @@
-"""What a hospital looks at before round 0 of a run, beside its place in it: the whole budget, memory and disk.
+"""Whether a hospital can do its whole part of a run: budget, memory and disk, checked before round 0.
 
-Policy, software, data, its registration and the model's weights were looked at when the run was prepared. Nothing is
-read of any record here, nothing charged and nothing released; what is said of a shortage follows from the manifest
-alone.
+Nothing is read of any record, charged or released; what is said of a shortage follows from the manifest alone.
 """
 
 from __future__ import annotations
@@ -65,16 +63,11 @@ def _memory(prepared: PreparedRun, device: torch.device) -> None:
 
 
 def state_bytes(model: nn.Module) -> int:
-    """Count the bytes of a model's parameters and buffers."""
     return sum(t.numel() * t.element_size() for t in chain(model.parameters(), model.buffers()))
 
 
 def training_bytes(model: nn.Module, at_once: int) -> int:
-    """Estimate the bytes that training takes: copies of the model, and gradients of single examples.
-
-    at_once: how many examples' gradients are held; 0 without record-level privacy. Activations come on top; layers
-    whose gradients need not be held stay below it.
-    """
+    """Estimate the bytes that training takes: copies of the model, and `at_once` examples' gradients."""
     gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return COPIES * state_bytes(model) + at_once * gradients
 

@@ -48,6 +48,7 @@ class DataSource:
         self.reference = datasets.parse(reference)
         self._data_root = data_root
         self._nominal_size = nominal_size
+        self._typed = nominal_size is not None
         self._last: tuple[tuple[tuple[str, ...] | None, int | None], SiloDataset] | None = None
 
     def load(self, classes: tuple[str, ...] | None = None, image_size: int | None = None) -> SiloDataset:
@@ -59,6 +60,25 @@ class DataSource:
             )
             self._last = (wanted, loaded)
         return self._last[1]
+
+    def refresh(self) -> bool:
+        """Forget what was loaded where its files are others by now; return whether they are."""
+        if self._last is None or not hasattr(self._last[1].train, "paths"):
+            return False  # what is in memory cannot change
+        (classes, image_size), loaded = self._last
+        now = datasets.check(str(self.reference), data_root=self._data_root, classes=classes, image_size=image_size)
+        if now.fingerprint == loaded.fingerprint:
+            return False
+        self._last = None
+        return True
+
+    @property
+    def examples(self) -> tuple[float, float]:
+        """Return how many training and test examples there are, rounded up; 0 where a size was typed instead."""
+        if self._typed:
+            return 0.0, 0.0
+        found = self.load()
+        return float(round_to_two_digits(len(found.train))), float(round_to_two_digits(len(found.test)))
 
     @property
     def nominal_size(self) -> float:
@@ -72,8 +92,7 @@ class DataSource:
 class PreparedRun:
     """A silo's place in a run that fits: everything that is built once.
 
-    data_factory: opens the examples, round by round   ledger: of a private run   submits: prototypes leave
-    broadcast: names, shapes and types of what the run's server sends.
+    ledger: of a private run   submits: prototypes leave   broadcast: names, shapes and types of what the server sends.
     """
 
     run: CompiledRun
@@ -87,11 +106,7 @@ class PreparedRun:
 
 
 class Trainer:
-    """Runs tasks on one hospital's data.
-
-    controls: checks policy and ledger   device: where models are trained   prototypes: False is the
-    hospital's own opt-out, for every run   run_round: the arithmetic of a round.
-    """
+    """Runs tasks on one hospital's data. prototypes: False is the hospital's own opt-out, for every run."""
 
     def __init__(
         self,
@@ -113,11 +128,14 @@ class Trainer:
     def prepare(self, run: CompiledRun) -> PreparedRun:
         """Check that this silo can do its part of a run, and build what it needs.
 
-        Raises RefusedError: E-WIRE-01 on another version of the software, and as `HospitalControls.access` for what
-        the hospital does not allow; ConfigError (E-RUN-05) when this silo is no member; DataError when the data cannot
-        be loaded or is not what the run is about (E-DATA-05); ProtocolError (E-WIRE-06) on another layout.
+        Raises RefusedError: E-WIRE-01 on another version of the software, and as `HospitalControls.access`; ConfigError
+        (E-RUN-05) when this silo is no member; DataError when the data cannot be loaded or is not what the run is about
+        (E-DATA-05); ProtocolError (E-WIRE-06) on another layout.
         """
         policy, manifest = self._controls.policy_digest(), run.manifest
+        with _hide_details(run.private, ConfigError):
+            if self._data.refresh():
+                self._prepared = None
         if self._prepared is not None and (self._prepared[0], self._prepared[1].run.manifest) == (policy, manifest):
             return self._prepared[1]
         if not _compatible(manifest.software, software()):
@@ -153,14 +171,12 @@ class Trainer:
     def train(
         self, prepared: PreparedRun, key: TaskKey, size: int, msg: State, state: State | None, progress: Progress
     ) -> TrainingResult:
-        """Do one task. size: the cohort that the offer names; progress: told (steps done, steps in all).
+        """Do one task. size: the cohort that the offer names; progress: (steps done, steps in all).
 
-        Raises ProtocolError (E-RUN-33) on a round or cohort that the manifest's seed does not give, (E-WIRE-06) on a
+        Raises ProtocolError: E-RUN-33 on a round or cohort that the manifest's seed does not give, E-WIRE-06 on a
         message of another form; RefusedError, before any example is read, on a round that the ledger does not admit
         (E-BUDGET-..) or another clip (E-PRIV-15); StateError (E-RUN-31) for whatever goes wrong in a private run once
-        examples are read.
-        Guarantees: equals `fl_core.simulation.in_process.InProcessSilo` for the same manifest and index, bit for bit on
-        the CPU.
+        examples are read. Guarantees: equals `fl_core.simulation.in_process.InProcessSilo`, bit for bit on the CPU.
         """
         manifest = prepared.run.manifest
         try:
@@ -190,12 +206,15 @@ class Trainer:
         evaluation = Evaluation(manifest.schema.classes, tuple(correct), tuple(examples), noise)
         return TrainingResult(outcome.bundle, outcome.state, evaluation, method.server_tracks_state)
 
+    def keeps_state(self, prepared: PreparedRun, key: TaskKey, size: int) -> bool:
+        """Tell whether the method of a run keeps anything at a silo between rounds."""
+        runtime = prepared.runtime
+        state = runtime.method.init_silo(runtime.reset_model(), self._context(prepared, key, size))
+        return any(len(group) for group in state.values())
+
     @staticmethod
     def _check_broadcast(prepared: PreparedRun, msg: State) -> None:
-        """Refuse a message of another form before any example is read.
-
-        With prototypes of one class less, for instance, a round would fail where a record of that class is there.
-        """
+        """Refuse a message of another form before any example is read: else what fails would depend on the records."""
         found = _signature(adaptive_guards.method_state(msg, adaptive_guards.groups(prepared.runtime.guards)))
         if found != prepared.broadcast:
             different = sorted(g for g in {*found, *prepared.broadcast} if found.get(g) != prepared.broadcast.get(g))
@@ -207,7 +226,6 @@ class Trainer:
 
     @staticmethod
     def _context(prepared: PreparedRun, key: TaskKey, size: int) -> RoundContext:
-        """Check an offer against the public facts, which everybody can compute."""
         manifest, train = prepared.run.manifest, key.kind is TaskKind.TRAIN
         cohort = sampling.sample_cohort(
             manifest.seed, key.round, len(manifest.members), manifest.cohort if train else 0
@@ -237,10 +255,7 @@ def _compatible(theirs: str, ours: str) -> bool:
 
 @contextmanager
 def _hide_details(private: bool, *disclosed: type[FederationError]) -> Iterator[None]:
-    """Replace an error of a private run, once records are at hand, by one that says only that the task failed.
-
-    disclosed: errors about the run, the policy or the ledger, which pass unchanged. The cause is in the log.
-    """
+    """Replace an error of a private run by one that says only that the task failed; disclosed errors pass unchanged."""
     try:
         yield
     except Exception as error:

@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks import timing
 from benchmarks.simulate import __main__ as simulate_program
 from benchmarks.steps import __main__ as program
-from benchmarks.steps.ways import OpacusSteps, PlainSteps, PrivateSteps, Setting, course_of, ways
+from benchmarks.steps.ways import OpacusSteps, PlainSteps, PrivateSteps, Setting, plan_of, ways
 from fl_core.methods.disjoint.fedmr import FedMR
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps
@@ -45,10 +45,10 @@ def test_fedmr_takes_its_losses_and_fedavg_none() -> None:
 
 def test_private_steps_are_those_of_opacus() -> None:
     """Without noise: the same model, batch and clip, which cuts (the steps are not the plain ones)."""
-    examples, course = SMALL.examples(), course_of(SMALL)
-    course.__dict__["noise"] = 0.0
-    opacus, plain = OpacusSteps(SMALL, examples, course), PlainSteps(SMALL, examples, FedAvg())
-    private = [PrivateSteps(SMALL, examples, course, mode) for mode in MODES]
+    examples, plan = SMALL.examples(), plan_of(SMALL)
+    plan.__dict__["noise"] = 0.0
+    opacus, plain = OpacusSteps(SMALL, examples, plan), PlainSteps(SMALL, examples, FedAvg())
+    private = [PrivateSteps(SMALL, examples, plan, mode) for mode in MODES]
     for run in (opacus, plain, *private):
         run.take(1)
     for run in private:
@@ -57,12 +57,12 @@ def test_private_steps_are_those_of_opacus() -> None:
 
 
 def test_private_steps_have_the_noise_of_opacus() -> None:
-    examples, course = SMALL.examples(), course_of(SMALL)
-    course.__dict__["noise"] = 50.0  # much more than the gradients
+    examples, plan = SMALL.examples(), plan_of(SMALL)
+    plan.__dict__["noise"] = 50.0  # much more than the gradients
     runs = (
-        OpacusSteps(SMALL, examples, course),
-        PrivateSteps(SMALL, examples, course),
-        PrivateSteps(SMALL, examples, course, secure=True),
+        OpacusSteps(SMALL, examples, plan),
+        PrivateSteps(SMALL, examples, plan),
+        PrivateSteps(SMALL, examples, plan, secure=True),
     )
     expected = SMALL.train.lr * 50.0 / SMALL.batch
     for run in runs:

@@ -256,7 +256,7 @@ def test_rounds_through_a_port_repeat(name: str) -> None:
     msg = made(name).broadcast(made(name).init_server(RunSetup.of(run).silo_runtime().model, CONTEXT))
 
     def port() -> InProcessSilo:
-        return InProcessSilo("north", 0, share, RunSetup.of(run).silo_runtime(), TRAIN, 0, True)
+        return InProcessSilo(run, 0, share, RunSetup.of(run).silo_runtime())
 
     used = port()
     used.round(msg, CONTEXT, TaskKind.EVALUATE)  # an evaluation leaves no trace

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from coordinator import console as display
 from coordinator.console import percent
@@ -56,3 +59,27 @@ def test_rounds_are_counted_from_one_for_people(
 def test_a_round_is_named_by_its_place_and_the_evaluation_after_the_last_by_what_it_is() -> None:
     assert display.round_text(0, pb.TRAIN) == "1"
     assert display.round_text(3, pb.EVALUATE) == "evaluation"
+
+
+SOUTH = pb.AwaitedSilo(name="south", left_s=725, offline_s=2400, classes=["keratosis"])
+WAITING = pb.RunInfo(
+    run_id="run-1", rounds=9, closed=6, state="running", waiting=pb.Waiting(round=6, there=5, needed=4, silos=[SOUTH])
+)
+
+
+def test_who_is_awaited_is_named_with_a_countdown_and_the_classes_that_depend_on_it() -> None:
+    line = "south (offline 40 min, 12 min more; nobody else holds keratosis)"
+    assert display.waiting_lines(WAITING) == [
+        "round 7: 5 updates are there, 4 close it; waits for",
+        f"  {line}",
+    ]
+    assert display.run_json(WAITING)["waiting"] == {
+        "round": 6,
+        "there": 5,
+        "needed": 4,
+        "silos": [{"name": "south", "left": 725.0, "online": False, "offline": 2400.0, "classes": ["keratosis"]}],
+    }
+    out = io.StringIO()
+    with display.Watcher(Console(file=out, force_terminal=True, width=200)) as watcher:
+        watcher.show(pb.Event(kind="silo", info=WAITING, silos=[pb.SiloInfo(name="south", state="offline")]))
+    assert "offline; awaited: offline 40 min, 12 min more; nobody else holds keratosis" in out.getvalue()

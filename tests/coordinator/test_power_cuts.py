@@ -94,7 +94,7 @@ def bury(server: CoordinatorServer) -> None:
     with suppress(PowerCut):
         server.runs.stop(5)
     server.dispatcher.close()
-    server.grpc.stop(0).wait()
+    server.end_calls(0)
     server.store.database.close()
     server._lock.close()
 

@@ -76,6 +76,20 @@ def test_every_command_that_is_named_exists_with_its_options() -> None:
     assert len(called) > 30
 
 
+@pytest.mark.parametrize("unit", sorted((ROOT / "examples/systemd").iterdir()), ids=lambda p: p.stem)
+def test_units_start_commands_that_exist_and_shut_them_off(unit: Path) -> None:
+    lines = unit.read_text().splitlines()
+    starts = [line.partition("=")[2] for line in lines if line.startswith("Exec")]
+    hinted = [line.lstrip("# ") for line in lines if re.match(r"# +(silo|coordinator) ", line)]
+    assert len(starts) == len(hinted) == 1
+    for line in (*starts, *hinted):
+        program, *words = line.split()
+        assert _command([Path(program).name, *words]) is None
+    settings = {"Type=notify", "NoNewPrivileges=yes", "ProtectSystem=strict", "PrivateTmp=yes", "UMask=0077"}
+    assert settings <= set(lines)
+    assert any(line.startswith("LimitNOFILE=") for line in lines)
+
+
 def test_every_error_code_that_is_named_is_explained() -> None:
     named = {(page.name, code) for page in PAGES for code in re.findall(r"E-[A-Z]+-\d\d", page.read_text())}
     assert {(page, code) for page, code in named if code not in EXPLANATIONS and page != "errors.md"} == set()
@@ -84,7 +98,7 @@ def test_every_error_code_that_is_named_is_explained() -> None:
 def test_the_readme_takes_two_screens_and_leads_to_every_page() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 110
-    reached = text + "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    reached = text + "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     assert [p.name for p in (ROOT / "docs").glob("*.md") if not re.search(rf"[(/]{p.name}\)", reached)] == []
 
 

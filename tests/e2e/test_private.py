@@ -146,7 +146,7 @@ def test_over_budget_is_refused_before_round_0_and_no_hospital_is_charged(venus:
     before = {name: rows(venus, name) for name in NAMES}
     book = Ledger(venus.folder / "hospital1/ledger.db")
     book.set_budget("digits/train", 0.01, DELTA, "dpo", "withdrawn")
-    done = venus.wait(venus.submit("method=fedavg", *RUN, "quorum=1"), "failed", seconds=300)
+    done = venus.wait(venus.submit("method=fedavg", *RUN, "quorum=1"), "paused", seconds=300)
     assert done["closed"] == 0
     assert done["round"] == []
     assert "hospital1: E-BUDGET-01" in done["reason"]

@@ -15,7 +15,7 @@ from tests.support import until
 from tests.support.processes import BIN, ENV, ROOT, free_port
 
 README, OPERATIONS, RESEARCH = (
-    (ROOT / name).read_text() for name in ("README.md", "docs/operations.md", "docs/research.md")
+    (ROOT / name).read_text() for name in ("README.md", "docs/operations/README.md", "docs/research.md")
 )
 QUICKSTART = README[README.index("## Quickstart") :] + OPERATIONS
 """What a first run needs, and what the same two machines do after it."""
@@ -103,5 +103,7 @@ def test_every_command_for_researchers_works(rounds: str, tmp_path: Path) -> Non
 def test_no_command_of_the_readme_is_without_a_test() -> None:
     kinds = [" ".join(words) for words, _ in _blocks(README)]
     quickstart = [" ".join(words) for words, _ in _blocks(QUICKSTART)]
-    assert [*kinds, "north", "south"] == ["", "", *quickstart]
+    operations = [" ".join(words) for words, _ in _blocks(OPERATIONS)]
+    assert [*kinds, *operations] == ["", "", *quickstart]
+    assert set(operations) == {"north", "south"}
     assert [script.strip() for _, script in _blocks(README)][:2] == ["make demo", "make test"]

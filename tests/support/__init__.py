@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 
-def until(condition: Callable[[], Any], what: str = "", seconds: float = 200.0) -> Any:
-    """Wait for a condition with a deadline, and return its value."""
+def until(condition: Callable[[], Any], what: str = "", seconds: float = 200.0, every: float = 0.005) -> Any:
+    """Wait for a condition with a deadline, and return its value. every: seconds between two looks."""
     deadline, pause = time.monotonic() + seconds, threading.Event()
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {seconds} s in vain {what}"
-        pause.wait(0.005)
+        pause.wait(every)
     return value

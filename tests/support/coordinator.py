@@ -20,6 +20,7 @@ from coordinator.storage.records import Run, RunState
 from coordinator.storage.store import Store
 from fl_core import datasets
 from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.silo_round import run_silo_round
 from fl_core.types.values import State
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
@@ -37,10 +38,11 @@ from silo.events import Event
 from silo.identity.identity import SiloIdentity
 from silo.service.service import Service, SiloSettings
 from silo.storage.home import Home
+from silo.training.trainer import RunRound
 from tests.support import until
 
 CONSORTIUM = "test"
-FAST = Settings(pulse_s=0.2, recycle_s=300)
+FAST = Settings(pulse_s=0.5, recycle_s=300)
 
 
 def credentials(home: Path, name: str) -> Credentials:
@@ -232,6 +234,7 @@ class Site:
     data: str
     notices: list[Event] = field(default_factory=list)
     service: Service | None = None
+    run_round: RunRound = run_silo_round
 
     @property
     def ledger(self) -> Ledger:
@@ -257,6 +260,7 @@ class Site:
             PATIENCE,
             lambda _: channel(self.world.port, own),
             lambda _: well,
+            self.run_round,
         )
         self.service.start()
 

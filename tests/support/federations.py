@@ -1,4 +1,4 @@
-"""Small federations in this process: problem Q, made-up images, whole manifests, the round loop, updates in files."""
+"""Small federations in this process: models, problem Q, made-up images, manifests, the round loop, updates in files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import Option
 from fl_core.errors import UnavailableError
 from fl_core.methods import build_method
-from fl_core.models import build_model
+from fl_core.models import MODELS, SplitModel, build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
 from fl_core.rounds.run_setup import RunSetup
@@ -52,6 +52,29 @@ METHOD_OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "creff": {"features": 3, "feature_steps": 2, "epochs": 1, "batch": 5},
 }
 """Settings under which a method is quick and all of its parts are at work."""
+
+
+MODEL_SHAPES = dict.fromkeys(MODELS, (3, 32, 32)) | {
+    "digits_cnn": (1, 8, 8),
+    "digits_mlp": (1, 8, 8),
+    "digits_linear": (1, 8, 8),
+    "lenet": (1, 28, 28),
+    "mlp_net": (1, 28, 28),
+    "wrn28_10": (3, 8, 8),
+    "resnet50": (3, 16, 16),
+    "resnet56": (3, 16, 16),
+    "efficientnet_b0": (3, 64, 64),
+    "char_lstm": (12,),
+    "spiral_mlp": (2,),
+}
+
+
+def schema(shape: tuple[int, ...], classes: int = 10) -> Schema:
+    return Schema(shape, tuple(map(str, range(classes))))
+
+
+def small(name: str, seed: int = 0, **options: object) -> SplitModel:
+    return build_model(name, options, schema(MODEL_SHAPES[name]), seed)
 
 
 class Given(Examples):
@@ -93,15 +116,16 @@ class QData:
     def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
         assert isinstance(model, Scalar)
         planned = self.steps if options.steps is None else options.steps
-        optimiser = torch.optim.SGD(model.parameters(), options.lr_scale * self.lr, momentum=self.momentum)
+        w, velocity = model.w.detach(), 0.0
         for _ in range(planned):
-            model.w.grad = self.a * (model.w.detach() - self.b)  # of a/2 (w - b)^2
+            gradient = self.a * (w - self.b)  # of a/2 (w - b)^2
             if options.penalty is not None:
-                options.penalty(model).backward()  # adds its own
+                gradient += torch.autograd.grad(options.penalty(model), model.w)[0]
             if options.shift is not None:
-                model.w.grad.add_(options.shift["w"])
-            optimiser.step()
-            self.path.append(float(model.w.detach()))
+                gradient += options.shift["w"]
+            velocity = self.momentum * velocity + gradient
+            w -= options.lr_scale * self.lr * velocity
+            self.path.append(float(w))
         return planned
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
@@ -145,6 +169,7 @@ def manifest(
     names: Sequence[str] = NAMES,
     model_options: Mapping[str, Option] | None = None,
     personal: bool = False,
+    aggregator: str = "norm_clipped",
 ) -> RunManifest:
     """Freeze a run over the three silos."""
     built = build_model(model, model_options or {}, SCHEMA, seed)
@@ -165,6 +190,7 @@ def manifest(
         quorum=quorum,
         threads=1,
         personal=personal,
+        aggregator=NamedOptions(aggregator),
     )
 
 
@@ -226,13 +252,14 @@ def go(
     start: int = 0,
     state: State | None = None,
     parallel: int = 1,
+    closed: Sequence[Mapping[str, float]] = (),
 ) -> tuple[State, Kept]:
     kept = Kept()
     ports = local_ports(RunSetup.of(run), shares()) if ports is None else ports
     final = (
         RunSetup.of(run)
         .round_loop(ports, parallel)
-        .run(RunSetup.of(run).initial_state() if state is None else state, kept, start)
+        .run(RunSetup.of(run).initial_state() if state is None else state, kept, start, closed)
     )
     return final, kept
 

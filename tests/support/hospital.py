@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +21,14 @@ from fl_core.rounds.silo_round import run_silo_round
 from fl_core.simulation.in_process import SiloShare
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import TaskKind
+from fl_core.types.interfaces import SiloPort
 from fl_core.types.values import Bundle, Part, RoundContext, State
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.storage.object_store import ObjectStore
 from protos.version import PROTOCOL
 from protos.wire import codec
-from protos.wire.tasks import TaskKey
+from protos.wire.tasks import FROM_WIRE, TaskKey
 from silo.storage.outbox import Outbox, TrainingResult
 from silo.storage.store import Store
 from silo.storage.tasks import Evaluation
@@ -81,6 +82,17 @@ def upload(hospital) -> bytes:
     return bytes(next(iter(hospital.transfer.uploads.values())))
 
 
+def rounds_equal(hospital, port: SiloPort, messages: Sequence[State]) -> None:
+    """Let a hospital train twice and evaluate; each update must be the port's, byte by byte."""
+    for round, (msg, kind) in enumerate(zip(messages, (pb.TRAIN, pb.TRAIN, pb.EVALUATE), strict=True)):
+        hospital.transfer.uploads.clear()
+        hospital.offer(round, kind, msg)
+        hospital.sent(round + 1)
+        assert upload(hospital) == codec.pack_bundle(port.round(msg, RoundContext(3, 10, 2, round, 3), FROM_WIRE[kind]))
+        hospital.close(round, kind=kind)
+        hospital.settled(round + 1)
+
+
 FACTS = Evaluation(("a", "b"), (1.0, 0.0), (2.0, 0.0))
 M, B = "a" * 64, "b" * 64
 
@@ -108,7 +120,9 @@ def value(outbox: Outbox, run="run-1") -> float | None:
 
 
 def stage(outbox: Outbox, round=0, value=1.0, base=B, kind=TaskKind.TRAIN):
-    return outbox.stage(key(round, kind=kind), M, base, finished(value))
+    pending = outbox.begin(key(round, kind=kind), M, base, finished(value))
+    pending.finish()
+    return pending.entry
 
 
 Stub = TypeVar("Stub", rpc.ControlStub, rpc.TransferStub)

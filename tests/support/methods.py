@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import InProcessSilo, RoundHistory, local_ports
+from fl_core.simulation.in_process import InProcessSilo, RoundHistory, SiloShare, local_ports, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
@@ -216,6 +217,17 @@ def run_and_lose(
     states = {port.name: port.inner.state for port in ports}
     assert all(state is not None for state in states.values())
     return server, {name: state for name, state in states.items() if state is not None}
+
+
+def simulated(
+    method: str = "fedavg",
+    options: Mapping[str, Option] | None = None,
+    given: Sequence[SiloShare] | None = None,
+    **more: Any,
+) -> State:
+    """Run `manifest(method, options, **more)` in this process; return the server's last state."""
+    run = RunSetup.of(manifest(method, options, **more))
+    return simulate(run, shares() if given is None else given, RoundHistory())
 
 
 class Factor(nn.Module):

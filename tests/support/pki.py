@@ -12,7 +12,7 @@ import pytest
 from coordinator.pki.authority import Authority
 from protos.pki.invitation import InvitationToken
 from protos.pki.roster import Member, SignedRoster
-from silo.identity.credentials import channel_credentials, name_options
+from silo.connection.channel import channel_credentials
 from silo.identity.identity import SiloIdentity
 
 
@@ -68,7 +68,8 @@ HOST = "127.0.0.1"
 
 
 def call(port, credentials, method="/x/silo", name=None):
-    options = [*name_options(name), ("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+    named = [] if name is None else [("grpc.ssl_target_name_override", name)]
+    options = [*named, ("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
     with grpc.secure_channel(f"{HOST}:{port}", channel_credentials(credentials), options=options) as channel:
         return channel.unary_unary(method)(b"", timeout=10)
 

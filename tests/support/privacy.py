@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from fl_core import datasets
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel, assemble
-from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
+from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, make_members
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import Coupling
 from fl_core.types.records import TrainConfig
@@ -38,23 +39,29 @@ DATA = "digits/p3c4/1"
 SEEDED_POLICY = '[privacy]\nrng = "test"\n'
 
 
+@cache
+def _members() -> tuple[Member, ...]:
+    units = round_to_two_digits(len(PrivacyUnits.of(datasets.load(DATA).train)))
+    return make_members(MEMBERS, 3, 1.0, [units] * 3)
+
+
 def private(method: str = "fedavg", options: dict | None = None, **terms) -> RunManifest:
     """Freeze a small private run; noise is seeded unless the test says otherwise."""
-    units = round_to_two_digits(len(PrivacyUnits.of(datasets.load(DATA).train)))
     facts = {"rng": "test", "epsilon": 8.0, **terms}
     return manifest(
         method=NamedOptions(method, options or {}),
-        members=make_members(MEMBERS, 3, 1.0, [units] * 3),
+        members=_members(),
         privacy=NamedOptions("dp_record", facts),
     )
 
 
 def hospital_level(method: str = "fedavg", options: dict | None = None, **terms) -> RunManifest:
     """Freeze a small run that hides what a whole hospital changes; the digits' network is large for it."""
-    units = round_to_two_digits(len(PrivacyUnits.of(datasets.load(DATA).train)))
     choice = NamedOptions("dp_silo_small", {"rng": "test", "epsilon": 8.0, "allow_large": True, **terms})
     made = manifest(
-        method=NamedOptions(method, options or {}), members=make_members(MEMBERS, 3, 1.0, [units] * 3), privacy=choice
+        method=NamedOptions(method, options or {}),
+        members=_members(),
+        privacy=choice,
     )
     return replace(made, layout={**made.layout, **profiles.extra_parts(choice)})
 

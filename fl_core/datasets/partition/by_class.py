@@ -160,7 +160,6 @@ def partition_like(labels: Labels, proportions: NDArray[np.float64], random: np.
 
 
 def _cut(parts: list[Indices], index: Indices, p: NDArray[np.float64], total: int) -> list[Indices]:
-    """Cut one class by proportions p, 0 for silos that are full."""
     below = np.array([len(part) < total / len(parts) for part in parts])
     open_p = p * below
     # When all mass fell on full silos, share among the others.

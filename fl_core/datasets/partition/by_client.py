@@ -91,7 +91,6 @@ def _positive(silos: int, alpha: float) -> None:
 def _drawn(
     labels: Labels, n_classes: int, seed: int, purpose: str, draw: Callable[[np.random.Generator], Shares]
 ) -> list[Indices]:
-    """Draw class weights (silos, C) until every silo gets enough examples."""
     for attempt in range(TRIES):
         random = rng.numpy_stream(seed, "partition", purpose, attempt)
         weights = draw(random)

@@ -220,7 +220,6 @@ def federation_text(config: Mapping[str, object]) -> str:
 
 
 def _written(field: str, value: object) -> list[str]:
-    """Write one field's value, as the parts of a name."""
     if field in _OPTIONAL and (value is None or value in VARIANTS):
         return [] if value is None else [str(value)]
     if not isinstance(value, list | tuple | int | float) or isinstance(value, bool) or value in ([], ()):

@@ -48,7 +48,6 @@ class FullDataset:
     std: tuple[float, ...] = ()
 
     def partition(self, federation: Partitioner) -> list[SiloIndices]:
-        """Partition both splits."""
         users = None
         if self.train.users is not None and self.test.users is not None:
             users = self.train.users, self.test.users
@@ -69,64 +68,58 @@ def _partition(reader: Reader, name: str, root: Path | None, federation: Partiti
     return _read(reader, name, root).partition(federation)
 
 
-def load(
-    reader: Reader, name: str, root: Path | None, federation: Partitioner, silo: int, classes: Sequence[str] | None
-) -> SiloDataset:
-    """Partition a data set and take one silo's share.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One silo's positions in a data set. space: the label space; origin: the canonical reference."""
 
-    classes: the run's label space, the data set's own by default; raises DataError (E-DATA-05) when a class of this
-    silo is not among them, E-DATA-08 when a split is empty.
-    """
-    share = _Share(_read(reader, name, root), _partition(reader, name, root, federation)[silo], classes)
-    report = share.report(f"{name}/{federation.text}/{silo}")
-    report.require_sound()
-    whole = share.whole
-    public = None
-    if len(share.indices.held_out):
-        public = share.examples(whole.test, np.arange(len(whole.test.y)))
-    train, test = (share.examples(half, index) for half, index in share.halves())
-    schema = Schema(tuple(whole.train.x.shape[1:]), share.space)
-    return SiloDataset(schema, train, test, report.origin, report.fingerprint, public)
+    whole: FullDataset
+    indices: SiloIndices
+    space: tuple[str, ...]
+    origin: str
 
+    @classmethod
+    def of(
+        cls,
+        reader: Reader,
+        name: str,
+        root: Path | None,
+        federation: Partitioner,
+        silo: int,
+        classes: Sequence[str] | None,
+    ) -> Share:
+        """Partition a data set and take one silo's share; classes: the label space, the data set's own by default."""
+        whole, indices = _read(reader, name, root), _partition(reader, name, root, federation)[silo]
+        return cls(whole, indices, tuple(classes or whole.classes), f"{name}/{federation.text}/{silo}")
 
-def check(
-    reader: Reader, name: str, root: Path | None, federation: Partitioner, silo: int, classes: Sequence[str] | None
-) -> CheckReport:
-    """Count one silo's share."""
-    share = _Share(_read(reader, name, root), _partition(reader, name, root, federation)[silo], classes)
-    return share.report(f"{name}/{federation.text}/{silo}")
+    def dataset(self) -> SiloDataset:
+        """Make the examples.
 
+        Raises DataError (E-DATA-05) when a class of this silo is outside the label space, E-DATA-08 when a split is
+        empty.
+        """
+        report = self.report()
+        report.require_sound()
+        whole, public = self.whole, None
+        if len(self.indices.held_out):
+            public = self._examples(whole.test, np.arange(len(whole.test.y)))
+        train, test = (self._examples(half, index) for half, index in self._halves())
+        schema = Schema(tuple(whole.train.x.shape[1:]), self.space)
+        return SiloDataset(schema, train, test, self.origin, report.fingerprint, public)
 
-def labels(
-    reader: Reader, name: str, root: Path | None, federation: Partitioner
-) -> tuple[FullDataset, list[SiloIndices]]:
-    """Return the data set and its partition, for a table of classes by silo."""
-    return _read(reader, name, root), _partition(reader, name, root, federation)
-
-
-class _Share:
-    """One silo's positions in a data set, in a label space."""
-
-    def __init__(self, whole: FullDataset, indices: SiloIndices, classes: Sequence[str] | None) -> None:
-        self.whole = whole
-        self.indices = indices
-        self.space = tuple(classes or whole.classes)
-
-    def halves(self) -> tuple[tuple[SplitArrays, Indices], tuple[SplitArrays, Indices]]:
+    def _halves(self) -> tuple[tuple[SplitArrays, Indices], tuple[SplitArrays, Indices]]:
         """Return the arrays and positions of train and test; a hold-out is test, but is stored in the train array."""
         if len(self.indices.held_out):
             return (self.whole.train, self.indices.train), (self.whole.train, self.indices.held_out)
         return (self.whole.train, self.indices.train), (self.whole.test, self.indices.test)
 
-    def examples(self, half: SplitArrays, index: Indices) -> ArrayExamples:
+    def _examples(self, half: SplitArrays, index: Indices) -> ArrayExamples:
         place = np.array([self.space.index(c) if c in self.space else -1 for c in self.whole.classes], dtype=np.int64)
         y = torch.from_numpy(place[half.y[index]])
         return ArrayExamples(half.x, torch.from_numpy(index), y, self.whole.how, self.whole.mean, self.whole.std)
 
-    def report(self, origin: str) -> CheckReport:
-        """Count the examples per split and class, and those of classes outside the label space."""
+    def report(self) -> CheckReport:
         n = len(self.whole.classes)
-        counts = [np.bincount(half.y[index], minlength=n) for half, index in self.halves()]
+        counts = [np.bincount(half.y[index], minlength=n) for half, index in self._halves()]
         both = counts[0] + counts[1]
         unknown = [c for k, c in enumerate(self.whole.classes) if both[k] and c not in self.space]
         by_name = [dict(zip(self.whole.classes, count.tolist(), strict=True)) for count in counts]
@@ -141,10 +134,10 @@ class _Share:
         problems += problem(
             "E-DATA-08", "splits without any example", empty, "Divide among fewer silos, or by another rule"
         )
-        rows = [half.x[torch.from_numpy(index)].numpy().tobytes() for half, index in self.halves()]
-        names = [[self.whole.classes[c] for c in half.y[index]] for half, index in self.halves()]
+        rows = [half.x[torch.from_numpy(index)].numpy().tobytes() for half, index in self._halves()]
+        names = [[self.whole.classes[c] for c in half.y[index]] for half, index in self._halves()]
         return CheckReport(
-            origin,
+            self.origin,
             self.space,
             {s: tuple(count.get(c, 0) for c in self.space) for s, count in zip(SPLITS, by_name, strict=True)},
             problems,

@@ -18,7 +18,6 @@ TEST_SHARE = 0.2
 
 
 def transform(image_size: int | None) -> ImageTransform:
-    """Resize the shorter side to the image size and cut out the middle."""
     return ImageTransform(image_size or DEFAULT_SIZE, how=PHOTOS)
 
 
@@ -70,7 +69,6 @@ def _images(folder: Path) -> list[Path]:
 
 
 def listed(root: Path, level: Path, split: Split) -> list[Item]:
-    """List the images of every class subfolder of one level."""
     if not level.is_dir():
         return []
     return [

@@ -34,7 +34,7 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
         *problem(
             "E-DATA-04",
             f"images of {file.name} without a file",
-            [item.name for item in items if not item.path.is_file()],
+            [item.name for item in items if not _is_file(item.path)],
             f"Restore these files below {file.parent}, or remove their rows",
         ),
         *problem(
@@ -45,3 +45,10 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
         ),
     )
     return SourceIndex(f"manifest:{file}", tuple(classes or sorted({i.label for i in items})), items, problems)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long for any file
+        return False

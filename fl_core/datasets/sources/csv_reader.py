@@ -19,6 +19,8 @@ def read_table(file: Path, required: Sequence[str]) -> list[Row]:
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             lines = list(csv.reader(stream, strict=True))
+        if any("\0" in cell for cells in lines for cell in cells):
+            raise csv.Error("a NUL, which no text or path has")
     except FileNotFoundError as error:
         raise DataError("E-DATA-02", f"expected a CSV file at {file}, found none: check the path") from error
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -30,7 +30,7 @@ SHAPE = (1, 8, 8)
 TEST_SHARE = 0.2
 
 
-class _Share(NamedTuple):
+class Share(NamedTuple):
     """One silo's digits: x (n, 1, 8, 8) in [0, 1] and the digit names, train and test.
 
     public: the whole test split, where the silo's own test digits were held out of its training digits
@@ -42,33 +42,49 @@ class _Share(NamedTuple):
     names: tuple[list[str], list[str]]
     public: tuple[Tensor, list[str]] | None = None
 
-    def examples(self, x: Tensor, names: Sequence[str]) -> TensorExamples:
+    def _examples(self, x: Tensor, names: Sequence[str]) -> TensorExamples:
         """Label digits by their place in the label space; -1 outside it, which only the public split may have."""
         place = [self.space.index(n) if n in self.space else -1 for n in names]
         return TensorExamples(x, torch.tensor(place, dtype=torch.int64), how=DIGITS)
 
+    def dataset(self) -> SiloDataset:
+        """Make the examples; raises DataError (E-DATA-05) when a digit of this silo is outside the label space."""
+        report = self.report()
+        report.require_sound()
+        train, test = (self._examples(x, names) for x, names in zip(self.pixels, self.names, strict=True))
+        public = self._examples(*self.public) if self.public else None
+        return SiloDataset(Schema(SHAPE, self.space), train, test, self.origin, report.fingerprint, public)
 
-def load(federation: Partitioner, silo: int, classes: Sequence[str] | None) -> SiloDataset:
-    """Partition the digits and take one silo's.
+    def report(self) -> CheckReport:
+        both = [*self.names[0], *self.names[1]]
+        unknown = [name for name in both if name not in self.space]
+        problems = problem(
+            "E-DATA-05",
+            f"digits outside the label space ({', '.join(self.space)})",
+            [f"{name!r}: {unknown.count(name)}" for name in sorted(set(unknown))],
+            "Start a run whose `classes` name them",
+            len(unknown),
+        )
+        pixels = [(x * 16).to(torch.uint8).numpy().tobytes() for x in self.pixels]
+        return CheckReport(
+            self.origin,
+            self.space,
+            {
+                s: tuple(n.count(c) for c in self.space)
+                for s, n in zip((Split.TRAIN, Split.TEST), self.names, strict=True)
+            },
+            problems,
+            sizes={SHAPE[1:]: len(both)},
+            fingerprint=fingerprint(*pixels, *self.names),
+        )
 
-    classes: the run's label space, the ten digits by default. Raises DataError: E-DATA-05 when a digit of this silo is
-    not among them, E-DATA-02 when scikit-learn's file of the digits is not there.
+
+def share(federation: Partitioner, silo: int, classes: Sequence[str] | None) -> Share:
+    """Hold out a stratified fifth, the same in every run, partition both splits and take one silo's.
+
+    classes: the run's label space, the ten digits by default. Raises DataError (E-DATA-02) when scikit-learn's file of
+    the digits is not there.
     """
-    share = _share(federation, silo, classes)
-    report = _report(share)
-    report.require_sound()
-    train, test = (share.examples(x, names) for x, names in zip(share.pixels, share.names, strict=True))
-    public = share.examples(*share.public) if share.public else None
-    return SiloDataset(Schema(SHAPE, share.space), train, test, share.origin, report.fingerprint, public)
-
-
-def check(federation: Partitioner, silo: int, classes: Sequence[str] | None) -> CheckReport:
-    """Count one silo's digits."""
-    return _report(_share(federation, silo, classes))
-
-
-def _share(federation: Partitioner, silo: int, classes: Sequence[str] | None) -> _Share:
-    """Hold out a stratified fifth, the same in every run, and partition both splits."""
     images, digits = _digits()
     x = torch.tensor(images / 16, dtype=torch.float32).reshape(-1, *SHAPE)
     train, test = [], []
@@ -84,7 +100,7 @@ def _share(federation: Partitioner, silo: int, classes: Sequence[str] | None) ->
     names = [[CLASSES[c] for c in digits[index]] for index in mine]
     origin = f"digits/{federation.text}/{silo}"
     public = (x[mine[2]], names[2]) if held else None
-    return _Share(origin, tuple(classes or CLASSES), (x[mine[0]], x[mine[1]]), (names[0], names[1]), public)
+    return Share(origin, tuple(classes or CLASSES), (x[mine[0]], x[mine[1]]), (names[0], names[1]), public)
 
 
 @cache
@@ -104,28 +120,3 @@ def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     for kept in (images, digits):
         kept.flags.writeable = False
     return images, digits
-
-
-def _report(share: _Share) -> CheckReport:
-    """Count the examples per split and class, and those of digits outside the label space."""
-    both = [*share.names[0], *share.names[1]]
-    unknown = [name for name in both if name not in share.space]
-    problems = problem(
-        "E-DATA-05",
-        f"digits outside the label space ({', '.join(share.space)})",
-        [f"{name!r}: {unknown.count(name)}" for name in sorted(set(unknown))],
-        "Start a run whose `classes` name them",
-        len(unknown),
-    )
-    pixels = [(x * 16).to(torch.uint8).numpy().tobytes() for x in share.pixels]
-    return CheckReport(
-        share.origin,
-        share.space,
-        {
-            s: tuple(n.count(c) for c in share.space)
-            for s, n in zip((Split.TRAIN, Split.TEST), share.names, strict=True)
-        },
-        problems,
-        sizes={SHAPE[1:]: len(both)},
-        fingerprint=fingerprint(*pixels, *share.names),
-    )

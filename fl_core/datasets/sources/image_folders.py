@@ -18,17 +18,14 @@ from fl_core.types.enums import Split
 
 TREES = {"cifar10": ("", "cifar10", "cifar10-jpeg"), "cinic10": ("", "cinic10", "CINIC-10")}
 TINY = ("", "tinyimagenet", "tiny-imagenet-200")
-NAMES = ("cinic10", "tinyimagenet")
 
 
 def transform(name: str) -> ImageTransform:
-    """Decode at the published size; normalise and augment as the papers do."""
     known = KNOWN[name]
     return ImageTransform(known.shape[-1], how=known.how, mean=known.mean, std=known.std)
 
 
 def located(name: str, root: Path) -> Path | None:
-    """Find the folder that holds the tree."""
     if name == "tinyimagenet":
         return next((root / at for at in TINY if (root / at / "wnids.txt").is_file()), None)
     wanted = [f"{split}/{KNOWN[name].classes[0]}" for split in ("train", "test")]

@@ -127,7 +127,6 @@ def split_center(found: SourceIndex, place: int, count: int, seed: int, origin: 
 
 
 def _locate(root: Path) -> Path:
-    """Find the folder: `root` itself or `root/isic2019`."""
     for folder in (root, root / "isic2019"):
         if (folder / SPLIT_FILE).is_file() and (folder / IMAGES).is_dir():
             return folder
@@ -139,7 +138,6 @@ def _locate(root: Path) -> Path:
 
 
 def _groups(file: Path) -> dict[str, str]:
-    """Read image -> lesion; empty without the file."""
     return {r["image"]: r["lesion_id"] for r in read_table(file, ("image", "lesion_id"))} if file.exists() else {}
 
 
@@ -150,13 +148,11 @@ def _item(row: Row, folder: Path, groups: dict[str, str]) -> Item:
 
 
 def _target(row: Row) -> int:
-    """Read the class index; -1 when it is none."""
     text = row["target"].removesuffix(".0")
     return int(text) if text.isdecimal() and int(text) < len(_COLUMNS) else -1
 
 
 def _contradiction(row: Row) -> str:
-    """Say how a row contradicts itself; empty when it does not."""
     if _target(row) < 0:
         return f"target {row['target']!r}"
     if row["fold"] not in ("train", "test"):
@@ -171,7 +167,6 @@ def _contradiction(row: Row) -> str:
 
 
 def _disagreements(rows: Sequence[Row], mine: Sequence[Row], stored: set[str]) -> tuple[CheckProblem, ...]:
-    """Find rows that contradict themselves, images listed twice, and images that no row lists."""
     wrong = [f"{row['image']}: {fault}" for row in mine if (fault := _contradiction(row))]
     own = {row["image"] for row in mine}
     times = Counter(row["image"] for row in rows)

@@ -52,12 +52,11 @@ def _half(name: str, folder: Path, numbers: dict[str, int]) -> SplitArrays:
 
 
 def _users(file: Path) -> list[tuple[str, list[object], list[object]]]:
-    """Read one file's users with their examples and labels."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         found = [(str(u), list(raw["user_data"][u]["x"]), list(raw["user_data"][u]["y"])) for u in raw["users"]]
         sizes = [int(n) for n in raw["num_samples"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise _contradiction(file, f"{type(error).__name__} {error}") from error
     for (user, rows, labels), size in zip(found, sizes, strict=False):
         if not len(rows) == len(labels) == size:
@@ -77,7 +76,7 @@ def _pixels(file: Path, user: str, rows: list[object]) -> Tensor:
     """Turn rows of 784 numbers in [0, 1] into (n, 1, 28, 28) bytes; LEAF divided bytes by 255, so nothing is lost."""
     try:
         x = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 1, 28, 28)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise _contradiction(file, f"{user}: no rows of 784 numbers ({error})") from error
     if len(x) and not (x.min() >= 0 and x.max() <= 1):
         raise _contradiction(file, f"{user}: pixels from {x.min():g} to {x.max():g}")

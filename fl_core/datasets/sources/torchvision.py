@@ -34,7 +34,6 @@ class _Published(Protocol):
 
 
 def located(name: str, root: Path) -> Path | None:
-    """Find the folder that holds a data set: the root or a folder of its name in it."""
     return next((folder for folder in (root, root / name) if (folder / MARKS[name]).exists()), None)
 
 
@@ -60,7 +59,6 @@ def read(name: str, root: Path | None) -> FullDataset:
 
 
 def _half(name: str, folder: Path, train: bool) -> SplitArrays:
-    """Read one split."""
     from torchvision import datasets as published  # takes seconds to import: only for those who use it
 
     readers: dict[str, Callable[[], _Published]] = {

@@ -23,11 +23,18 @@ import torch
 from torch import Tensor
 
 from fl_core.methods.building_blocks.fine_grained import Anchors
-from fl_core.types.values import Part
+from fl_core.types.enums import Weighing
+from fl_core.types.values import Part, PartRule
 
 MODES = ("server", "stale", "counts", "fedavg")
 PART = "fine"
 HEAD = "fine.weight"
+
+
+def rule(mode: str) -> PartRule:
+    """Say what a silo's weight of its head, or of a row of it, is."""
+    found = {"server": Weighing.ONCE, "stale": Weighing.QUALITY}
+    return PartRule(found.get(mode, Weighing.EXAMPLES))
 
 
 def shares(p: Tensor, phi: Tensor) -> Tensor:

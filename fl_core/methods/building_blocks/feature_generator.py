@@ -37,7 +37,6 @@ class Generator(nn.Module):
         self.last = nn.Linear(hidden, d)
 
     def forward(self, y: Tensor, e: Tensor) -> Tensor:
-        """Return the features."""
         label = one_hot(y, self.n_classes).to(e)
         z: Tensor = self.last(torch.relu(self.norm(self.first(torch.cat([e, label], 1)))))
         return z
@@ -132,13 +131,11 @@ def train(
 
 
 def fresh_moments(model: Generator) -> dict[str, dict[str, Tensor]]:
-    """Make the moments of an Adam that has taken no step."""
     zeros = tensor_maps.zeros(tensor_maps.trainable(model))
     return {**{key: dict(zeros) for key in ADAM}, "step": {"t": torch.zeros(())}}
 
 
 def seeded(seed: int, n_classes: int, noise: int, hidden: int, d: int) -> Generator:
-    """Make a generator with the initial weights of this seed."""
     with rng.torch_scope(seed, "generator"):
         return Generator(n_classes, noise, hidden, d)
 

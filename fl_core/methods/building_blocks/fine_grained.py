@@ -71,7 +71,6 @@ class FineModel(nn.Module):
         self._form = (per_class, aggregation)
 
     def features(self, x: Tensor) -> Tensor:
-        """Return the features (B, d)."""
         z: Tensor = self.projection(self.body(x))
         return z
 
@@ -80,7 +79,6 @@ class FineModel(nn.Module):
         return class_logits(self.fine(z), *self._form)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the class logits (B, C)."""
         return self.classify(self.features(x))
 
 
@@ -99,7 +97,6 @@ class Anchors(NamedTuple):
 
 
 def unknown(fine: int, d: int) -> dict[str, Tensor]:
-    """Make the state before round 0."""
     return {"p": torch.zeros(fine, d), "known": torch.zeros(fine), "count": torch.zeros(fine)}
 
 

@@ -22,7 +22,6 @@ class UnitLength(nn.Module):
     """Bring each feature vector to length 1."""
 
     def forward(self, z: Tensor) -> Tensor:
-        """Return z / max(||z||, 1e-12)."""
         return normalize(z, dim=1, eps=EPS)
 
 
@@ -38,7 +37,6 @@ class Scale(nn.Module):
             self.register_buffer("factor", factor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return s x."""
         return x * self.factor
 
 
@@ -71,7 +69,6 @@ class FixedHead(nn.Module):
         return h
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits (B, C)."""
         logits: Tensor = self.scale(self.features(x) @ cast(Tensor, self.classifier).T)
         return logits
 
@@ -84,7 +81,6 @@ class Adapted(nn.Module):
         self.model, self.factor, self.left_out = model, factor, left_out
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits (B, C)."""
         logits: Tensor = self.model(x)
         logits = logits * self.factor.to(logits)
         return logits if self.left_out is None else logits.masked_fill(self.left_out.to(logits.device), float("-inf"))

@@ -33,10 +33,8 @@ class CachedFeatures(nn.Module):
         self._z = z
 
     def features(self, x: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the known features (B, d)."""
         return self._z
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the logits (B, C)."""
         logits: Tensor = self.head(self._z)
         return logits

@@ -9,12 +9,15 @@ differential privacy needs, then cuts off less.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
+from fl_core.methods.fedavg import FedAvg
 from fl_core.models.split_model import SplitModel
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import ClassSums, Part, RoundContext, State, Tensors
+from fl_core.types.values import Bundle, ClassSums, Part, RoundContext, State, Tensors
 
 PROTOTYPES = "prototypes"
 
@@ -51,13 +54,47 @@ def empty_part(state: Tensors) -> Part:
     return Part({"offset": torch.zeros_like(state["g"])}, torch.zeros_like(state["known"]))
 
 
-def part_to_send(model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> Part:
-    """Measure prototypes around the received ones; send none where the silo submits none."""
-    state = msg[PROTOTYPES]
-    return local_sums(model, state, data) if context.prototypes else empty_part(state)
-
-
 def update(state: Tensors, part: Part) -> dict[str, Tensor]:
     """Move each prototype by its mean offset; rows of weight 0 stay as they are, known or not."""
     known = torch.maximum(state["known"], (part.weight > 0).float())
     return {"g": state["g"] + part.mean()["offset"], "known": known}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrototypeExchange(FedAvg):
+    """As FedAvg, with prototypes that are measured after training, sent up and merged by class counts.
+
+    Guarantees: where `uses_prototypes` is False, nothing more is sent or computed than by FedAvg.
+    """
+
+    @property
+    def uses_prototypes(self) -> bool:
+        """Tell whether prototypes are measured and travel."""
+        return True
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        return (*super().sends, PROTOTYPES) if self.uses_prototypes else super().sends
+
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
+        start = super().init_server(model, context)
+        if not self.uses_prototypes:
+            return start
+        return {**start, PROTOTYPES: initial_prototypes(context.n_classes, features_of(model).feature_dim)}
+
+    def broadcast(self, server: State) -> State:
+        msg = super().broadcast(server)
+        return {**msg, PROTOTYPES: server[PROTOTYPES]} if self.uses_prototypes else msg
+
+    def extras(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> dict[str, Part]:
+        extra = super().extras(model, msg, data, context)
+        if not self.uses_prototypes:
+            return extra
+        state = msg[PROTOTYPES]
+        return {**extra, PROTOTYPES: local_sums(model, state, data) if context.prototypes else empty_part(state)}
+
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
+        after = super().merge(server, total, context)
+        if not self.uses_prototypes:
+            return after
+        return {**after, PROTOTYPES: update(server[PROTOTYPES], total[PROTOTYPES])}

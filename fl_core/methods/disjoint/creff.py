@@ -15,20 +15,23 @@ expectation, taken over all of its examples in one query. The first psi is the m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fl_core import rng, validate
+from fl_core import rng
 from fl_core.methods.building_blocks import class_vectors
 from fl_core.methods.building_blocks.gradient_matching import matched, outer_gradient, retrained
 from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps
+from fl_core.types.enums import Weighing
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, ClassSums, LocalResult, Part, RoundContext, State, Tensors
+from fl_core.types.values import Bundle, ClassSums, LocalResult, Part, PartRule, RoundContext, State, Tensors
+from fl_core.validate import Count, Positive, PositiveCount
 
 PART, HEAD = "class_gradients", "head"
 
@@ -42,26 +45,23 @@ class CReFF(FedAvg):
     """
 
     name: ClassVar[str] = "creff"
-    features: int = 100
-    feature_steps: int = 100
-    feature_lr: float = 0.1
-    epochs: int = 300
-    lr: float = 0.01
-    batch: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.at_least("E-CFG-02", self.name, 0, feature_steps=self.feature_steps, epochs=self.epochs)
-        validate.at_least("E-CFG-02", self.name, 1, features=self.features, batch=self.batch)
-        validate.positive("E-CFG-02", self.name, feature_lr=self.feature_lr, lr=self.lr)
+    features: PositiveCount = 100
+    feature_steps: Count = 100
+    feature_lr: Positive = 0.1
+    epochs: Count = 300
+    lr: Positive = 0.01
+    batch: PositiveCount = 128
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """Name what goes up, part by part."""
         return ("delta", PART)
 
+    @property
+    def part_rules(self) -> Mapping[str, PartRule]:
+        """Count each holder of a class once in its gradient."""
+        return {**super().part_rules, PART: PartRule(Weighing.ONCE)}
+
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
-        """Start with normally drawn features and the model's own head."""
         split, seed = features_of(model), class_vectors.seed_of(model)
         shape = (context.n_classes, self.features, split.feature_dim)
         v = torch.randn(shape, generator=rng.stream(seed, "federated features"))
@@ -74,11 +74,9 @@ class CReFF(FedAvg):
         }
 
     def broadcast(self, server: State) -> State:
-        """Send the model and the retrained classifier."""
         return {"w": server["w"], HEAD: server[HEAD]}
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Measure the gradients of the received classifier, then train as FedAvg does."""
         tensor_maps.load_state(model, msg["w"])
         gradients = self._gradients(model, msg[HEAD], data)
         outcome = super().local(model, msg, silo, data, context)
@@ -101,7 +99,6 @@ class CReFF(FedAvg):
         return Part.of({"g": mean.view(len(mean), split.n_classes, -1)}, held.float())
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
-        """Average models; move the features towards the mean gradients and retrain the classifier."""
         after = super().merge(server, total, context)
         known = total[PART].weight > 0
         if not bool(known.any()):
@@ -113,12 +110,10 @@ class CReFF(FedAvg):
         return {**after, HEAD: psi, "features": {"v": v}}
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
-        """Put the retrained classifier on the averaged body."""
         tensor_maps.load_state(model, {**msg["w"], **_under_head(msg[HEAD])})
         return model
 
     def exported(self, server: State) -> Tensors:
-        """Export the averaged body and the retrained classifier."""
         return {**server["w"], **_under_head(server[HEAD])}
 
 

@@ -1,8 +1,8 @@
 """FedCD: fine-grained prototypes, rebalanced and regularised local training, class-level aggregation of the head.
 
 Long, Xue, Chu, Zhang, Wu, Zang and Du, "FedCD: A Classifier Debiased Federated Learning Framework for Non-IID Data",
-ACM MM 2023, equations 1 to 15 (hpc, bpr: losses/fedcd.py, dkd: decoupled_distillation.py; fine classes:
-fine_grained.py, head: class_level_aggregation.py, first clusters: kmeans.py).
+ACM MM 2023, equations 1 to 15 (hpc, bpr, dkd: losses/fedcd.py; fine classes: fine_grained.py,
+head: class_level_aggregation.py, first clusters: kmeans.py).
 
     theta, phi, P^k <- SGD on L                            P^k starts from P^g
     theta = sum_k p_k theta_k,   phi = ACLA(phi_k)
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Annotated, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +41,12 @@ from fl_core.methods.building_blocks.fine_grained import Anchors, FineModel, cla
 from fl_core.methods.building_blocks.kmeans import clusters
 from fl_core.methods.building_blocks.prototypes import PROTOTYPES, features_of
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.losses import decoupled_distillation
-from fl_core.methods.losses.fedcd import bpr, decay, hpc
+from fl_core.methods.losses.fedcd import bpr, decay, dkd, hpc, kd
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability, Coupling
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, LocalResult, Losses, Part, RoundContext, SgdOptions, State, Tensors
+from fl_core.types.values import Bundle, LocalResult, Losses, Part, PartRule, RoundContext, SgdOptions, State, Tensors
+from fl_core.validate import NonNegative, Positive, PositiveCount, below, bounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,50 +63,37 @@ class FedCD(FedAvg):
     """
 
     name: ClassVar[str] = "fedcd"
-    fine: int = 3
-    lam: float = 0.1
-    gamma: float = 0.1
-    alpha: float = 0.1
-    tau: float = 1.0
-    xi: float = 0.5
-    aggregation: str = "sum"
-    distill: str = "dkd"
+    fine: PositiveCount = 3
+    lam: NonNegative = 0.1
+    gamma: NonNegative = 0.1
+    alpha: Annotated[NonNegative, bounded(below, 0.5)] = 0.1
+    tau: Positive = 1.0
+    xi: NonNegative = 0.5
+    aggregation: Literal["sum", "mean", "prob"] = "sum"
+    distill: Literal["dkd", "kd"] = "dkd"
     acla: str = "server"
     hpc: bool = True
-    importance: str = "scaled"
+    importance: Literal["scaled", "unscaled", "shuffle", "none"] = "scaled"
     zero_based: bool = False
-    restarts: int = 10
-    steps: int = 10
+    restarts: PositiveCount = 10
+    steps: PositiveCount = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        validate.at_least("E-CFG-02", self.name, 1, fine=self.fine, restarts=self.restarts, steps=self.steps)
-        validate.at_least("E-CFG-02", self.name, 0, lam=self.lam, gamma=self.gamma, alpha=self.alpha, xi=self.xi)
-        validate.positive("E-CFG-02", self.name, tau=self.tau)
-        validate.below("E-CFG-02", self.name, 0.5, alpha=self.alpha)
         if self.acla == "two_phase":
             raise ConfigError(
                 "E-CFG-02",
                 "fedcd.acla: two_phase needs two exchanges in a round, and a round has one: expected "
                 "server (the same rule, made by the server) or stale (under secure aggregation)",
             )
-        validate.one_of(
-            "E-CFG-02",
-            self.name,
-            acla=(self.acla, class_level_aggregation.MODES),
-            aggregation=(self.aggregation, tuple(fine_grained.AGGREGATIONS)),
-            distill=(self.distill, ("dkd", "kd")),
-            importance=(self.importance, ("scaled", "unscaled", "shuffle", "none")),
-        )
+        validate.one_of("E-CFG-02", self.name, acla=(self.acla, class_level_aggregation.MODES))
 
     @property
     def unsummed_parts(self) -> frozenset[str]:
-        """Let the server see each head where it weighs them."""
         return frozenset({class_level_aggregation.PART}) if self.acla == "server" else frozenset()
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
-        """Lack privacy of records, and with the published rule also sums that hide silos."""
         each = (
             {Capability.SECURE_AGGREGATION: "set method.acla=stale, which needs sums alone"}
             if self.unsummed_parts
@@ -117,22 +104,23 @@ class FedCD(FedAvg):
 
     @property
     def coupling(self) -> Coupling:
-        """Say that bpr mixes a batch, and so do importances that ignore its size."""
         return Coupling.BATCH if self.gamma or self.importance in ("unscaled", "shuffle") else Coupling.EXAMPLE
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """Name what goes up, part by part."""
         return ("delta", PROTOTYPES) if self.acla == "fedavg" else ("delta", class_level_aggregation.PART, PROTOTYPES)
 
+    @property
+    def part_rules(self) -> Mapping[str, PartRule]:
+        """Weigh the head as its rule does."""
+        return {**super().part_rules, class_level_aggregation.PART: class_level_aggregation.rule(self.acla)}
+
     def shared(self, name: str) -> bool:
-        """Average what makes features, and the head where it has no rule of its own."""
         return not name.startswith(("head.", "prototypes.")) and (
             name != class_level_aggregation.HEAD or self.acla == "fedavg"
         )
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
-        """Start with an evenly random head, as a linear layer has, and without prototypes."""
         split = features_of(model)
         rows, d = context.n_classes * self.fine, split.feature_dim
         head = torch.rand(rows, d, generator=rng.stream(class_vectors.seed_of(model), "fine head"))
@@ -146,11 +134,9 @@ class FedCD(FedAvg):
         }
 
     def broadcast(self, server: State) -> State:
-        """Send the model, the prototypes and what they stand for."""
         return dict(server)
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Find the silo's anchors, train everything at once, count again and send."""
         anchors = self._anchors(self._received(model, msg), msg[PROTOTYPES], data, context)
         net = self._received(model, msg, anchors.points)
         objective = self._objective(msg, anchors, data, context)
@@ -175,7 +161,6 @@ class FedCD(FedAvg):
         return LocalResult(bundle, silo)
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:  # noqa: ARG002
-        """Average features by examples, prototypes by their counts, the head by its rule."""
         w, after = server["w"], fine_grained.merged(server[PROTOTYPES], total[PROTOTYPES], self.fine)
         w = {**w, **tensor_maps.add(tensor_maps.select(w, self.shared), total["delta"].mean())}
         if self.acla != "fedavg":
@@ -189,7 +174,6 @@ class FedCD(FedAvg):
         return {**server, "w": w, PROTOTYPES: after}
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
-        """Classify with the fine head."""
         return self._received(model, msg)
 
     def _received(self, model: nn.Module, msg: State, points: Tensor | None = None) -> FineModel:
@@ -198,7 +182,6 @@ class FedCD(FedAvg):
         return net
 
     def _anchors(self, net: FineModel, state: Tensors, data: LocalData, context: RoundContext) -> Anchors:
-        """Take the known prototypes; cluster the silo's classes that have none."""
         known = state["known"] > 0
         of_class = fine_grained.by_class(known, self.fine).any(1)
         new = (data.class_counts().cpu() > 0) & ~of_class
@@ -221,7 +204,6 @@ class FedCD(FedAvg):
         return Objective(self, mu, msg["w"][class_level_aggregation.HEAD], anchors, state["p"], count, n, drawn)
 
     def _shuffled(self, count: Tensor, data: LocalData, context: RoundContext) -> Callable[[int], Tensor]:
-        """Draw which prototypes join a batch: each one batch of an epoch on average."""
         draw = rng.stream(context.seed, "round", context.round, "silo", context.silo, "prototypes")
         return lambda batch: count * (torch.rand(len(count), generator=draw) < batch / data.size())
 
@@ -259,9 +241,9 @@ class Objective:
             with torch.no_grad():
                 global_logits = class_logits(linear(z, self.phi.to(z)), self.options.fine, self.options.aggregation)
             distillation = (
-                decoupled_distillation.kd(global_logits, logits)
+                kd(global_logits, logits)
                 if self.options.distill == "kd"
-                else decoupled_distillation.dkd(global_logits, logits, y, self.options.xi)
+                else dkd(global_logits, logits, y, self.options.xi)
             )
             total = total + self.options.lam * distillation
         return total

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core import validate
 from fl_core.methods.building_blocks import class_vectors
 from fl_core.methods.building_blocks.fixed_classifier import CLASSIFIER, SCALE, Adapted, FixedHead, adaptation
 from fl_core.methods.building_blocks.prototypes import features_of
@@ -32,6 +31,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import LocalResult, Losses, LossFn, RoundContext, SgdOptions, State, Tensors
+from fl_core.validate import Positive
 
 FRAME = "etf"
 NORM = "norm"
@@ -52,26 +52,18 @@ class FedGELA(FedAvg):
     has_personal_model: ClassVar[bool] = True
     etf: bool = True
     adapt: bool = True
-    logit_scale: float = 30.0
-    feature_norm: str = "l2"
+    logit_scale: Positive = 30.0
+    feature_norm: Literal["l2", "batch"] = "l2"
     mask_missing: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.positive("E-CFG-02", self.name, logit_scale=self.logit_scale)
-        validate.one_of("E-CFG-02", self.name, feature_norm=(self.feature_norm, ("l2", "batch")))
 
     @property
     def private_form(self) -> Mapping[str, str | int]:
-        """Bring each feature vector to length 1 by itself: BatchNorm mixes a batch."""
         return {"feature_norm": "l2"} if self._batch_norm else {}
 
     def shared(self, name: str) -> bool:
-        """Keep the classifier off the wire: the model's own head is not used, the frame is known."""
         return not self.etf or not name.startswith(("head.", CLASSIFIER, SCALE))
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
-        """Draw the frame's seed from the initial weights; float32 holds its 24 bits exactly."""
         if not self.etf:
             return super().init_server(model, context)
         frame = {
@@ -87,19 +79,16 @@ class FedGELA(FedAvg):
         )
 
     def broadcast(self, server: State) -> State:
-        """Send the features' weights and the frame's seed."""
         return dict(server)
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train the features under the adapted frame."""
         net = self._received(model, msg)
         data.sgd(net, self.objective(net, msg, data, context), SgdOptions(only=self.shared))
         trained = tensor_maps.copy_state(net)
         kept = {NORM: {name: trained[f"{NORM}.{name}"].cpu() for name in silo[NORM]}} if self._batch_norm else silo
-        return LocalResult({"delta": self.delta(net, msg, data)}, kept)
+        return LocalResult(self.bundle(net, msg, data, context), kept)
 
     def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:
-        """Make the cross entropy of the adapted logits."""
         if not self.adapt:
             return super().objective(model, msg, data, context)
         phi = adaptation(data.class_counts())
@@ -111,11 +100,9 @@ class FedGELA(FedAvg):
         return loss
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
-        """Classify with the plain frame, or the averaged head."""
         return self._received(model, msg)
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
-        """Classify with the adapted frame, on the silo's own features."""
         net = self._net(model, msg[FRAME]) if self.etf else model
         if self._batch_norm:
             tensor_maps.load_state(net, {f"{NORM}.{name}": v for name, v in silo[NORM].items()})
@@ -124,7 +111,6 @@ class FedGELA(FedAvg):
         return Adapted(net, phi, counts <= 0 if self.mask_missing else None)
 
     def exported(self, server: State) -> Tensors:
-        """Export the frame and its scale beside the features' weights."""
         if not self.etf:
             return super().exported(server)
         return {**server["w"], CLASSIFIER: frame_of(server[FRAME]).float(), SCALE: torch.tensor([self.logit_scale])}
@@ -147,6 +133,5 @@ class FedGELA(FedAvg):
 
 
 def frame_of(frame: Tensors) -> Tensor:
-    """Make the frame (C, d) again from what travels: its seed and its dimensions."""
     n_classes, d = (int(v) for v in frame["shape"])
     return class_vectors.etf(n_classes, d, int(frame["seed"]))

@@ -17,22 +17,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
 
-from fl_core import rng, validate
+from fl_core import rng
 from fl_core.methods.building_blocks import class_vectors, feature_generator
 from fl_core.methods.building_blocks.feature_generator import Generator, GeneratorConfig, SiloClassifiers
 from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models.split_model import SplitModel
 from fl_core.types import tensor_maps
-from fl_core.types.enums import Capability
+from fl_core.types.enums import Capability, Weighing
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, LocalResult, Losses, Part, RoundContext, SgdOptions, State, Tensors
+from fl_core.types.values import Bundle, LocalResult, Losses, Part, PartRule, RoundContext, SgdOptions, State, Tensors
+from fl_core.validate import Count, NonNegative, PositiveCount, at_least, bounded
 
 HEADS, GENERATOR, LABELS = "heads", "generator", "labels"
 
@@ -55,45 +56,23 @@ class FedGen(FedAvg):
     """
 
     name: ClassVar[str] = "fedgen"
-    mode: str = "plain"
-    alpha: float = 10.0
-    beta: float = 10.0
-    made: int = 32
-    noise: int = 32
-    noise_kind: str = "normal"
-    hidden: int = 256
-    steps: int = 50
-    lr: float = 3e-4
-    weight_decay: float = 1e-2
-    diversity: float = 1.0
-    draws: str = "example"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.one_of(
-            "E-CFG-02",
-            self.name,
-            mode=(self.mode, ("plain", "secagg")),
-            noise_kind=(self.noise_kind, ("normal", "uniform")),
-            draws=(self.draws, ("example", "class")),
-        )
-        validate.at_least(
-            "E-CFG-02",
-            self.name,
-            0,
-            alpha=self.alpha,
-            beta=self.beta,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            diversity=self.diversity,
-            steps=self.steps,
-        )
-        validate.at_least("E-CFG-02", self.name, 1, noise=self.noise, hidden=self.hidden)
-        validate.at_least("E-CFG-02", self.name, 2, made=self.made)  # the generator's BatchNorm needs two
+    bias_follows_classes: ClassVar[bool] = False
+    even_norms: ClassVar[bool] = False
+    mode: Literal["plain", "secagg"] = "plain"
+    alpha: NonNegative = 10.0
+    beta: NonNegative = 10.0
+    made: Annotated[int, bounded(at_least, 2)] = 32
+    noise: PositiveCount = 32
+    noise_kind: Literal["normal", "uniform"] = "normal"
+    hidden: PositiveCount = 256
+    steps: Count = 50
+    lr: NonNegative = 3e-4
+    weight_decay: NonNegative = 1e-2
+    diversity: NonNegative = 1.0
+    draws: Literal["example", "class"] = "example"
 
     @property
     def unsummed_parts(self) -> frozenset[str]:
-        """Name the classifiers, which the plain mode's server must see one by one."""
         return frozenset({HEADS}) if self.mode == "plain" else frozenset()
 
     @property
@@ -103,14 +82,20 @@ class FedGen(FedAvg):
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
-        """Say also that the published form sees single classifiers."""
         remedy = "the server sees each silo's classifier: set mode=secagg"
         return {**super().unsupported, **({Capability.SECURE_AGGREGATION: remedy} if self.mode == "plain" else {})}
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """Name what goes up, part by part."""
         return ("delta", HEADS) if self.mode == "plain" else ("delta", GENERATOR, LABELS)
+
+    @property
+    def part_rules(self) -> Mapping[str, PartRule]:
+        """Count classifiers and labels once; both hold class counts."""
+        if self.mode == "plain":
+            return {**super().part_rules, HEADS: PartRule(Weighing.ONCE, counts="n", level=True)}
+        own = {GENERATOR: PartRule(self.weighing), LABELS: PartRule(Weighing.ONCE, counts="n")}
+        return {**super().part_rules, **own}
 
     def generator_config(self, t: int) -> GeneratorConfig:
         """Return how the generator is trained in round t; its rate falls by 0.98 a round."""
@@ -120,7 +105,6 @@ class FedGen(FedAvg):
         )
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
-        """Start with an untrained generator and no label known."""
         split, seed = features_of(model), class_vectors.seed_of(model)
         made = feature_generator.seeded(seed, context.n_classes, self.noise, self.hidden, split.feature_dim)
         state = {
@@ -133,11 +117,9 @@ class FedGen(FedAvg):
         return {**state, **feature_generator.fresh_moments(made), "seed": {"s": torch.tensor(float(seed))}}
 
     def broadcast(self, server: State) -> State:
-        """Send the model, the generator and the federation's class counts."""
         return {group: server[group] for group in ("w", GENERATOR, LABELS)}
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train with generated features; send the classifier, or the generator's steps on it."""
         tensor_maps.load_state(model, msg["w"])
         t, known = context.round, msg[LABELS]["n"]
         a, b = ((coefficient(v, t) if t and bool(known.any()) else 0.0) for v in (self.alpha, self.beta))
@@ -166,9 +148,7 @@ class FedGen(FedAvg):
             return self.made / data.batch_size * a * cross_entropy(self._logits(model, made, y, random), y)
 
         data.sgd(model, loss, SgdOptions(penalty=penalty if a else None))
-        return LocalResult(
-            {"delta": self.delta(model, msg, data), **self._generator_parts(model, msg, data, context)}, silo
-        )
+        return LocalResult(self.bundle(model, msg, data, context), silo)
 
     def _logits(self, model: nn.Module, made: Generator, y: Tensor, random: torch.Generator) -> Tensor:
         e = feature_generator.draw_noise(len(y), self.noise, self.noise_kind, random).to(y.device)
@@ -187,8 +167,7 @@ class FedGen(FedAvg):
         tensor_maps.load_state(made, state)
         return made
 
-    def _generator_parts(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> dict[str, Part]:
-        """Return what trains the generator: this silo's classifier, or its steps on it."""
+    def extras(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> dict[str, Part]:
         head, counts = head_tensors(model), data.class_counts().cpu()
         if self.mode == "plain":
             return {HEADS: Part({**head, "n": counts}, torch.tensor(1.0))}
@@ -202,7 +181,6 @@ class FedGen(FedAvg):
         return {GENERATOR: Part.of(moved, self.weight(data)), LABELS: Part({"n": counts}, torch.tensor(1.0))}
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
-        """Average models, and train the generator or average it too."""
         after = super().merge(server, total, context)
         part = total[HEADS if self.mode == "plain" else LABELS]
         n = part.total["n"].sum(0).float() if self.mode == "plain" else part.total["n"].float()

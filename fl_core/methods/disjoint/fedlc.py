@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from fl_core import validate
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses import logit_adjustment
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Losses, LossFn, RoundContext, State
+from fl_core.validate import NonNegative
 
 log = logging.getLogger(__name__)
 
@@ -39,22 +39,12 @@ class FedLC(FedAvg):
     """
 
     name: ClassVar[str] = "fedlc"
-    tau: float = 1.0
-    form: str = "calibrated"
-    missing: str = "mask"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.at_least("E-CFG-02", self.name, 0, tau=self.tau)
-        validate.one_of(
-            "E-CFG-02",
-            self.name,
-            form=(self.form, ("calibrated", "published")),
-            missing=(self.missing, ("mask", "floor")),
-        )
+    bias_follows_classes: ClassVar[bool] = False
+    tau: NonNegative = 1.0
+    form: Literal["calibrated", "published"] = "calibrated"
+    missing: Literal["mask", "floor"] = "mask"
 
     def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:  # noqa: ARG002
-        """Make the calibrated loss from the silo's class counts."""
         counts = data.class_counts()
         if self.missing == "floor":
             counts = counts.clamp_min(1.0)

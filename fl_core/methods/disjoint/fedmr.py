@@ -15,25 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core import rng, validate
+from fl_core import rng
 from fl_core.errors import ConfigError
-from fl_core.methods.building_blocks import prototypes
-from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.building_blocks.prototypes import PROTOTYPES, PrototypeExchange, features_of
 from fl_core.methods.losses import fedmr
 from fl_core.methods.losses.fedmr import IntraVariant, PrototypeTargets
-from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, Losses, LossFn, Part, RoundContext, State
+from fl_core.types.values import Losses, LossFn, RoundContext, State
+from fl_core.validate import Count, NonNegative
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedMR(FedAvg):
+class FedMR(PrototypeExchange):
     """As FedAvg, except that features are decorrelated within classes and kept apart from other classes' prototypes.
 
     mu1, mu2: weights of L_intra and L_inter, >= 0   eps: added to variances   warmup: rounds in which mu2 grows to
@@ -46,40 +45,27 @@ class FedMR(FedAvg):
 
     name: ClassVar[str] = "fedmr"
     without_prototypes: ClassVar[Mapping[str, str | bool] | None] = {"prototypes": False}
-    mu1: float = 1e-5
-    mu2: float = 0.1
-    intra: str = "paper"
-    inter: str = "own_sample"
-    inter_weighting: str = "batch"
-    negatives: str = "all"
+    mu1: NonNegative = 1e-5
+    mu2: NonNegative = 0.1
+    intra: Literal["paper", "code"] = "paper"
+    inter: Literal["own_sample", "paired_sample"] = "own_sample"
+    inter_weighting: Literal["batch", "example"] = "batch"
+    negatives: Literal["all", "observed"] = "all"
     no_margin: bool = False
     paper_literal_std: bool = False
-    eps: float = 1e-8
-    warmup: int = 0
-    lite: int = 0
-    lite_scope: str = "inter"
+    eps: NonNegative = 1e-8
+    warmup: Count = 0
+    lite: Count = 0
+    lite_scope: Literal["inter", "both"] = "inter"
     prototypes: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        validate.at_least(
-            "E-CFG-02", self.name, 0, mu1=self.mu1, mu2=self.mu2, eps=self.eps, warmup=self.warmup, lite=self.lite
-        )
-        validate.one_of(
-            "E-CFG-02",
-            self.name,
-            intra=(self.intra, ("paper", "code")),
-            inter=(self.inter, ("own_sample", "paired_sample")),
-            inter_weighting=(self.inter_weighting, ("batch", "example")),
-            negatives=(self.negatives, ("all", "observed")),
-            lite_scope=(self.lite_scope, ("inter", "both")),
-        )
         if self.no_margin and self.inter == "paired_sample":
             raise ConfigError("E-CFG-02", "no_margin pairs nothing: expected inter=own_sample, found paired_sample")
 
     @property
     def uses_prototypes(self) -> bool:
-        """Tell whether prototypes are measured and sent: only when a loss needs them."""
         return self.prototypes and self.mu2 > 0
 
     @property
@@ -98,33 +84,12 @@ class FedMR(FedAvg):
         mixed = self.uses_prototypes and self.inter == "own_sample" and self.inter_weighting == "batch"
         return {**({"inter_weighting": "example"} if mixed else {}), **({"lite": 0} if self.lite else {})}
 
-    @property
-    def sends(self) -> tuple[str, ...]:
-        """Name what goes up, part by part."""
-        return ("delta", prototypes.PROTOTYPES) if self.uses_prototypes else ("delta",)
-
-    def init_server(self, model: nn.Module, context: RoundContext) -> State:
-        """Start from the initialised model, with no prototype known."""
-        start = {"w": tensor_maps.copy_state(model)}
-        unknown = prototypes.initial_prototypes(context.n_classes, prototypes.features_of(model).feature_dim)
-        return {**start, prototypes.PROTOTYPES: unknown} if self.uses_prototypes else start
-
-    def broadcast(self, server: State) -> State:
-        """Send the model and the prototypes."""
-        return dict(server)
-
-    def extras(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> dict[str, Part]:
-        """Measure prototypes around the received ones."""
-        return (
-            {prototypes.PROTOTYPES: prototypes.part_to_send(model, msg, data, context)} if self.uses_prototypes else {}
-        )
-
     def _references(self, msg: State, data: LocalData) -> PrototypeTargets | None:
         """Choose what L_inter measures against; None while no prototype is known."""
-        if not self.uses_prototypes or not bool((known := msg[prototypes.PROTOTYPES]["known"] > 0).any()):
+        if not self.uses_prototypes or not bool((known := msg[PROTOTYPES]["known"] > 0).any()):
             return None
         negatives = data.class_counts() > 0 if self.negatives == "observed" else known
-        return PrototypeTargets(msg[prototypes.PROTOTYPES]["g"], known, negatives)
+        return PrototypeTargets(msg[PROTOTYPES]["g"], known, negatives)
 
     def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:  # noqa: ARG002
         """Make equation 5 for one silo's round; L_inter is per example but for `paired_sample`."""
@@ -134,7 +99,7 @@ class FedMR(FedAvg):
         form = IntraVariant(self.intra == "code", self.paper_literal_std, self.eps)
 
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
-            split = prototypes.features_of(model)
+            split = features_of(model)
             z = split.features(x)
             per_example, coupled = cross_entropy(split.head(z), y, reduction="none"), z.new_zeros(())
             few = fedmr.sample_batch(len(y), self.lite, draw)
@@ -150,13 +115,3 @@ class FedMR(FedAvg):
             return Losses(per_example, coupled if self.coupling is Coupling.BATCH else None)
 
         return loss
-
-    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
-        """Average models as FedAvg does, and prototypes by class counts; classes nobody reported keep theirs."""
-        after = super().merge(server, total, context)
-        if not self.uses_prototypes:
-            return after
-        return {
-            **after,
-            prototypes.PROTOTYPES: prototypes.update(server[prototypes.PROTOTYPES], total[prototypes.PROTOTYPES]),
-        }

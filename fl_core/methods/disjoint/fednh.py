@@ -17,13 +17,12 @@ orthogonal rows (`init`). Where the model's features end in a ReLU, as in the pa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from fl_core import validate
 from fl_core.methods.building_blocks import class_vectors
 from fl_core.methods.building_blocks.fixed_classifier import CLASSIFIER, EPS, SCALE, FixedHead
 from fl_core.methods.building_blocks.prototypes import PROTOTYPES, features_of
@@ -31,6 +30,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, ClassSums, LocalResult, Part, RoundContext, SgdOptions, State, Tensors
+from fl_core.validate import NonNegative, Positive, UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,30 +45,20 @@ class FedNH(FedAvg):
 
     name: ClassVar[str] = "fednh"
     has_personal_model: ClassVar[bool] = True
-    weights: str = "uniform"
-    rho: float = 0.9
-    scale: float = 1.0
-    fix_scaling: float = 0.0
-    init: str = "uniform"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.at_least("E-CFG-02", self.name, 0, fix_scaling=self.fix_scaling)
-        validate.between("E-CFG-02", self.name, 0, 1, rho=self.rho)
-        validate.positive("E-CFG-02", self.name, scale=self.scale)
-        validate.one_of("E-CFG-02", self.name, init=(self.init, ("uniform", "orthogonal")))
+    weights: Literal["samples", "uniform"] = "uniform"
+    rho: UnitInterval = 0.9
+    scale: Positive = 1.0
+    fix_scaling: NonNegative = 0.0
+    init: Literal["uniform", "orthogonal"] = "uniform"
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """Name what goes up, part by part."""
         return ("delta", PROTOTYPES)
 
     def shared(self, name: str) -> bool:
-        """Average features and the trained scale; prototypes have a part of their own."""
         return not name.startswith(("head.", CLASSIFIER, *([SCALE] if self.fix_scaling else [])))
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
-        """Place the prototypes, by a seed drawn from the initial weights."""
         place = class_vectors.uniform if self.init == "uniform" else class_vectors.orthogonal
         rows = place(context.n_classes, features_of(model).feature_dim, class_vectors.seed_of(model)).float()
         return {
@@ -81,33 +71,27 @@ class FedNH(FedAvg):
         return {"scale": {SCALE: torch.full((1,), self.fix_scaling or self.scale)}}
 
     def broadcast(self, server: State) -> State:
-        """Send features, scale and prototypes."""
         return dict(server)
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:  # noqa: ARG002
-        """Train features and scale under fixed prototypes, then measure the classes' mean directions."""
         net = self._received(model, msg)
         data.sgd(net, self.loss, SgdOptions(only=self.shared))
         bundle = {"delta": self.delta(net, msg, data), PROTOTYPES: self._directions(net, msg, data, context)}
         return LocalResult(bundle, {"scale": {SCALE: net.scale.factor.detach().clone().cpu()}})
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
-        """Average models, and turn each reported prototype towards the silos' mean direction."""
         w, part = server[PROTOTYPES]["w"], total[PROTOTYPES]
         return {**super().merge(server, total, context), PROTOTYPES: {"w": turned(w, part, self.rho)}}
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
-        """Classify with the prototypes."""
         return self._received(model, msg)
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
-        """Classify with the received prototypes on the silo's own features, with its own scale."""
         net = self._net(model, msg[PROTOTYPES]["w"])
         tensor_maps.load_state(net, silo["scale"])
         return net
 
     def exported(self, server: State) -> Tensors:
-        """Export the prototypes, and a constant scale, beside what is averaged."""
         constant = {SCALE: torch.tensor([self.fix_scaling])} if self.fix_scaling else {}
         return {**server["w"], **constant, CLASSIFIER: server[PROTOTYPES]["w"]}
 

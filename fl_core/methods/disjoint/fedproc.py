@@ -10,7 +10,7 @@ the mean. T is the number of rounds of the run, and tau = 1 as released.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from fl_core.methods.prototype_aided import PrototypeAided
 
@@ -23,4 +23,4 @@ class FedProc(PrototypeAided):
     """
 
     name: ClassVar[str] = "fedproc"
-    prototypes: str = "mixture"
+    prototypes: Literal["off", "mixture", "additive"] = "mixture"

@@ -14,18 +14,19 @@ its prototype. Each silo keeps its whole network.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core import validate
-from fl_core.methods.building_blocks import prototypes
+from fl_core.methods.building_blocks.prototypes import PROTOTYPES, PrototypeExchange, features_of
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, Losses, LossFn, Part, RoundContext, State
+from fl_core.types.values import Losses, LossFn, Part, PartRule, RoundContext, State
+from fl_core.validate import NonNegative
 
 
 class Nearest(nn.Module):
@@ -36,14 +37,13 @@ class Nearest(nn.Module):
         self.model, self.g, self.known = model, g, known
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits (B, C)."""
-        z = prototypes.features_of(self.model).features(x)
+        z = features_of(self.model).features(x)
         far = (z.unsqueeze(1) - self.g.to(z)).square().sum(2)
         return (-far).masked_fill(~self.known.to(z.device), float("-inf"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedProto(LocalOnly):
+class FedProto(PrototypeExchange, LocalOnly):
     """Local training that is pulled to the federation's class prototypes.
 
     weights: how prototypes are averaged, "samples" or "uniform" over the silos that own the class
@@ -55,37 +55,23 @@ class FedProto(LocalOnly):
     """
 
     name: ClassVar[str] = "fedproto"
-    lambda_p: float = 1.0
-    predict: str = "proto"
+    lambda_p: NonNegative = 1.0
+    predict: Literal["proto", "head"] = "proto"
     own_classes: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.at_least("E-CFG-02", self.name, 0, lambda_p=self.lambda_p)
-        validate.one_of("E-CFG-02", self.name, predict=(self.predict, ("proto", "head")))
-
     @property
-    def sends(self) -> tuple[str, ...]:
-        """Name what goes up."""
-        return (prototypes.PROTOTYPES,)
-
-    def init_server(self, model: nn.Module, context: RoundContext) -> State:
-        """Start with no prototype known."""
-        unknown = prototypes.initial_prototypes(context.n_classes, prototypes.features_of(model).feature_dim)
-        return {**super().init_server(model, context), prototypes.PROTOTYPES: unknown}
-
-    def broadcast(self, server: State) -> State:
-        """Send the prototypes."""
-        return {**super().broadcast(server), prototypes.PROTOTYPES: server[prototypes.PROTOTYPES]}
+    def part_rules(self) -> Mapping[str, PartRule]:
+        """Count owners of a class once where their means are averaged."""
+        return {**super().part_rules, PROTOTYPES: PartRule(self.weighing)}
 
     def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:
         """Make the loss of one silo's round; cross entropy alone while no prototype is known."""
-        g, known = msg[prototypes.PROTOTYPES]["g"], msg[prototypes.PROTOTYPES]["known"] > 0
+        g, known = msg[PROTOTYPES]["g"], msg[PROTOTYPES]["known"] > 0
         if not self.lambda_p or not bool(known.any()):
             return super().objective(model, msg, data, context)
 
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
-            split = prototypes.features_of(model)
+            split = features_of(model)
             z = split.features(x)
             ce = cross_entropy(split.head(z), y, reduction="none")
             return Losses(ce + self.lambda_p * pull(z, y, g.to(z), known.to(z.device)))
@@ -93,23 +79,14 @@ class FedProto(LocalOnly):
         return loss
 
     def extras(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> dict[str, Part]:
-        """Measure prototypes with the trained network."""
-        part = prototypes.part_to_send(model, msg, data, context)
-        if self.weights == "uniform":
-            part = Part.of(part.mean(), (part.weight > 0).float())
-        return {prototypes.PROTOTYPES: part}
-
-    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
-        """Move the prototypes by what the silos measured."""
-        after = super().merge(server, total, context)
-        return {
-            **after,
-            prototypes.PROTOTYPES: prototypes.update(server[prototypes.PROTOTYPES], total[prototypes.PROTOTYPES]),
-        }
+        extra = super().extras(model, msg, data, context)
+        if self.weights == "samples":
+            return extra
+        part = extra[PROTOTYPES]
+        return {PROTOTYPES: Part.of(part.mean(), (part.weight > 0).float())}
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
-        """Return the silo's network, wrapped where the nearest prototype decides."""
-        g, known = msg[prototypes.PROTOTYPES]["g"], msg[prototypes.PROTOTYPES]["known"] > 0
+        g, known = msg[PROTOTYPES]["g"], msg[PROTOTYPES]["known"] > 0
         if self.own_classes:
             known = known & (data.class_counts() > 0)
         return Nearest(model, g, known) if self.predict == "proto" and bool(known.any()) else model

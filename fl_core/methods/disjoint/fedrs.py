@@ -8,15 +8,15 @@ samples.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import nn
 
-from fl_core import validate
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses import restricted_softmax
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import LossFn, RoundContext, State
+from fl_core.validate import UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +28,9 @@ class FedRS(FedAvg):
     """
 
     name: ClassVar[str] = "fedrs"
-    weights: str = "uniform"
-    alpha: float = 0.5
-    rs: str = "hard"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.between("E-CFG-02", self.name, 0, 1, alpha=self.alpha)
-        validate.one_of("E-CFG-02", self.name, rs=(self.rs, restricted_softmax.FORMS))
+    weights: Literal["samples", "uniform"] = "uniform"
+    alpha: UnitInterval = 0.5
+    rs: Literal["hard", "soft"] = "hard"
 
     def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:  # noqa: ARG002
-        """Make the loss from the silo's class counts."""
         return restricted_softmax.restricted_loss(data.class_counts(), self.alpha, self.rs)

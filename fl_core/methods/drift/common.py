@@ -10,16 +10,19 @@ stands for the silos not met yet. Once all were met it is exact; with equal size
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_core.errors import DataError
+from fl_core.types import tensor_maps
+from fl_core.types.enums import Weighing
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Part, Tensors
+from fl_core.types.values import Part, PartRule, Tensors
 
 CENSUS = "census"
+CENSUS_RULE = PartRule(Weighing.ONCE, counts="n")
 SIZE = "size"
 SGD_ONLY = "set train.optimizer=sgd, whose steps have a known length (with momentum or without)"
 
@@ -32,13 +35,16 @@ def effective_steps_of(data: LocalData, steps: int, mu: float = 0.0) -> float:
 
 
 def split(values: Tensors, names: Collection[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Part the tensors named from the others: trained parameters from buffers."""
     named = {name: v for name, v in values.items() if name in names}
     return named, {name: v for name, v in values.items() if name not in names}
 
 
+def zeros_of(model: nn.Module, travels: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Make zeros for the trained parameters that travel."""
+    return tensor_maps.zeros(tensor_maps.select(tensor_maps.trainable(model), travels))
+
+
 def unmet() -> dict[str, Tensor]:
-    """Make the census before round 0."""
     return {"n": torch.zeros(1), "silos": torch.zeros(1)}
 
 
@@ -58,7 +64,6 @@ def size_part(size: Tensors, n: float) -> Part:
 
 
 def total_size(census: Tensors, part: Part) -> dict[str, Tensor]:
-    """Add the silos met for the first time."""
     return {
         "n": (census["n"].double() + part.total["n"]).float(),
         "silos": (census["silos"].double() + part.weight).float(),

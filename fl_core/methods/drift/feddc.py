@@ -18,19 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import nn
 
-from fl_core import validate
 from fl_core.methods.drift import common
 from fl_core.methods.drift.feddyn import FedDyn
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, LocalResult, Part, RoundContext, State
-
-CONTROLS = ("code", "paper", "none")
+from fl_core.types.values import Bundle, LocalResult, Part, PartRule, RoundContext, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,45 +38,40 @@ class FedDC(FedDyn):
     """
 
     name: ClassVar[str] = "feddc"
-    control: str = "code"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.one_of("E-CFG-02", self.name, control=(self.control, CONTROLS))
+    even_norms: ClassVar[bool] = False
+    control: Literal["code", "paper", "none"] = "code"
 
     @property
     def controlled(self) -> bool:
-        """Tell whether there are control variates."""
         return self.control != "none"
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
-        """Lack steps of a known length with an adaptive optimizer, where variates need it."""
         remedy = f"{common.SGD_ONLY}, or method.control=none"
         return {Capability.ADAPTIVE_OPTIMIZER: remedy} if self.controlled else {}
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """Name what goes up, part by part."""
         return (*super().sends, "control") if self.controlled else super().sends
 
+    @property
+    def part_rules(self) -> Mapping[str, PartRule]:
+        """Weigh variates by size."""
+        return {**super().part_rules, "control": PartRule(self.weighing)}
+
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
-        """Start with c = 0."""
         start = super().init_server(model, context)
-        return {**start, "c": self.none(model)} if self.controlled else start
+        return {**start, "c": common.zeros_of(model, self.shared)} if self.controlled else start
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:
-        """Start with c_k = 0."""
         start = super().init_silo(model, context)
-        return {**start, "c": self.none(model)} if self.controlled else start
+        return {**start, "c": common.zeros_of(model, self.shared)} if self.controlled else start
 
     def broadcast(self, server: State) -> State:
-        """Send c beside what FedDyn sends."""
         msg = super().broadcast(server)
         return {**msg, "c": server["c"]} if self.controlled else msg
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train with corrected steps; send the weighed change of c_k beside what FedDyn sends."""
         if not self.controlled:
             return super().local(model, msg, silo, data, context)
         c, own = tensor_maps.scale(msg["c"], 1 / self.omega(msg, silo, data)), silo["c"]
@@ -93,7 +85,6 @@ class FedDC(FedDyn):
         )
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
-        """Move c by the silos' share in all N beside what FedDyn moves."""
         after = super().merge(server, total, context)
         if not self.controlled:
             return after

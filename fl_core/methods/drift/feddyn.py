@@ -15,19 +15,29 @@ until both meet, and alone fits the averaged buffers of BatchNorm. The paper plo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from fl_core import validate
 from fl_core.methods.drift import common
 from fl_core.methods.prototype_aided import PrototypeAided
 from fl_core.types import tensor_maps
+from fl_core.types.enums import Weighing
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, LocalResult, Part, PenaltyFn, RoundContext, SgdOptions, State, Tensors
-
-REPORTS = ("average", "cloud")
+from fl_core.types.values import (
+    Bundle,
+    LocalResult,
+    Part,
+    PartRule,
+    PenaltyFn,
+    RoundContext,
+    SgdOptions,
+    State,
+    Tensors,
+)
+from fl_core.validate import Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,31 +51,30 @@ class FedDyn(PrototypeAided):
     """
 
     name: ClassVar[str] = "feddyn"
+    bias_follows_classes: ClassVar[bool] = False
     server_tracks_state: ClassVar[bool] = True
-    alpha: float = 0.01
-    report: str = "average"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.positive("E-CFG-02", self.name, alpha=self.alpha)
-        validate.one_of("E-CFG-02", self.name, report=(self.report, REPORTS))
+    alpha: Positive = 0.01
+    report: Literal["average", "cloud"] = "average"
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """Name what goes up, part by part."""
         return (*super().sends, "buffers", common.CENSUS)
 
-    def none(self, model: nn.Module) -> dict[str, Tensor]:
-        """Make zeros for the parameters that drift: trained ones that travel."""
-        return tensor_maps.zeros(tensor_maps.select(tensor_maps.trainable(model), self.shared))
+    @property
+    def part_rules(self) -> Mapping[str, PartRule]:
+        """Count each silo once in the mean; sizes enter by alpha_k."""
+        rules = {**super().part_rules, "buffers": PartRule(self.weighing), common.CENSUS: common.CENSUS_RULE}
+        return {**rules, "delta": PartRule(Weighing.ONCE)}
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
-        """Start without drift and with no silo met."""
-        return {**super().init_server(model, context), "m": self.none(model), common.CENSUS: common.unmet()}
+        return {
+            **super().init_server(model, context),
+            "m": common.zeros_of(model, self.shared),
+            common.CENSUS: common.unmet(),
+        }
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
-        """Start without drift."""
-        return {"m": self.none(model), common.SIZE: common.report_size()}
+        return {"m": common.zeros_of(model, self.shared), common.SIZE: common.report_size()}
 
     def broadcast(self, server: State) -> State:
         """Send the reported model, what leads from there to the cloud's, and the census."""
@@ -79,12 +88,10 @@ class FedDyn(PrototypeAided):
         return {name: v + lead[name] if name in lead else v for name, v in msg["w"].items()}
 
     def omega(self, msg: State, silo: State, data: LocalData) -> float:
-        """Return this silo's size over the mean size, 1 while no silo is met."""
         mean = common.mean_size(msg[common.CENSUS])
         return common.size_of(silo[common.SIZE], self.weight(data)) / mean if mean else 1.0
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train around w^t - m_k; send the plain difference and the weighed difference of buffers."""
         return self.descend(model, msg, silo, data, context)[0]
 
     def descend(
@@ -119,7 +126,6 @@ class FedDyn(PrototypeAided):
         )
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
-        """Move drift and model by the round's differences; nothing moves in an empty round."""
         if not (arrived := float(total["delta"].weight)) > 0:
             return server
         mean = dict(total["delta"].mean())  # read once: it is used three times

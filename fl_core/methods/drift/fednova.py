@@ -15,21 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import nn
 
-from fl_core import validate
 from fl_core.methods.drift import common
 from fl_core.methods.drift.fedprox import proximal
 from fl_core.methods.prototype_aided import PrototypeAided
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, LocalResult, Part, RoundContext, SgdOptions, State
-
-TAUS = ("effective", "steps")
+from fl_core.types.values import Bundle, LocalResult, Part, PartRule, RoundContext, SgdOptions, State
+from fl_core.validate import NonNegative, below, bounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,35 +40,31 @@ class FedNova(PrototypeAided):
     """
 
     name: ClassVar[str] = "fednova"
-    mu: float = 0.0
-    tau: str = "effective"
-    server_momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.one_of("E-CFG-02", self.name, tau=(self.tau, TAUS))
-        validate.at_least("E-CFG-02", self.name, 0, mu=self.mu, server_momentum=self.server_momentum)
-        validate.below("E-CFG-02", self.name, 1, server_momentum=self.server_momentum)
+    mu: NonNegative = 0.0
+    tau: Literal["effective", "steps"] = "effective"
+    server_momentum: Annotated[NonNegative, bounded(below, 1)] = 0.0
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
-        """Lack steps of a known length with an adaptive optimizer."""
         return {Capability.ADAPTIVE_OPTIMIZER: common.SGD_ONLY}
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """Name what goes up, part by part."""
         return (*super().sends, "buffers", "steps")
 
+    @property
+    def part_rules(self) -> Mapping[str, PartRule]:
+        """Weigh buffers and steps as the model."""
+        weighed = {"buffers": PartRule(self.weighing), "steps": PartRule(self.weighing, steps="tau")}
+        return {**super().part_rules, **weighed}
+
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
-        """Start from the initialised model, and from rest where the server has momentum."""
         start = super().init_server(model, context)
         if not self.server_momentum:
             return start
-        return {**start, "momentum": tensor_maps.zeros(tensor_maps.select(tensor_maps.trainable(model), self.shared))}
+        return {**start, "momentum": common.zeros_of(model, self.shared)}
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train and send the difference per effective step, the buffers' difference and the steps, all weighed."""
         tensor_maps.load_state(model, msg["w"])
         steps = data.sgd(model, self.objective(model, msg, data, context), SgdOptions(penalty=proximal(model, self.mu)))
         length, n = common.effective_steps_of(data, steps, self.mu), self.weight(data)
@@ -84,7 +78,6 @@ class FedNova(PrototypeAided):
         return LocalResult(bundle, silo)
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
-        """Multiply the mean difference per step by the mean number of steps; nothing moves in an empty round."""
         if not total["delta"].weight > 0:
             return server
         update = tensor_maps.scale(total["delta"].mean(), float(total["steps"].mean()["tau"]))

@@ -16,11 +16,10 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fl_core import validate
 from fl_core.methods.prototype_aided import PrototypeAided
 from fl_core.types import tensor_maps
-from fl_core.types.interfaces import LocalData
-from fl_core.types.values import LocalResult, PenaltyFn, RoundContext, SgdOptions, State
+from fl_core.types.values import PenaltyFn, SgdOptions
+from fl_core.validate import NonNegative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +31,10 @@ class FedProx(PrototypeAided):
     """
 
     name: ClassVar[str] = "fedprox"
-    mu: float = 0.01
+    mu: NonNegative = 0.01
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.at_least("E-CFG-02", self.name, 0, mu=self.mu)
-
-    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train with the proximal term and send the weighed difference."""
-        tensor_maps.load_state(model, msg["w"])
-        data.sgd(model, self.objective(model, msg, data, context), SgdOptions(penalty=proximal(model, self.mu)))
-        return LocalResult({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}, silo)
+    def sgd_options(self, model: nn.Module) -> SgdOptions:
+        return SgdOptions(penalty=proximal(model, self.mu))
 
 
 def proximal(model: nn.Module, mu: float) -> PenaltyFn | None:

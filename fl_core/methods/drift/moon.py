@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, softplus
 
-from fl_core import validate
 from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.building_blocks.frozen_copies import CachedFeatures, frozen_copy
 from fl_core.methods.prototype_aided import PrototypeAided
@@ -28,6 +27,7 @@ from fl_core.models.split_model import SplitModel
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import LocalResult, Losses, LossFn, RoundContext, State
+from fl_core.validate import NonNegative, Positive, PositiveCount
 
 
 def model_contrast(z: Tensor, z_glob: Tensor, z_last: Tensor, tau: float) -> Tensor:
@@ -48,30 +48,21 @@ class Moon(PrototypeAided):
     """
 
     name: ClassVar[str] = "moon"
-    mu: float = 1.0
-    tau: float = 0.5
-    last: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.at_least("E-CFG-02", self.name, 0, mu=self.mu)
-        validate.positive("E-CFG-02", self.name, tau=self.tau)
-        validate.at_least("E-CFG-02", self.name, 1, last=self.last)
+    mu: NonNegative = 1.0
+    tau: Positive = 0.5
+    last: PositiveCount = 1
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train with the contrast, send the weighed difference and keep the trained model."""
         tensor_maps.load_state(model, msg["w"])
         loss, kept = self.objective(model, msg, data, context), [silo[group] for group in sorted(silo)]
         if self.mu and kept:
             loss = self._contrasted(loss, frozen_copy(model), [frozen_copy(model, values) for values in kept])
         data.sgd(model, loss)
         trained = {name: v.cpu() for name, v in tensor_maps.copy_state(model).items()}
-        bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
+        bundle = self.bundle(model, msg, data, context)
         return LocalResult(bundle, {f"last_{j:03}": v for j, v in enumerate([trained, *kept][: self.last])})
 
     def _contrasted(self, plain: LossFn, received: SplitModel, last: Sequence[SplitModel]) -> LossFn:
-        """Add the contrast to a loss."""
-
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
             z = prototypes.features_of(model).features(x)
             with torch.no_grad():

@@ -21,15 +21,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
-from fl_core import validate
 from fl_core.methods.drift import common
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, LocalResult, Part, RoundContext, SgdOptions, State
+from fl_core.types.values import Bundle, LocalResult, Part, PartRule, RoundContext, SgdOptions, State
+from fl_core.validate import Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,41 +41,38 @@ class Scaffold(FedAvg):
     """
 
     name: ClassVar[str] = "scaffold"
+    bias_follows_classes: ClassVar[bool] = False
     server_tracks_state: ClassVar[bool] = True
     schedule: ClassVar[Mapping[str, float]] = {"momentum": 0.0}
-    server_lr: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.positive("E-CFG-02", self.name, server_lr=self.server_lr)
+    server_lr: Positive = 1.0
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
-        """Lack steps of a known length with an adaptive optimizer."""
         return {Capability.ADAPTIVE_OPTIMIZER: common.SGD_ONLY}
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """Name what goes up, part by part."""
         return (*super().sends, "control", common.CENSUS)
 
-    def _none(self, model: nn.Module) -> dict[str, Tensor]:
-        return tensor_maps.zeros(tensor_maps.select(tensor_maps.trainable(model), self.shared))
+    @property
+    def part_rules(self) -> Mapping[str, PartRule]:
+        """Weigh variates as the model."""
+        return {**super().part_rules, "control": PartRule(self.weighing), common.CENSUS: common.CENSUS_RULE}
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
-        """Start with c = 0 and no silo met."""
-        return {**super().init_server(model, context), "c": self._none(model), common.CENSUS: common.unmet()}
+        return {
+            **super().init_server(model, context),
+            "c": common.zeros_of(model, self.shared),
+            common.CENSUS: common.unmet(),
+        }
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
-        """Start with c_k = 0."""
-        return {"c": self._none(model), common.SIZE: common.report_size()}
+        return {"c": common.zeros_of(model, self.shared), common.SIZE: common.report_size()}
 
     def broadcast(self, server: State) -> State:
-        """Send the model and c."""
         return {**super().broadcast(server), "c": server["c"]}
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train with corrected steps; send the weighed difference and the weighed change of c_k."""
         tensor_maps.load_state(model, msg["w"])
         shift = tensor_maps.sub(msg["c"], silo["c"])
         steps = data.sgd(model, self.objective(model, msg, data, context), SgdOptions(shift=shift))
@@ -91,7 +88,6 @@ class Scaffold(FedAvg):
         return LocalResult(bundle, {"c": tensor_maps.add(silo["c"], change), common.SIZE: common.report_size(n)})
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
-        """Add eta_g times the mean difference (buffers: the mean) and move c by the silos' share in all N."""
         mean, c = total["delta"].mean(), server["c"]
         step = {name: self.server_lr * v if name in c else v for name, v in mean.items()}
         census = common.total_size(server[common.CENSUS], total[common.CENSUS])

@@ -75,7 +75,6 @@ class PrototypeTargets(NamedTuple):
     negatives: Tensor
 
     def to(self, device: torch.device) -> PrototypeTargets:
-        """Move to the examples' device."""
         return PrototypeTargets(*(v.to(device) for v in self))
 
 

@@ -71,5 +71,4 @@ def shifted(g: Tensor, y: Tensor, shift: Tensor, present: Tensor) -> Tensor:
 
 
 def _present(counts: Tensor) -> Tensor:
-    """Replace counts of 0 or less by 1."""
     return torch.where(counts > 0, counts, torch.ones_like(counts))

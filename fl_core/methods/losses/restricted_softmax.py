@@ -18,8 +18,6 @@ from torch.nn.functional import cross_entropy
 
 from fl_core.types.values import Losses, LossFn
 
-FORMS = ("hard", "soft")
-
 
 def scaling(counts: Tensor, alpha: float, form: str = "hard") -> Tensor:
     """Return a (C,) from the silo's counts (C,)."""
@@ -34,7 +32,6 @@ def restricted_ce(g: Tensor, y: Tensor, a: Tensor) -> Tensor:
 
 
 def restricted_loss(counts: Tensor, alpha: float, form: str = "hard") -> LossFn:
-    """Make the loss of one silo from its class counts (C,)."""
     a = scaling(counts, alpha, form)
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:

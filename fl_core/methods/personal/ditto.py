@@ -17,13 +17,13 @@ from typing import ClassVar
 
 from torch import nn
 
-from fl_core import validate
 from fl_core.methods.drift.fedprox import proximal
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.shared_body import kept
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import LocalResult, RoundContext, SgdOptions, State
+from fl_core.validate import Count, NonNegative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +37,13 @@ class Ditto(FedAvg):
 
     name: ClassVar[str] = "ditto"
     has_personal_model: ClassVar[bool] = True
-    lambda_v: float = 1.0
-    personal_epochs: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.at_least("E-CFG-02", self.name, 0, lambda_v=self.lambda_v, personal_epochs=self.personal_epochs)
+    lambda_v: NonNegative = 1.0
+    personal_epochs: Count = 0
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
-        """Start from the initial model."""
         return {"v": kept(model)}
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train and send as FedAvg does; then train the personal model, with an optimizer and batches of its own."""
         bundle = super().local(model, msg, silo, data, context).bundle
         tensor_maps.load_state(model, msg["w"])
         pull, objective = proximal(model, self.lambda_v), self.objective(model, msg, data, context)
@@ -58,6 +52,5 @@ class Ditto(FedAvg):
         return LocalResult(bundle, {"v": kept(model)})
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
-        """Return v_k."""
         tensor_maps.load_state(model, silo["v"])
         return model

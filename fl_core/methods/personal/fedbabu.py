@@ -17,11 +17,11 @@ from typing import ClassVar
 
 from torch import nn
 
-from fl_core import validate
 from fl_core.methods.personal.shared_body import SharedBody, in_body
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import LocalResult, RoundContext, SgdOptions, State
+from fl_core.types.values import RoundContext, SgdOptions, State
+from fl_core.validate import Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +34,10 @@ class FedBABU(SharedBody):
 
     name: ClassVar[str] = "fedbabu"
     has_personal_model: ClassVar[bool] = True
-    finetune_epochs: int = 5
+    finetune_epochs: Count = 5
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.at_least("E-CFG-02", self.name, 0, finetune_epochs=self.finetune_epochs)
-
-    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train the body alone and send its difference."""
-        tensor_maps.load_state(model, msg["w"])
-        data.sgd(model, self.objective(model, msg, data, context), SgdOptions(only=in_body))
-        return LocalResult({"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}, silo)
+    def sgd_options(self, model: nn.Module) -> SgdOptions:  # noqa: ARG002
+        return SgdOptions(only=in_body)
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Fine-tune the received body and the initial head, which `model` still has."""

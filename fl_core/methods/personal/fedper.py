@@ -34,16 +34,12 @@ class FedPer(SharedBody):
     has_personal_model: ClassVar[bool] = True
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
-        """Start from the common initial head."""
         return {"head": kept(model, in_head)}
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train the received body with the own head; send the body's difference, keep the head."""
         tensor_maps.load_state(model, {**msg["w"], **silo["head"]})
         self.fit(model, msg, data, context)
-        bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
-        return LocalResult(bundle, {"head": kept(model, in_head)})
+        return LocalResult(self.bundle(model, msg, data, context), {"head": kept(model, in_head)})
 
     def fit(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> None:
-        """Train body and head together."""
         data.sgd(model, self.objective(model, msg, data, context))

@@ -30,8 +30,6 @@ class FedPHP(Inheriting):
     name: ClassVar[str] = "fedphp"
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train with the transfer, send the weighed difference and mix the trained model into the private one."""
         tensor_maps.load_state(model, msg["w"])
         data.sgd(model, self.taught(model, silo))
-        bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
-        return LocalResult(bundle, self.inherit(model, silo, data, context))
+        return LocalResult(self.bundle(model, msg, data, context), self.inherit(model, silo, data, context))

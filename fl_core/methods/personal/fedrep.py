@@ -13,19 +13,19 @@ for both, as released, "frozen" weights may go on moving by old momentum, depend
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core import validate
 from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.personal.fedper import FedPer
 from fl_core.methods.personal.shared_body import freeze_norms, in_body, in_head
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Losses, RoundContext, SgdOptions, State
+from fl_core.validate import Count, PositiveCount
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +42,12 @@ class FedRep(FedPer):
     """
 
     name: ClassVar[str] = "fedrep"
-    head_epochs: int = 10
-    body_epochs: int = 0
-    frozen_norm: str = "eval"
-    tune_epochs: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.at_least("E-CFG-02", self.name, 1, head_epochs=self.head_epochs)
-        validate.at_least("E-CFG-02", self.name, 0, body_epochs=self.body_epochs, tune_epochs=self.tune_epochs)
-        validate.one_of("E-CFG-02", self.name, frozen_norm=(self.frozen_norm, ("eval", "train")))
+    head_epochs: PositiveCount = 10
+    body_epochs: Count = 0
+    frozen_norm: Literal["eval", "train"] = "eval"
+    tune_epochs: Count = 0
 
     def fit(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> None:
-        """Train the head, then the body."""
         data.sgd(model, self.over_head, SgdOptions(epochs=self.head_epochs, only=in_head))
         data.sgd(
             model, self.objective(model, msg, data, context), SgdOptions(epochs=self.body_epochs or None, only=in_body)

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core import validate
 from fl_core.methods.building_blocks import batch_norm, prototypes
 from fl_core.methods.building_blocks.frozen_copies import frozen_copy
 from fl_core.methods.fedavg import FedAvg
@@ -30,6 +29,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Losses, LossFn, RoundContext, State
+from fl_core.validate import Positive, UnitInterval
 
 HPM = "inherited"
 COUNT = "participations"
@@ -48,26 +48,18 @@ class Inheriting(FedAvg):
     """
 
     has_personal_model: ClassVar[bool] = True
-    weights: str = "uniform"
-    lam: float = 0.1
-    transfer: str = "kd"
-    tau: float = 4.0
-    kd: str = "kl"
+    weights: Literal["samples", "uniform"] = "uniform"
+    lam: UnitInterval = 0.1
+    transfer: Literal["kd", "mmd"] = "kd"
+    tau: Positive = 4.0
+    kd: Literal["kl", "ce_asym"] = "kl"
     kd_tau2: bool = True
-    mu_macro: float = 0.9
-    mu_max: float = 1.0
+    mu_macro: UnitInterval = 0.9
+    mu_max: UnitInterval = 1.0
     recompute_bn: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.between("E-CFG-02", self.name, 0, 1, lam=self.lam, mu_macro=self.mu_macro, mu_max=self.mu_max)
-        validate.one_of("E-CFG-02", self.name, transfer=(self.transfer, ("kd", "mmd")))
-        validate.positive("E-CFG-02", self.name, tau=self.tau)
-        validate.one_of("E-CFG-02", self.name, kd=(self.kd, ("kl", "ce_asym")))
 
     @property
     def coupling(self) -> Coupling:
-        """Say that MMD compares whole batches."""
         return Coupling.BATCH if self.transfer == "mmd" and self.lam else Coupling.EXAMPLE
 
     def taught(self, model: nn.Module, silo: State) -> LossFn:
@@ -91,7 +83,6 @@ class Inheriting(FedAvg):
         return loss
 
     def _kd_terms(self, o: Tensor, o_p: Tensor) -> Tensor:
-        """Return the distillation loss of each example (B,)."""
         if self.kd == "ce_asym":
             return distillation.asymmetric_terms(o, o_p, self.tau)
         return distillation.kd_terms(o, o_p, self.tau, scaled=self.kd_tau2)

@@ -37,33 +37,26 @@ class LocalOnly(FedAvg):
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """Name nothing."""
         return ()
 
     def shared(self, name: str) -> bool:  # noqa: ARG002
-        """Tell that no tensor travels."""
         return False
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
-        """Start from the initial weights that all silos have in common."""
         return {"net": kept(model)}
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train the silo's own network further."""
         tensor_maps.load_state(model, silo["net"])
         data.sgd(model, self.objective(model, msg, data, context))
         return LocalResult(self.extras(model, msg, data, context), {"net": kept(model)})
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:  # noqa: ARG002
-        """Raise ConfigError (E-CFG-08): there is no model of the federation."""
         raise _no_model(self.name)
 
     def exported(self, server: State) -> Tensors:  # noqa: ARG002
-        """Raise ConfigError (E-CFG-08): there is no model of the federation."""
         raise _no_model(self.name)
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:  # noqa: ARG002
-        """Change nothing: there is nothing to add."""
         return server
 
 

@@ -14,16 +14,16 @@ its restricted softmax into a temperature; that is a slip, and no option here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import nn
 
-from fl_core import validate
 from fl_core.methods.losses import restricted_softmax
 from fl_core.methods.personal.inherited_model import Inheriting
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import LocalResult, LossFn, RoundContext, SgdOptions, State
+from fl_core.validate import UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,31 +35,22 @@ class Map(Inheriting):
     """
 
     name: ClassVar[str] = "map"
-    alpha: float = 0.5
-    rs: str = "hard"
-    stages: str = "paper"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.between("E-CFG-02", self.name, 0, 1, alpha=self.alpha)
-        validate.one_of(
-            "E-CFG-02", self.name, rs=(self.rs, restricted_softmax.FORMS), stages=(self.stages, ("paper", "code"))
-        )
+    alpha: UnitInterval = 0.5
+    rs: Literal["hard", "soft"] = "hard"
+    stages: Literal["paper", "code"] = "paper"
 
     def plan(self, steps: int) -> tuple[int, int, float]:
         """Split the planned steps: those of stage 1, those of stage 2, and the factor on the rate of stage 2."""
         return (steps, max(steps // 10, 5), 0.2) if self.stages == "code" else (-(-steps // 2), steps // 2, 1.0)
 
     def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:  # noqa: ARG002
-        """Make the loss of stage 1 from the silo's class counts."""
         return restricted_softmax.restricted_loss(data.class_counts(), self.alpha, self.rs)
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
-        """Train both stages; send the weighed difference after the first, inherit after the second."""
         tensor_maps.load_state(model, msg["w"])
         first, second, rate = self.plan(data.planned_steps())
         data.sgd(model, self.objective(model, msg, data, context), SgdOptions(steps=first))
-        bundle = {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
+        bundle = self.bundle(model, msg, data, context)
         if second:
             data.sgd(model, self.taught(model, silo), SgdOptions(steps=second, lr_scale=rate))
         return LocalResult(bundle, self.inherit(model, silo, data, context))

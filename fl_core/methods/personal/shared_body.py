@@ -19,12 +19,10 @@ _HEAD = "head."
 
 
 def in_head(name: str) -> bool:
-    """Tell whether a tensor belongs to the classifier."""
     return name.startswith(_HEAD)
 
 
 def in_body(name: str) -> bool:
-    """Tell whether a tensor belongs to the features."""
     return not in_head(name)
 
 
@@ -48,13 +46,10 @@ class SharedBody(FedAvg):
     """
 
     def shared(self, name: str) -> bool:
-        """Tell that the body travels, with its buffers, and the head does not."""
         return in_body(name)
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
-        """Start from the initialised model."""
         return {**super().init_server(model, context), "head": kept(model, in_head)}
 
     def exported(self, server: State) -> Tensors:
-        """Export the body and the initial head."""
         return {**server["w"], **server["head"]}

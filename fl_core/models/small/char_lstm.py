@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fl_core.errors import ConfigError
-from fl_core.models.split_model import SplitModel, assemble
+from fl_core.models.split_model import HeadOptions, SplitModel
 from fl_core.types.records import Schema
 
 EMBEDDING, HIDDEN, LAYERS = 8, 256, 2
@@ -32,21 +32,17 @@ class LastHidden(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class CharLstm:
+class CharLstm(HeadOptions):
     """Embedding(C, 8)-LSTM(8, 256, 2 layers)-head of the last of L characters, over an alphabet of C.
 
     The alphabet is the label space: the next character is one of it. 819,920 parameters with LEAF's 80 characters
     (torch counts two biases per gate, of which one is redundant).
     """
 
-    projection: tuple[int, ...] = ()
-    head_bias: bool = True
-
     def build(self, schema: Schema) -> SplitModel:
-        """Make the model for sequences of any length; raises ConfigError (E-CFG-23) on anything else."""
         if len(schema.shape) != 1 or len(schema.classes) < 2:
             raise ConfigError(
                 "E-CFG-23", f"char_lstm takes sequences over an alphabet, found {schema.shape}: use data=shakespeare"
             )
         body = LastHidden(len(schema.classes))
-        return assemble(body, HIDDEN, self.projection, len(schema.classes), head_bias=self.head_bias)
+        return self.complete(body, HIDDEN, schema)

@@ -10,59 +10,50 @@ from math import prod
 from torch import nn
 
 from fl_core.errors import ConfigError
-from fl_core.models.split_model import SplitModel, assemble
-from fl_core.models.validation import image_shape
+from fl_core.models.split_model import HeadOptions, SplitModel, image_shape
 from fl_core.types.records import Schema
 
 
 @dataclass(frozen=True, slots=True)
-class MlpNet:
+class MlpNet(HeadOptions):
     """784-1024-1024-128, ReLU after each; head without bias: 1,985,920 parameters with 10 classes. Source: MAP.
 
     Hidden weights begin as N(0, 0.01) and hidden biases as 0, as in the paper's family of networks.
     """
 
-    projection: tuple[int, ...] = ()
     head_bias: bool = False
 
     def build(self, schema: Schema) -> SplitModel:
-        """Make the model; raises ConfigError (E-CFG-23) on anything but 1x28x28."""
         image_shape("mlp_net", schema, channels={1}, sizes={28})
         body = nn.Sequential(nn.Flatten(), *_layers((784, 1024, 1024, 128)))
         for module in body:
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, 0.0, 0.01)
                 nn.init.zeros_(module.bias)
-        return assemble(body, 128, self.projection, len(schema.classes), head_bias=self.head_bias)
+        return self.complete(body, 128, schema)
 
 
 @dataclass(frozen=True, slots=True)
-class DigitsMlp:
+class DigitsMlp(HeadOptions):
     """64-64-32, ReLU after each, on 8x8 digits: 6,570 parameters with 10 classes."""
 
-    projection: tuple[int, ...] = ()
-    head_bias: bool = True
-
     def build(self, schema: Schema) -> SplitModel:
-        """Make the model; raises ConfigError (E-CFG-23) on anything but 1x8x8."""
         image_shape("digits_mlp", schema, channels={1}, sizes={8})
         body = nn.Sequential(nn.Flatten(), *_layers((64, 64, 32)))
-        return assemble(body, 32, self.projection, len(schema.classes), head_bias=self.head_bias)
+        return self.complete(body, 32, schema)
 
 
 @dataclass(frozen=True, slots=True)
-class SpiralMlp:
+class SpiralMlp(HeadOptions):
     """Points of the plane through 8d-4d-2d (ReLU after each) to d, linear; head without bias.
 
     width: d; 2 lets features be drawn. 240 parameters with width 2 and 5 classes. Source: FedNH's motivating examples.
     """
 
     width: int = 2
-    projection: tuple[int, ...] = ()
     head_bias: bool = False
 
     def build(self, schema: Schema) -> SplitModel:
-        """Make the model; raises ConfigError: E-CFG-02 for a width below 1, E-CFG-23 on anything but 2 numbers."""
         if self.width < 1:
             raise ConfigError("E-CFG-02", f"spiral_mlp.width: expected at least 1, found {self.width}: raise it")
         if prod(schema.shape) != 2 or len(schema.classes) < 2:
@@ -72,9 +63,8 @@ class SpiralMlp:
             )
         d = self.width
         body = nn.Sequential(nn.Flatten(), *_layers((2, 8 * d, 4 * d, 2 * d)), nn.Linear(2 * d, d))
-        return assemble(body, d, self.projection, len(schema.classes), head_bias=self.head_bias)
+        return self.complete(body, d, schema)
 
 
 def _layers(widths: Sequence[int]) -> list[nn.Module]:
-    """Make Linear-ReLU between each two widths."""
     return [layer for before, after in pairwise(widths) for layer in (nn.Linear(before, after), nn.ReLU())]

@@ -309,6 +309,40 @@ class Attestation(_message.Message):
 Global___Attestation: _TypeAlias = Attestation  # noqa: Y015
 
 @_typing.final
+class LogHead(_message.Message):
+    """The end of a side's audit log, signed by that side, for the other side to keep."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    HASH_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """of its newest line, from 1"""
+    hash: _builtins.bytes
+    """SHA-256 of that line"""
+    signature: _builtins.bytes
+    """ECDSA-SHA256 over ["IDENTITY",NUMBER,"HASH"] in the context "consilium audit head v1" """
+    certificate_pem: _builtins.bytes
+    """of the key that signed"""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        hash: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+        certificate_pem: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_pem", b"certificate_pem", "hash", b"hash", "number", b"number", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogHead: _TypeAlias = LogHead  # noqa: Y015
+
+@_typing.final
 class DataOffer(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -316,15 +350,26 @@ class DataOffer(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     CLASSES_FIELD_NUMBER: _builtins.int
     NOMINAL_SIZE_FIELD_NUMBER: _builtins.int
+    HOLDS_FIELD_NUMBER: _builtins.int
+    TRAIN_EXAMPLES_FIELD_NUMBER: _builtins.int
+    TEST_EXAMPLES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"digits", "isic2019", "folder", "manifest" """
     nominal_size: _builtins.float
+    """privacy units: records, or groups of them; 0: not said"""
+    train_examples: _builtins.float
+    """Examples, rounded up: an update of a run without privacy may weigh no more. 0: not said."""
+    test_examples: _builtins.float
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of one example; empty when it depends on the run (image size)"""
 
     @_builtins.property
     def classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def holds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """classes that it has examples of, where the hospital says so"""
+
     def __init__(
         self,
         *,
@@ -332,10 +377,13 @@ class DataOffer(_message.Message):
         shape: _abc.Iterable[_builtins.int] | None = ...,
         classes: _abc.Iterable[_builtins.str] | None = ...,
         nominal_size: _builtins.float = ...,
+        holds: _abc.Iterable[_builtins.str] | None = ...,
+        train_examples: _builtins.float = ...,
+        test_examples: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "name", b"name", "nominal_size", b"nominal_size", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "holds", b"holds", "name", b"name", "nominal_size", b"nominal_size", "shape", b"shape", "test_examples", b"test_examples", "train_examples", b"train_examples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -513,6 +561,9 @@ class Offer(_message.Message):
     BASE_SIZE_FIELD_NUMBER: _builtins.int
     COHORT_FIELD_NUMBER: _builtins.int
     DEADLINE_UNIX_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    INCLUDED_BEFORE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     round: _builtins.int
     kind: Global___TaskKind.ValueType
@@ -524,6 +575,12 @@ class Offer(_message.Message):
     cohort: _builtins.int
     deadline_unix: _builtins.float
     """0: none"""
+    attempt: _builtins.int
+    """how often the run was resumed: what was refused in an earlier attempt is looked at anew"""
+    incarnation: _builtins.str
+    """of the coordinator's database: another one after it was restored"""
+    included_before: _builtins.int
+    """1 + the last earlier round that has this silo's update, 0: none has"""
     def __init__(
         self,
         *,
@@ -535,10 +592,13 @@ class Offer(_message.Message):
         base_size: _builtins.int = ...,
         cohort: _builtins.int = ...,
         deadline_unix: _builtins.float = ...,
+        attempt: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        included_before: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "base_size", b"base_size", "cohort", b"cohort", "deadline_unix", b"deadline_unix", "kind", b"kind", "manifest_digest", b"manifest_digest", "round", b"round", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_digest", b"base_digest", "base_size", b"base_size", "cohort", b"cohort", "deadline_unix", b"deadline_unix", "incarnation", b"incarnation", "included_before", b"included_before", "kind", b"kind", "manifest_digest", b"manifest_digest", "round", b"round", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -546,7 +606,9 @@ Global___Offer: _TypeAlias = Offer  # noqa: Y015
 
 @_typing.final
 class Answer(_message.Message):
-    """The silo's answer to an offer: accepted, or refused with a code and a reason that the lead sees."""
+    """The silo's answer to an offer: accepted, or refused with a code and a reason that the lead sees. Accepted with a code:
+    it is done, but not as it would have been.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -590,10 +652,13 @@ class RoundClosed(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     INCLUDED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     round: _builtins.int
     kind: Global___TaskKind.ValueType
     included: _builtins.bool
+    reason: _builtins.str
+    """why this silo's update was refused, or what of it was cut; empty else"""
     def __init__(
         self,
         *,
@@ -601,10 +666,11 @@ class RoundClosed(_message.Message):
         round: _builtins.int = ...,
         kind: Global___TaskKind.ValueType = ...,
         included: _builtins.bool = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["included", b"included", "kind", b"kind", "round", b"round", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["included", b"included", "kind", b"kind", "reason", b"reason", "round", b"round", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -700,6 +766,7 @@ class OpenRequest(_message.Message):
     OBJECT_DIGEST_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     ATTESTATION_FIELD_NUMBER: _builtins.int
+    LOG_HEAD_FIELD_NUMBER: _builtins.int
     contribution_id: _builtins.str
     run_id: _builtins.str
     round: _builtins.int
@@ -710,6 +777,10 @@ class OpenRequest(_message.Message):
     size: _builtins.int
     @_builtins.property
     def attestation(self) -> Global___Attestation: ...
+    @_builtins.property
+    def log_head(self) -> Global___LogHead:
+        """the end of the silo's audit log; the coordinator keeps it"""
+
     def __init__(
         self,
         *,
@@ -722,10 +793,11 @@ class OpenRequest(_message.Message):
         object_digest: _builtins.str = ...,
         size: _builtins.int = ...,
         attestation: Global___Attestation | None = ...,
+        log_head: Global___LogHead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attestation", b"attestation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attestation", b"attestation", "log_head", b"log_head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attestation", b"attestation", "base_digest", b"base_digest", "contribution_id", b"contribution_id", "kind", b"kind", "manifest_digest", b"manifest_digest", "object_digest", b"object_digest", "round", b"round", "run_id", b"run_id", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attestation", b"attestation", "base_digest", b"base_digest", "contribution_id", b"contribution_id", "kind", b"kind", "log_head", b"log_head", "manifest_digest", b"manifest_digest", "object_digest", b"object_digest", "round", b"round", "run_id", b"run_id", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -838,6 +910,7 @@ class Receipt(_message.Message):
     SIGNER_PEM_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     ATTESTATION_FIELD_NUMBER: _builtins.int
+    LOG_HEAD_FIELD_NUMBER: _builtins.int
     contribution_id: _builtins.str
     run_id: _builtins.str
     round: _builtins.int
@@ -853,6 +926,10 @@ class Receipt(_message.Message):
     """ECDSA-SHA256 by its key over the canonical text of fields 1 to 9 and 12"""
     @_builtins.property
     def attestation(self) -> Global___Attestation: ...
+    @_builtins.property
+    def log_head(self) -> Global___LogHead:
+        """the end of the coordinator's audit log when it answered; signed on its own; the silo keeps it"""
+
     def __init__(
         self,
         *,
@@ -868,10 +945,11 @@ class Receipt(_message.Message):
         signer_pem: _builtins.bytes = ...,
         signature: _builtins.bytes = ...,
         attestation: Global___Attestation | None = ...,
+        log_head: Global___LogHead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attestation", b"attestation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attestation", b"attestation", "log_head", b"log_head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix", b"at_unix", "attestation", b"attestation", "contribution_id", b"contribution_id", "kind", b"kind", "manifest_digest", b"manifest_digest", "object_digest", b"object_digest", "round", b"round", "run_id", b"run_id", "signature", b"signature", "signer_pem", b"signer_pem", "silo", b"silo", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix", b"at_unix", "attestation", b"attestation", "contribution_id", b"contribution_id", "kind", b"kind", "log_head", b"log_head", "manifest_digest", b"manifest_digest", "object_digest", b"object_digest", "round", b"round", "run_id", b"run_id", "signature", b"signature", "signer_pem", b"signer_pem", "silo", b"silo", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -959,6 +1037,77 @@ class RunQuery(_message.Message):
 Global___RunQuery: _TypeAlias = RunQuery  # noqa: Y015
 
 @_typing.final
+class ResumeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    QUORUM_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """as in RunQuery"""
+    quorum: _builtins.int
+    """updates that close a round from now on; 0: as before"""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        quorum: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quorum", b"quorum", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
+class ExcludeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SILO_FIELD_NUMBER: _builtins.int
+    READMIT_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    silo: _builtins.str
+    readmit: _builtins.bool
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        silo: _builtins.str = ...,
+        readmit: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["readmit", b"readmit", "run_id", b"run_id", "silo", b"silo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExcludeRequest: _TypeAlias = ExcludeRequest  # noqa: Y015
+
+@_typing.final
+class ExtendRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    HOURS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    hours: _builtins.float
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        hours: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hours", b"hours", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExtendRequest: _TypeAlias = ExtendRequest  # noqa: Y015
+
+@_typing.final
 class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1003,10 +1152,12 @@ class RunInfo(_message.Message):
     MODEL_OBJECT_FIELD_NUMBER: _builtins.int
     ACCURACY_ESTIMATE_FIELD_NUMBER: _builtins.int
     BEST_ESTIMATE_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    EXCLUDED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     name: _builtins.str
     state: _builtins.str
-    """"waiting", "running", "finished", "aborted", "failed" """
+    """"waiting", "running", "paused", "finished", "aborted", "failed" """
     reason: _builtins.str
     method: _builtins.str
     data: _builtins.str
@@ -1031,6 +1182,12 @@ class RunInfo(_message.Message):
 
     @_builtins.property
     def best_estimate(self) -> Global___Estimate: ...
+    @_builtins.property
+    def waiting(self) -> Global___Waiting:
+        """whom the open round waits for; none between rounds"""
+
+    @_builtins.property
+    def excluded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -1053,14 +1210,83 @@ class RunInfo(_message.Message):
         model_object: _builtins.str = ...,
         accuracy_estimate: Global___Estimate | None = ...,
         best_estimate: Global___Estimate | None = ...,
+        waiting: Global___Waiting | None = ...,
+        excluded: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accuracy_estimate", b"accuracy_estimate", "best_estimate", b"best_estimate"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accuracy_estimate", b"accuracy_estimate", "best_estimate", b"best_estimate", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "accuracy_estimate", b"accuracy_estimate", "best_accuracy", b"best_accuracy", "best_estimate", b"best_estimate", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed", b"closed", "created_unix", b"created_unix", "data", b"data", "ended_unix", b"ended_unix", "manifest_digest", b"manifest_digest", "method", b"method", "model_digest", b"model_digest", "model_object", b"model_object", "name", b"name", "reason", b"reason", "rounds", b"rounds", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "accuracy_estimate", b"accuracy_estimate", "best_accuracy", b"best_accuracy", "best_estimate", b"best_estimate", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed", b"closed", "created_unix", b"created_unix", "data", b"data", "ended_unix", b"ended_unix", "excluded", b"excluded", "manifest_digest", b"manifest_digest", "method", b"method", "model_digest", b"model_digest", "model_object", b"model_object", "name", b"name", "reason", b"reason", "rounds", b"rounds", "run_id", b"run_id", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunInfo: _TypeAlias = RunInfo  # noqa: Y015
+
+@_typing.final
+class Waiting(_message.Message):
+    """An open round: how many updates are there and needed, and the silos that are awaited."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    THERE_FIELD_NUMBER: _builtins.int
+    NEEDED_FIELD_NUMBER: _builtins.int
+    SILOS_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    there: _builtins.int
+    needed: _builtins.int
+    @_builtins.property
+    def silos(self) -> _containers.RepeatedCompositeFieldContainer[Global___AwaitedSilo]: ...
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        there: _builtins.int = ...,
+        needed: _builtins.int = ...,
+        silos: _abc.Iterable[Global___AwaitedSilo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["needed", b"needed", "round", b"round", "silos", b"silos", "there", b"there"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Waiting: _TypeAlias = Waiting  # noqa: Y015
+
+@_typing.final
+class AwaitedSilo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LEFT_S_FIELD_NUMBER: _builtins.int
+    ONLINE_FIELD_NUMBER: _builtins.int
+    OFFLINE_S_FIELD_NUMBER: _builtins.int
+    CLASSES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    left_s: _builtins.float
+    """until it is given up"""
+    online: _builtins.bool
+    offline_s: _builtins.float
+    """since it was last here, as far as this process knows"""
+    @_builtins.property
+    def classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that nobody else has brought in this round"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        left_s: _builtins.float = ...,
+        online: _builtins.bool = ...,
+        offline_s: _builtins.float = ...,
+        classes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "left_s", b"left_s", "name", b"name", "offline_s", b"offline_s", "online", b"online"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitedSilo: _TypeAlias = AwaitedSilo  # noqa: Y015
 
 @_typing.final
 class Estimate(_message.Message):
@@ -1214,6 +1440,46 @@ class RoundInfo(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class CutEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class MediansEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ROUND_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     CORRECT_FIELD_NUMBER: _builtins.int
@@ -1225,6 +1491,8 @@ class RoundInfo(_message.Message):
     CLOSED_UNIX_FIELD_NUMBER: _builtins.int
     PERSONAL_FIELD_NUMBER: _builtins.int
     NOISE_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
+    MEDIANS_FIELD_NUMBER: _builtins.int
     WITHHELD_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     kind: Global___TaskKind.ValueType
@@ -1250,6 +1518,14 @@ class RoundInfo(_message.Message):
         """on correct and on examples, each; none in a run whose evaluation is exact"""
 
     @_builtins.property
+    def cut(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """silo -> what of its update was cut before it was added"""
+
+    @_builtins.property
+    def medians(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """of the norms of accepted updates, by block"""
+
+    @_builtins.property
     def withheld(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """personal scores that were measured, with noise of unknown size"""
 
@@ -1267,11 +1543,13 @@ class RoundInfo(_message.Message):
         closed_unix: _builtins.float = ...,
         personal: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         noise: Global___Noise | None = ...,
+        cut: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        medians: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         withheld: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["noise", b"noise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "examples", b"examples", "included", b"included", "kind", b"kind", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "personal", b"personal", "round", b"round", "withheld", b"withheld"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "cut", b"cut", "examples", b"examples", "included", b"included", "kind", b"kind", "medians", b"medians", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "personal", b"personal", "round", b"round", "withheld", b"withheld"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1295,7 +1573,9 @@ class Event(_message.Message):
     at_unix: _builtins.float
     run_id: _builtins.str
     kind: _builtins.str
-    """"submitted", "preflight", "ready", "opened", "accepted", "refused", "arrived", "closed", "ended", "silo" """
+    """"submitted", "preflight", "ready", "opened", "accepted", "refused", "arrived", "waiting", "forgetting", "extended",
+    "excluded", "readmitted", "closed", "ended", "silo", "cut", "warning"
+    """
     round: _builtins.int
     silo: _builtins.str
     text: _builtins.str
@@ -1383,6 +1663,7 @@ class SiloInfo(_message.Message):
     TOTAL_FIELD_NUMBER: _builtins.int
     SOFTWARE_FIELD_NUMBER: _builtins.int
     POLICY_DIGEST_FIELD_NUMBER: _builtins.int
+    ALARM_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     state: _builtins.str
     """"online", "offline", "revoked" """
@@ -1396,6 +1677,8 @@ class SiloInfo(_message.Message):
     total: _builtins.int
     software: _builtins.str
     policy_digest: _builtins.str
+    alarm: _builtins.str
+    """why somebody else may have this hospital's key; empty where nothing was noticed"""
     @_builtins.property
     def data(self) -> Global___DataOffer: ...
     def __init__(
@@ -1414,10 +1697,11 @@ class SiloInfo(_message.Message):
         total: _builtins.int = ...,
         software: _builtins.str = ...,
         policy_digest: _builtins.str = ...,
+        alarm: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "certificate_until_unix", b"certificate_until_unix", "data", b"data", "done", b"done", "fingerprint", b"fingerprint", "last_seen_unix", b"last_seen_unix", "name", b"name", "policy_digest", b"policy_digest", "round", b"round", "run_id", b"run_id", "software", b"software", "state", b"state", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "alarm", b"alarm", "certificate_until_unix", b"certificate_until_unix", "data", b"data", "done", b"done", "fingerprint", b"fingerprint", "last_seen_unix", b"last_seen_unix", "name", b"name", "policy_digest", b"policy_digest", "round", b"round", "run_id", b"run_id", "software", b"software", "state", b"state", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -475,7 +475,17 @@ class LeadStub:
                 _registered_method=True)
         self.Resume = channel.unary_unary(
                 '/consilium.v1.Lead/Resume',
-                request_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunQuery.SerializeToString,
+                request_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.FromString,
+                _registered_method=True)
+        self.Exclude = channel.unary_unary(
+                '/consilium.v1.Lead/Exclude',
+                request_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.ExcludeRequest.SerializeToString,
+                response_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.FromString,
+                _registered_method=True)
+        self.Extend = channel.unary_unary(
+                '/consilium.v1.Lead/Extend',
+                request_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.ExtendRequest.SerializeToString,
                 response_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.FromString,
                 _registered_method=True)
         self.Silos = channel.unary_unary(
@@ -522,7 +532,21 @@ class LeadServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Let a failed run go on at its last closed round.
+        """Let a paused or failed run go on at its last closed round; silos that refused are asked again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Exclude(self, request, context):
+        """Await a silo no longer and ask it for no further round, or ask it again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Extend(self, request, context):
+        """Give everybody who is awaited in the open round more time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -564,7 +588,17 @@ def add_LeadServicer_to_server(servicer, server):
             ),
             'Resume': grpc.unary_unary_rpc_method_handler(
                     servicer.Resume,
-                    request_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunQuery.FromString,
+                    request_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.ResumeRequest.FromString,
+                    response_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.SerializeToString,
+            ),
+            'Exclude': grpc.unary_unary_rpc_method_handler(
+                    servicer.Exclude,
+                    request_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.ExcludeRequest.FromString,
+                    response_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.SerializeToString,
+            ),
+            'Extend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Extend,
+                    request_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.ExtendRequest.FromString,
                     response_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.SerializeToString,
             ),
             'Silos': grpc.unary_unary_rpc_method_handler(
@@ -735,7 +769,61 @@ class Lead:
             request,
             target,
             '/consilium.v1.Lead/Resume',
-            protos_dot_consilium_dot_v1_dot_federation__pb2.RunQuery.SerializeToString,
+            protos_dot_consilium_dot_v1_dot_federation__pb2.ResumeRequest.SerializeToString,
+            protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Exclude(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/consilium.v1.Lead/Exclude',
+            protos_dot_consilium_dot_v1_dot_federation__pb2.ExcludeRequest.SerializeToString,
+            protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Extend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/consilium.v1.Lead/Extend',
+            protos_dot_consilium_dot_v1_dot_federation__pb2.ExtendRequest.SerializeToString,
             protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.FromString,
             options,
             channel_credentials,

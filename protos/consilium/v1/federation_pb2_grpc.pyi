@@ -179,8 +179,12 @@ class LeadStub:
     Watch: _grpc.UnaryStreamMultiCallable[_federation_pb2.WatchRequest, _federation_pb2.Event]
     """Stream what happens in a run, from an event number on, until the run ends; a cut stream is resumed by number."""
     Abort: _grpc.UnaryUnaryMultiCallable[_federation_pb2.RunQuery, _federation_pb2.RunInfo]
-    Resume: _grpc.UnaryUnaryMultiCallable[_federation_pb2.RunQuery, _federation_pb2.RunInfo]
-    """Let a failed run go on at its last closed round."""
+    Resume: _grpc.UnaryUnaryMultiCallable[_federation_pb2.ResumeRequest, _federation_pb2.RunInfo]
+    """Let a paused or failed run go on at its last closed round; silos that refused are asked again."""
+    Exclude: _grpc.UnaryUnaryMultiCallable[_federation_pb2.ExcludeRequest, _federation_pb2.RunInfo]
+    """Await a silo no longer and ask it for no further round, or ask it again."""
+    Extend: _grpc.UnaryUnaryMultiCallable[_federation_pb2.ExtendRequest, _federation_pb2.RunInfo]
+    """Give everybody who is awaited in the open round more time."""
     Silos: _grpc.UnaryUnaryMultiCallable[_federation_pb2.SilosRequest, _federation_pb2.SiloList]
 
 @_typing.type_check_only
@@ -194,8 +198,12 @@ class LeadAsyncStub(LeadStub):
     Watch: _aio.UnaryStreamMultiCallable[_federation_pb2.WatchRequest, _federation_pb2.Event]  # type: ignore[assignment]
     """Stream what happens in a run, from an event number on, until the run ends; a cut stream is resumed by number."""
     Abort: _aio.UnaryUnaryMultiCallable[_federation_pb2.RunQuery, _federation_pb2.RunInfo]  # type: ignore[assignment]
-    Resume: _aio.UnaryUnaryMultiCallable[_federation_pb2.RunQuery, _federation_pb2.RunInfo]  # type: ignore[assignment]
-    """Let a failed run go on at its last closed round."""
+    Resume: _aio.UnaryUnaryMultiCallable[_federation_pb2.ResumeRequest, _federation_pb2.RunInfo]  # type: ignore[assignment]
+    """Let a paused or failed run go on at its last closed round; silos that refused are asked again."""
+    Exclude: _aio.UnaryUnaryMultiCallable[_federation_pb2.ExcludeRequest, _federation_pb2.RunInfo]  # type: ignore[assignment]
+    """Await a silo no longer and ask it for no further round, or ask it again."""
+    Extend: _aio.UnaryUnaryMultiCallable[_federation_pb2.ExtendRequest, _federation_pb2.RunInfo]  # type: ignore[assignment]
+    """Give everybody who is awaited in the open round more time."""
     Silos: _aio.UnaryUnaryMultiCallable[_federation_pb2.SilosRequest, _federation_pb2.SiloList]  # type: ignore[assignment]
 
 class LeadServicer(metaclass=_abc_1.ABCMeta):
@@ -240,10 +248,26 @@ class LeadServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Resume(
         self,
-        request: _federation_pb2.RunQuery,
+        request: _federation_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_federation_pb2.RunInfo, _abc.Awaitable[_federation_pb2.RunInfo]]:
-        """Let a failed run go on at its last closed round."""
+        """Let a paused or failed run go on at its last closed round; silos that refused are asked again."""
+
+    @_abc_1.abstractmethod
+    def Exclude(
+        self,
+        request: _federation_pb2.ExcludeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_federation_pb2.RunInfo, _abc.Awaitable[_federation_pb2.RunInfo]]:
+        """Await a silo no longer and ask it for no further round, or ask it again."""
+
+    @_abc_1.abstractmethod
+    def Extend(
+        self,
+        request: _federation_pb2.ExtendRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_federation_pb2.RunInfo, _abc.Awaitable[_federation_pb2.RunInfo]]:
+        """Give everybody who is awaited in the open round more time."""
 
     @_abc_1.abstractmethod
     def Silos(

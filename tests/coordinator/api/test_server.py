@@ -106,7 +106,7 @@ def test_the_lead_submits_follows_and_fetches(tmp_path: Path) -> None:
         detail = client.show()
         assert [r.run_id for r in client.runs()] == [info.run_id]
         assert (len(detail.rounds), detail.info.state) == (3, "finished")
-        client.fetch(detail.info.model_object, tmp_path / "state")
+        client.fetch(detail.info.model_object, tmp_path / "state", 1 << 20)
         assert tensor_maps.digest(read_state(tmp_path / "state")["w"]) == detail.info.model_digest
         assert {s.name for s in client.silos().silos} == set(NAMES)
         with pytest.raises(StateError, match="E-RUN-11"):
@@ -114,7 +114,8 @@ def test_the_lead_submits_follows_and_fetches(tmp_path: Path) -> None:
         with pytest.raises(FederationError, match="E-RUN-10"):
             client.show("nothing")
         with pytest.raises(FederationError, match="E-WIRE-12"):
-            client.fetch("0" * 64, tmp_path / "nothing")
+            client.fetch("0" * 64, tmp_path / "nothing", 1 << 20)
+        assert not (tmp_path / "nothing").exists()
         client.close()
         for silo in people:
             silo.stop()

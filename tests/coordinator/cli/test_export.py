@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from coordinator.cli.export import export_model
-from fl_core.errors import StateError
+from coordinator.cli.export import check_detail, export_model
+from coordinator.lead_client import LeadClient
+from coordinator.pki.authority import Authority
+from fl_core.errors import ProtocolError, StateError
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
@@ -19,7 +23,10 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types import tensor_maps
 from fl_core.types.values import State
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.pki.identity import Address
 from protos.wire.codec import write_state
+from tests.support.coordinator import running
 from tests.support.federations import SCHEMA, manifest, same, shares
 
 METHODS = {
@@ -38,7 +45,11 @@ def exported(tmp_path: Path, name: str, options: dict[str, object]) -> tuple[Sta
     stored = tmp_path / "state"
     write_state(final, stored)
     info = pb.RunInfo(
-        run_id="r1", method=name, model_digest=tensor_maps.digest(final["w"]), manifest_digest=run.digest()
+        run_id="r1",
+        method=name,
+        model_digest=tensor_maps.digest(final["w"]),
+        manifest_digest=run.digest(),
+        model_object="a" * 64,
     )
     detail = pb.RunDetail(info=info, manifest_json=run.to_json())
     return final, export_model(detail, stored, tmp_path)[0]
@@ -72,7 +83,63 @@ def test_another_state_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
     run = manifest("fedavg", rounds=1)
     stored = tmp_path / "state"
     write_state(simulate(RunSetup.of(run), shares(), RoundHistory()), stored)
-    detail = pb.RunDetail(info=pb.RunInfo(run_id="r1", model_digest="0" * 64), manifest_json=run.to_json())
+    info = pb.RunInfo(run_id="r1", model_digest="0" * 64, manifest_digest=run.digest(), model_object="a" * 64)
+    detail = pb.RunDetail(info=info, manifest_json=run.to_json())
     with pytest.raises(StateError) as caught:
         export_model(detail, stored, tmp_path)
     assert caught.value.code == "E-STATE-22"
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"run_id": "../../etc/cron.d/x"},
+        {"run_id": "/tmp/x"},
+        {"run_id": "r1\nFROM alpine"},
+        {"run_id": ""},
+        {"run_id": "."},
+        {"run_id": "r" * 300},
+        {"model_object": "../state"},
+        {"model_object": "A" * 64},
+        {"manifest_digest": "b" * 64},
+    ],
+)
+@pytest.mark.fault(
+    "a coordinator", "answers an export with paths, other manifests or endless bytes", "nothing is written"
+)
+def test_a_service_that_lies_writes_nothing(tmp_path: Path, lie: dict[str, str]) -> None:
+    run = manifest("fedavg", rounds=1)
+    sound = {"run_id": "r1", "manifest_digest": run.digest(), "model_object": "a" * 64}
+    detail = pb.RunDetail(info=pb.RunInfo(**sound | lie), manifest_json=run.to_json())
+    with pytest.raises(ProtocolError) as caught:
+        export_model(detail, tmp_path / "state", tmp_path / "out")
+    assert caught.value.code == "E-WIRE-06"
+    assert list(tmp_path.iterdir()) == []
+    assert check_detail(pb.RunDetail(info=pb.RunInfo(**sound), manifest_json=run.to_json())) == run
+
+
+class Endless(rpc.TransferServicer):
+    def Get(self, request, context):  # noqa: N802
+        offset = 0
+        while context.is_active():
+            yield pb.Chunk(object=request.digest if offset == 0 else "", offset=offset, data=bytes(1 << 16))
+            offset += 1 << 16
+
+
+def test_a_fetch_ends_at_its_limit(tmp_path: Path) -> None:
+    with running(tmp_path / "coordinator", []) as world:
+        ca = Authority.open(world.home)
+        own = ca.server_credentials()
+        server = grpc.server(ThreadPoolExecutor(2))
+        rpc.add_TransferServicer_to_server(Endless(), server)
+        port = server.add_secure_port(
+            "127.0.0.1:0", grpc.ssl_server_credentials([(own.key_pem, own.cert_pem)], ca.ca_pem, True)
+        )
+        server.start()
+        try:
+            liar = LeadClient(Address("127.0.0.1", port), world.people["lead"])
+            with pytest.raises(ProtocolError, match=r"E-WIRE-04.*at most 1000000 bytes"):
+                liar.fetch("a" * 64, tmp_path / "state", 1_000_000)
+            liar.close()
+        finally:
+            server.stop(0).wait(10)

@@ -15,7 +15,7 @@ from protos.pki.identity import Address
 from protos.pki.invitation import InvitationToken
 from protos.storage.private_files import Credentials
 from protos.tls.connect import diagnose
-from silo.identity.credentials import diagnose_channel, silo_credentials
+from silo.connection.channel import channel_credentials, diagnose_channel
 from tests.support.coordinator_process import Server
 from tests.support.pki import HOST, authority, call, join, refused_call, today
 
@@ -55,6 +55,7 @@ def test_a_member_is_let_in(server, silo):
     assert not finding.worth_retrying
 
 
+@pytest.mark.fault("a stranger", "calls without a certificate", "the handshake fails")
 def test_no_certificate(server, ca):
     finding = diagnose(HOST, server.port, ca.ca_pem)
     assert finding.code == "E-TLS-09"
@@ -105,6 +106,7 @@ def test_certificate_not_valid_yet(server, ca, tmp_path):
 
 
 @pytest.mark.parametrize("consortium", ["demo", "other"])
+@pytest.mark.fault("a stranger", "shows a certificate of its own authority", "the handshake fails")
 def test_certificate_of_another_authority(server, ca, tmp_path, clock, consortium):
     other = authority(tmp_path / "other", clock, consortium)
     key, cert, theirs = join(other, tmp_path / "s", "a").current_credentials()
@@ -153,6 +155,7 @@ def tls_client(ca, silo, tmp_path, version):
     return context
 
 
+@pytest.mark.fault("a stranger", "offers TLS 1.2", "the handshake fails")
 def test_a_client_of_tls_12_is_refused(server, ca, silo, tmp_path):
     """require_tls13 works: the same client is let in with TLS 1.3 and refused with 1.2."""
     with socket.create_connection((HOST, server.port), 10) as raw:
@@ -166,6 +169,7 @@ def test_a_client_of_tls_12_is_refused(server, ca, silo, tmp_path):
             context.wrap_socket(raw, server_hostname=HOST)
 
 
+@pytest.mark.fault("a revoked hospital", "calls", "refused with E-ID-12")
 def test_revoked(server, ca, silo):
     (ca.home / "revoked").write_text(silo.load().serial)
     error = refused_call(server.port, silo.current_credentials())
@@ -182,6 +186,7 @@ def test_no_member(server, ca, tmp_path):
     assert server.expect("denied")["code"] == "E-ID-13"
 
 
+@pytest.mark.fault("a holder of an invitation", "calls anything but enrolment", "refused")
 def test_an_invitation_opens_enrolment_alone(server, ca):
     token = InvitationToken.decode(ca.invite("new").token)
     (ca.home / "members").write_text(token.certificate.fingerprint)
@@ -197,6 +202,7 @@ def test_a_silo_cannot_enrol_as_an_invitation(server, silo):
     assert server.expect("denied")["code"] == "E-ID-11"
 
 
+@pytest.mark.fault("a lead", "calls as a hospital", "refused")
 def test_a_lead_is_no_silo(server, ca):
     error = refused_call(server.port, ca.issue_lead("anna"))
     assert "E-ID-11" in error.details()
@@ -220,5 +226,7 @@ def test_findings_become_errors_by_what_the_reader_can_do(server, ca, silo):
 
 def test_credentials_of_a_silo(server, silo):
     options = [("grpc.enable_http_proxy", 0)]
-    with grpc.secure_channel(f"{HOST}:{server.port}", silo_credentials(silo), options=options) as channel:
+    with grpc.secure_channel(
+        f"{HOST}:{server.port}", channel_credentials(silo.current_credentials()), options=options
+    ) as channel:
         assert channel.unary_unary("/x/silo")(b"", timeout=10) == b"ok"

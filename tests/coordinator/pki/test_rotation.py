@@ -13,7 +13,7 @@ from coordinator.pki.authority import Authority
 from coordinator.pki.server_certificate import ServerCertificate
 from fl_core.errors import StateError
 from protos.pki.identity import identity_of, serial_of
-from silo.identity.credentials import silo_credentials
+from silo.connection.channel import channel_credentials
 from tests.support.coordinator_process import Server
 from tests.support.pki import authority, join, today
 
@@ -38,13 +38,17 @@ def test_a_renewed_certificate_counts_without_a_restart(tmp_path):
     try:
         first = presented(server.port, ca, silo)
         assert first == identity_of(ca.server_credentials().cert_pem).serial
-        with grpc.secure_channel(f"{HOST}:{server.port}", silo_credentials(silo), options=options) as old:
+        with grpc.secure_channel(
+            f"{HOST}:{server.port}", channel_credentials(silo.current_credentials()), options=options
+        ) as old:
             assert old.unary_unary("/x/silo")(b"", timeout=10) == b"ok"
             second = identity_of(ca.issue_server().cert_pem).serial
             assert second != first
             assert presented(server.port, ca, silo) == second
             assert old.unary_unary("/x/silo")(b"", timeout=10) == b"ok"  # the old connection goes on
-        with grpc.secure_channel(f"{HOST}:{server.port}", silo_credentials(silo), options=options) as new:
+        with grpc.secure_channel(
+            f"{HOST}:{server.port}", channel_credentials(silo.current_credentials()), options=options
+        ) as new:
             assert new.unary_unary("/x/silo")(b"", timeout=10) == b"ok"
         (ca.folder / "server.pem").write_bytes(b"damaged")  # the last good one stays in use, and the log says why
         assert presented(server.port, ca, silo) == second

@@ -28,7 +28,7 @@ def dispatcher(tmp_path: Path) -> Iterator[Dispatcher]:
 
 def offered(here: SiloSession) -> list[int]:
     """The rounds of the offers that are queued for a silo."""
-    taken = list(iter(lambda: here.next(0.0), None))
+    taken = list(iter(lambda: here.next(), None))
     assert all(message.WhichOneof("body") == "offer" for message in taken)
     return [message.offer.round for message in taken]
 

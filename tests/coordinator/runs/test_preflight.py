@@ -57,8 +57,10 @@ class Asking:
         self.error: BaseException | None = None
         self._run, self._of, self._dispatcher = stored(dispatcher, of), of, dispatcher
         self.thread = threading.Thread(target=self._ask)
+        asked = session()
+        dispatcher.attach(asked)
         self.thread.start()
-        until(lambda: dispatcher._pending or not self.thread.is_alive(), "the question")
+        until(lambda: asked.next(), "the question")
 
     def _ask(self) -> None:
         try:
@@ -90,7 +92,7 @@ def test_only_the_answer_of_the_silo_itself_about_this_manifest_counts_and_only_
     asking = Asking(dispatcher, ALONE)
     dispatcher.attach(here)
     dispatcher.catch_up(here, pb.Hello(), time.time())
-    messages = list(iter(lambda: here.next(0.0), None))
+    messages = list(iter(lambda: here.next(), None))
     assert [m.WhichOneof("body") for m in messages] == ["preflight"]
     assert (messages[0].preflight.run_id, messages[0].preflight.manifest_digest) == ("run-1", DIGEST)
     dispatcher.preflight(stranger, said())
@@ -124,7 +126,7 @@ def test_who_has_answered_is_not_asked_again_in_the_next_session(dispatcher: Dis
     again = session()
     dispatcher.attach(again)
     dispatcher.catch_up(again, pb.Hello(), time.time())
-    assert again.next(0.0) is None
+    assert again.next() is None
     dispatcher.interrupt("run-1")
     assert isinstance(asking.over(), RunInterrupted)
 

@@ -93,17 +93,17 @@ def test_a_bad_update_is_refused_and_the_round_goes_on_with_the_quorum(tmp_path:
         stop(people)
 
 
-def test_a_run_without_its_quorum_fails_and_can_be_resumed_without_training_anew(
+def test_a_run_without_its_quorum_pauses_and_can_be_resumed_without_training_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    agreed = manifest(rounds=2)
+    agreed = manifest(rounds=2, quorum=3)
     expected = simulate(RunSetup.of(agreed), shares(), Observer())
     willing = threading.Event()
     with running(tmp_path / "home", NAMES) as world:
         refuse = lambda offer: "" if willing.is_set() or offer.round == 0 else "not today"  # noqa: E731
         people = silos(world, refuse=refuse)
         run = world.ended(world.submit(agreed).id)
-        assert run.state is RunState.FAILED
+        assert run.state is RunState.PAUSED
         assert "E-RUN-03" in run.reason
         assert "not today" in run.reason
         assert run.closed == 1
@@ -137,10 +137,8 @@ def test_an_abort_ends_a_run_in_any_state(tmp_path: Path) -> None:
     with running(tmp_path / "home", NAMES, Settings(pulse_s=FAST.pulse_s, parallel_runs=1)) as world:
         runs = world.server.runs
         first, second = world.submit(manifest(rounds=1), "one"), world.submit(manifest(rounds=1), "two")
-        until(
-            lambda: world.run(first.id).state is RunState.RUNNING and world.server.dispatcher._pending,
-            "the first to wait",
-        )
+        until(lambda: world.server.store.runs.round(first.id, 0), "the first to wait")
+        assert world.run(first.id).state is RunState.RUNNING
         assert world.run(second.id).state is RunState.WAITING
         assert runs.abort(second.id).state is RunState.ABORTED  # while it waits for its turn
         assert runs.abort(first.id, "wrong data").reason == "wrong data"  # while a round is open

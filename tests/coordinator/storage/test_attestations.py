@@ -17,9 +17,8 @@ from protos.wire import receipts
 from tests.support import until
 from tests.support.coordinator import World, channel
 from tests.support.federations import manifest
-from tests.support.transfers import open_request, send
+from tests.support.transfers import DATA, open_request, send
 
-DATA = bytes(range(256)) * 8
 STATED = pb.Attestation(
     policy_digest="ab" * 32, ledger_seq=17, ledger_head="cd" * 32, ledger_sealed=b"sealed", ledger_restored=2
 )

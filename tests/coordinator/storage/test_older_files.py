@@ -1,7 +1,8 @@
 """Databases of earlier versions open and say what they said; what cannot be opened is left as it is.
 
 tests/data/coordinator_v1.sql is what version 1 held after real runs of two hospitals, one finished, one aborted and one
-in its first round with one update there; receipts and sealed figures are cut short.
+in its first round with one update there; receipts and sealed figures are cut short. coordinator_v2.sql and _v4.sql are
+the same file as versions 2 and 4 left it, _v5.sql as version 5 did.
 """
 
 from __future__ import annotations
@@ -14,21 +15,23 @@ from pathlib import Path
 import pytest
 
 from coordinator.storage import store as stores
-from coordinator.storage.records import RunState
+from coordinator.storage.records import RunState, Steering
+from coordinator.storage.schema import MIGRATIONS
 from coordinator.storage.store import FILE, Store
 from fl_core.errors import StateError
 from protos.consilium.v1 import federation_pb2 as pb
 
-DUMP = Path(__file__).resolve().parents[2] / "data" / "coordinator_v1.sql"
+DATA = Path(__file__).resolve().parents[2] / "data"
+DUMP = DATA / "coordinator_v1.sql"
 NOW = 1795461400.0
 FINISHED, ABORTED, RUNNING = "fedavg-digits-efab", "asks-dfe5", "waits-d1ea"
 BEFORE_SEALED = "ALTER TABLE attestations DROP COLUMN sealed; ALTER TABLE attestations DROP COLUMN restored;"
 BEFORE_ATTESTATIONS = "DROP TABLE attestations; DROP TABLE policies; DROP TABLE scores;"
 
 
-def older(home: Path, change: str = "") -> Path:
+def older(home: Path, change: str = "", dump: Path = DUMP) -> Path:
     with closing(sqlite3.connect(home / FILE)) as db:
-        db.executescript(DUMP.read_text() + change)
+        db.executescript(dump.read_text() + change)
     return home
 
 
@@ -38,9 +41,17 @@ def opened(home: Path) -> Iterator[Store]:
         yield store
 
 
-@pytest.mark.parametrize("change", ["", BEFORE_SEALED, BEFORE_ATTESTATIONS])
-def test_members_runs_and_rounds_of_a_file_of_version_1_are_there(tmp_path: Path, change: str) -> None:
-    older(tmp_path, change)
+@pytest.mark.parametrize(
+    ("change", "dump"),
+    [
+        ("", DUMP),
+        (BEFORE_SEALED, DUMP),
+        (BEFORE_ATTESTATIONS, DUMP),
+        *(("", DATA / f"coordinator_v{n}.sql") for n in (2, 4, 5)),
+    ],
+)
+def test_members_runs_and_rounds_of_a_file_of_any_version_are_there(tmp_path: Path, change: str, dump: Path) -> None:
+    older(tmp_path, change, dump)
     for _ in range(2):
         with opened(tmp_path) as store:
             assert [(s.name, s.revoked, s.data.name) for s in store.members.silos()] == [
@@ -134,7 +145,7 @@ def test_a_crash_while_it_is_migrated_leaves_the_old_file(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        ("PRAGMA user_version = 99", "of version 2 or older, found version 99.*use that one"),
+        ("PRAGMA user_version = 99", f"of version {len(MIGRATIONS) + 1} or older, found version 99.*use that one"),
         ("DROP TABLE silos", "found another file .version 1.: restore the one that was there from a backup"),
     ],
 )
@@ -143,3 +154,15 @@ def test_a_newer_file_or_another_one_is_refused_with_what_to_do(tmp_path: Path, 
     with pytest.raises(StateError, match=f"E-STATE-22.*{said}"):
         Store(tmp_path)
     assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_a_run_of_an_older_file_can_be_steered(tmp_path: Path) -> None:
+    with opened(older(tmp_path, dump=DATA / "coordinator_v4.sql")) as store:
+        assert store.steering.of(RUNNING) == Steering(RUNNING)
+        store.runs.end(RUNNING, RunState.PAUSED, "too few", [RunState.RUNNING])
+        store.steering.exclude(RUNNING, "hospital1", readmit=False)
+        store.runs.resume(RUNNING, quorum=1)
+        store.steering.extend(RUNNING, 0, 60.0)
+        store.steering.extend(RUNNING, 0, 60.0)
+    with opened(tmp_path) as store:
+        assert store.steering.of(RUNNING) == Steering(RUNNING, 1, 1, ("hospital1",), 0, 120.0)

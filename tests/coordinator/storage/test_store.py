@@ -112,9 +112,9 @@ def test_a_revocation_takes_every_certificate_and_open_invitation_of_a_name(stor
     assert store.members.membership_status("north", "c2").member
     store.members.invite(InvitationRow("i2", "north", 0, 2000))
     assert store.members.revoke("north", "left")
-    assert store.members.membership_status("north", "c1") == ("left", False)
-    assert store.members.membership_status("north", "c2") == ("left", False)
-    assert store.members.membership_status("north", "c3") == (None, False)
+    assert store.members.membership_status("north", "c1")[:2] == ("left", False)
+    assert store.members.membership_status("north", "c2")[:2] == ("left", False)
+    assert store.members.membership_status("north", "c3")[:2] == (None, False)
     assert store.members.why_revoked("c1") is not None
     assert not store.members.is_invited("i2")
     version, members, revoked = store.members.membership()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -25,22 +25,25 @@ def test_bytes_are_counted_for_each_silo_until_the_upload_is_discarded(tmp_path:
 
 
 def test_a_second_writer_ends_the_first_and_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uploads, cut, entered = UploadRegistry(tmp_path), threading.Event(), threading.Event()
+    async def story() -> None:
+        uploads, cut, entered = UploadRegistry(tmp_path), asyncio.Event(), asyncio.Event()
 
-    def first() -> None:
-        with uploads.writing("c", cut.set):
-            entered.set()
-            assert cut.wait(20)
+        async def first() -> None:
+            async with uploads.writing("c", cut.set):
+                entered.set()
+                await cut.wait()
 
-    thread = threading.Thread(target=first)
-    thread.start()
-    assert entered.wait(20)
-    with uploads.writing("c"):
-        assert cut.is_set()
-        thread.join(20)
-        monkeypatch.setattr(module, "_TAKEOVER_S", 0.01)
-        with pytest.raises(UnavailableError, match="E-NET-12"), uploads.writing("c"):
-            pass
+        task = asyncio.create_task(first())
+        await entered.wait()
+        async with uploads.writing("c"):
+            assert cut.is_set()
+            await task
+            monkeypatch.setattr(module, "_TAKEOVER_S", 0.01)
+            with pytest.raises(UnavailableError, match="E-NET-12"):
+                async with uploads.writing("c"):
+                    pass
+
+    asyncio.run(story())
 
 
 def test_a_folder_of_the_version_before_is_opened(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ from PIL import Image
 
 from fl_core.datasets.augmentation import LESIONS, Augmentation, augmented
 from fl_core.datasets.examples import TensorExamples, fingerprint
-from fl_core.datasets.image_files import IMAGENET_MEAN, IMAGENET_STD, ImageExamples, ImageTransform, decode
+from fl_core.datasets.image_files import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ImageExamples,
+    ImageTransform,
+    UnreadableError,
+    decode,
+)
 from fl_core.errors import DataError
 from tests.support.images import truncate, write_image
 
@@ -35,6 +42,16 @@ def test_a_batch_is_the_resized_centre_normalised(tmp_path: Path) -> None:
     expected = (square - np.array(IMAGENET_MEAN)) / np.array(IMAGENET_STD)
     assert np.abs(x[0].permute(1, 2, 0).numpy() - expected).max() < 1e-5
     assert y.tolist() == [4]
+
+
+@pytest.mark.fault("a data set", "has an image of 100 million pixels", "refused before it is decoded")
+def test_an_image_above_the_pixel_limit_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    path = tmp_path / "huge.png"
+    Image.new("L", (10_000, 10_000)).save(path)
+    with path.open("r+b") as file:
+        file.truncate(200)  # nothing but the header is there to decode
+    with pytest.raises(UnreadableError, match="10000 x 10000 pixels, more than 67108864"):
+        decode(path, 16)
 
 
 def test_a_large_image_is_resized(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from coordinator.config.hydra_config import PARTITIONS, compose_spec
-from fl_core.datasets import DATA_ROOT, Source, federation, federation_text, load, parse, schema_of
+from fl_core.datasets import DATA_ROOT, SOURCES, federation, federation_text, load, parse, schema_of
 from fl_core.errors import ConfigError, DataError
 from fl_core.models import describe
 
@@ -152,7 +152,7 @@ def test_a_missing_data_root_names_both_ways_to_give_it(monkeypatch: pytest.Monk
 
 def test_every_data_configuration_states_its_fields() -> None:
     files = {file.stem: yaml.safe_load(file.read_text()) for file in (CONFIGS / "data").glob("*.yaml")}
-    assert set(files) == {source.value for source in Source}
+    assert set(files) == set(SOURCES)
     for name, config in files.items():
         config = config.get("data", config)
         assert set(config) - {"path"} == {"name", "image_size", "classes"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
@@ -12,29 +10,9 @@ from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
-from fl_core.types.values import Part, RoundContext, State
-from tests.support.federations import FED, SCHEMA, QData, Scalar, same, shares
-
-
-def round_of(method: FedAvg, server: State, silos: Sequence[QData]) -> State:
-    context = RoundContext(len(silos), 2)
-    parts = [
-        method.local(Scalar(), method.broadcast(server), {}, data, context.for_silo(k, 0)).bundle["delta"]
-        for k, data in enumerate(silos)
-    ]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return method.merge(server, {"delta": total}, context)
-
-
-def play(method: FedAvg, silos: Sequence[QData], rounds: int) -> list[float]:
-    server, path = method.init_server(Scalar(), RoundContext(len(silos), 2)), []
-    for _ in range(rounds):
-        server = round_of(method, server, silos)
-        path.append(float(server["w"]["w"]))
-    return path
-
+from fl_core.types.values import Part
+from tests.support.federations import FED, SCHEMA, QData, same, shares
+from tests.support.methods import play
 
 Q = (QData(1, 0), QData(4, 1))
 
@@ -44,11 +22,11 @@ def test_t_avg_1_mean_is_weighed_by_examples() -> None:
     total = Part.of({"w": torch.tensor([2.0])}, 1) + Part.of({"w": torch.tensor([6.0])}, 3)
     assert FedAvg().merge({"w": zero}, {"delta": total}, FED)["w"]["w"].tolist() == [5.0]
     sized = (QData(1, 2, n=1, steps=400), QData(1, 6, n=3, steps=400))  # each goes to its own optimum
-    assert play(FedAvg(), sized, 1) == pytest.approx([5], abs=1e-6)
+    assert play(FedAvg(), sized, 1).path == pytest.approx([5], abs=1e-6)
 
 
 def test_t_avg_2_on_q_drifts_to_the_wrong_point() -> None:
-    path = play(FedAvg(), Q, 60)
+    path = play(FedAvg(), Q, 60).path
     assert path[:4] == pytest.approx([0.4969766912, 0.5851217339, 0.6007553616, 0.6035281814], abs=1e-6)
     r = [(1 - 0.1 * a) ** 10 for a in (1, 4)]
     limit = (1 - r[1]) / ((1 - r[0]) + (1 - r[1]))
@@ -60,7 +38,7 @@ def test_t_avg_3_identical_silos_are_centralised_training() -> None:
     w = 0.0
     for _ in range(10):
         w -= 0.1 * 4 * (w - 1)
-    assert play(FedAvg(), [QData(4, 1), QData(4, 1), QData(4, 1)], 1) == pytest.approx([w], abs=1e-7)
+    assert play(FedAvg(), [QData(4, 1)] * 3, 1).path == pytest.approx([w], abs=1e-7)
 
 
 def test_one_silo_with_real_images_is_plain_sgd() -> None:

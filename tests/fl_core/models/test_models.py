@@ -12,7 +12,7 @@ from torch import nn
 from fl_core.errors import ConfigError
 from fl_core.models import MODELS, SplitModel, build_model, describe
 from fl_core.types import tensor_maps
-from tests.support.models import SHAPES, schema, small
+from tests.support.federations import MODEL_SHAPES, schema, small
 
 
 def test_resnet18_with_group_norm_has_no_buffers_and_512_features() -> None:
@@ -27,10 +27,10 @@ def test_resnet18_with_group_norm_has_no_buffers_and_512_features() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_is_head_of_features(name: str) -> None:
     model = small(name).eval()
-    x = torch.rand(3, *SHAPES[name])
+    x = torch.rand(3, *MODEL_SHAPES[name])
     kept = x.clone()
     z = model.features(x)
-    assert z.shape == (3, model.feature_dim) == (3, describe(name, schema(SHAPES[name])).feature_dim)
+    assert z.shape == (3, model.feature_dim) == (3, describe(name, schema(MODEL_SHAPES[name])).feature_dim)
     assert torch.equal(model(x), model.head(z))
     assert model(x).shape == (3, model.n_classes) == (3, 10)
     assert torch.equal(x, kept)
@@ -59,7 +59,7 @@ def test_equal_seeds_give_equal_weights(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_no_module_works_in_place_on_its_input(name: str, options: dict[str, object]) -> None:
     model = small(name, **options).train()
-    x = torch.rand(4, *SHAPES[name])
+    x = torch.rand(4, *MODEL_SHAPES[name])
 
     def keep(module: nn.Module, given: tuple[torch.Tensor, ...], made: torch.Tensor | tuple) -> None:
         made = made[0] if isinstance(made, tuple) else made

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fl_core.models import MODELS, SplitModel, build_model, describe, published
-from tests.support.models import SHAPES, schema, small
+from tests.support.federations import MODEL_SHAPES, schema, small
 
 # name, options, shape, classes, parameters, total with buffers: FedMR table 3 (A.2) and the other counts (A.3)
 COUNTS = [
@@ -116,7 +116,7 @@ def test_table_3_of_fedmr_with_prototypes() -> None:
 def test_counting_draws_nothing_and_agrees_with_a_built_model() -> None:
     before = torch.random.get_rng_state()
     for name in MODELS:
-        facts, model = describe(name, schema(SHAPES[name])), small(name)
+        facts, model = describe(name, schema(MODEL_SHAPES[name])), small(name)
         assert facts.parameters == sum(p.numel() for p in model.parameters())
         assert facts.feature_dim == model.feature_dim
     assert torch.equal(torch.random.get_rng_state(), before)

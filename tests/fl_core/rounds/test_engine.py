@@ -85,7 +85,7 @@ def test_only_the_cohort_trains_and_all_silos_are_evaluated_at_the_end() -> None
 
 
 def test_values_that_the_grid_cuts_off_are_reported() -> None:
-    run = manifest(rounds=1)
+    run = manifest(rounds=1, aggregator="mean")
     ports: list[SiloPort] = list(local_ports(RunSetup.of(run), shares()))
 
     class Huge(Failing):
@@ -133,8 +133,7 @@ def test_a_tracked_silo_state_is_committed_only_when_the_round_names_the_silo(tr
     runtime = RunSetup.of(run).silo_runtime()
     layout = derive_layout(method, runtime.model, SCHEMA)
     ports = [
-        InProcessSilo(m.name, k, shares()[k], SiloRuntime(method, runtime.model, layout), run.train, run.seed, True)
-        for k, m in enumerate(run.members)
+        InProcessSilo(run, k, shares()[k], SiloRuntime(method, runtime.model, layout)) for k in range(len(run.members))
     ]
     spoilt = [ports[0], Failing(ports[1], [1], spoil=True), ports[2]]  # an update that was made, and was not included
     engine = replace(RunSetup.of(replace(run, layout=layout, quorum=2)).round_loop(spoilt, 1), method=method)

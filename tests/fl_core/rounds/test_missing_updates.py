@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from torch import Tensor
 
 from fl_core.errors import ProtocolError, UnavailableError
+from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import local_ports
-from fl_core.types.enums import TaskKind
+from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import SiloPort
 from fl_core.types.values import Bundle, Part, RoundContext, State, StoredTensors, Tensors
 from tests.support.federations import NAMES, Failing, Kept, go, manifest, same, shares
@@ -68,10 +70,26 @@ def test_a_round_below_its_quorum_stops_the_run_after_the_last_closed_round() ->
     )
 
 
-def test_without_a_quorum_the_whole_cohort_must_deliver() -> None:
+def test_without_a_quorum_two_thirds_of_the_cohort_must_deliver() -> None:
     run = manifest(quorum=0)
-    with pytest.raises(UnavailableError):
-        go(run, failing(run, 0, [2]))
+    assert go(run, failing(run, 0, [2]))[1].records[2].included == ("east", "south")
+    ports = failing(run, 0, [2])
+    ports[1] = Failing(ports[1], [2])
+    with pytest.raises(UnavailableError, match="at least 2 of 3"):
+        go(run, ports)
+
+
+class NeedsEverybody(FedAvg):
+    @property
+    def unsupported(self) -> Mapping[Capability, str]:
+        return {Capability.PARTIAL_PARTICIPATION: "all must train"}
+
+
+def test_a_method_that_needs_everybody_gets_everybody() -> None:
+    run = manifest(quorum=0)
+    loop = replace(RunSetup.of(run).round_loop(failing(run, 0, [0]), 1), method=NeedsEverybody())
+    with pytest.raises(UnavailableError, match="at least 3 of 3"):
+        loop.run(RunSetup.of(run).initial_state(), Kept())
 
 
 def test_a_defect_of_the_program_is_not_taken_for_a_missing_silo() -> None:

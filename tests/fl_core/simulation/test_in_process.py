@@ -97,8 +97,8 @@ def test_layouts_ignore_data() -> None:
 
 def test_silos_share_one_scratch_model() -> None:
     ports = local_ports(RunSetup.of(manifest()), shares())
-    assert len({id(port._runtime.model) for port in ports}) == 1
-    assert RunSetup.of(manifest()).silo_runtime().model is not ports[0]._runtime.model
+    assert len({id(port.runtime.model) for port in ports}) == 1
+    assert RunSetup.of(manifest()).silo_runtime().model is not ports[0].runtime.model
 
 
 def test_two_blank_examples_are_enough_for_two_classes() -> None:

@@ -90,7 +90,7 @@ def test_a_hundred_silos_do_not_hold_a_hundred_models(tmp_path: Path) -> None:
     simulate(RunSetup.of(run), given, in_files, states=FileStateStore(tmp_path))
     simulate(RunSetup.of(run), given, in_memory)
     assert len({name for record in in_memory.records for name in record.included}) == 100
-    assert in_files.peak < 15
+    assert in_files.peak < 16  # the first round's ten updates wait for each other: their median bounds them
     assert in_memory.peak > 60  # without files a state per silo that took part stays
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,11 +55,11 @@ def test_private_state_of_a_lost_update_is_kept(name: str) -> None:
     run = manifest(name, OPTIONS.get(name, {}), rounds=2, quorum=2)
     ports = local_ports(RunSetup.of(run), shares())
     runtime = RunSetup.of(run).silo_runtime()
-    ports[2] = Deaf("south", 2, shares()[2], runtime, run.train, run.seed, True)
+    ports[2] = Deaf(run, 2, shares()[2], runtime)
     server, seen = RunSetup.of(run).initial_state(), []
     for t in range(2):
         history = RoundHistory()
-        server = RunSetup.of(run).round_loop(ports, 1).round(server, t, TaskKind.TRAIN, history)
+        server = RunSetup.of(run).round_loop(ports, 1).round(server, t, TaskKind.TRAIN, history)[0]
         seen.append(state_of(ports[2]))
     assert list(history.records[0].missing) == ["south"]
     group = next(iter(seen[0]))
@@ -74,7 +75,7 @@ def test_state_of_a_diverged_round_is_rolled_back(name: str) -> None:
     port.round(msg, FED, TaskKind.TRAIN)
     port.settle(FED, TaskKind.TRAIN, True)
     before = state_of(port)
-    port._train = TrainConfig(batch_size=4, epochs=2, lr=1e30, momentum=0.0)
+    port.manifest = replace(run, train=TrainConfig(batch_size=4, epochs=2, lr=1e30, momentum=0.0))
     port.round(msg, FED, TaskKind.TRAIN)
     port.settle(FED, TaskKind.TRAIN, False)
     assert all(same(state_of(port)[group], before[group]) for group in before)
@@ -87,15 +88,15 @@ def test_the_real_silo_keeps_what_the_simulated_one_keeps(
 ) -> None:
     run = manifest("ditto")
     port, states = local_ports(RunSetup.of(run), shares())[0], Watched()
-    port._states = states
+    port.states = states
     method: Method = RunSetup.of(run).method
     monkeypatch.setattr(type(method), "server_tracks_state", tracked)
     outbox = Outbox(Store(tmp_path / "silo.db"), ObjectStore(tmp_path / "objects"), NAMES[0])
     bundle = port.round(method.broadcast(RunSetup.of(run).initial_state()), FED, TaskKind.TRAIN)
     staged, key = states.staged(0), TaskKey("run-1", FED.round, TaskKind.TRAIN)
-    outbox.stage(
+    outbox.begin(
         key, "a" * 64, "b" * 64, TrainingResult(bundle, staged, Evaluation((), (), ()), method.server_tracks_state)
-    )
+    ).finish()
     outbox.store.close(key, included)
     port.settle(FED, TaskKind.TRAIN, included)
     found = outbox.state("run-1")

@@ -80,10 +80,10 @@ def test_neither_counting_nor_the_digits_import_what_they_do_not_use() -> None:
     """The compiler and scikit-learn take longer to import than all of ours; torchvision imports the compiler itself."""
     code = (
         "import sys; from fl_core.datasets import load; from fl_core.models import MODELS, describe\n"
-        "from tests.support.models import SHAPES, schema\n"
+        "from tests.support.federations import MODEL_SHAPES, schema\n"
         "assert len(load('digits/p5c2/0').train) > 0\n"
         "for name in set(MODELS) - {'efficientnet_b0'}:\n"
-        "    assert describe(name, schema(SHAPES[name])).parameters > 0\n"
+        "    assert describe(name, schema(MODEL_SHAPES[name])).parameters > 0\n"
         "print([name for name in ('torch._dynamo', 'sklearn', 'torchvision') if name in sys.modules])"
     )
     done = subprocess.run(

@@ -130,7 +130,7 @@ def test_every_scale_composes_and_wrong_words_are_refused(capsys: pytest.Capture
     assert privacy_ablation.composed(["scale=paper"]).grid == PAPER
     for scale in ("smoke", "small", "paper"):
         plan = privacy_ablation.composed([f"scale={scale}", "jobs=1"])
-        for run in plan.grid.runs()[:: max(1, len(plan.grid.runs()) // 7)]:
+        for run in plan.grid.runs()[:: max(1, len(plan.grid.runs()) // 3)]:
             privacy_ablation.compose_spec((*plan.schedule(run.epsilon), *run.words))
     assert privacy_ablation.composed(["scale=smoke", "epsilons=[inf,1]"]).grid.epsilons == (INF, 1.0)
     small = privacy_ablation.composed(["scale=small"])
@@ -143,7 +143,9 @@ def test_every_scale_composes_and_wrong_words_are_refused(capsys: pytest.Capture
     assert "E-CFG" in capsys.readouterr().err
 
 
-def here(wordings: Sequence[Words], jobs: int, job: Callable[[Words], object]) -> Iterator[tuple[Words, object]]:
+def here(
+    job: Callable[[Words], object], wordings: Sequence[Words], jobs: int, threads: int
+) -> Iterator[tuple[Words, object]]:
     for words in wordings:
         yield words, job(words)
 
@@ -153,20 +155,22 @@ def test_a_small_grid_resumes_where_it_was(tmp_path: Path, monkeypatch: pytest.M
     """T-42: the controls compare real runs bit for bit."""
     made: list[Words] = []
 
-    def stops(wordings: Sequence[Words], jobs: int, job: Callable[[Words], object]) -> Iterator[tuple[Words, object]]:
-        for words, result in here(wordings[:2], jobs, job):
+    def stops(
+        job: Callable[[Words], object], wordings: Sequence[Words], jobs: int, threads: int
+    ) -> Iterator[tuple[Words, object]]:
+        for words, result in here(job, wordings[:2], jobs, threads):
             made.append(words)
             yield words, result
         raise KeyboardInterrupt
 
     words = ["scale=smoke", "seeds=[0]", "methods=[fedavg,fedmr]", f"out={tmp_path}"]
     plan = privacy_ablation.composed(words)
-    monkeypatch.setattr(privacy_ablation, "_all", stops)
+    monkeypatch.setattr(privacy_ablation, "in_processes", stops)
     with pytest.raises(KeyboardInterrupt):
         privacy_ablation.ablate(plan, lambda _: None)
     with (tmp_path / "runs.csv").open("a") as file:
         file.write("cut off,")
-    monkeypatch.setattr(privacy_ablation, "_all", here)
+    monkeypatch.setattr(privacy_ablation, "in_processes", here)
     messages: list[str] = []
     found = privacy_ablation.ablate(plan, messages.append)
     assert messages[0] == "6 runs, 4 to make, 6 cells"

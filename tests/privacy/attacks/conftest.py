@@ -1,18 +1,23 @@
-"""What tests of a whole hospital share here: one at work, whose records and whose whole have a budget."""
+"""A whole hospital at work, whose records and whose whole have a budget; and runs that the lead looks at."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from coordinator.cli import runs as lead
 from fl_core import datasets
+from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import run_silo_round
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from silo.storage.home import Home
+from tests.support.accuracies import Case, Client, records
 from tests.support.fake_coordinator import Hospital
-from tests.support.privacy import DATA, HOSPITAL, SEEDED_POLICY, TEST, TRAIN
+from tests.support.privacy import DATA, HOSPITAL, SEEDED_POLICY, TEST, TRAIN, private
 
 
 @pytest.fixture
@@ -35,3 +40,24 @@ def serving(tmp_path: Path):
     for hospital in made:
         hospital.stop()
         hospital.host.stop()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Put runs of given sums into a store that the lead's commands read."""
+    made = []
+
+    def make(correct: float, examples: float, manifest: RunManifest | None = None, personal: bool = True) -> Case:
+        case = Case(tmp_path / f"{len(made)}", manifest or private(), records(correct, examples, personal))
+        made.append(case)
+
+        @contextmanager
+        def client(_: object) -> Iterator[Client]:
+            yield Client(case)
+
+        monkeypatch.setattr(lead, "_client", client)
+        return case
+
+    yield make
+    for case in made:
+        case.store.close()

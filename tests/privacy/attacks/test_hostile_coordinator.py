@@ -48,23 +48,23 @@ def test_no_attack_refutes_the_epsilon_that_is_printed_in_many_trials(name: str)
 
 
 @pytest.mark.parametrize(
-    ("fault", "name"),
+    ("fault", "name", "trials"),
     [
-        ("finite check removed", "overflow"),
-        ("finite check removed", "layer norm"),
-        ("finite check removed", "prototype"),
-        ("rounding removed", "low bits"),
-        ("draws by position", "augmentation"),
-        ("draws by position", "dropout"),
-        ("any batch shape", "batch shape"),
-        ("convolutions not clipped", "convolution"),
+        ("finite check removed", "overflow", TRIALS),
+        ("finite check removed", "layer norm", TRIALS),
+        ("finite check removed", "prototype", TRIALS),
+        ("rounding removed", "low bits", TRIALS // 2),
+        ("draws by position", "augmentation", 150),
+        ("draws by position", "dropout", 110),
+        ("any batch shape", "batch shape", 110),
+        ("convolutions not clipped", "convolution", TRIALS),
     ],
 )
-def test_an_attack_sees_the_fault_that_it_is_there_for(fault: str, name: str) -> None:
+def test_an_attack_sees_the_fault_that_it_is_there_for(fault: str, name: str, trials: int) -> None:
     if fault == "any batch shape" and not _shapes_differ():
         pytest.skip("this machine's kernels round alike in batches of 3 and of 4")
     with FAULTS[fault]():
-        found = attacked(name, _seeded, 150 if name in LONG else TRIALS)
+        found = attacked(name, _seeded, trials)
     assert max(found.lower, found.gaussian) > found.printed, found
 
 

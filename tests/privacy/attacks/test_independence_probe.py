@@ -224,7 +224,7 @@ def test_the_size_of_the_runs_batches_is_probed_up_to_a_limit(size: int) -> None
 def test_every_method_passes_in_its_private_form(name: str) -> None:
     choice, _ = profiles.private_form(NamedOptions(name, {}), NamedOptions("dp_record", {}))
     method = METHODS[name](**choice.options)  # type: ignore[arg-type]
-    needs = dry_run(method, model_of(), SCHEMA, PLAIN, lambda _: 1, personal=True)
+    needs = dry_run(method, build_model("digits_mlp", {}, SCHEMA, 0), SCHEMA, PLAIN, lambda _: 1, personal=True)
     assert needs.steps
 
 

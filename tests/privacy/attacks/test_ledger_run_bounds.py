@@ -115,6 +115,7 @@ def test_another_run_is_another_request_that_the_data_sets_budget_bounds(tmp_pat
     assert epsilon_rdp(ledger.history(TRAIN), 1e-5) <= 1.2
 
 
+@pytest.mark.fault("a crash", "ends a round of a private run whose budget equals its epsilon", "the round is repeated")
 def test_a_crash_in_the_middle_leaves_room_to_repeat_that_round_and_a_second_one_does_not(tmp_path: Path) -> None:
     """Budget and epsilon are equal. Each round is reserved; a crash is one that is never committed."""
     run = replace(private(epsilon=2.0, test_data="public", reserve_rounds=1), rounds=3)
@@ -177,9 +178,10 @@ def test_very_much_noise_earns_no_credit(noise: float) -> None:
     """The RDP of a step is a difference of logarithms: it must not come out below nothing."""
     from privacy.accounting.accountant import ORDERS, rdp
 
+    orders = ORDERS[::10]  # a fractional one takes the accountant a while at rate 0.5
     for rate in (1.0, 0.5, 0.01):
-        found = rdp([Mechanism(noise, rate, 10**12), Mechanism(1.0)], ORDERS)
-        assert (found >= rdp([Mechanism(1.0)], ORDERS)).all()
+        found = rdp([Mechanism(noise, rate, 10**12), Mechanism(1.0)], orders)
+        assert (found >= rdp([Mechanism(1.0)], orders)).all()
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])

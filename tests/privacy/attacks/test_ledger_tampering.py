@@ -286,7 +286,7 @@ def test_ten_thousand_events_are_read_in_seconds_and_afterwards_only_what_is_new
     ledger = spent(tmp_path)
     with ledger._transaction() as db:
         for n in range(10_000):
-            ledger._event(db, None, f"run-{n}", "REFUSED", "E-POLICY-05")
+            ledger.write_event(db, None, f"run-{n}", "REFUSED", "E-POLICY-05")
     started = time.process_time()
     anew = Ledger(tmp_path / "ledger.db")
     anew.verify()

@@ -30,8 +30,8 @@ from privacy.noise import grid, sources
 from privacy.noise.sources import NoiseSource
 from privacy.profiles import record
 from privacy.release_log import InMemoryReleaseLog
-from privacy.silo_dp.mechanism import SiloDpGuard
-from tests.support.federations import FED, NAMES, Given, manifest, same_bundle, shares
+from privacy.silo_dp.guard import SiloDpGuard
+from tests.support.federations import FED, Given, manifest, same_bundle, shares
 
 OPTIONS = {
     "fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"},
@@ -64,7 +64,7 @@ def sent(run: RunManifest, share: SiloShare, public: bool = False) -> tuple[list
     """Let a hospital train and evaluate, and return all that leaves it."""
     log, runtime = InMemoryReleaseLog(), CompiledRun.of(run).silo_runtime()
     opened, open_test = CompiledRun.of(run).profile.data_factory(0, log), PUBLIC if public else None
-    port = InProcessSilo(NAMES[0], 0, share, runtime, run.train, 0, True, open_test, opened)
+    port = InProcessSilo(run, 0, share, runtime, open_test, opened)
     msg = runtime.method.broadcast(RunSetup.of(run).initial_state())
     rounds = [(0, TaskKind.TRAIN), (3, TaskKind.EVALUATE)]
     return [port.round(msg, replace(FED, round=t), kind) for t, kind in rounds], log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sqlite3
 import stat
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_core.errors import FederationError, RefusedError, StateError
+from fl_core.errors import FederationError, RefusedError, StateError, UnavailableError
 from privacy.accounting.accountant import Mechanism
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 
@@ -36,6 +37,26 @@ def spend(ledger: Ledger, t: int, run: str = "run") -> None:
     entry = ledger.reserve("isic/center3", task(t, run), ROUND)
     ledger.start(entry)
     ledger.commit(entry, "sha")
+
+
+@pytest.mark.fault("a disk", "takes nothing while a hospital's ledger is written", "E-STATE-63; what ran stays charged")
+def test_a_full_disk_is_said_as_such_and_what_runs_stays_charged(tmp_path: Path) -> None:
+    ledger = made(tmp_path)
+    entry = ledger.reserve("isic/center3", task(0), ROUND)
+    ledger.start(entry)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        with pytest.raises(UnavailableError, match="E-STATE-63"):
+            ledger.commit(entry, "sha")
+        with pytest.raises(UnavailableError, match="E-STATE-63"):
+            ledger.reserve("isic/center3", task(1), ROUND)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    ((_, state, planned),) = ledger.entries("isic/center3")
+    assert (state, tuple(planned)) == ("RUNNING", ROUND)
+    ledger.commit(entry, "sha")
+    ledger.verify()
 
 
 def test_t_41_exactly_forty_seven_rounds_fit_over_runs_and_restarts(tmp_path: Path) -> None:
@@ -222,7 +243,7 @@ def test_a_full_disk_reserves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(Ledger, "_event", full)
+    monkeypatch.setattr(Ledger, "write_event", full)
     with pytest.raises(sqlite3.OperationalError):
         ledger.reserve("isic/center3", task(0), ROUND)
     monkeypatch.undo()

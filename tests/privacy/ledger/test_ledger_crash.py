@@ -86,7 +86,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Release]]
     ledger = budgeted(folder, epsilon=20.0)
     planned = release_plan(RunSetup.of(RUN), 1).releases(0, True)
     assert {r.collection for r in planned} == {"train", "test"}
-    assert ledger.fits(TRAIN, [r.mechanism for r in planned if r.collection == "train"])  # loads the accountant once
+    assert ledger.budget(TRAIN).admits(
+        ledger.history(TRAIN), [r.mechanism for r in planned if r.collection == "train"]
+    )  # loads the accountant once
     return folder / "ledger.db", planned
 
 
@@ -198,7 +200,7 @@ def test_two_runs_race_for_the_last_of_a_budget_and_exactly_one_starts(tmp_path:
         ledger = Ledger(file)
         ledger.register("isic/center3", "record", "v1", 2, ["a", "b"])
         ledger.set_budget("isic/center3", 2.0, 1e-5, "dpo", "the board")
-        assert ledger.fits("isic/center3", [p.mechanism for p in most])
+        assert ledger.budget("isic/center3").admits(ledger.history("isic/center3"), [p.mechanism for p in most])
         waiting, starting = os.pipe()
 
         def child(pipe: int, file: Path = file, waiting: int = waiting, starting: int = starting) -> None:

@@ -15,7 +15,8 @@ import pytest
 
 from fl_core.errors import StateError
 from privacy.accounting.accountant import Mechanism
-from privacy.ledger.hash_chain import ChainHead
+from privacy.ledger import hash_chain
+from privacy.ledger.hash_chain import SCHEMA_VERSION, ChainHead
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -59,7 +60,7 @@ def test_what_it_says_is_there_and_it_goes_on(tmp_path: Path) -> None:
     [
         (
             "UPDATE meta SET value='99' WHERE key='schema_version'",
-            "E-STATE-22.*of version 2 or older, found version 99.*use that one",
+            f"E-STATE-22.*of version {SCHEMA_VERSION} or older, found version 99.*use that one",
         ),
         ("DROP VIEW entry_state; DROP TABLE budget", "E-STATE-22.*found another file.*restore"),
         ("DROP TABLE meta", "E-STATE-22.*found another file .version 0.: restore"),
@@ -71,3 +72,23 @@ def test_a_newer_file_or_another_one_is_refused_with_what_to_do(tmp_path: Path, 
     with pytest.raises(StateError, match=message):
         Ledger(tmp_path / "ledger.db")
     assert (tmp_path / "ledger.db").read_bytes() == before
+
+
+def test_a_later_version_of_the_schema_leaves_the_key_of_the_chain() -> None:
+    facts = hash_chain.new_facts()
+    later = facts | {"schema_version": str(hash_chain.SCHEMA_VERSION + 1)}
+    assert hash_chain.derived(b"secret", facts) == hash_chain.derived(b"secret", later)
+    assert hash_chain.derived(b"secret", facts) != hash_chain.derived(b"secret", facts | {"key": "other"})
+
+
+def test_a_schema_that_is_laid_out_anew_is_no_change(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.db")
+    with closing(sqlite3.connect(ledger.file)) as db, db:
+        db.execute("PRAGMA writable_schema=ON")
+        db.execute("UPDATE sqlite_master SET sql=replace(sql,'BEGIN SELECT','BEGIN\n  SELECT') WHERE name='kept_nodel'")
+    ledger.verify()
+    with closing(sqlite3.connect(ledger.file)) as db, db:
+        db.execute("PRAGMA writable_schema=ON")
+        db.execute("UPDATE sqlite_master SET sql=replace(sql,'ABORT','FAIL') WHERE name='kept_nodel'")
+    with pytest.raises(StateError, match="trigger kept_nodel was changed"):
+        ledger.verify()

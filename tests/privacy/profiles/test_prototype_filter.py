@@ -40,9 +40,7 @@ def sent(method: str, private: bool, hidden: frozenset[int], **options: object) 
     factory = with_prototype_filter(
         CompiledRun.of(run).profile.data_factory(0, log) if private else PlainLocalData, hidden, 0.0
     )
-    port = InProcessSilo(
-        "north", 0, shares()[0], RunSetup.of(run).silo_runtime(), run.train, 0, True, data_factory=factory
-    )
+    port = InProcessSilo(run, 0, shares()[0], RunSetup.of(run).silo_runtime(), data_factory=factory)
     msg: State = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
     return port.round(msg, replace(FED, round=0), TaskKind.TRAIN), log
 
@@ -79,7 +77,8 @@ def test_fine_grained_prototypes_are_withheld_class_by_class() -> None:
 def test_withholding_every_class_is_withholding_all() -> None:
     every, _ = sent("fedmr", False, frozenset(range(4)))
     run = run_of("fedmr", False)
-    port = InProcessSilo("north", 0, shares()[0], RunSetup.of(run).silo_runtime(), run.train, 0, False)
+    run = replace(run, members=tuple(replace(member, prototypes=False) for member in run.members))
+    port = InProcessSilo(run, 0, shares()[0], RunSetup.of(run).silo_runtime())
     none = port.round(
         RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state()),
         replace(FED, round=0),
@@ -129,7 +128,7 @@ def test_t_42_epsilon_infinity_is_the_plain_run_and_share_zero_holds_under_priva
     nobody = replace(private, members=tuple(replace(m, prototypes=False) for m in private.members))
     logs = [InMemoryReleaseLog() for _ in range(3)]
     simulate(
-        RunSetup.of(nobody),
+        CompiledRun.of(nobody),
         shares(),
         RoundHistory(),
         [CompiledRun.of(nobody).profile.data_factory(k, b) for k, b in enumerate(logs)],

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from coordinator.cli.main import build
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import NamedOptions, RunManifest
-from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from privacy.accounting.accountant import epsilon_rdp
 from privacy.accounting.release_plan import TRAIN
@@ -33,7 +32,7 @@ def test_what_is_projected_is_what_the_books_then_hold() -> None:
     run = run_of()
     logs = [InMemoryReleaseLog() for _ in NAMES]
     simulate(
-        RunSetup.of(run),
+        CompiledRun.of(run),
         shares(),
         RoundHistory(),
         [CompiledRun.of(run).profile.data_factory(k, log) for k, log in enumerate(logs)],

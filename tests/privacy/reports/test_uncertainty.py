@@ -31,7 +31,7 @@ from privacy.reports.uncertainty import (
     best,
     by_class,
 )
-from privacy.silo_dp.mechanism import silo_level
+from privacy.silo_dp.guard import silo_level
 from tests.support.privacy import examples, hospital_level, model_of, plan_of, private, private_data
 
 DRAWS = 2000

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from torch import Tensor
 from fl_core.aggregation.adaptive_guards import current_settings
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.aggregation.options import Mean
+from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import RefusedError, StateError
 from fl_core.rounds.engine import Observer, RoundLoop, Schedule
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
-from fl_core.types.enums import TaskKind
+from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State
 from privacy import profiles
@@ -28,7 +31,7 @@ from privacy.compiled_run import CompiledRun
 from privacy.profiles.silo import silo_releases
 from privacy.silo_dp import adaptive_clipping
 from privacy.silo_dp.config import SiloDpConfig
-from privacy.silo_dp.mechanism import SiloDpGuard, silo_level
+from privacy.silo_dp.guard import SiloDpGuard, silo_level
 from tests.support.federations import manifest, same, shares
 
 LAYOUT = {
@@ -72,6 +75,7 @@ class Norms:
     has_global_model = False
     server_tracks_state = False
     unsummed_parts: frozenset[str] = frozenset()
+    unsupported: ClassVar[Mapping[Capability, str]] = {}
 
     def broadcast(self, server: State) -> State:
         return server
@@ -115,7 +119,8 @@ class Clips(Observer):
 def followed(rounds: int, start: int = 0, server: State | None = None, **terms: object) -> Clips:
     guard, seen = guard_of(**terms), Clips()  # type: ignore[arg-type]
     ports = [NormPort(f"s{k:02}", k, guard) for k in range(20)]
-    engine = RoundLoop(Norms(), Schedule(rounds, 0, 4), LAYOUT, GRID, (FixedPoint(GRID), guard), ports)  # type: ignore[arg-type]
+    check = UpdateCheck(LAYOUT, GRID, noise=dict.fromkeys(LAYOUT, math.inf))
+    engine = RoundLoop(Norms(), Schedule(rounds, 0, 4), check, (FixedPoint(GRID), guard), ports, aggregator=Mean())  # type: ignore[arg-type]
     engine.run(server or {"w": {}}, seen, start)  # type: ignore[arg-type]
     return seen
 
@@ -270,7 +275,7 @@ def test_a_round_with_a_clip_of_the_coordinators_own_is_refused_before_an_exampl
 
     port = local_ports(CompiledRun.of(run), shares())[0]
     msg = {**RunSetup.of(run).initial_state(), adaptive_clipping.PART: {"clip": torch.tensor(9.0)}}
-    port._share.train.batch = None  # type: ignore[method-assign, assignment]
+    port.share.train.batch = None  # type: ignore[method-assign, assignment]
     with pytest.raises(RefusedError, match="E-PRIV-15"):
         port.round(msg, RoundContext(3, 4, 1, 0, 3), TaskKind.TRAIN)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_core.errors import ProtocolError, StateError
+from fl_core.errors import ProtocolError, StateError, UnavailableError
 from protos.storage.digests import digest
 from protos.storage.object_store import ObjectStore
 from protos.storage.partial_file import open_partial
@@ -73,7 +73,7 @@ def test_a_write_that_fails_leaves_nothing(objects: ObjectStore) -> None:
         file.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UnavailableError, match=r"E-STATE-63.*found it full"):
         objects.put_file(full)
     assert files(objects) == []
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from fl_core.errors import UnavailableError
 from protos.storage.digests import digest
 from protos.storage.partial_file import open_partial, partial_size, remove_recycled
 
@@ -35,9 +37,24 @@ def test_only_a_file_that_was_written_in_one_go_has_been_hashed(tmp_path: Path) 
 
 
 def test_a_full_disk_is_said_as_such_and_what_arrived_before_it_counts(tmp_path: Path) -> None:
-    with open_partial(Path("/dev/full")) as writer, pytest.raises(OSError, match="No space left"):
+    with (
+        open_partial(Path("/dev/full")) as writer,
+        pytest.raises(UnavailableError, match=r"E-STATE-63.*found it full.*free some"),
+    ):
         writer.write(b"abc")
     assert writer.size == 0
+
+
+@pytest.mark.fault("a disk", "takes no larger file", "E-STATE-63 names the folder; tried again")
+def test_a_limit_on_the_size_of_files_is_said_as_what_a_disk_does_not_take(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_partial(tmp_path / "file") as writer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2, hard))
+        try:
+            with pytest.raises(UnavailableError, match=r"E-STATE-63.*File too large"):
+                writer.write(b"abc")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_what_an_earlier_version_kept_to_write_over_is_removed(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from fl_core.errors import FederationError, StateError
+from fl_core.errors import FederationError, StateError, UnavailableError
 from protos.pki import certificates
 from protos.storage import private_files
 from protos.storage.private_files import Credentials
@@ -77,7 +77,7 @@ def test_interrupted_write_leaves_the_old_content(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UnavailableError, match=r"E-STATE-63.*found it full"):
         private_files.write_private(path, b"new")
     monkeypatch.undo()
     assert path.read_bytes() == b"old"

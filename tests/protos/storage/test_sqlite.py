@@ -12,9 +12,12 @@ import pytest
 from sqlalchemy import Column, Integer, MetaData, Table, insert, select, update
 
 from fl_core.errors import StateError
+from protos.storage.generation import incarnation_table
 from protos.storage.sqlite import Database
 
-counts = Table("counts", MetaData(), Column("id", Integer, primary_key=True), Column("value", Integer))
+metadata = MetaData()
+incarnation_table(metadata)
+counts = Table("counts", metadata, Column("id", Integer, primary_key=True), Column("value", Integer))
 
 OPENED = f"""
 import os, sys
@@ -51,7 +54,7 @@ def value(database: Database) -> int | None:
 def test_a_file_may_have_any_name(tmp_path: Path, name: str) -> None:
     with closing(opened(tmp_path / name)) as database:
         add(database)
-    assert [file.name for file in tmp_path.iterdir()] == [name]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [name, f"{name}.generation"]
     with closing(opened(tmp_path / name)) as database:
         assert value(database) == 1
 

@@ -11,6 +11,7 @@ from safetensors.torch import save
 
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Part
+from protos.storage import digests
 from protos.wire import codec
 
 KINDS = (
@@ -37,7 +38,7 @@ def test_equal_states_and_bundles_give_the_bytes_that_are_in_homes(tmp_path: Pat
         "18031cff4b018852d1e0135699fcdfca13ae7963a2f1dec76a96f1540aebab08",
     )
     packed = codec.pack_state(state), codec.pack_bundle(bundle)
-    assert tuple(map(codec.digest, packed)) == names
+    assert tuple(map(digests.digest, packed)) == names
     written = codec.write_state(state, tmp_path / "state"), codec.write_bundle(bundle, tmp_path / "bundle")
     assert written == tuple((name, len(data)) for name, data in zip(names, packed, strict=True))
     for name, data in zip(("state", "bundle"), packed, strict=True):

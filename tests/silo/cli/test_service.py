@@ -15,7 +15,8 @@ from fl_core.training.devices import choose_device
 from silo.cli.service import run
 from silo.storage.home import Home
 from tests.support import until
-from tests.support.fake_coordinator import Hospital, authority, enrolled
+from tests.support.fake_coordinator import Hospital, enrolled
+from tests.support.transfers import authority
 
 
 def fails(capsys, code, status, *words):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from fl_core.errors import FederationError, ProtocolError
+from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire import codec
+from protos.storage import digests, disk_space
 from protos.wire.chunks import CHUNK_BYTES
 from silo.connection.transfer import RetryPolicy
-from tests.support.fake_coordinator import BYTES, PATIENCE
-from tests.support.transfers import CUTS, IDS, Rig, still
+from tests.support.transfers import BYTES, CUTS, IDS, PATIENCE, Rig, still
 
 
 @pytest.mark.parametrize("size", [0, len(BYTES)], ids=["size unknown", "size known"])
@@ -77,8 +76,11 @@ def test_an_object_with_a_damaged_chunk_is_fetched_again(rig):
 
 
 @pytest.mark.parametrize("wrong", [BYTES[:-1] + b"?", BYTES + b"more", b""], ids=["other", "longer", "empty"])
+@pytest.mark.fault(
+    "a coordinator", "sends other bytes than the digest names", "deleted, and an error after a few tries"
+)
 def test_wrong_bytes_are_deleted_and_an_error_after_a_few_tries(rig, wrong):
-    digest = codec.digest(BYTES)
+    digest = digests.digest(BYTES)
     rig.fake.objects[digest] = wrong
     size = len(BYTES) if len(wrong) >= len(BYTES) else 0
     with pytest.raises(ProtocolError, match="E-WIRE-04"):
@@ -108,3 +110,26 @@ def test_a_silent_download_is_given_up_and_continued(tmp_path):
         assert rig.transfer.fetch(digest, len(BYTES), rig.stop, still).read_bytes() == BYTES
     assert rig.told[0].code == "E-NET-12"
     rig.close()
+
+
+@pytest.mark.parametrize("size", [0, len(BYTES)], ids=["size unknown", "size known"])
+@pytest.mark.fault("a coordinator", "sends an object beyond what the manifest allows", "refused, nothing of it is kept")
+def test_an_object_above_its_bound_is_refused(rig, size):
+    digest = rig.fake.offer(BYTES)
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
+        rig.transfer.fetch(digest, size, rig.stop, still, most=CHUNK_BYTES + 1)
+    assert not rig.objects.partial(digest).exists()
+
+
+@pytest.mark.fault("a coordinator", "fills a hospital's disk", "refused with E-RUN-38; the reserve stays free")
+def test_the_reserve_of_the_disk_stays_free(rig, monkeypatch):
+    digest, room = rig.fake.offer(BYTES), [len(BYTES) - 1]
+    monkeypatch.setattr(disk_space, "available", lambda folder: room[0])
+    with pytest.raises(RefusedError, match="E-RUN-38"):
+        rig.transfer.fetch(digest, len(BYTES), rig.stop, still)
+    assert rig.fake.calls == []
+    room[0] = CHUNK_BYTES - 1
+    with pytest.raises(RefusedError, match="E-RUN-38"):
+        rig.transfer.fetch(digest, 0, rig.stop, still)
+    room[0] = CHUNK_BYTES
+    assert rig.transfer.fetch(digest, 0, rig.stop, still).read_bytes() == BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -17,7 +18,8 @@ from silo.connection.retry import Backoff, CancelToken
 from silo.connection.transfer import RetryPolicy
 from silo.storage.store import Store
 from tests.support import until
-from tests.support.fake_coordinator import FakeControl, FakeTransfer, Host
+from tests.support.fake_coordinator import FakeControl
+from tests.support.transfers import FakeTransfer, Host
 
 WELL = Diagnosis(None, "works", "all is well")
 QUICK = RetryPolicy(idle_s=5.0, backoff_s=0.001, backoff_cap_s=0.02)
@@ -168,6 +170,16 @@ def test_a_coordinator_that_falls_silent_is_left(make):
     assert "E-NET-12" in rig.codes()
 
 
+@pytest.mark.fault("a line", "loses a connection without a word", "a new one is opened after three missed pulses")
+def test_a_connection_that_falls_silent_is_replaced(make):
+    control = FakeControl(pulse_s=0.05)
+    control.beats = False
+    rig = make(control)
+    first = rig.client.connections.current()
+    rig.start(sessions=2)
+    assert rig.client.connections.current() is not first
+
+
 def test_a_coordinator_that_never_welcomes_is_left(make):
     control = FakeControl()
     control.welcome = lambda hello: None
@@ -209,7 +221,7 @@ def test_a_request_for_recycling_is_heard(make):
 
 
 @pytest.mark.parametrize(
-    ("code", "kind"), [("E-ID-12", RefusedError), ("E-WIRE-01", ProtocolError)], ids=["revoked", "protocol"]
+    ("code", "kind"), [("E-ID-12", RefusedError), ("E-WIRE-06", ProtocolError)], ids=["revoked", "protocol"]
 )
 def test_a_refusal_is_final(make, code, kind):
     control = FakeControl()
@@ -229,12 +241,41 @@ def test_a_refusal_about_the_network_is_not(make):
     assert "E-NET-20" in rig.codes()
 
 
-def test_another_protocol_is_refused(make):
+@pytest.mark.parametrize("asked", [0.0, -0.0, -1.0, 1e-40, 1e-3, math.nan, math.inf, 1e38, 3601.0])
+@pytest.mark.parametrize("name", ["pulse_seconds", "recycle_seconds"])
+@pytest.mark.fault("a coordinator", "asks for a pulse or a session of 0 s, NaN or a day", "refused with E-WIRE-06")
+def test_times_that_no_coordinator_asks_for_are_refused(make, name, asked):
     control = FakeControl()
-    control.welcome = lambda hello: pb.CoordinatorMessage(welcome=pb.Welcome(protocol=PROTOCOL + 1, pulse_seconds=1))
+    facts = {"protocol": PROTOCOL, "pulse_seconds": 1.0, "recycle_seconds": 300.0, name: asked}
+    control.welcome = lambda hello: pb.CoordinatorMessage(welcome=pb.Welcome(**facts))
     rig = make(control).start(sessions=0)
+    if name == "recycle_seconds" and asked == 0:  # not stated: the session is kept
+        until(lambda: rig.session_opened.is_set())
+        return
     rig.thread.join(20)
-    assert rig.error.code == "E-WIRE-01"
+    assert rig.error.code == "E-WIRE-06"
+    assert name in str(rig.error)
+
+
+@pytest.mark.parametrize("code", ["E-WIRE-01", "E-TLS-08", "welcome"])
+@pytest.mark.fault(
+    "a hospital", "has a wrong clock or another protocol", "its silo says so, waits, and connects once it is put right"
+)
+def test_a_wrong_clock_and_another_protocol_are_waited_out(make, code):
+    control = FakeControl()
+    right = control.welcome
+    wrong = pb.CoordinatorMessage(refusal=pb.Refusal(code=code, reason="set the clock, or upgrade"))
+    if code == "welcome":
+        wrong = pb.CoordinatorMessage(welcome=pb.Welcome(protocol=PROTOCOL + 1, pulse_seconds=1))
+    control.welcome = lambda hello: wrong
+    control.greet = lambda session: session.end()
+    rig = make(control).start(sessions=0)
+    said = "E-WIRE-01" if code == "welcome" else code
+    until(lambda: rig.codes().count(said) >= 2)
+    assert rig.thread.is_alive()
+    control.welcome, control.greet = right, lambda session: None
+    until(rig.session_opened.is_set)
+    assert rig.error is None
 
 
 def test_a_tls_failure_before_the_first_session_is_explained_and_ends_the_attempt(make):

@@ -9,11 +9,10 @@ import pytest
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire import codec
+from protos.storage import digests
 from silo.connection.transfer import RetryPolicy
 from tests.support import until
-from tests.support.fake_coordinator import BYTES, PATIENCE, receipt_for
-from tests.support.transfers import CUTS, IDS, Rig
+from tests.support.transfers import BYTES, CUTS, IDS, PATIENCE, Rig, receipt_for
 
 
 def test_an_upload_gives_a_verified_receipt(rig):
@@ -21,7 +20,7 @@ def test_an_upload_gives_a_verified_receipt(rig):
     receipt = pb.Receipt.FromString(rig.upload(moved=lambda done, total: seen.append((done, total))))
     assert bytes(rig.fake.uploads[receipt.contribution_id]) == BYTES
     assert seen[-1] == (len(BYTES), len(BYTES))
-    assert receipt.object_digest == codec.digest(BYTES)
+    assert receipt.object_digest == digests.digest(BYTES)
 
 
 @pytest.mark.parametrize("at", CUTS, ids=IDS)

@@ -188,9 +188,9 @@ def cut_at(monkeypatch, step, moment):
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
 def test_renewal_survives_a_crash_at_every_write(ca, silo, clock, monkeypatch, step, moment):
-    """Steps: 1 key.next, 2 silo.pem, 3 removal of key.next."""
+    """Steps: 1 key.next, 2 silo.previous.pem, 3 silo.pem, 4 removal of key.next."""
     before = silo.load()
     cut_at(monkeypatch, step, moment)
     with pytest.raises(Cut):
@@ -198,7 +198,7 @@ def test_renewal_survives_a_crash_at_every_write(ca, silo, clock, monkeypatch, s
     monkeypatch.undo()
     reborn = SiloIdentity(silo.home, clock)
     now = reborn.load()  # whole, old or new
-    assert (now != before) == (step == 3 or (step == 2 and moment == "after"))
+    assert (now != before) == (step == 4 or (step == 3 and moment == "after"))
     fresh = renew(ca, reborn)
     reborn.install(fresh, ca.ca_pem)
     assert reborn.load().serial == identity_of(fresh).serial

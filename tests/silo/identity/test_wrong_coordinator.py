@@ -8,7 +8,7 @@ import pytest
 from coordinator.pki.authority import Authority
 from protos.pki.identity import Address, identity_of
 from protos.tls.connect import diagnose
-from silo.identity.credentials import diagnose_channel
+from silo.connection.channel import diagnose_channel
 from tests.support.coordinator_process import Server
 from tests.support.pki import HOST, authority, join, refused_call, today
 

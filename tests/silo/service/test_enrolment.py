@@ -167,6 +167,24 @@ def test_a_damaged_token_is_refused_before_anything_is_sent(rig):
     assert rig.dialled == []
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.fault(
+    "a mail server", "changes an invitation to another authority's", "refused with --authority before anything is sent"
+)
+def test_an_invitation_of_another_authority_is_refused_before_anything_is_sent(rig, again):
+    if again:
+        rig.join()
+        rig.dialled.clear()
+    with pytest.raises(RefusedError, match=r"E-ID-10.*Nothing was sent"):
+        rig.join(authority="AB:" * 31 + "ab", again=again)
+    with pytest.raises(ConfigError, match="E-CFG-02"):
+        rig.join(authority=rig.ca.fingerprint()[:32], again=again)
+    assert rig.dialled == []
+    assert rig.home.path.exists() == again
+    spaced = ":".join(rig.ca.fingerprint().upper()[i : i + 2] for i in range(0, 64, 2))
+    assert rig.join(authority=spaced, again=again).identity.name == "center1"
+
+
 def test_the_home_is_named_by_option_variable_or_default(monkeypatch, tmp_path):
     monkeypatch.setenv("CONSILIUM_SILO_HOME", str(tmp_path))
     assert Home.at(None).path == tmp_path

@@ -88,7 +88,7 @@ def test_equals_local_port_bit_for_bit(make, method, options, opt_out):
 
 def test_pulses_tell_of_training_while_it_lasts(make, slow):
     hospital = make(run_round=slow)
-    hospital.control.pulse_s = 0.2
+    hospital.control.pulse_s = 0.5
     hospital.start()
     hospital.offer()
     assert slow.started.wait(20)

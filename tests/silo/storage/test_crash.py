@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection
 
-from protos.wire import codec
+from protos.storage import digests
 from silo.storage.store import Store
 from tests.support.hospital import B, key, opened, stage, value
 
@@ -66,7 +66,7 @@ def test_a_crash_while_staging_loses_the_update_whole_or_not_at_all(tmp_path, mo
         entry = again.find(key(), B)
         found.append(entry is not None)
         if entry is not None:
-            assert codec.file_digest(again.bundle(entry)) == entry.object_digest, what
+            assert digests.file_digest(again.bundle(entry)) == entry.object_digest, what
         again.sweep()
         assert {p.name for p in (home / "objects").iterdir()} == again.store.referenced(), what
         assert stage(again).object_digest, what  # and the work can be done again

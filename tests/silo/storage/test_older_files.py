@@ -1,7 +1,8 @@
 """Databases of earlier versions open and say what they said; what cannot be opened is left as it is.
 
 tests/data/silo_v3.sql is what version 3 held at a hospital after a real private run, and with an update in the outbox
-of a second run that it had approved by hand; receipts and sealed figures are cut short.
+of a second run that it had approved by hand; receipts and sealed figures are cut short. silo_v4.sql is the same file
+as version 4 left it.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from fl_core.errors import StateError
 from fl_core.types.enums import TaskKind
 from protos.wire.tasks import TaskKey
 from silo.storage import store as stores
+from silo.storage.schema import MIGRATIONS
 from silo.storage.store import Store
 from silo.storage.tasks import Attestation
 
 DUMP = Path(__file__).resolve().parents[2] / "data" / "silo_v3.sql"
+VERSION_4 = DUMP.with_name("silo_v4.sql")
 FINISHED, OPEN = "fedavg-digits-efab", TaskKey("waits-d1ea", 0, TaskKind.TRAIN)
 VERSION_2 = "PRAGMA user_version = 2; ALTER TABLE tasks DROP COLUMN attested; DROP TABLE approvals;"
 VERSION_1 = VERSION_2 + "PRAGMA user_version = 1; ALTER TABLE tasks DROP COLUMN mirrored;"
 
 
-def older(file: Path, change: str = "") -> Path:
+def older(file: Path, change: str = "", dump: Path = DUMP) -> Path:
     with closing(sqlite3.connect(file)) as db:
-        db.executescript(DUMP.read_text() + change)
+        db.executescript(dump.read_text() + change)
     return file
 
 
@@ -41,9 +44,9 @@ def opened(file: Path) -> Iterator[Store]:
         store.close_database()
 
 
-@pytest.mark.parametrize("change", ["", VERSION_2, VERSION_1])
-def test_runs_and_outbox_of_a_file_of_any_version_are_there(tmp_path: Path, change: str) -> None:
-    older(tmp_path / "silo.db", change)
+@pytest.mark.parametrize(("change", "dump"), [("", DUMP), (VERSION_2, DUMP), (VERSION_1, DUMP), ("", VERSION_4)])
+def test_runs_and_outbox_of_a_file_of_any_version_are_there(tmp_path: Path, change: str, dump: Path) -> None:
+    older(tmp_path / "silo.db", change, dump)
     for _ in range(2):
         with opened(tmp_path / "silo.db") as again:
             first, second = again.history()
@@ -99,7 +102,7 @@ def test_a_crash_while_it_is_migrated_leaves_the_old_file(tmp_path: Path, monkey
         raise KeyboardInterrupt
 
     before = older(tmp_path / "silo.db", VERSION_1).read_bytes()
-    monkeypatch.setattr(stores, "MIGRATIONS", (stores.MIGRATIONS[0], killed))
+    monkeypatch.setattr(stores, "MIGRATIONS", (*stores.MIGRATIONS[:-1], killed))
     with pytest.raises(KeyboardInterrupt):
         Store(tmp_path / "silo.db")
     monkeypatch.undo()
@@ -111,7 +114,7 @@ def test_a_crash_while_it_is_migrated_leaves_the_old_file(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        ("PRAGMA user_version = 99", "of version 3 or older, found version 99.*use that one"),
+        ("PRAGMA user_version = 99", f"of version {len(MIGRATIONS) + 1} or older, found version 99.*use that one"),
         ("DROP TABLE tasks", "found another file .version 3.: restore the one that was there from a backup"),
     ],
 )
@@ -120,3 +123,8 @@ def test_a_newer_file_or_another_one_is_refused_with_what_to_do(tmp_path: Path, 
     with pytest.raises(StateError, match=f"E-STATE-22.*{said}"):
         Store(tmp_path / "silo.db")
     assert (tmp_path / "silo.db").read_bytes() == before
+
+
+def test_the_data_of_a_run_of_an_older_file_are_fixed_from_its_next_round_on(tmp_path: Path) -> None:
+    with opened(older(tmp_path / "silo.db", dump=VERSION_4)) as store:
+        assert [store.fix_data(OPEN.run_id, found) for found in ("a", "b", "a")] == [True, False, True]

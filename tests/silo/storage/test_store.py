@@ -9,8 +9,8 @@ import pytest
 
 from fl_core.errors import StateError
 from fl_core.types.enums import TaskKind
+from protos.storage import digests
 from protos.storage.object_store import ObjectStore
-from protos.wire import codec
 from protos.wire.tasks import TaskKey
 from silo.storage.outbox import Outbox
 from silo.storage.store import Store
@@ -30,7 +30,7 @@ def test_a_state_without_a_mirror_is_kept_even_if_the_update_was_lost(tmp_path, 
     outbox = opened(tmp_path)
     stage(outbox, 0, 1.0)
     outbox.store.close(key(0), included=True)
-    outbox.stage(key(1), M, B, finished(2.0, mirrored))
+    outbox.begin(key(1), M, B, finished(2.0, mirrored)).finish()
     outbox.store.close_database()  # the method is known at the close, whoever closes it
     again = opened(tmp_path)
     again.store.close(key(1), included)
@@ -41,7 +41,7 @@ def test_a_state_without_a_mirror_is_kept_even_if_the_update_was_lost(tmp_path, 
 def test_a_run_that_ends_before_its_close_discards_every_state(tmp_path):
     """The round is played again from its start when the run is resumed."""
     outbox = opened(tmp_path)
-    outbox.stage(key(), M, B, finished(2.0, server_tracks_state=False))
+    outbox.begin(key(), M, B, finished(2.0, server_tracks_state=False)).finish()
     outbox.store.record_run("run-1", "r", M, B)
     outbox.store.end_run("run-1", "failed", "too few")
     assert value(outbox) is None
@@ -121,14 +121,14 @@ def test_ended_runs_keep_their_last_state_and_only_the_newest_three(tmp_path):
         run = f"run-{n}"
         manifest, base = (outbox.objects.put(f"{what} {n}".encode()) for what in ("manifest", "base"))
         store.record_run(run, run, manifest, base)
-        outbox.stage(TaskKey(run, 0, TaskKind.TRAIN), M, B, finished(float(n)))
+        outbox.begin(TaskKey(run, 0, TaskKind.TRAIN), M, B, finished(float(n))).finish()
         store.close(TaskKey(run, 0, TaskKind.TRAIN), included=True)
         store.end_run(run, "finished", "")
     outbox.sweep()
     kept = [store.committed(f"run-{n}") for n in range(5)]
     assert [outbox.objects.has(found[0]) for found in kept if found] == [False, False, True, True, True]
-    assert outbox.objects.has(codec.digest(b"manifest 4"))
-    assert not outbox.objects.has(codec.digest(b"base 4"))
+    assert outbox.objects.has(digests.digest(b"manifest 4"))
+    assert not outbox.objects.has(digests.digest(b"base 4"))
 
 
 @pytest.mark.parametrize(("state", "left"), [("finished", 1), ("aborted", 0), ("failed", 0)])

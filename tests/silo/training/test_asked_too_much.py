@@ -107,6 +107,6 @@ def test_more_rounds_are_more_noise_per_round_and_no_more_epsilon(tmp_path):
     ledger = budgeted(tmp_path / "home", policy=SEEDED_POLICY)
     for course in (few, many):
         whole = [r.mechanism for t in range(course.rounds) for r in course.releases(t, True) if r.collection == "train"]
-        assert ledger.fits(TRAIN, whole)
-        assert not ledger.fits(TRAIN, [*whole, *whole[:: max(1, len(whole) // 20)]])
+        assert ledger.budget(TRAIN).admits(ledger.history(TRAIN), whole)
+        assert not ledger.budget(TRAIN).admits(ledger.history(TRAIN), [*whole, *whole[:: max(1, len(whole) // 20)]])
     assert torch.isfinite(torch.tensor(many.noise))

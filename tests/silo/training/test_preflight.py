@@ -15,7 +15,7 @@ from privacy.accounting.accountant import aggregated
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.record import release_plan
 from privacy.profiles.silo import silo_releases
-from privacy.silo_dp.mechanism import silo_level
+from privacy.silo_dp.guard import silo_level
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.training import preflight
 from tests.support import until

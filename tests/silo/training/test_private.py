@@ -10,15 +10,13 @@ from fl_core.methods import build_method
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import run_silo_round
 from fl_core.simulation.in_process import SiloShare, local_ports
-from fl_core.types.enums import TaskKind
-from fl_core.types.values import RoundContext
 from privacy.accounting.accountant import aggregated, epsilon_rdp
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.record import release_plan
 from privacy.release_log import InMemoryReleaseLog
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire import codec
-from tests.support.hospital import Watched, first
+from silo.storage.store import Store
+from tests.support.hospital import Watched, first, rounds_equal
 from tests.support.privacy import SEEDED_POLICY, TEST, TRAIN, budgeted, private
 
 
@@ -33,15 +31,7 @@ def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make
     doors = [CompiledRun.of(run).profile.data_factory(k, book if k == 1 else InMemoryReleaseLog()) for k in range(3)]
     port = local_ports(RunSetup.of(run), shares, doors)[1]
     msg = build_method(method, {}).broadcast(RunSetup.of(run).initial_state())
-    for round, kind in ((0, TaskKind.TRAIN), (1, TaskKind.TRAIN), (2, TaskKind.EVALUATE)):
-        hospital.transfer.uploads.clear()
-        wire = pb.TRAIN if kind is TaskKind.TRAIN else pb.EVALUATE
-        hospital.offer(round, wire, msg)
-        hospital.sent(round + 1)
-        found = bytes(next(iter(hospital.transfer.uploads.values())))
-        assert found == codec.pack_bundle(port.round(msg, RoundContext(3, 10, 2, round, 3), kind))
-        hospital.close(round, kind=wire)
-        hospital.settled(round + 1)
+    rounds_equal(hospital, port, [msg] * 3)
     course = release_plan(RunSetup.of(run), 1)
     planned = [r for t in range(3) for r in course.releases(t, t < 2, True, counts=t == 0)]
     assert planned == book.releases
@@ -188,6 +178,7 @@ def test_an_older_ledger_is_found_at_the_start_and_by_what_the_coordinator_remem
         hospital.start()
     hospital.service = None
     (folder / "silo.db").unlink()  # the hospital's own memory is gone as well
+    Store(folder / "silo.db", accept_loss=True).close_database()
     welcomed = hospital.control._welcome
     hospital.control.welcome = lambda hello: _with(welcomed(hello), attested)
     ended = _started_and_ended(hospital)

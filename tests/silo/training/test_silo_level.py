@@ -13,8 +13,6 @@ from fl_core.methods import build_method
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import run_silo_round
 from fl_core.simulation.in_process import SiloShare, local_ports
-from fl_core.types.enums import TaskKind
-from fl_core.types.values import RoundContext
 from privacy.accounting.accountant import aggregated, epsilon_rdp
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
@@ -22,14 +20,12 @@ from privacy.ledger.registration import register
 from privacy.profiles.silo import silo_releases
 from privacy.release_log import InMemoryReleaseLog
 from privacy.silo_dp import adaptive_clipping
-from privacy.silo_dp.mechanism import silo_level
-from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire import codec
+from privacy.silo_dp.guard import silo_level
 from protos.wire.bundle_file import BundleFile
 from silo.storage.home import Home
 from silo.training.hospital_controls import describe_request
 from tests.support import until
-from tests.support.hospital import Watched
+from tests.support.hospital import Watched, rounds_equal
 from tests.support.privacy import HOSPITAL, SEEDED_POLICY, TEST, TRAIN, budgeted, hospital_level, private
 
 ROOM = 40.0
@@ -70,16 +66,7 @@ def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make
     book = InMemoryReleaseLog()
     doors = [CompiledRun.of(run).profile.data_factory(0, book if k == 1 else InMemoryReleaseLog()) for k in range(3)]
     port = local_ports(CompiledRun.of(run), shares, doors)[1]
-    for round, kind, clip in ((0, TaskKind.TRAIN, 1.0), (1, TaskKind.TRAIN, 0.7), (2, TaskKind.EVALUATE, 0.5)):
-        msg = message(run, clip if terms is ADAPTIVE else None)
-        hospital.transfer.uploads.clear()
-        wire = pb.TRAIN if kind is TaskKind.TRAIN else pb.EVALUATE
-        hospital.offer(round, wire, msg)
-        hospital.sent(round + 1)
-        found = bytes(next(iter(hospital.transfer.uploads.values())))
-        assert found == codec.pack_bundle(port.round(msg, RoundContext(3, 10, 2, round, 3), kind))
-        hospital.close(round, kind=wire)
-        hospital.settled(round + 1)
+    rounds_equal(hospital, port, [message(run, clip if terms is ADAPTIVE else None) for clip in (1.0, 0.7, 0.5)])
     guard = silo_level(RunSetup.of(run))
     planned = [r for t in range(3) for r in silo_releases(guard, t < 2)]
     assert planned == book.releases

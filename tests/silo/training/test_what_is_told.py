@@ -21,7 +21,7 @@ from tests.support.fake_coordinator import Hospital
 from tests.support.privacy import HOSPITAL, SEEDED_POLICY, hospital_level, private
 
 DECLARED = "the same whatever the records are: the software's, the run's, or typed by the operator"
-STATED = "set by the hospital about itself: its policy file, the end of its ledger's chain"
+STATED = "set by the hospital about itself: its policy file, the ends of its ledger's and its audit log's chains"
 DRAWN = "random numbers of this process"
 CODED = "a code of this software, and for what is the hospital's own a text that goes with the code"
 CHARGED = "the bundle: released by the mechanisms, charged in the ledger; or its hash"
@@ -35,6 +35,9 @@ TOLD = {
     "DataOffer.shape": DECLARED,
     "DataOffer.classes": DECLARED,
     "DataOffer.nominal_size": DECLARED,
+    "DataOffer.holds": DECLARED,
+    "DataOffer.train_examples": DECLARED,
+    "DataOffer.test_examples": DECLARED,
     "Hello.staged": DECLARED,
     "Hello.policy_digest": STATED,
     "Hello.roster_version": DECLARED,
@@ -76,6 +79,11 @@ TOLD = {
     "OpenRequest.object_digest": CHARGED,
     "OpenRequest.size": DECLARED,
     "OpenRequest.attestation": STATED,
+    "OpenRequest.log_head": STATED,
+    "LogHead.number": STATED,
+    "LogHead.hash": STATED,
+    "LogHead.signature": STATED,
+    "LogHead.certificate_pem": STATED,
     "Attestation.policy_digest": STATED,
     "Attestation.ledger_seq": STATED,
     "Attestation.ledger_head": STATED,

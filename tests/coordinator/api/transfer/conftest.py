@@ -6,16 +6,21 @@ from collections.abc import Iterator
 
 import pytest
 
+from coordinator.api.limits import Limits, Rate
 from coordinator.api.server import Settings
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.pki.identity import Kind
 from tests.support.coordinator import World, running
 from tests.support.federations import NAMES
 from tests.support.transfers import open_round
 
+FREE = Rate(1e6, 10**6)
+SETTINGS = Settings(pulse_s=0.2, parallel_runs=100, limits=Limits(calls=dict.fromkeys(Kind, FREE)))
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with running(tmp_path_factory.mktemp("transfer") / "home", NAMES, Settings(pulse_s=0.2, parallel_runs=100)) as w:
+    with running(tmp_path_factory.mktemp("transfer") / "home", NAMES, SETTINGS) as w:
         yield w
 
 

@@ -11,7 +11,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.chunks import CHUNK_BYTES
 from tests.support.coordinator import World, channel
-from tests.support.transfers import DATA, INVALID, LATE, STEP, chunk, code, commit, cut, open_request, open_round
+from tests.support.transfers import AWAY, DATA, INVALID, LATE, STEP, chunk, code, commit, cut, open_request, open_round
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,9 @@ def test_a_malformed_announcement_is_refused(
         (["first", chunk(b"x", 1 << 63)], "E-WIRE-06"),
     ],
 )
+@pytest.mark.fault(
+    "a hospital", "sends chunks of other objects, with gaps, or too many bytes", "refused, and nothing of it is kept"
+)
 def test_a_malformed_stream_is_refused_and_costs_nothing(
     world: World, offer: pb.Offer, stream: list[object], expected: str
 ) -> None:
@@ -67,6 +70,7 @@ def test_a_malformed_stream_is_refused_and_costs_nothing(
     assert commit(stub, request).size == len(DATA)
 
 
+@pytest.mark.fault("a hospital", "sends a message above 4 MiB", "refused before it is read")
 def test_a_message_above_four_mebibytes_is_refused(world: World, offer: pb.Offer) -> None:
     stub, request = world.transfer("north"), open_request("north", offer, DATA)
     stub.Open(request)
@@ -95,6 +99,7 @@ def test_a_message_that_is_cut_or_no_chunk_is_refused_and_costs_nothing(
     assert commit(stub, request).size == len(DATA)
 
 
+@pytest.mark.fault("a hospital", "writes or commits the update of another", "refused")
 def test_nobody_writes_or_commits_for_another_silo(world: World, offer: pb.Offer) -> None:
     request = open_request("north", offer, DATA)
     world.transfer("north").Open(request)
@@ -107,7 +112,7 @@ def test_nobody_writes_or_commits_for_another_silo(world: World, offer: pb.Offer
     for attempt in attempts:
         with pytest.raises(grpc.RpcError) as error:
             attempt()
-        assert code(error) in ((INVALID, "E-WIRE-12"), (LATE, "E-WIRE-06"))
+        assert code(error) in ((INVALID, "E-WIRE-12"), (LATE, "E-WIRE-06"), (AWAY, "E-NET-12"))
 
 
 class TestAnyStream:

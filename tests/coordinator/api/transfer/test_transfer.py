@@ -11,11 +11,25 @@ import pytest
 
 from coordinator.api.server import Settings
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.storage import disk_space
 from protos.wire import receipts
 from tests.support import until
 from tests.support.coordinator import FAST, World, running
 from tests.support.federations import NAMES
-from tests.support.transfers import DATA, INVALID, LATE, STEP, chunk, code, commit, cut, fetch, open_request, open_round
+from tests.support.transfers import (
+    DATA,
+    INVALID,
+    LATE,
+    OTHER,
+    STEP,
+    chunk,
+    code,
+    commit,
+    cut,
+    fetch,
+    open_request,
+    open_round,
+)
 
 
 def test_open_and_commit_are_idempotent_and_the_receipt_is_signed(world: World, offer: pb.Offer) -> None:
@@ -23,9 +37,12 @@ def test_open_and_commit_are_idempotent_and_the_receipt_is_signed(world: World, 
     assert stub.Open(request) == stub.Open(request) == pb.OpenReply(have=0)
     assert stub.Put(cut(DATA, request.contribution_id)).have == len(DATA)
     assert stub.Open(request).have == len(DATA)
-    receipt = commit(stub, request)
-    assert commit(stub, request) == receipt
-    assert stub.Open(request) == pb.OpenReply(have=len(DATA), receipt=receipt)
+    receipt, again, opened = commit(stub, request), commit(stub, request), stub.Open(request)
+    for found in (receipt, again, opened.receipt):
+        assert found.HasField("log_head")
+        found.ClearField("log_head")  # the end of the log is that of each answer
+    assert again == receipt
+    assert opened == pb.OpenReply(have=len(DATA), receipt=receipt)
     assert stub.Put(cut(DATA, request.contribution_id)).have == len(DATA)
     receipts.verify(receipt, world.people["north"].ca_pem, "test")
     assert (receipt.silo, receipt.object_digest, receipt.size) == ("north", request.object_digest, len(DATA))
@@ -83,6 +100,7 @@ def test_a_second_stream_takes_over_from_one_that_hangs(world: World, offer: pb.
     assert commit(stub, request).size == len(DATA)
 
 
+@pytest.mark.fault("a line or a disk", "changes bytes of an update", "noticed by its digest; sent again")
 def test_a_wrong_digest_is_refused_and_the_upload_begins_anew(world: World, offer: pb.Offer) -> None:
     stub, request = world.transfer("north"), open_request("north", offer, DATA)
     stub.Open(request)
@@ -99,12 +117,12 @@ def test_another_object_under_the_same_id_is_refused_once_one_was_taken(world: W
     stub, first, second = (
         world.transfer("north"),
         open_request("north", offer, DATA),
-        open_request("north", offer, DATA[1:]),
+        open_request("north", offer, OTHER),
     )
     stub.Open(first)
     stub.Put(cut(DATA[: 3 * STEP], first.contribution_id))
     assert stub.Open(second).have == 0  # nothing was taken yet: the hospital lost its disk and trained anew
-    stub.Put(cut(DATA[1:], second.contribution_id))
+    stub.Put(cut(OTHER, second.contribution_id))
     commit(stub, second)
     with pytest.raises(grpc.RpcError) as error:
         stub.Open(first)
@@ -154,6 +172,7 @@ def test_an_object_can_be_read_from_any_offset_by_those_who_may(world: World, of
     until(lambda: world.run(offer.run_id).bytes_down >= 2 * len(whole), "the count of traffic")
 
 
+@pytest.mark.fault("a hospital", "begins uploads that it never ends", "refused above its quota")
 def test_unfinished_uploads_have_a_quota(tmp_path: Path) -> None:
     with running(tmp_path / "home", NAMES, Settings(pulse_s=FAST.pulse_s, quota=100)) as world:
         _, offer = open_round(world)
@@ -161,3 +180,14 @@ def test_unfinished_uploads_have_a_quota(tmp_path: Path) -> None:
             world.transfer("north").Open(open_request("north", offer, DATA))
         assert code(error) == (grpc.StatusCode.UNAVAILABLE, "E-NET-12")
         assert world.transfer("north").Open(open_request("north", offer, DATA[:100])).have == 0
+
+
+@pytest.mark.fault("a hospital", "sends an update when the coordinator's disk is at its reserve", "waits with E-RUN-38")
+def test_the_reserve_of_the_disk_stays_free(world: World, offer: pb.Offer, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub, request = world.transfer("north"), open_request("north", offer, DATA)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_space, "available", lambda folder: len(DATA) - 1)
+        with pytest.raises(grpc.RpcError) as error:
+            stub.Open(request)
+    assert code(error) == (grpc.StatusCode.UNAVAILABLE, "E-RUN-38")
+    assert stub.Open(request).have == 0

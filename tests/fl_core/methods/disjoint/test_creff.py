@@ -9,8 +9,6 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 
 from fl_core import rng
-from fl_core.errors import ConfigError
-from fl_core.methods import build_method
 from fl_core.methods.building_blocks.gradient_matching import (
     class_gradient,
     distance,
@@ -145,9 +143,3 @@ def test_a_round_without_any_class_changes_nothing() -> None:
     part = method._gradients(model, server["head"], PlainLocalData(none, none, TRAIN, context))
     assert not part.weight.any()
     assert not part.total["g"].any()
-
-
-@pytest.mark.parametrize("wrong", [{"features": 0}, {"batch": 0}, {"feature_lr": 0.0}, {"epochs": -1}])
-def test_options_out_of_range_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError):
-        build_method("creff", wrong)

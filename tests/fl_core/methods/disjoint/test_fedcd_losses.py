@@ -14,7 +14,7 @@ from fl_core.methods.building_blocks import class_level_aggregation, fine_graine
 from fl_core.methods.building_blocks.fine_grained import Anchors, FineModel, class_logits
 from fl_core.methods.building_blocks.prototypes import PROTOTYPES
 from fl_core.methods.disjoint.fedcd import FedCD, Objective
-from fl_core.methods.losses import decoupled_distillation
+from fl_core.methods.losses import fedcd
 from fl_core.methods.losses.fedcd import bpr, decay, hpc
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
@@ -121,17 +121,17 @@ def test_cd_4_decoupled_distillation() -> None:
         double(0.7, 0.1, 0.2).log().view(1, 3),
         torch.tensor([0]),
     )
-    assert float(decoupled_distillation.target(teacher, student, y)) == pytest.approx(0.0871767, abs=1e-6)
-    assert float(decoupled_distillation.others(teacher, student, y)) == pytest.approx(0.1483417, abs=1e-6)
-    assert float(decoupled_distillation.dkd(teacher, student, y, 8.0)) == pytest.approx(1.2739107, abs=1e-6)
-    assert float(decoupled_distillation.dkd(teacher, student, y, 0.5)) == pytest.approx(0.1613476, abs=1e-6)
-    assert float(decoupled_distillation.kd(teacher, student)) == pytest.approx(0.1613476, abs=1e-6)
+    assert float(fedcd.target(teacher, student, y)) == pytest.approx(0.0871767, abs=1e-6)
+    assert float(fedcd.others(teacher, student, y)) == pytest.approx(0.1483417, abs=1e-6)
+    assert float(fedcd.dkd(teacher, student, y, 8.0)) == pytest.approx(1.2739107, abs=1e-6)
+    assert float(fedcd.dkd(teacher, student, y, 0.5)) == pytest.approx(0.1613476, abs=1e-6)
+    assert float(fedcd.kd(teacher, student)) == pytest.approx(0.1613476, abs=1e-6)
 
 
 def test_cd_4_with_two_classes_the_others_say_nothing_and_gradients_are_finite() -> None:
     teacher, student = double(3.0, -40.0).view(1, 2), double(-1.0, 60.0).view(1, 2).requires_grad_()
-    assert decoupled_distillation.others(teacher, student, torch.tensor([0])).tolist() == [0]
-    decoupled_distillation.dkd(teacher, student, torch.tensor([0]), 8.0).sum().backward()
+    assert fedcd.others(teacher, student, torch.tensor([0])).tolist() == [0]
+    fedcd.dkd(teacher, student, torch.tensor([0]), 8.0).sum().backward()
     assert torch.isfinite(student.grad).all()
 
 
@@ -208,7 +208,7 @@ def test_cd_8_loss_is_the_mean_over_the_rebalanced_batch(n: float) -> None:
     cosine = normalize(every, dim=1) @ normalize(net.prototypes.weight, dim=1).T
     contrast = hpc(cosine, own, 3, rule.anchors.there, 0.1, 1.0)
     rows = 0.4 * cross_entropy(logits, label, reduction="none") + 0.6 * contrast
-    rows = rows + 0.1 * decoupled_distillation.dkd(teacher, logits, label, 0.5)
+    rows = rows + 0.1 * fedcd.dkd(teacher, logits, label, 0.5)
     wanted = (importance * rows).sum() / importance.sum()
     found = rule.loss(net, x, y).objective() + (rule.penalty(net) if n else 0.0)
     assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)

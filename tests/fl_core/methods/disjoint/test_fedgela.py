@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fl_core.errors import ConfigError
 from fl_core.methods.building_blocks import class_vectors
 from fl_core.methods.disjoint.fedgela import FRAME, FedGELA, adaptation, frame_of
 from fl_core.models import build_model
@@ -22,6 +20,7 @@ from fl_core.types.interfaces import Method
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import LocalResult, RoundContext
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
+from tests.support.methods import simulated
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 FLOAT64 = {"dtype": torch.float64}
@@ -143,7 +142,7 @@ def test_local_loss_uses_the_adapted_frame() -> None:
 
 def test_without_frame_and_adaptation_it_is_fedavg_bit_for_bit() -> None:
     finals = [
-        simulate(RunSetup.of(manifest(name, options)), shares(), RoundHistory())["w"]
+        simulated(name, options)["w"]
         for name, options in (("fedavg", {}), ("fedgela", {"etf": False, "adapt": False}), ("fedgela", {"etf": False}))
     ]
     assert same(finals[0], finals[1])
@@ -200,10 +199,3 @@ def test_batch_norm_features_travel_and_stay_with_the_personal_model() -> None:
     fresh = method.global_model(model_of(), {**msg, "w": trained}).eval()
     x, _ = shares()[0].test.batch(torch.arange(5))
     assert torch.allclose(personal(x), fresh(x) * torch.tensor([2.0, 2, 0, 0]), atol=1e-3)
-
-
-@pytest.mark.parametrize("options", [{"logit_scale": 0.0}, {"feature_norm": "none"}])
-def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        replace(FedGELA(), **options)
-    assert caught.value.code == "E-CFG-02"

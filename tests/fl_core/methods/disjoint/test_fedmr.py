@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import pytest
 import torch
 
 from fl_core import rng
-from fl_core.errors import ConfigError
-from fl_core.methods import build_method
 from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.disjoint.fedmr import FedMR
 from fl_core.models import build_model
@@ -161,21 +158,3 @@ def test_coupling_says_what_mixes_a_batch() -> None:
     assert FedMR(mu1=0, inter="paired_sample", inter_weighting="example").coupling is Coupling.BATCH
     assert FedMR(mu1=0, inter_weighting="example").coupling is Coupling.EXAMPLE
     assert FedMR(mu1=0, mu2=0).coupling is FedMR(mu1=0, prototypes=False).coupling is Coupling.EXAMPLE
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mu1": -1},
-        {"mu2": -0.1},
-        {"lite": -1},
-        {"intra": "papers"},
-        {"negatives": "some"},
-        {"lite_scope": "intra"},
-        {"inter": "paired_sample", "no_margin": True},
-    ],
-)
-def test_impossible_options_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build_method("fedmr", options)
-    assert caught.value.code == "E-CFG-02"

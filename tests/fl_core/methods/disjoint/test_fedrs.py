@@ -7,17 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fl_core.errors import ConfigError
 from fl_core.methods.disjoint.fedrs import FedRS
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.losses.restricted_softmax import restricted_ce, scaling
 from fl_core.models import build_model
-from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
-from tests.support.federations import FED, SCHEMA, Given, manifest, same, same_bundle, shares
+from tests.support.federations import FED, SCHEMA, Given, same, same_bundle, shares
+from tests.support.methods import simulated
 
 H = torch.tensor([[1, 2]], dtype=torch.float64)
 W = torch.tensor([[1, 0], [0, 1], [1, 1]], dtype=torch.float64)
@@ -80,7 +78,7 @@ def test_rs_4_a_silo_with_all_classes_has_the_plain_softmax(alpha: float) -> Non
 
 def test_alpha_one_is_fedavg_with_uniform_weights_bit_for_bit() -> None:
     finals = [
-        simulate(RunSetup.of(manifest(name, options)), shares(), RoundHistory())["w"]
+        simulated(name, options)["w"]
         for name, options in (("fedavg", {"weights": "uniform"}), ("fedrs", {"alpha": 1.0}), ("fedrs", {}))
     ]
     assert same(finals[0], finals[1])
@@ -123,10 +121,3 @@ def test_evaluation_and_traffic_are_those_of_fedavg() -> None:
     x = torch.ones(1, 1, 8, 8)
     models = [m.global_model(build_model("digits_cnn", {}, SCHEMA, 0), msg) for m in (FedRS(), FedAvg())]
     assert torch.equal(models[0](x), models[1](x))
-
-
-@pytest.mark.parametrize("options", [{"alpha": -0.1}, {"alpha": 1.1}, {"alpha": float("nan")}, {"rs": "code"}])
-def test_options_out_of_range_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        FedRS(**options)  # type: ignore[arg-type]
-    assert caught.value.code == "E-CFG-02"

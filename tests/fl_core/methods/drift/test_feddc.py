@@ -7,16 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fl_core.errors import ConfigError, DataError
+from fl_core.errors import ConfigError
 from fl_core.methods.drift.feddc import FedDC
 from fl_core.methods.drift.feddyn import FedDyn
 from fl_core.rounds.capabilities import check_supported
-from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types.enums import Capability
 from fl_core.types.records import TrainConfig
-from tests.support.federations import QData, manifest, same, shares
-from tests.support.methods import alternating, play, run_and_lose
+from tests.support.federations import QData, same
+from tests.support.methods import alternating, play, run_and_lose, simulated
 
 Q = (QData(1, 0), QData(4, 1))
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=1)
@@ -52,7 +50,7 @@ def test_t_dc_2_without_control_it_is_feddyn() -> None:
     assert path[-1] == pytest.approx(0.8, abs=1e-6)
     assert path == play(FedDyn(alpha=1, report="cloud"), Q, 100).path
     drift, dyn = (
-        simulate(RunSetup.of(manifest(name, {"alpha": 0.1, **options}, train=TRAIN)), shares(), RoundHistory())
+        simulated(name, {"alpha": 0.1, **options}, train=TRAIN)
         for name, options in (("feddc", {"control": "none"}), ("feddyn", {}))
     )
     assert set(drift) == set(dyn)
@@ -129,34 +127,9 @@ def test_readings_part_from_the_third_round_on() -> None:
     assert abs(paths[0][2] - paths[1][2]) > 0.05
 
 
-@pytest.mark.parametrize("form", ["mixture", "additive"])
-def test_prototypes_change_training_once_known(form: str) -> None:
-    for rounds, differs in ((1, False), (3, True)):
-        plain, aided = (
-            simulate(
-                RunSetup.of(manifest("feddc", {"prototypes": p}, train=TRAIN, rounds=rounds)), shares(), RoundHistory()
-            )
-            for p in ("off", form)
-        )
-        assert same(plain["w"], aided["w"]) is not differs
-        assert bool((aided["prototypes"]["known"] == 1).all())
-
-
 def test_adaptive_optimizers_are_refused_unless_there_is_no_control() -> None:
     with pytest.raises(ConfigError) as caught:
         check_supported(FedDC(), [Capability.ADAPTIVE_OPTIMIZER])
     assert caught.value.code == "E-CFG-08"
     assert "control=none" in str(caught.value)
     check_supported(FedDC(control="none"), [Capability.ADAPTIVE_OPTIMIZER])
-
-
-def test_a_silo_without_a_step_does_not_deliver() -> None:
-    with pytest.raises(DataError) as caught:
-        play(FedDC(), (QData(1, 0, steps=0), QData(4, 1)), 1)
-    assert caught.value.code == "E-DATA-08"
-
-
-def test_an_unknown_control_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        FedDC(control="both")
-    assert caught.value.code == "E-CFG-02"

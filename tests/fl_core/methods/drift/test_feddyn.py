@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fl_core.errors import ConfigError
 from fl_core.methods.drift.feddyn import FedDyn, pull
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
@@ -16,7 +15,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Part, RoundContext
 from tests.support.federations import SCHEMA, QData, Scalar, manifest, same, shares
-from tests.support.methods import Exact, alternating, play, run_and_lose
+from tests.support.methods import Exact, alternating, play, run_and_lose, simulated
 
 EXACT = (Exact(1, 0), Exact(4, 1))
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=1)
@@ -108,11 +107,7 @@ def test_t_dyn_5_gradient() -> None:
 @pytest.mark.parametrize("cohort", [0, 2])
 def test_both_reports_train_alike_and_differ_by_m(cohort: int) -> None:
     average, other = (
-        simulate(
-            RunSetup.of(manifest("feddyn", {"report": report, "alpha": 0.1}, train=TRAIN, cohort=cohort, rounds=3)),
-            shares(),
-            RoundHistory(),
-        )
+        simulated("feddyn", {"report": report, "alpha": 0.1}, train=TRAIN, cohort=cohort, rounds=3)
         for report in ("average", "cloud")
     )
     assert not same(average["w"], other["w"])
@@ -126,19 +121,12 @@ def test_average_is_the_mean_of_the_silos_models_with_their_buffers() -> None:
     sized = [*shares()[:2], shares(n=28)[2]]
     runs = {"fedavg": {"weights": "uniform"}, "feddyn": {"alpha": 1e-9}}
     uniform, average = (
-        simulate(RunSetup.of(manifest(name, o, train=TRAIN, rounds=1, model_options=options)), sized, RoundHistory())
-        for name, o in runs.items()
+        simulated(name, o, train=TRAIN, rounds=1, model_options=options, given=sized) for name, o in runs.items()
     )
-    far = simulate(
-        RunSetup.of(
-            manifest("feddyn", {"alpha": 1e-9, "report": "cloud"}, train=TRAIN, rounds=1, model_options=options)
-        ),
-        sized,
-        RoundHistory(),
+    far = simulated(
+        "feddyn", {"alpha": 1e-9, "report": "cloud"}, train=TRAIN, rounds=1, model_options=options, given=sized
     )
-    weighed = simulate(
-        RunSetup.of(manifest("fedavg", train=TRAIN, rounds=1, model_options=options)), sized, RoundHistory()
-    )["w"]
+    weighed = simulated("fedavg", train=TRAIN, rounds=1, model_options=options, given=sized)["w"]
     start = RunSetup.of(manifest("feddyn", model_options=options)).initial_state()["w"]
     for name, w in average["w"].items():
         if name in average["m"]:
@@ -181,23 +169,3 @@ def test_an_empty_round_moves_nothing_even_under_drift() -> None:
 def test_momentum_is_an_ordinary_matter() -> None:
     silos = (QData(1, 0, lr=0.02, momentum=0.5), QData(4, 1, lr=0.02, momentum=0.5))
     assert play(cloud(1), silos, 80).path[-1] == pytest.approx(0.8, abs=1e-6)
-
-
-@pytest.mark.parametrize("form", ["mixture", "additive"])
-def test_prototypes_change_training_once_known(form: str) -> None:
-    for rounds, differs in ((1, False), (3, True)):
-        plain, aided = (
-            simulate(
-                RunSetup.of(manifest("feddyn", {"prototypes": p}, train=TRAIN, rounds=rounds)), shares(), RoundHistory()
-            )
-            for p in ("off", form)
-        )
-        assert same(plain["w"], aided["w"]) is not differs
-        assert bool((aided["prototypes"]["known"] == 1).all())
-
-
-@pytest.mark.parametrize("wrong", [lambda: FedDyn(alpha=0), lambda: FedDyn(report="all")])
-def test_options_out_of_range_are_refused(wrong: Callable[[], FedDyn]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        wrong()
-    assert caught.value.code == "E-CFG-02"

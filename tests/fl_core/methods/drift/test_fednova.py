@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fl_core.errors import ConfigError, DataError
+from fl_core.errors import ConfigError
 from fl_core.methods.drift.fednova import FedNova
 from fl_core.methods.drift.fedprox import FedProx
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.rounds.capabilities import check_supported
-from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Bundle, Part, RoundContext, State
-from tests.support.federations import FED, SCHEMA, QData, Scalar, manifest, same, shares
-from tests.support.methods import play, total_of
+from tests.support.federations import FED, SCHEMA, QData, Scalar, same, shares
+from tests.support.methods import play, simulated, total_of
 
 
 def bundle(n: float, delta: Sequence[float], a: float) -> Bundle:
@@ -103,9 +101,7 @@ def test_equal_steps_are_fedavg_or_fedprox(momentum: float, mu: float) -> None:
     train = TrainConfig(lr=0.05, batch_size=4, epochs=1, momentum=momentum)
     other = ("fedprox", {"mu": mu}) if mu else ("fedavg", {})
     plain, nova = (
-        simulate(
-            RunSetup.of(manifest(name, options, train=train, model_options={"norm": "batch"})), shares(), RoundHistory()
-        )["w"]
+        simulated(name, options, train=train, model_options={"norm": "batch"})["w"]
         for name, options in (other, ("fednova", {"mu": mu}))
     )
     assert all(torch.allclose(nova[name], v, rtol=1e-5, atol=2e-6) for name, v in plain.items())
@@ -116,9 +112,7 @@ def test_unequal_steps_are_not_fedavg_and_buffers_are_averaged_plainly() -> None
     given = [*shares()[:2], shares(n=28)[2]]
     train = TrainConfig(lr=0.05, batch_size=4, epochs=1)
     avg, nova = (
-        simulate(
-            RunSetup.of(manifest(name, train=train, rounds=1, model_options={"norm": "batch"})), given, RoundHistory()
-        )["w"]
+        simulated(name, train=train, rounds=1, model_options={"norm": "batch"}, given=given)["w"]
         for name in ("fedavg", "fednova")
     )
     buffers = {name: v for name, v in avg.items() if "running" in name}
@@ -139,22 +133,6 @@ def test_server_momentum_adds_up_updates_and_an_empty_round_keeps_it() -> None:
     assert "momentum" not in FedNova().init_server(Scalar(), context)
 
 
-@pytest.mark.parametrize("form", ["mixture", "additive"])
-def test_prototypes_change_training_once_known(form: str) -> None:
-    train = TrainConfig(lr=0.05, batch_size=4, epochs=1)
-    for rounds, differs in ((1, False), (3, True)):
-        plain, aided = (
-            simulate(
-                RunSetup.of(manifest("fednova", {"prototypes": p}, train=train, rounds=rounds)),
-                shares(),
-                RoundHistory(),
-            )
-            for p in ("off", form)
-        )
-        assert same(plain["w"], aided["w"]) is not differs
-        assert bool((aided["prototypes"]["known"] == 1).all())
-
-
 def test_momentum_of_sgd_is_no_obstacle_but_adam_is() -> None:
     with pytest.raises(ConfigError) as caught:
         check_supported(FedNova(), [Capability.ADAPTIVE_OPTIMIZER])
@@ -165,22 +143,6 @@ def test_momentum_of_sgd_is_no_obstacle_but_adam_is() -> None:
     with pytest.raises(ConfigError) as caught:
         FedNova().local(model, {"w": tensor_maps.copy_state(model)}, {}, adam, context)
     assert caught.value.code == "E-CFG-08"
-
-
-def test_a_silo_without_a_step_does_not_deliver() -> None:
-    with pytest.raises(DataError) as caught:
-        only_steps(FedNova(), QData(1, 0, steps=0))
-    assert caught.value.code == "E-DATA-08"
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [lambda: FedNova(mu=-1), lambda: FedNova(tau="k"), lambda: FedNova(server_momentum=1.0)],
-)
-def test_options_out_of_range_are_refused(wrong: Callable[[], FedNova]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        wrong()
-    assert caught.value.code == "E-CFG-02"
 
 
 def test_mu_zero_has_no_pull() -> None:

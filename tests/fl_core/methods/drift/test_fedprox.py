@@ -7,61 +7,31 @@ import itertools
 import pytest
 import torch
 
-from fl_core.errors import ConfigError
 from fl_core.methods.drift.fedprox import FedProx
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
-from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
-from fl_core.types.values import AS_SCHEDULED, RoundContext
-from tests.support.federations import FED, SCHEMA, QData, Scalar, manifest, same, shares
-
-
-class Exact(QData):
-    """Minimises a/2 (w - b)^2 + penalty by Newton's method: one step, the objective is a parabola."""
-
-    def sgd(self, model, loss, options=AS_SCHEDULED):  # type: ignore[no-untyped-def]
-        assert isinstance(model, Scalar)
-        objective = 0.5 * self.a * (model.w - self.b).square().sum() + (
-            options.penalty(model) if options.penalty else 0.0
-        )
-        (slope,) = torch.autograd.grad(objective, model.w, create_graph=True)
-        (curve,) = torch.autograd.grad(slope.sum(), model.w)
-        with torch.no_grad():
-            model.w -= slope / curve
-        return 1
-
-
-def play(mu: float, kind: type[QData], rounds: int) -> list[float]:
-    method, context, silos = FedProx(mu=mu), RoundContext(2, 2), (kind(1, 0), kind(4, 1))
-    server, path = method.init_server(Scalar(), context), []
-    for _ in range(rounds):
-        a, b = (
-            method.local(Scalar(), method.broadcast(server), {}, data, context.for_silo(k, 0)).bundle["delta"]
-            for k, data in enumerate(silos)
-        )
-        server = method.merge(server, {"delta": a + b}, context)
-        path.append(float(server["w"]["w"]))
-    return path
+from fl_core.types.values import RoundContext
+from tests.support.federations import FED, SCHEMA, QData, Scalar, same, shares
+from tests.support.methods import Exact, play, simulated
 
 
 @pytest.mark.parametrize(("mu", "first", "limit"), [(1, 0.4, 8 / 13), (10, 0.1428571429, 0.7586206897)])
 def test_t_prx_1_exact_solve(mu: float, first: float, limit: float) -> None:
-    path = play(mu, Exact, 130)
+    path = play(FedProx(mu=mu), (Exact(1, 0), Exact(4, 1)), 130).path
     assert path[0] == pytest.approx(first, abs=1e-6)
     assert path[-1] == pytest.approx(limit, abs=1e-6)
 
 
 def test_t_prx_1_huge_mu_stays_at_the_global_model() -> None:
-    assert play(1e6, Exact, 1)[0] == pytest.approx(1.999992e-6, rel=1e-6)
+    assert play(FedProx(mu=1e6), (Exact(1, 0), Exact(4, 1)), 1).path[0] == pytest.approx(1.999992e-6, rel=1e-6)
 
 
 @pytest.mark.parametrize(("mu", "first", "limit"), [(1, 0.399609375, 0.6416687560), (5, None, 0.7272935260)])
 def test_t_prx_2_gradient_descent(mu: float, first: float | None, limit: float) -> None:
-    path = play(mu, QData, 90)
+    path = play(FedProx(mu=mu), (QData(1, 0), QData(4, 1)), 90).path
     if first is not None:
         assert path[0] == pytest.approx(first, abs=1e-6)
     assert path[-1] == pytest.approx(limit, abs=1e-6)
@@ -78,7 +48,7 @@ def test_t_prx_3_large_mu_diverges_with_explicit_steps() -> None:
 
 def test_mu_zero_is_fedavg_bit_for_bit() -> None:
     finals = [
-        simulate(RunSetup.of(manifest(name, options)), shares(), RoundHistory())["w"]
+        simulated(name, options)["w"]
         for name, options in (("fedavg", {}), ("fedprox", {"mu": 0.0}), ("fedprox", {"mu": 0.1}))
     ]
     assert same(finals[0], finals[1])
@@ -98,9 +68,3 @@ def test_pull_leaves_buffers_alone_and_shortens_the_way() -> None:
 
     assert moved(FedProx(mu=1.0)) < moved(FedAvg())
     assert any("running_mean" in name for name in msg["w"])
-
-
-def test_negative_mu_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        FedProx(mu=-0.1)
-    assert caught.value.code == "E-CFG-02"

@@ -9,19 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from fl_core.errors import ConfigError
 from fl_core.methods.building_blocks.frozen_copies import CachedFeatures, frozen_copy
 from fl_core.methods.disjoint.fedproc import FedProc
 from fl_core.methods.drift.moon import Moon, model_contrast
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
-from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import AS_SCHEDULED, LocalResult, State
-from tests.support.federations import FED, SCHEMA, manifest, same, same_bundle, shares
+from tests.support.federations import FED, SCHEMA, same, same_bundle, shares
+from tests.support.methods import simulated
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 
@@ -103,7 +101,7 @@ def test_several_last_models_share_the_denominator() -> None:
 
 def test_mu_zero_is_fedavg_and_mixes_as_fedproc_bit_for_bit() -> None:
     def final(name: str, **options: float | str) -> dict[str, Tensor]:
-        return dict(simulate(RunSetup.of(manifest(name, options)), shares(), RoundHistory())["w"])
+        return dict(simulated(name, options)["w"])
 
     plain, off, on = final("fedavg"), final("moon", mu=0.0), final("moon", mu=5.0)
     assert same(plain, off)
@@ -183,10 +181,3 @@ def test_seen_batch_gives_the_model_s_own_logits_and_gradients() -> None:
     assert torch.equal(seen(x), model(x))
     grads = [torch.autograd.grad(m(x).square().sum(), list(model.parameters())) for m in (seen, model)]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
-@pytest.mark.parametrize("options", [{"mu": -1.0}, {"tau": 0.0}, {"last": 0}])
-def test_options_out_of_range_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Moon(**options)  # type: ignore[arg-type]
-    assert caught.value.code == "E-CFG-02"

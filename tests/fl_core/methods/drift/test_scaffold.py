@@ -7,16 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fl_core.errors import ConfigError, DataError
+from fl_core.errors import ConfigError
 from fl_core.methods.drift.scaffold import Scaffold
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.capabilities import check_supported
-from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types.enums import Capability
 from fl_core.types.records import TrainConfig
-from tests.support.federations import QData, manifest, same, shares
-from tests.support.methods import alternating, play, run_and_lose
+from tests.support.federations import QData, same
+from tests.support.methods import alternating, play, run_and_lose, simulated
 
 Q = (QData(1, 0), QData(4, 1))
 A_10 = 41.381059609  # effective steps of ten steps with momentum 0.9
@@ -156,7 +154,7 @@ def test_through_ports_a_lost_update_leaves_the_mean_intact() -> None:
 def test_first_round_is_fedavg_bit_for_bit_and_the_second_is_not() -> None:
     train = TrainConfig(lr=0.05, batch_size=4, epochs=1, momentum=0.9)
     finals = {
-        (name, rounds): simulate(RunSetup.of(manifest(name, train=train, rounds=rounds)), shares(), RoundHistory())["w"]
+        (name, rounds): simulated(name, train=train, rounds=rounds)["w"]
         for name in ("fedavg", "scaffold")
         for rounds in (1, 2)
     }
@@ -166,14 +164,7 @@ def test_first_round_is_fedavg_bit_for_bit_and_the_second_is_not() -> None:
 
 def test_buffers_have_no_variate_and_are_not_stretched() -> None:
     options = {"norm": "batch"}
-    once, twice = (
-        simulate(
-            RunSetup.of(manifest("scaffold", {"server_lr": rate}, rounds=1, model_options=options)),
-            shares(),
-            RoundHistory(),
-        )
-        for rate in (1.0, 2.0)
-    )
+    once, twice = (simulated("scaffold", {"server_lr": rate}, rounds=1, model_options=options) for rate in (1.0, 2.0))
     buffers = {name for name in once["w"] if "running" in name}
     assert buffers
     assert not buffers & set(once["c"])
@@ -193,15 +184,3 @@ def test_adaptive_optimizers_are_refused() -> None:
         check_supported(Scaffold(), [Capability.ADAPTIVE_OPTIMIZER])
     assert caught.value.code == "E-CFG-08"
     assert "train.optimizer=sgd" in str(caught.value)
-
-
-def test_a_silo_without_a_step_does_not_deliver() -> None:
-    with pytest.raises(DataError) as caught:
-        play(Scaffold(), (QData(1, 0, steps=0), QData(4, 1)), 1)
-    assert caught.value.code == "E-DATA-08"
-
-
-def test_server_lr_must_be_positive() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Scaffold(server_lr=0)
-    assert caught.value.code == "E-CFG-02"

@@ -8,13 +8,11 @@ import torch
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.ditto import Ditto
 from fl_core.models import build_model
-from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
-from tests.support.federations import FED, SCHEMA, QData, Scalar, manifest, same, shares
-from tests.support.methods import Exact
+from tests.support.federations import FED, SCHEMA, QData, Scalar, same, shares
+from tests.support.methods import Exact, simulated
 
 
 def number(value: float) -> dict[str, dict[str, torch.Tensor]]:
@@ -50,10 +48,7 @@ def test_a_pull_beyond_the_step_size_diverges() -> None:
 
 
 def test_the_global_model_is_fedavgs_bit_for_bit() -> None:
-    finals = [
-        simulate(RunSetup.of(manifest(n, model_options={"norm": "batch"})), shares(), RoundHistory())
-        for n in ("fedavg", "ditto")
-    ]
+    finals = [simulated(n, model_options={"norm": "batch"}) for n in ("fedavg", "ditto")]
     assert same(finals[0]["w"], finals[1]["w"])
 
 

@@ -1,0 +1,1 @@
+"""What one bad hospital of six does to a model, by aggregator and attack."""

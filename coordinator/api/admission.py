@@ -1,0 +1,153 @@
+"""Whose bytes may be under way now, so that all streams together stay within a bound of memory.
+
+gRPC takes a whole window of a stream before anybody reads it. So the number of windows is bounded, not their size: an
+upload gets a slot when it is opened, a download waits for its turn. Both are lent: who has had one for `lease_s` while
+another one waits gives it back, and goes on later from the byte where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from fl_core.errors import UnavailableError
+from protos.wire.channel_options import WINDOW_BYTES
+from protos.wire.chunks import CHUNK_BYTES
+
+PER_SILO = 2
+LEASE_S = 120.0
+LINE_S = 45.0
+"""How long a download waits for its turn; a silo gives up a stream in which nothing moves for a minute."""
+_UNUSED_S = 15.0
+"""How long a slot waits for its stream."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """Room for the window of one upload. streams: those that use it, two while a newer one takes over."""
+
+    silo: str
+    room: int
+    left: int
+    since: float
+    streams: int = 0
+    opened_again: bool = False
+
+
+class UploadSlots:
+    """The slots of all uploads; used on the event loop alone. budget: bytes of memory for all of them."""
+
+    def __init__(self, budget: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._budget = budget
+        self._clock = clock
+        self._slots: dict[str, Slot] = {}
+        self._wanted = -LEASE_S
+
+    @property
+    def room(self) -> int:
+        """The memory that all slots may take now."""
+        return sum(slot.room for slot in self._slots.values())
+
+    @property
+    def left(self) -> int:
+        """The bytes that all slots may still bring to the disk."""
+        return sum(slot.left for slot in self._slots.values())
+
+    def open(self, contribution: str, silo: str, left: int) -> None:
+        """Give an upload a slot; raises UnavailableError (E-NET-12) while there is none. left: bytes still to come."""
+        now = self._clock()
+        known = self._slots.get(contribution)
+        if known is not None and known.streams:  # of a connection that was cut, perhaps, and is not known to be
+            known.opened_again = True
+            return
+        self._slots = {
+            name: slot
+            for name, slot in self._slots.items()
+            if slot.streams or (name != contribution and now - slot.since < _UNUSED_S)
+        }
+        room = min(WINDOW_BYTES, left) + CHUNK_BYTES
+        if sum(slot.silo == silo for slot in self._slots.values()) >= PER_SILO:
+            raise UnavailableError("E-NET-12", f"expected at most {PER_SILO} uploads of {silo!r} at once: try again")
+        if self._slots and self.room + room > self._budget:
+            self._wanted = now
+            raise UnavailableError(
+                "E-NET-12", f"found {len(self._slots)} uploads under way, as many as there is room for: try again"
+            )
+        self._slots[contribution] = Slot(silo, room, left, now)
+
+    def require(self, silo: str) -> None:
+        """Raise UnavailableError (E-NET-12) unless this silo has a slot: called before a stream is read."""
+        if not any(slot.silo == silo for slot in self._slots.values()):
+            raise UnavailableError("E-NET-12", "expected an upload that was opened, found none: open it, then send")
+
+    @contextmanager
+    def using(self, contribution: str, silo: str) -> Iterator[Slot]:
+        """Use an upload's slot, and give it back at the end; raises UnavailableError (E-NET-12) without one."""
+        slot = self._slots.get(contribution)
+        if slot is None or slot.silo != silo or slot.streams > 1:
+            raise UnavailableError("E-NET-12", "expected an upload that was opened, found another: open it, then send")
+        slot.streams += 1
+        slot.since, slot.opened_again = self._clock(), False
+        try:
+            yield slot
+        finally:
+            slot.streams -= 1
+            if not slot.streams and not slot.opened_again:
+                self._slots.pop(contribution, None)
+
+    def yield_to_others(self, slot: Slot) -> None:
+        """Raise UnavailableError (E-NET-12) when a slot was lent for long enough and another upload waits."""
+        now = self._clock()
+        if now - slot.since > LEASE_S and now - self._wanted < LEASE_S:
+            raise UnavailableError("E-NET-12", "others wait for this room: go on in a moment from what is here")
+
+
+class DownloadTurns:
+    """The turns of all downloads; used on the event loop alone. waiting: how many stand in line."""
+
+    def __init__(self, most: int, each: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._free = asyncio.Semaphore(most)
+        self._each = each
+        self._clock = clock
+        self.waiting = 0
+        self._under_way: dict[str, int] = {}
+
+    @asynccontextmanager
+    async def turn(self, who: str) -> AsyncIterator[Callable[[], None]]:
+        """Wait in line, without a thread, and hold a turn; gives the function that raises when others want it.
+
+        Raises UnavailableError (E-NET-12) when the turn does not come, or with too many downloads of this caller.
+        """
+        if self._under_way.get(who, 0) >= self._each:
+            raise UnavailableError(
+                "E-NET-12", f"expected at most {self._each} downloads at once of one caller: try again"
+            )
+        self._under_way[who] = self._under_way.get(who, 0) + 1
+        try:
+            await self._wait()
+            try:
+                since = self._clock()
+                yield lambda: self._yield_to_others(since)
+            finally:
+                self._free.release()
+        finally:
+            self._under_way[who] -= 1
+            if not self._under_way[who]:
+                del self._under_way[who]
+
+    async def _wait(self) -> None:
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(LINE_S):
+                await self._free.acquire()
+        except TimeoutError:
+            raise UnavailableError("E-NET-12", "too many downloads are under way: try again") from None
+        finally:
+            self.waiting -= 1
+
+    def _yield_to_others(self, since: float) -> None:
+        if self.waiting and self._clock() - since > LEASE_S:
+            raise UnavailableError("E-NET-12", "others wait for this turn: go on in a moment from what is here")

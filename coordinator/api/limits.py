@@ -1,0 +1,156 @@
+"""What one certificate may ask of the service: calls at once, calls per second, and how long it may say nothing.
+
+A call beyond a limit is refused with E-NET-12 before anything is read or looked up for it, and may be tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from google.protobuf.message import Message
+
+from fl_core.errors import ProtocolError, UnavailableError
+from protos.pki.identity import Kind, PeerCertificate
+
+audit = logging.getLogger("consilium.audit")
+_TABLE = 4096
+"""Callers that are remembered before those that were idle long enough are forgotten."""
+_NOTE_S = 60.0
+_UNKNOWN_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """So many per second in the long run, and `burst` at once."""
+
+    per_s: float
+    burst: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """streams: calls under way at once of one certificate, by its role; calls: how often it may begin one.
+
+    joins, joins_per_address: attempts to enrol, of one invitation and of one address; renewals: of one silo.
+    The rest in seconds. hello_s: until a session's Hello; put_idle_s: without a byte in a Put; get_idle_s: without
+    reading a chunk in a Get; watch_s: a stream of health or reflection in all. messages: in one session;
+    upload_bytes: memory for all uploads under way; downloads: at once, hospitals' and leads' apart, and of one caller.
+    """
+
+    streams: Mapping[Kind, int] = field(default_factory=lambda: {Kind.SILO: 8, Kind.INVITE: 2, Kind.LEAD: 64})
+    calls: Mapping[Kind, Rate] = field(
+        default_factory=lambda: {Kind.SILO: Rate(20, 200), Kind.INVITE: Rate(1, 30), Kind.LEAD: Rate(50, 500)}
+    )
+    joins: Rate = Rate(1 / 60, 10)
+    joins_per_address: Rate = Rate(1, 60)
+    renewals: Rate = Rate(5 / 3600, 5)
+    messages: Rate = Rate(100, 1000)
+    hello_s: float = 15.0
+    put_idle_s: float = 60.0
+    get_idle_s: float = 60.0
+    watch_s: float = 600.0
+    upload_bytes: int = 512 << 20
+    downloads: int = 32
+    downloads_each: int = 2
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A token bucket: `take` tells how long to wait, 0 when there is a token."""
+
+    rate: Rate
+    clock: Callable[[], float] = time.monotonic
+    _tokens: float = field(init=False)
+    _at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tokens, self._at = float(self.rate.burst), self.clock()
+
+    def take(self) -> float:
+        now = self.clock()
+        self._tokens = min(float(self.rate.burst), self._tokens + max(0.0, now - self._at) * self.rate.per_s)
+        self._at = now
+        if self._tokens >= 1.0:
+            self._tokens -= 1.0
+            return 0.0
+        return (1.0 - self._tokens) / self.rate.per_s
+
+    @property
+    def full(self) -> bool:
+        """Whether forgetting it changes nothing."""
+        return self._tokens + (self.clock() - self._at) * self.rate.per_s >= self.rate.burst
+
+
+class Gate:
+    """Counts the calls of every certificate. Used on the event loop alone."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits = limits
+        self._clock = clock
+        self._under_way: dict[str, int] = {}
+        self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._noted: dict[str, float] = {}
+
+    @contextmanager
+    def call(self, peer: PeerCertificate, method: str, address: str) -> Iterator[None]:
+        """Count a call while the block lasts; raises UnavailableError (E-NET-12) when there are too many."""
+        try:
+            self._check(peer, method.rpartition("/")[2], address)
+        except UnavailableError as error:
+            self._note(peer, method, address, error)
+            raise
+        self._under_way[peer.serial] = self._under_way.get(peer.serial, 0) + 1
+        try:
+            yield
+        finally:
+            self._under_way[peer.serial] -= 1
+            if not self._under_way[peer.serial]:
+                del self._under_way[peer.serial]
+
+    def _check(self, peer: PeerCertificate, method: str, address: str) -> None:
+        kind, limits = peer.identity.kind, self.limits
+        most = limits.streams.get(kind, 0)
+        if self._under_way.get(peer.serial, 0) >= most:
+            raise UnavailableError(
+                "E-NET-12", f"expected at most {most} calls at once of one certificate, found more: try again"
+            )
+        self._take("calls", peer.serial, limits.calls.get(kind, Rate(1, 1)), "calls")
+        if method == "Join":
+            self._take("join", peer.serial, limits.joins, "attempts to enrol with one invitation")
+            host = address.rpartition(":")[0]
+            self._take("address", host, limits.joins_per_address, "attempts to enrol from one address")
+        elif method == "Renew":
+            self._take("renew", str(peer.identity), limits.renewals, "renewals of one silo")
+
+    def _take(self, what: str, who: str, rate: Rate, words: str) -> None:
+        if len(self._buckets) >= _TABLE and (what, who) not in self._buckets:
+            self._buckets = {key: bucket for key, bucket in self._buckets.items() if not bucket.full}
+        if wait := self._buckets.setdefault((what, who), Bucket(rate, self._clock)).take():
+            raise UnavailableError("E-NET-12", f"found too many {words}: try again in {max(1, round(wait))} s")
+
+    def _note(self, peer: PeerCertificate, method: str, address: str, error: UnavailableError) -> None:
+        """Log a refusal, and not the next ones of this certificate for a minute: a flood must not fill the disk."""
+        now = self._clock()
+        if now - self._noted.get(peer.serial, -_NOTE_S) < _NOTE_S:
+            return
+        if len(self._noted) >= _TABLE:
+            self._noted.clear()
+        self._noted[peer.serial] = now
+        audit.warning("refused %s to %s (certificate %s) %s: %s", method, peer.identity, peer.serial, address, error)
+
+
+def require_known_fields(message: object) -> None:
+    """Raise ProtocolError (E-WIRE-06) on more than 64 KiB of fields that this version does not know."""
+    if not isinstance(message, Message) or (size := message.ByteSize()) <= _UNKNOWN_BYTES:
+        return
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    if (unknown := size - known.ByteSize()) > _UNKNOWN_BYTES:
+        raise ProtocolError(
+            "E-WIRE-06", f"expected the fields of this version, found {unknown} bytes of others: upgrade the older side"
+        )

@@ -1,0 +1,1 @@
+"""The running service seen from outside: whether it can do its work."""

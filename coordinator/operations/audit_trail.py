@@ -1,0 +1,105 @@
+"""The coordinator's audit log: each call, allowed or refused, and the ends of both logs that cross with an update."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from coordinator.pki.server_certificate import ServerCertificate
+from fl_core.errors import FederationError
+from protos.audit_log.heads import SignedHead
+from protos.audit_log.lines import ALLOWED, REFUSED, Entry
+from protos.audit_log.log import FOLDER, AuditLog
+from protos.audit_log.recorder import Recorder
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.pki.identity import Identity, Kind, peer_of
+
+log = logging.getLogger(__name__)
+_SHOWN = ("run_id", "round", "silo", "contribution_id", "object_digest", "digest", "request_id")
+_STANDARD = "/grpc."
+"""Health and reflection: they read nothing of ours, so that only refusals of them are lines."""
+
+
+class CountingContext:
+    """A call's context that counts the bytes of the chunks which left. Anything else is the context's own."""
+
+    def __init__(self, context: Any) -> None:  # noqa: ANN401
+        self._context = context
+        self.sent = 0
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._context, name)
+
+    async def write(self, chunk: pb.Chunk) -> None:
+        await self._context.write(chunk)
+        self.sent += len(chunk.data)
+
+
+@dataclass(frozen=True, slots=True)
+class AuditTrail:
+    """Records the calls of one service. Never refuses one: where the disk takes no line, the log says so."""
+
+    recorder: Recorder
+    certificate: ServerCertificate
+
+    @classmethod
+    def of(cls, home: Path, consortium: str) -> AuditTrail:
+        own = Identity(Kind.COORDINATOR, consortium).uri
+        return cls(Recorder(AuditLog(home / FOLDER), own), ServerCertificate(home))
+
+    @contextmanager
+    def call(self, method: str, context: Any, request: object) -> Iterator[None]:  # noqa: ANN401
+        """Record a call at its end, with what it was refused with inside the block."""
+        outcome, code = ALLOWED, ""
+        try:
+            yield
+        except FederationError as error:
+            outcome, code = REFUSED, error.code
+            raise
+        except BaseException as error:
+            outcome, code = "cut", type(error).__name__
+            raise
+        finally:
+            if outcome == REFUSED or not method.startswith(_STANDARD):
+                entry = _entry(method, context, request)
+                self.recorder.record(replace(entry, outcome=outcome, code=code, bytes=getattr(context, "sent", 0)))
+
+    def cross(self, context: Any, request: object, reply: object) -> None:  # noqa: ANN401
+        """Keep the end of a silo's log that came with an announcement; send the end of this one with a receipt."""
+        if isinstance(request, pb.OpenRequest) and request.HasField("log_head"):
+            who = peer_of(context.auth_context()).identity.uri
+            try:
+                head = SignedHead.of_message(request.log_head, who, self.certificate.current().ca_pem)
+                if wrong := self.recorder.keep(head):
+                    log.warning("E-STATE-80: %s", wrong)
+            except FederationError as error:
+                self.recorder.record(Entry(who, "head", outcome=REFUSED, code=error.code))
+        receipt = reply.receipt if isinstance(reply, pb.OpenReply) and reply.HasField("receipt") else reply
+        if isinstance(receipt, pb.Receipt):
+            own = self.recorder.signed_head(self.certificate.current())
+            if own is not None:
+                receipt.log_head.CopyFrom(own.message())
+            self.recorder.record(
+                Entry(
+                    receipt.silo, "update taken", f"run={receipt.run_id} round={receipt.round + 1}", bytes=receipt.size
+                )
+            )
+
+
+def _entry(method: str, context: Any, request: object) -> Entry:  # noqa: ANN401
+    what = method.removeprefix("/consilium.v1.")
+    try:
+        peer = peer_of(context.auth_context())
+        who, serial = peer.identity.uri, peer.serial
+    except FederationError:
+        who = serial = ""
+    names = getattr(getattr(request, "DESCRIPTOR", None), "fields_by_name", ())
+    shown = {name: getattr(request, name) for name in _SHOWN if name in names}
+    if "round" in shown:
+        shown["round"] += 1
+    about = " ".join(f"{name}={str(value)[:64]}" for name, value in shown.items() if value)
+    return Entry(who, what, about, serial=serial, address=str(context.peer()))

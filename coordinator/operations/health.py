@@ -1,0 +1,130 @@
+"""Whether the service can do its work, as its health answers say it."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import closing
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from coordinator.api.authorization import Context
+from protos.operations.health import Answer, about
+from protos.storage import disk_space
+
+_BUSY_S = 2.0
+_LEAST_PATIENCE_S = 15.0
+_ASK_S = 10.0
+_LOOK_S = 0.25
+
+
+class Readiness:
+    """What keeps the service from its work; one thread looks, and any thread asks.
+
+    Guarantees: there is a problem too when nobody has looked for a while: a service that hangs is not ready.
+    """
+
+    def __init__(
+        self,
+        database: Path,
+        scheduler_lives: Callable[[], bool],
+        every_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._database = database
+        self._scheduler_lives = scheduler_lives
+        self._patience_s = max(_LEAST_PATIENCE_S, 3 * every_s)
+        self._clock = clock
+        self._found: tuple[str, ...] = ()
+        self._looked = clock()
+        self._stopping = threading.Event()
+
+    def look(self) -> tuple[str, ...]:
+        """Look now; blocks for seconds at most. Returns the problems, each a word."""
+        checks: dict[str, Callable[[], bool]] = {
+            "database": lambda: _is_writable(self._database),
+            "disk": lambda: disk_space.available(self._database.parent) > 0,
+            "scheduler": self._scheduler_lives,
+        }
+        self._found = tuple(word for word, check in checks.items() if not _holds(check))
+        self._looked = self._clock()
+        return self.problems()
+
+    def stop(self) -> None:
+        """Be not ready from now on."""
+        self._stopping.set()
+
+    def problems(self) -> tuple[str, ...]:
+        if self._stopping.is_set():
+            return ("stopping",)
+        if self._clock() - self._looked > self._patience_s:
+            return (*self._found, "maintenance")
+        return self._found
+
+
+class HealthService(health_pb2_grpc.HealthServicer):
+    """The standard health service, whose answers are true at the moment of the question."""
+
+    def __init__(self, names: Collection[str], readiness: Readiness, software: str) -> None:
+        self._names = ("", *names)
+        self._readiness = readiness
+        self._software = software
+
+    async def Check(  # noqa: N802 - gRPC names the method
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        """Answer, with time, version and problems in the trailing metadata."""
+        context.set_trailing_metadata(about(self._software, self._readiness.problems()))
+        if request.service not in self._names:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return health_pb2.HealthCheckResponse(status=self._status(request.service))
+
+    async def Watch(  # noqa: N802 - gRPC names the method
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> None:
+        """Tell each change within a second."""
+        told = None
+        while True:
+            if (status := self._status(request.service)) != told:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                told = status
+            await asyncio.sleep(_LOOK_S)
+
+    def _status(self, name: str) -> int:
+        known = health_pb2.HealthCheckResponse
+        if name not in self._names:
+            return known.SERVICE_UNKNOWN
+        return known.NOT_SERVING if self._readiness.problems() else known.SERVING
+
+
+def ask(channel: grpc.Channel) -> Answer:
+    """Ask a coordinator how it is; raises grpc.RpcError where it does not answer."""
+    stub, asked = health_pb2_grpc.HealthStub(channel), time.time()
+    check = stub.Check  # type: ignore[attr-defined]  # set in __init__, which the stub does not show
+    answer, call = check.with_call(health_pb2.HealthCheckRequest(), timeout=_ASK_S)
+    serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+    return Answer.of(serving, call.trailing_metadata() or (), asked, time.time())
+
+
+def _holds(check: Callable[[], bool]) -> bool:
+    try:
+        return check()
+    except (OSError, sqlite3.Error):
+        return False
+
+
+def _is_writable(database: Path) -> bool:
+    """Write what is there already; raises sqlite3.Error where that cannot be."""
+    # A connection of its own: one of the service's would wait half a minute for a lock.
+    uri = f"{database.absolute().as_uri()}?mode=rw"
+    with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        db.execute(f"PRAGMA user_version = {int(version)}")
+        db.execute("COMMIT")
+    return True

@@ -1,0 +1,87 @@
+"""The leads: who may start and end runs. Their certificates are made and kept on the authority's machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.pki.authority import Authority
+from coordinator.storage.records import Lead
+from coordinator.storage.store import Store
+from fl_core.errors import ConfigError, FederationError
+from protos.pki.certificates import Clock, utc_now
+from protos.pki.identity import Kind, check_name, identity_of
+from protos.storage import private_files
+
+
+@dataclass(frozen=True, slots=True)
+class Leads:
+    """The leads of a consortium, over its authority and its store."""
+
+    home: Path
+    store: Store
+    clock: Clock = utc_now
+
+    def adopt(self) -> None:
+        """List the leads in the authority's folder: of an earlier version, or of an authority on another machine."""
+        folder = self._authority().folder
+        for path in sorted(folder.glob("lead-*.pem")):
+            try:
+                peer = identity_of(private_files.read_private(path))
+            except FederationError:
+                continue  # it opens nothing, and the command that uses it says so
+            if peer.identity.kind is Kind.LEAD:
+                self.store.members.leads.add(Lead.of(peer))
+
+    def all(self) -> list[Lead]:
+        """Return every lead's newest certificate, by name; revoked ones included."""
+        self.adopt()
+        return list({lead.name: lead for lead in self.store.members.leads.all()}.values())
+
+    def add(self, name: str) -> Lead:
+        """Certify a new lead; raises ConfigError (E-ID-30) where a lead or a hospital has the name."""
+        self.adopt()
+        if self.store.members.leads.is_lead(check_name(name)):
+            raise ConfigError(
+                "E-ID-30", f"expected a name that is not taken, found the lead {name!r}: coordinator leads renew {name}"
+            )
+        invited = any(invitation.name == name for invitation in self.store.members.invitations())
+        if invited or self.store.members.is_member(name):
+            raise ConfigError(
+                "E-ID-30", f"expected a name that is not taken, found the hospital {name!r}: choose another"
+            )
+        return self._certify(name)
+
+    def renew(self, name: str) -> Lead:
+        """Give a lead a new key and certificate; the one before ends when this one is first used.
+
+        Raises ConfigError (E-RUN-10) when no lead in force has the name.
+        """
+        self.adopt()
+        self._require(name)
+        return self._certify(name)
+
+    def revoke(self, name: str, reason: str) -> None:
+        """End all certificates of a lead at once, and delete its key here; raises ConfigError (E-RUN-10) as `renew`."""
+        self.adopt()
+        self._require(name)
+        self.store.members.leads.revoke(name, reason)
+        private_files.remove(self._authority().lead_file(name))
+
+    def _require(self, name: str) -> None:
+        leads = self.store.members.leads
+        if not leads.is_lead(check_name(name)):
+            known = ", ".join(sorted({lead.name for lead in leads.all() if lead.revoked is None})) or "none"
+            raise ConfigError("E-RUN-10", f"expected the name of a lead, found {name!r}; leads: {known}")
+
+    def _certify(self, name: str) -> Lead:
+        """List the certificate before it is written: one that is in no list opens nothing, the old one still does."""
+        authority = self._authority()
+        made = authority.make_lead(name)
+        lead = Lead.of(identity_of(made.cert_pem))
+        self.store.members.leads.add(lead)
+        authority.keep_lead(name, made)
+        return lead
+
+    def _authority(self) -> Authority:
+        return Authority.open(self.home, self.clock)

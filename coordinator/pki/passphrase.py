@@ -1,0 +1,89 @@
+"""The passphrase of the authority's key: from a file, from an environment variable, or typed at a terminal.
+
+Who has the file of the key alone can then sign nothing. A service keeps the passphrase in memory while it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from getpass import getpass
+from pathlib import Path
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fl_core.errors import ConfigError, StateError
+from protos.pki import certificates
+from protos.storage import private_files
+
+SHORTEST = 12
+
+
+@dataclass(slots=True)
+class PassphraseSource:
+    """Where this process finds a passphrase; without a file and a variable it asks at the terminal, once."""
+
+    file: Path | None = None
+    variable: str | None = None
+    _typed: bytes = field(default=b"", repr=False)
+
+    def read(self, question: str, repeat: bool = False) -> bytes:
+        """Return the passphrase; raises StateError: E-STATE-47 where there is none to be had, E-STATE-42, E-STATE-43.
+
+        repeat: ask twice, for a new one.
+        """
+        if self.file is not None:
+            return private_files.read_private(self.file).rstrip(b"\r\n")
+        if self.variable is not None:
+            return os.environ.get(self.variable, "").encode()
+        if not self._typed:
+            if not sys.stdin.isatty():
+                raise StateError(
+                    "E-STATE-47",
+                    "expected the passphrase of the authority's key, found no terminal to ask for it: give "
+                    "--ca-passphrase-file FILE or --ca-passphrase-env NAME",
+                )
+            typed = getpass(f"{question}: ")
+            if repeat and getpass("once more: ") != typed:
+                raise ConfigError("E-CFG-02", "expected the same passphrase twice, found two: nothing was changed")
+            self._typed = typed.encode()
+        return self._typed
+
+    def forget(self) -> None:
+        """Ask again next time."""
+        self._typed = b""
+
+
+SOURCE = PassphraseSource()
+"""Of the authority whose key this process uses; a command line names one home."""
+
+
+def unlock(pem: bytes, where: Path) -> ec.EllipticCurvePrivateKey:
+    """Read the authority's key; raises StateError (E-STATE-47) without its passphrase, as `load_key` otherwise."""
+    if b"ENCRYPTED" not in pem:
+        return certificates.load_key(pem, str(where))
+    given = SOURCE.read(f"passphrase of {where}")
+    try:
+        key = serialization.load_pem_private_key(pem, given or None)
+    except (ValueError, TypeError):
+        SOURCE.forget()
+        raise StateError(
+            "E-STATE-47", f"expected the passphrase of {where}, found another one: nothing was signed; try again"
+        ) from None
+    return certificates.load_key(certificates.key_to_pem(key), str(where))  # type: ignore[arg-type]  # which checks it
+
+
+def lock(pem: bytes, passphrase: bytes) -> bytes:
+    """Encrypt a key (PKCS 8, PEM); raises ConfigError (E-CFG-02) on a passphrase that is too short."""
+    if len(passphrase) < SHORTEST:
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected a passphrase of at least {SHORTEST} bytes, found {len(passphrase)}: choose a longer one",
+        )
+    return certificates.load_key(pem, "the authority's key").private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(passphrase),
+    )

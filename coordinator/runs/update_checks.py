@@ -1,0 +1,74 @@
+"""The check of single updates: before the receipt leaves, and again when the round adds them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from coordinator.storage.records import Contribution
+from coordinator.storage.store import Store
+from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, with_undeclared
+from fl_core.errors import ProtocolError
+from fl_core.rounds.manifest import RunManifest
+from fl_core.training.evaluation import METRICS
+from fl_core.types.enums import TaskKind
+from privacy.compiled_run import CompiledRun
+from protos.wire.bundle_file import BundleFile
+
+_REMEMBERED = 16
+
+
+def checked(bundle: BundleFile, allowed: frozenset[torch.dtype]) -> BundleFile:
+    """Return an update whose parts hold numbers of the kinds that this run's silos send.
+
+    Raises ProtocolError (E-WIRE-06) when a part holds others.
+    """
+    for name in bundle:
+        if not bundle.dtypes(name) <= allowed:
+            kinds, found = (sorted(map(str, dtypes)) for dtypes in (allowed, bundle.dtypes(name)))
+            raise ProtocolError("E-WIRE-06", f"part {name!r}: expected some of {kinds}, found {found}")
+    return bundle
+
+
+def declared_sizes(store: Store, run_id: str) -> dict[str, DeclaredSize]:
+    """Return what silos had declared when the run was submitted; who declares nothing counts as the largest does."""
+    found = store.runs.declared_sizes(run_id)
+    return with_undeclared({name: DeclaredSize(train or math.inf, test or math.inf) for name, train, test in found})
+
+
+class UpdateChecks:
+    """Checks updates of any run by their files. Thread-safe.
+
+    model_lock: held while a run is built, as by `RunScheduler`.
+    """
+
+    def __init__(self, store: Store, model_lock: threading.Lock) -> None:
+        self._store = store
+        self._model_lock = model_lock
+        self._lock = threading.Lock()
+        self._checks: dict[str, tuple[UpdateCheck, frozenset[torch.dtype]]] = {}
+
+    def check(self, contribution: Contribution, file: Path) -> None:
+        """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43) unless the update may be part of its round."""
+        check, dtypes = self._of(contribution.run_id)
+        if contribution.kind is TaskKind.EVALUATE:
+            check = replace(check, layout={METRICS: check.layout[METRICS]})
+        check.check(checked(BundleFile(file), dtypes), contribution.silo)
+
+    def _of(self, run_id: str) -> tuple[UpdateCheck, frozenset[torch.dtype]]:
+        with self._lock:
+            if run_id in self._checks:
+                return self._checks[run_id]
+        manifest = RunManifest.from_json(self._store.runs.get(run_id).manifest)
+        with self._model_lock:
+            run = CompiledRun.of(manifest)
+            made = run.update_check(declared_sizes(self._store, run_id)), run.dtypes
+        with self._lock:
+            while len(self._checks) >= _REMEMBERED:
+                del self._checks[next(iter(self._checks))]
+            self._checks[run_id] = made
+        return made

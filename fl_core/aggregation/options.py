@@ -1,0 +1,117 @@
+"""How the updates of a round become one: aggregators, each with its numbers, as a manifest names them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fl_core import validate
+from fl_core.converter import read_options
+from fl_core.errors import ConfigError
+from fl_core.suggest import suggest
+
+DEFAULT = "norm_clipped"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mean:
+    """The weighed mean. One silo moves it as far as it likes."""
+
+    name: ClassVar[str] = "mean"
+    warning: ClassVar[str] = "one bad silo of six can ruin the model (accuracy 0 to 12 %, without it 87 %)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormClipped:
+    """The weighed mean of updates whose norm is bounded by what earlier rounds had.
+
+    With M_t the lower median of the accepted norms of round t and R_t = min(M_{t-1}, ceiling M_0), in the first round
+    M_0: an update above refuse_above R_t is refused, one above clip_at R_t cut to that. Without the ceiling norms would
+    follow the damage. rows: what has a weight per class is cut at this multiple of the median of the row's contributors
+    signs: refuse an update that lowers the scores of its own classes.
+    """
+
+    name: ClassVar[str] = DEFAULT
+    warning: ClassVar[str] = ""
+    refuse_above: float = 5.0
+    clip_at: float = 2.0
+    ceiling: float = 2.0
+    rows: float = 3.0
+    signs: bool = True
+
+    def __post_init__(self) -> None:
+        owner, numbers = "aggregator", {"clip_at": self.clip_at, "ceiling": self.ceiling, "rows": self.rows}
+        validate.positive("E-CFG-02", owner, **numbers)
+        validate.positive_or_infinite("E-CFG-02", owner, refuse_above=self.refuse_above)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Median:
+    """The median of each number.
+
+    Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning", ICML 2018, Algorithm 1.
+    """
+
+    name: ClassVar[str] = "median"
+    warning: ClassVar[str] = "where labels are disjoint it loses half of the accuracy (41 to 66 %, the mean 82 to 92 %)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrimmedMean:
+    """The mean of each number without the smallest and the largest, as Median's paper.
+
+    trim: the share that is left out at each end, rounded down, of one silo at least.
+    """
+
+    name: ClassVar[str] = "trimmed_mean"
+    warning: ClassVar[str] = "where labels are disjoint it loses 10 to 20 points (67 to 83 %, the mean 82 to 92 %)"
+    trim: float = 0.2
+
+    def __post_init__(self) -> None:
+        validate.positive("E-CFG-02", "aggregator", trim=self.trim)
+        validate.below("E-CFG-02", "aggregator", 0.5, trim=self.trim)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GeometricMedian:
+    """The point whose weighed distances to all updates have the smallest sum, by Weiszfeld's steps.
+
+    Pillutla, Kakade and Harchaoui, "Robust Aggregation for Federated Learning", IEEE TSP 2022, Algorithm 1.
+    steps: a fixed number, so that it is a function of the updates alone   smoothing: nu, the smallest distance.
+    """
+
+    name: ClassVar[str] = "geometric_median"
+    warning: ClassVar[str] = "where labels are disjoint it loses 2 to 5 points (81 to 87 %, the mean 82 to 92 %)"
+    steps: int = 8
+    smoothing: float = 1e-6
+
+    def __post_init__(self) -> None:
+        validate.at_least("E-CFG-02", "aggregator", 1, steps=self.steps)
+        validate.at_most("E-CFG-02", "aggregator", 100, steps=self.steps)
+        validate.positive("E-CFG-02", "aggregator", smoothing=self.smoothing)
+
+
+Options = Mean | NormClipped | Median | TrimmedMean | GeometricMedian
+AGGREGATORS: dict[str, type[Options]] = {
+    kind.name: kind for kind in (Mean, NormClipped, Median, TrimmedMean, GeometricMedian)
+}
+
+
+def warning(found: Options, holds: Collection[Collection[str]] = ()) -> str:
+    """Say what an aggregator costs; empty for the default, and where all silos declare the same classes.
+
+    holds: the classes that each silo declares, empty where it does not say. What is said was measured on digits
+    (docs/research.md).
+    """
+    alike = bool(holds) and all(holds) and len({frozenset(classes) for classes in holds}) == 1
+    if not found.warning or (alike and not isinstance(found, Mean)):
+        return ""
+    return f"aggregator={found.name}: {found.warning}"
+
+
+def read(name: str, options: Mapping[str, object]) -> Options:
+    """Read an aggregator of a manifest; raises ConfigError (E-CFG-01, E-CFG-02)."""
+    if name not in AGGREGATORS:
+        raise ConfigError("E-CFG-01", f"there is no aggregator {name!r}: {suggest(name, AGGREGATORS)}")
+    return read_options(AGGREGATORS[name], f"aggregator.{name}", options)

@@ -1,0 +1,266 @@
+"""What an update may claim: the layout of its run, finite numbers, weights and counts within what the silo declared.
+
+| number                                   | range                                                                   |
+|------------------------------------------|-------------------------------------------------------------------------|
+| weight that counts examples, of the silo | 0 to n_k                                                                |
+| weight that counts examples, per row     | each 0 or more, together at most n_k                                    |
+| weight that counts a silo once           | 0 or 1                                                                  |
+| optimiser steps                          | 0 to what n_k examples make of the run's schedule                       |
+| metrics, per class                       | 0 <= correct <= examples, together at most the declared test examples   |
+| metrics of personal models               | accuracies and their squares, from 0 to 1                               |
+| anything of weight 0                     | 0                                                                       |
+
+n_k is what the silo declared before the run. In a private run weights are known exactly and counts are noisy: noise of
+a known size widens the ranges by twelve standard deviations, noise of unknown size lifts them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPointFormat, check_layout
+from fl_core.errors import ProtocolError
+from fl_core.training.evaluation import METRICS, PERSONAL, PERSONAL_PUBLIC
+from fl_core.types.enums import Weighing
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import Bundle, Layout, Part, PartRule
+
+BUFFERS = ("running_mean", "running_var")
+"""How names of batch norm's statistics end, whatever model they are part of."""
+_SIGMAS = 12.0
+_ROUNDING = 1e-4
+_FEWEST_TESTED = 20
+_PERSONAL_PARTS = (PERSONAL, PERSONAL_PUBLIC)
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredSize:
+    """How many examples a silo trains and tests on, at most; infinite where nobody says."""
+
+    train: float = math.inf
+    test: float = math.inf
+
+
+def with_undeclared(sizes: Mapping[str, DeclaredSize]) -> dict[str, DeclaredSize]:
+    """Let who declares no size count as much as the largest that does, and nobody more than the grid holds."""
+
+    def largest(found: Sequence[float]) -> float:
+        return max((n for n in found if n < math.inf), default=RING64_BOUND)
+
+    train, test = largest([s.train for s in sizes.values()]), largest([s.test for s in sizes.values()])
+    return {name: DeclaredSize(min(s.train, train), min(s.test, test)) for name, s in sizes.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The norms of an update's mean values, in float64.
+
+    norms: of each block, a part's values or its batch norm's buffers ("delta", "delta.buffers"); none of weight 0
+    rows: per part with one weight per row (C,), NaN where the row has weight 0   sign: covariance over classes of the
+    head's bias and the silo's classes; 0 where that says nothing.
+    """
+
+    norms: Mapping[str, float]
+    rows: Mapping[str, Tensor]
+    sign: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateCheck:
+    """Checks single updates of one run, and measures them on the way.
+
+    rules: as `Method.part_rules`   sizes: per silo; a silo without one may claim what the grid holds
+    noise: in a private run the standard deviation of counts by part; infinite: they are not checked
+    signs: whether the head's bias tells of the silo's classes, as `Method.bias_follows_classes`
+    masked: whether single updates are random numbers, so that nothing but their layout can be checked.
+    """
+
+    layout: Layout
+    grid: FixedPointFormat
+    rules: Mapping[str, PartRule] = field(default_factory=dict)
+    train: TrainConfig = TrainConfig()  # noqa: RUF009
+    sizes: Mapping[str, DeclaredSize] = field(default_factory=dict)
+    noise: Mapping[str, float] = field(default_factory=dict)
+    signs: bool = False
+    masked: bool = False
+
+    def of(self, layout: Layout) -> UpdateCheck:
+        """Return the check of updates that have only a part of the run's layout: an evaluation's."""
+        return replace(self, layout=layout)
+
+    def check(self, update: Bundle, silo: str = "") -> Measured:
+        """Check an update and measure it.
+
+        Raises ProtocolError: E-WIRE-06 on another layout or a file that cannot be read, E-WIRE-05 on a number that is
+        not finite, E-RUN-43 on a weight, a count or a metric out of its range.
+        """
+        check_layout(update, self.layout)
+        norms, rows = dict[str, float](), dict[str, Tensor]()
+        if self.masked:
+            return Measured(norms, rows)
+        bias: Tensor | None = None
+        for name, part in update.items():
+            weight = self._weight(name, part, silo)
+            squares: dict[str, Tensor] = {}
+            for key, value in self._values(name, part, weight, silo):  # each tensor is read once: it may be in a file
+                squares[key] = self._square(name, key, value, weight, silo)
+                if (name, key) == ("delta", "head.bias"):
+                    bias = value
+            if name in (METRICS, *_PERSONAL_PARTS):
+                continue
+            if weight.dim():
+                square = sum(squares.values(), torch.zeros(len(weight), dtype=torch.float64))
+                rows[name] = torch.where(weight > 0, square.sqrt() / weight, math.nan)
+            elif weight > 0:
+                norms |= {block: math.sqrt(v) / float(weight) for block, v in _by_block(name, squares).items()}
+        sign = 0.0 if bias is None or not self.signs else _sign(bias, update[METRICS].weight)
+        return Measured(norms, rows, sign)
+
+    def rule(self, name: str, per_row: bool) -> PartRule:
+        """Return what a part means; prototypes and what else has a weight per row count examples unless it says not."""
+        if name in (METRICS, *_PERSONAL_PARTS):
+            return PartRule(Weighing.EXAMPLES if name == METRICS else Weighing.ONCE)
+        return self.rules.get(name, PartRule() if per_row else self.rules.get("delta", PartRule()))
+
+    # ---- weights ---------------------------------------------------------------------------------------------------
+
+    def _weight(self, name: str, part: Part, silo: str) -> Tensor:
+        """Return the weight in float64, once it is within its range."""
+        weight, slack = self._numbers(f"{name}.weight", part.weight), self._slack(name, part.weight)
+        size, rule = self.sizes.get(silo, DeclaredSize()), self.rule(name, bool(weight.dim()))
+        most = size.test if name == METRICS else size.train
+        if rule.weight is Weighing.ONCE:
+            most = 1.0
+        elif rule.weight is Weighing.QUALITY:
+            most = max(most, math.e)
+        together = most + slack * weight.numel() if rule.weight is Weighing.EXAMPLES else math.inf
+        _within(f"weight of {name!r}", weight, -slack, most + slack, together, silo)
+        return weight
+
+    def _slack(self, name: str, weight: Tensor) -> float:
+        """Return how far noise may carry a count; a weight of one number is no noisy count."""
+        std = self.noise.get(name, 0.0) if weight.dim() else 0.0
+        return _SIGMAS * std if std else 0.0
+
+    def _numbers(self, segment: str, value: Tensor) -> Tensor:
+        """Read a few numbers in float64; raises ProtocolError (E-WIRE-05) unless they are finite."""
+        found = value.detach().cpu()
+        found = found.double() if found.is_floating_point() else self.grid.decode(segment, found)
+        if not bool(torch.isfinite(found).all()):
+            raise _not_finite(segment)
+        return found
+
+    # ---- values ----------------------------------------------------------------------------------------------------
+
+    def _values(self, name: str, part: Part, weight: Tensor, silo: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a total that are values; those that count something are checked at once."""
+        rule = self.rule(name, bool(weight.dim()))
+        for key in part.total:
+            value = part.total[key]
+            if name in (METRICS, *_PERSONAL_PARTS) or key in (rule.counts, rule.steps):
+                self._check_numbers(name, key, self._numbers(name, value), weight, silo)
+            else:
+                yield key, value
+
+    def _square(self, name: str, key: str, value: Tensor, weight: Tensor, silo: str) -> Tensor:
+        """Return the sum of squares, per row where weights are; raises ProtocolError where it is not finite."""
+        rows = value.detach() if weight.dim() else value.detach().unsqueeze(0)
+        sums = [math.fsum(_block_squares(row.reshape(-1), self._scale(name, row))) for row in rows]
+        if not all(map(math.isfinite, sums)):
+            raise _not_finite(name)
+        square = torch.tensor(sums if weight.dim() else sums[0], dtype=torch.float64)
+        if name not in self.noise and bool(square[weight == 0].any()):
+            raise _refused(silo, f"{name!r} holds values of weight 0 in {key!r}", "0")
+        return square
+
+    def _scale(self, name: str, value: Tensor) -> float:
+        return 1.0 if value.is_floating_point() else 2.0 ** -self.grid.frac_bits(name)
+
+    def _check_numbers(self, name: str, key: str, value: Tensor, weight: Tensor, silo: str) -> None:
+        """Check metrics, class counts and numbers of steps against the weight and the declared size."""
+        size, slack = self.sizes.get(silo, DeclaredSize()), _SIGMAS * self.noise.get(name, 0.0)
+        if not math.isfinite(slack):
+            return
+        if name == METRICS:
+            _within("correct answers beyond the examples", value - weight, -math.inf, 2 * slack, math.inf, silo)
+            _within("correct answers", value, -slack, math.inf, math.inf, silo)
+        elif name in _PERSONAL_PARTS:
+            low, high = (-_ROUNDING, _ROUNDING) if key.endswith("_rest") else (0.0, float(weight))
+            _within(f"{name}.{key}", value, low, high, math.inf, silo)
+        elif key == self.rule(name, False).steps:
+            most = _most_steps(self.train, size.train) * float(weight) if weight > 0 else 0.0
+            _within("optimiser steps", value, 0.0, most, math.inf, silo)
+        else:
+            most = size.train * float(weight) if weight > 0 else 0.0
+            _within(f"counts of {name!r}", value, -slack, most + slack, most, silo)
+
+
+def _sign(bias: Tensor, counts: Tensor) -> float:
+    """Return the covariance over classes of the bias's change and the class shares; 0 unless the silo lacks a class.
+
+    Shares are those of its test examples, which every update says. It is 0 where they are fewer than 20: a silo of a
+    handful of examples takes steps of any sign.
+    """
+    held = int((counts > 0).sum())
+    if bias.shape != counts.shape or not 0 < held < len(counts) or float(counts.sum()) < _FEWEST_TESTED:
+        return 0.0
+    share, change = counts.double() / counts.double().sum(), bias.double()
+    return float(((change - change.mean()) * (share - share.mean())).mean())
+
+
+def _by_block(name: str, squares: Mapping[str, Tensor]) -> dict[str, float]:
+    """Sum squares of values and, apart, those of batch norm's statistics."""
+    found: dict[str, list[float]] = {}
+    for key, square in squares.items():
+        found.setdefault(f"{name}.buffers" if key.endswith(BUFFERS) else name, []).append(float(square))
+    return {block: math.fsum(values) for block, values in found.items()}
+
+
+def _block_squares(value: Tensor, scale: float) -> Iterator[float]:
+    """Sum squares block by block, one thread and one order: equal bytes give equal sums on every machine alike."""
+    for block in torch.split(value, 1 << 15):
+        numbers = block.cpu().numpy() if block.dtype != torch.bfloat16 else block.float().cpu().numpy()
+        exact = numbers.astype(np.float64)
+        if scale != 1.0:
+            exact *= scale
+        np.square(exact, out=exact)
+        yield float(exact.sum())
+
+
+def _most_steps(train: TrainConfig, examples: float) -> float:
+    """Bound the steps of one round, and how far they reach with momentum."""
+    if not math.isfinite(examples):
+        return math.inf
+    planned = train.epochs * math.ceil(max(examples, 1.0) / train.batch_size)
+    return (min(planned, train.max_steps) if train.max_steps else planned) / (1.0 - train.momentum)
+
+
+def _within(what: str, value: Tensor, low: float, high: float, together: float, silo: str) -> None:
+    """Raise ProtocolError (E-RUN-43) unless all numbers are in their range, and their sum too where there are several.
+
+    The room for rounding is that of float32 sums.
+    """
+    room = 1e-6 * max(1.0, abs(high)) if math.isfinite(high) else 0.0
+    numbers, low = value.reshape(-1).tolist(), low or 0.0
+    for number in numbers:
+        if not low <= number <= high + room:  # nothing below: a weight of -1e-40 would have no mean
+            raise _refused(silo, f"{what} {number:g}", f"{low:g} to {high:g}")
+    if len(numbers) > 1 and (total := math.fsum(numbers)) > together + room:
+        raise _refused(silo, f"{what}, {total:g} together", f"at most {together:g}")
+
+
+def _refused(silo: str, found: str, expected: str) -> ProtocolError:
+    who = f"{silo}: " if silo else ""
+    return ProtocolError(
+        "E-RUN-43", f"{who}{found}, declared {expected}: refused; declare the size again before a new run"
+    )
+
+
+def _not_finite(segment: str) -> ProtocolError:
+    return ProtocolError("E-WIRE-05", f"expected finite numbers in {segment!r}, found NaN or infinity")

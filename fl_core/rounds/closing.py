@@ -1,0 +1,121 @@
+"""When a round may close: enough updates are there, and nobody is worth waiting for. Times are inputs, not measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+CONNECTED, SOLE_CONNECTED, SOLE_OFFLINE = 2, 20, 10
+"""How long a silo is awaited, in times that half of the cohort took: one that is connected; one that alone can still
+bring a class, connected and offline."""
+MISSED = 2
+"""Rounds missed in a row after which a silo that is offline is not awaited, whatever it holds."""
+
+
+def needed(quorum: int, cohort: int) -> int:
+    """Return how many updates close a round: the run's quorum, or two thirds of the cohort (0)."""
+    return min(quorum, cohort) if quorum else -(-2 * cohort // 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Attendance:
+    """What is known of one silo of a round's cohort. Times are seconds.
+
+    answered: from the round's opening to its update, which was accepted   refused: no update will come of it: it
+    refused, was revoked or excluded, or sent what was refused   offline: since its session ended; None while connected
+    missed: rounds in a row that closed without it   classes: that it holds; None where nobody knows.
+    """
+
+    name: str
+    answered: float | None = None
+    refused: bool = False
+    offline: float | None = None
+    missed: int = 0
+    classes: frozenset[str] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.answered is None and not self.refused
+
+
+class Verdict(Enum):
+    """What is to be done with an open round. PAUSE: the quorum was missed, and the lead decides."""
+
+    CLOSE = "close"
+    WAIT = "wait"
+    PAUSE = "pause"
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A silo that the round waits for. until: seconds after the opening   classes: that nobody else has brought."""
+
+    name: str
+    until: float
+    classes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A verdict, who is awaited, and who is given up though nobody else has brought its classes."""
+
+    verdict: Verdict
+    awaited: tuple[Awaited, ...] = ()
+    lost: tuple[Awaited, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ClosingRule:
+    """The rule of a run, with h the time until half of those who can answer did, at least half of `patience`.
+
+    A round closes when the quorum is in and nobody is awaited. Awaited is whoever is connected until 2h; a silo with a
+    class that no accepted update brings until 20h, offline until 10h, and not at all once offline with two rounds
+    missed. Below the quorum everybody is awaited to the deadline. Who was connected less than `patience` ago counts as
+    connected: a restart is no absence. A silo whose classes nobody knows is taken for the only one that has them.
+
+    needed: updates that close a round   deadline: seconds after the opening   extension: that the lead gave to all.
+    """
+
+    needed: int
+    deadline: float
+    patience: float
+    extension: float = 0.0
+
+    def decide(self, silos: Sequence[Attendance], now: float) -> Decision:
+        """Decide about a cohort. now: seconds since the round was opened."""
+        there = [s for s in silos if s.answered is not None]
+        waiting = [s for s in silos if s.is_open]
+        brought = frozenset[str]().union(*(s.classes or () for s in there))
+        end = self.deadline + self.extension
+        if len(there) < self.needed:
+            if len(there) + len(waiting) < self.needed or now >= end:
+                return Decision(Verdict.PAUSE)
+            return Decision(Verdict.WAIT, tuple(Awaited(s.name, end, _alone(s, brought)) for s in waiting))
+        h = max(self._half(silos), self.patience / 2)
+        limits = [
+            Awaited(s.name, min(self._limit(s, brought, h) + self.extension, end), _alone(s, brought)) for s in waiting
+        ]
+        awaited = tuple(a for a in limits if now < a.until)
+        lost = tuple(a for a in limits if now >= a.until and a.classes)
+        return Decision(Verdict.WAIT if awaited else Verdict.CLOSE, awaited, lost)
+
+    @staticmethod
+    def _half(silos: Sequence[Attendance]) -> float:
+        """Return when half of those who can answer had answered; infinity where they have not yet."""
+        times = sorted(max(0.0, s.answered) for s in silos if s.answered is not None)
+        half = -(-sum(not s.refused for s in silos) // 2)
+        return times[half - 1] if 0 < half <= len(times) else math.inf
+
+    def _limit(self, silo: Attendance, brought: frozenset[str], h: float) -> float:
+        connected = silo.offline is None or silo.offline < self.patience
+        if silo.classes is None or not silo.classes <= brought:
+            if connected:
+                return SOLE_CONNECTED * h
+            return 0.0 if silo.missed >= MISSED else SOLE_OFFLINE * h
+        return CONNECTED * h if connected else 0.0
+
+
+def _alone(silo: Attendance, brought: frozenset[str]) -> tuple[str, ...]:
+    return tuple(sorted((silo.classes or frozenset()) - brought))

@@ -1,0 +1,128 @@
+"""`coordinator log` and `silo log`: read and check this side's audit log. The same commands for both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fl_core.errors import ConfigError
+from protos.audit_log.lines import REFUSED, Line
+from protos.audit_log.log import FOLDER, LogFolder
+from protos.audit_log.verification import heads_in, read_lines, verify
+from protos.console import local_time, plain_console, print_json, printable
+
+OUT = plain_console(soft_wrap=True)
+Home = Annotated[Path | None, typer.Option("--home", help="The folder of this side. Default: as for other commands.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines; of `show` the lines as they are.")]
+
+Since = Annotated[str | None, typer.Option("--since", help="A day or a time, as 2026-11-23 or 2026-11-23T14:30.")]
+Who = Annotated[str | None, typer.Option("--who", help="Lines whose caller contains this.")]
+What = Annotated[str | None, typer.Option("--what", help="Lines whose call or event contains this.")]
+Refused = Annotated[bool, typer.Option("--refused", help="Only what was refused.")]
+Against = Annotated[
+    Path | None,
+    typer.Option("--against", help="Lines of the other side: what `log show --what head --json` prints there."),
+]
+Archived = Annotated[
+    bool, typer.Option("--archived", help="The oldest files were moved away: begin where the log begins.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Whose log it is. identity: its URI; authority_pem: the consortium's; both are asked for when they are needed."""
+
+    home: Path
+    identity: Callable[[], str]
+    authority_pem: Callable[[], bytes]
+
+    @property
+    def folder(self) -> LogFolder:
+        return LogFolder(self.home / FOLDER)
+
+
+def make_app(side: Callable[[Path | None], Side]) -> typer.Typer:
+    """Make the group of commands. side: finds the side of a home, or of none, which is the default."""
+    app = typer.Typer(
+        no_args_is_help=True, help="The audit log: who called or ordered what, when, and with which outcome."
+    )
+
+    @app.command("show")
+    def show(
+        since: Since = None,
+        who: Who = None,
+        what: What = None,
+        refused: Refused = False,
+        home: Home = None,
+        as_json: Json = False,
+    ) -> None:
+        """Show the lines of the log, oldest first. Whether they are what was written says `log verify`."""
+        from_time = _time(since)
+
+        def fits(line: Line) -> bool:
+            entry = line.entry
+            asked = (who or "") in entry.who and (what or "") in entry.what and line.at >= from_time
+            return asked and not (refused and entry.outcome != REFUSED)
+
+        _show(side(home).folder, fits, as_json)
+
+    @app.command("verify")
+    def verify_log(
+        against: Against = None, archived: Archived = False, home: Home = None, as_json: Json = False
+    ) -> None:
+        """Check that no line was edited, removed or moved; exit status 1, with the first such line, when one was.
+
+        Somebody who can write here can also make the whole log anew. With --against, the ends of this log that
+        the other side keeps, signed by this one, show that too.
+        """
+        own = side(home)
+        heads = [] if against is None else heads_in(against, own.identity(), own.authority_pem())
+        found = verify(own.folder, heads, archived)
+        if as_json:
+            facts: dict[str, Any] = {"lines": found.lines, "first": found.first, "last": found.last}
+            print_json(facts | {"hash": found.hash, "agreed": found.agreed, "notes": list(found.notes)})
+            return
+        OUT.print(f"lines\t{found.first} to {found.last}, unbroken")
+        OUT.print(f"hash\t{found.hash}")
+        compared = f"{found.agreed} ends agree" if against is not None else "not compared: --against FILE"
+        OUT.print(f"other side\t{compared}")
+        for note in found.notes:
+            OUT.print(f"note\t{printable(note)}")
+
+    return app
+
+
+def _show(folder: LogFolder, fits: Callable[[Line], bool], as_json: bool) -> None:
+    for name, place, raw in read_lines(folder):
+        try:
+            line = Line.decode(raw)
+        except ValueError:
+            typer.echo(f"line {place} of {name} is no line of an audit log: log verify", err=True)
+            continue
+        if not fits(line):
+            continue
+        if as_json:
+            typer.echo(raw.rstrip(b"\n"))
+        else:
+            OUT.print(_text(line))
+
+
+def _time(text: str | None) -> float:
+    if text is None:
+        return 0.0
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError) as error:
+        raise ConfigError("E-CFG-02", f"--since: expected a day or a time as 2026-11-23T14:30: {error}") from None
+
+
+def _text(line: Line) -> str:
+    entry = line.entry
+    extra = [f"{entry.bytes} bytes"] * bool(entry.bytes) + [f"x {entry.times}"] * (entry.times != 1)
+    words = (entry.who, entry.address, entry.what, entry.about, entry.outcome, entry.code, *extra)
+    return "\t".join([str(line.number), local_time(line.at), *(printable(word) or "-" for word in words)])

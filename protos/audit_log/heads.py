@@ -1,0 +1,139 @@
+"""Heads of audit logs: the number and hash of the newest line, signed by the side whose log it is.
+
+Each side keeps the other's. Who rewrites a log must then also rewrite what the other side holds of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Lock
+
+from cryptography import x509
+
+from fl_core.errors import FederationError, ProtocolError, RefusedError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.pki import certificates
+from protos.pki.identity import identity_of
+from protos.storage import private_files
+from protos.storage.private_files import Credentials
+
+CONTEXT = "consilium audit head v1"
+_CERTIFICATE_BYTES, _SIGNATURE_BYTES = 8192, 256
+
+
+@dataclass(frozen=True, slots=True)
+class SignedHead:
+    """The end of a log. of: whose, an identity   number, hash: of its newest line   certificate: the signer's, PEM."""
+
+    of: str
+    number: int
+    hash: str
+    signature: bytes = b""
+    certificate: bytes = b""
+
+    @classmethod
+    def sign(cls, of: str, number: int, hash: str, own: Credentials) -> SignedHead:
+        plain = cls(of, number, hash)
+        key = certificates.load_key(own.key_pem, "the key in force")
+        return replace(
+            plain, signature=certificates.sign(key, CONTEXT, plain.canonical_text()), certificate=own.cert_pem
+        )
+
+    def canonical_text(self) -> bytes:
+        return json.dumps([self.of, self.number, self.hash], separators=(",", ":")).encode()
+
+    def require_signed(self, authority_pem: bytes) -> None:
+        """Raise RefusedError (E-ID-14) unless a certificate of that identity, under the authority, signed it.
+
+        Certificates that have expired since count: a log is older than a certificate.
+        """
+        try:
+            signer = x509.load_pem_x509_certificate(self.certificate)
+            authority = x509.load_pem_x509_certificate(authority_pem)
+            sound = (
+                certificates.issued_by(signer, authority)
+                and identity_of(signer).identity.uri == self.of
+                and certificates.verify(certificates.public_key(signer), CONTEXT, self.canonical_text(), self.signature)
+            )
+        except (ValueError, FederationError):
+            sound = False
+        if not sound:
+            raise RefusedError(
+                "E-ID-14",
+                f"expected the end of an audit log signed by {self.of[:80]!r}, found another signature",
+            )
+
+    def message(self) -> pb.LogHead:
+        return pb.LogHead(
+            number=self.number,
+            hash=bytes.fromhex(self.hash),
+            signature=self.signature,
+            certificate_pem=self.certificate,
+        )
+
+    @classmethod
+    def of_message(cls, message: pb.LogHead, of: str, authority_pem: bytes) -> SignedHead:
+        """Read the head of `of`; raises ProtocolError (E-WIRE-06) on another form, RefusedError as `require_signed`."""
+        if (
+            len(message.hash) != 32
+            or len(message.certificate_pem) > _CERTIFICATE_BYTES
+            or len(message.signature) > _SIGNATURE_BYTES
+            or not 0 < message.number < 2**63
+        ):
+            raise ProtocolError("E-WIRE-06", "expected the end of an audit log, found another form: upgrade that side")
+        found = cls(of, message.number, message.hash.hex(), message.signature, message.certificate_pem)
+        found.require_signed(authority_pem)
+        plain = certificates.to_pem(x509.load_pem_x509_certificate(found.certificate))  # without what stands around it
+        return replace(found, certificate=plain)
+
+    def to_json(self) -> Mapping[str, object]:
+        return {
+            "of": self.of,
+            "number": self.number,
+            "hash": self.hash,
+            "signature": self.signature.hex(),
+            "certificate": self.certificate.decode("ascii", "replace"),
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, object]) -> SignedHead:
+        """Read what `to_json` wrote; raises ValueError, TypeError or KeyError on anything else."""
+        of, number, hash, signature, certificate = (
+            raw[name] for name in ("of", "number", "hash", "signature", "certificate")
+        )
+        if type(number) is not int or not all(isinstance(v, str) for v in (of, hash, signature, certificate)):
+            raise TypeError("no head of an audit log")
+        return cls(str(of), number, str(hash), bytes.fromhex(str(signature)), str(certificate).encode())
+
+
+@dataclass(slots=True)
+class KeptHeads:
+    """The newest head of each other side, in a file, so that a restart forgets none. Thread-safe."""
+
+    file: Path
+    _lock: Lock = field(default_factory=Lock)
+
+    def newest(self) -> dict[str, SignedHead]:
+        """Read all of them; none from a file that is missing or damaged: the log's own lines have them too."""
+        try:
+            found = json.loads(self.file.read_text(encoding="utf-8"))
+            return {str(of): SignedHead.from_json(raw) for of, raw in found.items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return {}
+
+    def keep(self, head: SignedHead) -> SignedHead | None:
+        """Keep a head; return the one before it if that is of a later line, or has another hash of this one."""
+        with self._lock:
+            known = self.newest()
+            before = known.get(head.of)
+            if before == head:
+                return None
+            text = {of: found.to_json() for of, found in (known | {head.of: head}).items()}
+            private_files.write_private(self.file, json.dumps(text).encode())
+        back = before is not None and (
+            head.number < before.number or (head.number == before.number and head.hash != before.hash)
+        )
+        return before if back else None

@@ -1,0 +1,1 @@
+"""Running the two services: checks of a machine, health, logs, exit statuses."""

@@ -1,0 +1,70 @@
+"""Exit statuses, the same for both programs, and how a service is told to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+from fl_core.errors import ConfigError, DataError, FederationError, StateError
+from protos.console import error_text
+from protos.startup import INTERRUPTED
+
+DONE, FAILED, USAGE = 0, 1, 2
+
+
+def status_of(command: Callable[[], object]) -> int:
+    """Run a command line and return its exit status.
+
+    | end                                                                     | status | on stderr             |
+    |-------------------------------------------------------------------------|--------|-----------------------|
+    | done; a service that was told to stop                                   | 0      |                       |
+    | refused, unavailable, damaged state; a problem found; reader gone       | 1      | one line, with a code |
+    | usage, configuration, data                                              | 2      | one line, with a code |
+    | Ctrl-C (SIGINT); at a service: a second one                             | 130    |                       |
+    | SIGTERM, where no service runs; at a service: a second one              | 143    |                       |
+
+    What nobody foresaw is raised: the interpreter ends with a traceback and status 1.
+    """
+    try:
+        command()
+        sys.stdout.flush()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else DONE if end.code is None else FAILED
+    except FederationError as error:
+        sys.stderr.write(f"{error_text(error)}\n")
+        return USAGE if isinstance(error, ConfigError | DataError) else FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter fails at its last flush
+        return FAILED
+    except (OSError, sqlite3.OperationalError) as error:
+        found = StateError("E-STATE-63", f"expected a usable file system, found: {error}")
+        sys.stderr.write(f"{error_text(found)}\n")
+        return FAILED
+    return DONE
+
+
+class ShutdownSignals:
+    """Notes SIGTERM and SIGINT; the second one ends the process at once, with status 143 or 130."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def __enter__(self) -> ShutdownSignals:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        # Nothing here may wait for a lock: the handler runs between any two steps of the main thread.
+        self.received.append(number)
+        if len(self.received) > 1:
+            os._exit(128 + number)

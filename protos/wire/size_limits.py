@@ -1,0 +1,21 @@
+"""How large a manifest, an update and a broadcast may be: what the layout holds, twice over."""
+
+from __future__ import annotations
+
+import math
+
+from fl_core.rounds.manifest import RunManifest
+
+MANIFEST_BYTES = 16 << 20
+_BYTES_PER_NUMBER = 8
+_HEADER_BYTES = 1 << 20
+_HEADER_PER_TENSOR = 512
+
+
+def max_object_bytes(manifest: RunManifest) -> int:
+    """Bound the bytes of an update or a broadcast of this run: 8 per number of its layout, and room for the header.
+
+    A method broadcasts what its updates have the layout of, and less.
+    """
+    shapes = [s for spec in manifest.layout.values() for s in (*spec.shapes.values(), spec.weight_shape)]
+    return _BYTES_PER_NUMBER * sum(math.prod(s) for s in shapes) + _HEADER_PER_TENSOR * len(shapes) + _HEADER_BYTES

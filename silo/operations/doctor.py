@@ -1,0 +1,209 @@
+"""What keeps a hospital's service from its work: the checks of `silo doctor`."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fl_core.errors import FederationError
+from protos.operations import checks
+from protos.operations.checks import Check, Finding
+from protos.pki import certificates
+from protos.pki.identity import Address, identity_of
+from protos.pki.invitation import InvitationToken
+from protos.storage.private_files import Credentials
+from silo.identity.identity import SiloIdentity
+from silo.operations import coordinator_health
+from silo.storage.home import Home
+from silo.storage.tasks import Attestation, ledger_position
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What is looked at. data, device: None leaves them out, and with them the import of torch.
+
+    invitation: tries the connection of a hospital that has not joined; it is not used up.
+    """
+
+    home: Home
+    data: str | None = None
+    data_root: Path | None = None
+    classes: list[str] | None = None
+    device: str | None = None
+    invitation: InvitationToken | None = None
+
+    def checks(self) -> dict[str, Check]:
+        found: dict[str, Check] = {
+            "version": checks.versions,
+            "clock": self._clock,
+            "disk": lambda: checks.disk(self.home.path),
+            "identity": self._identity,
+        }
+        if SiloIdentity(self.home.path).joined:
+            found |= {"modes": self._modes, "database": lambda: checks.database(self.home.database)}
+        found |= {"network": self._network, "policy": self._policy, "ledger": self._ledger}
+        if self.data is not None:
+            found["data"] = self._data
+        if self.device is not None:
+            found["device"] = self._device
+        return found
+
+    # ---- this home ---------------------------------------------------------------------------------------------
+
+    def _clock(self) -> Iterator[Finding]:
+        made, identity = {}, SiloIdentity(self.home.path)
+        for path in (self.home.database, self.home.ledger):
+            if path.exists():
+                made[str(path)] = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        if identity.joined:
+            own = identity.current_credentials()
+            made["this silo's certificate"] = identity_of(own.cert_pem).not_before
+            authority = certificates.load_certificate(own.ca_pem, "the pinned authority")
+            made["the consortium's authority"] = authority.not_valid_before_utc
+        return checks.clock(made)
+
+    def _identity(self) -> Iterator[Finding]:
+        identity = SiloIdentity(self.home.path)
+        if not identity.joined:
+            yield checks.warning(
+                "identity", f"{self.home.path} has not joined a consortium", "silo join --token-file FILE"
+            )
+            return
+        remedy = "a running service renews it by itself (silo serve); once expired: coordinator invite NAME --again"
+        yield from checks.certificate("certificate", identity.current_credentials(), remedy)
+        running = checks.is_locked(self.home.path / "serve.lock")
+        stopped = checks.warning("service", "it does not run", "silo serve --data REF")
+        yield checks.ok("service", f"it runs on {self.home.path}") if running else stopped
+
+    def _modes(self) -> Iterator[Finding]:
+        database, ledger = self.home.database, self.home.ledger
+        beside = [path.with_name(f"{path.name}{end}") for path in (database, ledger) for end in ("", "-wal", "-shm")]
+        identity = self.home.path / "identity"
+        keys = [self.home.ledger_key, identity, identity / "silo.pem", identity / "key.next"]
+        return checks.closed_to_others(self.home.path, beside, keys)
+
+    def _policy(self) -> Iterator[Finding]:
+        from privacy.policy import Policy
+
+        policy = Policy.read(self.home.policy)
+        if not policy.digest and self.home.had_policy.exists():
+            yield checks.problem("policy", f"{self.home.policy} was here before and is gone", "put it back")
+            return
+        if not policy.digest:
+            yield checks.warning(
+                "policy",
+                "there is none: any run without privacy is accepted, and private ones up to epsilon 8",
+                "write policy.toml; docs/privacy says what it can refuse",
+            )
+            return
+        facts = f"epsilon up to {policy.privacy.epsilon:g}, approval {policy.runs.approve}"
+        if policy.privacy.rng == "test":
+            yield checks.problem("policy", "it accepts repeatable noise, which protects nobody", 'set rng = "secure"')
+        elif not policy.privacy.require:
+            yield checks.warning(
+                "policy", f"it also accepts runs without privacy ({facts})", "set require to a profile"
+            )
+        else:
+            yield checks.ok("policy", f"only {policy.privacy.require}, {facts}")
+
+    def _ledger(self) -> Iterator[Finding]:
+        from privacy.ledger.hash_chain import SCHEMA_VERSION, ChainHead, schema_version
+        from privacy.ledger.ledger import Ledger
+
+        file, key = self.home.ledger, self.home.ledger_key
+        seen = self._attested()
+        if not file.exists():
+            found = f"there is none in {file}"
+            if seen.seq:
+                yield checks.problem("ledger", f"{found}, and others have seen {seen.seq} events", "put it back")
+            else:
+                yield checks.ok("ledger", f"{found}; private runs need one: silo ledger register")
+            return
+        if not key.exists():
+            yield checks.problem("ledger", f"its key {key} is missing", "put it back from its own backup")
+            return
+        with closing(checks.read_only(file)) as db:
+            version = schema_version(db)
+        if version != SCHEMA_VERSION:
+            found = f"{file} is of version {version}, and this software's is {SCHEMA_VERSION}"
+            yield checks.warning("ledger", found, "the next `silo serve` brings an older one up to date")
+            return
+        count = Ledger(file, key).verify(ChainHead(seen.seq, seen.head))
+        yield checks.ok("ledger", f"{count} events, unbroken; others saw event {seen.seq}")
+
+    def _attested(self) -> Attestation:
+        """Return the furthest end of the ledger that others have seen, by this home's own notes."""
+        found = [Attestation()]
+        with suppress(OSError, ValueError, TypeError):  # the coordinator never reminded this home of anything
+            found.append(Attestation(*json.loads(self.home.attested.read_text())))
+        if self.home.database.exists():
+            with (
+                suppress(sqlite3.Error, ValueError, TypeError),  # the check of the database tells
+                closing(checks.read_only(self.home.database)) as db,
+            ):
+                rows = db.execute("SELECT attested FROM tasks WHERE attested <> ''").fetchall()
+                found += [Attestation(*json.loads(row[0])) for row in rows]
+        return max(found, key=ledger_position)
+
+    # ---- the way to the coordinator ----------------------------------------------------------------------------
+
+    def _network(self) -> Iterator[Finding]:
+        identity = SiloIdentity(self.home.path)
+        if identity.joined:
+            own, addresses = identity.current_credentials(), self.home.addresses()
+        elif self.invitation is not None:
+            own, addresses = self.invitation.credentials, self.invitation.addresses
+        else:
+            remedy = "silo doctor --token-file FILE tries the way there before you join"
+            yield checks.warning("network", "not looked at: where the coordinator is, is not known yet", remedy)
+            return
+        yield from checks.proxy(addresses)
+        for address in addresses:
+            way = list(checks.reachable(address, own))
+            yield from way
+            if identity.joined and way[0].level is checks.Level.OK:
+                yield from self._coordinator(address, own)
+
+    def _coordinator(self, address: Address, own: Credentials) -> Iterator[Finding]:
+        try:
+            yield from checks.other_side(coordinator_health.ask(address, own), str(address))
+        except FederationError as error:
+            yield checks.problem("coordinator", f"{address} refuses this silo: {error}", "ask the lead")
+
+    # ---- what needs torch --------------------------------------------------------------------------------------
+
+    def _data(self) -> Iterator[Finding]:
+        from fl_core import datasets
+
+        assert self.data is not None
+        found = datasets.check(self.data, data_root=self.data_root, classes=self.classes, deep=True)
+        counts = ", ".join(f"{sum(n)} {split.value}" for split, n in found.counts.items())
+        for wrong in found.problems:
+            yield checks.problem("data", f"{wrong.code}: {wrong.count} times: {wrong.what}", wrong.remedy)
+        if not found.problems:
+            yield checks.ok("data", f"{found.origin}: {counts}; every image was decoded")
+
+    def _device(self) -> Iterator[Finding]:
+        import torch
+
+        from fl_core.training.devices import choose_device
+
+        assert self.device is not None
+        device = choose_device(self.device)
+        if device.type != "cuda":
+            if torch.version.cuda is not None and not torch.cuda.is_available():
+                yield checks.ok("device", f"{device}; this torch could use a GPU and finds none")
+            else:
+                yield checks.ok("device", str(device))
+            return
+        free, total = torch.cuda.mem_get_info(device)
+        text = f"{device}: {torch.cuda.get_device_name(device)}, {free >> 20} of {total >> 20} MiB free"
+        if free < total // 4:
+            yield checks.warning("device", text, "end the other programs on it, or choose another with --device")
+        else:
+            yield checks.ok("device", text)

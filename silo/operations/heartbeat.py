@@ -1,0 +1,89 @@
+"""Whether a hospital's service lives and is connected, by a file that it writes every few seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from fl_core.errors import UnavailableError
+from protos.operations import checks
+from silo.events import Event
+from silo.storage.home import Home
+
+FILE = "health.json"
+BEAT_S = 5.0
+_SILENCE_S = 30.0
+
+
+def since_boot() -> float:
+    """Seconds since this machine was started, also while it slept: a clock that nobody sets."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(slots=True)
+class Heartbeat:
+    """Writes the file. Events may come on any thread, beats on one."""
+
+    home: Home
+    clock: Callable[[], float] = since_boot
+    _connected: bool = False
+    _changed: float = field(default_factory=time.time)
+    _why: str = ""
+    _last: float = -BEAT_S
+
+    def note(self, event: Event) -> None:
+        """Take note of an event: whether there is a session, else why not."""
+        if event.event in ("connected", "disconnected"):
+            self._connected, self._changed, self._last = event.event == "connected", time.time(), -BEAT_S
+        if not self._connected and (code := event.facts.get("code")):
+            self._why = str(code)
+
+    def beat(self) -> None:
+        """Write the file when it is due. A disk that takes nothing is no error here: the silence tells."""
+        now = self.clock()
+        if 0 <= now - self._last < BEAT_S:
+            return
+        self._last = now
+        facts = {"beat": now, "connected": self._connected, "since": self._changed, "why": self._why}
+        path = self.home.path / FILE
+        aside = path.with_name(f".{FILE}.tmp")
+        with suppress(OSError):
+            aside.write_text(json.dumps(facts | {"pid": os.getpid()}))
+            aside.replace(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What is known of a service. since: Unix seconds, of the session or of its loss   why: a code, or empty."""
+
+    alive: bool
+    connected: bool = False
+    since: float = 0.0
+    why: str = ""
+
+    @classmethod
+    def of(cls, home: Home, clock: Callable[[], float] = since_boot) -> Health:
+        """Look at a home: a service that does not run, or that has said nothing for half a minute, is not alive."""
+        if not checks.is_locked(home.path / "serve.lock"):
+            return cls(alive=False, why="it does not run")
+        try:
+            raw = json.loads((home.path / FILE).read_text())
+            age = clock() - float(raw["beat"])
+            found = cls(True, raw["connected"] is True, float(raw["since"]), str(raw["why"])[:20])
+        except (OSError, ValueError, KeyError, TypeError):
+            return cls(alive=False, why="it has not begun to work")
+        return found if 0 <= age < _SILENCE_S else cls(alive=False, why="it runs and does nothing")
+
+    def require(self, connected: bool) -> None:
+        """Raise UnavailableError (E-NET-01) unless the service lives, and has a session if that is asked for."""
+        if not self.alive:
+            raise UnavailableError("E-NET-01", f"expected a service that lives, found that {self.why}: look at its log")
+        if connected and not self.connected:
+            raise UnavailableError(
+                "E-NET-01",
+                f"expected a session with the coordinator, found none ({self.why or 'not yet'}): silo doctor",
+            )

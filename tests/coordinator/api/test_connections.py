@@ -1,0 +1,55 @@
+"""Connections without a certificate: they end by themselves, and take no member's place."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from coordinator.api import server
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.channel_options import SERVER_OPTIONS
+from tests.support import until
+from tests.support.coordinator import FAST, HELLO, Line, online, running
+from tests.support.federations import NAMES
+
+STRANGERS, FEW = 1100, 1024
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[int]:
+    """Begin as a process does by default on many systems; gives the most that it may raise this to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2 * STRANGERS + FEW:
+        pytest.skip(f"this system allows {hard} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.fault("a stranger", "holds 1,100 connections and says nothing", "members and leads are answered as before")
+def test_idle_connections_keep_nobody_out(tmp_path: Path, few_descriptors: int) -> None:
+    with running(tmp_path / "home", NAMES, FAST) as world, ExitStack() as stack:
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few_descriptors
+        for _ in range(STRANGERS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", world.port), 10))
+        assert len(world.lead().Silos(pb.SilosRequest(), timeout=10).silos) == len(NAMES)
+        line = Line(world, "north", HELLO)
+        stack.callback(line.close)
+        until(online(world, "north"), "north", 10)
+
+
+@pytest.mark.fault("a stranger", "connects and never begins TLS", "disconnected after 10 s")
+def test_a_handshake_that_never_comes_ends_the_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "grpc.server_handshake_timeout_ms"
+    assert dict(SERVER_OPTIONS)[name] == 10_000
+    monkeypatch.setattr(server, "SERVER_OPTIONS", (*((k, v) for k, v in SERVER_OPTIONS if k != name), (name, 200)))
+    with (
+        running(tmp_path / "home", (), FAST) as world,
+        socket.create_connection(("127.0.0.1", world.port), 10) as raw,
+    ):
+        assert raw.recv(1) == b""

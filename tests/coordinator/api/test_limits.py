@@ -1,0 +1,319 @@
+"""One certificate cannot stop the service for others: what it may have at once, how often, and in silence."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from coordinator.api.limits import Bucket, Limits, Rate
+from coordinator.pki.authority import Authority
+from coordinator.pki.membership import Membership
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.pki import certificates
+from protos.pki.identity import Kind
+from protos.pki.invitation import InvitationToken
+from protos.storage.private_files import Credentials
+from protos.version import PROTOCOL
+from tests.support import until
+from tests.support.coordinator import DENIED, FAST, HELLO, Line, World, channel, online, running
+from tests.support.federations import NAMES
+from tests.support.transfers import AWAY, DATA, INVALID, chunk, code, cut, open_request, open_round
+
+QUICK = Limits(hello_s=0.3, put_idle_s=0.3, get_idle_s=0.3, watch_s=0.3)
+MANY = 70
+
+
+def serving(folder: Path, limits: Limits = QUICK) -> object:
+    return running(folder / "home", NAMES, replace(FAST, limits=limits))
+
+
+def invited(world: World, name: str = "west") -> Credentials:
+    token = Membership(world.home, world.server.store).invite(name).token
+    return InvitationToken.decode(token).credentials
+
+
+class Idle:
+    """Streams of one certificate in which nothing is said."""
+
+    def __init__(self, world: World, own: Credentials, many: int) -> None:
+        self._quiet = threading.Event()
+        self._channel = channel(world.port, own)
+        health, asked = health_pb2_grpc.HealthStub(self._channel), health_pb2.HealthCheckRequest()
+        reflection = reflection_pb2_grpc.ServerReflectionStub(self._channel)
+        transfer, control = rpc.TransferStub(self._channel), rpc.ControlStub(self._channel)
+        self.kinds: Mapping[str, Callable[[], grpc.Call]] = {
+            "watch": lambda: health.Watch(asked),
+            "reflection": lambda: reflection.ServerReflectionInfo(self._nothing()),
+            "put": lambda: transfer.Put.future(self._nothing()),
+            "session": lambda: control.Session(self._nothing()),
+        }
+        makers = list(self.kinds.values())
+        self.calls = [makers[k % len(makers)]() for k in range(many)]
+
+    def _nothing(self) -> Iterator[object]:
+        self._quiet.wait(60)
+        yield from ()
+
+    def close(self) -> None:
+        for call in self.calls:
+            call.cancel()
+        self._quiet.set()
+        self._channel.close()
+
+
+@pytest.mark.fault("a hospital", "holds 70 idle streams", "leads and other hospitals are answered as before")
+def test_idle_streams_of_one_hospital_take_nothing_from_others(tmp_path: Path) -> None:
+    with serving(tmp_path, Limits()) as world, ExitStack() as stack:
+        idle = Idle(world, world.people["north"], MANY)
+        stack.callback(idle.close)
+        assert len(world.lead().Silos(pb.SilosRequest(), timeout=5).silos) == len(NAMES)
+        line = Line(world, "south", HELLO)
+        stack.callback(line.close)
+        until(lambda: line.kinds().count("pulse") >= 3, "pulses", 20)
+        refused = [call for call in idle.calls if call.done()]
+        assert len(refused) >= MANY - 2 * Limits().streams[Kind.SILO]
+
+
+@pytest.mark.fault("a holder of an invitation", "holds 70 idle streams", "each is refused at once")
+def test_an_invitation_opens_no_stream_at_all(tmp_path: Path) -> None:
+    with serving(tmp_path) as world, ExitStack() as stack:
+        own = invited(world)
+        idle = Idle(world, own, MANY)
+        stack.callback(idle.close)
+        until(
+            lambda: all(call.done() for call in idle.calls),
+            str([k for k, c in enumerate(idle.calls) if not c.done()]),
+            30,
+        )
+        answers = {call.details().split(":")[0] for call in idle.calls}
+        assert answers <= {"E-ID-11", "E-NET-12"}
+        Membership(world.home, world.server.store).revoke("west", "withdrawn")
+        with pytest.raises(grpc.RpcError) as error:
+            health_pb2_grpc.HealthStub(channel(world.port, own)).Check(health_pb2.HealthCheckRequest())
+        assert error.value.details().split(":")[0] in ("E-ID-11", "E-NET-12")
+
+
+@pytest.mark.fault("a revoked hospital", "calls health or reflection", "refused with E-ID-12")
+def test_a_revoked_hospital_may_call_nothing_at_all(tmp_path: Path) -> None:
+    with serving(tmp_path) as world, channel(world.port, world.people["north"]) as ch:
+        health = health_pb2_grpc.HealthStub(ch)
+        health.Check(health_pb2.HealthCheckRequest())
+        Membership(world.home, world.server.store).revoke("north", "test")
+        ask = reflection_pb2.ServerReflectionRequest(list_services="")
+        for attempt in (
+            lambda: health.Check(health_pb2.HealthCheckRequest()),
+            lambda: list(health.Watch(health_pb2.HealthCheckRequest())),
+            lambda: list(reflection_pb2_grpc.ServerReflectionStub(ch).ServerReflectionInfo(iter([ask]))),
+        ):
+            with pytest.raises(grpc.RpcError, match="E-ID-12"):
+                attempt()
+
+
+@pytest.mark.parametrize("kind", ["watch", "reflection", "put", "session"])
+@pytest.mark.fault("a revoked hospital", "keeps its streams open", "ended within 5 s with E-ID-12")
+def test_open_streams_of_a_revoked_hospital_end(tmp_path: Path, kind: str) -> None:
+    with serving(tmp_path, Limits()) as world, ExitStack() as stack:
+        _, offer = open_round(world)
+        request = open_request("north", offer, DATA)
+        world.transfer("north").Open(request)
+        idle = Idle(world, world.people["north"], 0)
+        stack.callback(idle.close)
+        if kind == "session":
+            line = Line(world, "north", HELLO)
+            until(lambda: line.got, "a welcome")
+        else:
+            call = idle.kinds[kind]()
+        Membership(world.home, world.server.store).revoke("north", "test")
+        if kind == "session":
+            assert line.failure() == (DENIED, "E-ID-12")
+            return
+        with pytest.raises(grpc.RpcError) as error:
+            call.result(5) if kind == "put" else list(call)
+        assert code(error) == (DENIED, "E-ID-12")
+
+
+@pytest.mark.parametrize("kind", ["watch", "reflection", "session"])
+@pytest.mark.fault("a hospital", "opens a stream and says nothing", "ended with E-NET-12")
+def test_a_stream_that_says_nothing_is_ended(tmp_path: Path, kind: str) -> None:
+    with serving(tmp_path) as world:
+        idle = Idle(world, world.people["north"], 0)
+        with pytest.raises(grpc.RpcError) as error:
+            list(idle.kinds[kind]())
+        assert code(error) == (AWAY, "E-NET-12")
+        idle.close()
+
+
+@pytest.mark.fault("a hospital", "opens an upload and sends nothing", "ended with E-NET-12")
+def test_an_upload_that_sends_nothing_is_ended(tmp_path: Path) -> None:
+    with serving(tmp_path) as world:
+        _, offer = open_round(world)
+        request, quiet = open_request("north", offer, DATA), threading.Event()
+        stub = world.transfer("north")
+
+        def trickle(first: list[pb.Chunk]) -> Iterator[pb.Chunk]:
+            yield from first
+            quiet.wait(60)
+
+        for first in ([], [chunk(DATA[:7], 0, request.contribution_id)]):
+            stub.Open(request)
+            with pytest.raises(grpc.RpcError) as error:
+                stub.Put(trickle(first), timeout=20)
+            assert code(error) == (AWAY, "E-NET-12")
+        quiet.set()
+        assert stub.Open(request).have == 7
+        assert stub.Put(cut(DATA, request.contribution_id, 7)).have == len(DATA)
+
+
+@pytest.mark.fault("a hospital", "sends an upload that was not opened", "ended before its first message is read")
+def test_an_upload_that_was_not_opened_is_not_read(tmp_path: Path) -> None:
+    with serving(tmp_path) as world:
+        _, offer = open_round(world)
+        world.transfer("south").Open(open_request("south", offer, DATA))
+        with pytest.raises(grpc.RpcError) as error:
+            world.transfer("north").Put(iter([pb.Chunk(object="f" * 64, data=DATA)]))
+        assert code(error) == (AWAY, "E-NET-12")
+
+
+@pytest.mark.fault("a hospital", "calls without a pause", "refused with E-NET-12; leads are answered")
+def test_calls_per_second_are_bounded(tmp_path: Path) -> None:
+    limits = replace(Limits(), calls={**Limits().calls, Kind.SILO: Rate(0.001, 10)})
+    with serving(tmp_path, limits) as world:
+        stub = world.transfer("north")
+        answers = []
+        for _ in range(30):
+            with pytest.raises(grpc.RpcError) as error:
+                stub.Open(pb.OpenRequest())
+            answers.append(code(error))
+        assert answers[:10] == [(INVALID, "E-WIRE-12")] * 10
+        assert set(answers[10:]) == {(AWAY, "E-NET-12")}
+        assert len(world.lead().Silos(pb.SilosRequest(), timeout=5).silos) == len(NAMES)
+        with pytest.raises(grpc.RpcError, match="E-WIRE-12"):
+            world.transfer("south").Open(pb.OpenRequest())
+
+
+@pytest.mark.fault("a holder of an invitation", "tries to enrol again and again", "refused with E-NET-12 after a few")
+def test_attempts_to_enrol_are_bounded(tmp_path: Path) -> None:
+    with serving(tmp_path) as world:
+        stub = rpc.EnrolmentStub(channel(world.port, invited(world)))
+        answers = []
+        for _ in range(15):
+            with pytest.raises(grpc.RpcError) as error:
+                stub.Join(pb.JoinRequest(csr_pem=b"no request"))
+            answers.append(error.value.details()[:8])
+        assert answers == ["E-ID-31:"] * 10 + ["E-NET-12"] * 5
+
+
+@pytest.mark.fault("a stranger", "enrols with many stolen invitations from one address", "refused after 60 attempts")
+def test_attempts_to_enrol_are_bounded_for_each_address(tmp_path: Path) -> None:
+    limits = replace(Limits(), joins_per_address=Rate(0.001, 3))
+    with serving(tmp_path, limits) as world:
+        answers = []
+        for k in range(5):
+            with pytest.raises(grpc.RpcError) as error:
+                rpc.EnrolmentStub(channel(world.port, invited(world, f"w{k}"))).Join(pb.JoinRequest(csr_pem=b"no"))
+            answers.append(error.value.details()[:8])
+        assert answers == ["E-ID-31:"] * 3 + ["E-NET-12"] * 2
+
+
+@pytest.mark.fault("a hospital", "renews its certificate 60 times in a row", "refused with E-NET-12 after a few")
+def test_renewals_are_bounded_for_each_hospital(tmp_path: Path) -> None:
+    with serving(tmp_path) as world:
+        key = certificates.new_key()
+        answers = []
+        stub = rpc.EnrolmentStub(channel(world.port, world.people["north"]))
+        for _ in range(60):
+            with pytest.raises(grpc.RpcError) as error:
+                stub.Renew(pb.RenewRequest(csr_pem=certificates.make_request(key), renewal_proof=b"forged"))
+            answers.append(error.value.details()[:8])
+        assert answers[:5] == ["E-ID-13:"] * 5
+        assert set(answers[5:]) == {"E-NET-12"}
+
+
+def _unknown(size: int) -> bytes:
+    """Make fields with numbers that nobody uses."""
+    return b"\xa2\x06\x00" * size
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        pb.Hello(
+            protocol_min=PROTOCOL,
+            protocol_max=PROTOCOL,
+            staged=[pb.RoundRef(run_id="r", round=k) for k in range(100_000)],
+        ).SerializeToString(),
+        HELLO.SerializeToString() + _unknown(1_000_000),
+    ],
+    ids=["100,000 staged rounds", "a million unknown fields"],
+)
+@pytest.mark.fault("a hospital", "says a Hello of 100,000 rounds or a million unknown fields", "refused with E-WIRE-06")
+def test_a_monstrous_hello_is_refused_with_a_last_word(tmp_path: Path, hello: bytes) -> None:
+    with serving(tmp_path) as world:
+        line = Line(world, "north", pb.Hello.FromString(hello))
+        assert line.failure() == (INVALID, "E-WIRE-06")
+        assert line.got[-1].refusal.code == "E-WIRE-06"
+        assert not online(world, "north")()
+
+
+@pytest.mark.fault("a hospital", "floods its session with messages", "the session is ended with E-NET-12")
+def test_a_flood_of_messages_ends_the_session(tmp_path: Path) -> None:
+    with serving(tmp_path, replace(Limits(), messages=Rate(0.001, 50))) as world:
+        line = Line(world, "north", HELLO)
+        for _ in range(100):
+            line.say(pulse=pb.Pulse())
+        assert line.failure() == (AWAY, "E-NET-12")
+
+
+@pytest.mark.fault("a hospital", "sends a call with a million unknown fields", "refused with E-WIRE-06")
+def test_a_call_of_unknown_fields_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path) as world, pytest.raises(grpc.RpcError, match="E-WIRE-06"):
+        world.transfer("north").Open(pb.OpenRequest.FromString(_unknown(1_000_000)))
+
+
+def test_a_hospital_that_was_refused_for_the_moment_is_let_in_later(tmp_path: Path) -> None:
+    limits = replace(Limits(), calls={**Limits().calls, Kind.SILO: Rate(10, 1)})
+    with serving(tmp_path, limits) as world:
+        stub, got = world.transfer("north"), queue.SimpleQueue()
+        with pytest.raises(grpc.RpcError):
+            stub.Open(pb.OpenRequest())
+
+        def answered() -> bool:
+            with pytest.raises(grpc.RpcError) as error:
+                stub.Open(pb.OpenRequest())
+            got.put(code(error))
+            return code(error) == (INVALID, "E-WIRE-12")
+
+        until(answered, "another call", 20)
+
+
+def test_a_bucket_counts_by_its_clock_and_not_backwards() -> None:
+    now = [0.0]
+    bucket = Bucket(Rate(2.0, 3), lambda: now[0])
+    assert [bucket.take() for _ in range(4)] == [0, 0, 0, 0.5]
+    now[0] = 0.5
+    assert bucket.take() == 0
+    now[0] = -100.0
+    assert bucket.take() > 0
+    now[0] = 1e9
+    assert bucket.full
+    assert [bucket.take() > 0 for _ in range(4)] == [False, False, False, True]
+
+
+def test_the_authority_of_another_home_is_of_no_use(tmp_path: Path) -> None:
+    with serving(tmp_path) as world:
+        token = Authority.create(tmp_path / "other", "test", ["127.0.0.1:1"]).invite("west").token
+        own = InvitationToken.decode(token).credentials
+        stub = rpc.EnrolmentStub(channel(world.port, own._replace(ca_pem=world.people["lead"].ca_pem)))
+        with pytest.raises(grpc.RpcError) as error:
+            stub.Join(pb.JoinRequest(), timeout=20)
+        assert error.value.code() is AWAY

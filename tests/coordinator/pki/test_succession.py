@@ -1,0 +1,124 @@
+"""A renewed certificate ends its predecessor: a thief is noticed, a crash between locks nobody out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.pki.membership import Membership
+from coordinator.storage.store import Store
+from fl_core.errors import RefusedError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.pki import certificates
+from protos.pki.identity import identity_of
+from protos.pki.invitation import InvitationToken
+from protos.pki.roster import SignedRoster
+from silo.identity.identity import SiloIdentity
+from tests.support.pki import Clock, authority, today
+
+
+class Consortium:
+    """An authority with its store, whose clock the test turns; silos without a network."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.clock = folder, today()
+        self.ca = authority(folder / "ca", self.clock)
+        self.store = Store(folder / "ca", lambda: self.clock().timestamp())
+        self.members = Membership(folder / "ca", self.store, self.clock)
+
+    def join(self, home: str, clock: Clock | None = None) -> SiloIdentity:
+        silo = SiloIdentity(self.folder / home, clock or self.clock)
+        token = InvitationToken.decode(self.members.invite("north").token, self.clock())
+        material = silo.join_material(token)
+        made = self.members.join(identity_of(token.cert_pem), material.csr_pem, material.proof)
+        silo.install(made.certificate_pem, token.ca_pem, SignedRoster.unpack(made.signed_roster))
+        return silo
+
+    def renew(self, silo: SiloIdentity) -> pb.Membership:
+        request = silo.renewal_request()
+        return self.members.renew(silo.load(), request.csr_pem, request.proof)
+
+    def status(self, silo: SiloIdentity) -> str:
+        own = silo.load()
+        found = self.store.members.membership_status(own.identity.name, own.serial)
+        return "revoked" if found.revoked else "renewed" if found.renewed_at else "member" if found.member else "none"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Consortium]:
+    made = Consortium(tmp_path)
+    yield made
+    made.store.close()
+
+
+def copy_of(silo: SiloIdentity, world: Consortium) -> SiloIdentity:
+    """Steal a silo's identity."""
+    thief = SiloIdentity(world.folder / "thief", world.clock)
+    thief.folder.mkdir(mode=0o700, parents=True)
+    for name in ("silo.pem", "ca.crt", "roster.json"):
+        (thief.folder / name).write_bytes((silo.folder / name).read_bytes())
+    (thief.folder / "silo.pem").chmod(0o600)
+    return thief
+
+
+@pytest.mark.fault(
+    "a hospital", "loses power between renewing its certificate and using it", "its old one still counts"
+)
+def test_a_predecessor_counts_until_its_successor_is_used(world: Consortium) -> None:
+    silo = world.join("n")
+    assert world.status(silo) == "member"
+    old = copy_of(silo, world)
+    made = world.renew(silo)
+    world.clock.advance(days=1)
+    assert world.status(old) == "member"  # the answer may be lost
+    silo.install(made.certificate_pem, made.authority_pem)
+    assert world.status(silo) == "member"
+    world.clock.advance(seconds=10)
+    assert world.status(old) == "member"  # calls that are under way
+    world.clock.advance(seconds=30)
+    assert world.status(old) == "renewed"
+    assert world.status(silo) == "member"
+
+
+@pytest.mark.fault(
+    "a thief of a hospital's key",
+    "renews its certificate first",
+    "the hospital is refused with E-ID-28, the lead is shown it, and a new invitation shuts the thief out",
+)
+def test_a_thief_who_renews_first_is_noticed_and_shut_out(world: Consortium) -> None:
+    silo = world.join("n")
+    assert world.status(silo) == "member"
+    thief = copy_of(silo, world)
+    made = world.renew(thief)
+    thief.install(made.certificate_pem, made.authority_pem)
+    with pytest.raises(RefusedError, match=r"E-ID-28.*somebody renewed.*invite north --again"):
+        world.renew(silo)  # before the thief has used it
+    assert world.status(thief) == "member"
+    world.clock.advance(minutes=1)
+    assert world.status(silo) == "renewed"
+    assert "E-ID-28" in world.store.members.alarm("north")
+    recovered = world.join("n")  # invite --again, join --again, in the same home
+    assert world.status(recovered) == "member"
+    assert world.status(thief) == "revoked"
+    assert world.store.members.alarm("north") == ""
+    with pytest.raises(RefusedError, match="E-ID-28"):
+        world.renew(thief)
+    # What the stolen key has signed leads nobody to the new one: the other silos ask for consent.
+    assert world.store.members.silo("north").proofs == ()
+
+
+def test_the_proof_of_a_key_that_was_never_certified_is_refused(world: Consortium) -> None:
+    world.join("n")
+    token = InvitationToken.decode(world.members.invite("north").token, world.clock())
+    key = certificates.new_key()
+    request = certificates.make_request(key)
+    stranger = certificates.load_key(certificates.new_key(), "test")
+    message = certificates.renewal_message(
+        identity_of(token.cert_pem).identity, certificates.load_key(key, "test").public_key()
+    )
+    with pytest.raises(RefusedError, match="E-ID-13"):
+        world.members.join(
+            identity_of(token.cert_pem), request, certificates.sign(stranger, certificates.RENEWAL, message)
+        )

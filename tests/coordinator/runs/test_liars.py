@@ -1,0 +1,185 @@
+"""Hospitals that lie over the wire, beside honest ones: what is refused before a receipt, what later, and who hears."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from coordinator.api.control import data_offer
+from coordinator.storage.records import DataOffer, Run
+from fl_core.errors import ProtocolError
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types.values import Bundle, Part
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.tasks import TaskKey
+from tests.support import until
+from tests.support.coordinator import World, events, running
+from tests.support.federations import NAMES, manifest, same, shares
+from tests.support.hospital import ScriptedSilo
+from tests.support.transfers import commit, cut, open_request, open_round, update_bytes
+
+Alter = Callable[[TaskKey, Bundle], Bundle]
+Told = dict[int, tuple[bool, str]]
+SHARES = dict(zip(NAMES, shares(), strict=True))
+
+
+def scaled(factor: float, weight: float = 1.0, since: int = 0) -> Alter:
+    """Multiply an update's mean and weight, from a round on."""
+
+    def alter(key: TaskKey, sent: Bundle) -> Bundle:
+        if "delta" not in sent or key.round < since:
+            return sent
+        part = sent["delta"]
+        total = {name: v * (factor * weight) for name, v in part.total.items()}
+        return {**sent, "delta": Part(total, part.weight * weight)}
+
+    return alter
+
+
+@contextmanager
+def finished_beside(tmp_path: Path, agreed: RunManifest, alter: Alter) -> Iterator[tuple[World, Run, Told]]:
+    """Finish a run in which east alters its updates; give also what east was told of each round."""
+    with running(tmp_path / "home", NAMES) as world:
+        assert world.server is not None
+        members = world.server.store.members
+        silos = {n: ScriptedSilo(world, n, SHARES[n], alter=alter if n == "east" else None) for n in NAMES}
+        try:
+            for name in NAMES:
+                until(lambda n=name: members.silo(n).last_seen, f"{name} to be here")
+                members.introduce(name, "", DataOffer("digits", train_examples=14, test_examples=7))
+            run = world.finished(world.submit(agreed).id, 60)
+            received = [m.round_closed for m in silos["east"].received if m.HasField("round_closed")]
+            yield world, run, {m.round: (m.included, m.reason) for m in received}
+        finally:
+            for silo in silos.values():
+                silo.stop()
+
+
+AGREED = replace(manifest("fedavg", rounds=3, quorum=2), patience_s=2.0)
+
+
+@pytest.mark.fault("a hospital", "weighs its update with more than it declared, over the wire", "refused, and told why")
+def test_a_false_weight_is_refused_before_its_receipt_and_the_run_goes_on(tmp_path: Path) -> None:
+    with finished_beside(tmp_path, AGREED, scaled(1.0, 1000.0, since=1)) as (world, run, told):
+        rounds = world.server.store.runs.rounds(run.id)
+        assert [row.included for row in rounds[:3]] == [tuple(sorted(NAMES)), ("north", "south"), ("north", "south")]
+        said = rounds[1].missing["east"]
+        assert "E-RUN-43: east: weight of 'delta' 14000, declared 0 to 14: refused" in said
+        assert ("east", said) in events(world, run.id, "refused")
+        assert told[1] == (False, said)
+
+
+@pytest.mark.fault("a hospital", "sends an update of 1000 times its length", "the round goes on; it is told why")
+def test_a_long_update_is_refused_in_the_round_and_the_silo_hears_why(tmp_path: Path) -> None:
+    with finished_beside(tmp_path, AGREED, scaled(1000.0, since=1)) as (world, run, told):
+        assert run.closed == 3
+        assert told[0] == (True, "")
+        for t in (1, 2):
+            assert not told[t][0]
+            assert told[t][1].startswith("E-RUN-44: east: update is ")
+        assert len(events(world, run.id, "refused")) == 2
+
+
+@pytest.mark.fault("a hospital", "sends an update of three times its length", "cut; the lead and the hospital are told")
+def test_a_cut_is_in_the_record_in_the_events_and_told_to_the_silo(tmp_path: Path) -> None:
+    with finished_beside(tmp_path, replace(AGREED, quorum=3), scaled(3.0, since=1)) as (world, run, told):
+        rounds = world.server.store.runs.rounds(run.id)
+        assert events(world, run.id, "cut")[0] == ("east", "round 2: east's update cut to 2x the median")
+        assert rounds[1].cut == {"east": "update cut to 2x the median"}
+        assert rounds[0].medians["delta"] > 0
+        assert told[1] == (True, "update cut to 2x the median")
+        shown = world.lead().Show(pb.RunQuery(run_id=run.id)).rounds[1]
+        assert dict(shown.cut) == rounds[1].cut
+        assert dict(shown.medians) == rounds[1].medians
+
+
+def test_a_run_with_a_cut_that_is_resumed_after_a_restart_is_the_run_without_one(tmp_path: Path) -> None:
+    """The bound follows from the rounds in the record: a service that forgot them would begin with a new one."""
+    models, agreed = [], replace(AGREED, quorum=3, rounds=4)
+    for restarted in (False, True):
+        with running(tmp_path / str(restarted), NAMES) as world:
+            silos = [
+                ScriptedSilo(world, n, SHARES[n], alter=scaled(4.0, since=2) if n == "east" else None) for n in NAMES
+            ]
+            try:
+                run_id = world.submit(agreed).id
+                if restarted:
+                    until(lambda: world.run(run_id).closed >= 2, "two closed rounds", 60)  # noqa: B023
+                    world.stop()
+                    world.start()
+                world.finished(run_id, 60)
+                models.append(world.model(run_id))
+                assert events(world, run_id, "cut")
+            finally:
+                for silo in silos:
+                    silo.stop()
+    assert same(models[0]["w"], models[1]["w"])
+
+
+@pytest.mark.fault("a hospital", "commits an update that no round would take", "no receipt; what it sent is forgotten")
+@pytest.mark.parametrize("lie", ["not tensors", "NaN", "another layout", "weight", "integers"])
+def test_nothing_is_signed_that_no_round_would_take(world: World, lie: str, tmp_path: Path) -> None:
+    assert world.server is not None
+    world.server.store.members.introduce("north", "", DataOffer("digits", train_examples=14, test_examples=7))
+    _, offer = open_round(world)
+    made = {
+        "not tensors": (b"\x00" * 64, "E-WIRE-06"),
+        "NaN": (update_bytes(math.nan), "E-WIRE-05"),
+        "another layout": (update_bytes(0.5, manifest("fedmr")), "E-WIRE-06"),
+        "weight": (update_bytes(0.5, weight=2.0**24), "E-RUN-43"),
+        "integers": (update_bytes(1.0, dtype=torch.int64), "E-WIRE-06"),
+    }
+    data, code = made[lie]
+    stub, request = world.transfer("north"), open_request("north", offer, data)
+    stub.Open(request)
+    stub.Put(cut(data, request.contribution_id))
+    with pytest.raises(grpc.RpcError) as caught:
+        commit(stub, request)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details().startswith(code)
+    assert world.server.uploads.size("north", request.contribution_id) == 0
+    found = world.server.store.contributions.contribution(request.contribution_id)
+    assert found is not None
+    assert found.receipt is None
+
+
+def test_a_size_that_is_declared_after_the_run_was_submitted_does_not_count_in_it(world: World) -> None:
+    assert world.server is not None
+    members = world.server.store.members
+    members.introduce("north", "", DataOffer("digits", train_examples=14, test_examples=7))
+    _, offer = open_round(world)
+    members.introduce("north", "", DataOffer("digits", train_examples=1e9, test_examples=1e9))
+    data = update_bytes(0.5, weight=1000.0)
+    stub, request = world.transfer("north"), open_request("north", offer, data)
+    stub.Open(request)
+    stub.Put(cut(data, request.contribution_id))
+    with pytest.raises(grpc.RpcError, match="E-RUN-43: north: weight of 'delta' 1000, declared 0 to 14"):
+        commit(stub, request)
+
+
+@pytest.mark.parametrize("field", ["nominal_size", "train_examples", "test_examples"])
+@pytest.mark.parametrize("size", [math.nan, math.inf, -math.inf, -1.0, 2.0**53, 1e300])
+@pytest.mark.fault("a hospital", "declares a size that no data has", "its session is refused")
+def test_declared_sizes_are_finite_and_not_negative(field: str, size: float) -> None:
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
+        data_offer(pb.DataOffer(name="digits", **{field: size}))
+
+
+def test_a_run_of_two_says_once_that_nothing_bounds_one_of_them(tmp_path: Path) -> None:
+    names = ("north", "south")
+    with running(tmp_path / "home", names) as world:
+        silos = [ScriptedSilo(world, n, SHARES[n]) for n in names]
+        try:
+            run = world.finished(world.submit(manifest("fedavg", rounds=2, names=names)).id, 60)
+            said = [text for _, text in events(world, run.id, "warning")]
+            assert said == ["fewer than 3 silos: nothing bounds what one of them does to the model"]
+        finally:
+            for silo in silos:
+                silo.stop()

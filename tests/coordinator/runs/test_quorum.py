@@ -1,0 +1,343 @@
+"""Rounds that close without everybody, wait for who is needed, and stop for the lead; scripted silos over real gRPC."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from coordinator.storage.records import RunState
+from fl_core.rounds.engine import Observer
+from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import simulate
+from fl_core.types import tensor_maps
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import Bundle, Part
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.tasks import TaskKey
+from tests.support import until
+from tests.support.coordinator import World, events, heard, running
+from tests.support.federations import NAMES, manifest, shares
+from tests.support.hospital import Memory, ScriptedSilo
+
+SHARES = dict(zip(NAMES, shares(), strict=True))
+"""north holds the classes a and b, east b and c, south c and d: nobody needs east."""
+
+
+def quick(rounds: int = 3, quorum: int = 0, **changed: object) -> RunManifest:
+    """A run whose rounds take a moment, as long as nobody is away."""
+    return replace(manifest(rounds=rounds, quorum=quorum), **{"patience_s": 0.5, **changed})  # type: ignore[arg-type]
+
+
+def digest(agreed: RunManifest) -> str:
+    return tensor_maps.digest(simulate(RunSetup.of(agreed), shares(), Observer())["w"])
+
+
+class People:
+    """The hospitals that are there; each keeps what it has while it is away."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.memories = {name: Memory() for name in NAMES}
+        self.here: dict[str, ScriptedSilo] = {}
+
+    def come(self, *names: str, **script: object) -> None:
+        for name in names or NAMES:
+            self.here[name] = ScriptedSilo(self.world, name, SHARES[name], self.memories[name], **script)  # type: ignore[arg-type]
+
+    def leave(self, *names: str) -> None:
+        for name in names or tuple(self.here):
+            self.here.pop(name).stop()
+
+    def included(self, run_id: str) -> list[tuple[str, ...]]:
+        assert self.world.server is not None
+        return [row.included for row in self.world.server.store.runs.rounds(run_id)]
+
+
+@contextmanager
+def consortium(tmp_path: Path) -> Iterator[tuple[World, People]]:
+    with running(tmp_path / "home", NAMES) as world:
+        people = People(world)
+        try:
+            yield world, people
+        finally:
+            people.leave()
+
+
+def closed(world: World, run_id: str, rounds: int) -> None:
+    until(lambda: world.run(run_id).closed >= rounds, f"{rounds} closed rounds", 60)
+
+
+def shown(world: World, run_id: str) -> pb.RunInfo:
+    return world.lead().Show(pb.RunQuery(run_id=run_id)).info
+
+
+def waits_for(world: World, run_id: str, name: str) -> pb.AwaitedSilo:
+    """Wait until a run waits for this silo alone."""
+
+    def found() -> pb.AwaitedSilo | None:
+        silos = shown(world, run_id).waiting.silos
+        return silos[0] if [s.name for s in silos] == [name] else None
+
+    return until(found, f"{name} to be awaited", 60)
+
+
+def held_back(world: World, people: People, name: str, agreed: RunManifest) -> str:
+    """Close one round with everybody, then take a hospital away in the second, which must not close before that."""
+    gate = threading.Event()
+    people.come(*(n for n in NAMES if n != name))
+    people.come(name, refuse=lambda offer: gate.wait(60) and "" if offer.round else "")
+    run = world.submit(agreed)
+    closed(world, run.id, 1)
+    people.here[name]._stop.set()
+    gate.set()
+    people.leave(name)
+    return run.id
+
+
+@pytest.mark.fault(
+    "a hospital", "is away for good, and others hold its classes", "not awaited; rounds close with the rest"
+)
+def test_a_dead_silo_that_nobody_needs_holds_no_round_up(tmp_path: Path) -> None:
+    with consortium(tmp_path) as (world, people):
+        people.come("north", "south")
+        run = world.finished(world.submit(quick(rounds=4, patience_s=0.2)).id, 60)
+        assert set(people.included(run.id)) == {("north", "south")}
+        assert events(world, run.id, "forgetting") == []
+
+
+@pytest.mark.fault(
+    "a hospital", "is restarted in the middle of a round", "awaited; the model is that of a run without it"
+)
+def test_a_restart_is_no_absence(tmp_path: Path) -> None:
+    with consortium(tmp_path) as (world, people):
+        agreed = quick(patience_s=60.0)
+        run_id = held_back(world, people, "east", agreed)
+        waits_for(world, run_id, "east")
+        people.come("east")
+        assert world.finished(run_id, 60).model_digest == digest(agreed)
+
+
+@pytest.mark.fault(
+    "a hospital", "is away and alone holds a class", "awaited, by name and class, for as long as the lead says"
+)
+def test_the_only_holder_of_a_class_is_awaited_and_shown_and_the_lead_can_wait_longer(tmp_path: Path) -> None:
+    with consortium(tmp_path) as (world, people):
+        agreed = quick(patience_s=20.0)
+        run_id = held_back(world, people, "south", agreed)
+        silo = waits_for(world, run_id, "south")
+        until(lambda: not waits_for(world, run_id, "south").online, "south to be missed")
+        assert list(silo.classes) == ["d"]
+        assert 0 < silo.left_s <= 20 * 20
+        before = silo.left_s
+        world.lead().Extend(pb.ExtendRequest(run_id=run_id, hours=1.0))
+        until(lambda: waits_for(world, run_id, "south").left_s > before + 3000, "an hour more")
+        assert heard(world, run_id, "extended") == [("", "by 1 h")]
+        world.stop()
+        world.start()
+        until(lambda: waits_for(world, run_id, "south").left_s > 3000, "the hour to outlive a restart")
+        assert list(waits_for(world, run_id, "south").classes) == ["d"]
+        people.come("south")
+        assert world.finished(run_id, 60).model_digest == digest(agreed)
+
+
+@pytest.mark.fault(
+    "a hospital", "is away for good and alone holds a class", "awaited in two rounds, then given up; the loss is told"
+)
+def test_the_only_holder_of_a_class_that_never_returns_is_given_up_and_named(tmp_path: Path) -> None:
+    with consortium(tmp_path) as (world, people):
+        run_id = held_back(world, people, "south", quick(rounds=5, patience_s=0.2))
+        world.finished(run_id, 90)
+        assert people.included(run_id)[1:] == [("east", "north")] * 5
+        lost = events(world, run_id, "forgetting")
+        assert {silo for silo, _ in lost} == {"south"}
+        assert "closed without south (offline" in lost[0][1]
+        assert "Nobody else holds d: the model is forgetting it" in lost[0][1]
+
+
+@pytest.mark.fault("a hospital", "stays connected and never answers", "awaited for as long as the rule says, no longer")
+def test_a_silent_silo_does_not_hold_a_round_for_ever(tmp_path: Path) -> None:
+    with consortium(tmp_path) as (world, people):
+        held = threading.Event()
+        people.come("north", "south")
+        people.come("east", alter=lambda key, bundle: held.wait(60) and bundle)
+        run_id = world.submit(quick(rounds=2, patience_s=0.2)).id
+        closed(world, run_id, 1)
+        assert people.included(run_id)[0] == ("north", "south")
+        held.set()
+        world.finished(run_id, 60)
+        key = TaskKey(run_id, 0, TaskKind.TRAIN)
+        until(lambda: people.memories["east"].closed.get(key) is False, "east to be told that it came too late")
+        late = [
+            e for e in people.here["east"].errors if isinstance(e, grpc.RpcError) and "E-RUN-06" in str(e.details())
+        ]
+        assert late
+
+
+def poisoned(key: TaskKey, bundle: Bundle) -> Bundle:
+    if key.kind is TaskKind.EVALUATE:
+        return {"metrics": Part(bundle["metrics"].total, bundle["metrics"].weight * math.inf)}
+    delta = bundle["delta"]
+    return {**bundle, "delta": Part({k: v * math.nan for k, v in delta.total.items()}, delta.weight)}
+
+
+@pytest.mark.fault("a hospital", "sends an update that is refused", "the round closes without it; the run goes on")
+def test_one_bad_update_does_not_fail_a_run(tmp_path: Path) -> None:
+    with consortium(tmp_path) as (world, people):
+        people.come("north", "south")
+        people.come("east", alter=poisoned)
+        run = world.finished(world.submit(quick(rounds=2)).id, 60)
+        assert world.server is not None
+        rows = world.server.store.runs.rounds(run.id)
+        assert [row.included for row in rows] == [("north", "south")] * 3
+        assert all(row.missing["east"].startswith("E-WIRE-05") for row in rows)
+
+
+@pytest.mark.fault(
+    "two hospitals of three", "are away at the deadline", "the run pauses and nothing is lost; the lead resumes it"
+)
+def test_below_its_quorum_a_run_pauses_and_goes_on_with_what_it_has(tmp_path: Path) -> None:
+    with consortium(tmp_path) as (world, people):
+        people.come("north")
+        agreed = quick(rounds=2, deadline_s=2.0)
+        run_id = world.submit(agreed).id
+        paused = world.ended(run_id, 60)
+        assert paused.state is RunState.PAUSED
+        assert paused.reason.startswith("E-RUN-03: round 1: expected updates of at least 2 of 3 silos, found 1; ")
+        assert all(f"{name}: E-RUN-13: no update (offline" in paused.reason for name in ("east", "south"))
+        world.stop()
+        world.start()
+        assert world.run(run_id).state is RunState.PAUSED  # the lead decides, and no restart does
+        people.come("east", "south")
+        world.lead().Resume(pb.ResumeRequest(run_id=run_id))
+        assert world.finished(run_id, 60).model_digest == digest(agreed)
+        assert people.memories["north"].trained.count(TaskKey(run_id, 0, TaskKind.TRAIN)) == 1
+
+
+def test_the_lead_may_go_on_with_fewer(tmp_path: Path) -> None:
+    with consortium(tmp_path) as (world, people):
+        people.come("north", "east")
+        run_id = world.submit(quick(rounds=2, quorum=3, deadline_s=1.0)).id
+        assert world.ended(run_id, 60).state is RunState.PAUSED
+        lead = world.lead()
+        for bad in (4, 2**32 - 1):
+            with pytest.raises(grpc.RpcError, match="E-CFG-02"):
+                lead.Resume(pb.ResumeRequest(run_id=run_id, quorum=bad))
+        assert world.run(run_id).state is RunState.PAUSED
+        lead.Resume(pb.ResumeRequest(run_id=run_id, quorum=2))
+        world.finished(run_id, 60)
+        assert set(people.included(run_id)) == {("east", "north")}
+
+
+@pytest.mark.fault(
+    "a hospital",
+    "is excluded by the lead",
+    "awaited no longer, asked for no further round, and asked again once readmitted",
+)
+def test_an_excluded_silo_is_asked_no_more_until_it_is_readmitted(tmp_path: Path) -> None:
+    with consortium(tmp_path) as (world, people):
+        agreed = quick(rounds=3, patience_s=600.0)
+        run_id = held_back(world, people, "south", agreed)
+        waits_for(world, run_id, "south")
+        lead = world.lead()
+        gate = threading.Event()
+        people.leave("north")
+        info = lead.Exclude(pb.ExcludeRequest(run_id=run_id, silo="south"))
+        assert list(info.excluded) == ["south"]
+        people.come("north", refuse=lambda offer: gate.wait(60) and "" if offer.round == 2 else "")
+        closed(world, run_id, 2)
+        people.come("south")
+        until(lambda: "south" not in {s.name for s in shown(world, run_id).waiting.silos}, "the third round")
+        assert not any(m.WhichOneof("body") == "offer" for m in people.here["south"].received)
+        assert list(lead.Exclude(pb.ExcludeRequest(run_id=run_id, silo="south", readmit=True)).excluded) == []
+        gate.set()
+        world.finished(run_id, 60)
+        assert people.included(run_id)[1:3] == [("east", "north")] * 2
+        assert people.included(run_id)[3] == tuple(sorted(NAMES))  # asked again from the next round on
+        assert world.server is not None
+        row = world.server.store.runs.rounds(run_id)[1]
+        assert row.missing["south"].startswith("E-RUN-42: excluded by the lead")
+
+
+@pytest.mark.fault("a lead", "steers a run with numbers and names that are none", "refused, and nothing has changed")
+def test_steering_with_nonsense_is_refused(tmp_path: Path) -> None:
+    with consortium(tmp_path) as (world, people):
+        people.come("north")
+        run_id = world.submit(quick()).id
+        until(lambda: shown(world, run_id).waiting.silos, "the round")
+        lead = world.lead()
+        for hours in (math.nan, math.inf, -math.inf, -1.0, -0.0, 0.0, 1e38):
+            with pytest.raises(grpc.RpcError, match="E-CFG-02"):
+                lead.Extend(pb.ExtendRequest(run_id=run_id, hours=hours))
+        for silo in ("nobody", "", "n" * 100_000, "lead"):
+            with pytest.raises(grpc.RpcError, match="E-RUN-05"):
+                lead.Exclude(pb.ExcludeRequest(run_id=run_id, silo=silo))
+        lead.Exclude(pb.ExcludeRequest(run_id=run_id, silo="east"))
+        lead.Exclude(pb.ExcludeRequest(run_id=run_id, silo="east"))
+        lead.Exclude(pb.ExcludeRequest(run_id=run_id, silo="south"))
+        with pytest.raises(grpc.RpcError, match="E-CFG-02"):
+            lead.Exclude(pb.ExcludeRequest(run_id=run_id, silo="north"))
+        assert world.server is not None
+        assert world.server.store.steering.of(run_id).excluded == ("east", "south")
+        assert world.server.store.steering.of(run_id).extended_s == 0.0
+        ended = world.ended(run_id, 60)
+        assert ended.state is RunState.PAUSED
+        with pytest.raises(grpc.RpcError, match="E-RUN-11"):
+            lead.Extend(pb.ExtendRequest(run_id=run_id, hours=1.0))
+        world.server.runs.abort(run_id)
+        with pytest.raises(grpc.RpcError, match="E-RUN-11"):
+            lead.Exclude(pb.ExcludeRequest(run_id=run_id, silo="east", readmit=True))
+
+
+@pytest.mark.fault(
+    "a coordinator's disk", "fails while an update is added", "the run fails at once, whoever else is awaited"
+)
+def test_a_round_that_cannot_go_on_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: object) -> None:
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr("fl_core.aggregation.round_sum.NormClippedSum.add", broken)
+    with consortium(tmp_path) as (world, people):
+        people.come("north")
+        run = world.ended(world.submit(quick()).id, 60)
+        assert run.state is RunState.FAILED
+
+
+@pytest.mark.fault("a clock", "jumps by months between an update and a restart", "a round waits its time, and ends")
+def test_a_jump_of_the_clock_changes_no_waiting(tmp_path: Path) -> None:
+    with consortium(tmp_path) as (world, people):
+        people.come("north", "south")
+        run_id = world.submit(quick(rounds=1, patience_s=600.0, quorum=3)).id
+        waits_for(world, run_id, "east")
+        world.stop()
+        for jump in (120 * 86400.0, -120 * 86400.0):
+            world.start()
+            assert world.server is not None
+            with world.server.store.database.write() as db:
+                db.exec_driver_sql("UPDATE contributions SET received = received + ?", (jump,))
+            waits_for(world, run_id, "east")
+            world.stop()
+        world.start()
+        people.come("east")
+        world.finished(run_id, 60)
+
+
+def test_a_member_that_was_away_at_the_start_takes_part_from_the_round_in_which_it_comes(tmp_path: Path) -> None:
+    with consortium(tmp_path) as (world, people):
+        gate = threading.Event()
+        people.come("south")
+        people.come("north", refuse=lambda offer: gate.wait(60) and "" if offer.round == 1 else "")
+        run_id = world.submit(quick(rounds=3)).id
+        closed(world, run_id, 1)
+        people.come("east")
+        until(lambda: TaskKey(run_id, 1, TaskKind.TRAIN) in people.memories["east"].trained, "east to train")
+        gate.set()
+        world.finished(run_id, 60)
+        assert people.included(run_id) == [("north", "south"), *[tuple(sorted(NAMES))] * 3]

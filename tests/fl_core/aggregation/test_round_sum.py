@@ -1,0 +1,290 @@
+"""Norms that are bounded by earlier rounds: who is refused, who is cut, and how far one silo can move the model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fl_core.aggregation.aggregator import Aggregator
+from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.aggregation.options import Mean, NormClipped
+from fl_core.aggregation.round_sum import Decided, NormClippedSum, NormHistory, RoundSum, lower_median
+from fl_core.aggregation.update_check import UpdateCheck
+from fl_core.errors import FederationError
+from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import local_ports
+from fl_core.training.evaluation import METRICS
+from fl_core.types.enums import TaskKind, Weighing
+from fl_core.types.interfaces import SiloPort
+from fl_core.types.values import Bundle, Layout, Part, PartRule, PartSpec, RoundContext, State
+from tests.oracles import slow_lower_median
+from tests.support.federations import NAMES, Failing, go, manifest, same, same_bundle, shares
+
+D = 6
+LAYOUT: Layout = {
+    "delta": PartSpec({"w": (D,), "bn.running_mean": (2,)}, ()),
+    "metrics": PartSpec({"correct": (2,)}, (2,)),
+    "prototypes": PartSpec({"offset": (2, 3)}, (2,)),
+}
+GRID = FixedPointFormat("ring64", 12)
+LIMITS = NormClipped()
+
+
+def update(values: Sequence[float], weight: float = 10.0, buffers: float = 1.0, row: float = 1.0) -> dict[str, Part]:
+    """Write an update whose mean is these values."""
+    return {
+        "delta": Part.of({"w": torch.tensor(values), "bn.running_mean": torch.tensor([buffers, 0.0])}, weight),
+        "metrics": Part({"correct": torch.zeros(2)}, torch.zeros(2)),
+        "prototypes": Part.of({"offset": torch.tensor([[row, 0, 0], [0, 0, 0.0]])}, torch.tensor([4.0, 0.0])),
+    }
+
+
+def along(length: float, axis: int = 0) -> list[float]:
+    return [length if i == axis else 0.0 for i in range(D)]
+
+
+def aggregated(
+    sent: dict[str, dict[str, Part]], history: NormHistory | None = None, options: NormClipped | Mean = LIMITS
+) -> tuple[Bundle, Decided]:
+    """Aggregate a round; return its sums as floats, and what was decided."""
+    check = UpdateCheck(LAYOUT, GRID, {"delta": PartRule(Weighing.EXAMPLES)})
+    sums = Aggregator(LAYOUT, GRID)
+    way = (
+        RoundSum(sums, check)
+        if isinstance(options, Mean)
+        else NormClippedSum(sums, check, options, history or NormHistory())
+    )
+    for name, one in sent.items():
+        way.add(one, name, sorted(sent).index(name), way.measure(one, name))
+    decided = way.finish()
+    return FixedPoint(GRID).incoming(way.sums.total(), len(sent), 0), decided
+
+
+def mean(total: Bundle) -> torch.Tensor:
+    return total["delta"].mean()["w"].double()
+
+
+HONEST = {name: update(along(1.0 + 0.1 * k, k), 10.0 + k) for k, name in enumerate("abcde")}
+BEFORE = NormHistory.of([{"delta": 1.0, "delta.buffers": 1.0}])
+
+
+def test_an_honest_round_has_the_bytes_of_the_mean() -> None:
+    for history in (None, BEFORE):
+        bounded, decided = aggregated(HONEST, history)
+        assert same_bundle(bounded, aggregated(HONEST, options=Mean())[0])
+        assert not decided.refused
+        assert not decided.cut
+        assert decided.medians == pytest.approx({"delta": 1.2, "delta.buffers": 1.0})
+
+
+def test_the_order_of_arrival_changes_nothing() -> None:
+    sent = {**HONEST, "x": update(along(2.7), row=90.0), "y": update(along(90.0)), "z": update(along(0.0), row=1e-30)}
+    for history in (None, BEFORE):
+        first, decided = aggregated(sent, history)
+        for order in itertools.islice(itertools.permutations(sent), 0, 40_000, 997):
+            again, same_again = aggregated({name: sent[name] for name in order}, history)
+            assert same_bundle(again, first)
+            assert same_again == decided
+
+
+@pytest.mark.parametrize("history", [None, BEFORE])
+@pytest.mark.parametrize("factor", [7.0, 1000.0, -1000.0, 1e30, 1e-40])
+@pytest.mark.fault("a hospital", "multiplies its update by 1000, flips its sign or both", "refused by name (E-RUN-44)")
+def test_an_update_above_five_medians_is_refused_and_leaves_no_trace(
+    factor: float, history: NormHistory | None
+) -> None:
+    lie = update(along(1.0), 1e-38, buffers=0.0) if factor == 1e-40 else update(along(factor))
+    if factor == 1e-40:  # a weight next to nothing makes a long mean of ordinary values
+        lie["delta"] = Part({"w": torch.tensor(along(1.0)), "bn.running_mean": torch.zeros(2)}, torch.tensor(1e-38))
+    total, decided = aggregated({**HONEST, "north": lie}, history)
+    assert list(decided.refused) == ["north"]
+    assert decided.refused["north"].startswith("E-RUN-44: north: update is ")
+    which = "last round's" if history else "this round's"
+    assert f"x {which} median (limit 5x): refused" in decided.refused["north"]
+    honest = aggregated(HONEST, history)[0]
+    assert same_bundle(total, honest)
+
+
+@pytest.mark.fault("a hospital", "moves batch norm's statistics far", "refused by name (E-RUN-44)")
+def test_statistics_of_batch_norm_are_bounded_apart() -> None:
+    _, decided = aggregated({**HONEST, "north": update(along(1.0), buffers=50.0)}, BEFORE)
+    assert list(decided.refused) == ["north"]
+    total, decided = aggregated({"north": update(along(1.0), buffers=4.0), **HONEST}, BEFORE)
+    assert decided.cut == {"north": "update cut to 2x the median"}
+    cut = aggregated({"north": update(along(1.0), buffers=2.0), **HONEST}, BEFORE)[0]
+    assert same_bundle(total, cut)  # the values beside it are as they were
+
+
+@pytest.mark.fault("a hospital", "sends an update of four medians", "cut to two medians, and told by name")
+def test_an_update_between_two_and_five_medians_is_cut_to_two() -> None:
+    total, decided = aggregated({**HONEST, "north": update(along(4.0, 5))}, BEFORE)
+    assert decided.cut == {"north": "update cut to 2x the median"}
+    weight = float(total["delta"].weight)
+    assert mean(total)[5] * weight == pytest.approx(2.0 * 10.0, rel=1e-6)
+
+
+@pytest.mark.fault("a hospital", "lets the norms of all rise round by round", "the bound stays at twice the first")
+def test_the_bound_does_not_follow_the_damage() -> None:
+    history = NormHistory.of([{"delta": 1.0}])
+    for _ in range(10):
+        history = history.after({"delta": 10.0 * history.last["delta"]})
+    assert history.reference("delta", LIMITS.ceiling) == 2.0
+    assert history.first == {"delta": 1.0}
+
+
+def test_a_round_in_which_half_is_long_is_cut_and_nobody_is_refused() -> None:
+    """A minority cannot do that, so it is the round that changed; the bound holds, and the run goes on."""
+    sent = {name: update(along(50.0, k)) for k, name in enumerate("abc")} | {"d": update(along(1.0)), "e": HONEST["e"]}
+    total, decided = aggregated(sent, BEFORE)
+    assert not decided.refused
+    assert set(decided.cut) == {"a", "b", "c"}
+    assert float(mean(total).norm()) <= 2.0
+
+
+def test_a_median_of_zero_lets_nothing_move() -> None:
+    still = {name: update(along(0.0), buffers=0.0) for name in "abcd"}
+    _, decided = aggregated({**still, "north": update(along(1e-20), buffers=0.0)})
+    assert list(decided.refused) == ["north"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_fewer_than_three_updates_are_added_as_they_are(count: int) -> None:
+    sent = {name: update(along(10.0**k)) for k, name in enumerate("ab"[:count])}
+    total, decided = aggregated(sent)
+    assert same_bundle(total, aggregated(sent, options=Mean())[0])
+    assert decided == Decided()
+
+
+def test_two_updates_do_not_move_the_median_of_later_rounds() -> None:
+    _, decided = aggregated({"a": update(along(1e-9)), "b": update(along(1.0))}, BEFORE)
+    assert decided.medians == {}
+
+
+@pytest.mark.fault("a hospital", "sends false prototypes", "each row cut to three medians of its contributors")
+def test_rows_are_cut_to_three_medians_of_their_contributors() -> None:
+    total, decided = aggregated({**HONEST, "north": update(along(1.0), row=1e6)}, BEFORE)
+    assert decided.cut == {"north": "1 rows of prototypes cut to 3x the median"}
+    assert float(total["prototypes"].total["offset"][0, 0]) == pytest.approx(4.0 * (5 + 3.0), rel=1e-6)
+
+
+def test_a_row_of_a_single_holder_is_bounded_by_the_rows_of_all() -> None:
+    lie = update(along(1.0))
+    lie["prototypes"] = Part.of({"offset": torch.tensor([[0, 0, 0], [0, 1e9, 0.0]])}, torch.tensor([0.0, 2.0]))
+    total, _ = aggregated({**HONEST, "north": lie}, BEFORE)
+    assert float(total["prototypes"].mean()["offset"][1].norm()) <= 3.0 + 1e-6
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9))
+def test_the_lower_median(values: list[float]) -> None:
+    assert lower_median(values) == slow_lower_median(values)
+
+
+# ---- how far one silo moves the model -------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.lists(st.floats(-1, 1), min_size=D, max_size=D), min_size=3, max_size=7),
+    st.lists(st.floats(1, 500), min_size=8, max_size=8),
+    st.lists(st.floats(-1e3, 1e3), min_size=D, max_size=D),
+    st.floats(0.1, 50),
+)
+@pytest.mark.fault("a hospital", "sends the worst update that passes", "the model moves at most 8 p M_0 in a round")
+def test_one_silo_moves_the_model_by_at_most_8_p_m0_per_round(
+    honest: list[list[float]], weights: list[float], lie: list[float], length: float
+) -> None:
+    """Its share is p = n_k / sum n; compared with the round without it, and with one in which it sends nothing."""
+    sent = {f"h{k}": update(v, weights[k], buffers=0.0) for k, v in enumerate(honest)}
+    _, first = aggregated(sent)
+    m0 = first.medians.get("delta", 0.0)
+    assume(m0 > 1e-3)
+    history = NormHistory.of([first.medians, {"delta": 10 * m0}])  # the worst last median there can be
+    norm = math.sqrt(sum(v * v for v in lie)) or 1.0
+    bound = 2 * 2 * m0
+    for scaled in (length, bound / norm * 0.999, -bound / norm * 0.999):
+        attack = {**sent, "x": update([v * scaled for v in lie], weights[7], buffers=0.0)}
+        try:
+            moved = mean(aggregated(attack, history)[0])
+        except FederationError:
+            continue
+        p = weights[7] / (sum(weights[: len(honest)]) + weights[7])
+        quiet = {**sent, "x": update(along(0.0), weights[7], buffers=0.0)}
+        for reference in (mean(aggregated(sent, history)[0]), mean(aggregated(quiet, history)[0])):
+            assert float((moved - reference).norm()) <= 8 * p * m0 * (1 + 1e-4) + 1e-7
+
+
+class Altered:
+    """A silo that changes what it sends, from a round on."""
+
+    def __init__(self, inner: SiloPort, change: object, since: int = 0) -> None:
+        self.name, self.settle, self._inner, self._change, self._since = inner.name, inner.settle, inner, change, since
+
+    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
+        sent = self._inner.round(msg, context, kind)
+        return self._change(sent) if kind is TaskKind.TRAIN and context.round >= self._since else sent  # type: ignore[operator, no-any-return]
+
+
+def ports_of(run: RunManifest) -> Sequence[SiloPort]:
+    return local_ports(RunSetup.of(run), shares())
+
+
+def scaled_delta(factor: float) -> object:
+    def change(sent: Bundle) -> Bundle:
+        part = sent["delta"]
+        return {**sent, "delta": Part({k: v * factor for k, v in part.total.items()}, part.weight)}
+
+    return change
+
+
+@pytest.mark.parametrize("factor", [1000.0, -1000.0, math.nan])
+def test_a_run_with_a_liar_ends_as_if_it_had_been_absent(factor: float) -> None:
+    run = manifest("fedavg", quorum=2, rounds=4)
+    north, east, south = ports_of(run)
+    lied, kept = go(run, [north, Altered(east, scaled_delta(factor), 1), south])
+    north, east, south = ports_of(run)
+    absent, _ = go(run, [north, Failing(east, [1, 2, 3]), south])
+    assert same(lied["w"], absent["w"])
+    assert all("east" in kept.records[t].missing for t in (1, 2, 3))
+    assert kept.records[4].included == tuple(sorted(NAMES))
+
+
+@pytest.mark.fault("a hospital", "trains on labels in another order than its test images", "refused (E-RUN-44)")
+def test_an_update_that_lowers_its_own_classes_is_refused() -> None:
+    def turned(sent: Bundle) -> Bundle:
+        delta = sent["delta"]
+        total = {k: v.flip(0) if k.startswith("head.") else v for k, v in delta.total.items()}
+        return {**tested(sent), "delta": Part(total, delta.weight)}
+
+    def tested(sent: Bundle) -> Bundle:
+        """Have ten times as many test examples: of fewer than 20 the sign is not looked at."""
+        found = sent[METRICS]
+        return {**sent, METRICS: Part({k: 10 * v for k, v in found.total.items()}, 10 * found.weight)}
+
+    run = manifest("fedavg", quorum=2, rounds=2)
+    north, east, south = ports_of(run)
+    _, kept = go(run, [Altered(north, turned), Altered(east, tested), Altered(south, tested)])
+    assert set(kept.records[0].missing) == {"north"}
+    said = kept.records[0].missing["north"]
+    assert said == ("E-RUN-44: north: update lowers the score of its own classes: refused; check the label order")
+
+
+def test_a_resumed_run_goes_on_with_the_bound_of_its_earlier_rounds() -> None:
+    run = manifest("fedavg", rounds=4)
+
+    def with_liar() -> list[SiloPort]:
+        north, east, south = ports_of(run)
+        return [north, Altered(east, scaled_delta(3.0), 1), south]
+
+    straight, kept = go(run, with_liar())
+    assert any(record.cut for record in kept.records)
+    for start in (1, 2, 3):
+        state, closed = kept.states[start - 1], [r.medians for r in kept.records[:start]]
+        resumed, again = go(run, with_liar(), start=start, state=state, closed=closed)
+        assert same(resumed["w"], straight["w"])
+        assert [r.cut for r in again.records] == [r.cut for r in kept.records[start:]]

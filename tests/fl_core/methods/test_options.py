@@ -1,0 +1,76 @@
+"""What methods refuse alike, and what prototypes do to the methods that only take them along."""
+
+from __future__ import annotations
+
+import pytest
+
+from fl_core.errors import ConfigError, DataError
+from fl_core.methods import build_method
+from fl_core.types.records import TrainConfig
+from tests.support.federations import QData, same
+from tests.support.methods import play, simulated
+
+WRONG = {
+    "fedprox": [{"mu": -0.1}],
+    "fednova": [{"mu": -1.0}, {"tau": "k"}, {"server_momentum": 1.0}],
+    "scaffold": [{"server_lr": 0.0}],
+    "feddyn": [{"alpha": 0.0}, {"report": "all"}],
+    "feddc": [{"control": "both"}],
+    "moon": [{"mu": -1.0}, {"tau": 0.0}, {"last": 0}],
+    "fedmr": [
+        {"mu1": -1.0},
+        {"mu2": -0.1},
+        {"lite": -1},
+        {"intra": "papers"},
+        {"negatives": "some"},
+        {"lite_scope": "intra"},
+        {"inter": "paired_sample", "no_margin": True},
+    ],
+    "fednh": [{"rho": 1.5}, {"rho": -0.1}, {"scale": 0.0}, {"fix_scaling": -1.0}, {"init": "x"}],
+    "creff": [{"features": 0}, {"batch": 0}, {"feature_lr": 0.0}, {"epochs": -1}],
+    "fedproc": [{"prototypes": "some"}, {"lambda_p": -1.0}, {"tau_p": 0.0}],
+    "fedgela": [{"logit_scale": 0.0}, {"feature_norm": "none"}],
+    "fedlc": [{"tau": -1.0}, {"form": "none"}, {"missing": "zero"}],
+    "fedrs": [{"alpha": -0.1}, {"alpha": 1.1}, {"alpha": float("nan")}, {"rs": "code"}],
+    "fedcd": [
+        {"acla": "two_phase"},
+        {"acla": "x"},
+        {"alpha": 0.5},
+        {"fine": 0},
+        {"tau": 0.0},
+        {"lam": -1.0},
+        {"distill": "x"},
+        {"aggregation": "x"},
+        {"importance": "x"},
+    ],
+    "fedproto": [{"lambda_p": -1.0}, {"predict": "both"}, {"weights": "paper"}],
+    "fedgen": [{"mode": "x"}, {"noise_kind": "x"}, {"alpha": -1.0}, {"made": 1}, {"hidden": 0}],
+    "fedrep": [{"head_epochs": 0}, {"frozen_norm": "off"}, {"tune_epochs": -1}],
+    "fedrod": [{"gamma": -1.0}, {"variant": "deep"}, {"phase": "both"}, {"hidden": -1}],
+    "fedphp": [{"lam": 1.5}, {"transfer": "none"}, {"tau": 0.0}, {"kd": "js"}, {"mu_macro": -0.1}, {"mu_max": 2.0}],
+    "map": [{"alpha": 2.0}, {"rs": "none"}, {"stages": "two"}, {"lam": -1.0}],
+}
+
+
+@pytest.mark.parametrize(("name", "options"), [(name, wrong) for name, all_ in WRONG.items() for wrong in all_])
+def test_options_out_of_range_are_refused(name: str, options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="E-CFG-02"):
+        build_method(name, options)
+
+
+@pytest.mark.parametrize("name", ["scaffold", "fednova", "feddc"])
+def test_a_silo_without_a_step_does_not_deliver(name: str) -> None:
+    with pytest.raises(DataError, match="E-DATA-08"):
+        play(build_method(name, {}), (QData(1, 0, steps=0), QData(4, 1)), 1)
+
+
+@pytest.mark.parametrize("name", ["fednova", "feddyn", "feddc"])
+def test_prototypes_change_training_once_known(name: str) -> None:
+    train = TrainConfig(lr=0.05, batch_size=4, epochs=1)
+    for rounds, differs in ((1, False), (3, True)):
+        plain, *aided = (
+            simulated(name, {"prototypes": form}, train=train, rounds=rounds) for form in ("off", "mixture", "additive")
+        )
+        for state in aided:
+            assert same(plain["w"], state["w"]) is not differs
+            assert bool((state["prototypes"]["known"] == 1).all())

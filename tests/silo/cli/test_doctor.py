@@ -1,0 +1,132 @@
+"""`silo doctor`: before joining, beside a service, and on a home that has something wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from coordinator.pki.membership import Membership
+from coordinator.storage.store import Store
+from privacy.ledger.ledger import Ledger
+from protos.pki.identity import Address
+from silo.cli.service import run
+from silo.storage.home import Home
+from tests.support.coordinator import World, enrolled
+
+STRICT = '[privacy]\nrequire = "dp_record"\n'
+
+
+@pytest.fixture(autouse=True)
+def _private(no_proxy, tmp_path):
+    tmp_path.chmod(0o700)
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+def examine(capsys, home: Path, *words: str):
+    capsys.readouterr()
+    status = run(["doctor", "--home", str(home), "--json", *words])
+    found: dict[str, list[dict]] = {}
+    for finding in json.loads(capsys.readouterr().out)["findings"]:
+        found.setdefault(finding["check"], []).append(finding)
+    return status, found
+
+
+def level(found, check):
+    return [finding["level"] for finding in found[check]]
+
+
+@pytest.fixture
+def home(world: World, tmp_path) -> Home:
+    made = enrolled(world, "southern", tmp_path / "silo")
+    made.write_addresses((Address("127.0.0.1", world.port),))
+    made.policy.write_text(STRICT)
+    return made
+
+
+@pytest.fixture
+def world(tmp_path):
+    found = World.create(tmp_path / "coordinator", ["north"])
+    found.start()
+    yield found
+    found.stop()
+
+
+def test_before_joining_nothing_is_made_and_an_invitation_is_tried_and_not_used_up(capsys, world, tmp_path):
+    status, found = examine(capsys, tmp_path / "new")
+    assert status == 0
+    assert level(found, "network") == ["warning"]
+    store = Store(world.home)
+    made = Membership(world.home, store).invite("west")
+    store.close()
+    token = tmp_path / "token"
+    token.write_text(made.token)
+    status, found = examine(capsys, tmp_path / "new", "--token-file", str(token))
+    # The invitation names the port of the consortium's founding: the one that listens here is another.
+    assert level(found, "reachability") == ["problem"]
+    assert made.token not in str(found)
+    assert not (tmp_path / "new").exists()
+    assert world.server.store.members.is_invited(made.serial)
+
+
+def test_a_sound_silo_is_told_so_with_clock_and_version_of_both_sides(capsys, home):
+    before = {p: p.read_bytes() for p in home.path.rglob("*") if p.is_file()}
+    status, found = examine(capsys, home.path)
+    assert status == 0, found
+    for check in ("clock", "certificate", "reachability", "coordinator", "offset", "versions", "policy", "modes"):
+        assert level(found, check) == ["ok"], found[check]
+    assert {p: p.read_bytes() for p in home.path.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.fault("a revoked hospital", "asks its doctor", "the doctor says that it is revoked")
+def test_a_revoked_silo_hears_that_it_is(capsys, home, world):
+    Membership(world.home, world.server.store).revoke("southern", "over")
+    status, found = examine(capsys, home.path)
+    assert status == 1
+    assert "E-ID-12" in found["coordinator"][0]["found"]
+
+
+def test_a_coordinator_that_is_away_is_a_problem_with_its_cause(capsys, home, world):
+    world.stop()
+    status, found = examine(capsys, home.path)
+    assert status == 1
+    assert "E-TLS-01" in found["reachability"][0]["found"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("", "warning"),
+        ("nonsense = 1\n", "problem"),
+        ('[privacy]\nrng = "test"\n', "problem"),
+        ('[runs]\napprove = "by hand"\n', "warning"),
+    ],
+)
+def test_a_policy_that_lets_much_through_is_told(capsys, home, policy, expected):
+    home.policy.write_text(policy)
+    assert level(examine(capsys, home.path)[1], "policy") == [expected]
+
+
+@pytest.mark.fault("an older ledger", "is put back", "the doctor says so, and changes nothing")
+def test_a_ledger_that_was_put_back_is_a_problem(capsys, home):
+    ledger = Ledger(home.ledger, home.ledger_key)
+    ledger.register("records/train", "record", "f", 1, ["a"])
+    assert level(examine(capsys, home.path)[1], "ledger") == ["ok"]
+    home.attested.write_text(json.dumps(["", 99, "0" * 64, "", 0]))
+    status, found = examine(capsys, home.path)
+    assert status == 1
+    assert "E-BUDGET-08" in found["ledger"][0]["found"]
+    home.ledger_key.unlink()
+    assert level(examine(capsys, home.path)[1], "ledger") == ["problem"]
+    assert not home.ledger_key.exists()
+
+
+def test_data_and_device_are_looked_at_when_asked(capsys, home, tmp_path):
+    status, found = examine(capsys, home.path, "--data", "digits/hospital0", "--device", "cpu")
+    assert (status, level(found, "data"), level(found, "device")) == (0, ["ok"], ["ok"])
+    status, found = examine(capsys, home.path, "--data", "folder:/nowhere", "--classes", "a,b", "--device", "cuda:99")
+    assert (status, level(found, "data"), level(found, "device")) == (1, ["problem"], ["problem"])

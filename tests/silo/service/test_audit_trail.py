@@ -1,0 +1,135 @@
+"""The hospital's audit log: what a round leaves in it, and what a hostile coordinator cannot write there."""
+
+from __future__ import annotations
+
+import pytest
+
+from protos.audit_log.heads import SignedHead
+from protos.audit_log.lines import Entry, Line
+from protos.audit_log.log import LogFolder
+from protos.audit_log.verification import read_lines, verify
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.storage.private_files import Credentials
+from tests.support import until
+from tests.support.fake_coordinator import Hospital
+from tests.support.transfers import CONSORTIUM, authority, receipt_for
+
+SILO, COORDINATOR = f"silo://{CONSORTIUM}/center1", f"coordinator://{CONSORTIUM}"
+
+
+def entries(hospital: Hospital) -> list[Entry]:
+    return [Line.decode(raw).entry for _, _, raw in read_lines(LogFolder(hospital.folder / "audit"))]
+
+
+def round_of(hospital: Hospital, number: int) -> None:
+    hospital.offer(number)
+    hospital.sent(number + 1)
+    hospital.close(number)
+    hospital.settled(number + 1)
+
+
+def answering_with(monkeypatch, *heads: SignedHead) -> None:
+    """Let receipts come with these ends of the coordinator's log, one after the other."""
+    left = list(heads)
+
+    def receipt(opened: pb.OpenRequest, holder: str, **other: object) -> pb.Receipt:
+        made = receipt_for(opened, holder, **other)
+        if left:
+            made.log_head.CopyFrom(left.pop(0).message())
+        return made
+
+    monkeypatch.setattr("tests.support.transfers.receipt_for", receipt)
+
+
+def head(number: int, hash: str, own: Credentials, of: str = COORDINATOR) -> SignedHead:
+    return SignedHead.sign(of, number, hash * 32, own)
+
+
+def test_a_round_leaves_lines_without_measurements_and_the_ends_of_both_logs_cross(make, monkeypatch):
+    hospital = make()
+    answering_with(monkeypatch, head(41, "ab", authority().issue_server()))
+    hospital.start()
+    round_of(hospital, 0)
+    (opened,) = hospital.transfer.opened.values()
+    sent = SignedHead.of_message(opened.log_head, SILO, authority().ca_pem)
+    hospital.stop()
+    found = entries(hospital)
+    task = "run=run-1 round=1 kind=train"
+    assert [(e.who, e.what, e.about, e.outcome) for e in found if e.what != "connected"] == [
+        (SILO, "service started", "", "allowed"),
+        (COORDINATOR, "training", task, "allowed"),
+        (SILO, "staged", task, "allowed"),
+        (COORDINATOR, "head", "its log ends at line 41", "allowed"),
+        (SILO, "sent", task, "allowed"),
+        (COORDINATOR, "closed", f"{task} included=True", "allowed"),
+        (SILO, "service stopped", "", "allowed"),
+    ]
+    assert next(e.bytes for e in found if e.what == "sent") == opened.size
+    folder = LogFolder(hospital.folder / "audit")
+    assert verify(folder, [sent]).agreed == 1
+    staged = next(n.text for n in hospital.notices if n.event == "staged")
+    assert staged.split(": ")[1][:10] not in folder.file(1).read_text()
+
+
+@pytest.mark.fault(
+    "a coordinator",
+    "puts its audit log back, or signs two",
+    "each hospital says so at its next round, and keeps both ends",
+)
+def test_a_coordinator_whose_log_goes_back_is_noticed(make, monkeypatch):
+    hospital = make()
+    own = authority().issue_server()
+    answering_with(monkeypatch, head(41, "ab", own), head(40, "cd", own))
+    hospital.start()
+    round_of(hospital, 0)
+    round_of(hospital, 1)
+    until(lambda: [n for n in hospital.notices if n.facts.get("code") == "E-STATE-80"], "the finding")
+    hospital.stop()
+    assert [e.head.number for e in entries(hospital) if e.head] == [41, 40]
+    assert "log went back" in [e.what for e in entries(hospital)]
+
+
+@pytest.mark.parametrize("lie", ["another key", "another name", "no signature"])
+def test_an_end_that_the_coordinator_did_not_sign_is_not_kept(make, monkeypatch, lie):
+    hospital = make()
+    own = authority().issue_server()
+    lies = {
+        "another key": head(7, "ab", authority().issue_lead("eve")),
+        "another name": head(7, "ab", own, of="coordinator://other"),
+        "no signature": SignedHead(COORDINATOR, 7, "ab" * 32, b"", own.cert_pem),
+    }
+    answering_with(monkeypatch, lies[lie])
+    hospital.start()
+    round_of(hospital, 0)
+    until(lambda: [n for n in hospital.notices if n.facts.get("code") == "E-ID-14"], "the finding")
+    hospital.stop()
+    assert [e for e in entries(hospital) if e.head] == []
+
+
+@pytest.mark.fault(
+    "a coordinator",
+    "writes control characters and long texts into its messages",
+    "none reaches the hospital's audit log",
+)
+def test_what_a_coordinator_writes_stays_out_of_the_lines(make):
+    hospital = make()
+    hospital.start()
+    evil = '\x1b[2J"}\n{"number":1}' + "x" * 10_000
+    hospital.control.last.send(run_ended=pb.RunEnded(run_id=evil[:100], state=evil, reason=evil))
+    hospital.control.last.send(run_ended=pb.RunEnded(run_id="run-1", state="aborted", reason="y"))
+    until(lambda: hospital.events().count("ended") >= 2, "both ends")
+    hospital.stop()
+    raw = LogFolder(hospital.folder / "audit").file(1).read_bytes()
+    assert all(32 <= byte < 127 or byte == 10 for byte in raw)
+    assert len(raw) < 4000
+    assert verify(LogFolder(hospital.folder / "audit")).notes == ()
+
+
+def test_a_restarted_service_goes_on_with_its_chain(make):
+    hospital = make()
+    hospital.start()
+    hospital.stop()
+    hospital.start()
+    hospital.stop()
+    assert [e.what for e in entries(hospital)].count("service stopped") == 2
+    assert verify(LogFolder(hospital.folder / "audit")).notes == ()

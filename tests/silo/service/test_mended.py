@@ -1,0 +1,147 @@
+"""What a hospital refused and has put right since is looked at anew when the lead resumes the run."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+
+from fl_core import datasets
+from fl_core.errors import DataError
+from fl_core.methods import build_method
+from fl_core.models import build_model
+from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.manifest import NamedOptions
+from fl_core.types.records import Schema
+from privacy.ledger.registration import register
+from tests.support import until
+from tests.support.fake_coordinator import manifest
+from tests.support.privacy import DATA, SEEDED_POLICY, TEST, TRAIN, budgeted, private
+
+
+def policy_forbids(folder, monkeypatch):
+    home = folder / "policy.toml"
+    budgeted(folder, policy='[privacy]\nrng = "secure"\n')
+    return lambda: home.write_text(SEEDED_POLICY)
+
+
+def budget_is_short(folder, monkeypatch):
+    ledger = budgeted(folder, epsilon=0.5)
+    return lambda: ledger.set_budget(TRAIN, 8.0, 1e-5, "dpo", "raised")
+
+
+def data_are_not_registered(folder, monkeypatch):
+    ledger = budgeted(folder)
+    (folder / "ledger.db").unlink()
+    (folder / "ledger.key").unlink()
+
+    def mend():
+        from privacy.ledger.ledger import Ledger
+
+        fresh = Ledger(folder / "ledger.db")
+        register(fresh, datasets.load(DATA), "center1")
+        for collection in (TRAIN, TEST):
+            fresh.set_budget(collection, 8.0, 1e-5, "dpo", "test")
+
+    del ledger
+    return mend
+
+
+def data_cannot_be_read(folder, monkeypatch):
+    budgeted(folder)
+    load, broken = datasets.load, [True]
+
+    def reading(*args, **kwargs):
+        if broken and kwargs.get("classes") is not None:
+            raise DataError("E-DATA-04", "an image is broken")
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(datasets, "load", reading)
+    return broken.clear
+
+
+def disk_is_full(folder, monkeypatch):
+    from silo.storage import outbox
+
+    budgeted(folder)
+    whole = outbox.Outbox.begin
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(outbox.Outbox, "begin", full)
+    return lambda: monkeypatch.setattr(outbox.Outbox, "begin", whole)
+
+
+@pytest.mark.fault("a hospital", "has mended what it refused a run for", "asked again on resume")
+@pytest.mark.parametrize(
+    ("break_it", "code"),
+    [
+        (policy_forbids, "E-POLICY"),
+        (budget_is_short, "E-BUDGET-01"),
+        (data_are_not_registered, "E-BUDGET-0"),
+        (data_cannot_be_read, "E-RUN-31"),
+        (disk_is_full, "E-"),
+    ],
+)
+def test_a_refusal_that_was_mended_is_no_refusal_after_a_resume(make, tmp_path, monkeypatch, break_it, code):
+    hospital = make(private(reserve_rounds=2))
+    mend = break_it(tmp_path / "home0", monkeypatch)
+    hospital.start()
+    hospital.offer()
+    assert hospital.refused().code.startswith(code)
+    mend()
+    hospital.offer()  # after a reconnection, say: nobody has resumed the run
+    until(lambda: len(hospital.answers()) == 2)
+    assert not hospital.answers()[-1].accepted
+    hospital.offer(attempt=1)
+    hospital.sent()
+    assert hospital.answers()[-1].accepted
+
+
+def test_an_update_that_was_refused_is_sent_once_more(make):
+    import grpc
+
+    hospital = make(manifest())
+    hospital.transfer.refusal = (grpc.StatusCode.FAILED_PRECONDITION, "E-WIRE-09: over the quota of unfinished uploads")
+    hospital.start()
+    hospital.offer()
+    hospital.refused()
+    hospital.transfer.refusal = None
+    hospital.offer(attempt=1)
+    hospital.sent()
+    assert hospital.events().count("training") == 1
+
+
+def pictures(folder, names):
+    for name in names:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for k in range(10):
+            Image.new("RGB", (40, 40), (20 * k, 40, 90)).save(folder / name / f"{k}.png")
+
+
+@pytest.mark.fault("a hospital", "changes its data while a run is under way", "refused there, and the lead is told")
+def test_data_that_change_during_a_run_are_refused_until_they_are_as_they_were(make, tmp_path):
+    images, names = tmp_path / "images", ("nevus", "melanoma")
+    pictures(images, names)
+    schema = Schema((3, 32, 32), names)
+    model = NamedOptions("simple_cnn", {})
+    layout = derive_layout(build_method("fedavg", {}), build_model("simple_cnn", {}, schema, 3), schema)
+    run = manifest(data="folder", schema=schema, layout=layout, model=model, image_size=32)
+    hospital = make(run, data=f"folder:{images}")
+    hospital.start()
+    hospital.offer(0)
+    hospital.sent(1)
+    hospital.close(0)
+    hospital.settled(1)
+    added = images / "nevus" / "one-more.png"
+    Image.new("RGB", (40, 40), (1, 2, 3)).save(added)
+    hospital.stop()  # a restart changes nothing
+    hospital.start()
+    hospital.offer(1)
+    refused = hospital.refused()
+    assert refused.code == "E-DATA-10"
+    assert "one-more" not in refused.reason
+    assert any("E-DATA-10" in notice.text for notice in hospital.notices)
+    added.unlink()
+    hospital.offer(1, attempt=1)
+    hospital.sent(2)
