@@ -26,7 +26,11 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World
             silo.stop()
 
 
-@pytest.mark.parametrize("method", METHODS)
+USUAL = ("fedavg", "fedmr", "fedgela", "fednh", "map", "scaffold")
+"""The others differ in what happens at a silo, which the simulation runs too."""
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m in USUAL else pytest.mark.slow) for m in METHODS])
 def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(
     method: str, federation: tuple[World, list[ScriptedSilo]]
 ) -> None:

@@ -159,8 +159,14 @@ def live_through(world: World, at: Callable[[int], int], after: bool) -> tuple[s
         life += 1
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("every", [1, 5, 11])
+@pytest.mark.parametrize(
+    ("every", "after"),
+    [
+        (1, False),
+        (11, True),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in ((1, True), (5, False), (5, True), (11, False))),
+    ],
+)
 def test_dying_again_and_again_at_a_write_gives_the_same_model(
     template: World, expected: str, every: int, after: bool
 ) -> None:

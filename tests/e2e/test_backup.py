@@ -88,7 +88,9 @@ def moved(world: World, source: Path, home: Path) -> None:
     "restores a coordinator that is older than its hospitals",
     "they go back to the last common round; the model is that of a run that was left alone",
 )
-@pytest.mark.parametrize("method", ["scaffold", "fedavg", "ditto"])
+@pytest.mark.parametrize(
+    "method", ["scaffold", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fedavg", "ditto"))]
+)
 def test_a_run_goes_on_from_a_backup_taken_in_the_middle_of_a_round(tmp_path, consortium, gates, method):
     world, sites = consortium
     for site in sites.values():

@@ -62,7 +62,7 @@ MOMENTS: dict[str, Callable[[Demo], object]] = {
 @pytest.mark.parametrize(
     ("moment", "signals"),
     [
-        ("first process", [signal.SIGTERM]),
+        pytest.param("first process", [signal.SIGTERM], marks=pytest.mark.slow),
         ("enrolment", [signal.SIGINT, signal.SIGINT, signal.SIGTERM]),
         pytest.param("training", [signal.SIGINT], marks=pytest.mark.slow),
         pytest.param("training", [signal.SIGHUP, signal.SIGINT], marks=pytest.mark.slow),

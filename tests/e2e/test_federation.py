@@ -15,15 +15,15 @@ from coordinator.simulation import runner
 from tests.support import until
 from tests.support.processes import World, here, world
 
-P5C2 = [f"digits/p5c2/{k}" for k in range(5)]
-SHORT = ("data=digits", "federation=p5c2", "rounds=3", "train.epochs=1", "seed=3")
+SITES = [f"digits/p3c4/{k}" for k in range(3)]
+SHORT = ("data=digits", "federation=p3c4", "rounds=2", "train.epochs=1", "seed=3")
 
 
 @pytest.fixture(scope="module")
 def earth(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """A federation of five that no test harms."""
+    """A federation of three that no test harms."""
     with world(tmp_path_factory.mktemp("earth")) as made:
-        made.federation(P5C2)
+        made.federation(SITES)
         yield made
 
 
@@ -49,7 +49,7 @@ def test_a_run_over_real_processes_ends_in_the_model_of_the_simulation(earth: Wo
         by_round = simulated.get("personal_by_round", [])
         assert [r["pa"] for r in done["round"] if "pa" in r] == [s["pa"] for s in by_round]
         assert [r["fairness"] for r in done["round"] if "pa" in r] == [s["pa_std"] for s in by_round]
-        assert len(by_round) == (3 if personal == "personal=true" else 0)
+        assert len(by_round) == (2 if personal == "personal=true" else 0)
         assert all(r["missing"] == {} and r["clipped"] == 0 for r in done["round"])
         assert done["bytes_up"] > 0
         assert done["bytes_down"] > 0
@@ -99,7 +99,7 @@ def test_an_aborted_run_ends_and_the_silos_serve_the_next_one(earth: World) -> N
         (["run", "method=fedmrr"], "E-CFG-01", "did you mean method=fedmr"),
         (["run", "data=isic2019"], "E-RUN-05", "silo serve"),
         (["run", "data=digits", "silos=[hospital0,nobody]"], "E-RUN-05", "nobody"),
-        (["run", "data=digits", "cohort=9"], "E-CFG-02", "at most 5"),
+        (["run", "data=digits", "cohort=9"], "E-CFG-02", "at most 3"),
         (["show", "nothing"], "E-RUN", "nothing"),
         (["invite", "hospital0"], "E-ID-30", "coordinator revoke"),
         (["revoke", "nobody"], "E-RUN-10", "nobody"),
@@ -127,7 +127,7 @@ def test_json_output_is_one_value_on_one_line(earth: World, command: str) -> Non
 
 
 def test_a_second_silo_process_on_one_home_is_refused(earth: World) -> None:
-    second = earth.call("silo", "serve", "--data", P5C2[0], "--home", str(earth.folder / "hospital0"), ok=False)
+    second = earth.call("silo", "serve", "--data", SITES[0], "--home", str(earth.folder / "hospital0"), ok=False)
     assert second.returncode != 0
     assert "E-STATE" in second.stderr
 
@@ -135,7 +135,7 @@ def test_a_second_silo_process_on_one_home_is_refused(earth: World) -> None:
 def test_a_copy_of_a_home_is_refused_and_the_original_goes_on(earth: World) -> None:
     copy = earth.folder / "copy"
     shutil.copytree(earth.folder / "hospital0", copy)
-    second = earth.call("silo", "serve", "--data", P5C2[0], "--home", str(copy), ok=False)
+    second = earth.call("silo", "serve", "--data", SITES[0], "--home", str(copy), ok=False)
     assert second.returncode == 1
     assert second.stderr.splitlines()[-1].startswith("E-ID-26"), second.stderr
     assert "E-ID-26" in earth.log("coordinator")
@@ -146,7 +146,7 @@ def test_a_copy_of_a_home_is_refused_and_the_original_goes_on(earth: World) -> N
 
 @pytest.mark.slow
 def test_killing_and_restarting_either_side_between_rounds_continues_the_run(mars: World) -> None:
-    names = mars.federation(P5C2[:3])
+    names = mars.federation(SITES)
     overrides = ("method=fedmr", "data=digits", "rounds=40", "train.epochs=1", "seed=3")
     run = mars.submit(*overrides)
     until(lambda: mars.info(run)["closed"] >= 2, "two rounds")
@@ -155,7 +155,7 @@ def test_killing_and_restarting_either_side_between_rounds_continues_the_run(mar
     mars.online(names)
     until(lambda: mars.info(run)["closed"] >= 10, "ten rounds")
     mars.kill("hospital2")
-    mars.silo("hospital2", P5C2[2])
+    mars.silo("hospital2", SITES[2])
     interrupted = mars.wait(run)
     undisturbed = mars.wait(mars.submit(*overrides))
     assert interrupted["model_digest"] == undisturbed["model_digest"]
@@ -163,7 +163,7 @@ def test_killing_and_restarting_either_side_between_rounds_continues_the_run(mar
 
 @pytest.mark.slow
 def test_a_revoked_silo_is_dropped_and_says_why_and_the_other_goes_on_and_ends_cleanly(mars: World) -> None:
-    names = mars.federation(P5C2[:2])
+    names = mars.federation(SITES[:2])
     mars.call("coordinator", "revoke", "hospital0", "--reason", "left the study", "--home", str(mars.home))
     until(lambda: "left the study" in mars.log("hospital0"), "the silo to say why")
     assert mars.running.pop("hospital0").wait(30) == 1

@@ -92,7 +92,8 @@ def test_every_command_of_the_quickstart_works(tmp_path: Path) -> None:
     assert ran == QUICKSTART.count("```sh")
 
 
-@pytest.mark.parametrize("rounds", ["2", pytest.param("20", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", ["2", "20"])
 def test_every_command_for_researchers_works(rounds: str, tmp_path: Path) -> None:
     ((words, script),) = _blocks(RESEARCH)
     assert words == ["simulate"]

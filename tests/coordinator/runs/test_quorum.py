@@ -108,7 +108,7 @@ def held_back(world: World, people: People, name: str, agreed: RunManifest) -> s
 def test_a_dead_silo_that_nobody_needs_holds_no_round_up(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
         people.come("north", "south")
-        run = world.finished(world.submit(quick(rounds=4, patience_s=0.2)).id, 60)
+        run = world.finished(world.submit(quick(rounds=2, patience_s=0.2)).id, 60)
         assert set(people.included(run.id)) == {("north", "south")}
         assert events(world, run.id, "forgetting") == []
 
@@ -153,9 +153,9 @@ def test_the_only_holder_of_a_class_is_awaited_and_shown_and_the_lead_can_wait_l
 )
 def test_the_only_holder_of_a_class_that_never_returns_is_given_up_and_named(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
-        run_id = held_back(world, people, "south", quick(rounds=5, patience_s=0.2))
+        run_id = held_back(world, people, "south", quick(rounds=3, patience_s=0.2))
         world.finished(run_id, 90)
-        assert people.included(run_id)[1:] == [("east", "north")] * 5
+        assert people.included(run_id)[1:] == [("east", "north")] * 3
         lost = events(world, run_id, "forgetting")
         assert {silo for silo, _ in lost} == {"south"}
         assert "closed without south (offline" in lost[0][1]

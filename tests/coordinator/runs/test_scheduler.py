@@ -126,7 +126,7 @@ def test_a_run_without_its_quorum_pauses_and_can_be_resumed_without_training_ane
 
 def test_a_round_closes_with_the_quorum_at_its_deadline(tmp_path: Path) -> None:
     with running(tmp_path / "home", NAMES) as world:
-        agreed = replace(manifest(rounds=1, quorum=2), deadline_s=3.0)
+        agreed = replace(manifest(rounds=1, quorum=2), deadline_s=1.5)
         people = [ScriptedSilo(world, name, share) for name, share in list(zip(NAMES, shares(), strict=True))[:2]]
         run = world.finished(world.submit(agreed).id)
         assert {r.missing["south"][:8] for r in world.server.store.runs.rounds(run.id)} == {"E-RUN-13"}

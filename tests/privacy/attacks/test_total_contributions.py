@@ -303,7 +303,7 @@ MODELS = (("digits_cnn", (1, 8, 8), {}), ("simple_cnn", (3, 32, 32), {}), ("resn
 
 
 @pytest.mark.parametrize(("name", "shape", "options"), MODELS, ids=[m[0] for m in MODELS])
-@pytest.mark.parametrize("rows", [8, 24])
+@pytest.mark.parametrize("rows", [8, pytest.param(24, marks=pytest.mark.slow)])
 def test_in_one_shape_a_records_gradient_is_the_same_bit_for_bit_whoever_else_is_there(
     name: str, shape: tuple[int, ...], options: dict[str, str], rows: int
 ) -> None:

@@ -123,7 +123,9 @@ def test_au_3_bound_on_mu_is_that_of_the_specification() -> None:
         assert min(halved) > 1 / z
 
 
-@kinds
+@pytest.mark.parametrize(
+    "kind", ["example", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != "example")]
+)
 def test_au_3_a_fault_of_the_real_step_is_caught(kind: str) -> None:
     """One bound from 600 steps: correct steps are not refuted, half of the noise is."""
     assert step_checks.mu_bounds(Step(kind), 600, pairs("au-3", kind))[-1] <= 1
