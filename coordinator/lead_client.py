@@ -75,8 +75,9 @@ class LeadClient:
     def close(self) -> None:
         self._channel.close()
 
-    def submit(self, spec_json: str, request_id: str) -> pb.RunInfo:
-        request = pb.SubmitRequest(spec_json=spec_json, request_id=request_id)
+    def submit(self, spec_json: str, request_id: str, start_from: str = "") -> pb.RunInfo:
+        """Submit a configuration. start_from: the id of a run whose last model it starts from."""
+        request = pb.SubmitRequest(spec_json=spec_json, request_id=request_id, start_from=start_from)
         return self._call(self._lead.Submit, request, _SUBMIT_DEADLINE_S)
 
     def runs(self) -> Sequence[pb.RunInfo]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from coordinator.api import messages
 from coordinator.api.authorization import Authorizer, Context
 from coordinator.api.event_loop import Workers, wait_for, waker
+from coordinator.runs import start_point
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.scheduler import RunScheduler
 from coordinator.storage.records import Run
@@ -50,12 +51,14 @@ class LeadService(rpc.LeadServicer):
         if not request.request_id:
             raise ConfigError("E-CFG-02", "expected a request id, found none: choose a new one for each new run")
         known = self._store.runs.of_request(request.request_id)
-        if known is not None and known.spec == request.spec_json:
+        if known is not None and (known.spec, known.parent) == (request.spec_json, request.start_from):
             return self._info(known)
+        if request.start_from:  # before anything is built
+            start_point.require_over(self._store.runs.get(request.start_from))
         with self._runs.model_lock:
             manifest = self._build_manifest(request.spec_json, self._silos(revoked=False))
         manifest = replace(manifest, lead=self._authorizer.caller(context).identity.name)
-        return self._info(self._runs.submit(manifest, request.spec_json, request.request_id))
+        return self._info(self._runs.submit(manifest, request.spec_json, request.request_id, request.start_from))
 
     def Runs(self, request: pb.RunsRequest, context: Context) -> pb.RunList:  # noqa: ARG002, N802
         return pb.RunList(runs=[self._info(self._runs.with_model_digest(run)) for run in self._store.runs.all()])
@@ -64,7 +67,7 @@ class LeadService(rpc.LeadServicer):
         run = self._runs.with_model_digest(self._store.runs.find(request.run_id))
         noise = messages.stored_result_noise(run.manifest)
         rounds = [messages.round_info(row, noise) for row in self._store.runs.rounds(run.id)]
-        return pb.RunDetail(info=self._info(run), manifest_json=run.manifest, rounds=rounds)
+        return pb.RunDetail(info=self._info(run), manifest_json=run.manifest, rounds=rounds, spec_json=run.spec)
 
     async def Watch(  # type: ignore[override]  # noqa: N802 - the stub knows generators alone
         self, request: pb.WatchRequest, context: Context

@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from coordinator.api import accuracy
-from coordinator.console import private_form
+from coordinator.console import private_form, started_from
 from fl_core.errors import ProtocolError, StateError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
@@ -111,6 +111,7 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
         "|---|---|",
         f"| method | {manifest.method.name} {_options(manifest.method.options)} |",
         *([f"| private form | {form} |"] if (form := private_form(manifest.to_json())) else []),
+        *([f"| start | {start} |"] if (start := started_from(manifest.to_json())) else []),
         f"| model | {manifest.model.name} {_options(manifest.model.options)} |",
         f"| data | {manifest.data}, examples of shape {tuple(manifest.schema.shape)} |",
         f"| local training | {manifest.train} |",

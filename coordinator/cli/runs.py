@@ -31,13 +31,27 @@ def _client(home: Path | None) -> closing[LeadClient]:
 def run(
     overrides: Annotated[list[str] | None, typer.Argument(help="method=fedmr data=isic2019 rounds=50 ...")] = None,
     home: Home = None,
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="Start from the last model of this run, with its configuration and the hospitals that are here now.",
+        ),
+    ] = None,
     detach: Annotated[bool, typer.Option(help="Submit and return; follow it later with `watch`.")] = False,
     as_json: Json = False,
 ) -> None:
     """Compose a run, submit it to the running service and follow it. Ctrl-C leaves it running."""
-    from coordinator.config.hydra_config import compose_spec
+    from coordinator.config.hydra_config import compose_from, compose_spec
+    from coordinator.config.run_spec import RunSpec
 
-    spec = compose_spec(overrides or [])
+    parent: pb.RunDetail | None = None
+    if start_from is not None:
+        with _client(home) as client:
+            parent = client.show(start_from)
+    words = overrides or []
+    spec = compose_spec(words) if parent is None else compose_from(RunSpec.from_json(parent.spec_json), words)
     if spec.data.get("path") is not None:
         raise ConfigError(
             "E-CFG-23",
@@ -45,14 +59,19 @@ def run(
             "names its own images (silo serve --data)",
         )
     with _client(home) as client:
-        info = client.submit(spec.to_json(), uuid.uuid4().hex)
+        info = client.submit(spec.to_json(), uuid.uuid4().hex, "" if parent is None else parent.info.run_id)
         if not as_json:
             console.ERR.print(f"submitted {info.run_id} ({info.rounds} rounds); manifest {info.manifest_digest[:16]}")
             manifest = client.show(info.run_id).manifest_json
             holds = {silo.name: silo.data.holds for silo in client.silos().silos}
-            for text in (console.private_form(manifest), console.aggregator_warning(manifest, holds)):
+            notes = (
+                console.started_from(manifest, "" if parent is None else parent.manifest_json),
+                console.private_form(manifest),
+                console.aggregator_warning(manifest, holds),
+            )
+            for text in notes:
                 if text:
-                    console.ERR.print(text)
+                    console.ERR.print(text, soft_wrap=True)
         if detach:
             _show_info(info, as_json)
             return
@@ -139,11 +158,13 @@ def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
         detail = client.show(run)
     if as_json:
         rounds = [console.round_json(r) for r in detail.rounds]
-        print_json({**console.run_json(detail.info), "round": rounds, "manifest": detail.manifest_json})
+        start = console.start_json(detail.manifest_json)
+        print_json({**console.run_json(detail.info), "start": start, "round": rounds, "manifest": detail.manifest_json})
         return
     _show_info(detail.info, as_json)
-    if form := console.private_form(detail.manifest_json):
-        console.OUT.print(form)
+    for text in (console.started_from(detail.manifest_json), console.private_form(detail.manifest_json)):
+        if text:
+            console.OUT.print(text, soft_wrap=True)
     rows = [
         (
             console.round_text(r.round, r.kind),

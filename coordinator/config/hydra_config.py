@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 GROUPS = ("method", "data", "model", "federation", "privacy", "aggregator", "experiment", "scale")
+_CONTINUED = ("method", "data", "model", "privacy", "aggregator")
 _CLASSES = {5: (2,), 10: (2, 3, 5, 10, 20, 30, 50), 50: (2, 3, 10), 100: (3, 10)}
 PARTITIONS = ("hospitals6", *(f"p{silos}c{n}" for silos, classes in _CLASSES.items() for n in classes))
 """Partitions whose name says all; `federation=p7c3` names another one."""
@@ -80,6 +81,30 @@ def compose_spec(overrides: Sequence[str]) -> RunSpec:
     if chosen["name"] is not None:
         chosen["name"] = str(chosen["name"])  # name=7 is a name
     return RunSpec.from_mapping(chosen)
+
+
+def compose_from(parent: RunSpec, overrides: Sequence[str]) -> RunSpec:
+    """Change a run's configuration by `key=value` words, for a run that goes on from it.
+
+    A choice of a group (`method=fedmr`) takes the place of the whole group and of nothing else. The hospitals are those
+    of today, unless `silos` names them. Raises ConfigError as `compose_spec`, and on choices of several groups at once.
+    """
+    words = [checked for word in overrides for checked in _validate_override(word)]
+    keys = [word.partition("=")[0] for word in words]
+    if several := sorted({"experiment", "scale"} & set(keys)):
+        raise ConfigError(
+            "E-CFG-01", f"expected single keys beside --from, found {several[0]}=, which replaces many: name each key"
+        )
+    raw = asdict(parent) | {"silos": None}
+    groups = [f"{g}={raw[g]['name']}" for g in _CONTINUED if g not in keys and raw[g]["name"] in choices(g)]
+    changed = asdict(compose_spec([*groups, *words]))
+    for key in keys:
+        *path, last = key.split(".")
+        to, of = raw, changed
+        for step in path:
+            to, of = to[step], of[step]
+        to[last] = of[last]
+    return RunSpec.from_mapping(raw)
 
 
 def _compose(words: Sequence[str]) -> Mapping[str, object]:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from coordinator.runs import preflight
+from coordinator.runs import preflight, start_point
 from coordinator.runs.checkpointer import RunCheckpointer
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.grpc_port import BroadcastCache, GrpcPort, StoredObject
@@ -67,11 +67,12 @@ class RunScheduler:
     _stopping: bool = False
     _cleanup: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="cleanup"))
 
-    def submit(self, manifest: RunManifest, spec: str, request_id: str) -> Run:
+    def submit(self, manifest: RunManifest, spec: str, request_id: str, start_from: str = "") -> Run:
         """Take a run and queue it; a repeated submission with one request id is one run.
 
-        Raises ConfigError (E-RUN-05: a silo is no member, E-CFG-02: the request id came with another configuration) and
-        RefusedError (E-PRIV-01: an unknown privacy profile).
+        start_from: the id of a run whose last model this one starts from, see `start_point.resolve`.
+        Raises ConfigError (E-RUN-05: a silo is no member, E-CFG-02: the request id came with another configuration,
+        E-RUN-10: no such run to start from), RefusedError (E-PRIV-01: an unknown privacy profile) and as `resolve`.
         """
         CompiledRun.of(manifest)
         for member in manifest.members:
@@ -79,10 +80,15 @@ class RunScheduler:
                 raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
         offers = {silo.name: silo.data for silo in self.store.members.silos()}
         sizes = {m.name: (offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members}
+        state: State | None = None
+        if start_from:
+            with self.model_lock:
+                manifest, state = start_point.resolve(self.store.runs.get(start_from), manifest, self.objects)
         text = manifest.to_json().encode()
         with self.objects.lock:
             digest = self.objects.put(text)
-            run = self.store.runs.add(_new_run(manifest, digest, spec, request_id), len(text), sizes)
+            start = None if state is None else StoredObject.stored(state, self.objects)
+            run = self.store.runs.add(_new_run(manifest, digest, spec, request_id), len(text), sizes, start)
         self.dispatcher.changes.notify()
         self._enqueue(run)
         return run
@@ -269,6 +275,9 @@ class RunScheduler:
         steering = self.store.steering.of(run_id)
         if preflight.is_due(run, compiled, self.store):
             preflight.ask(run, manifest, self.dispatcher, steering.excluded)
+        if len(run.members) < FEWEST and self.store.runs.round(run_id, 0) is None:
+            text = f"fewer than {FEWEST} silos: nothing bounds what one of them does to the model"
+            self.store.runs.event(run_id, "warning", text=text)
         broadcasts = BroadcastCache(run_id, manifest.deadline_s, self.store, self.objects, self._schedule_cleanup)
         server = self._begin(run, compiled, broadcasts)
         with self._closer(run_id, manifest) as closer:
@@ -296,9 +305,6 @@ class RunScheduler:
     def _begin(self, run: Run, compiled: CompiledRun, broadcasts: BroadcastCache) -> State:
         """Return the server state to go on from: the stored one, or that of round 0, which is stored first."""
         if run.state_object is None:
-            if len(run.members) < FEWEST:
-                text = f"fewer than {FEWEST} silos: nothing bounds what one of them does to the model"
-                self.store.runs.event(run.id, "warning", text=text)
             with self.model_lock:
                 state = compiled.initial_state()
             with self.objects.lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -152,6 +153,12 @@ class Run:
     bytes_down: int = 0
     created: float = 0.0
     ended: float = 0.0
+
+    @property
+    def parent(self) -> str:
+        """The id of the run that this one goes on from; empty where there is none."""
+        start = json.loads(self.manifest).get("start")
+        return str(start["run"]) if start else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,15 +31,22 @@ class RunStore:
         self._db = database
         self._clock = clock
 
-    def add(self, run: Run, manifest_size: int, sizes: Mapping[str, tuple[float, float]] | None = None) -> Run:
-        """Add a waiting run or return that of its request id; raises ConfigError (E-CFG-02) if its spec differs.
+    def add(
+        self,
+        run: Run,
+        manifest_size: int,
+        sizes: Mapping[str, tuple[float, float]] | None = None,
+        start: tuple[str, int] | None = None,
+    ) -> Run:
+        """Add a waiting run or return that of its request id; raises ConfigError (E-CFG-02) if it asked for another.
 
         sizes: training and test examples that its silos declare, 0 where they do not say.
+        start: the server state that a run begins with (digest, size) which goes on from another one.
         """
         with self._db.write() as db:
             known = _of_request(db, run.request_id)
             if known is not None:
-                if known.spec != run.spec:
+                if known.spec != run.spec or known.parent != run.parent:
                     raise ConfigError(
                         "E-CFG-02",
                         f"expected the request {run.request_id!r} to ask for what it asked for when it made "
@@ -49,11 +56,14 @@ class RunStore:
             while db.execute(select(runs.c.id).where(runs.c.id == run.id)).first():
                 run = replace(run, id=f"{run.id[:-5]}-{secrets.token_hex(2)}")
             values = row_values(runs, run) | {"state": run.state.value, "created": self._clock()}
+            if start is not None:
+                values["state_object"] = start[0]
             db.execute(insert(runs).values(values))
             note_object(db, run.manifest_digest, run.id, ObjectKind.MANIFEST, 0, manifest_size)
-            self._event(
-                db, run.id, "submitted", text=f"{run.rounds} rounds of {run.method} with {len(run.members)} silos"
-            )
+            if start is not None:
+                note_object(db, start[0], run.id, ObjectKind.STATE, 0, start[1])
+            text = f"{run.rounds} rounds of {run.method} with {len(run.members)} silos"
+            self._event(db, run.id, "submitted", text=f"{text}, from {run.parent}" if run.parent else text)
             for name, (train, test) in (sizes or {}).items():
                 db.execute(insert(declared_sizes).values(run_id=run.id, silo=name, train=train, test=test))
             return _run(db, run.id)

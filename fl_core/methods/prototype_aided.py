@@ -6,6 +6,7 @@ have a prototype,
 
     GPC_i = -log( exp(zn_i . gn_y / tau) / sum_{c in V} exp(zn_i . gn_c / tau) )     0 where class y has none
     "mixture":  a GPC_i + (1 - a) CE_i,   a = max(0, 1 - t/T); CE alone while no prototype is known
+                (and in round 0, which has some where a run goes on from another one: a = 1 would train no head)
     "additive": CE_i + lambda_p GPC_i
 
 Prototypes are measured after training and merged as in prototypes.py. A method's own regulariser keeps its strength.
@@ -53,13 +54,13 @@ class PrototypeAided(PrototypeExchange):
         return self.prototypes != "off"
 
     def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:
-        """Make the mixture for this round; cross entropy alone while no prototype is known."""
+        """Make the loss of this round; cross entropy alone in round 0 of a mixture and while no prototype is known."""
         plain = super().objective(model, msg, data, context)
         if not self.uses_prototypes or not bool((msg[PROTOTYPES]["known"] > 0).any()):
             return plain
         share = max(0.0, 1.0 - context.round / context.rounds)
         of_ce, of_gpc = (1.0 - share, share) if self.prototypes == "mixture" else (1.0, self.lambda_p)
-        if not of_gpc:
+        if not of_gpc or not of_ce:
             return plain
         g, known = msg[PROTOTYPES]["g"], msg[PROTOTYPES]["known"] > 0
 

@@ -20,7 +20,13 @@ FORMAT = 1
 PATIENCE_S = 60.0
 REFUSE, RESTART = "refuse", "restart"
 LOST_STATE = (REFUSE, RESTART)
-_ABSENT: Mapping[str, object] = {"lead": "", "private_form": {}, "lost_state": REFUSE, "patience_s": PATIENCE_S}
+_ABSENT: Mapping[str, object] = {
+    "lead": "",
+    "private_form": {},
+    "lost_state": REFUSE,
+    "patience_s": PATIENCE_S,
+    "start": None,
+}
 rename(PartSpec, shapes="tensors", weight_shape="weight")
 
 
@@ -45,6 +51,26 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class StartPoint:
+    """Where a run that goes on from another one begins: with what that run (the parent) ended in.
+
+    run, rounds: the parent's id, and its closed rounds   model: digest of its model, as the coordinator shows it
+    broadcast: digest of each group of tensors that the first round sends, which silos hold it against
+    private: whether all training that led to this model was under differential privacy.
+    """
+
+    run: str
+    rounds: int
+    model: str
+    broadcast: Mapping[str, str]
+    private: bool = False
+
+    def __str__(self) -> str:
+        trained = "" if self.private else ", trained without differential privacy"
+        return f"{self.run} after round {self.rounds} (model {self.model[:16]}{trained})"
+
+
+@dataclass(frozen=True, slots=True)
 class RunManifest:
     """What a run is. Two manifests with equal digests are the same run, up to its id.
 
@@ -56,7 +82,8 @@ class RunManifest:
     coordinator read it off the certificate; empty in a simulation; private_form: options of the method that a private
     run replaced by the method's private form, with the values that were asked for; empty where it runs as asked;
     lost_state: what a silo does that has lost what it keeps between rounds (SCAFFOLD's control variate, a personal
-    model): refuse the round, or restart from the beginning and say so.
+    model): refuse the round, or restart from the beginning and say so; start: the run that this one goes on from,
+    None where it begins with fresh weights.
     """
 
     name: str
@@ -83,6 +110,7 @@ class RunManifest:
     patience_s: float = PATIENCE_S
     lost_state: str = REFUSE
     aggregator: NamedOptions = NamedOptions(aggregators.DEFAULT)
+    start: StartPoint | None = None
     format: int = FORMAT
 
     def to_json(self) -> str:

@@ -179,6 +179,7 @@ def describe_request(run: CompiledRun) -> str:
     manifest, profile = run.manifest, run.profile
     what = f"{manifest.method.name} on {manifest.data}, {manifest.rounds} rounds"
     lead = f", asked for by {manifest.lead}" if manifest.lead else ""
+    lead += f", going on from {manifest.start}" if manifest.start else ""
     if profile.terms is None:
         return f"{what}{lead}, without differential privacy"
     return f"{what}{lead}, epsilon {profile.terms.epsilon:g} at delta {profile.terms.delta:g} for {profile.subject}"

@@ -18,6 +18,7 @@ from fl_core.errors import ConfigError, DataError, FederationError, ProtocolErro
 from fl_core.rounds import sampling
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round
+from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import DataFactory, LocalData
 from fl_core.types.values import Progress, RoundContext, State
@@ -173,10 +174,11 @@ class Trainer:
     ) -> TrainingResult:
         """Do one task. size: the cohort that the offer names; progress: (steps done, steps in all).
 
-        Raises ProtocolError: E-RUN-33 on a round or cohort that the manifest's seed does not give, E-WIRE-06 on a
-        message of another form; RefusedError, before any example is read, on a round that the ledger does not admit
-        (E-BUDGET-..) or another clip (E-PRIV-15); StateError (E-RUN-31) for whatever goes wrong in a private run once
-        examples are read. Guarantees: equals `fl_core.simulation.in_process.InProcessSilo`, bit for bit on the CPU.
+        Raises ProtocolError: E-RUN-33 on a round or cohort that the manifest's seed does not give, and on another start
+        model than the manifest names, E-WIRE-06 on a message of another form; RefusedError, before any example is read,
+        on a round that the ledger does not admit (E-BUDGET-..) or another clip (E-PRIV-15); StateError (E-RUN-31) for
+        whatever goes wrong in a private run once examples are read.
+        Guarantees: equals `fl_core.simulation.in_process.InProcessSilo`, bit for bit on the CPU.
         """
         manifest = prepared.run.manifest
         try:
@@ -186,6 +188,7 @@ class Trainer:
                 self._controls.record_refusal(key.run_id, error)
             raise
         self._check_broadcast(prepared, msg)
+        self._check_start(prepared, key, msg)
         # A clip of the coordinator's own is refused before anything is charged.
         adaptive_guards.guards_for_round(prepared.runtime.guards, msg)
         if prepared.ledger is not None:
@@ -222,6 +225,21 @@ class Trainer:
                 "E-WIRE-06",
                 f"expected of the coordinator what the server of {prepared.run.method.name} sends, found other names, "
                 f"shapes or types under {different[0]!r}: both sides must run the same version",
+            )
+
+    @staticmethod
+    def _check_start(prepared: PreparedRun, key: TaskKey, msg: State) -> None:
+        """Refuse a first round with another model than that of the run which this one goes on from."""
+        start = prepared.run.manifest.start
+        if start is None or key.round:
+            return
+        sent = adaptive_guards.method_state(msg, adaptive_guards.groups(prepared.runtime.guards))
+        found = {group: tensor_maps.digest(values) for group, values in sent.items()}
+        if found != start.broadcast or found.get("w") != start.model:
+            raise ProtocolError(
+                "E-RUN-33",
+                f"expected to start from {start}, found the model {found.get('w', 'none')[:16]} or other tensors "
+                "beside it than the manifest names: ask the lead",
             )
 
     @staticmethod

@@ -983,19 +983,23 @@ class SubmitRequest(_message.Message):
 
     SPEC_JSON_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    START_FROM_FIELD_NUMBER: _builtins.int
     spec_json: _builtins.str
     """the composed configuration"""
     request_id: _builtins.str
     """a repeated submission with the same id is the same run"""
+    start_from: _builtins.str
+    """the id of a run whose last model this one starts from; empty: fresh weights"""
     def __init__(
         self,
         *,
         spec_json: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        start_from: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "spec_json", b"spec_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "spec_json", b"spec_json", "start_from", b"start_from"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1376,7 +1380,10 @@ class RunDetail(_message.Message):
     INFO_FIELD_NUMBER: _builtins.int
     MANIFEST_JSON_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
+    SPEC_JSON_FIELD_NUMBER: _builtins.int
     manifest_json: _builtins.str
+    spec_json: _builtins.str
+    """the composed configuration"""
     @_builtins.property
     def info(self) -> Global___RunInfo: ...
     @_builtins.property
@@ -1387,10 +1394,11 @@ class RunDetail(_message.Message):
         info: Global___RunInfo | None = ...,
         manifest_json: _builtins.str = ...,
         rounds: _abc.Iterable[Global___RoundInfo] | None = ...,
+        spec_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "manifest_json", b"manifest_json", "rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "manifest_json", b"manifest_json", "rounds", b"rounds", "spec_json", b"spec_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
