@@ -1,4 +1,4 @@
-"""Regenerate what is generated and committed: the protocol code and docs/errors.md.
+"""Regenerate what is generated and committed: the protocol code, docs/errors.md, docs/operations/metrics.md.
 
 python -m tests.regenerate          writes
 python -m tests.regenerate --check  fails, and says what differs, when something committed is not what would be written
@@ -13,15 +13,24 @@ import sys
 import tempfile
 from pathlib import Path
 
+from coordinator.operations import metrics as coordinator_metrics
 from fl_core.errors.catalogue import page
+from protos.operations import metrics
+from silo.operations import metrics as silo_metrics
 
+_METRICS_HEAD = """# Metrics
+
+What `coordinator serve --metrics PORT` and `silo serve --metrics PORT` answer at `/metrics`; `make protos` writes this
+page, and [operations](README.md#metrics) says who may read them. A histogram is `_bucket`, `_count` and `_sum`. Both
+services also have `process_*` (memory, CPU seconds, open files, start time). Counters begin at 0 with each start.
+"""
 ROOT = Path(__file__).resolve().parents[1]
 PROTO = "protos/consilium/v1/federation.proto"
 
 
 def generate(out: Path) -> list[Path]:
     """Write all generated files below `out`; return their paths relative to it."""
-    (out / "docs").mkdir()
+    (out / "docs/operations").mkdir(parents=True)
     flags = ["--python_out", "--mypy_out", "--grpc_python_out", "--mypy_grpc_out"]
     plugins = Path(sys.executable).parent
     command = [
@@ -36,7 +45,15 @@ def generate(out: Path) -> list[Path]:
     ]
     subprocess.run(command, check=True, capture_output=True)
     (out / "docs/errors.md").write_text(page(), encoding="utf-8")
+    (out / "docs/operations/metrics.md").write_text(_metrics_page(), encoding="utf-8")
     return sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file())
+
+
+def _metrics_page() -> str:
+    """Write what each service's metrics are."""
+    tables = {"Coordinator": coordinator_metrics.FAMILIES, "Silo": silo_metrics.FAMILIES}
+    parts = [f"\n## {side}\n\n{metrics.table(families)}" for side, families in tables.items()]
+    return _METRICS_HEAD + "".join(parts)
 
 
 def _same(a: Path, b: Path) -> bool:

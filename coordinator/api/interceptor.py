@@ -14,7 +14,8 @@ import grpc
 from coordinator.api.authorization import PUBLIC_SERVICES, STREAM_CHECK_S, Authorizer, Context
 from coordinator.api.event_loop import Workers
 from coordinator.api.limits import Gate, require_known_fields
-from coordinator.operations.audit_trail import AuditTrail, CountingContext
+from coordinator.operations.audit_trail import AuditTrail, Count, CountingContext
+from coordinator.operations.metrics import CoordinatorMetrics
 from fl_core.errors import FederationError, UnavailableError
 from protos.pki.identity import Kind
 from protos.wire import status
@@ -35,8 +36,17 @@ class Interceptor(grpc.aio.ServerInterceptor):
     E-RUN-99 there and a traceback in the log here.
     """
 
-    def __init__(self, authorizer: Authorizer, gate: Gate, members: Workers, leads: Workers, trail: AuditTrail) -> None:
+    def __init__(
+        self,
+        authorizer: Authorizer,
+        gate: Gate,
+        members: Workers,
+        leads: Workers,
+        trail: AuditTrail,
+        metrics: CoordinatorMetrics,
+    ) -> None:
         self._trail = trail
+        self._metrics = metrics
         self._authorizer = authorizer
         self._gate = gate
         self._members = members
@@ -57,7 +67,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
             async def stream(request: object, context: Any) -> None:  # noqa: ANN401
                 if method.endswith("/Get"):
-                    context = CountingContext(context)
+                    context = CountingContext(context, self._on_sent(context))
                 async with (
                     self._answering(method, context, request) as workers,
                     self._while_let_in(method, context, workers),
@@ -72,7 +82,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
             return make_stream(stream, *codecs)
         inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
 
-        async def unary(request: object, context: Context) -> object:
+        async def unary(request: object, context: Any) -> object:  # noqa: ANN401
+            if method.endswith("/Put"):
+                context = CountingContext(context, on_received=self._metrics.received)
             async with self._answering(method, context, request) as workers:
                 if handler.request_streaming:
                     async with self._while_let_in(method, context, workers):
@@ -89,6 +101,13 @@ class Interceptor(grpc.aio.ServerInterceptor):
             grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
         )
         return make(unary, *codecs)
+
+    def _on_sent(self, context: Context) -> Count:
+        """Return what counts the bytes of a stream: a hospital's and a lead's apart."""
+        try:
+            return self._metrics.sent_to(self._authorizer.caller(context).identity.kind)
+        except FederationError:  # it is refused, and gets none
+            return lambda _: None
 
     async def _run_stream(self, inner: Any, method: str, request: object, context: Context) -> None:  # noqa: ANN401
         """Run one of our streams, which watch their own time, or one of gRPC's services, which do not."""
@@ -141,7 +160,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
     @asynccontextmanager
     async def _answering(self, method: str, context: Context, request: object) -> AsyncIterator[Workers]:
         try:
-            with self._trail.call(method, context, request):
+            with self._metrics.call(method), self._trail.call(method, context, request):
                 peer, address = self._authorizer.peer(method, context), context.peer()
                 workers = self._leads if peer.identity.kind is Kind.LEAD else self._members
                 with self._gate.call(peer, method, address):
@@ -149,6 +168,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                     await workers.run(self._authorizer.authorize_peer, peer, method, address)
                     yield workers
         except FederationError as error:
+            self._metrics.refused(error.code)
             name, text = status.to_status(error)
             await context.abort(grpc.StatusCode[name], text)
         except grpc.aio.AbortError:
@@ -157,6 +177,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             if context.done() or context.cancelled():
                 raise  # the other side has gone: there is nobody to answer
             log.exception("unexpected error in %s", method)
+            self._metrics.refused("E-RUN-99")
             await context.abort(
                 grpc.StatusCode.INTERNAL, "E-RUN-99: the coordinator met an unexpected error; its log has the details"
             )

@@ -28,6 +28,7 @@ from coordinator.api.transfer import TransferService
 from coordinator.lead_client import ADDRESS_FILE
 from coordinator.operations.audit_trail import AuditTrail
 from coordinator.operations.health import HealthService, Readiness
+from coordinator.operations.metrics import CoordinatorMetrics
 from coordinator.pki.authority import Authority
 from coordinator.pki.leads import Leads
 from coordinator.pki.membership import Membership
@@ -40,6 +41,7 @@ from coordinator.storage.uploads import QUOTA_BYTES, UploadRegistry
 from fl_core.errors import StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
 from protos.pki.identity import Address
 from protos.storage import private_files
 from protos.storage.object_store import ObjectStore
@@ -57,7 +59,8 @@ class Settings:
     """What an operator may set.
 
     pulse_s, recycle_s: seconds between heartbeats, and until a silo opens a new session; parallel_runs: runs under
-    way at once; quota: bytes of unfinished uploads per silo; limits: what one certificate may ask.
+    way at once; quota: bytes of unfinished uploads per silo; limits: what one certificate may ask; metrics: where they
+    are served, if anywhere.
     """
 
     pulse_s: float = 5.0
@@ -66,6 +69,7 @@ class Settings:
     quota: int = QUOTA_BYTES
     limits: Limits = field(default_factory=Limits)
     software: str = "consilium-fl"
+    metrics: LoopbackAddress | None = None
 
 
 class CoordinatorServer:
@@ -83,7 +87,9 @@ class CoordinatorServer:
         self._lock: IO[str] | None = None
         self._stopping = threading.Event()
         self._maintenance: threading.Thread | None = None
+        self._endpoint: MetricsEndpoint | None = None
         self._loop = EventLoop()
+        self.metrics = CoordinatorMetrics()
         self._members, self._leads = Workers(_MEMBER_THREADS, "member"), Workers(_LEAD_THREADS, "lead")
 
     def start(self) -> int:
@@ -99,15 +105,17 @@ class CoordinatorServer:
             self.store = Store(self.home)
             self.objects = ObjectStore(self.home / OBJECTS, sharded=True)
             self.uploads = UploadRegistry(self.home / "blobs", self.settings.quota)
-            self.dispatcher = Dispatcher(self.store, self.settings.pulse_s)
+            self.dispatcher = Dispatcher(self.store, self.settings.pulse_s, self.metrics.round_closed)
             self.runs = RunScheduler(
                 self.store, self.objects, self.uploads, self.dispatcher, self.settings.parallel_runs
             )
             Leads(self.home, self.store).adopt()
             self._readiness = Readiness(self.store.database.path, self.runs.lives, self.settings.pulse_s)
             self._trail = AuditTrail.of(self.home, consortium)
+            self.metrics_at = self._serve_metrics()
             port = self._loop.run(self._serve(consortium))
         except BaseException:
+            self._close_metrics()
             self._loop.close()
             self._lock.close()
             raise
@@ -124,6 +132,7 @@ class CoordinatorServer:
         """Leave the runs where they are, end the sessions, and give calls under way `grace` seconds."""
         self._stopping.set()
         self._readiness.stop()
+        self._close_metrics()
         (self.home / ADDRESS_FILE).unlink(missing_ok=True)
         self.runs.stop(grace)
         self.dispatcher.close()
@@ -144,11 +153,26 @@ class CoordinatorServer:
             workers.close()
         self._trail.recorder.close()
 
+    def _serve_metrics(self) -> LoopbackAddress | None:
+        """Begin to serve metrics where that is asked for; return where."""
+        if self.settings.metrics is None:
+            return None
+        certificate, about = ServerCertificate(self.home).current, self.settings.software
+        self.metrics.watch(self.home, self.store, self.dispatcher, self._readiness, certificate, about)
+        self._endpoint = MetricsEndpoint(self.metrics.registry, self._readiness.lives, self._readiness.problems)
+        found = self._endpoint.open(self.settings.metrics)
+        log.info("metrics on http://%s/metrics", found)
+        return found
+
+    def _close_metrics(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
+
     async def _serve(self, consortium: str) -> int:
         authorizer = Authorizer(consortium, self.store.members, self.dispatcher.note_refusal)
         gate = Gate(self.settings.limits)
         self._grpc = grpc.aio.server(
-            interceptors=[Interceptor(authorizer, gate, self._members, self._leads, self._trail)],
+            interceptors=[Interceptor(authorizer, gate, self._members, self._leads, self._trail, self.metrics)],
             options=SERVER_OPTIONS,
         )
         self._add_services(authorizer)

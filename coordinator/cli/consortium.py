@@ -18,6 +18,7 @@ from coordinator.cli.options import (
     Home,
     Json,
     LogFormatOption,
+    MetricsOption,
     home_of,
     use_passphrase,
 )
@@ -136,6 +137,7 @@ def revoke(
 
 def serve(
     bind: Annotated[str, typer.Option(help="Address to listen on; port 0 lets the system choose.")] = "0.0.0.0:8443",
+    metrics: MetricsOption = None,
     log_format: LogFormatOption = None,
     passphrase_file: CaPassphraseFile = None,
     passphrase_env: CaPassphraseEnv = None,
@@ -143,6 +145,9 @@ def serve(
 ) -> None:
     """Run the service until it is told to stop (SIGTERM, Ctrl-C). Runs that were under way continue."""
     startup.end_on_interrupt()
+    from protos.operations.metrics_endpoint import LoopbackAddress
+
+    metrics_at = None if metrics is None else LoopbackAddress.parse(metrics)
     from coordinator.api.server import CoordinatorServer, Settings
     from coordinator.config.manifest_builder import build_manifest
 
@@ -151,7 +156,7 @@ def serve(
     Authority.open(place).unlock()
     logs.set_up(logs.chosen(log_format) or logs.LogFormat.TEXT, place)
     with ShutdownSignals() as signals:
-        server = CoordinatorServer(place, bind, build_manifest, Settings(software=software()))
+        server = CoordinatorServer(place, bind, build_manifest, Settings(software=software(), metrics=metrics_at))
         port = server.start()
         notify(READY)
         log.info("serving on %s:%d; stop with Ctrl-C", bind.rsplit(":", 1)[0], port)

@@ -18,6 +18,14 @@ Home = Annotated[
 LogFormatOption = Annotated[
     LogFormat | None, typer.Option("--log-format", help=f"One line per event, as text or JSON; default ${VARIABLE}.")
 ]
+MetricsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="Serve metrics for Prometheus there, on loopback alone; for instance 9464. Default: nowhere.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 

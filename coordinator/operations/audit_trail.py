@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,13 +22,23 @@ log = logging.getLogger(__name__)
 _SHOWN = ("run_id", "round", "silo", "contribution_id", "object_digest", "digest", "request_id")
 _STANDARD = "/grpc."
 """Health and reflection: they read nothing of ours, so that only refusals of them are lines."""
+Count = Callable[[int], None]
+
+
+def _nothing(_: int) -> None:
+    pass
 
 
 class CountingContext:
-    """A call's context that counts the bytes of the chunks which left. Anything else is the context's own."""
+    """A call's context that counts the bytes of the chunks which left. Anything else is the context's own.
 
-    def __init__(self, context: Any) -> None:  # noqa: ANN401
+    on_sent, on_received: called with the bytes of each chunk.
+    """
+
+    def __init__(self, context: Any, on_sent: Count = _nothing, on_received: Count = _nothing) -> None:  # noqa: ANN401
         self._context = context
+        self._on_sent = on_sent
+        self._on_received = on_received
         self.sent = 0
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
@@ -37,6 +47,13 @@ class CountingContext:
     async def write(self, chunk: pb.Chunk) -> None:
         await self._context.write(chunk)
         self.sent += len(chunk.data)
+        self._on_sent(len(chunk.data))
+
+    async def read(self) -> Any:  # noqa: ANN401
+        chunk = await self._context.read()
+        if isinstance(chunk, pb.Chunk):
+            self._on_received(len(chunk.data))
+        return chunk
 
 
 @dataclass(frozen=True, slots=True)

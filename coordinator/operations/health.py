@@ -17,6 +17,8 @@ from coordinator.api.authorization import Context
 from protos.operations.health import Answer, about
 from protos.storage import disk_space
 
+PROBLEMS = ("database", "disk", "scheduler", "maintenance", "stopping")
+"""The words for what keeps the service from its work."""
 _BUSY_S = 2.0
 _LEAST_PATIENCE_S = 15.0
 _ASK_S = 10.0
@@ -58,6 +60,10 @@ class Readiness:
     def stop(self) -> None:
         """Be not ready from now on."""
         self._stopping.set()
+
+    def lives(self) -> bool:
+        """Tell whether somebody still looks, whatever is found."""
+        return not self._stopping.is_set() and "maintenance" not in self.problems()
 
     def problems(self) -> tuple[str, ...]:
         if self._stopping.is_set():

@@ -9,7 +9,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from coordinator.runs.changes import ChangeCounter
@@ -38,7 +38,9 @@ class Dispatcher:
     task of a silo that was revoked, or of a run that was interrupted, does not wait.
     """
 
-    def __init__(self, store: Store, pulse_s: float) -> None:
+    def __init__(self, store: Store, pulse_s: float, on_close: Callable[[RoundRow], None] = lambda _row: None) -> None:
+        """Set up without sessions. on_close: called once for each round that is closed."""
+        self._on_close = on_close
         self.store = store
         self.pulse_s = pulse_s
         self.changes = ChangeCounter()
@@ -243,6 +245,7 @@ class Dispatcher:
 
     def announce_close(self, row: RoundRow) -> None:
         """Send the close of a round to its cohort; silos without a session get it in `catch_up`."""
+        self._on_close(row)
         for name in row.cohort:
             self._send(name, round_closed(row, name))
         self.changes.notify()
@@ -265,6 +268,11 @@ class Dispatcher:
         with self._lock:
             session = self._sessions.get(name)
             return None if session is None else (session.activity, time.monotonic() - session.last_heard)
+
+    def connected(self) -> set[str]:
+        """Name the silos that have a session."""
+        with self._lock:
+            return set(self._sessions)
 
     def offline_for(self, name: str) -> float | None:
         """Return the seconds since a silo's session ended, or since the service began; None while it has one."""

@@ -24,6 +24,9 @@ _LEVELS = {"refused": logging.WARNING, "lost": logging.WARNING}
 """Of events in the log; all others are for information."""
 
 
+_COUNTS = select(runs.c.state, func.count().label("number")).group_by(runs.c.state)
+
+
 class RunStore:
     """Runs with their rounds and events."""
 
@@ -102,6 +105,21 @@ class RunStore:
     def unfinished(self) -> list[Run]:
         """Return the runs that are waiting or running, oldest first."""
         return [run for run in reversed(self.all()) if not run.state.ended]
+
+    def counts(self) -> dict[RunState, int]:
+        """Count the runs in each state."""
+        with self._db.read() as db:
+            found = {row.state: row.number for row in db.execute(_COUNTS)}
+        return {state: found.get(state.value, 0) for state in RunState}
+
+    def progress(self, states: Iterable[RunState], most: int) -> list[tuple[str, int, int]]:
+        """Return (id, closed rounds, planned rounds) of the newest runs in these states."""
+        wanted = runs.c.state.in_([state.value for state in states])
+        newest = (
+            select(runs.c.id, runs.c.closed, runs.c.rounds).where(wanted).order_by(runs.c.created.desc(), runs.c.id)
+        )
+        with self._db.read() as db:
+            return [(row.id, row.closed, row.rounds) for row in db.execute(newest.limit(most))]
 
     def begin(self, run_id: str, state_object: str, size: int) -> Run:
         """Set a run to running; a new one gets this server state. Raises StateError (E-RUN-11) when it has ended."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fl_core.errors import ConfigError
 from protos.operations.logs import VARIABLE, LogFormat
+
+if TYPE_CHECKING:
+    from protos.operations.metrics_endpoint import LoopbackAddress
 
 HomeOption = Annotated[
     Path | None,
@@ -18,10 +22,34 @@ LogFormatOption = Annotated[
     LogFormat | None,
     typer.Option("--log-format", help=f"Log to standard error, as text or JSON, instead. Default: ${VARIABLE}."),
 ]
+MetricsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="Serve metrics for Prometheus there, on loopback alone; for instance 9465. Default: nowhere.",
+    ),
+]
+MetricsBudgetsOption = Annotated[
+    bool,
+    typer.Option(
+        "--metrics-budgets",
+        help="With --metrics: also what the ledger says was spent of each budget, for whoever may use this machine.",
+    ),
+]
 DataRootOption = Annotated[
     Path | None,
     typer.Option("--data-root", help="Where named data sets lie. Default: $CONSILIUM_DATA_ROOT."),
 ]
+
+
+def metrics_address(text: str | None, budgets: bool) -> LoopbackAddress | None:
+    """Read --metrics; raises ConfigError (E-CFG-02) on an address beyond loopback, or on budgets without one."""
+    from protos.operations.metrics_endpoint import LoopbackAddress
+
+    if budgets and text is None:
+        raise ConfigError("E-CFG-02", "expected --metrics with --metrics-budgets, found none: say where to serve them")
+    return None if text is None else LoopbackAddress.parse(text)
 
 
 def label_space(text: str | None) -> list[str] | None:

@@ -19,7 +19,16 @@ from protos.operations import logs
 from protos.operations.exit_status import status_of
 from protos.pki.identity import colons, identity_of
 from silo.cli import audit, backup, console, doctor, ledger, log, peers, policy
-from silo.cli.options import DataRootOption, HomeOption, JsonOption, LogFormatOption, label_space
+from silo.cli.options import (
+    DataRootOption,
+    HomeOption,
+    JsonOption,
+    LogFormatOption,
+    MetricsBudgetsOption,
+    MetricsOption,
+    label_space,
+    metrics_address,
+)
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
 from silo.storage.store import Store
@@ -154,10 +163,7 @@ def serve(
     ] = "auto",
     nominal_size: Annotated[
         float | None,
-        typer.Option(
-            "--nominal-size",
-            help="Number of training examples (or patients) to declare. Default: rounded up.",
-        ),
+        typer.Option("--nominal-size", help="Number of training examples or patients to declare. Default: rounded up."),
     ] = None,
     holds: Annotated[
         str | None,
@@ -179,6 +185,8 @@ def serve(
     pulse_floor: Annotated[
         float, typer.Option("--pulse-floor", help="Least seconds between signs of life, whatever is asked for.")
     ] = 1.0,
+    metrics: MetricsOption = None,
+    metrics_budgets: MetricsBudgetsOption = False,
     log_format: LogFormatOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -202,6 +210,8 @@ def serve(
         answer_after,
         pulse_floor,
         tuple(label_space(holds) or ()),
+        metrics_address(metrics, metrics_budgets),
+        metrics_budgets,
     )
     foreground.serve(settings, as_json, log_format=logs.chosen(log_format))
 

@@ -47,6 +47,12 @@ class ControlClient:
     _recycle: bool = False
     _was_connected: bool = False
 
+    @property
+    def connected(self) -> bool:
+        """Whether there is a session now."""
+        session = self._session
+        return session is not None and not session.ended.is_set()
+
     def send(self, message: pb.SiloMessage) -> None:
         """Send over the session of the moment; without one it is lost, and the next session makes up for it."""
         opening = self._opening

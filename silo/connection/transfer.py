@@ -96,8 +96,15 @@ class Transfer:
         retry_policy: RetryPolicy,
         report: Callable[[FederationError], None],
         log_head: Callable[[], pb.LogHead | None] = lambda: None,
+        on_sent: Callable[[int], None] = lambda _: None,
+        on_received: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """log_head: the end of this hospital's audit log, which goes with each announcement."""
+        """log_head: the end of this hospital's audit log, which goes with each announcement.
+
+        on_sent, on_received: called with the bytes of each chunk.
+        """
+        self._on_sent = on_sent
+        self._on_received = on_received
         self._log_head = log_head
         self._stub = stub
         self._objects = objects
@@ -170,6 +177,7 @@ class Transfer:
                 for chunk in read_chunks(file, entry.contribution_id, have):
                     idle_watch[0].touch()
                     progress(chunk.offset, entry.size)
+                    self._on_sent(len(chunk.data))
                     yield chunk
             except OSError as error:  # runs in a thread of gRPC's, which would only say that the call was cancelled
                 broken.append(error)
@@ -236,6 +244,7 @@ class Transfer:
             try:
                 for chunk in call:
                     idle.touch()
+                    self._on_received(len(chunk.data))
                     if (end := chunk.offset + len(chunk.data)) > most or (size and end > size):
                         partial.unlink()
                         code, limit = ("E-WIRE-04", size) if size else ("E-WIRE-06", most)

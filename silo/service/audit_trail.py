@@ -20,7 +20,7 @@ from silo.identity.identity import SiloIdentity
 
 _ASKED = frozenset({"training", "refused", "ready", "approval", "closed", "ended", "stopped", "roster", "held"})
 """Events that the coordinator's word led to; all others are the silo's own."""
-_UNRECORDED = frozenset({"serving", "privacy"})
+_UNRECORDED = frozenset({"serving", "privacy", "metrics"})
 """What is said at each start."""
 _SHOWN = ("run", "round", "kind", "entry", "silo", "address", "state", "included")
 

@@ -12,6 +12,7 @@ from fl_core.rounds.silo_round import run_silo_round
 from fl_core.training.devices import choose_device
 from privacy.profiles import PROFILES
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
 from protos.pki.identity import Address
 from protos.storage.object_store import ObjectStore
 from protos.storage.private_files import private_folder
@@ -24,6 +25,7 @@ from silo.connection.session import PULSE_FLOOR_S
 from silo.connection.transfer import ReceiptVerifier, RetryPolicy, Transfer
 from silo.events import EmitEvent, error_event, event
 from silo.identity.identity import SiloIdentity
+from silo.operations.metrics import SiloMetrics
 from silo.service.audit_trail import AuditTrail
 from silo.service.enrolment import MembershipMaintainer, pinned_version
 from silo.service.response_timing import ResponseTiming
@@ -43,7 +45,8 @@ RENEWAL_CHECK_S = 60.0
 class SiloSettings:
     """What a hospital decides about its service.
 
-    answer_after, pulse_floor: see `ResponseTiming`   holds: classes that it declares to have examples of.
+    answer_after, pulse_floor: see `ResponseTiming`   holds: classes that it declares to have examples of
+    metrics: where they are served, if anywhere; metrics_budgets: with what the ledger says was spent.
     """
 
     home: Home
@@ -55,6 +58,8 @@ class SiloSettings:
     answer_after: float = 0.0
     pulse_floor: float = PULSE_FLOOR_S
     holds: tuple[str, ...] = ()
+    metrics: LoopbackAddress | None = None
+    metrics_budgets: bool = False
 
     def source(self) -> DataSource:
         """Make the data source; raises ConfigError (E-CFG-02) on a nominal size that is none."""
@@ -86,6 +91,10 @@ class Service:
     connect, diagnose: replaced in tests without TLS   run_round: the arithmetic of a round, replaced in benchmarks.
     """
 
+    metrics_at: LoopbackAddress | None = None
+    """Where metrics are served, once it was started."""
+    _endpoint: MetricsEndpoint | None = None
+
     def __init__(
         self,
         settings: SiloSettings,
@@ -99,7 +108,8 @@ class Service:
         self._identity = SiloIdentity(settings.home.path)
         own = self._identity.load().identity
         self._trail = AuditTrail.of(settings.home.path, self._identity)
-        self._emit = emit = self._trail.recording(emit)
+        self.metrics = SiloMetrics()
+        self._emit = emit = self.metrics.counting(self._trail.recording(emit))
         self.name, self._consortium = own.name, own.consortium
         source, self._timing = settings.source(), ResponseTiming(settings.answer_after, settings.pulse_floor)
         self._device = choose_device(settings.device)
@@ -122,15 +132,14 @@ class Service:
         )
         self._membership = MembershipMaintainer(self._identity, connections, emit, self._client.renewed)
         objects = ObjectStore(private_folder(settings.home.objects))
-        stub = lambda: connections.current().transfer  # noqa: E731
-        transfer = Transfer(stub, objects, self._retry_policy, lambda e: emit(error_event(e)), self._trail.head)
         self._queue = TaskQueue(self.store, self._client.send, emit)
         self._controls = HospitalControls(settings.home, self.store)
-        trainer = Trainer(self.name, source, self._controls, self._device, settings.prototypes, run_round)
+        timed = self.metrics.timing(run_round)
+        trainer = Trainer(self.name, source, self._controls, self._device, settings.prototypes, timed)
         self._worker = TaskRunner(
             self._queue,
             Outbox(self.store, objects, self.name),
-            transfer,
+            self._transfer(connections, objects),
             trainer,
             self._controls,
             self._receipt_verifier,
@@ -143,10 +152,16 @@ class Service:
         self._stop, self._leaving, self._ended = CancelToken(), threading.Event(), threading.Event()
         self.error: BaseException | None = None
         self._threads: list[threading.Thread] = []
+        self._settings = settings
 
     def start(self) -> None:
-        """Begin to work; raises StateError (E-BUDGET-07, E-BUDGET-08) on a privacy ledger that lacks what it had."""
+        """Begin to work.
+
+        Raises StateError: E-NET-20 where metrics cannot be served; E-BUDGET-07, E-BUDGET-08 on a privacy ledger that
+        lacks what it had.
+        """
         self._trail.recorder.start()
+        self._serve_metrics()
         for entry in self._controls.recover():
             self._emit(event("recovered", f"{entry}: open after a restart, counted as spent", facts={"entry": entry}))
         text = f"{self.name} of {self._consortium} serves {self._data_offer.name} data on {self._device}"
@@ -173,6 +188,38 @@ class Service:
         for thread in self._threads:
             thread.start()
 
+    def _transfer(self, connections: ConnectionManager, objects: ObjectStore) -> Transfer:
+        return Transfer(
+            lambda: connections.current().transfer,
+            objects,
+            self._retry_policy,
+            lambda error: self._emit(error_event(error)),
+            self._trail.head,
+            *self.metrics.traffic,
+        )
+
+    def _serve_metrics(self) -> None:
+        settings = self._settings
+        if settings.metrics is not None:
+            ledger = self._controls.existing_ledger if settings.metrics_budgets else None
+            self.metrics.watch(settings.home.path, self.problems, self._identity.current_credentials, ledger)
+            self._endpoint = MetricsEndpoint(self.metrics.registry, self.lives, self.problems)
+            self.metrics_at = self._endpoint.open(settings.metrics)
+            self._emit(event("metrics", f"metrics on http://{self.metrics_at}/metrics"))
+
+    def lives(self) -> bool:
+        """Tell whether all of its threads are at work."""
+        return not self._ended.is_set() and bool(self._threads) and all(t.is_alive() for t in self._threads)
+
+    def problems(self) -> tuple[str, ...]:
+        """Say in words what keeps this hospital from taking part now."""
+        found = {
+            "stopped": not self.lives(),
+            "leaving": self._leaving.is_set(),
+            "disconnected": not self._client.connected,
+        }
+        return tuple(word for word, holds in found.items() if holds)
+
     def wait(self, seconds: float) -> bool:
         return self._ended.wait(seconds)
 
@@ -196,6 +243,8 @@ class Service:
         self.leave(reason)
         for thread in self._threads[:1]:
             thread.join()
+        if self._endpoint is not None:
+            self._endpoint.close()
         self._stop.cancel(reason)
         for thread in self._threads[1:]:
             thread.join()

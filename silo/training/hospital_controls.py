@@ -43,6 +43,10 @@ class HospitalControls:
             self._ledger = Ledger(self.home.ledger, self.home.ledger_key)
         return self._ledger
 
+    def existing_ledger(self) -> Ledger | None:
+        """Return the ledger where there is one; none is made."""
+        return self.ledger if self.home.ledger.exists() else None
+
     def policy(self) -> Policy:
         """Read the policy as it is now; raises RefusedError (`policy_in_force.UNUSABLE`) on one that allows nothing."""
         return policy_in_force.in_force(self.home)

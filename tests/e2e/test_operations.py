@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -19,10 +20,12 @@ from coordinator.cli.main import build
 from coordinator.lead_client import ADDRESS_FILE
 from fl_core.errors import DataError, RefusedError, UnavailableError
 from protos.operations.exit_status import status_of
+from protos.operations.metrics_endpoint import LoopbackAddress
 from silo.cli.service import run
 from tests.support import until
 from tests.support.coordinator import World
 from tests.support.fake_coordinator import enrolled
+from tests.support.metrics import get
 
 PROGRAMS = {name: Path(sys.executable).with_name(name) for name in ("coordinator", "silo")}
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "no_proxy": "*"}
@@ -132,9 +135,16 @@ def test_a_second_signal_ends_a_service_at_once(tmp_path, number, status):
     assert done.returncode == status
 
 
+def metrics_in(log: Path) -> LoopbackAddress:
+    """Find in a service's log where its metrics are."""
+    found = re.search(r"metrics on http://127\.0\.0\.1:(\d+)/metrics", log.read_text())
+    assert found, log.read_text()
+    return LoopbackAddress("127.0.0.1", int(found[1]))
+
+
 def test_the_log_of_a_coordinator_is_json_line_by_line_also_where_a_stranger_calls(tmp_path):
     world = World.create(tmp_path / "home", [])
-    words = ["--home", str(world.home), "--bind", "127.0.0.1:0", "--log-format", "json"]
+    words = ["--home", str(world.home), "--bind", "127.0.0.1:0", "--metrics", "0", "--log-format", "json"]
     with serving(tmp_path / "log", "coordinator", *words) as process:
         until((world.home / ADDRESS_FILE).exists, seconds=60)
         port = json.loads((world.home / ADDRESS_FILE).read_text())["port"]
@@ -143,6 +153,7 @@ def test_the_log_of_a_coordinator_is_json_line_by_line_also_where_a_stranger_cal
             stranger.settimeout(20)
             with suppress(ConnectionResetError):
                 stranger.recv(100)
+        assert "consilium_coordinator_ready 1.0" in get(metrics_in(tmp_path / "log"), "/metrics")[1]
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
@@ -153,8 +164,10 @@ def test_the_log_of_a_coordinator_is_json_line_by_line_also_where_a_stranger_cal
 def test_the_log_of_a_silo_is_json_line_by_line(tmp_path):
     home = enrolled(tmp_path / "home")
     words = ["--data", "digits/hospital0", "--home", str(home.path), "--device", "cpu", "--log-format", "json"]
+    words += ["--metrics", "0"]
     with serving(tmp_path / "log", "silo", *words) as process:
         until(lambda: '"serving"' in (tmp_path / "log").read_text() or process.poll() is not None, seconds=60)
+        assert "consilium_silo_connected 0.0" in get(metrics_in(tmp_path / "log"), "/metrics")[1]
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]

@@ -1,0 +1,175 @@
+"""What an operator's monitoring sees of the coordinator; docs/operations/metrics.md lists it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics_core import Metric
+
+from coordinator.operations.health import PROBLEMS, Readiness
+from coordinator.storage.records import RoundRow, RunState
+from fl_core.types.enums import TaskKind
+from protos.operations import metrics
+from protos.operations.metrics import Family, Snapshot
+from protos.pki.identity import Kind
+from protos.storage.private_files import Credentials
+
+if TYPE_CHECKING:
+    from coordinator.runs.dispatcher import Dispatcher
+    from coordinator.storage.store import Store
+
+_P = "consilium_coordinator"
+_COMMON = metrics.common(_P)
+PROBLEM = Family(f"{_P}_problem", "gauge", "Whether this keeps the service from its work: 1 or 0", ("problem",))
+MEMBERS = Family(f"{_P}_members", "gauge", "Hospitals that are enrolled and not revoked")
+CONNECTED = Family(f"{_P}_silos_connected", "gauge", "Hospitals that have a session now")
+SILO_CONNECTED = Family(f"{_P}_silo_connected", "gauge", "Whether a hospital has a session now: 1 or 0", ("silo",))
+SILO_EXPIRY = Family(
+    f"{_P}_silo_certificate_expiry_timestamp_seconds",
+    "gauge",
+    "When a hospital's newest certificate ends, in Unix time",
+    ("silo",),
+)
+LIVE = (RunState.WAITING, RunState.RUNNING, RunState.PAUSED)
+RUNS = Family(f"{_P}_runs", "gauge", "Runs by state", ("state",))
+RUN_CLOSED = Family(
+    f"{_P}_run_rounds_closed",
+    "gauge",
+    "Rounds that a run has closed, of runs that are waiting, running or paused",
+    ("run",),
+)
+RUN_PLANNED = Family(f"{_P}_run_rounds_planned", "gauge", "Rounds that such a run is to have", ("run",))
+LEFT_OUT = Family(
+    f"{_P}_label_values_left_out",
+    "gauge",
+    f"Silos, or such runs, beyond the {metrics.MOST_VALUES} that are shown",
+    ("label",),
+)
+ROUND_SECONDS = Family(
+    f"{_P}_round_duration_seconds",
+    "histogram",
+    "Seconds from the opening of a round to its close, of rounds closed since the service began",
+    ("kind",),
+)
+CALLS = Family(f"{_P}_calls", "counter", "Calls that came, also those that were refused", ("call",))
+UNDER_WAY = Family(f"{_P}_calls_under_way", "gauge", "Calls under way; of streams, how many are open", ("call",))
+REFUSALS = Family(f"{_P}_refusals", "counter", "Calls that ended with an error, by its code", ("code",))
+RECEIVED = Family(f"{_P}_received_bytes", "counter", "Bytes of updates that hospitals sent")
+SENT = Family(f"{_P}_sent_bytes", "counter", "Bytes of models and manifests that were sent, by who asked", ("role",))
+FAMILIES = (
+    *(_COMMON[name] for name in ("build_info", "ready")),
+    PROBLEM,
+    MEMBERS,
+    CONNECTED,
+    SILO_CONNECTED,
+    RUNS,
+    RUN_CLOSED,
+    RUN_PLANNED,
+    ROUND_SECONDS,
+    CALLS,
+    UNDER_WAY,
+    REFUSALS,
+    RECEIVED,
+    SENT,
+    *(_COMMON[name] for name in ("disk_available_bytes", "certificate_expiry_timestamp_seconds")),
+    SILO_EXPIRY,
+    LEFT_OUT,
+    _COMMON["lookup_success"],
+)
+
+
+class CoordinatorMetrics:
+    """Counts what happens from the beginning on; the rest is looked up once `watch` was called. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.registry = metrics.new_registry()
+        self._calls = CALLS.counter(self.registry)
+        self._under_way = UNDER_WAY.gauge(self.registry)
+        self._refusals = REFUSALS.counter(self.registry)
+        self._received = RECEIVED.counter(self.registry)
+        self._sent = SENT.counter(self.registry)
+        self._rounds = ROUND_SECONDS.durations(self.registry)
+        for kind in (Kind.SILO, Kind.LEAD):
+            self._sent.labels(kind.value)
+        for task in TaskKind:
+            self._rounds.labels(task.value)
+
+    @contextmanager
+    def call(self, method: str) -> Iterator[None]:
+        """Count a call while the block lasts. method: one that the service has."""
+        name = method.removeprefix("/consilium.v1.").removeprefix("/")
+        self._calls.labels(name).inc()
+        with self._under_way.labels(name).track_inprogress():
+            yield
+
+    def refused(self, code: str) -> None:
+        self._refusals.labels(metrics.code_label(code)).inc()
+
+    def received(self, size: int) -> None:
+        self._received.inc(size)
+
+    def sent_to(self, role: Kind) -> Callable[[int], None]:
+        return self._sent.labels(role.value).inc
+
+    def round_closed(self, row: RoundRow) -> None:
+        """Take note of a round, whose opening may have been before a restart."""
+        self._rounds.labels(row.kind.value).observe(max(0.0, row.closed - row.opened))
+
+    def watch(
+        self,
+        home: Path,
+        store: Store,
+        dispatcher: Dispatcher,
+        readiness: Readiness,
+        certificate: Callable[[], Credentials],
+        software: str,
+    ) -> None:
+        """Show from now on how this service is."""
+        looks = _Looks(store, dispatcher, readiness)
+        build, disk, ends = (
+            _COMMON[name] for name in ("build_info", "disk_available_bytes", "certificate_expiry_timestamp_seconds")
+        )
+        parts: dict[str, Callable[[], Iterable[Metric]]] = {
+            "build": lambda: [metrics.build(build, software)],
+            "readiness": looks.readiness,
+            "silos": looks.silos,
+            "runs": looks.runs,
+            "disk": lambda: [metrics.disk(disk, home)],
+            "certificates": lambda: [metrics.expiries(ends, certificate())],
+        }
+        self.registry.register(Snapshot(_COMMON["lookup_success"], parts))
+
+
+class _Looks:
+    """What is looked up when the metrics are asked for."""
+
+    def __init__(self, store: Store, dispatcher: Dispatcher, readiness: Readiness) -> None:
+        self._store, self._dispatcher, self._readiness = store, dispatcher, readiness
+
+    def readiness(self) -> Iterable[Metric]:
+        found = self._readiness.problems()
+        yield _COMMON["ready"].one(float(not found))
+        yield PROBLEM.samples(((word,), float(word in found)) for word in PROBLEMS)
+
+    def silos(self) -> Iterable[Metric]:
+        members = [silo for silo in self._store.members.silos() if not silo.revoked]
+        here = self._dispatcher.connected()
+        shown, left_out = metrics.bounded(members)
+        yield MEMBERS.one(len(members))
+        yield CONNECTED.one(len(here))
+        yield SILO_CONNECTED.samples(((silo.name,), float(silo.name in here)) for silo in shown)
+        yield SILO_EXPIRY.samples(((silo.name,), silo.certificate.until) for silo in shown)
+        yield LEFT_OUT.samples([(("silo",), left_out), (("run",), self._runs_left_out())])
+
+    def _runs_left_out(self) -> int:
+        counts = self._store.runs.counts()
+        return max(0, sum(counts[state] for state in LIVE) - metrics.MOST_VALUES)
+
+    def runs(self) -> Iterable[Metric]:
+        yield RUNS.samples(((state.value,), count) for state, count in self._store.runs.counts().items())
+        found = self._store.runs.progress(LIVE, metrics.MOST_VALUES)
+        yield RUN_CLOSED.samples(((run_id,), closed) for run_id, closed, _ in found)
+        yield RUN_PLANNED.samples(((run_id,), planned) for run_id, _, planned in found)

@@ -1,0 +1,153 @@
+"""What a hospital's monitoring sees of its service; docs/operations/metrics.md lists it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.metrics_core import Metric
+
+from fl_core.rounds.silo_round import SiloRound
+from fl_core.types.enums import TaskKind
+from protos.operations import metrics
+from protos.operations.metrics import Family, Snapshot
+from protos.storage.private_files import Credentials
+from protos.version import software
+from silo.events import EmitEvent, Event
+
+if TYPE_CHECKING:
+    from privacy.ledger.ledger import Ledger
+    from silo.training.trainer import RunRound
+
+_P = "consilium_silo"
+_COMMON = metrics.common(_P)
+CONNECTED = Family(f"{_P}_connected", "gauge", "Whether there is a session with the coordinator: 1 or 0")
+ROUND_SECONDS = Family(
+    f"{_P}_round_training_seconds",
+    "histogram",
+    "Seconds that this machine computed for a round, of rounds whose computation ended well",
+    ("kind",),
+)
+UPDATES = Family(f"{_P}_updates_sent", "counter", "Updates for which the coordinator's receipt was kept")
+REFUSALS = Family(f"{_P}_refusals", "counter", "Tasks that this hospital refused, by the error's code", ("code",))
+ERRORS = Family(f"{_P}_errors", "counter", "Calls that failed and sessions that were lost, by code", ("code",))
+SENT = Family(f"{_P}_sent_bytes", "counter", "Bytes of updates that were handed to the connection")
+RECEIVED = Family(f"{_P}_received_bytes", "counter", "Bytes of models and manifests that arrived")
+SPENT = Family(
+    f"{_P}_privacy_spent_epsilon",
+    "gauge",
+    "Epsilon that a collection has spent, at the delta of its budget; only with --metrics-budgets, as those below",
+    ("collection",),
+)
+BUDGET = Family(f"{_P}_privacy_budget_epsilon", "gauge", "Epsilon of a collection's budget", ("collection",))
+USED = Family(
+    f"{_P}_privacy_budget_used_ratio", "gauge", "Share of a collection's budget that is used", ("collection",)
+)
+LEFT_OUT = Family(
+    f"{_P}_label_values_left_out",
+    "gauge",
+    f"Collections beyond the {metrics.MOST_VALUES} that are shown",
+    ("label",),
+)
+FAMILIES = (
+    *(_COMMON[name] for name in ("build_info", "ready")),
+    CONNECTED,
+    ROUND_SECONDS,
+    UPDATES,
+    REFUSALS,
+    ERRORS,
+    SENT,
+    RECEIVED,
+    *(_COMMON[name] for name in ("disk_available_bytes", "certificate_expiry_timestamp_seconds")),
+    SPENT,
+    BUDGET,
+    USED,
+    LEFT_OUT,
+    _COMMON["lookup_success"],
+)
+
+
+class SiloMetrics:
+    """Counts what happens from the beginning on; the rest is looked up once `watch` was called. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.registry = metrics.new_registry()
+        self._rounds = ROUND_SECONDS.durations(self.registry)
+        self._updates = UPDATES.counter(self.registry)
+        self._refusals = REFUSALS.counter(self.registry)
+        self._errors = ERRORS.counter(self.registry)
+        self._sent = SENT.counter(self.registry)
+        self._received = RECEIVED.counter(self.registry)
+        for task in TaskKind:
+            self._rounds.labels(task.value)
+
+    @property
+    def traffic(self) -> tuple[Callable[[int], None], Callable[[int], None]]:
+        """What is called with bytes that were sent, and with those that were received."""
+        return self._sent.inc, self._received.inc
+
+    def counting(self, emit: EmitEvent) -> EmitEvent:
+        """Return what counts an event and emits it."""
+
+        def both(event: Event) -> None:
+            self._count(event)
+            emit(event)
+
+        return both
+
+    def timing(self, run_round: RunRound) -> RunRound:
+        """Return what computes a round and takes note of how long it took."""
+
+        def timed(*given: Any) -> SiloRound:  # noqa: ANN401
+            began = time.monotonic()
+            done = run_round(*given)
+            self._rounds.labels(given[-1].value).observe(time.monotonic() - began)
+            return done
+
+        return timed
+
+    def watch(
+        self,
+        home: Path,
+        problems: Callable[[], Iterable[str]],
+        credentials: Callable[[], Credentials],
+        ledger: Callable[[], Ledger | None] | None,
+    ) -> None:
+        """Show from now on how this service is. ledger: finds it; None leaves out what was spent."""
+        build, disk, ends = (
+            _COMMON[name] for name in ("build_info", "disk_available_bytes", "certificate_expiry_timestamp_seconds")
+        )
+
+        def state() -> Iterable[Metric]:
+            found = tuple(problems())
+            return [_COMMON["ready"].one(float(not found)), CONNECTED.one(float("disconnected" not in found))]
+
+        parts: dict[str, Callable[[], Iterable[Metric]]] = {
+            "build": lambda: [metrics.build(build, software())],
+            "state": state,
+            "disk": lambda: [metrics.disk(disk, home)],
+            "certificates": lambda: [metrics.expiries(ends, credentials())],
+        }
+        if ledger is not None:
+            parts["ledger"] = lambda: _spending(ledger())
+        self.registry.register(Snapshot(_COMMON["lookup_success"], parts))
+
+    def _count(self, event: Event) -> None:
+        code = metrics.code_label(str(event.facts.get("code") or ""))
+        if event.event == "sent":
+            self._updates.inc()
+        elif event.event == "refused":
+            self._refusals.labels(code).inc()
+        elif event.event in ("trouble", "disconnected"):
+            self._errors.labels(code).inc()
+
+
+def _spending(ledger: Ledger | None) -> Iterable[Metric]:
+    names, left_out = metrics.bounded([] if ledger is None else ledger.collections())
+    found = [ledger.status(name, prv=False) for name in names] if ledger is not None else []
+    yield SPENT.samples(((s.collection,), s.spent_rdp) for s in found)
+    yield BUDGET.samples(((s.collection,), s.epsilon) for s in found if s.epsilon is not None)
+    yield USED.samples(((s.collection,), s.used) for s in found if s.used is not None)
+    yield LEFT_OUT.samples([(("collection",), left_out)])
