@@ -162,6 +162,25 @@ def test_the_only_holder_of_a_class_that_never_returns_is_given_up_and_named(tmp
         assert "Nobody else holds d: the model is forgetting it" in lost[0][1]
 
 
+def test_whoever_watches_reads_who_is_awaited_until_when_and_for_which_classes(tmp_path: Path) -> None:
+    with consortium(tmp_path) as (world, people):
+        run_id = held_back(world, people, "south", quick(rounds=2, patience_s=600.0))
+        call = world.lead().Watch(pb.WatchRequest(run_id=run_id), timeout=60)
+        awaited = (e for e in call if e.kind == "silo" and e.round == 1 and e.info.waiting.there == 2)
+        away = next(e for e in awaited if [(s.name, s.online) for s in e.info.waiting.silos] == [("south", False)])
+        (silo,) = away.info.waiting.silos
+        assert (away.info.waiting.round, away.info.waiting.needed) == (1, 2)
+        assert list(silo.classes) == ["d"]
+        assert 0 <= silo.offline_s < 60
+        assert 20 * 300 - 120 < silo.left_s <= 20 * 300  # it left less than patience_s ago, and h is half of that
+        seen = threading.Event()
+        people.come("south", alter=lambda key, bundle: bundle if seen.wait(60) else {})
+        back = next(e for e in awaited if [(s.name, s.online) for s in e.info.waiting.silos] == [("south", True)])
+        assert back.info.waiting.silos[0].left_s < silo.left_s
+        seen.set()
+        assert next(e for e in call if e.kind == "ended").info.state == "finished"
+
+
 @pytest.mark.fault("a hospital", "stays connected and never answers", "awaited for as long as the rule says, no longer")
 def test_a_silent_silo_does_not_hold_a_round_for_ever(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
