@@ -181,7 +181,7 @@ class TaskRunner:
     def _prepare(self, task: Task) -> PreparedRun:
         run = self._admitted_run(task, task.offer.manifest_digest)
         prepared = self.trainer.prepare(run)
-        if not self.outbox.store.fix_data(task.key.run_id, prepared.dataset.fingerprint):
+        if not self.outbox.store.fix_data(task.key.run_id, prepared.data_version):
             raise DataError(
                 "E-DATA-10",
                 f"expected the data that run {task.key.run_id} began with, found {prepared.dataset.origin} changed",

@@ -104,11 +104,19 @@ class Store:
                 for old in db.execute(newest.offset(BASES_PER_RUN)).all():
                     db.execute(delete(bases).where(bases.c.number == old.number))
 
-    def fix_data(self, run_id: str, fingerprint: str) -> bool:
-        """Note the version of the data that a run begins with; return whether this is the one that was noted."""
+    def fix_data(self, run_id: str, version: str) -> bool:
+        """Note the version of the data that a run begins with; return whether this is the one that was noted.
+
+        Earlier versions of the software noted the fingerprint alone, which comes before the colon of a version.
+        """
+        this = run_data.c.run_id == run_id
         with self.database.write() as db:
-            db.execute(upsert(run_data).values(run_id=run_id, fingerprint=fingerprint).on_conflict_do_nothing())
-            return db.scalar(select(run_data.c.fingerprint).where(run_data.c.run_id == run_id)) == fingerprint
+            db.execute(upsert(run_data).values(run_id=run_id, fingerprint=version).on_conflict_do_nothing())
+            noted = db.scalar(select(run_data.c.fingerprint).where(this))
+            if noted == version.partition(":")[0]:
+                db.execute(update(run_data).where(this).values(fingerprint=version))
+                return True
+            return noted == version
 
     def manifest_of(self, run_id: str) -> str | None:
         with self.database.read() as db:

@@ -31,6 +31,7 @@ from protos.wire.tasks import TaskKey
 from silo.connection.retry import CancelledError
 from silo.storage.outbox import TrainingResult
 from silo.storage.tasks import Evaluation
+from silo.training.file_contents import FileContents
 from silo.training.hospital_controls import HospitalControls
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class DataSource:
         self._nominal_size = nominal_size
         self._typed = nominal_size is not None
         self._last: tuple[tuple[tuple[str, ...] | None, int | None], SiloDataset] | None = None
+        self._contents, self._version = FileContents(), ""
 
     def load(self, classes: tuple[str, ...] | None = None, image_size: int | None = None) -> SiloDataset:
         """Load, or give again what was loaded last; raises ConfigError or DataError as `fl_core.datasets.load`."""
@@ -59,8 +61,22 @@ class DataSource:
             loaded = datasets.load(
                 str(self.reference), data_root=self._data_root, classes=classes, image_size=image_size
             )
-            self._last = (wanted, loaded)
+            self._last, self._version = (wanted, loaded), ""
         return self._last[1]
+
+    def version(self) -> str:
+        """Say which data were loaded last: their fingerprint, and where they lie in files a digest of what those hold.
+
+        Raises DataError (E-DATA-04) on a file that cannot be read.
+        """
+        assert self._last is not None
+        if not self._version:
+            self._version = self._version_of(self._last[1].fingerprint, self._last[1])
+        return self._version
+
+    def _version_of(self, fingerprint: str, loaded: SiloDataset) -> str:
+        paths = [path for split in (loaded.train, loaded.test) for path in getattr(split, "paths", ())]
+        return f"{fingerprint}:{self._contents.digest(paths)}" if paths else fingerprint
 
     def refresh(self) -> bool:
         """Forget what was loaded where its files are others by now; return whether they are."""
@@ -68,9 +84,9 @@ class DataSource:
             return False  # what is in memory cannot change
         (classes, image_size), loaded = self._last
         now = datasets.check(str(self.reference), data_root=self._data_root, classes=classes, image_size=image_size)
-        if now.fingerprint == loaded.fingerprint:
+        if now.fingerprint == loaded.fingerprint and self.version() == self._version_of(now.fingerprint, loaded):
             return False
-        self._last = None
+        self._last, self._version = None, ""
         return True
 
     @property
@@ -93,7 +109,8 @@ class DataSource:
 class PreparedRun:
     """A silo's place in a run that fits: everything that is built once.
 
-    ledger: of a private run   submits: prototypes leave   broadcast: names, shapes and types of what the server sends.
+    ledger: of a private run   submits: prototypes leave   broadcast: names, shapes and types of what the server sends
+    data_version: see `DataSource.version`.
     """
 
     run: CompiledRun
@@ -104,6 +121,7 @@ class PreparedRun:
     ledger: RunLedger | None
     submits: bool
     broadcast: Mapping[str, object]
+    data_version: str
 
 
 class Trainer:
@@ -146,6 +164,7 @@ class Trainer:
         index = manifest.index(self._silo)
         with _hide_details(run.private, ConfigError):
             dataset = self._data.load(manifest.schema.classes, manifest.image_size)
+            version = self._data.version()
         if dataset.schema != manifest.schema:
             raise DataError(
                 "E-DATA-05",
@@ -165,7 +184,7 @@ class Trainer:
             factory, ledger, submits = self._controls.access(run, index, dataset, self._data.nominal_size)
         submits = self._prototypes and submits and manifest.members[index].prototypes
         broadcast = _signature(run.method.broadcast(run.initial_state()))
-        prepared = PreparedRun(run, index, dataset, runtime, factory, ledger, submits, broadcast)
+        prepared = PreparedRun(run, index, dataset, runtime, factory, ledger, submits, broadcast, version)
         self._prepared = (policy, prepared)
         return prepared
 

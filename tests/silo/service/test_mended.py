@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from PIL import Image
 
@@ -112,22 +114,25 @@ def test_an_update_that_was_refused_is_sent_once_more(make):
     assert hospital.events().count("training") == 1
 
 
-def pictures(folder, names):
+def pictures(folder, names, suffix="png"):
     for name in names:
         (folder / name).mkdir(parents=True, exist_ok=True)
         for k in range(10):
-            Image.new("RGB", (40, 40), (20 * k, 40, 90)).save(folder / name / f"{k}.png")
+            Image.new("RGB", (40, 40), (20 * k, 40, 90)).save(folder / name / f"{k}.{suffix}")
+
+
+def images_run(names):
+    schema = Schema((3, 32, 32), names)
+    model = NamedOptions("simple_cnn", {})
+    layout = derive_layout(build_method("fedavg", {}), build_model("simple_cnn", {}, schema, 3), schema)
+    return manifest(data="folder", schema=schema, layout=layout, model=model, image_size=32, rounds=3)
 
 
 @pytest.mark.fault("a hospital", "changes its data while a run is under way", "refused there, and the lead is told")
 def test_data_that_change_during_a_run_are_refused_until_they_are_as_they_were(make, tmp_path):
     images, names = tmp_path / "images", ("nevus", "melanoma")
     pictures(images, names)
-    schema = Schema((3, 32, 32), names)
-    model = NamedOptions("simple_cnn", {})
-    layout = derive_layout(build_method("fedavg", {}), build_model("simple_cnn", {}, schema, 3), schema)
-    run = manifest(data="folder", schema=schema, layout=layout, model=model, image_size=32)
-    hospital = make(run, data=f"folder:{images}")
+    hospital = make(images_run(names), data=f"folder:{images}")
     hospital.start()
     hospital.offer(0)
     hospital.sent(1)
@@ -145,3 +150,38 @@ def test_data_that_change_during_a_run_are_refused_until_they_are_as_they_were(m
     added.unlink()
     hospital.offer(1, attempt=1)
     hospital.sent(2)
+
+
+@pytest.mark.fault("a hospital", "replaces an image, and size and date stay", "refused there, and the lead is told")
+def test_an_image_that_is_replaced_with_its_size_and_date_kept_is_refused_and_one_that_is_touched_is_not(
+    make, tmp_path
+):
+    images, names = tmp_path / "images", ("nevus", "melanoma")
+    pictures(images, names, "bmp")
+    hospital = make(images_run(names), data=f"folder:{images}")
+    hospital.start()
+    hospital.offer(0)
+    hospital.sent(1)
+    hospital.close(0)
+    hospital.settled(1)
+    one, other = images / "nevus" / "1.bmp", images / "nevus" / "2.bmp"
+    before, date = one.read_bytes(), one.stat().st_mtime_ns
+    assert one.stat().st_size == other.stat().st_size
+    one.write_bytes(other.read_bytes())
+    os.utime(one, ns=(date, date))
+    hospital.offer(1)
+    refused = hospital.refused()
+    assert refused.code == "E-DATA-10"
+    assert "1.bmp" not in refused.reason
+    one.write_bytes(before)
+    other.touch()
+    hospital.offer(1, attempt=1)
+    hospital.sent(2)
+    hospital.close(1)
+    hospital.settled(2)
+    one.write_bytes(other.read_bytes())
+    os.utime(one, ns=(date, date))
+    hospital.stop()  # what a run began with outlives a restart
+    hospital.start()
+    hospital.offer(2)
+    until(lambda: [a.code for a in hospital.answers() if not a.accepted] == ["E-DATA-10"] * 2)

@@ -1,0 +1,130 @@
+"""Digests of files that are read again only where their status has changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fl_core.errors import DataError
+from silo.storage.store import Store
+from silo.training import file_contents
+from silo.training.file_contents import FileContents
+from tests.support import until
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    made = [tmp_path / f"{k}.bmp" for k in range(3)]
+    for k, path in enumerate(made):
+        path.write_bytes(bytes([k]) * 1000)
+        os.utime(path, ns=(10**18, 10**18))
+    return made
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Count what is read, and take every file for settled."""
+    names, plain = list[str](), file_contents.file_digest
+    monkeypatch.setattr(file_contents, "file_digest", lambda path: names.append(path.name) or plain(path))
+    monkeypatch.setattr(file_contents, "_SETTLED_NS", -(10**18))
+    return names
+
+
+def changed(path: Path, content: bytes) -> None:
+    """Write a file anew, its size and date as before, at another moment of the system's clock."""
+    date, before = path.stat().st_mtime_ns, path.stat().st_ctime_ns
+
+    def write() -> bool:
+        path.write_bytes(content)
+        os.utime(path, ns=(date, date))
+        return path.stat().st_ctime_ns != before
+
+    until(write, "the clock to move")
+
+
+def test_a_file_whose_status_stays_is_read_once(files: list[Path], read: list[str]) -> None:
+    contents = FileContents()
+    assert contents.digest(files) == contents.digest(files) == FileContents().digest(files[:])
+    assert read == ["0.bmp", "1.bmp", "2.bmp"] * 2
+
+
+def test_a_change_that_keeps_size_and_date_is_noticed_and_one_file_read(files: list[Path], read: list[str]) -> None:
+    contents = FileContents()
+    before = contents.digest(files)
+    changed(files[1], b"x" * 1000)
+    assert contents.digest(files) != before
+    assert read[3:] == ["1.bmp"]
+    changed(files[1], bytes([1]) * 1000)
+    assert contents.digest(files) == before
+
+
+def test_a_copy_that_keeps_size_and_date_is_noticed(files: list[Path], read: list[str], tmp_path: Path) -> None:
+    """As `cp -p` writes over a file, and `rsync -t` beside it and then renames."""
+    contents = FileContents()
+    before = contents.digest(files)
+    other = tmp_path / "other"
+    other.write_bytes(b"y" * 1000)
+    os.utime(other, ns=(10**18, 10**18))
+    other.rename(files[0])
+    after = contents.digest(files)
+    assert after != before
+    again = tmp_path / "again"
+    again.write_bytes(b"z" * 1000)
+    os.utime(again, ns=(10**18, 10**18))
+    status = files[2].stat().st_ctime_ns
+    until(lambda: shutil.copy2(again, files[2]) and files[2].stat().st_ctime_ns != status)
+    assert contents.digest(files) not in (before, after)
+
+
+def test_two_files_that_change_places_are_noticed(files: list[Path], read: list[str], tmp_path: Path) -> None:
+    contents = FileContents()
+    before = contents.digest(files)
+    files[0].rename(tmp_path / "aside")
+    files[1].rename(files[0])
+    (tmp_path / "aside").rename(files[1])
+    assert contents.digest(files) != before
+
+
+def test_a_file_that_is_touched_is_read_again_and_the_same(files: list[Path], read: list[str]) -> None:
+    contents = FileContents()
+    before = contents.digest(files)
+    files[2].touch()
+    assert contents.digest(files) == before
+    assert read[3:] == ["2.bmp"]
+
+
+def test_a_file_that_was_changed_a_moment_before_it_was_read_is_read_again(
+    files: list[Path], read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    plain = file_contents.file_digest
+    monkeypatch.setattr(file_contents, "file_digest", lambda path: read.append(path.name) or plain(path))
+    contents = FileContents()
+    contents.digest(files)
+    contents.digest(files)
+    assert len(read) == 6
+    monkeypatch.setattr(file_contents.time, "time_ns", lambda: files[0].stat().st_ctime_ns + 10**10)
+    contents.digest(files)
+    contents.digest(files)
+    assert len(read) == 9
+
+
+def test_a_file_that_is_gone_is_said_with_its_code(files: list[Path]) -> None:
+    files[0].unlink()
+    with pytest.raises(DataError, match="E-DATA-04"):
+        FileContents().digest(files)
+
+
+def test_a_run_that_began_under_earlier_software_goes_on_and_is_held_to_its_contents_from_then_on(
+    tmp_path: Path,
+) -> None:
+    store = Store(tmp_path / "silo.db")
+    assert store.fix_data("run-1", "abc")  # as it was noted: the fingerprint alone
+    assert store.fix_data("run-1", "abc:1")
+    assert not store.fix_data("run-1", "abc:2")
+    assert not store.fix_data("run-1", "abd:1")
+    assert store.fix_data("run-1", "abc:1")
+    store.close_database()
