@@ -43,8 +43,6 @@ ALLOWED_ROLES: Mapping[str, frozenset[Kind]] = {
     "Lead/Extend": LEAD,
     "Lead/Silos": LEAD,
 }
-STREAM_CHECK_S = 2.0
-"""How often an open stream asks whether its peer is still let in."""
 PUBLIC_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 """Services that members and leads may call."""
 
@@ -56,7 +54,7 @@ def authorize(
     membership: Callable[[PeerCertificate], MembershipStatus],
     now: datetime | None = None,
 ) -> RefusedError | None:
-    """Return why `peer` may not make this call, or None; call it per call and per heartbeat.
+    """Return why `peer` may not make this call, or None; call it per call, and again while a stream is open.
 
     membership: looks the peer up; called once, and only for a peer whose certificate alone does not refuse it.
 
@@ -133,10 +131,7 @@ class Authorizer:
     def authorize_peer(
         self, peer: PeerCertificate, method: str = _SERVICE + "Control/Session", address: str = ""
     ) -> None:
-        """Raise RefusedError unless this peer may call this method now; also for each heartbeat of a session.
-
-        A stream asks again every `STREAM_CHECK_S` seconds, so that what was revoked ends.
-        """
+        """Raise RefusedError unless this peer may call this method now; asked again while a stream is open."""
         if method.startswith(PUBLIC_SERVICES):
             error = authorize(peer, SILO | LEAD, self.consortium, self._membership_status)
         else:

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from coordinator.api.authorization import Authorizer, Context
 from coordinator.api.event_loop import Workers, wait_for, waker
 from coordinator.api.limits import Bucket, Limits, require_known_fields
+from coordinator.api.open_streams import OpenStreams
 from coordinator.pki.membership import Membership
 from coordinator.runs.dispatcher import MISSED_PULSES, Dispatcher, negotiate
 from coordinator.runs.session import SiloSession
@@ -23,6 +24,9 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.version import PROTOCOL
 
 log = logging.getLogger(__name__)
+_METHOD = "/consilium.v1.Control/Session"
+_LAST_WORD_S = 1.0
+"""For what is being sent when a silo is refused, and again for the refusal."""
 _MAX_TEXT = 200
 _MAX_CLASSES = 10_000
 _MAX_SIZE = 2.0**53
@@ -41,8 +45,10 @@ class ControlService(rpc.ControlServicer):
         workers: Workers,
         limits: Limits,
         welcome: pb.Welcome,
+        streams: OpenStreams,
     ) -> None:
         """Set up the service. welcome: what every silo is told alike."""
+        self._streams = streams
         self._authorizer = authorizer
         self._dispatcher = dispatcher
         self._membership = membership
@@ -59,13 +65,25 @@ class ControlService(rpc.ControlServicer):
         changed = asyncio.Event()
         session = SiloSession(self._authorizer.caller(context), on_change=waker(changed))
         receiving = asyncio.create_task(self._receive(session, context))
+        refused: list[FederationError] = []
         try:
-            await self._send(session, changed, context)
+            async with asyncio.timeout(None) as scope:
+
+                def end(error: FederationError) -> None:
+                    refused.append(error)
+                    session.finish(error)
+                    scope.reschedule(asyncio.get_running_loop().time() + _LAST_WORD_S)
+
+                with self._streams.watching(session.peer, _METHOD, context.peer(), end):
+                    await self._send(session, changed, context)
+        except TimeoutError:  # nothing is read, and neither would a refusal be
+            raise refused[0] from None
         except FederationError as error:
             session.finish(error)
             if not isinstance(error, UnavailableError):
                 with suppress(UnavailableError):
-                    await self._write(pb.CoordinatorMessage(refusal=_refusal(error)), context)
+                    refusal = pb.CoordinatorMessage(refusal=_refusal(error))
+                    await self._write(refusal, context, min(_LAST_WORD_S, self._limits.hello_s))
             raise
         finally:
             session.finish()
@@ -89,7 +107,6 @@ class ControlService(rpc.ControlServicer):
             elif time.monotonic() < due:
                 await wait_for(changed, due - time.monotonic())
             else:
-                await self._workers.run(self._authorizer.authorize_peer, session.peer)
                 if (silent := time.monotonic() - session.last_heard) > MISSED_PULSES * pulse:
                     raise UnavailableError(
                         "E-NET-12", f"no pulse for {silent:.0f} s: the session is dropped, connect again"
@@ -99,10 +116,10 @@ class ControlService(rpc.ControlServicer):
         if session.error is not None:
             raise session.error
 
-    async def _write(self, message: pb.CoordinatorMessage, context: Context) -> None:
+    async def _write(self, message: pb.CoordinatorMessage, context: Context, seconds: float | None = None) -> None:
         """Send a message; raises UnavailableError (E-NET-12) when the other side reads nothing."""
         try:
-            async with asyncio.timeout(self._limits.hello_s):
+            async with asyncio.timeout(self._limits.hello_s if seconds is None else seconds):
                 await context.write(message)
         except TimeoutError:
             raise UnavailableError("E-NET-12", "nothing of this session is read: connect again") from None
@@ -131,7 +148,7 @@ class ControlService(rpc.ControlServicer):
         """Process the silo's messages until the stream ends."""
         bucket = Bucket(self._limits.messages)
         try:
-            while (message := await context.read()) is not grpc.aio.EOF:
+            while (message := await context.read()) is not grpc.aio.EOF and not session.over:
                 session.last_heard = time.monotonic()
                 if bucket.take():
                     raise UnavailableError("E-NET-12", "found too many messages in a session: connect again")

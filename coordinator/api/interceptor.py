@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from coordinator.api.authorization import PUBLIC_SERVICES, STREAM_CHECK_S, Authorizer, Context
+from coordinator.api.authorization import PUBLIC_SERVICES, Authorizer, Context
 from coordinator.api.event_loop import Workers
 from coordinator.api.limits import Gate, require_known_fields
+from coordinator.api.open_streams import OpenStreams
 from coordinator.operations.audit_trail import AuditTrail, Count, CountingContext
 from coordinator.operations.metrics import CoordinatorMetrics
 from fl_core.errors import FederationError, UnavailableError
@@ -44,7 +45,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
         leads: Workers,
         trail: AuditTrail,
         metrics: CoordinatorMetrics,
+        streams: OpenStreams,
     ) -> None:
+        self._streams = streams
         self._trail = trail
         self._metrics = metrics
         self._authorizer = authorizer
@@ -69,8 +72,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 if method.endswith("/Get"):
                     context = CountingContext(context, self._on_sent(context))
                 async with (
-                    self._answering(method, context, request) as workers,
-                    self._while_let_in(method, context, workers),
+                    self._answering(method, context, request),
+                    self._while_let_in(method, context),
                 ):
                     await self._run_stream(inner, method, request, context)
 
@@ -87,7 +90,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 context = CountingContext(context, on_received=self._metrics.received)
             async with self._answering(method, context, request) as workers:
                 if handler.request_streaming:
-                    async with self._while_let_in(method, context, workers):
+                    async with self._while_let_in(method, context):
                         return await inner(request, context)
                 if inspect.iscoroutinefunction(inner):
                     reply = await inner(request, context)
@@ -127,31 +130,21 @@ class Interceptor(grpc.aio.ServerInterceptor):
             raise UnavailableError("E-NET-12", f"this stream is ended after {seconds:g} s: open another") from None
 
     @asynccontextmanager
-    async def _while_let_in(self, method: str, context: Context, workers: Workers) -> AsyncIterator[None]:
-        """End the block with what its caller is refused with now; a session asks by itself, at each heartbeat."""
+    async def _while_let_in(self, method: str, context: Context) -> AsyncIterator[None]:
+        """End the block with what its caller is refused with now; a session does that itself, and says why."""
         if method.endswith("/Session"):
             yield
             return
         refused: list[FederationError] = []
-        peer, address = self._authorizer.caller(context), context.peer()
-
-        async def ask(scope: asyncio.Timeout) -> None:
-            while True:
-                await asyncio.sleep(STREAM_CHECK_S)
-                try:
-                    await workers.run(self._authorizer.authorize_peer, peer, method, address)
-                except FederationError as error:
-                    refused.append(error)
-                    scope.reschedule(asyncio.get_running_loop().time())
-                    return
-
         try:
             async with asyncio.timeout(None) as scope:
-                asking = asyncio.create_task(ask(scope))
-                try:
+
+                def end(error: FederationError) -> None:
+                    refused.append(error)
+                    scope.reschedule(asyncio.get_running_loop().time())
+
+                with self._streams.watching(self._authorizer.caller(context), method, context.peer(), end):
                     yield
-                finally:
-                    asking.cancel()
         except TimeoutError:
             if not refused:
                 raise

@@ -37,7 +37,8 @@ class Limits:
 
     joins, joins_per_address: attempts to enrol, of one invitation and of one address; renewals: of one silo.
     The rest in seconds. hello_s: until a session's Hello; put_idle_s: without a byte in a Put; get_idle_s: without
-    reading a chunk in a Get; watch_s: a stream of health or reflection in all. messages: in one session;
+    reading a chunk in a Get; watch_s: a stream of health or reflection in all; check_s: from one look whether the
+    callers of open streams are still let in to the next. messages: in one session;
     upload_bytes: memory for all uploads under way; downloads: at once, hospitals' and leads' apart, and of one caller.
     """
 
@@ -53,6 +54,7 @@ class Limits:
     put_idle_s: float = 60.0
     get_idle_s: float = 60.0
     watch_s: float = 600.0
+    check_s: float = 2.0
     upload_bytes: int = 512 << 20
     downloads: int = 32
     downloads_each: int = 2

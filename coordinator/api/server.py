@@ -24,6 +24,7 @@ from coordinator.api.event_loop import EventLoop, Workers
 from coordinator.api.interceptor import Interceptor
 from coordinator.api.lead import BuildManifest, LeadService
 from coordinator.api.limits import Gate, Limits
+from coordinator.api.open_streams import OpenStreams
 from coordinator.api.transfer import TransferService
 from coordinator.lead_client import ADDRESS_FILE
 from coordinator.operations.audit_trail import AuditTrail
@@ -50,7 +51,8 @@ from protos.wire.channel_options import SERVER_OPTIONS
 
 log = logging.getLogger(__name__)
 _SERVICES = ("Enrolment", "Control", "Transfer", "Lead")
-_MEMBER_THREADS, _LEAD_THREADS = 8, 4
+_MEMBER_THREADS, _LEAD_THREADS, _SESSION_THREADS = 8, 4, 4
+_MAINTENANCE_S = 5.0
 _FEW_DESCRIPTORS = 4096
 
 
@@ -91,6 +93,7 @@ class CoordinatorServer:
         self._loop = EventLoop()
         self.metrics = CoordinatorMetrics()
         self._members, self._leads = Workers(_MEMBER_THREADS, "member"), Workers(_LEAD_THREADS, "lead")
+        self._sessions = Workers(_SESSION_THREADS, "session")
 
     def start(self) -> int:
         """Start the service, resume its runs and return the port.
@@ -149,7 +152,7 @@ class CoordinatorServer:
         with suppress(TimeoutError):
             self._loop.run(self._grpc.stop(grace), 2 * grace + 1)
         self._loop.close()
-        for workers in (self._members, self._leads):
+        for workers in (self._members, self._leads, self._sessions, self._streams):
             workers.close()
         self._trail.recorder.close()
 
@@ -171,8 +174,10 @@ class CoordinatorServer:
     async def _serve(self, consortium: str) -> int:
         authorizer = Authorizer(consortium, self.store.members, self.dispatcher.note_refusal)
         gate = Gate(self.settings.limits)
+        self._streams = OpenStreams(authorizer, min(self.settings.pulse_s, self.settings.limits.check_s))
+        calls = Interceptor(authorizer, gate, self._members, self._leads, self._trail, self.metrics, self._streams)
         self._grpc = grpc.aio.server(
-            interceptors=[Interceptor(authorizer, gate, self._members, self._leads, self._trail, self.metrics)],
+            interceptors=[calls],
             options=SERVER_OPTIONS,
         )
         self._add_services(authorizer)
@@ -191,7 +196,9 @@ class CoordinatorServer:
             pulse_seconds=self.settings.pulse_s,
             recycle_seconds=self.settings.recycle_s,
         )
-        control = ControlService(authorizer, self.dispatcher, membership, self._members, limits, welcome)
+        control = ControlService(
+            authorizer, self.dispatcher, membership, self._sessions, limits, welcome, self._streams
+        )
         rpc.add_ControlServicer_to_server(control, server)
         transfer = TransferService(
             authorizer,
@@ -231,8 +238,8 @@ class CoordinatorServer:
         return int(port)
 
     def _run_maintenance(self) -> None:
-        """Fail the tasks of revoked silos, and look whether all is well, once per heartbeat."""
-        while not self._stopping.wait(self.settings.pulse_s):
+        """Fail the tasks of revoked silos, and look whether all is well."""
+        while not self._stopping.wait(min(self.settings.pulse_s, _MAINTENANCE_S)):
             try:
                 self.dispatcher.fail_revoked_tasks()
                 self._readiness.look()

@@ -124,7 +124,7 @@ def revoke(
     home: Home = None,
     as_json: Json = False,
 ) -> None:
-    """Exclude a hospital: effective on its next call and heartbeat, without a restart, touching nobody else."""
+    """Exclude a hospital: from its next call, and within 5 s from what it has open. It touches nobody else."""
     place = home_of(home)
     Authority.open(place)
     with closing(Store(place)) as store:

@@ -47,7 +47,10 @@ class Membership:
             raise ConfigError("E-ID-30", f"expected a name that is not taken, found the lead {name!r}: choose another")
 
     def revoke(self, name: str, reason: str) -> None:
-        """Revoke a silo or withdraw an invitation, from its next call or heartbeat; raises ConfigError (E-RUN-10)."""
+        """Revoke a silo or withdraw an invitation, from the next call on; raises ConfigError (E-RUN-10).
+
+        What the silo has open ends within seconds.
+        """
         if not self.store.members.revoke(name, reason):
             known = ", ".join(s.name for s in self.store.members.silos()) or "none"
             raise ConfigError("E-RUN-10", f"expected the name of an enrolled silo, found {name!r}; enrolled: {known}")

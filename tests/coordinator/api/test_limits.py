@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
+import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +17,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from coordinator.api import control
 from coordinator.api.limits import Bucket, Limits, Rate
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
+from coordinator.storage.members import MemberStore
+from coordinator.storage.store import Store
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki import certificates
@@ -122,7 +128,7 @@ def test_a_revoked_hospital_may_call_nothing_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["watch", "reflection", "put", "session"])
 @pytest.mark.fault("a revoked hospital", "keeps its streams open", "ended within 5 s with E-ID-12")
 def test_open_streams_of_a_revoked_hospital_end(tmp_path: Path, kind: str) -> None:
-    with serving(tmp_path, Limits()) as world, ExitStack() as stack:
+    with serving(tmp_path, Limits(check_s=0.2)) as world, ExitStack() as stack:
         _, offer = open_round(world)
         request = open_request("north", offer, DATA)
         world.transfer("north").Open(request)
@@ -140,6 +146,83 @@ def test_open_streams_of_a_revoked_hospital_end(tmp_path: Path, kind: str) -> No
         with pytest.raises(grpc.RpcError) as error:
             call.result(5) if kind == "put" else list(call)
         assert code(error) == (DENIED, "E-ID-12")
+
+
+def revoke_elsewhere(world: World) -> None:
+    """Revoke as the command does: another connection to the database, which tells the service nothing."""
+    with closing(Store(world.home)) as store:
+        Membership(world.home, store).revoke("north", "test")
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["after its hello", "before its hello"])
+def test_a_revoked_hospitals_session_ends_within_5_s_however_far_apart_heartbeats_are(
+    tmp_path: Path, said: bool
+) -> None:
+    check_s = 0.1
+    assert Limits().check_s + 2 * control._LAST_WORD_S < 5
+    rare = replace(FAST, pulse_s=300.0, limits=Limits(check_s=check_s))
+    with running(tmp_path / "home", NAMES, rare) as world:
+        line = Line(world, "north", HELLO if said else None)
+        if said:
+            until(online(world, "north"), "north", 10)
+        else:
+            until(lambda: world.server._streams._open, "the stream", 10)
+        revoke_elsewhere(world)
+        began = time.monotonic()
+        assert line.failure() == (DENIED, "E-ID-12")
+        assert time.monotonic() - began < 5 - Limits().check_s + check_s
+        assert line.kinds()[-1] == "refusal"
+        until(lambda: world.server.dispatcher.activity_of("north") is None, "north away", 5)
+
+
+def test_a_revoked_hospitals_session_ends_also_while_every_thread_for_members_is_taken(tmp_path: Path) -> None:
+    free = threading.Event()
+    with serving(tmp_path, Limits(check_s=0.1)) as world:
+        line = Line(world, "north", HELLO)
+        until(online(world, "north"), "north", 10)
+        for _ in range(100):
+            world.server._members._pool.submit(free.wait, 60)
+        try:
+            revoke_elsewhere(world)
+            assert line.failure() == (DENIED, "E-ID-12")
+        finally:
+            free.set()
+
+
+@pytest.mark.fault("a revoked hospital", "reads nothing of its session", "ended within 5 s with E-ID-12")
+def test_a_revoked_hospital_that_reads_nothing_is_cut_all_the_same(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(control, "_LAST_WORD_S", 0.1)
+    held = threading.Event()
+
+    async def write(*_: object) -> None:
+        held.set()
+        await asyncio.sleep(3600)
+
+    with serving(tmp_path, Limits(check_s=0.1, hello_s=3600)) as world:
+        line = Line(world, "north", HELLO)
+        until(online(world, "north"), "north", 10)
+        monkeypatch.setattr(control.ControlService, "_write", write)
+        assert held.wait(10)
+        revoke_elsewhere(world)
+        assert line.failure() == (DENIED, "E-ID-12")
+
+
+def test_a_look_that_fails_once_is_repeated(tmp_path: Path, monkeypatch) -> None:
+    asked: list[str] = []
+    true_status = MemberStore.membership_status
+
+    def sometimes(store: MemberStore, name: str, serial: str) -> object:
+        asked.append(name)
+        if len(asked) == 2:
+            raise sqlite3.OperationalError("disk I/O error")
+        return true_status(store, name, serial)
+
+    monkeypatch.setattr(MemberStore, "membership_status", sometimes)
+    with serving(tmp_path, Limits(check_s=0.05)) as world:
+        line = Line(world, "north", HELLO)
+        until(lambda: len(asked) > 3, "more looks", 10)
+        assert not line.over.is_set()
+        line.close()
 
 
 @pytest.mark.parametrize("kind", ["watch", "reflection", "session"])

@@ -81,7 +81,7 @@ def test_a_session_that_does_not_begin_with_a_hello_is_refused(world: World) -> 
     assert twice.failure() == (grpc.StatusCode.INVALID_ARGUMENT, "E-WIRE-06")
 
 
-def test_a_revoked_silo_is_dropped_at_the_next_heartbeat_and_refused_at_the_next_call(world: World) -> None:
+def test_a_revoked_silo_is_dropped_soon_and_refused_at_the_next_call(world: World) -> None:
     line, stub = Line(world, "north", HELLO), world.transfer("north")
     until(lambda: line.kinds().count("pulse") >= 2, "pulses")
     before = len(line.got)
