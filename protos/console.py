@@ -57,8 +57,8 @@ def plain_console(*, stderr: bool = False, width: int | None = None, soft_wrap: 
 
 
 def print_json(value: object) -> None:
-    """Print one JSON value on one line, in ASCII."""
-    sys.stdout.write(json.dumps(value, sort_keys=True).replace("\x7f", r"\u007f") + "\n")
+    """Print one JSON value on one line; JSON escapes all that is not visible ASCII."""
+    sys.stdout.write(json.dumps(value, sort_keys=True) + "\n")
     sys.stdout.flush()
 
 

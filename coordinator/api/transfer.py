@@ -32,7 +32,7 @@ from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.identity import Kind, PeerCertificate
-from protos.storage import disk_space
+from protos.storage import disk
 from protos.storage.digests import file_digest
 from protos.storage.object_store import ObjectStore
 from protos.storage.partial_file import open_partial
@@ -110,7 +110,7 @@ class TransferService(rpc.TransferServicer):
                 "E-NET-12",
                 f"expected unfinished uploads of {c.silo!r} below {self._uploads.quota} bytes: finish them first",
             )
-        free = disk_space.available(self._objects.folder)
+        free = disk.available(self._objects.folder)
         if c.size - have > free - coming:
             log.error("the disk of %s has %d bytes above its reserve: uploads wait", self._objects.folder, free)
             raise UnavailableError("E-RUN-38", "the coordinator's disk has no room for this update: try again later")

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.api.authorization import Context
 from protos.operations.health import Answer, about
-from protos.storage import disk_space
+from protos.storage import disk
 
 PROBLEMS = ("database", "disk", "scheduler", "maintenance", "stopping")
 """The words for what keeps the service from its work."""
@@ -50,7 +50,7 @@ class Readiness:
         """Look now; blocks for seconds at most. Returns the problems, each a word."""
         checks: dict[str, Callable[[], bool]] = {
             "database": lambda: _is_writable(self._database),
-            "disk": lambda: disk_space.available(self._database.parent) > 0,
+            "disk": lambda: disk.available(self._database.parent) > 0,
             "scheduler": self._scheduler_lives,
         }
         self._found = tuple(word for word, check in checks.items() if not _holds(check))

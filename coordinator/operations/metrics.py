@@ -129,7 +129,7 @@ class CoordinatorMetrics:
     ) -> None:
         """Show from now on how this service is."""
         looks = _Looks(store, dispatcher, readiness)
-        build, disk, ends = (
+        build, room, ends = (
             _COMMON[name] for name in ("build_info", "disk_available_bytes", "certificate_expiry_timestamp_seconds")
         )
         parts: dict[str, Callable[[], Iterable[Metric]]] = {
@@ -137,7 +137,7 @@ class CoordinatorMetrics:
             "readiness": looks.readiness,
             "silos": looks.silos,
             "runs": looks.runs,
-            "disk": lambda: [metrics.disk(disk, home)],
+            "disk": lambda: [metrics.disk_room(room, home)],
             "certificates": lambda: [metrics.expiries(ends, certificate())],
         }
         self.registry.register(Snapshot(_COMMON["lookup_success"], parts))

@@ -22,7 +22,7 @@ from protos.console import plain_console, print_json, printable
 from protos.operations.health import Answer
 from protos.pki.certificates import utc_now
 from protos.pki.identity import Address, identity_of
-from protos.storage import disk_space
+from protos.storage.disk import RESERVE_BYTES, available
 from protos.storage.generation import GenerationFile
 from protos.storage.private_files import OTHERS, Credentials
 from protos.tls import causes
@@ -134,12 +134,12 @@ def disk(folder: Path) -> Iterator[Finding]:
     place = folder.absolute()
     while not place.exists():
         place = place.parent
-    room, facts = disk_space.available(place), os.statvfs(place)
+    room, facts = available(place), os.statvfs(place)
     free = f"{facts.f_bavail * facts.f_frsize >> 20} MiB free on the disk of {place}"
     remedy = "free some: old backups, logs or exported models, but nothing inside the home"
     if room <= 0:
         yield problem("disk", f"{free}, which is less than the reserve", remedy)
-    elif room < disk_space.RESERVE_BYTES:
+    elif room < RESERVE_BYTES:
         yield warning("disk", f"{free}, which is little more than the reserve", remedy)
     else:
         yield ok("disk", free)

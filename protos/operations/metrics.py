@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from fl_core.errors.catalogue import EXPLANATIONS, current
 from protos.console import printable
 from protos.pki.identity import identity_of
-from protos.storage import disk_space
+from protos.storage import disk
 from protos.storage.private_files import Credentials
 from protos.version import PROTOCOL
 
@@ -121,8 +121,8 @@ def build(family: Family, version: str) -> Metric:
     return family.samples([((version, str(PROTOCOL), platform.python_version()), 1.0)])
 
 
-def disk(family: Family, folder: Path) -> Metric:
-    return family.one(disk_space.available(folder))
+def disk_room(family: Family, folder: Path) -> Metric:
+    return family.one(disk.available(folder))
 
 
 def expiries(family: Family, own: Credentials) -> Metric:

@@ -1,4 +1,7 @@
-"""What a full, read-only or broken disk means, in our words; what was answered before is on it all the same."""
+"""How much may be written on a disk, and what it means that it takes nothing: full, read-only or broken.
+
+Both services leave a reserve free, and what was answered before is on the disk all the same.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,19 @@ from pathlib import Path
 
 from fl_core.errors import UnavailableError
 
+RESERVE_BYTES = 1 << 30
+_RESERVE_SHARE = 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
+
+
+def available(folder: Path) -> int:
+    """Return the bytes that may still be written below a folder; negative where the reserve is used already.
+
+    The reserve is 1 GiB, or a twentieth of a disk that is smaller than 20 GiB.
+    """
+    found = shutil.disk_usage(folder)
+    return found.free - min(RESERVE_BYTES, found.total // _RESERVE_SHARE)
 
 
 def disk_error(path: Path, full: bool, cause: str) -> UnavailableError:

@@ -17,7 +17,7 @@ import grpc
 from fl_core.errors import FederationError, ProtocolError, RefusedError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.storage import disk_space
+from protos.storage import disk
 from protos.storage.object_store import ObjectStore
 from protos.storage.partial_file import open_partial, partial_size
 from protos.wire import receipts
@@ -270,7 +270,7 @@ class Transfer:
 
 def _require_room(file: Path, size: int) -> None:
     """Raise RefusedError (E-RUN-38) when so many bytes would use the reserve of the disk."""
-    if size > (room := disk_space.available(file.parent)):
+    if size > (room := disk.available(file.parent)):
         raise RefusedError(
             "E-RUN-38",
             f"expected room for {max(size, 0)} bytes beside the reserve of the disk of {file.parent}, found {room}: "

@@ -116,7 +116,7 @@ class SiloMetrics:
         ledger: Callable[[], Ledger | None] | None,
     ) -> None:
         """Show from now on how this service is. ledger: finds it; None leaves out what was spent."""
-        build, disk, ends = (
+        build, room, ends = (
             _COMMON[name] for name in ("build_info", "disk_available_bytes", "certificate_expiry_timestamp_seconds")
         )
 
@@ -127,7 +127,7 @@ class SiloMetrics:
         parts: dict[str, Callable[[], Iterable[Metric]]] = {
             "build": lambda: [metrics.build(build, software())],
             "state": state,
-            "disk": lambda: [metrics.disk(disk, home)],
+            "disk": lambda: [metrics.disk_room(room, home)],
             "certificates": lambda: [metrics.expiries(ends, credentials())],
         }
         if ledger is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fl_core.errors import REASON_CHARS, FederationError, ProtocolError, RefusedError
 from fl_core.errors.catalogue import EXPLANATIONS
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.console import printable
 from protos.wire.tasks import TaskKey
 from silo.connection.retry import CancelToken
 from silo.events import EmitEvent, event
@@ -114,7 +115,7 @@ class TaskQueue:
     def round_closed(self, closed: pb.RoundClosed) -> None:
         key = TaskKey.of(closed)
         if closed.reason:
-            why = "".join(c if c.isprintable() else "?" for c in closed.reason[:REASON_CHARS])
+            why = printable(closed.reason[:REASON_CHARS])
             self._emit(event("judged", f"{key}: {why}", key, {"included": closed.included, "reason": why}))
         with self._lock:
             self._waiting.pop(key, None)

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.operations.health import Readiness, ask
 from coordinator.storage.store import FILE
-from protos.storage import disk_space
+from protos.storage import disk
 from tests.support import until
 from tests.support.coordinator import channel
 
@@ -28,7 +28,7 @@ def told(world):
 def test_a_full_disk_makes_it_not_ready(told, monkeypatch):
     assert told().serving
     with monkeypatch.context() as patch:
-        patch.setattr(disk_space, "available", lambda folder: 0)
+        patch.setattr(disk, "available", lambda folder: 0)
         until(lambda: told().problems == ("disk",), seconds=20, every=0.1)
         assert not told().serving
     until(lambda: told().serving, seconds=20, every=0.1)

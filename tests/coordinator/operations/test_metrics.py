@@ -20,7 +20,7 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.operations import metrics_endpoint
 from protos.operations.metrics_endpoint import LoopbackAddress
 from protos.pki.identity import identity_of
-from protos.storage import disk_space
+from protos.storage import disk
 from tests.support import until
 from tests.support.coordinator import FAST, HELLO, Line, World, channel, running
 from tests.support.federations import NAMES, manifest, shares
@@ -123,7 +123,7 @@ def test_certificates_disk_and_versions_are_what_they_are(world: World) -> None:
     silo = identity_of(world.people["north"].cert_pem)
     told = found[name("silo_certificate_expiry_timestamp_seconds{silo=north}")]
     assert told == pytest.approx(silo.not_after.timestamp(), abs=1)
-    assert found[name("disk_available_bytes")] == pytest.approx(disk_space.available(world.home), abs=1 << 30)
+    assert found[name("disk_available_bytes")] == pytest.approx(disk.available(world.home), abs=1 << 30)
     assert len(found.labels(name("build_info"))) == 1
     assert found["process_resident_memory_bytes"] > 1 << 20
 
@@ -136,7 +136,7 @@ def test_what_makes_it_not_ready_is_named_and_a_revoked_hospital_is_no_member(wo
         gone = until_scraped(at(world), lambda found: found[name("members")] == 2)
         assert name("silo_connected{silo=north}") not in gone
         with monkeypatch.context() as patch:
-            patch.setattr(disk_space, "available", lambda folder: -7)
+            patch.setattr(disk, "available", lambda folder: -7)
             ill = until_scraped(at(world), lambda found: found[name("ready")] == 0)
             assert ill[name("problem{problem=disk}")] == 1
             assert ill[name("problem{problem=database}")] == 0

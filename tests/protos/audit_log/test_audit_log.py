@@ -17,7 +17,7 @@ from protos.audit_log.lines import MAX_TEXT, Entry, Line, line_hash
 from protos.audit_log.log import AuditLog, LogFolder
 from protos.audit_log.verification import read_lines, verify
 
-LIES = ["", "\x1b[31mred\x00\r\n", "\ud800", "a" * 10_000, '"}\n{"number":1}', "é中", "{}", "\\u001b"]
+LIES = ["", "\x7f\x9b", "\x1b[31mred\x00\r\n", "\ud800", "a" * 10_000, '"}\n{"number":1}', "é中", "{}", "\\u001b"]
 
 
 def written(folder: Path, count: int = 30, file_bytes: int = 1000) -> LogFolder:

@@ -6,7 +6,7 @@ import pytest
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.storage import digests, disk_space
+from protos.storage import digests, disk
 from protos.wire.chunks import CHUNK_BYTES
 from silo.connection.transfer import RetryPolicy
 from tests.support.transfers import BYTES, CUTS, IDS, PATIENCE, Rig, still
@@ -124,7 +124,7 @@ def test_an_object_above_its_bound_is_refused(rig, size):
 @pytest.mark.fault("a coordinator", "fills a hospital's disk", "refused with E-RUN-38; the reserve stays free")
 def test_the_reserve_of_the_disk_stays_free(rig, monkeypatch):
     digest, room = rig.fake.offer(BYTES), [len(BYTES) - 1]
-    monkeypatch.setattr(disk_space, "available", lambda folder: room[0])
+    monkeypatch.setattr(disk, "available", lambda folder: room[0])
     with pytest.raises(RefusedError, match="E-RUN-38"):
         rig.transfer.fetch(digest, len(BYTES), rig.stop, still)
     assert rig.fake.calls == []

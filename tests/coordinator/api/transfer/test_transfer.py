@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.api.server import Settings
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.storage import disk_space
+from protos.storage import disk
 from protos.wire import receipts
 from tests.support import until
 from tests.support.coordinator import FAST, World, running
@@ -186,7 +186,7 @@ def test_unfinished_uploads_have_a_quota(tmp_path: Path) -> None:
 def test_the_reserve_of_the_disk_stays_free(world: World, offer: pb.Offer, monkeypatch: pytest.MonkeyPatch) -> None:
     stub, request = world.transfer("north"), open_request("north", offer, DATA)
     with monkeypatch.context() as patch:
-        patch.setattr(disk_space, "available", lambda folder: len(DATA) - 1)
+        patch.setattr(disk, "available", lambda folder: len(DATA) - 1)
         with pytest.raises(grpc.RpcError) as error:
             stub.Open(request)
     assert code(error) == (grpc.StatusCode.UNAVAILABLE, "E-RUN-38")
