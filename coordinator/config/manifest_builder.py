@@ -16,6 +16,7 @@ from fl_core.models import build_model
 from fl_core.rounds import capabilities
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, make_members
+from fl_core.rounds.memory_need import require_memory
 from fl_core.training import optimizers
 from fl_core.types.records import Schema
 from privacy import profiles
@@ -56,7 +57,8 @@ def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | 
 
     A run with record-level privacy takes the private form of its method, and the manifest says so.
     Raises ConfigError when the method, the model, the data and the privacy profile do not go together; RefusedError
-    (E-PRIV-01) for a profile that this version does not know, (E-PRIV-20) on a number outside its range.
+    (E-PRIV-01) for a profile that this version does not know, (E-PRIV-20) on a number outside its range, (E-RUN-38) on
+    a model that cannot be trained in the memory that is free here, which the check of the layout does once.
     """
     schema = schema_of(spec)
     optimizers.check(spec.train)
@@ -64,6 +66,7 @@ def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | 
     method, was = profiles.private_form(method, privacy)
     built = build_method(method.name, method.options)
     model = _choice(spec.model)
+    require_memory(method, model, schema, spec.train, disclose=True)
     network = build_model(model.name, model.options, schema, spec.seed)
     layout = {**derive_layout(built, network, schema, spec.personal), **profiles.extra_parts(privacy)}
     if max(spec.cohort, spec.quorum) > len(names):

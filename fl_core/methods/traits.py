@@ -22,6 +22,9 @@ class Traits:
     without_prototypes: ClassVar[Mapping[str, str | bool] | None] = None
     """The options that turn prototypes off, for a run in which no silo submits any; None where there is no such way."""
 
+    def own_numbers(self, n_classes: int, feature_dim: int) -> int:  # noqa: ARG002
+        return 0
+
     @property
     def unsummed_parts(self) -> frozenset[str]:
         return frozenset()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fl_core import rng
-from fl_core.converter import read_options
+from fl_core.converter import read_options, shown
 from fl_core.errors import ConfigError
 from fl_core.models.efficientnet import EfficientNetB0
 from fl_core.models.resnet import ResNet18, ResNet20, ResNet50, ResNet56
@@ -26,9 +26,14 @@ from fl_core.models.split_model import SplitModel
 from fl_core.models.vgg import Vgg8, Vgg11, Vgg16
 from fl_core.models.wide_resnet import WideResNet2810
 from fl_core.suggest import suggest
+from fl_core.training import memory
 from fl_core.types.records import Schema
 
 __all__ = ["MODELS", "ModelFacts", "ModelOptions", "SplitModel", "build_model", "describe", "model_options"]
+
+
+_ALWAYS_FREE = 16 << 20
+"""Smaller models are built without a look at the memory."""
 
 
 class ModelOptions(Protocol):
@@ -68,13 +73,15 @@ MODELS: Mapping[str, type[ModelOptions]] = {
 class ModelFacts:
     """What a person wants to know of a model before a run.
 
-    parameters counts trainable numbers; total_with_buffers adds every buffer, BatchNorm's counters included.
+    parameters counts trainable numbers; total_with_buffers adds every buffer, BatchNorm's counters included;
+    state_bytes: what all of these take.
     """
 
     name: str
     feature_dim: int
     parameters: int
     total_with_buffers: int
+    state_bytes: int
 
 
 def model_options(name: str, options: Mapping[str, object]) -> ModelOptions:
@@ -85,19 +92,34 @@ def model_options(name: str, options: Mapping[str, object]) -> ModelOptions:
 
 
 def build_model(name: str, options: Mapping[str, object], schema: Schema, seed: int) -> SplitModel:
-    """Build a model with the initial weights of this seed; raises ConfigError (E-CFG-01, E-CFG-02, E-CFG-23).
+    """Build a model with the initial weights of this seed.
 
+    Raises as `describe`, and RefusedError (E-RUN-38) on one that is larger than the memory that is free, before it
+    takes any; ConfigError (E-CFG-02) on weights that cannot be read.
     Guarantees: equal seeds give equal weights; torch's global generator is as before.
     """
     chosen = model_options(name, options)
+    need = describe(name, schema, options).state_bytes
+    if need > _ALWAYS_FREE:
+        memory.require(need, memory.CPU, f"the model {name}", "choose a smaller one, or smaller options of it")
     with rng.torch_scope(seed, "model"):
         return chosen.build(schema)
 
 
 def describe(name: str, schema: Schema, options: Mapping[str, object] | None = None) -> ModelFacts:
-    """Count a model's numbers, without drawing any; raises ConfigError as `build_model`."""
-    with torch.device("meta"), _Undrawn():
-        model = model_options(name, options or {}).build(schema)
+    """Count a model's numbers without making any, however many its options ask for, or reading any file.
+
+    Raises ConfigError: E-CFG-01, E-CFG-02 on options, E-CFG-23 on examples that it cannot take.
+    """
+    asked = {key: value for key, value in (options or {}).items() if key != "weights"}
+    chosen = model_options(name, asked)
+    try:
+        with torch.device("meta"), _Undrawn():
+            model = chosen.build(schema)
+    except (RuntimeError, OverflowError, TypeError) as error:  # a tensor of more than 2^63 bytes
+        raise ConfigError(
+            "E-CFG-02", f"expected sizes that a tensor can have in {name}, found {shown(asked)}: make them smaller"
+        ) from error
     return ModelFacts(name, model.feature_dim, *_counts(model))
 
 
@@ -121,6 +143,6 @@ class _Undrawn(TorchFunctionMode):
         return func(*args, **named)
 
 
-def _counts(model: nn.Module) -> tuple[int, int]:
-    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return parameters, sum(v.numel() for v in model.state_dict().values())
+def _counts(model: nn.Module) -> tuple[int, int, int]:
+    parameters, state = sum(p.numel() for p in model.parameters() if p.requires_grad), model.state_dict().values()
+    return parameters, sum(v.numel() for v in state), sum(v.numel() * v.element_size() for v in state)

@@ -12,6 +12,9 @@ from fl_core import validate
 from fl_core.errors import ConfigError
 from fl_core.types.records import Schema
 
+MOST_LAYERS = 16
+"""Of a projection: each is a module, which takes time even where it has no numbers."""
+
 
 class SplitModel(nn.Module):
     """Classify in two steps: `features` makes z (B, d), the input of the head; the head makes logits (B, C).
@@ -57,6 +60,10 @@ def assemble(
     No width: no projection. One: FedMR's Linear(1280, 640), FedGELA's Linear(512, 84). Two: FedCD's
     Linear(84, 84)-ReLU-Linear(84, 256).
     """
+    if len(projection) > MOST_LAYERS:
+        raise ConfigError(
+            "E-CFG-02", f"model.projection: expected at most {MOST_LAYERS} widths, found {len(projection)}: take fewer"
+        )
     for width in projection:
         validate.at_least("E-CFG-02", "model", 1, projection=width)
     layers: list[nn.Module] = []

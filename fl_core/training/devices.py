@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -83,16 +82,3 @@ def move_to_device(examples: Examples, device: torch.device, free: int) -> tuple
 
 def memory_for_examples(device: torch.device) -> int:
     return int(SHARE_OF_MEMORY * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that this process could still take on a device; None where the system does not say."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
-    return 1024 * int(found["MemAvailable"][0]) if "MemAvailable" in found else None

@@ -108,6 +108,10 @@ class Method(Protocol):
     even_norms: ClassVar[bool]
     """Whether honest updates stay within 5 medians; where they do not, long updates are cut and none is refused."""
 
+    def own_numbers(self, n_classes: int, feature_dim: int) -> int:
+        """Count the float32 numbers that the method's options make it hold at once beside the model, at least."""
+        ...
+
     @property
     def unsummed_parts(self) -> frozenset[str]:
         """Name the parts that `merge` sees one by one: total (n, ...) and weight (n, ...) in the roster's order."""

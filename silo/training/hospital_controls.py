@@ -6,9 +6,13 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from fl_core.datasets import SiloDataset
 from fl_core.errors import FederationError, RefusedError, StateError
 from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.memory_need import require_memory
+from fl_core.training.memory import CPU
 from fl_core.types.interfaces import DataFactory
 from privacy.accounting.accountant import Filter
 from privacy.compiled_run import CompiledRun
@@ -121,14 +125,16 @@ class HospitalControls:
         if seen.seq or self.home.ledger.exists():
             self.ledger.require(ChainHead(seen.seq, seen.head))
 
-    def admit(self, run_id: str, manifest: RunManifest) -> CompiledRun | None:
+    def admit(self, run_id: str, manifest: RunManifest, device: torch.device = CPU) -> CompiledRun | None:
         """Hold a run against the policy and return what it is; None while the hospital has not decided about it.
 
-        Raises RefusedError (E-POLICY-..), which the ledger records, and as `CompiledRun.of`. No data is near.
+        device: where it would train. Raises RefusedError (E-POLICY-.., and E-RUN-38 before a model is built that cannot
+        be trained there), which the ledger records, and as `CompiledRun.of`. No data is near.
         """
         try:
             policy = self.policy()
             policy.check_request(manifest)
+            require_memory(manifest.method, manifest.model, manifest.schema, manifest.train, device)
             run = self._compiled(manifest)
             policy.check(run)
             if policy.budgets and run.private:

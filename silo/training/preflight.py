@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from fl_core.errors import RefusedError
-from fl_core.training.devices import free_memory
+from fl_core.training.memory import free_memory, mib
 from silo.training.trainer import PreparedRun
 
 COPIES = 4
 """Of a model while it is trained: itself, what was received, its gradient, the optimizer's memory or the update."""
 OBJECTS = 4
 """Of a model's size on the disk at once: two bases, the update, the staged state."""
-_MIB = 1 << 20
 
 
 def require(prepared: PreparedRun, folder: Path, device: torch.device) -> None:
@@ -45,7 +44,7 @@ def _disk(model: nn.Module, folder: Path) -> None:
     if shutil.disk_usage(folder).free < need:
         raise RefusedError(
             "E-RUN-38",
-            f"expected {_mib(need)} of free disk for the run's bases, update and state, found less: free some where "
+            f"expected {mib(need)} of free disk for the run's bases, update and state, found less: free some where "
             "the silo's home lies, or choose a smaller model",
         )
 
@@ -58,8 +57,8 @@ def _memory(prepared: PreparedRun, device: torch.device) -> None:
         return
     remedy = "choose a smaller model"
     if rows > 1:
-        remedy = f"set privacy.physical_batch=1, which needs {_mib(training_bytes(model, 1))}, or a few, or {remedy}"
-    raise RefusedError("E-RUN-38", f"expected about {_mib(need)} of free memory on {device}, found less: {remedy}")
+        remedy = f"set privacy.physical_batch=1, which needs {mib(training_bytes(model, 1))}, or a few, or {remedy}"
+    raise RefusedError("E-RUN-38", f"expected about {mib(need)} of free memory on {device}, found less: {remedy}")
 
 
 def state_bytes(model: nn.Module) -> int:
@@ -70,7 +69,3 @@ def training_bytes(model: nn.Module, at_once: int) -> int:
     """Estimate the bytes that training takes: copies of the model, and `at_once` examples' gradients."""
     gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return COPIES * state_bytes(model) + at_once * gradients
-
-
-def _mib(count: int) -> str:
-    return f"{-(-count // _MIB)} MiB"

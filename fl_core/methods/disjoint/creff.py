@@ -61,6 +61,9 @@ class CReFF(FedAvg):
         """Count each holder of a class once in its gradient."""
         return {**super().part_rules, PART: PartRule(Weighing.ONCE)}
 
+    def own_numbers(self, n_classes: int, feature_dim: int) -> int:
+        return n_classes * self.features * feature_dim
+
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         split, seed = features_of(model), class_vectors.seed_of(model)
         shape = (context.n_classes, self.features, split.feature_dim)

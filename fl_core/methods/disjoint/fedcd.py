@@ -120,6 +120,9 @@ class FedCD(FedAvg):
             name != class_level_aggregation.HEAD or self.acla == "fedavg"
         )
 
+    def own_numbers(self, n_classes: int, feature_dim: int) -> int:
+        return 2 * n_classes * self.fine * feature_dim
+
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         split = features_of(model)
         rows, d = context.n_classes * self.fine, split.feature_dim

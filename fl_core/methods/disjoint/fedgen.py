@@ -104,6 +104,9 @@ class FedGen(FedAvg):
             self.steps, rate, self.weight_decay, self.made, self.noise, self.noise_kind, self.diversity
         )
 
+    def own_numbers(self, n_classes: int, feature_dim: int) -> int:
+        return self.hidden * (self.noise + n_classes + feature_dim) + self.made * (self.noise + self.made)
+
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         split, seed = features_of(model), class_vectors.seed_of(model)
         made = feature_generator.seeded(seed, context.n_classes, self.noise, self.hidden, split.feature_dim)

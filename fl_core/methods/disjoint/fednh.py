@@ -58,6 +58,9 @@ class FedNH(FedAvg):
     def shared(self, name: str) -> bool:
         return not name.startswith(("head.", CLASSIFIER, *([SCALE] if self.fix_scaling else [])))
 
+    def own_numbers(self, n_classes: int, feature_dim: int) -> int:
+        return n_classes**2 if self.init == "uniform" and n_classes > 2 * feature_dim else 0
+
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         place = class_vectors.uniform if self.init == "uniform" else class_vectors.orthogonal
         rows = place(context.n_classes, features_of(model).feature_dim, class_vectors.seed_of(model)).float()

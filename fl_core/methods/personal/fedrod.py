@@ -118,6 +118,9 @@ class FedROD(FedAvg):
         """Weigh the hypernetwork as the model."""
         return {**super().part_rules, PART: PartRule(self.weighing)}
 
+    def own_numbers(self, n_classes: int, feature_dim: int) -> int:
+        return (self.hidden or feature_dim) * (feature_dim + 1) * n_classes if self.variant == "hyper" else 0
+
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         split = features_of(model)
         nu = {PART: new_nu(split, self.hidden or split.feature_dim)} if self.variant == "hyper" else {}

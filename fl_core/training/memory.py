@@ -1,0 +1,89 @@
+"""How much memory is free here, and the refusal of what would not fit into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from fl_core.errors import RefusedError
+
+CPU = torch.device("cpu")
+_MIB = 1 << 20
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_BY_VERSION = {  # folder below _CGROUPS, limit, usage, and what of that the system gives back by itself
+    1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("", "memory.max", "memory.current", "inactive_file"),
+}
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes that this process could still take on a device; None where the system does not say.
+
+    On the CPU the least of what the machine and the control groups of this process (a container, a service's
+    MemoryMax) leave.
+    """
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    found = [*_of_machine(), *_of_groups()]
+    return max(0, min(found)) if found else None
+
+
+def require(need: int, device: torch.device, what: str, remedy: str, disclose: bool = False) -> None:
+    """Raise RefusedError (E-RUN-38) where less than `need` bytes are free on a device.
+
+    disclose: say how much is free, which a hospital does not tell the lead.
+    """
+    free = free_memory(device)
+    if free is None or need <= free:
+        return
+    found = mib(free) if disclose else "less"
+    raise RefusedError(
+        "E-RUN-38", f"expected at least {mib(need)} of free memory on {device} for {what}, found {found}: {remedy}"
+    )
+
+
+def mib(count: int) -> str:
+    """Write a number of bytes, rounded up."""
+    return f"{-(-count // _MIB)} MiB"
+
+
+def _of_machine() -> Iterator[int]:
+    try:
+        lines = (_PROC / "meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return
+    for name, _, value in (line.partition(":") for line in lines):
+        if name == "MemAvailable":
+            yield 1024 * int(value.split()[0])
+
+
+def _of_groups() -> Iterator[int]:
+    """Yield what each group that this process is in, and each around it, leaves; groups without a limit have none."""
+    try:
+        lines = (_PROC / "self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, kinds, path = line.split(":", 2)
+        version = 2 if number == "0" else 1
+        if version == 1 and "memory" not in kinds.split(","):
+            continue
+        base, limit, usage, reclaimable = _BY_VERSION[version]
+        group = _CGROUPS / base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if (left := _left(folder, limit, usage, reclaimable)) is not None:
+                yield left
+            if folder == _CGROUPS / base:
+                break
+
+
+def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+    try:
+        most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+        stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return most - used + int(stats.get(reclaimable, 0))
+    except (OSError, ValueError):  # no such group is seen from here, or its limit is "max"
+        return None
