@@ -13,6 +13,8 @@ from coordinator import console
 from coordinator.cli.options import Home, Json, home_of
 from coordinator.storage.store import FILE, OBJECTS, Store, lock_home
 from fl_core.errors import ConfigError
+from protos.audit_log.log import FOLDER
+from protos.audit_log.restoring import copy_log, mark_restored
 from protos.console import local_time, print_json
 from protos.storage import backup as backups
 from protos.version import software
@@ -22,7 +24,7 @@ AUTHORITY_KEY = "pki/ca.key"
 
 
 def _layout(authority_key: bool) -> backups.HomeLayout:
-    left_out = ("service.json", _PARTIAL)
+    left_out = ("service.json", _PARTIAL, FOLDER)
     return backups.HomeLayout(
         side="coordinator",
         database=FILE,
@@ -31,6 +33,7 @@ def _layout(authority_key: bool) -> backups.HomeLayout:
         left_out=left_out if authority_key else (*left_out, AUTHORITY_KEY),
         referenced=_referenced,
         place=lambda digest: f"{digest[:2]}/{digest}",
+        copy_log=copy_log,
     )
 
 
@@ -82,7 +85,7 @@ def restore(
     facts: dict[str, object] = {"home": str(place)}
     if source is not None:
         contents = backups.restore(source, place, _layout(authority_key=True))
-        facts["at"] = contents.at
+        facts |= {"at": contents.at, "log_restored": mark_restored(place, contents.at)}
     with lock_home(place), closing(Store(place, accept_loss=accept_loss)) as store:
         facts["runs"] = len(store.runs.all())
     if as_json:
@@ -90,5 +93,12 @@ def restore(
         return
     when = f" of {local_time(contents.at)}" if source is not None else ""
     console.OUT.print(f"{place} goes on with its {facts['runs']} runs{when}; next: coordinator serve", soft_wrap=True)
+    if source is not None:
+        line = facts["log_restored"]
+        console.ERR.print(
+            f"line {line} of the audit log says so; hospitals that hold a later one report it once, as they should. "
+            f"coordinator log verify --against FILE then wants --restored {line}",
+            soft_wrap=True,
+        )
     if not (place / AUTHORITY_KEY).exists():
         console.ERR.print(f"put {AUTHORITY_KEY} back to admit hospitals and renew certificates")

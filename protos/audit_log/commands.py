@@ -31,6 +31,15 @@ Against = Annotated[
 Archived = Annotated[
     bool, typer.Option("--archived", help="The oldest files were moved away: begin where the log begins.")
 ]
+Restored = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--restored",
+        help="The line at which you restored this home, as restore told: what the other side holds of lines that are "
+        "lost since then is no finding. May be repeated.",
+        metavar="LINE",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +82,11 @@ def make_app(side: Callable[[Path | None], Side]) -> typer.Typer:
 
     @app.command("verify")
     def verify_log(
-        against: Against = None, archived: Archived = False, home: Home = None, as_json: Json = False
+        against: Against = None,
+        archived: Archived = False,
+        restored: Restored = None,
+        home: Home = None,
+        as_json: Json = False,
     ) -> None:
         """Check that no line was edited, removed or moved; exit status 1, with the first such line, when one was.
 
@@ -82,7 +95,7 @@ def make_app(side: Callable[[Path | None], Side]) -> typer.Typer:
         """
         own = side(home)
         heads = [] if against is None else heads_in(against, own.identity(), own.authority_pem())
-        found = verify(own.folder, heads, archived)
+        found = verify(own.folder, heads, archived, restored or ())
         if as_json:
             facts: dict[str, Any] = {"lines": found.lines, "first": found.first, "last": found.last}
             print_json(facts | {"hash": found.hash, "agreed": found.agreed, "notes": list(found.notes)})

@@ -26,24 +26,42 @@ _CERTIFICATE_BYTES, _SIGNATURE_BYTES = 8192, 256
 
 @dataclass(frozen=True, slots=True)
 class SignedHead:
-    """The end of a log. of: whose, an identity   number, hash: of its newest line   certificate: the signer's, PEM."""
+    """The end of a log.
+
+    of: whose, an identity   number, hash: of its newest line   certificate: the signer's, PEM   restored,
+    restored_hash: number and hash of its newest line that says that it was put back; 0 and nothing without one.
+    """
 
     of: str
     number: int
     hash: str
     signature: bytes = b""
     certificate: bytes = b""
+    restored: int = 0
+    restored_hash: str = ""
 
     @classmethod
-    def sign(cls, of: str, number: int, hash: str, own: Credentials) -> SignedHead:
-        plain = cls(of, number, hash)
+    def sign(
+        cls, of: str, number: int, hash: str, own: Credentials, restored: int = 0, restored_hash: str = ""
+    ) -> SignedHead:
+        plain = cls(of, number, hash, restored=restored, restored_hash=restored_hash)
         key = certificates.load_key(own.key_pem, "the key in force")
         return replace(
             plain, signature=certificates.sign(key, CONTEXT, plain.canonical_text()), certificate=own.cert_pem
         )
 
     def canonical_text(self) -> bytes:
-        return json.dumps([self.of, self.number, self.hash], separators=(",", ":")).encode()
+        restored = [self.restored, self.restored_hash] if self.restored else []
+        return json.dumps([self.of, self.number, self.hash, *restored], separators=(",", ":")).encode()
+
+    def lacks(self, before: SignedHead) -> bool:
+        """Tell whether a log with this end lacks lines up to one that the same side signed before."""
+        put_back = (self.restored, self.restored_hash) != (before.restored, before.restored_hash)
+        return (
+            self.number < before.number
+            or (self.number == before.number and self.hash != before.hash)
+            or (put_back and 0 < self.restored <= before.number)
+        )
 
     def require_signed(self, authority_pem: bytes) -> None:
         """Raise RefusedError (E-ID-14) unless a certificate of that identity, under the authority, signed it.
@@ -72,6 +90,8 @@ class SignedHead:
             hash=bytes.fromhex(self.hash),
             signature=self.signature,
             certificate_pem=self.certificate,
+            restored=self.restored,
+            restored_hash=bytes.fromhex(self.restored_hash),
         )
 
     @classmethod
@@ -82,9 +102,19 @@ class SignedHead:
             or len(message.certificate_pem) > _CERTIFICATE_BYTES
             or len(message.signature) > _SIGNATURE_BYTES
             or not 0 < message.number < 2**63
+            or message.restored > message.number
+            or len(message.restored_hash) != (32 if message.restored else 0)
         ):
             raise ProtocolError("E-WIRE-06", "expected the end of an audit log, found another form: upgrade that side")
-        found = cls(of, message.number, message.hash.hex(), message.signature, message.certificate_pem)
+        found = cls(
+            of,
+            message.number,
+            message.hash.hex(),
+            message.signature,
+            message.certificate_pem,
+            message.restored,
+            message.restored_hash.hex(),
+        )
         found.require_signed(authority_pem)
         plain = certificates.to_pem(x509.load_pem_x509_certificate(found.certificate))  # without what stands around it
         return replace(found, certificate=plain)
@@ -96,6 +126,7 @@ class SignedHead:
             "hash": self.hash,
             "signature": self.signature.hex(),
             "certificate": self.certificate.decode("ascii", "replace"),
+            **({"restored": self.restored, "restored_hash": self.restored_hash} if self.restored else {}),
         }
 
     @classmethod
@@ -104,9 +135,12 @@ class SignedHead:
         of, number, hash, signature, certificate = (
             raw[name] for name in ("of", "number", "hash", "signature", "certificate")
         )
-        if type(number) is not int or not all(isinstance(v, str) for v in (of, hash, signature, certificate)):
+        restored, restored_hash = raw.get("restored", 0), raw.get("restored_hash", "")
+        texts = (of, hash, signature, certificate, restored_hash)
+        if type(number) is not int or type(restored) is not int or not all(isinstance(v, str) for v in texts):
             raise TypeError("no head of an audit log")
-        return cls(str(of), number, str(hash), bytes.fromhex(str(signature)), str(certificate).encode())
+        signed = bytes.fromhex(str(signature)), str(certificate).encode()
+        return cls(str(of), number, str(hash), *signed, restored, str(restored_hash))
 
 
 @dataclass(slots=True)
@@ -125,7 +159,7 @@ class KeptHeads:
             return {}
 
     def keep(self, head: SignedHead) -> SignedHead | None:
-        """Keep a head; return the one before it if that is of a later line, or has another hash of this one."""
+        """Keep a head; return the one before it if that is of lines that a log with this end lacks."""
         with self._lock:
             known = self.newest()
             before = known.get(head.of)
@@ -133,7 +167,4 @@ class KeptHeads:
                 return None
             text = {of: found.to_json() for of, found in (known | {head.of: head}).items()}
             private_files.write_private(self.file, json.dumps(text).encode())
-        back = before is not None and (
-            head.number < before.number or (head.number == before.number and head.hash != before.hash)
-        )
-        return before if back else None
+        return before if before is not None and head.lacks(before) else None

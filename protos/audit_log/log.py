@@ -21,8 +21,17 @@ from protos.storage.digests import write_all
 
 FOLDER = "audit"
 FILE_BYTES = 16 << 20
+RESTORED = "restored"
+_RESTORED = "restored.json"
 OWN = "this log"
 """Who speaks in lines about the log itself."""
+
+
+class RestoredAt(NamedTuple):
+    """The newest line that says that the log was put back from a backup: number and hash; 0 where it never was."""
+
+    number: int = 0
+    hash: str = ""
 
 
 class Position(NamedTuple):
@@ -61,6 +70,14 @@ class LogFolder:
         sound = all(type(v) is int and v >= 0 for v in found[:4]) and isinstance(found.hash, str)
         return found if sound else None
 
+    def restored(self) -> RestoredAt:
+        try:
+            raw = json.loads((self.path / _RESTORED).read_text(encoding="ascii"))
+            found = RestoredAt(raw["number"], raw["hash"])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return RestoredAt()
+        return found if type(found.number) is int and _is_hash(found.hash) else RestoredAt()
+
     @contextmanager
     def locked(self, mode: int = fcntl.LOCK_EX) -> Iterator[None]:
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -97,6 +114,17 @@ class AuditLog:
             self._catch_up()
             for entry in entries:
                 self._write(entry)
+
+    def mark_restored(self, about: str) -> int:
+        """Write that the log was put back, on the disk on return; return the line's number."""
+        with self._mutex:
+            with self.folder.locked():
+                self._catch_up()
+                self._write(Entry(OWN, RESTORED, about, outcome="noticed"))
+                mark = {"number": self._at.number, "hash": self._at.hash}
+            self.sync()
+            private_files.write_private(self.folder.path / _RESTORED, json.dumps(mark).encode())
+        return self._at.number
 
     def head(self) -> tuple[int, str]:
         """Return number and hash of the newest line; 0 and nothing before the first."""
@@ -237,3 +265,7 @@ class AuditLog:
         self._file, self._file_number = FileIO(descriptor, "a"), number
         if new:
             private_files.sync_folder(self.folder.path)
+
+
+def _is_hash(text: object) -> bool:
+    return isinstance(text, str) and len(text) == 64 and set(text) <= set("0123456789abcdef")

@@ -76,7 +76,7 @@ class Recorder:
         except OSError as error:
             log.error("the audit log cannot be read: %s", error)
             return None
-        return SignedHead.sign(self.own, number, hash, own) if number else None
+        return SignedHead.sign(self.own, number, hash, own, *self._log.folder.restored()) if number else None
 
     def keep(self, head: SignedHead) -> str | None:
         """Keep the other side's head, as a line and as its newest; return what is wrong where its log went back."""
@@ -90,8 +90,13 @@ class Recorder:
             if before is None:
                 return None
             text = f"its log ended at line {before.number}, and now ends otherwise at line {head.number}"
+            if 0 < head.restored <= before.number:
+                text += f"; its home was restored at line {head.restored}, and the lines from there on are lost there"
             self._write(Entry(head.of, "log went back", text, outcome="noticed"))
-            return f"the audit log of {head.of} was put back or changed, or its message is late: {text}"
+            return (
+                f"the audit log of {head.of} was put back or changed, or its message is late: {text}. Ask that side "
+                "whether it restored a backup; this side keeps both ends"
+            )
 
     def flush(self) -> None:
         """End the windows that are over, and bring all lines to the disk."""

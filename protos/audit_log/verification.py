@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -11,7 +11,7 @@ from typing import NoReturn
 from fl_core.errors import ConfigError, StateError
 from protos.audit_log.heads import SignedHead
 from protos.audit_log.lines import MAX_LINE, Line, line_hash
-from protos.audit_log.log import OWN, LogFolder, Position
+from protos.audit_log.log import OWN, RESTORED, LogFolder, Position, RestoredAt
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +82,33 @@ def heads_in(file: Path, of: str, authority_pem: bytes) -> list[SignedHead]:
     return found
 
 
-def verify(folder: LogFolder, heads: Iterable[SignedHead] = (), archived: bool = False) -> Verified:
+def verify(
+    folder: LogFolder, heads: Iterable[SignedHead] = (), archived: bool = False, restored: Collection[int] = ()
+) -> Verified:
     """Check a log from its first line to its last.
 
-    heads: what others hold of it   archived: its oldest files were moved away, so begin where it begins.
+    heads: what others hold of it   archived: its oldest files were moved away, so begin where it begins   restored:
+    lines at which the operator put the log back, who knows that what others hold from there on is lost.
     Raises StateError (E-STATE-80) that names the first line that was edited, is missing or stands elsewhere; that the
     end is gone; or that the log is another one than the others have seen.
     """
     anchor = folder.anchor()
     if anchor is None and folder.numbers():
         _fail(f"expected the log's anchor in {folder.anchor_file}, found none: it was removed or damaged")
-    signed = sorted({(head.number, head.hash) for head in heads})
-    chain = _Chain(archived, anchor or Position(), {number for number, _ in signed})
+    signed = sorted(
+        {(head.number, head.hash, RestoredAt(head.restored, head.restored_hash)) for head in heads},
+    )
+    chain = _Chain(archived, anchor or Position(), {number for number, *_ in signed})
     torn = chain.read(folder)
     last = chain.last
     number = last.line.number if last else 0
     _check_anchor(chain, number)
-    _check_heads(chain, signed, number)
+    agreed, lost = _check_heads(chain, signed, number, restored)
     notes = [f"{found}: {found.line.entry.what}: {found.line.entry.about}" for found in chain.said]
     if torn:
         notes.append(f"{torn}: never finished, as after a power cut; it is moved aside when the log is next written")
     first = chain.first.line.number if chain.first else 0
-    return Verified(chain.count, first, number, last.hash if last else "", len(signed), tuple(notes))
+    return Verified(chain.count, first, number, last.hash if last else "", agreed, tuple(notes + lost))
 
 
 @dataclass(slots=True)
@@ -118,6 +123,7 @@ class _Chain:
     count: int = 0
     hashes: dict[int, str] = field(default_factory=dict)
     said: list[_Found] = field(default_factory=list)
+    restored: list[RestoredAt] = field(default_factory=list)
 
     def read(self, folder: LogFolder) -> str:
         """Take all lines; return where the unfinished last one is, empty where there is none."""
@@ -151,6 +157,8 @@ class _Chain:
             self.hashes[found.line.number] = found.hash
         if found.line.entry.who == OWN:
             self.said.append(found)
+            if found.line.entry.what == RESTORED:
+                self.restored.append(RestoredAt(found.line.number, found.hash))
 
     def _say_number(self, found: _Found, expected: int, rest: Iterator[tuple[str, int, bytes]]) -> NoReturn:
         if found.line.number < expected:
@@ -189,10 +197,19 @@ def _check_anchor(chain: _Chain, number: int) -> None:
         _fail(f"expected line {anchor.number} as it was written (anchor.json), found another: it was edited")
 
 
-def _check_heads(chain: _Chain, signed: Sequence[tuple[int, str]], number: int) -> None:
-    agreed = 0
-    for expected, hash in signed:
+def _check_heads(
+    chain: _Chain, signed: Sequence[tuple[int, str, RestoredAt]], number: int, acknowledged: Collection[int]
+) -> tuple[int, list[str]]:
+    """Hold ends that others have against the lines; return how many agree, and what was lost with a restored home."""
+    agreed, count, lost = 0, 0, dict[int, int]()
+    for expected, hash, restored in signed:
         if chain.first is not None and expected < chain.first.line.number:
+            count += 1
+            continue
+        before = [mark for mark in chain.restored if mark.number <= expected]
+        if before and restored != before[-1]:
+            _require_acknowledged(before[-1].number, expected, acknowledged)
+            lost[before[-1].number] = max(expected, lost.get(before[-1].number, 0))
             continue
         if expected > number:
             _fail(
@@ -205,7 +222,17 @@ def _check_heads(chain: _Chain, signed: Sequence[tuple[int, str]], number: int) 
                 f"expected line {expected} with the hash that this side signed for another, found another hash: "
                 f"{since} replaced, with a chain of its own"
             )
-        agreed = expected
+        agreed, count = expected, count + 1
+    return count, [f"lines {begin} to {end} were lost when the home was restored" for begin, end in lost.items()]
+
+
+def _require_acknowledged(restored: int, expected: int, acknowledged: Collection[int]) -> None:
+    if restored not in acknowledged:
+        _fail(
+            f"expected line {expected} with the hash that this side signed for another, found that the log was put "
+            f"back: line {restored} says that the home was restored, and lines {restored} to {expected} from before "
+            f"are gone. Where you restored it yourself: log verify --against FILE --restored {restored}"
+        )
 
 
 def _fail(what: str) -> NoReturn:

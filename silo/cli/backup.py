@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from fl_core.errors import ConfigError
+from protos.audit_log.log import FOLDER
+from protos.audit_log.restoring import copy_log, mark_restored
 from protos.console import local_time, print_json
 from protos.storage import backup as backups
 from protos.version import software
@@ -27,9 +29,10 @@ def _layout(home: Home, ledger_key: bool) -> backups.HomeLayout:
         database=home.database.name,
         objects=OBJECTS,
         databases=inside(home.ledger),
-        left_out=("instance.json", *(() if ledger_key else inside(home.ledger_key))),
+        left_out=("instance.json", FOLDER, *(() if ledger_key else inside(home.ledger_key))),
         referenced=_referenced,
         place=str,
+        copy_log=copy_log,
     )
 
 
@@ -94,7 +97,7 @@ def restore(
     facts: dict[str, object] = {"home": str(place.path)}
     if source is not None:
         contents = backups.restore(source, place.path, _layout(place, ledger_key=True))
-        facts["at"] = contents.at
+        facts |= {"at": contents.at, "log_restored": mark_restored(place.path, contents.at)}
     with place.make().locked():
         store = Store(place.database, accept_loss=accept_loss)
         facts["runs"] = len(store.history())
@@ -105,4 +108,13 @@ def restore(
     shown = [("home", str(place.path)), ("runs", str(facts["runs"])), ("next", "silo serve --data REF")]
     if source is not None:
         shown.insert(1, ("of", local_time(contents.at)))
+        line = facts["log_restored"]
+        shown.insert(
+            2,
+            (
+                "audit log",
+                f"line {line} says so; the coordinator, where it holds a later one, reports it once, as it should; "
+                f"silo log verify --against FILE then wants --restored {line}",
+            ),
+        )
     console.show_facts(shown)

@@ -113,6 +113,8 @@ def test_a_run_goes_on_from_a_backup_taken_in_the_middle_of_a_round(tmp_path, co
         gate.let(99)
     assert world.finished(run, WAIT_S).model_digest == expected
     assert sites["east"].told("restored")
+    (said,) = [text for text in sites["east"].told("trouble") if text.startswith("E-STATE-80")]
+    assert "its home was restored at line" in said
 
 
 def arrived(world: World, run: str) -> set[tuple[str, int]]:

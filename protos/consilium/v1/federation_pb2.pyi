@@ -318,6 +318,8 @@ class LogHead(_message.Message):
     HASH_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
+    RESTORED_FIELD_NUMBER: _builtins.int
+    RESTORED_HASH_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """of its newest line, from 1"""
     hash: _builtins.bytes
@@ -326,6 +328,10 @@ class LogHead(_message.Message):
     """ECDSA-SHA256 over ["IDENTITY",NUMBER,"HASH"] in the context "consilium audit head v1" """
     certificate_pem: _builtins.bytes
     """of the key that signed"""
+    restored: _builtins.int
+    """its newest line that says that the log was put back from a backup, 0: there is none"""
+    restored_hash: _builtins.bytes
+    """SHA-256 of that line; with it ["IDENTITY",NUMBER,"HASH",RESTORED,"RESTORED_HASH"] is signed"""
     def __init__(
         self,
         *,
@@ -333,10 +339,12 @@ class LogHead(_message.Message):
         hash: _builtins.bytes = ...,
         signature: _builtins.bytes = ...,
         certificate_pem: _builtins.bytes = ...,
+        restored: _builtins.int = ...,
+        restored_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_pem", b"certificate_pem", "hash", b"hash", "number", b"number", "signature", b"signature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_pem", b"certificate_pem", "hash", b"hash", "number", b"number", "restored", b"restored", "restored_hash", b"restored_hash", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
