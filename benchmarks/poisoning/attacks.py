@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fl_core.errors import UnavailableError
 from fl_core.simulation.in_process import SiloShare
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import SiloPort
@@ -36,12 +37,17 @@ def _wrong_shape(sent: Bundle) -> Bundle:
     return {**sent, "delta": Part(total, part.weight)}
 
 
+def _nothing(_: Bundle) -> Bundle:
+    raise UnavailableError("E-RUN-13", "absent")
+
+
 def _as_sent(sent: Bundle) -> Bundle:
     return sent
 
 
 ATTACKS: dict[str, Change] = {
     "none": _as_sent,
+    "absent": _nothing,
     "weight x1000": _delta(1.0, 1000.0),
     "sign flip": _delta(-1.0),
     "sign flip x1000": _delta(-1000.0),
