@@ -136,9 +136,8 @@ class LeadService(rpc.LeadServicer):
         return messages.run_info(run, self._store, self._runs.waiting(run.id))
 
     def _silos(self, revoked: bool) -> list[pb.SiloInfo]:
-        now = time.time()
-        silos = self._store.members.silos()
-        return [messages.silo_info(s, self._dispatcher, now) for s in silos if revoked or not s.revoked]
+        silos = [s for s in self._store.members.silos() if revoked or not s.revoked]
+        return messages.silo_infos(silos, self._dispatcher, time.time())
 
     def _members(self, run: Run) -> list[pb.SiloInfo]:
         return [s for s in self._silos(revoked=True) if s.name in run.members]

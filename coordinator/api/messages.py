@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -85,7 +86,13 @@ def round_info(row: RoundRow, noise: RunNoise = NO_NOISE) -> pb.RoundInfo:
     return message
 
 
-def silo_info(silo: Silo, dispatcher: Dispatcher, now: float) -> pb.SiloInfo:
+def silo_infos(silos: Iterable[Silo], dispatcher: Dispatcher, now: float) -> list[pb.SiloInfo]:
+    store = dispatcher.store
+    policies, alarms = store.attestations.policies(), store.members.alarms()  # once: there may be a thousand silos
+    return [_silo_info(s, dispatcher, now, policies.get(s.name, ""), alarms.get(s.name, "")) for s in silos]
+
+
+def _silo_info(silo: Silo, dispatcher: Dispatcher, now: float, policy: str, alarm: str) -> pb.SiloInfo:
     present = dispatcher.activity_of(silo.name)
     info = pb.SiloInfo(
         name=silo.name,
@@ -95,8 +102,8 @@ def silo_info(silo: Silo, dispatcher: Dispatcher, now: float) -> pb.SiloInfo:
         last_seen_unix=silo.last_seen if present is None else now - present[1],
         data=pb.DataOffer(**_shared_fields(silo.data, pb.DataOffer)),
         software=silo.software,
-        policy_digest=dispatcher.store.attestations.policy(silo.name),
-        alarm=dispatcher.store.members.alarm(silo.name),
+        policy_digest=policy,
+        alarm=alarm,
     )
     if present is not None and not silo.revoked:
         info.MergeFrom(pb.SiloInfo(**_shared_fields(present[0], pb.SiloInfo)))

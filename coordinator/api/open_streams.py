@@ -64,8 +64,10 @@ class OpenStreams:
                     stream.on_refused(error)
 
     def _refused(self, streams: Iterable[_Stream]) -> list[tuple[_Stream, FederationError]]:
-        found = []
+        found, is_in_force = [], self._silos_in_force()
         for stream in streams:
+            if is_in_force(stream.peer):
+                continue
             try:
                 self._authorizer.authorize_peer(stream.peer, stream.method, stream.address)
             except FederationError as error:
@@ -73,3 +75,10 @@ class OpenStreams:
             except Exception:  # the next attempt may succeed; if this task ended, nobody would be asked for again
                 log.exception("whether %s is still let in could not be looked up", stream.peer.identity)
         return found
+
+    def _silos_in_force(self) -> Callable[[PeerCertificate], bool]:
+        try:
+            return self._authorizer.silos_in_force()
+        except Exception:  # asked one by one, each stream gets an error of its own
+            log.exception("the members could not be looked up")
+            return lambda _: False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from contextlib import closing
@@ -158,6 +159,7 @@ def serve(
     with ShutdownSignals() as signals:
         server = CoordinatorServer(place, bind, build_manifest, Settings(software=software(), metrics=metrics_at))
         port = server.start()
+        gc.freeze()  # else each full collection looks at all that torch has made, and nobody is answered for 0.3 s
         notify(READY)
         log.info("serving on %s:%d; stop with Ctrl-C", bind.rsplit(":", 1)[0], port)
         while not signals.received:

@@ -231,9 +231,7 @@ class Dispatcher:
         """Settle the tasks of silos that are no longer members; called once per pulse."""
         with self._lock:
             waiting = {key.silo for key in self._pending}
-        for name in waiting:
-            if self.store.members.is_member(name):
-                continue
+        for name in waiting - self.store.members.member_names():
             error = RefusedError("E-ID-12", f"silo {name!r} was revoked")
             with self._lock:
                 mine = [p for key, p in self._pending.items() if key.silo == name]

@@ -75,8 +75,9 @@ class RunScheduler:
         E-RUN-10: no such run to start from), RefusedError (E-PRIV-01: an unknown privacy profile) and as `resolve`.
         """
         CompiledRun.of(manifest)
+        enrolled = self.store.members.member_names()
         for member in manifest.members:
-            if not self.store.members.is_member(member.name):
+            if member.name not in enrolled:
                 raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
         offers = {silo.name: silo.data for silo in self.store.members.silos()}
         sizes = {m.name: (offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members}

@@ -48,10 +48,10 @@ class AttestationStore:
             row = upsert(policies).values(silo=silo, digest=digest)
             db.execute(row.on_conflict_do_update(index_elements=["silo"], set_={"digest": digest}))
 
-    def policy(self, silo: str) -> str:
-        """Return the digest of a silo's policy; empty when it has none or never sent it."""
+    def policies(self) -> dict[str, str]:
+        """Return the digest of each silo's policy, by its name; empty when it has none."""
         with self._db.read() as db:
-            return db.scalar(select(policies.c.digest).where(policies.c.silo == silo)) or ""
+            return {row.silo: row.digest for row in db.execute(select(policies))}
 
 
 def store_attestation(db: Connection, contribution_id: str, stated: pb.Attestation | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict
 from datetime import datetime
 
@@ -69,6 +69,27 @@ class MemberStore:
             self._first_use(serial, name, bool(held.enrolled))
         return MembershipStatus(None, member=True)
 
+    def in_force(self) -> Set[tuple[str, str]]:
+        """Return the names and serials of silos' certificates that are certainly in force; of others ask one by one.
+
+        One that has a successor in use is left out, also within its grace.
+        """
+        with self._db.read() as db:
+            revoked = set(db.scalars(select(revocations.c.serial)))
+            rows = db.execute(
+                select(certificates.c.name, certificates.c.serial, certificates.c.first_used)
+                .join(silos, silos.c.name == certificates.c.name)
+                .where(silos.c.state == "member")
+                .order_by(literal_column("certificates.rowid", Integer).desc())
+            ).all()
+        found, superseded = set[tuple[str, str]](), set[str]()
+        for row in rows:  # the newest first
+            if row.name not in superseded and row.serial not in revoked:
+                found.add((row.name, row.serial))
+            if row.first_used is not None:
+                superseded.add(row.name)
+        return found
+
     def _first_use(self, serial: str, name: str, enrolled: bool) -> None:
         now = self._clock()
         with self._db.write() as db:
@@ -97,6 +118,11 @@ class MemberStore:
         with self._db.read() as db:
             return db.scalar(select(silos.c.state).where(silos.c.name == name)) == "member"
 
+    def member_names(self) -> Set[str]:
+        """Return the silos that are enrolled and not revoked."""
+        with self._db.read() as db:
+            return set(db.scalars(select(silos.c.name).where(silos.c.state == "member")))
+
     # ---- identities that two parties hold ------------------------------------------------------------------------
 
     def raise_alarm(self, name: str, text: str) -> None:
@@ -113,6 +139,11 @@ class MemberStore:
         """Return what the lead must look into; empty when there is nothing."""
         with self._db.read() as db:
             return db.scalar(select(alarms.c.text).where(alarms.c.name == name)) or ""
+
+    def alarms(self) -> dict[str, str]:
+        """Return what the lead must look into, by name."""
+        with self._db.read() as db:
+            return {row.name: row.text for row in db.execute(select(alarms.c.name, alarms.c.text))}
 
     # ---- silos -----------------------------------------------------------------------------------------------------
 

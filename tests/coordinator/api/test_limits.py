@@ -218,11 +218,42 @@ def test_a_look_that_fails_once_is_repeated(tmp_path: Path, monkeypatch) -> None
         return true_status(store, name, serial)
 
     monkeypatch.setattr(MemberStore, "membership_status", sometimes)
+    monkeypatch.setattr(MemberStore, "in_force", lambda _: {}["no disk"])  # so that they are asked for one by one
     with serving(tmp_path, Limits(check_s=0.05)) as world:
         line = Line(world, "north", HELLO)
         until(lambda: len(asked) > 3, "more looks", 10)
         assert not line.over.is_set()
         line.close()
+
+
+def test_many_open_streams_are_looked_up_with_one_question(tmp_path: Path, monkeypatch) -> None:
+    alone: list[str] = []
+    looks: list[object] = []
+    true_status, true_in_force = MemberStore.membership_status, MemberStore.in_force
+
+    def status(store: MemberStore, name: str, serial: str) -> object:
+        alone.append(name)
+        return true_status(store, name, serial)
+
+    def in_force(store: MemberStore) -> object:
+        looks.append(found := true_in_force(store))
+        return found
+
+    monkeypatch.setattr(MemberStore, "membership_status", status)
+    monkeypatch.setattr(MemberStore, "in_force", in_force)
+    with serving(tmp_path, Limits(check_s=0.05)) as world:
+        lines = [Line(world, name, HELLO) for name in NAMES]
+        until(lambda: all(online(world, name)() for name in NAMES), "all silos", 10)
+        alone.clear()
+        seen = len(looks)
+        until(lambda: len(looks) > seen + 3, "more looks", 10)
+        assert alone == []
+        Membership(world.home, world.server.store).revoke(NAMES[0], "test")
+        assert lines[0].failure() == (DENIED, "E-ID-12")
+        assert set(alone) == {NAMES[0]}
+        for line in lines[1:]:
+            assert not line.over.is_set()
+            line.close()
 
 
 @pytest.mark.parametrize("kind", ["watch", "reflection", "session"])

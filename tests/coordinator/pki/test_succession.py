@@ -43,6 +43,11 @@ class Consortium:
     def status(self, silo: SiloIdentity) -> str:
         own = silo.load()
         found = self.store.members.membership_status(own.identity.name, own.serial)
+        if (
+            own.identity.name,
+            own.serial,
+        ) in self.store.members.in_force():  # of nobody whom a closer look refuses
+            assert (found.revoked, found.renewed_at, found.member) == (None, None, True)
         return "revoked" if found.revoked else "renewed" if found.renewed_at else "member" if found.member else "none"
 
 
@@ -122,3 +127,22 @@ def test_the_proof_of_a_key_that_was_never_certified_is_refused(world: Consortiu
         world.members.join(
             identity_of(token.cert_pem), request, certificates.sign(stranger, certificates.RENEWAL, message)
         )
+
+
+def test_all_silos_in_force_are_found_with_one_question(world: Consortium) -> None:
+    def in_force() -> set[str]:
+        return {serial for _, serial in world.store.members.in_force()}
+
+    silo = world.join("n")
+    first = silo.load().serial
+    assert in_force() == {first}
+    made = world.renew(silo)
+    old = copy_of(silo, world)
+    silo.install(made.certificate_pem, made.authority_pem)
+    second = silo.load().serial
+    assert in_force() == {first, second}  # the successor is not in use
+    assert world.status(silo) == "member"
+    assert in_force() == {second}
+    assert world.status(old) == "member"  # within its grace it is asked for by itself
+    world.members.revoke("north", "test")
+    assert in_force() == set()

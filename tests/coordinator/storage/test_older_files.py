@@ -96,7 +96,7 @@ def test_what_hospitals_stated_is_there(tmp_path: Path) -> None:
         found = store.attestations.newest("hospital1")
         assert found is not None
         assert (found.ledger_seq, len(found.ledger_sealed)) == (21, 32)
-        assert store.attestations.policy("hospital1").startswith("ff09b028")
+        assert store.attestations.policies()["hospital1"].startswith("ff09b028")
     (tmp_path / "sealed").mkdir()
     with opened(older(tmp_path / "sealed", BEFORE_SEALED)) as store:
         assert store.attestations.newest("hospital1") == pb.Attestation(
@@ -112,7 +112,7 @@ def test_a_run_of_an_older_file_goes_on(tmp_path: Path) -> None:
         assert [e.number for e in store.runs.events(RUNNING, 4)] == [5, 6, 7]
         assert store.attestations.newest("hospital1") is None
         store.attestations.keep_policy("hospital1", "d" * 64)
-        assert store.attestations.policy("hospital1") == "d" * 64
+        assert store.attestations.policies()["hospital1"] == "d" * 64
 
 
 def test_a_migrated_file_has_the_tables_of_a_new_one(tmp_path: Path) -> None:
