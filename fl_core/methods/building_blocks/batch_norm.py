@@ -11,57 +11,62 @@ from fl_core.types.interfaces import LocalData
 from fl_core.types.values import ExampleSums, Tensors
 
 
+class _ReachedError(Exception):
+    """Ends a forward pass at a layer whose input is all that is wanted."""
+
+    def __init__(self, layer: str, rows: Tensors) -> None:
+        self.layer, self.rows = layer, rows
+
+
 def recompute(model: nn.Module, data: LocalData) -> None:
     """Set every layer's running mean and variance to those of its input over the training set, in place.
 
-    One `sum` query without augmentation, in which the layers normalise by the statistics of each batch. Moments are
-    taken around the old mean, which keeps digits. A batch of one example has no statistics and is left out; without
-    another batch the old ones stay. Leaves the model in eval mode.
+    One `sum` query without augmentation per layer, in the order in which the network reaches them, up to that layer:
+    those before it normalise by the statistics that were just measured. Moments are sums over examples in float64,
+    around the old mean, which keeps digits. Those of a single example are none: the old ones stay. Leaves the model in
+    eval mode.
+
+    Guarantees: neither the order of the examples nor how they are batched matters, up to the rounding of features.
     """
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
-    if not layers:
-        return
     model.eval()
-    momenta = {name: layer.momentum for name, layer in layers.items()}
-    for layer in layers.values():
-        layer.train()
-        layer.momentum = 0.0  # the origin of the moments stays where it is
-    sums = data.sum(ExampleSums(lambda x, _: _moments(model, layers, x)))
-    model.eval()
-    for name, layer in layers.items():
-        if (n := float(sums[f"{name}.n"])) > 1:
-            mean, square = sums[f"{name}.mean"] / n, sums[f"{name}.square"] / n
+    pending = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    while pending:
+        reached: set[str] = set()
+        sums = data.sum(ExampleSums(lambda x, _, seen=reached: _moments(model, pending, x, seen)))  # type: ignore[misc]
+        if not reached:
+            return  # no examples, or layers that the network does not use
+        layer = pending.pop(reached.pop())
+        if float(sums["examples"]) > 1:
+            n = float(sums["numbers"])
+            mean, square = sums["mean"] / n, sums["square"] / n
             assert layer.running_mean is not None
             assert layer.running_var is not None
             layer.running_mean += mean.to(layer.running_mean)
             layer.running_var.copy_((square - mean.square()).clamp_min(0.0) * n / (n - 1))
-        layer.momentum = momenta[name]
 
 
-def _moments(model: nn.Module, layers: Mapping[str, _BatchNorm], x: Tensor) -> Tensors:
-    """Pass one batch and return, per layer and example, the numbers per channel and their first two moments' sums."""
-    rows: dict[str, Tensor] = {}
-    if len(x) == 1:
-        for name, layer in layers.items():
-            nothing = x.new_zeros(1, layer.num_features)
-            rows |= {f"{name}.n": nothing[:, 0], f"{name}.mean": nothing, f"{name}.square": nothing}
-        return rows
+def _moments(model: nn.Module, layers: Mapping[str, _BatchNorm], x: Tensor, reached: set[str]) -> Tensors:
+    """Pass one batch to the first of the layers; return per example its numbers per channel and two moments' sums."""
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def note(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        def stop(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
             assert isinstance(layer, _BatchNorm)
             assert layer.running_mean is not None
-            v = args[0].reshape(len(x), layer.num_features, -1)  # (B, channels, places)
-            v = v - layer.running_mean.view(-1, 1)
-            rows[f"{name}.n"] = v.new_full((len(x),), v.shape[2])
-            rows[f"{name}.mean"], rows[f"{name}.square"] = v.sum(2), v.square().sum(2)
+            v = args[0].double().reshape(len(x), layer.num_features, -1)  # (B, channels, places)
+            v = v - layer.running_mean.double().view(-1, 1)
+            one = v.new_ones(len(x))
+            sums = {"examples": one, "numbers": v.shape[2] * one, "mean": v.sum(2), "square": v.square().sum(2)}
+            raise _ReachedError(name, sums)
 
-        return note
+        return stop
 
     hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
     try:
         model(x)
+    except _ReachedError as found:
+        reached.add(found.layer)
+        return found.rows
     finally:
         for hook in hooks:
             hook.remove()
-    return rows
+    return {}

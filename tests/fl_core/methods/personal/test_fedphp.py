@@ -205,15 +205,18 @@ def test_recomputed_statistics_are_those_of_the_training_set() -> None:
     weights = {name for name in before if "running_" not in name}
     assert all(torch.equal(before[name], after[name]) for name in weights)
     assert not any(m.training for m in model.modules())
-    oracle = model_of().train()
-    layers = [m for m in oracle.modules() if isinstance(m, nn.BatchNorm2d)]
-    for layer in layers:
-        layer.momentum = 1.0  # the 14 examples are one batch: its statistics are the set's
-    oracle(x)
-    expected = tensor_maps.copy_state(oracle)
-    assert len(layers) == 2
-    assert all(torch.allclose(after[name], expected[name], rtol=1e-4, atol=1e-6) for name in set(after) - weights)
-    assert [m.momentum for m in model.modules() if isinstance(m, nn.BatchNorm2d)] == [0.1, 0.1]
+    layers = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    seen: list[tuple[nn.BatchNorm2d, Tensor]] = []
+    hooks = [m.register_forward_pre_hook(lambda m, args: seen.append((m, args[0]))) for m in layers]
+    with torch.no_grad():
+        model(x)  # the 14 examples as one batch, as the model answers in use
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == len(layers) == 2
+    for layer, given in seen:
+        assert torch.allclose(layer.running_mean, given.mean((0, 2, 3)), atol=1e-6)  # type: ignore[arg-type]
+        assert torch.allclose(layer.running_var, given.var((0, 2, 3)), rtol=1e-5)  # type: ignore[arg-type]
+    assert [m.momentum for m in layers] == [0.1, 0.1]
 
 
 def test_statistics_over_several_batches_weigh_examples_equally(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +227,19 @@ def test_statistics_over_several_batches_weigh_examples_equally(monkeypatch: pyt
         seen = model_of().body[0](x)  # type: ignore[index,operator]
     assert torch.allclose(model.body[1].running_mean, seen.mean((0, 2, 3)), atol=1e-6)  # type: ignore[index,union-attr,arg-type]
     assert torch.allclose(model.body[1].running_var, seen.var((0, 2, 3)), rtol=1e-4)  # type: ignore[index,union-attr,arg-type]
+
+
+def test_recomputed_statistics_do_not_depend_on_the_order_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorted by class, the batches of the last layer's normalisation held one class each."""
+    monkeypatch.setattr("fl_core.training.local_data.EVAL_BATCH", 4)
+    given, found = shares()[0].train, []
+    x, y = given.batch(torch.arange(14))
+    for order in (torch.argsort(y, stable=True), torch.arange(14), torch.arange(14).flip(0)):
+        model, mine = model_of(), Given(x[order], y[order])
+        batch_norm.recompute(model, PlainLocalData(mine, mine, TRAIN, FED.for_silo(0, 0)))
+        found.append(tensor_maps.copy_state(model))
+    for other in found[1:]:
+        assert all(torch.allclose(v, other[name], rtol=1e-5, atol=1e-6) for name, v in found[0].items())
 
 
 def test_a_lone_example_leaves_the_statistics_as_they_are() -> None:
