@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
@@ -110,7 +110,7 @@ class PlainLocalData:
                 if options.penalty is not None:
                     objective = objective + options.penalty(model)
                 descent.backward(objective)
-                self._correct_gradient(named, options.no_momentum, options.shift)
+                optimizers.correct_gradient(named, self._config.clip_norm, options)
                 descent.step()
                 taken += 1
                 self._progress(done, len(batches))
@@ -159,17 +159,6 @@ class PlainLocalData:
         while len(batches) < steps:
             batches += torch.split(torch.randperm(n, generator=order), size)
         return batches[:steps]
-
-    def _correct_gradient(
-        self, named: Mapping[str, nn.Parameter], no_momentum: Callable[[str], bool] | None, shift: Tensors | None
-    ) -> None:
-        """Clip the gradient where the schedule says so, then add the data-free shift."""
-        if self._config.clip_norm:
-            clipped, _ = optimizers.split_by_momentum(named, no_momentum)
-            torch.nn.utils.clip_grad_norm_(clipped, self._config.clip_norm)
-        for name, value in (shift or {}).items():
-            if name in named and (grad := named[name].grad) is not None:
-                grad.add_(value.to(grad.device))
 
     def _read(self, split: Split, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         x, y = self._examples[split].batch(index, augment)

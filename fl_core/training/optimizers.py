@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from fl_core.errors import ConfigError
 from fl_core.types.records import TrainConfig
+from fl_core.types.values import SgdOptions
 
 OPTIMIZERS = ("sgd", "adam")
 AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,6 +55,25 @@ def make_optimizers(
     """Make the optimizers of a pass: the schedule's, and plain SGD for what `no_momentum` selects."""
     scheduled, plain = split_by_momentum(named, no_momentum)
     return ([make_optimizer(scheduled, lr, config)] if scheduled else []) + ([SGD(plain, lr)] if plain else [])
+
+
+def correct_gradient(named: Mapping[str, nn.Parameter], clip_norm: float, options: SgdOptions) -> None:
+    """Clip the gradient of a step to a norm (0: as it is), then add the shift; the rule of plain and private data.
+
+    | term                                                  | `clip_norm` |
+    |-------------------------------------------------------|-------------|
+    | loss, in private data as it was clipped and noised    | in the norm |
+    | penalty: what stands in the objective beside the loss | in the norm |
+    | shift: a correction of the step                       | not         |
+    | weight decay, momentum: the optimizer's               | not         |
+    | all of parameters without momentum (`no_momentum`)    | not         |
+    """
+    if clip_norm:
+        scheduled, _ = split_by_momentum(named, options.no_momentum)
+        torch.nn.utils.clip_grad_norm_(scheduled, clip_norm)
+    for name, value in (options.shift or {}).items():
+        if name in named and (grad := named[name].grad) is not None:
+            grad.add_(value.to(grad))
 
 
 class GradientDescent:

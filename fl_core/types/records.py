@@ -21,9 +21,11 @@ class TrainConfig:
     """The local schedule, equal at every silo.
 
     lr is per step and falls by `lr_decay` per round; max_steps cuts an `sgd` call short (0: never);
-    clip_norm bounds the whole gradient of a step (0: off); optimizer: "sgd" (momentum, nesterov) or "adam", which
-    methods that count effective steps refuse; amp: "bf16" or "fp16" computes losses in mixed precision (weights,
-    sums and evaluations stay float32), "off" does not; channels_last: the order of memory that GPUs convolve fastest.
+    clip_norm bounds the gradient of a step, of the loss and the method's penalty together, without shifts, weight decay
+    and parameters that move without momentum (0: off; `optimizers.correct_gradient` has the table);
+    optimizer: "sgd" (momentum, nesterov) or "adam", which methods that count effective steps refuse; amp: "bf16" or
+    "fp16" computes losses in mixed precision (weights, sums and evaluations stay float32), "off" does not;
+    channels_last: the order of memory that GPUs convolve fastest.
     """
 
     lr: float = 0.01

@@ -201,9 +201,10 @@ class SgdOptions:
     """What one call of `sgd` does otherwise than the run's schedule says.
 
     epochs, steps: how long; `steps` goes before `epochs` and the schedule's limit   lr_scale: of the schedule's rate
-    penalty, shift: added to the gradient after clipping and noise, before the momentum buffer; they must not depend on
-    examples   only: selects the parameters that move   no_momentum: selects those of them that move by bare steps: no
-    momentum, no decay, outside the schedule's clipping.
+    penalty, shift: added to the gradient before the momentum buffer, and in private data after its clipping and noise;
+    they must not depend on examples. A penalty stands in the objective, so the schedule's `clip_norm` bounds its
+    gradient with the loss's; a shift is added afterwards   only: selects the parameters that move   no_momentum:
+    selects those of them that move by bare steps: no momentum, no decay, outside `clip_norm`.
     """
 
     epochs: float | None = None

@@ -7,7 +7,8 @@ Algorithm 1, with Poisson samples of constant rate and a constant divisor:
             [ + sum over M microbatches of clip_C2(B / M times the gradient of coupled terms) ]
     grad  = (round(S / g) + N) g / B,   N integer noise of parameter s / g,   s = z (C1 + 2 C2) (1 + slack)
 
-then penalty, shift, weight decay, momentum: computed from these integers (grid.py, which also states the slack).
+then penalty, `clip_norm`, shift, weight decay, momentum: computed from these integers (grid.py, which also states the
+slack).
 
 A unit is a record, or the group (patient, lesion) that the data names: its gradient is the mean over its examples. The
 coupled terms of a loss see microbatches to which every drawn unit is assigned at random, so that one unit moves one
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from fl_core.errors import RefusedError
 from fl_core.training.local_data import PlainLocalData
-from fl_core.training.optimizers import effective_steps, make_optimizers
+from fl_core.training.optimizers import correct_gradient, effective_steps, make_optimizers
 from fl_core.types.enums import Split
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import (
@@ -34,7 +35,6 @@ from fl_core.types.values import (
     Examples,
     Losses,
     LossFn,
-    PenaltyFn,
     Query,
     RoundContext,
     SgdOptions,
@@ -111,7 +111,7 @@ class DpSgdLocalData:
             with draws.scope(), per_unit(model, grouped=grouped) as engine:
                 for step in range(planned):
                     self._gradient(engine, model, loss, step, draws)
-                    self._add_data_free_terms(model, named, options.penalty, options.shift)
+                    self._add_data_free_terms(model, named, options)
                     for optimizer in optimizers:
                         optimizer.step()
                     self._progress(step + 1, planned)
@@ -175,21 +175,15 @@ class DpSgdLocalData:
             )
         return losses
 
-    def _add_data_free_terms(
-        self, model: nn.Module, named: dict[str, nn.Parameter], penalty: PenaltyFn | None, shift: Tensors | None
-    ) -> None:
+    def _add_data_free_terms(self, model: nn.Module, named: dict[str, nn.Parameter], options: SgdOptions) -> None:
         """Add what does not depend on examples: after the noise, before the momentum buffer."""
-        if penalty is not None:
+        if options.penalty is not None:
             params = list(named.values())
-            found = torch.autograd.grad(penalty(model), params, allow_unused=True)
+            found = torch.autograd.grad(options.penalty(model), params, allow_unused=True)
             for p, g in zip(params, found, strict=True):
                 if g is not None and p.grad is not None:
                     p.grad.add_(g)
-        if self._config.clip_norm:
-            torch.nn.utils.clip_grad_norm_(list(named.values()), self._config.clip_norm)
-        for name, value in (shift or {}).items():
-            if name in named and (grad := named[name].grad) is not None:
-                grad.add_(value.to(grad))
+        correct_gradient(named, self._config.clip_norm, options)
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
         """Release a sum over the units of a split with noise; public test examples are summed as they are.

@@ -248,3 +248,23 @@ def test_a_withdrawn_treatment_is_read_and_not_planned_for_a_loss_that_mixes() -
     assert plan_of(RecordDpConfig(coupled="frozen")).steps_per_call  # fedavg's loss does not mix
     with pytest.raises(RefusedError, match=r"E-PRIV-16.*no longer"):
         plan_of(RecordDpConfig(coupled="frozen"), method="fedmr", mu1=1e-4, mu2=0.0)
+
+
+@pytest.mark.parametrize("method", ["fedprox", "feddc", "fedrod"])
+def test_clip_norm_touches_the_same_terms_of_private_and_plain_data(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A penalty is clipped with the loss, a shift is not, and neither are parameters that move by bare steps."""
+    monkeypatch.setattr(grid, "ROUNDING", 1e-12)
+    data, train = examples(), replace(PLAIN, weight_decay=0.1, clip_norm=0.05)
+    far = {name: v + 1.0 for name, v in tensor_maps.copy_state(model_of()).items()}
+    options = {
+        "fedprox": SgdOptions(penalty=lambda m: 0.5 * tensor_maps.squared_distance(dict(m.named_parameters()), far)),
+        "feddc": SgdOptions(shift={name: torch.full_like(v, 0.3) for name, v in far.items()}),
+        "fedrod": SgdOptions(no_momentum=lambda name: name.startswith("head.")),
+    }[method]
+    private, plain = model_of(), model_of()
+    private_data(plan_of(OPEN, train), data).sgd(private, ce, options)
+    PlainLocalData(data, data, train, CONTEXT).sgd(plain, ce, options)
+    for name, value in tensor_maps.copy_state(plain).items():
+        assert torch.allclose(tensor_maps.copy_state(private)[name], value, rtol=1e-4, atol=1e-6)
