@@ -92,10 +92,14 @@ def simulate(
     console.OUT.print(
         f"global accuracy {result.estimates[-1].text()}, best {result.best.text()}, model {result.model_digest[:16]}"
     )
-    if scores := next((r.personal for r in reversed(result.records) if r.personal), None):
+    if scores := next((r.personal for r in reversed(result.measured or result.records) if r.personal), None):
         hidden = result.noise.scores
         shown = console.personal_text(uncertainty.shown_scores(scores, hidden), hidden & set(scores))
-        console.OUT.print(f"personal models of the last round:{shown}")
+        whose = "of the last round's silos" if result.privacy else "of all silos"
+        console.OUT.print(f"newest personal models {whose}:{shown}")
+        if METHODS[result.manifest.method.name].ga_is_personal and "ga" in scores:
+            ga = console.percent(scores["ga"])
+            console.OUT.print(f"their mean accuracy on the whole test set, which papers call GA: {ga}")
 
 
 def _summary(

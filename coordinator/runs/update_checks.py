@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from coordinator.storage.store import Store
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, with_undeclared
 from fl_core.errors import ProtocolError
 from fl_core.rounds.manifest import RunManifest
-from fl_core.training.evaluation import METRICS
+from fl_core.rounds.silo_round import round_layout
 from fl_core.types.enums import TaskKind
 from privacy.compiled_run import CompiledRun
 from protos.wire.bundle_file import BundleFile
@@ -50,23 +50,22 @@ class UpdateChecks:
         self._store = store
         self._model_lock = model_lock
         self._lock = threading.Lock()
-        self._checks: dict[str, tuple[UpdateCheck, frozenset[torch.dtype]]] = {}
+        self._checks: dict[str, tuple[Mapping[TaskKind, UpdateCheck], frozenset[torch.dtype]]] = {}
 
     def check(self, contribution: Contribution, file: Path) -> None:
         """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43) unless the update may be part of its round."""
-        check, dtypes = self._of(contribution.run_id)
-        if contribution.kind is TaskKind.EVALUATE:
-            check = replace(check, layout={METRICS: check.layout[METRICS]})
-        check.check(checked(BundleFile(file), dtypes), contribution.silo)
+        checks, dtypes = self._of(contribution.run_id)
+        checks[contribution.kind].check(checked(BundleFile(file), dtypes), contribution.silo)
 
-    def _of(self, run_id: str) -> tuple[UpdateCheck, frozenset[torch.dtype]]:
+    def _of(self, run_id: str) -> tuple[Mapping[TaskKind, UpdateCheck], frozenset[torch.dtype]]:
         with self._lock:
             if run_id in self._checks:
                 return self._checks[run_id]
         manifest = RunManifest.from_json(self._store.runs.get(run_id).manifest)
         with self._model_lock:
             run = CompiledRun.of(manifest)
-            made = run.update_check(declared_sizes(self._store, run_id)), run.dtypes
+            check = run.update_check(declared_sizes(self._store, run_id))
+            made = {k: check.of(round_layout(run.method, check.layout, k)) for k in TaskKind}, run.dtypes
         with self._lock:
             while len(self._checks) >= _REMEMBERED:
                 del self._checks[next(iter(self._checks))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +13,13 @@ from coordinator.config.run_spec import RunSpec
 from coordinator.simulation.engine import SimulationEngine
 from fl_core import datasets
 from fl_core.errors import ConfigError
+from fl_core.methods import METHODS
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.fine_tuning import BestHistory, FineTuned, fine_tuned
 from fl_core.simulation.global_test import GlobalTestEvaluator
-from fl_core.simulation.in_process import SiloShare
+from fl_core.simulation.in_process import SiloShare, has_official_test
+from fl_core.simulation.latest_personal import LatestPersonal
 from fl_core.training.devices import choose_device
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
@@ -30,14 +33,17 @@ from privacy.reports import uncertainty
 from privacy.reports.uncertainty import Estimate, RunNoise, Sums
 
 T = TypeVar("T")
+LAST = 5
+"""Rounds whose mean stands beside the best one, which is chosen on test data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """The records of a simulation's rounds and the digest of its final model.
 
-    noise: which results are noisy   measured: the records with the counts of all silos' test sets, where a round's
-    record covers only its cohort
+    noise: which results are noisy   measured: the records as papers measure, where a federation sees less: counts of
+    the official test set or of all silos' test sets, scores of all silos' personal models
+    official: whether the global model was measured on the official test set, which is no silo's
     """
 
     manifest: RunManifest
@@ -47,6 +53,7 @@ class Result:
     tuned: FineTuned | None = None
     privacy: Mapping[str, object] | None = None
     measured: Sequence[RoundRecord] = ()
+    official: bool = False
 
     @property
     def accuracies(self) -> list[float]:
@@ -55,7 +62,7 @@ class Result:
 
     @property
     def estimates(self) -> list[Estimate]:
-        """Return the global accuracy after 0, 1, ..., T rounds: over all silos' test sets where that was measured."""
+        """Return the global accuracy after 0, 1, ..., T rounds, of `measured` where that was made."""
         return [uncertainty.accuracy(*sums) for sums in self._sums()]
 
     @property
@@ -64,27 +71,29 @@ class Result:
         return uncertainty.best(self._sums()[1:])
 
     def by_class(self) -> dict[str, Estimate]:
-        last = self.records[-1]
-        found = uncertainty.by_class(last.correct, last.examples, self.noise.of(last.included))
+        found = uncertainty.by_class(*self._sums()[-1])
         return dict(zip(self.manifest.schema.classes, found, strict=True))
 
     def _sums(self) -> list[Sums]:
-        noise = self.noise
-        return [(r.correct, r.examples, noise.of(r.included)) for r in self.measured or self.records]
+        if self.measured:  # counted apart from the run, without noise
+            return [(r.correct, r.examples, None) for r in self.measured]
+        return [(r.correct, r.examples, self.noise.of(r.included)) for r in self.records]
 
     def summary(self) -> dict[str, object]:
         """Return what `coordinator simulate --json` prints; a noisy number has its interval beside it, or is null."""
-        last, estimates = self.records[-1], self.estimates
-        noisy = self.noise.of(last.included)
+        estimates = self.estimates
         return {
             "method": self.manifest.method.name,
             "data": self.manifest.data,
             "rounds": self.manifest.rounds,
             "seed": self.manifest.seed,
             "silos": [m.name for m in self.manifest.members],
-            **uncertainty.accuracy(last.correct, last.examples, noisy).facts("global_accuracy"),
+            "test_set": "official" if self.official else "silos",
+            **estimates[-1].facts("global_accuracy"),
             **self.best.facts("best_global_accuracy", "best_"),
-            **uncertainty.balanced(last.correct, last.examples, noisy).facts("balanced_accuracy", "balanced_"),
+            "mean_last_global_accuracy": mean_of_last(_exact(estimates[1:])),
+            "last_rounds": LAST,
+            **uncertainty.balanced(*self._sums()[-1]).facts("balanced_accuracy", "balanced_"),
             "class_accuracy": {name: e.point for name, e in self.by_class().items()},
             "accuracy_by_round": [e.point for e in estimates],
             **self._intervals(estimates),
@@ -100,7 +109,7 @@ class Result:
 
     def _intervals(self, estimates: Sequence[Estimate]) -> dict[str, object]:
         """Return the intervals by class and by round of noisy evaluations; null: withheld."""
-        if self.noise.evaluation is None:
+        if self.noise.evaluation is None or self.measured:
             return {}
         return {
             "class_accuracy_interval": {name: _ends(e) for name, e in self.by_class().items()},
@@ -108,31 +117,59 @@ class Result:
         }
 
     def _of_cohorts(self) -> dict[str, object]:
-        """Return what a federation would see: accuracies over the test sets of each round's cohort."""
+        """Return what a federation would see: accuracies over the test sets of each round's cohort, and its scores."""
         if not self.measured:
             return {}
         found = [uncertainty.accuracy(r.correct, r.examples, self.noise.of(r.included)) for r in self.records]
-        return {"cohort_accuracy_by_round": [e.point for e in found]}
+        scores = [uncertainty.shown_scores(r.personal, self.noise.scores) for r in self.records if r.personal]
+        return {
+            "cohort_accuracy_by_round": [e.point for e in found],
+            **({"cohort_personal_by_round": scores} if scores else {}),
+        }
 
     def personal(self) -> dict[str, object]:
-        """Return the last, best and all scores of personal models; empty where none was measured.
+        """Return the last, best, mean and all scores of personal models; empty where none was measured.
 
-        The best are chosen by test accuracy, as papers report them. Means of noisy shares are null and named.
+        They are means over all silos, each with its newest model; of a private run over each round's silos. The best
+        are chosen by test accuracy, as papers report them; the mean is that of the last rounds. Means of noisy shares
+        are null and named.
         """
-        measured = [r.personal for r in self.records if r.personal]
+        measured = [r.personal for r in self.measured or self.records if r.personal]
         if not measured:
             return {}
         hidden = self.noise.scores
         scores = [uncertainty.shown_scores(s, hidden) for s in measured]
-        names = [name for name in ("pa", "pm_l", "pm_v", "ga") if name in measured[-1]]
+        names = [name for name in ("pa", "pm_l", "pm_v") if name in measured[-1]]
         withheld = [name for name in names if name in hidden]
+        series = {name: [s.get(name) for s in scores] for name in names} | {"ga": self.generic(scores)}
         return {
-            **{name: scores[-1].get(name) for name in names},
-            **{f"best_{name}": max((s[name] for s in scores if name in s), default=None) for name in names},
+            **{name: values[-1] for name, values in series.items()},
+            **{f"best_{n}": max((v for v in values if v is not None), default=None) for n, values in series.items()},
+            **{f"mean_last_{name}": mean_of_last(values) for name, values in series.items()},
             "fairness": None if "pm_l" in withheld else fairness(scores[-1]),
             "personal_by_round": scores,
             **({"withheld_scores": withheld} if withheld else {}),
         }
+
+    def generic(self, scores: Sequence[Mapping[str, float]]) -> list[float | None]:
+        """Return GA after each round that was measured, by the papers' rule (`Traits.ga_is_personal`).
+
+        Of methods whose model is personal the mean over silos of their models' accuracy on the whole test set, else the
+        global accuracy; None where noise hides it.
+        """
+        if METHODS[self.manifest.method.name].ga_is_personal:
+            return [s.get("ga") for s in scores]
+        return _exact(self.estimates[1:])
+
+
+def _exact(estimates: Sequence[Estimate]) -> list[float | None]:
+    return [e.point if e.exact else None for e in estimates]
+
+
+def mean_of_last(values: Sequence[float | None], rounds: int = LAST) -> float | None:
+    """Return the mean of the last so many values, of all where there are fewer; None where one of them is missing."""
+    known = [v for v in values[-rounds:] if v is not None]
+    return statistics.fmean(known) if known and len(known) == len(values[-rounds:]) else None
 
 
 def _ends(found: Estimate) -> tuple[float, float] | None:
@@ -140,18 +177,20 @@ def _ends(found: Estimate) -> tuple[float, float] | None:
 
 
 class ReportingHistory(BestHistory):
-    """A history that calls another observer as well."""
+    """A history that calls another observer as well, with the records as they were measured."""
 
-    def __init__(self, observer: Observer, measure: GlobalTestEvaluator | None) -> None:
-        super().__init__(measure)
-        self._observer = observer
+    def __init__(
+        self, observer: Observer, measure: GlobalTestEvaluator | None, personal: LatestPersonal | None, noisy: bool
+    ) -> None:
+        super().__init__(measure, personal)
+        self._observer, self._noisy = observer, noisy
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         self._observer.opened(context, kind, names)
 
     def closed(self, record: RoundRecord, server: State) -> None:
         super().closed(record, server)
-        self._observer.closed(record, server)
+        self._observer.closed(record if self._noisy else self.measured[-1], server)
 
 
 def data_reference(spec: RunSpec) -> str:
@@ -194,8 +233,9 @@ def run(
 
     observer: an observer of the rounds, or a function that makes one of the manifest
     fine_tune: epochs after which the best global model is evaluated at each silo
-    Where a cohort is drawn, every round's model is also measured on all silos' test sets, and the best is chosen there;
-    not in a private run, whose counts are released by the rounds alone.
+    Where silos hold out their own test examples, every round's model is also measured on the official test set, and
+    where a cohort is drawn on all silos' test sets; the best is chosen there. Personal models are then measured over
+    all silos. What a private run releases is left to its rounds: there the official test set alone is looked at.
     Guarantees: equal specs give equal model digests; the digest equals that of the same run over real silo
     processes with these names.
     """
@@ -204,12 +244,15 @@ def run(
     logs = [InMemoryReleaseLog() for _ in manifest.members] if compiled.private else []
     factories = [compiled.profile.data_factory(k, log) for k, log in enumerate(logs)]
     shares, engine = [SiloShare(s.train, s.test, s.public) for s in sets], engine or SimulationEngine()
-    global_test = 0 < manifest.cohort < len(shares) and not compiled.private
+    official, cohorts = has_official_test(shares), 0 < manifest.cohort < len(shares) and not compiled.private
+    device = choose_device(engine.device)
     if callable(observer):
         observer = observer(manifest)
     history = ReportingHistory(
         observer or Observer(),
-        GlobalTestEvaluator(compiled, shares, choose_device(engine.device)) if global_test else None,
+        GlobalTestEvaluator(compiled, shares, device) if official or cohorts else None,
+        LatestPersonal(compiled, shares, device) if manifest.personal and cohorts else None,
+        compiled.private,
     )
     final = engine.simulate(compiled, shares, history, factories or None)
     tuned = fine_tuned(compiled, shares, history.best, history.best_round, fine_tune) if fine_tune else None
@@ -221,7 +264,8 @@ def run(
         tensor_maps.digest(final["w"]),
         tuned,
         spent,
-        history.measured if global_test else (),
+        history.measured if official or cohorts else (),
+        official,
     )
 
 

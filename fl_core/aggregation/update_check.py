@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPointFormat, check_layout
 from fl_core.errors import ProtocolError
-from fl_core.training.evaluation import METRICS, PERSONAL, PERSONAL_PUBLIC
+from fl_core.training.evaluation import METRICS, PERSONAL_PARTS
 from fl_core.types.enums import Weighing
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Bundle, Layout, Part, PartRule
@@ -36,7 +36,6 @@ BUFFERS = ("running_mean", "running_var")
 _SIGMAS = 12.0
 _ROUNDING = 1e-4
 _FEWEST_TESTED = 20
-_PERSONAL_PARTS = (PERSONAL, PERSONAL_PUBLIC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class UpdateCheck:
     masked: bool = False
 
     def of(self, layout: Layout) -> UpdateCheck:
-        """Return the check of updates that have only a part of the run's layout: an evaluation's."""
+        """Return the check of updates that have only a part of the run's layout: those of one kind of round."""
         return replace(self, layout=layout)
 
     def check(self, update: Bundle, silo: str = "") -> Measured:
@@ -112,7 +111,7 @@ class UpdateCheck:
                 squares[key] = self._square(name, key, value, weight, silo)
                 if (name, key) == ("delta", "head.bias"):
                     bias = value
-            if name in (METRICS, *_PERSONAL_PARTS):
+            if name in (METRICS, *PERSONAL_PARTS):
                 continue
             if weight.dim():
                 square = sum(squares.values(), torch.zeros(len(weight), dtype=torch.float64))
@@ -124,7 +123,7 @@ class UpdateCheck:
 
     def rule(self, name: str, per_row: bool) -> PartRule:
         """Return what a part means; prototypes and what else has a weight per row count examples unless it says not."""
-        if name in (METRICS, *_PERSONAL_PARTS):
+        if name in (METRICS, *PERSONAL_PARTS):
             return PartRule(Weighing.EXAMPLES if name == METRICS else Weighing.ONCE)
         return self.rules.get(name, PartRule() if per_row else self.rules.get("delta", PartRule()))
 
@@ -163,7 +162,7 @@ class UpdateCheck:
         rule = self.rule(name, bool(weight.dim()))
         for key in part.total:
             value = part.total[key]
-            if name in (METRICS, *_PERSONAL_PARTS) or key in (rule.counts, rule.steps):
+            if name in (METRICS, *PERSONAL_PARTS) or key in (rule.counts, rule.steps):
                 self._check_numbers(name, key, self._numbers(name, value), weight, silo)
             else:
                 yield key, value
@@ -190,7 +189,7 @@ class UpdateCheck:
         if name == METRICS:
             _within("correct answers beyond the examples", value - weight, -math.inf, 2 * slack, math.inf, silo)
             _within("correct answers", value, -slack, math.inf, math.inf, silo)
-        elif name in _PERSONAL_PARTS:
+        elif name in PERSONAL_PARTS:
             low, high = (-_ROUNDING, _ROUNDING) if key.endswith("_rest") else (0.0, float(weight))
             _within(f"{name}.{key}", value, low, high, math.inf, silo)
         elif key == self.rule(name, False).steps:

@@ -14,6 +14,8 @@ class Traits:
 
     has_personal_model: ClassVar[bool] = False
     has_global_model: ClassVar[bool] = True
+    ga_is_personal: ClassVar[bool] = False
+    personal_at_end: ClassVar[bool] = False
     server_tracks_state: ClassVar[bool] = False
     bias_follows_classes: ClassVar[bool] = False
     even_norms: ClassVar[bool] = True

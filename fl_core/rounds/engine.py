@@ -16,7 +16,8 @@ from fl_core.aggregation.round_sum import NO_HISTORY, NormClippedSum, NormHistor
 from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import REASON_CHARS, FederationError, UnavailableError
 from fl_core.rounds import closing, sampling
-from fl_core.training.evaluation import METRIC_PARTS, METRICS, personal_scores
+from fl_core.rounds.silo_round import round_layout
+from fl_core.training.evaluation import METRIC_PARTS, METRICS, PERSONAL_PARTS, personal_scores
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.records import RoundRecord
@@ -45,6 +46,9 @@ class Observer:
 
     def arrived(self, name: str) -> None:
         """Handle a silo's bundle, which was taken."""
+
+    def scored(self, name: str, own: Bundle) -> None:
+        """Handle what a bundle that was taken says of its silo's personal model alone; simulations look at it."""
 
     def refused(self, name: str, why: str) -> None:
         """Handle a silo without an update in this round: none came, or it was refused."""
@@ -101,7 +105,7 @@ class RoundLoop:
         context = RoundContext(len(self.ports), schedule.n_classes, schedule.rounds, t, len(ids))
         names = [self.ports[k].name for k in ids]
         observer.opened(context, kind, names)
-        check = self.check if train else self.check.of({METRICS: self.check.layout[METRICS]})
+        check = self.check.of(round_layout(self.method, self.check.layout, kind))
         own, now = adaptive_guards.groups(self.incoming), adaptive_guards.current_settings(self.incoming, server, t)
         model = adaptive_guards.method_state(server, own)
         server = {**model, **now}
@@ -181,6 +185,8 @@ class RoundLoop:
                 continue
             # An error here is fatal for the round: the sum may hold half of the update.
             sums.add(update, name, index[name], measured)
+            if own := {part: update[part] for part in PERSONAL_PARTS if part in update}:
+                observer.scored(name, own)
             del update
             included.append(name)
             observer.arrived(name)

@@ -11,7 +11,7 @@ from torch import nn
 
 from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.fixed_point import check_layout
-from fl_core.training.evaluation import METRICS, PERSONAL, evaluate, evaluate_personal
+from fl_core.training.evaluation import METRICS, PERSONAL, PERSONAL_PARTS, evaluate, evaluate_personal
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Guard, LocalData, Method
@@ -53,7 +53,7 @@ class SiloRound(NamedTuple):
 def run_silo_round(
     runtime: SiloRuntime, msg: State, state: State | None, data: LocalData, context: RoundContext, kind: TaskKind
 ) -> SiloRound:
-    """Evaluate what was broadcast, train if asked to, measure the personal model if the layout has it, guard all.
+    """Evaluate what was broadcast, train if asked to, measure the personal model where the round has one, guard all.
 
     Returns the bundle that may leave and the silo's next state, the old one where training diverged; the caller
     commits it at the round's close, as `Method.server_tracks_state` says. `runtime.model` is scratch: it gets the
@@ -67,20 +67,29 @@ def run_silo_round(
     msg = adaptive_guards.method_state(msg, guard_parts)
     state = method.init_silo(runtime.reset_model(), context) if state is None else state
     bundle: dict[str, Part] = {METRICS: measure_global(method, runtime.reset_model(), msg, data, context.n_classes)}
-    layout = {METRICS: runtime.layout[METRICS]}
+    layout = round_layout(method, runtime.layout, kind)
+    model, own = runtime.model, state
     if kind is TaskKind.TRAIN:
-        local, trained = method.local(runtime.reset_model(), msg, state, data, context)
+        local, own = method.local(runtime.reset_model(), msg, state, data, context)
         bundle |= local
-        state = trained if trained is state or _finite(local, trained) else state
-        if PERSONAL in runtime.layout:
-            personal = method.personal(runtime.model, msg, trained, data, context)
-            bundle |= evaluate_personal(personal, data, context.n_classes)
-        layout = {name: spec for name, spec in runtime.layout.items() if name not in guard_parts}
-    check_layout(bundle, layout)
+        state = own if own is state or _finite(local, own) else state
+    elif PERSONAL in layout:
+        model = runtime.reset_model()
+    if PERSONAL in layout:
+        bundle |= evaluate_personal(method.personal(model, msg, own, data, context), data, context.n_classes)
+    check_layout(bundle, {name: spec for name, spec in layout.items() if name not in guard_parts})
     guarded: Bundle = bundle
     for guard in guards:
         guarded = guard.outgoing(guarded, context.silo, context.round)
     return SiloRound(guarded, state, bundle[METRICS])
+
+
+def round_layout(method: Method, layout: Layout, kind: TaskKind) -> Layout:
+    """Choose of a run's layout what bundles of one kind of round have; personal models are measured in one kind."""
+    train = kind is TaskKind.TRAIN
+    left = {METRICS} if not train else set(layout) - set(PERSONAL_PARTS)
+    measured = set(PERSONAL_PARTS) if train != method.personal_at_end else set[str]()
+    return {name: spec for name, spec in layout.items() if name in left | measured}
 
 
 def measure_global(method: Method, model: nn.Module, msg: State, data: LocalData, n_classes: int) -> Part:

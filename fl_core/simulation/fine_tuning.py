@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.nn import Module
 
@@ -16,10 +16,11 @@ from fl_core import rng
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, SiloShare
+from fl_core.simulation.latest_personal import LatestPersonal
 from fl_core.training.evaluation import evaluate, weighted_accuracy
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.records import RoundRecord
-from fl_core.types.values import RoundContext, SgdOptions, State
+from fl_core.types.values import Bundle, RoundContext, SgdOptions, State
 
 EPOCHS = 10
 
@@ -30,11 +31,16 @@ class BestHistory(RoundHistory):
     A record measures the model from before its round, so the state of the close before it is the one that was best;
     the initial model does not count.
     measure: makes `measured` of a record and the state before it (None: the initial one), which chooses the best; the
-    record itself without one.
+    record itself without one   personal: keeps each silo's newest scores, which `measured` then has over all silos.
     """
 
-    def __init__(self, measure: Callable[[RoundRecord, State | None], RoundRecord] | None = None) -> None:
+    def __init__(
+        self,
+        measure: Callable[[RoundRecord, State | None], RoundRecord] | None = None,
+        personal: LatestPersonal | None = None,
+    ) -> None:
         super().__init__()
+        self._personal = personal
         self.best: State | None = None
         self.best_round = 0
         self.measured: list[RoundRecord] = []
@@ -42,9 +48,16 @@ class BestHistory(RoundHistory):
         self._before: State | None = None
         self._accuracy = -math.inf
 
+    def scored(self, name: str, own: Bundle) -> None:
+        if self._personal:
+            self._personal.keep(name, own)
+
     def closed(self, record: RoundRecord, server: State) -> None:
         super().closed(record, server)
-        self.measured.append(self._measure(record, self._before) if self._measure else record)
+        measured = self._measure(record, self._before) if self._measure else record
+        if self._personal:
+            measured = replace(measured, personal=self._personal.scores(record, self._before))
+        self.measured.append(measured)
         accuracy = self.measured[-1].accuracy
         if self._before is not None and accuracy > self._accuracy:
             self.best, self.best_round, self._accuracy = self._before, record.round, accuracy

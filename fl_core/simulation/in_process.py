@@ -103,6 +103,11 @@ def local_ports(
     ]
 
 
+def has_official_test(shares: Sequence[SiloShare]) -> bool:
+    """Tell whether silos hold out their own test examples, so that the official test set is nobody's."""
+    return any(s.public is not None for s in shares)
+
+
 def public_test(shares: Sequence[SiloShare]) -> Examples:
     """Return the official test set where the data has one apart from the silos', else the union of theirs."""
     official = [s.public for s in shares if s.public is not None]

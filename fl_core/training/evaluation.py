@@ -4,13 +4,14 @@
 |-----------------|------------------------------------|----------------------------------------------------------|
 | metrics         | correct answers per class (C,)     | test examples per class (C,), of the model received      |
 | personal        | a, a^2 (and what rounding cut off) | 1 per silo, 0 without test examples                      |
-| personal_public | PM(L), PM(V), GA and their squares | 1 per silo, 0 where the public test set has no example   |
+| personal_public | PM(L), PM(V) and their squares     | 1 per silo, 0 without public examples of its classes     |
+| personal_ga     | GA and its square                  | 1 per silo, 0 where the public test set has no example   |
 
 a is a personal model's accuracy on its silo's own test split; mean and standard deviation over silos follow from the
 sums (`personal_scores`). With counts n_kc of silo k's training examples, on the public test set,
 
     acc = sum_c a_k(c) correct_c / sum_c a_k(c) count_c     PM(L): a_k(c) = n_kc / n_k    PM(V): a_k(c) = [n_kc > 0]
-    GA of a method without a global model: a_k(c) = 1
+    GA of a method whose model is personal (`Traits.ga_is_personal`): a_k(c) = 1
 
 PA: Fan, Yao et al., "Federated Learning with Bilateral Curation for Partially Class-Disjoint Data", NeurIPS 2023.
 PM(L), PM(V): Dai, Chen, Li, Heinecke, Sun and Xu, "Tackling Data Heterogeneity in Federated Learning with Class
@@ -33,9 +34,11 @@ METRICS = "metrics"
 """The part that every bundle carries: correct answers over test examples, per class."""
 PERSONAL = "personal"
 PERSONAL_PUBLIC = "personal_public"
-METRIC_PARTS = frozenset({METRICS, PERSONAL, PERSONAL_PUBLIC})
+PERSONAL_GA = "personal_ga"
+PERSONAL_PARTS = (PERSONAL, PERSONAL_PUBLIC, PERSONAL_GA)
+METRIC_PARTS = frozenset({METRICS, *PERSONAL_PARTS})
 """Parts that measure: no method's `merge` sees them."""
-_SCORES = {PERSONAL: ("pa",), PERSONAL_PUBLIC: ("pm_l", "pm_v", "ga")}
+_SCORES = {PERSONAL: ("pa",), PERSONAL_PUBLIC: ("pm_l", "pm_v"), PERSONAL_GA: ("ga",)}
 
 
 def evaluate(model: nn.Module, data: LocalData, n_classes: int, split: Split = Split.TEST) -> Part:
@@ -65,7 +68,10 @@ def evaluate_personal(model: nn.Module, data: LocalData, n_classes: int) -> dict
     public = evaluate(model, data, n_classes, Split.GLOBAL)
     counts = data.class_counts().cpu() if float(public.weight.sum()) > 0 else torch.zeros(n_classes)
     label, vote = counts / counts.sum().clamp(min=1.0), (counts > 0).float()
-    return parts | {PERSONAL_PUBLIC: _scored(PERSONAL_PUBLIC, [(public, label), (public, vote), (public, every)])}
+    return parts | {
+        PERSONAL_PUBLIC: _scored(PERSONAL_PUBLIC, [(public, label), (public, vote)]),
+        PERSONAL_GA: _scored(PERSONAL_GA, [(public, every)]),
+    }
 
 
 def weighted_accuracy(correct: Tensor, count: Tensor, weight: Tensor) -> float:

@@ -92,12 +92,18 @@ class Method(Protocol):
     Properties that an implementation must have, each checked by the contract suite for every method:
     `local` mutates none of its arguments but `model`; one exchange per round, a State down and a Bundle up; the
     bundle's layout is the same for every silo and every round. `model` holds the run's initial weights on entry,
-    except for `personal`, which gets it as `local` left it.
+    except for `personal` after a round's training, which gets it as `local` left it.
     """
 
     name: ClassVar[str]
     has_global_model: ClassVar[bool]
     """Whether the federation has a model of its own; else no global accuracy is measured and nothing exported."""
+    ga_is_personal: ClassVar[bool]
+    """Whether papers take its generic accuracy (GA) from personal models, on the whole test set: a global model may
+    exist, but no silo would use it."""
+    personal_at_end: ClassVar[bool]
+    """Whether personal models are made once, of the final global model: they are measured in the closing evaluation,
+    and in no round before."""
     server_tracks_state: ClassVar[bool]
     """Whether the server keeps a sum of silo states: then a silo whose update was not included discards its new state;
     else it keeps it."""
@@ -166,7 +172,10 @@ class Method(Protocol):
         ...
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:
-        """Make the silo's personal model after a round, from what `local` left in `model` and the silo's new state."""
+        """Make the silo's personal model after a round, from what `local` left in `model` and the silo's new state.
+
+        With `personal_at_end` that of the final `msg`, from the initial weights and the silo's last state.
+        """
         ...
 
 

@@ -26,10 +26,12 @@ _PROBED: set[Hashable] = set()
 class DataRequirements:
     """The calls of one round: steps of each training, sums over training examples, and whether counts are asked for.
 
-    weights: of the parts that one number weighs, for a silo of `SIZE` examples.
+    closing: steps of each training in the closing evaluation   weights: of the parts that one number weighs, for a silo
+    of `SIZE` examples.
     """
 
     steps: list[int] = field(default_factory=list)
+    closing: list[int] = field(default_factory=list)
     class_sums: int = 0
     example_sums: int = 0
     counts: bool = False
@@ -103,11 +105,20 @@ def dry_run(
         data = _RecordingLocalData(schema, train, steps_of, needs, probe)
         msg = method.broadcast(server)
         bundle, silo = method.local(model, msg, silo, data, at_silo)
-        if personal:
+        if personal and not method.personal_at_end:
             method.personal(model, msg, silo, data, at_silo)
         needs.weights = {name: float(part.weight) for name, part in bundle.items() if not part.weight.dim()}
         server = method.merge(
             server, {n: _stacked(p) if n in method.unsummed_parts else p for n, p in bundle.items()}, at_server
+        )
+    if personal and method.personal_at_end:
+        last, at_end = DataRequirements(), replace(context, round=context.rounds).for_silo(0, 0)
+        data = _RecordingLocalData(schema, train, steps_of, last, probe)
+        method.personal(model, method.broadcast(server), silo, data, at_end)
+        needs.closing, needs.counts = last.steps, needs.counts or last.counts
+        needs.class_sums, needs.example_sums = (
+            needs.class_sums + last.class_sums,
+            needs.example_sums + last.example_sums,
         )
     if probe:
         _PROBED.add(subject)

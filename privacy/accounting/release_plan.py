@@ -78,7 +78,8 @@ class ReleasePlan:
     """One hospital's part in a private run; steps_per_call: the steps of each call of `sgd` in a round.
 
     evaluates_global_model: the model received is evaluated, where the method has a global model   personal: personal
-    models are evaluated, on the test records, and on a public test set with class counts.
+    models are evaluated, on the test records, and on a public test set with class counts   closing_steps: of each call
+    of `sgd` in the closing evaluation   personal_at_end: personal models are evaluated there, and in no round.
     """
 
     terms: RecordDpConfig
@@ -90,6 +91,8 @@ class ReleasePlan:
     needs_class_counts: bool
     evaluates_global_model: bool = True
     personal: bool = False
+    closing_steps: tuple[int, ...] = ()
+    personal_at_end: bool = False
 
     @classmethod
     def of(
@@ -132,6 +135,8 @@ class ReleasePlan:
             needs.counts,
             method.has_global_model,
             personal,
+            tuple(needs.closing),
+            method.personal_at_end,
         )
 
     @property
@@ -212,18 +217,18 @@ class ReleasePlan:
 
         prototypes: the hospital submits any; counts: not released before; public: there is a public test set.
         """
-        return self._releases(
-            round, train, prototypes, counts and (self.needs_class_counts or (self.personal and public)), None
-        )
+        needed = (self.needs_class_counts and train) or (self._measures_personal(train) and public)
+        return self._releases(round, train, prototypes, counts and needed, None)
+
+    def _measures_personal(self, train: bool) -> bool:
+        return self.personal and train != self.personal_at_end
 
     def _releases(self, round: int, train: bool, prototypes: bool, counts: bool, noise: float | None) -> list[Release]:
-        models = self.evaluates_global_model + (self.personal and train)
+        models = self.evaluates_global_model + self._measures_personal(train)
         planned = [self.metrics] * models if self.terms.test_data == "private" else []
-        if not train:
-            return planned
-        for steps in self.steps_per_call:
+        for steps in self.steps_per_call if train else self.closing_steps:
             planned += self.training(steps, noise)
-        if prototypes and self.sends_prototypes(round):
+        if train and prototypes and self.sends_prototypes(round):
             planned += [self.prototypes] * self.prototype_sums
         if counts:
             planned.append(self.class_counts)
@@ -231,13 +236,13 @@ class ReleasePlan:
 
     @property
     def costliest(self) -> list[Release]:
-        return self._releases(0, True, True, self.needs_class_counts or self.personal, None)
+        """Return what a repeated round releases at most; of a run that trains at its end, a round and that end."""
+        found = self._releases(0, True, True, self.needs_class_counts or self.personal, None)
+        return found + (self._releases(self.rounds, False, False, False, None) if self.closing_steps else [])
 
     def _history(self, noise: float) -> History:
-        """List the whole run on the training records at training noise z: every round, and the reserve."""
-        return [
-            release.mechanism
-            for t in (*range(self.rounds), *[0] * self.terms.reserve_rounds)
-            for release in self._releases(t, True, True, t == 0 and (self.needs_class_counts or self.personal), noise)
-            if release.collection == TRAIN
-        ]
+        """List the whole run on the training records at training noise z: every round, its end, and the reserve."""
+        counts, again = self.needs_class_counts or self.personal, self.terms.reserve_rounds
+        rounds = [self._releases(t, True, True, t == 0 and counts, noise) for t in (*range(self.rounds), *[0] * again)]
+        ends = [self._releases(self.rounds, False, False, False, noise)] * (1 + again)
+        return [r.mechanism for released in (*rounds, *ends) for r in released if r.collection == TRAIN]

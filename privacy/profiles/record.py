@@ -176,7 +176,9 @@ class RecordProfile(PrivateProfile):
         """Hold training records to the run's epsilon, test records to its evaluations, both to the policy's epsilon."""
         own, terms = Filter.of(self.terms.epsilon, self.terms.delta), self.terms
         measured, manifest = self.run.method.has_global_model, self.run.manifest
-        times = (manifest.rounds + terms.reserve_rounds) * (measured + manifest.personal) + measured
+        personal, again = manifest.personal, terms.reserve_rounds
+        at_end = 1 + again if self.run.method.personal_at_end else manifest.rounds + again
+        times = (manifest.rounds + again) * measured + at_end * personal + measured
         released = [Mechanism(terms.metric_noise, 1.0, times)] if times and terms.test_data == "private" else []
         more = (policy,) if policy else ()
         return {TRAIN: (own, *more), TEST: (RdpBound.of(released, own.order), *more)}

@@ -31,7 +31,7 @@ COSINE_EPS = 1e-8
 
 def class_logits(fine: Tensor, per_class: int, aggregation: str) -> Tensor:
     """Aggregate fine logits (B, CM) to class logits (B, C)."""
-    return AGGREGATIONS[aggregation](fine.reshape(len(fine), -1, per_class))
+    return AGGREGATIONS[aggregation](fine.reshape(len(fine), fine.shape[1] // per_class, per_class))
 
 
 def by_class(rows: Tensor, per_class: int) -> Tensor:

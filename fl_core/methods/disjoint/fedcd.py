@@ -37,6 +37,7 @@ from torch.nn.functional import cross_entropy, linear
 from fl_core import rng, validate
 from fl_core.errors import ConfigError
 from fl_core.methods.building_blocks import class_level_aggregation, class_vectors, fine_grained
+from fl_core.methods.building_blocks.class_level_aggregation import HEAD
 from fl_core.methods.building_blocks.fine_grained import Anchors, FineModel, class_logits
 from fl_core.methods.building_blocks.kmeans import clusters
 from fl_core.methods.building_blocks.prototypes import PROTOTYPES, features_of
@@ -47,6 +48,8 @@ from fl_core.types.enums import Capability, Coupling
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, LocalResult, Losses, Part, PartRule, RoundContext, SgdOptions, State, Tensors
 from fl_core.validate import NonNegative, Positive, PositiveCount, below, bounded
+
+PERSONAL_HEAD = "personal head"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ class FedCD(FedAvg):
     importance: how prototypes join a batch: "scaled" to it, "unscaled", "shuffle" (as items of the silo's data) or
     "none" (not at all)   zero_based: mu of the first round is 1   restarts, steps: k-means
 
-    Guarantees: nothing is kept at a silo between rounds.
+    Guarantees: no round reads what an earlier one left at its silo; the trained head is kept for the personal model.
     """
 
     name: ClassVar[str] = "fedcd"
@@ -116,9 +119,7 @@ class FedCD(FedAvg):
         return {**super().part_rules, class_level_aggregation.PART: class_level_aggregation.rule(self.acla)}
 
     def shared(self, name: str) -> bool:
-        return not name.startswith(("head.", "prototypes.")) and (
-            name != class_level_aggregation.HEAD or self.acla == "fedavg"
-        )
+        return not name.startswith(("head.", "prototypes.")) and (name != HEAD or self.acla == "fedavg")
 
     def own_numbers(self, n_classes: int, feature_dim: int) -> int:
         return 2 * n_classes * self.fine * feature_dim
@@ -129,17 +130,17 @@ class FedCD(FedAvg):
         head = torch.rand(rows, d, generator=rng.stream(class_vectors.seed_of(model), "fine head"))
         w = tensor_maps.select(
             tensor_maps.copy_state(FineModel(split, self.fine, self.aggregation)),
-            lambda name: name != class_level_aggregation.HEAD,
+            lambda name: name != HEAD,
         )
         return {
-            "w": {**w, class_level_aggregation.HEAD: (2 * head - 1) / d**0.5},
+            "w": {**w, HEAD: (2 * head - 1) / d**0.5},
             PROTOTYPES: fine_grained.unknown(rows, d),
         }
 
     def broadcast(self, server: State) -> State:
         return dict(server)
 
-    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:  # noqa: ARG002
         anchors = self._anchors(self._received(model, msg), msg[PROTOTYPES], data, context)
         net = self._received(model, msg, anchors.points)
         objective = self._objective(msg, anchors, data, context)
@@ -159,17 +160,17 @@ class FedCD(FedAvg):
         if self.acla != "fedavg":
             known = Anchors(msg[PROTOTYPES]["p"], msg[PROTOTYPES]["known"] > 0)
             bundle[class_level_aggregation.PART] = class_level_aggregation.outgoing(
-                self.acla, moved[class_level_aggregation.HEAD], trained[class_level_aggregation.HEAD], known, counts
+                self.acla, moved[HEAD], trained[HEAD], known, counts
             )
-        return LocalResult(bundle, silo)
+        return LocalResult(bundle, {PERSONAL_HEAD: {HEAD: trained[HEAD]}})
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:  # noqa: ARG002
         w, after = server["w"], fine_grained.merged(server[PROTOTYPES], total[PROTOTYPES], self.fine)
         w = {**w, **tensor_maps.add(tensor_maps.select(w, self.shared), total["delta"].mean())}
         if self.acla != "fedavg":
-            w[class_level_aggregation.HEAD] = class_level_aggregation.merged(
+            w[HEAD] = class_level_aggregation.merged(
                 self.acla,
-                w[class_level_aggregation.HEAD],
+                w[HEAD],
                 total[class_level_aggregation.PART],
                 after["p"],
                 after["known"],
@@ -178,6 +179,13 @@ class FedCD(FedAvg):
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
         return self._received(model, msg)
+
+    def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
+        """Put the head that was trained on the trained body; before a silo's first round the received one."""
+        net = FineModel(features_of(model), self.fine, self.aggregation)
+        head = silo[PERSONAL_HEAD] if PERSONAL_HEAD in silo else {HEAD: msg["w"][HEAD]}
+        tensor_maps.load_state(net, head)
+        return net
 
     def _received(self, model: nn.Module, msg: State, points: Tensor | None = None) -> FineModel:
         net = FineModel(features_of(model), self.fine, self.aggregation, points)
@@ -204,7 +212,7 @@ class FedCD(FedAvg):
         n = 0.0 if self.importance in ("unscaled", "shuffle") else data.size()
         count = state["count"] * state["known"] * float(self.importance != "none")
         drawn = self._shuffled(count, data, context) if self.importance == "shuffle" else None
-        return Objective(self, mu, msg["w"][class_level_aggregation.HEAD], anchors, state["p"], count, n, drawn)
+        return Objective(self, mu, msg["w"][HEAD], anchors, state["p"], count, n, drawn)
 
     def _shuffled(self, count: Tensor, data: LocalData, context: RoundContext) -> Callable[[int], Tensor]:
         draw = rng.stream(context.seed, "round", context.round, "silo", context.silo, "prototypes")

@@ -4,10 +4,15 @@ Oh, Kim and Yun, "FedBABU: Toward Enhanced Representation for Federated Image Cl
 
     theta_k     <- E epochs of SGD on CE over the body from theta^t, under the initial head psi^0 of all silos
     theta^{t+1}  = theta^t + sum_k n_k (theta_k - theta^t) / sum_k n_k
-    personal:      E_ft epochs over body and head, from (theta, psi^0)
+    personal:      E_ft epochs over body and head, from (theta^T, psi^0)
 
 psi^0 follows from the run's seed and never travels. The head is left out of the optimizer, so weight decay cannot
-shrink it. Fine-tuning starts from the global body that was received, not from a silo's own old one.
+shrink it. Fine-tuning starts from the final global body, once, at every silo, not from a silo's own old one: personal
+models are measured in the closing evaluation.
+
+Two papers measure it otherwise. FedGELA's GA (Fan et al., NeurIPS 2023, section 5.1) is that of methods "without a
+global model": the mean over silos of their personal models' accuracy on the whole test set. FedNH's GM is the accuracy
+of theta^T under psi^0, which is our global model.
 """
 
 from __future__ import annotations
@@ -34,13 +39,15 @@ class FedBABU(SharedBody):
 
     name: ClassVar[str] = "fedbabu"
     has_personal_model: ClassVar[bool] = True
+    ga_is_personal: ClassVar[bool] = True
+    personal_at_end: ClassVar[bool] = True
     finetune_epochs: Count = 5
 
     def sgd_options(self, model: nn.Module) -> SgdOptions:  # noqa: ARG002
         return SgdOptions(only=in_body)
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
-        """Fine-tune the received body and the initial head, which `model` still has."""
+        """Fine-tune the final body, received last, and the initial head, which `model` has."""
         tensor_maps.load_state(model, msg["w"])
         if self.finetune_epochs:
             data.sgd(model, self.objective(model, msg, data, context), SgdOptions(epochs=self.finetune_epochs))

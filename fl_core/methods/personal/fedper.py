@@ -8,6 +8,10 @@ Algorithms 1 and 2.
 
 The private part is the last linear layer, as FedNH compares it; the paper also keeps last blocks. Every head starts
 from the common initial one, and grows old while its silo is not asked.
+
+Its personal models are what silos use. FedGELA's GA of such a method (Fan et al., NeurIPS 2023, section 5.1) is the
+mean over silos of their personal models' accuracy on the whole test set; FedNH's GM that of the body under the initial,
+untrained head, which is our global model.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ class FedPer(SharedBody):
 
     name: ClassVar[str] = "fedper"
     has_personal_model: ClassVar[bool] = True
+    ga_is_personal: ClassVar[bool] = True
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         return {"head": kept(model, in_head)}

@@ -169,7 +169,8 @@ class FedROD(FedAvg):
             tensor_maps.load_state(model, msg["w"])
             if self.variant == "hyper":
                 return TwoHeads(features_of(model), self.private(model, msg, silo, data))
-        return TwoHeads(features_of(model), linear(silo["phi"]))
+        head = linear(silo["phi"]) if "phi" in silo else self.private(model, msg, silo, data)
+        return TwoHeads(features_of(model), head)
 
 
 def new_nu(model: SplitModel, hidden: int) -> dict[str, Tensor]:

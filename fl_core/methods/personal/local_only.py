@@ -6,6 +6,7 @@ The lower bound that every paper on personalisation compares with. With K steps 
 
 A silo trains in the rounds in which FedAvg would have asked it, with a fresh optimizer in each and the round's
 learning rate, so that both spend the same work (the protocol of FedNH, AAAI 2023); every round with `cohort: 0`.
+GA is the mean over silos of their models' accuracy on the whole test set (FedGELA, NeurIPS 2023, section 5.1).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class LocalOnly(FedAvg):
     name: ClassVar[str] = "local"
     has_personal_model: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
+    ga_is_personal: ClassVar[bool] = True
 
     @property
     def sends(self) -> tuple[str, ...]:

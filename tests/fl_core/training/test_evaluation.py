@@ -15,6 +15,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, SiloShare, simulate
 from fl_core.training.evaluation import (
     PERSONAL,
+    PERSONAL_GA,
     PERSONAL_PUBLIC,
     ConcatExamples,
     evaluate,
@@ -97,6 +98,16 @@ def test_a_silo_without_test_examples_counts_nothing() -> None:
     assert personal_scores(parts) == {}
     assert fairness({}) is None
     assert fairness({"pa_std": 0.25}) == 0.25
+
+
+def test_a_silo_whose_classes_have_no_public_example_keeps_its_ga() -> None:
+    """PM is a mean over the silo's own classes, GA over all; the other silo's PM is not diluted."""
+    public = told([2, 3], [0, 0, 1, 0])
+    mine, other = (evaluate_personal(Told(), door(labels, public, public), 4) for labels in ([0, 1], [2, 2]))
+    assert [float(mine[p].weight) for p in (PERSONAL_PUBLIC, PERSONAL_GA)] == [0, 1]
+    scores = personal_scores({name: mine[name] + other[name] for name in mine})
+    assert scores["ga"] == 0.5
+    assert (scores["pm_l"], scores["pm_l_std"]) == (1.0, 0.0)
 
 
 def test_an_accuracy_from_noised_sums_stays_between_0_and_1() -> None:

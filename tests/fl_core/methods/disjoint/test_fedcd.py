@@ -167,3 +167,23 @@ def test_initial_head_follows_the_run_seed_and_lies_where_a_linear_layers_would(
 def test_two_phase_is_refused_with_the_reason_and_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"two exchanges in a round.*stale"):
         FedCD(acla="two_phase")
+
+
+def test_the_personal_model_answers_with_the_head_that_was_trained() -> None:
+    """Not with the network's own head, which FedCD leaves untrained; before a silo's first round with the received."""
+    method, share, context = FedCD(restarts=2, steps=3), shares()[0], FED.for_silo(0, 0)
+    model, data = fedcd_model(), PlainLocalData(share.train, share.test, FEDCD_TRAIN, context)
+    msg = method.broadcast(method.init_server(fedcd_model(), FED))
+    trained = method.local(model, msg, {}, data, context)
+    x = share.test.batch(torch.arange(7))[0]
+    with torch.no_grad():
+        z = model.eval().features(x)
+        moved = trained.bundle["delta" if method.acla == "fedavg" else class_level_aggregation.PART]
+        assert bool(moved.weight.any())
+        head = trained.state["personal head"]["fine.weight"]
+        assert not torch.equal(head, msg["w"]["fine.weight"])
+        own = method.personal(model, msg, trained.state, data, context).eval()
+        assert torch.allclose(own(x), (z @ head.T).reshape(7, 4, 3).sum(2), atol=1e-6)
+        assert not torch.allclose(own(x), model.head(z))
+        first = method.personal(model, msg, {}, data, context).eval()
+        assert torch.allclose(first(x), (z @ msg["w"]["fine.weight"].T).reshape(7, 4, 3).sum(2), atol=1e-6)

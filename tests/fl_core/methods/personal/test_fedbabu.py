@@ -73,3 +73,21 @@ def test_fine_tuning_moves_the_head_and_what_was_sent_stays(epochs: int) -> None
     assert epochs or same(own, start)  # without fine-tuning the personal model is the global one
     assert same(outcome.bundle["delta"].total, before)
     assert outcome.state == {}
+
+
+def test_the_personal_model_is_that_of_the_final_body_and_is_measured_once() -> None:
+    """Fine-tuned here from the final state, silo by silo, without ports, parts or a grid."""
+    train = TrainConfig(lr=0.02, batch_size=4, epochs=1)
+    run, history = manifest("fedbabu", train=train, rounds=2, personal=True, cohort=2), RoundHistory()
+    final = simulate(RunSetup.of(run), shares(), history)
+    assert [r.personal for r in history.records[:2]] == [{}, {}]
+    method, runtime, found = FedBABU(), RunSetup.of(run).silo_runtime(), []
+    for k, share in enumerate(shares()):
+        context = RoundContext(3, 4, 2, 2, 3).for_silo(k, run.seed)
+        data = PlainLocalData(share.train, share.test, train, context)
+        own = method.personal(runtime.reset_model(), method.broadcast(final), {}, data, context).eval()
+        x, y = share.test.batch(torch.arange(len(share.test)))
+        found.append(float((own(x).argmax(1) == y).float().mean()))
+    assert history.records[2].personal["pa"] == pytest.approx(sum(found) / 3)
+    plain = manifest("fedbabu", train=train, rounds=2, cohort=2)
+    assert same(simulate(RunSetup.of(plain), shares(), RoundHistory())["w"], final["w"])
