@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper import images, tables
-from benchmarks.paper.study import GlobalTestObserver, runtime_and_tests, seeded, whole
+from benchmarks.paper.study import NewestState, runtime_and_tests, seeded, whole
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation import runner
 from fl_core.methods.disjoint.fedgela import adaptation
@@ -63,7 +63,7 @@ def answers(words: Sequence[str], seed: int, data_root: Path | None) -> dict[str
     """Simulate FedGELA, and score every way of answering: accuracy, balanced accuracy, share of the commonest class."""
     spec = seeded(compose_spec(images.resolved(words, data_root)), seed)
     root = images.root_of(words, data_root)
-    observer = GlobalTestObserver(spec, root)
+    observer = NewestState()
     runner.run(spec, root, observer)
     assert observer.server is not None
     runtime, tests = runtime_and_tests(spec, root)

@@ -1,8 +1,9 @@
 """What a cell of a table says of a run; `study.measure` keeps the numbers, the functions here choose among them.
 
 A run is the mapping that the store keeps: by_round (global accuracy after 0, 1, ..., T rounds, None where the method
-has no global model), personal (scores of personal models by round), pa_fine_tuned, eigenvalues, numbers. `at` reads an
-accuracy after so many rounds of a longer run; 0 reads all.
+has no global model), personal (scores of all silos' newest personal models, by round that measured any), ga_of
+("personal" where that is the papers' GA), pa_fine_tuned, eigenvalues, numbers. `at` reads an accuracy after so many
+rounds of a longer run; 0 reads all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.paper.paper_metrics import rounds_to_target
+from coordinator.simulation.runner import LAST
 
 Run = Mapping[str, object]
 Reader = Callable[[Run, Run | None, int], float]
@@ -39,15 +41,21 @@ class Measure:
 
 
 def curve(run: Run) -> list[float]:
-    """Return the global accuracy after 0, 1, ... rounds; without a global model, that of the personal ones.
+    """Return GA after 0, 1, ... rounds: global accuracy, of a method whose model is personal that of its models.
 
     FedGELA's protocol for the latter: the mean over silos of their models' accuracy on the union of all test sets.
+    FedBABU's are made after the last round alone.
     """
+    found, own = _global(run), _personal(run, "ga")
+    if run.get("ga_of") != "personal" and found and not math.isnan(found[-1]):
+        return found
+    return [math.nan] * max(1, len(found) - len(own)) + own
+
+
+def _global(run: Run) -> list[float]:
     found = run.get("by_round") or []
     assert isinstance(found, list)
-    if found and found[-1] is not None:
-        return [math.nan if a is None else float(a) for a in found]
-    return [math.nan, *_personal(run, "ga")]
+    return [math.nan if a is None else float(a) for a in found]
 
 
 def _personal(run: Run, name: str) -> list[float]:
@@ -68,20 +76,27 @@ def _last(values: list[float]) -> float:
     return values[-1] if values else math.nan
 
 
+def _mean(values: list[float]) -> float:
+    known = [v for v in values[-LAST:] if not math.isnan(v)]
+    return sum(known) / len(known) if known else math.nan
+
+
 def _of_curve(choose: Callable[[list[float]], float]) -> Reader:
     return lambda run, _, at: choose(_until(curve(run)[1:], at))
 
 
 def _gm(run: Run, _: Run | None, at: int) -> float:
     """Read a global model's accuracy alone: none without one, as FedNH prints it."""
-    found = run.get("by_round") or []
-    assert isinstance(found, list)
-    return math.nan if not found or found[-1] is None else _last(_until(curve(run)[1:], at))
+    return _last(_until(_global(run)[1:], at))
 
 
 def _pa(run: Run, _: Run | None, at: int) -> float:
     tuned = run.get("pa_fine_tuned")
     return float(str(tuned)) if tuned is not None else _best(_until(_personal(run, "pa"), at))
+
+
+def _pa_mean(run: Run, _: Run | None, at: int) -> float:
+    return _mean(_until(_personal(run, "pa"), at))
 
 
 def _score(name: str) -> Reader:
@@ -104,9 +119,11 @@ def _rounds(run: Run, fedavg: Run | None, at: int) -> float:  # noqa: ARG001
 MEASURES: Mapping[str, Measure] = {
     "ga": Measure("global accuracy, best round, %", _of_curve(_best)),
     "ga_last": Measure("global accuracy, last round, %", _of_curve(_last)),
+    "ga_mean": Measure(f"global accuracy, mean of the last {LAST} rounds, %", _of_curve(_mean)),
     "gm": Measure("GM, %", _gm),
     "balanced": Measure("balanced accuracy, last round, %", _kept("balanced")),
     "pa": Measure("PA, %", _pa),
+    "pa_mean": Measure(f"PA without fine-tuning, mean of the last {LAST} rounds, %", _pa_mean),
     "pa_last": Measure("personal accuracy, last round, %", _score("pa")),
     "pm_v": Measure("PM(V), %", _score("pm_v")),
     "pm_l": Measure("PM(L), %", _score("pm_l")),

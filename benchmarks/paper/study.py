@@ -26,7 +26,8 @@ from coordinator.simulation import runner
 from coordinator.simulation.engine import SimulationEngine
 from coordinator.simulation.sweep import in_processes
 from fl_core import datasets, rng
-from fl_core.methods import build_method
+from fl_core.datasets.partition.federations import HELD_OUT
+from fl_core.methods import METHODS, build_method
 from fl_core.models import describe
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
@@ -34,6 +35,13 @@ from fl_core.rounds.silo_round import SiloRuntime
 from fl_core.training.evaluation import ConcatExamples
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import State
+
+MEASURED = 2
+"""Raised where a number that is kept changes its meaning: of runs that it concerns no older line is found any more.
+
+2: personal scores are over all silos, each with its newest model; GA of a method whose model is personal is that of
+its models; global accuracies of partitions that hold out tests are on the official test set.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +104,8 @@ def point_of(
 ) -> dict[int, Point]:
     """Compose one run of a cell, at every seed.
 
-    The key digests the run's manifest (at seed 0), the seed, how data are partitioned, and what else is measured.
+    The key digests the run's manifest (at seed 0), the seed, how data are partitioned, what else is measured, and
+    `MEASURED` of runs that it concerns.
     """
     written = (f"experiment={table.experiment}", f"scale={table.scale}", *words)
     spec = compose_spec(images.resolved(written, data_root))
@@ -108,12 +117,21 @@ def point_of(
     )
     # One manifest per cell: what seeds change of it is drawn from them, and making it costs as much as a short run.
     manifest = "" if numbers else manifest_from(seeded(spec, 0), [f"hospital{k}" for k in range(len(silos))]).digest()
-    found = {}
+    version, found = [MEASURED] if _concerned(spec) and not numbers else [], {}
     for seed in seeds:
         asked = (manifest, seed, datasets.federation_text(seeded(spec, seed).federation), cut, tune, eigen)
-        key = hashlib.sha256(json.dumps((*asked, list(words) if numbers else [])).encode()).hexdigest()[:20]
+        key = hashlib.sha256(json.dumps((*asked, list(words) if numbers else [], *version)).encode()).hexdigest()[:20]
         found[seed] = Point(key, method, setting.name, seed, written, tune, eigen, numbers, data_root, how)
     return found
+
+
+def _concerned(spec: RunSpec) -> bool:
+    """Tell whether `MEASURED` is about a run: its personal scores, its GA or its test set."""
+    return (
+        spec.personal
+        or METHODS[str(spec.method["name"])].ga_is_personal
+        or spec.federation.get("name") in {kind.value for kind in HELD_OUT}
+    )
 
 
 def seeded(spec: RunSpec, seed: int) -> RunSpec:
@@ -122,32 +140,13 @@ def seeded(spec: RunSpec, seed: int) -> RunSpec:
     return replace(spec, name="paper", seed=seed, federation={**spec.federation, **partition})
 
 
-class GlobalTestObserver(Observer):
-    """Keeps the newest server state, and measures it on the global test set where no record does.
+class NewestState(Observer):
+    """Keeps the newest server state."""
 
-    Under partial participation a round's record covers the test sets of its cohort alone, and a best over such rounds
-    would be the luck of the draw; where silos hold out their own test examples, it covers those. The papers measure
-    every round on the whole official test set.
-    """
+    server: State | None = None
 
-    def __init__(self, spec: RunSpec, data_root: Path | None) -> None:
-        self.server: State | None = None
-        self.accuracies: list[float] = []
-        self._spec = spec
-        self._root = data_root
-        self._runtime_and_tests: tuple[SiloRuntime, ConcatExamples] | None = None
-
-    def closed(self, record: RoundRecord, server: State) -> None:
-        """Keep the state, and measure it where the record does not; the closing evaluation is over all silos."""
+    def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
         self.server = server
-        if not self._spec.cohort > 0 or record.round >= self._spec.rounds:
-            return
-        runtime, tests = self._runtime_and_tests = self._runtime_and_tests or runtime_and_tests(self._spec, self._root)
-        if runtime.method.has_global_model:
-            model = runtime.method.global_model(runtime.reset_model(), runtime.method.broadcast(server)).eval()
-            with torch.no_grad():
-                right = [(model(x).argmax(1) == y).sum() for x, y in map(tests.batch, whole(tests).split(500))]
-            self.accuracies.append(float(sum(right)) / len(tests.labels))
 
 
 def runtime_and_tests(spec: RunSpec, data_root: Path | None) -> tuple[SiloRuntime, ConcatExamples]:
@@ -169,18 +168,17 @@ def measure(point: Point) -> dict[str, object]:
     found: dict[str, object] = {"key": point.key, "seed": point.seed, "words": list(point.words)}
     if point.numbers:
         return {**found, "numbers": _numbers(spec)}
-    observer = GlobalTestObserver(spec, root)
+    observer = NewestState()
     result = runner.run(spec, root, observer, point.how, point.fine_tune)
     said = result.summary()
     scores = [dict(s) for s in said.get("personal_by_round", [])]  # type: ignore[attr-defined]
     accuracies = list(said["accuracy_by_round"])  # type: ignore[call-overload]
-    if observer.accuracies:
-        accuracies = [None, *observer.accuracies]
     found |= {
         "manifest": result.manifest.digest(),
         "model": result.model_digest[:16],
         "by_round": [None if a is None else round(a, 5) for a in accuracies],
         "balanced": said["balanced_accuracy"],
+        "ga_of": "personal" if METHODS[result.manifest.method.name].ga_is_personal else "global",
         "personal": {name: [round(s[name], 5) for s in scores] for name in (scores[-1] if scores else ())},
         "pa_fine_tuned": said.get("pa_fine_tuned"),
     }

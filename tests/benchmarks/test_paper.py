@@ -114,6 +114,29 @@ def test_a_changed_setting_is_another_run(tmp_path: Path) -> None:
     assert len(keys("method=fedavg") | keys("method=fedavg", "train.lr=0.02")) == 4
 
 
+def test_runs_whose_numbers_changed_their_meaning_are_run_again_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = _tiny(tmp_path)
+
+    def key(*words: str) -> str:
+        how = study.SimulationEngine()
+        return study.point_of(table, "FedAvg", words, [0], None, how, table.settings[0])[0].key
+
+    runs = {
+        False: [("method=fedavg",), ("method=fedavg", "cohort=2")],
+        True: [
+            ("method=fedrep",),
+            ("method=fedavg", "personal=true"),
+            ("method=fedavg", "federation=map", "federation.silos=4", "cohort=0"),
+        ],
+    }
+    before = {words: key(*words) for both in runs.values() for words in both}
+    monkeypatch.setattr(study, "MEASURED", study.MEASURED + 1)
+    for changed, both in runs.items():
+        assert [key(*words) != before[words] for words in both] == [changed] * len(both)
+
+
 def _made(table: tables.Table, accuracies: dict[str, float]) -> report.Results:
     grid = study.grid(table, [0, 1], None)
     runs = {}
@@ -204,6 +227,8 @@ def test_measures_read_what_a_run_kept() -> None:
     fedavg = {"key": "a", "by_round": [0.1, 0.4, 0.6, 0.5]}
     ours = {"key": "b", "by_round": [0.1, 0.6, 0.5, 0.7], "personal": {"pa": [0.8, 0.9, 0.7]}, "pa_fine_tuned": None}
     alone = {"key": "c", "by_round": [None] * 4, "personal": {"ga": [0.2, 0.3, 0.1]}, "pa_fine_tuned": 0.5}
+    fedrep = {**ours, "personal": {"pa": [0.5, 0.6, 0.4], "ga": [0.2, 0.3, 0.1]}, "ga_of": "personal"}
+    fedbabu = {**fedrep, "personal": {"pa": [0.9], "ga": [0.35]}}
 
     def read(name: str, one: dict[str, object], at: int = 0) -> float:
         return MEASURES[name].read(one, fedavg, at)
@@ -212,6 +237,10 @@ def test_measures_read_what_a_run_kept() -> None:
     assert (read("pa", ours), read("pa_last", ours), read("pa", alone)) == (0.9, 0.7, 0.5)
     assert (read("ga", alone), read("ga_last", alone)) == (0.3, 0.1)
     assert math.isnan(read("gm", alone))
+    assert (read("ga", fedrep), read("ga_last", fedrep), read("gm", fedrep)) == (0.3, 0.1, 0.7)
+    assert (read("ga", fedbabu), read("ga_last", fedbabu), read("ga_mean", fedbabu)) == (0.35, 0.35, 0.35)
+    assert math.isnan(read("ga", fedbabu, 2))  # its personal models are made at the end
+    assert (read("ga_mean", ours), read("pa_mean", fedrep)) == (pytest.approx(0.6), pytest.approx(0.5))
     assert (read("rounds", fedavg), read("rounds", ours)) == (3, 1)
     assert math.isnan(MEASURES["rounds"].read(fedavg, ours, 0))
 
@@ -237,8 +266,7 @@ def test_under_partial_participation_every_round_is_measured_on_all_test_sets(tm
     found = study.measure(point)["by_round"]
     assert isinstance(found, list)
     result = study.runner.run(study.seeded(compose_spec(point.words), 0))
-    assert found[0] is None
-    assert found[2] == round(result.accuracies[2], 5)
+    assert found == [round(a, 5) for a in result.accuracies]
     assert sum(result.records[2].examples) > sum(result.records[1].examples)
     assert 360 * found[1] == pytest.approx(round(360 * found[1]), abs=2)
 
