@@ -184,7 +184,7 @@ def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
         "data": info.data.name or None,
         "classes": list(info.data.classes),
         "nominal_size": info.data.nominal_size,
-        "activity": pb.Activity.Name(info.activity).lower(),
+        "activity": _activity(info),
         "run": info.run_id or None,
         "policy_digest": info.policy_digest or None,
         "alarm": info.alarm or None,
@@ -243,11 +243,17 @@ def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
 def doing(silo: pb.SiloInfo) -> str:
     if silo.state != "online":
         return silo.state
-    word = pb.Activity.Name(silo.activity).lower()
+    word = _activity(silo)
     if word in ("idle", "activity_unspecified"):
         return "present"
     share = f" {100 * min(silo.done, silo.total) // silo.total} %" if silo.total else ""
     return f"{word} (round {silo.round + 1}){share}"
+
+
+def _activity(silo: pb.SiloInfo) -> str:
+    """Return the word for what a silo does; one that a later version knows counts as not said."""
+    known = silo.activity if silo.activity in pb.Activity.values() else pb.ACTIVITY_UNSPECIFIED
+    return pb.Activity.Name(known).lower()
 
 
 def round_text(number: int, kind: pb.TaskKind.ValueType) -> str:

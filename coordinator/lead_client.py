@@ -24,7 +24,7 @@ from protos.storage.digests import file_digest
 from protos.storage.private_files import Credentials
 from protos.tls import connect
 from protos.wire import status
-from protos.wire.channel_options import CLIENT_OPTIONS
+from protos.wire.channel_options import LEAD_OPTIONS
 from protos.wire.chunks import append_chunk
 
 ADDRESS_FILE = "service.json"
@@ -45,7 +45,7 @@ class LeadClient:
         self.address = address
         self._credentials = credentials
         secure = grpc.ssl_channel_credentials(credentials.ca_pem, credentials.key_pem, credentials.cert_pem)
-        self._channel = grpc.secure_channel(str(address), secure, CLIENT_OPTIONS)
+        self._channel = grpc.secure_channel(str(address), secure, LEAD_OPTIONS)
         self._lead = rpc.LeadStub(self._channel)
         self._transfer = rpc.TransferStub(self._channel)
 

@@ -29,6 +29,8 @@ _LAST_WORD_S = 1.0
 """For what is being sent when a silo is refused, and again for the refusal."""
 _MAX_TEXT = 200
 _MAX_CLASSES = 10_000
+_MAX_OFFER = 128 << 10
+"""Bytes of what a silo declares of its data, since a lead gets that of all silos in one message."""
 _MAX_SIZE = 2.0**53
 _MAX_DIMENSIONS = 8
 _MAX_STAGED = 1000
@@ -195,6 +197,10 @@ def data_offer(data: pb.DataOffer) -> DataOffer:
             "E-WIRE-06",
             f"expected at most {_MAX_CLASSES} classes with names of at most {_MAX_TEXT} characters and at most "
             f"{_MAX_DIMENSIONS} dimensions, found {len(data.classes)} classes and {len(data.shape)} dimensions",
+        )
+    if (length := data.ByteSize()) > _MAX_OFFER:
+        raise ProtocolError(
+            "E-WIRE-06", f"expected at most {_MAX_OFFER} bytes of names and numbers about data, found {length}: shorten"
         )
     for size in (data.nominal_size, data.train_examples, data.test_examples):
         if not 0 <= size < _MAX_SIZE:

@@ -106,6 +106,8 @@ class LeadService(rpc.LeadServicer):
 
     def _live(self, run: Run, last: int) -> pb.Event:
         live, info = self._members(run), self._info(run)
+        for silo in live:  # what was declared does not change with every heartbeat
+            silo.ClearField("data")
         event = pb.Event(number=last, run_id=run.id, kind="silo", round=run.closed, silos=live, info=info)
         event.at_unix = time.time()
         return event

@@ -27,7 +27,7 @@ from coordinator.runs.update_checks import UpdateChecks
 from coordinator.storage.records import Contribution
 from coordinator.storage.store import Store
 from coordinator.storage.uploads import Upload, UploadRegistry
-from fl_core.errors import FederationError, ProtocolError, StateError, UnavailableError
+from fl_core.errors import REASON_CHARS, FederationError, ProtocolError, StateError, UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
@@ -196,8 +196,10 @@ class TransferService(rpc.TransferServicer):
             self._checks.check(c, file)
         except ProtocolError as error:
             self._uploads.discard(c.silo, c.id)
-            self._dispatcher.reject(SiloTaskKey(c.run_id, c.round, c.kind, c.silo), error)
-            raise
+            # Names in the file are the silo's, and as long as it likes; the reason goes to every lead.
+            told = ProtocolError(error.code, error.message[: 2 * REASON_CHARS])
+            self._dispatcher.reject(SiloTaskKey(c.run_id, c.round, c.kind, c.silo), told)
+            raise told from error
 
     def _sign(self, c: Contribution) -> pb.Receipt:
         own = self._certificate.current()

@@ -12,6 +12,9 @@ from fl_core.errors import FederationError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki.identity import PeerCertificate
 
+_RUN_CHARS = 128
+"""As many as the id of a run has at most: what a heartbeat names is shown to every lead."""
+
 
 @dataclass(slots=True)
 class SiloActivity:
@@ -26,7 +29,8 @@ class SiloActivity:
     def update(self, pulse: pb.Pulse) -> bool:
         """Take over a heartbeat; return whether anything has changed."""
         before = (self.activity, self.run_id, self.round, self.done, self.total)
-        now = (pulse.activity, pulse.run_id, pulse.round, pulse.done, pulse.total)
+        known = pulse.activity if pulse.activity in pb.Activity.values() else pb.ACTIVITY_UNSPECIFIED
+        now = (known, pulse.run_id[:_RUN_CHARS], pulse.round, pulse.done, pulse.total)
         self.activity, self.run_id, self.round, self.done, self.total = now
         return before != now
 

@@ -24,6 +24,8 @@ _LEVELS = {"refused": logging.WARNING, "lost": logging.WARNING}
 """Of events in the log; all others are for information."""
 
 
+_EVENT_CHARS = 4000
+"""Of one event: it is kept for good, and every lead that watches gets it."""
 _COUNTS = select(runs.c.state, func.count().label("number")).group_by(runs.c.state)
 
 
@@ -258,6 +260,7 @@ def add_event(
     db: Connection, at: float, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = ""
 ) -> None:
     """Add an event inside an open transaction, and write it to the log."""
+    text = text[:_EVENT_CHARS]
     about = {"event": kind, "run": run_id, "round": round, "silo": silo}
     log.log(_LEVELS.get(kind, logging.INFO), "%s%s", kind, f": {text}" if text else "", extra=about)
     last = db.scalar(select(func.max(events.c.number)).where(events.c.run_id == run_id)) or 0

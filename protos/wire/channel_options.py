@@ -4,11 +4,11 @@ from __future__ import annotations
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Both sides refuse larger messages: a bound against denial of service, far above a chunk."""
+MAX_ANSWER_BYTES = 64 << 20
+"""A lead takes larger answers: what a service knows of a thousand silos, or of a run of a thousand rounds."""
 WINDOW_BYTES = 32 << 20
 """What a stream may be ahead of its reader: 1 Gbit/s over a round trip of 250 ms."""
 _MESSAGES: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_permit_without_calls", 1),
     # Fixed: gRPC's own estimate of the line has no bound, and how many windows there are is bounded by the services.
     ("grpc.http2.bdp_probe", 0),
@@ -16,6 +16,8 @@ _MESSAGES: tuple[tuple[str, int], ...] = (
 )
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_MESSAGES,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
@@ -24,8 +26,9 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_connection_idle_ms", 600_000),
     ("grpc.max_concurrent_streams", 100),
 )
-CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
+_OF_CLIENTS: tuple[tuple[str, int], ...] = (
     *_MESSAGES,
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -35,3 +38,5 @@ CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+CLIENT_OPTIONS = (*_OF_CLIENTS, ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
+LEAD_OPTIONS = (*_OF_CLIENTS, ("grpc.max_receive_message_length", MAX_ANSWER_BYTES))

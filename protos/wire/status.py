@@ -23,8 +23,23 @@ RETRY = frozenset(
 """Statuses after which a silo tries again, without end. All others are answers: trying again gives the same."""
 
 
+_MOST_BYTES = 6000
+"""Of a text as it travels: with more than 8 KiB of metadata gRPC drops the status, and the reason with it."""
+
+
 def to_status(error: FederationError) -> tuple[str, str]:
-    return next((name for kind, name in _STATUS if isinstance(error, kind)), "INTERNAL"), str(error)
+    """Return the name of a status and its text, which is cut where it would be dropped."""
+    return next((name for kind, name in _STATUS if isinstance(error, kind)), "INTERNAL"), _fitting(str(error))
+
+
+def _fitting(text: str) -> str:
+    """Cut a text whose bytes, three for each that is no visible ASCII, are too many for a status."""
+    left = _MOST_BYTES
+    for place, char in enumerate(text):
+        left -= 1 if " " <= char <= "~" and char != "%" else 3 * len(char.encode(errors="replace"))
+        if left < 0:
+            return f"{text[:place]}..."
+    return text
 
 
 def from_status(status: str, details: str | None) -> FederationError:

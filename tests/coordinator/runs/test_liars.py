@@ -18,6 +18,7 @@ from fl_core.errors import ProtocolError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.values import Bundle, Part
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire import codec
 from protos.wire.tasks import TaskKey
 from tests.support import until
 from tests.support.coordinator import World, events, running
@@ -148,6 +149,23 @@ def test_nothing_is_signed_that_no_round_would_take(world: World, lie: str, tmp_
     found = world.server.store.contributions.contribution(request.contribution_id)
     assert found is not None
     assert found.receipt is None
+
+
+@pytest.mark.fault(
+    "a hospital", "gives the tensors of its update names of megabytes", "refused; leads hear why, in short"
+)
+def test_long_names_inside_an_update_do_not_reach_the_leads(world: World) -> None:
+    assert world.server is not None
+    run, offer = open_round(world)
+    bundle = {"x" * 400_000: Part({}, torch.zeros(()))}
+    data = codec.pack_bundle(bundle)
+    stub, request = world.transfer("north"), open_request("north", offer, data)
+    stub.Open(request)
+    stub.Put(cut(data, request.contribution_id))
+    with pytest.raises(grpc.RpcError, match="E-WIRE-06: expected the parts"):
+        commit(stub, request)
+    until(lambda: events(world, run.id, "refused"), "the refusal")
+    assert all(len(text) < 2000 for _, text in events(world, run.id, "refused"))
 
 
 def test_a_size_that_is_declared_after_the_run_was_submitted_does_not_count_in_it(world: World) -> None:

@@ -1,0 +1,81 @@
+"""What hospitals say is bounded before a lead sees it: nobody can make an answer that a lead cannot take."""
+
+from __future__ import annotations
+
+import io
+
+import grpc
+import pytest
+from rich.console import Console
+
+from coordinator import console
+from coordinator.api.control import data_offer
+from coordinator.lead_client import LeadClient
+from coordinator.storage.records import DataOffer
+from fl_core.errors import ProtocolError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.pki.identity import Address
+from protos.wire import status
+from protos.wire.channel_options import MAX_MESSAGE_BYTES
+from tests.support import until
+from tests.support.coordinator import HELLO, Line, World
+from tests.support.federations import NAMES
+from tests.support.transfers import INVALID, code
+
+
+@pytest.mark.fault("a hospital", "declares megabytes of names of classes", "refused with E-WIRE-06")
+@pytest.mark.parametrize("field", ["classes", "holds"])
+def test_names_of_classes_are_bounded_in_all(field: str) -> None:
+    names = [f"{number:0200d}" for number in range(1000)]
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
+        data_offer(pb.DataOffer(name="digits", **{field: names}))
+    assert data_offer(pb.DataOffer(name="digits", **{field: names[:500]}))
+
+
+def test_an_answer_above_four_mebibytes_reaches_the_lead(world: World) -> None:
+    assert world.server is not None
+    for name in NAMES:
+        offer = DataOffer("digits", classes=tuple(f"{n:0200d}" for n in range(10_000)))  # of an earlier version
+        world.server.store.members.introduce(name, "", offer)
+    lead = LeadClient(Address("127.0.0.1", world.port), world.people["lead"])
+    try:
+        found = lead.silos()
+    finally:
+        lead.close()
+    assert found.ByteSize() > MAX_MESSAGE_BYTES
+    assert {len(silo.data.classes) for silo in found.silos} == {10_000}
+
+
+@pytest.mark.fault("a hospital", "lies in its heartbeats", "leads are shown no more than there can be")
+def test_a_heartbeat_of_nonsense_keeps_no_lead_out(world: World) -> None:
+    line = Line(world, "north", HELLO, silent=True)
+    line.say(pulse=pb.Pulse(activity=99, run_id="x" * 1_000_000, round=2**32 - 1, done=2**64 - 1, total=1))
+
+    def shown() -> pb.SiloInfo:
+        return next(s for s in world.lead().Silos(pb.SilosRequest()).silos if s.name == "north")
+
+    until(lambda: shown().done, "the heartbeat")
+    info = shown()
+    assert len(info.run_id) <= 128
+    assert info.activity == pb.ACTIVITY_UNSPECIFIED
+    Console(file=io.StringIO()).print(console.silos_table([info]))
+    assert console.silo_json(info)["activity"] == "activity_unspecified"
+    line.close()
+
+
+def test_an_activity_of_a_later_version_is_shown_as_not_said() -> None:
+    info = pb.SiloInfo(state="online", activity=99)
+    assert console.doing(info) == "present"
+    assert console.silo_json(info)["activity"] == "activity_unspecified"
+
+
+@pytest.mark.parametrize("name", ["x", "\x1b", "\U0001f600", "%"])
+def test_a_refusal_of_a_long_name_still_says_why(world: World, name: str) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        world.lead().Show(pb.RunQuery(run_id=name * 1_000_000))
+    assert code(caught) == (INVALID, "E-RUN-10")
+
+
+def test_a_status_that_is_short_enough_is_not_cut() -> None:
+    error = ProtocolError("E-WIRE-06", "é" * 500 + "x" * 2000)
+    assert status.to_status(error)[1] == str(error)
