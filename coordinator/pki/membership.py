@@ -21,6 +21,8 @@ from protos.pki.identity import PeerCertificate, check_name, identity_of
 from protos.pki.roster import Member, RenewalLink, SignedRoster, renewal_link
 
 log = logging.getLogger(__name__)
+_KEPT_PROOFS = 32
+"""Renewals of one silo that the roster vouches for, five years of them: who renews day and night makes it no longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class Membership:
                 "another one's: join in an empty home, as somebody whose key is lost; the other silos then ask for "
                 "consent",
             )
-        return (*silo.proofs, renewal_link(old, proof))
+        return (*silo.proofs, renewal_link(old, proof))[-_KEPT_PROOFS:]
 
     def renew(self, peer: PeerCertificate, csr_pem: bytes, proof: bytes) -> pb.Membership:
         """Certify a silo's next key; for a key that was certified before the same certificate comes back.
@@ -128,7 +130,7 @@ class Membership:
         pem = authority.renew(csr_pem, silo.certificate.pem.encode(), proof)
         old = certificates.load_certificate(silo.certificate.pem.encode(), "the store")
         made = self._record(pem, enrolled=False)
-        self.store.members.renew(made, (*silo.proofs, renewal_link(old, proof)))
+        self.store.members.renew(made, (*silo.proofs, renewal_link(old, proof))[-_KEPT_PROOFS:])
         return self._membership(authority, made)
 
     def certify(self, name: str, csr_pem: bytes, proof: bytes) -> Certificate:

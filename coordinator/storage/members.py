@@ -29,6 +29,7 @@ from protos.storage.sqlite import Database
 
 _ISO = "%Y-%m-%dT%H:%M:%S+00:00"
 _ALARM_EVERY_S = 60.0
+_KEPT_ROSTERS = 8
 _VERSION_COUNTER = "roster"
 """The counter that grows with every change of the membership."""
 
@@ -305,6 +306,8 @@ class MemberStore:
         with self._db.write() as db:
             values = {"version": version, "document": signed.document, "signature": signed.signature}
             db.execute(upsert(rosters).values(**values).on_conflict_do_nothing())
+            # Each lists everybody: all of them would grow with the square of the members.
+            db.execute(delete(rosters).where(rosters.c.version <= version - _KEPT_ROSTERS))
             row = db.execute(select(rosters).where(rosters.c.version == version)).one()
             return SignedRoster(row.document, row.signature)
 

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import func, select
 
 from coordinator.pki.membership import Membership
+from coordinator.storage.schema import rosters
 from coordinator.storage.store import Store
 from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
@@ -146,3 +148,19 @@ def test_all_silos_in_force_are_found_with_one_question(world: Consortium) -> No
     assert world.status(old) == "member"  # within its grace it is asked for by itself
     world.members.revoke("north", "test")
     assert in_force() == set()
+
+
+@pytest.mark.fault("a hospital", "renews its certificate day and night", "the list of members stays as long as it was")
+def test_renewals_without_end_make_the_roster_no_longer(world: Consortium) -> None:
+    silo, sizes = world.join("n"), list[int]()
+    assert world.status(silo) == "member"
+    for _ in range(40):
+        made = world.renew(silo)
+        silo.install(made.certificate_pem, made.authority_pem)
+        assert world.status(silo) == "member"
+        sizes.append(len(made.signed_roster))
+    assert sizes[-1] < 1.1 * sizes[31]
+    pinned = world.store.members.roster()
+    assert pinned is not None
+    with world.store.database.read() as db:
+        assert db.scalar(select(func.count()).select_from(rosters)) <= 8
