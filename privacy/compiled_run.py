@@ -23,8 +23,10 @@ class CompiledRun(RunSetup):
     def of(cls, manifest: RunManifest) -> Self:
         """Check a manifest and build what it names.
 
-        Raises RefusedError (E-PRIV-01) for an unknown profile; otherwise as `RunSetup.of` and the profile's `check`.
+        Raises RefusedError (E-PRIV-01) for an unknown profile; otherwise as `RunManifest.require_possible`,
+        `RunSetup.of` and the profile's `check`.
         """
+        manifest.require_possible()
         run = cls(manifest)
         run.profile.check()
         _ = run.method, run.guards, run.aggregator

@@ -25,6 +25,8 @@ BuildManifest = Callable[[str, list[pb.SiloInfo]], RunManifest]
 
 _MIN_LIVE_INTERVAL_S = 1.0
 _POLL_S = 5.0
+_LAST_EVENT = 2**63 - 1
+"""The highest number that SQLite knows: after it there is none."""
 
 
 class LeadService(rpc.LeadServicer):
@@ -80,7 +82,7 @@ class LeadService(rpc.LeadServicer):
         last, shown, changed, next_live = request.after, list[object](), asyncio.Event(), 0.0
         with self._dispatcher.changes.listening(waker(changed)):
             while True:
-                run, events = await self._workers.run(self._events, run.id, last)
+                run, events = await self._workers.run(self._events, run.id, min(last, _LAST_EVENT))
                 for event in events:
                     last = event.number
                     await context.write(event)

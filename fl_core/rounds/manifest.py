@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from blake3 import blake3
 
+from fl_core import validate
 from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import ConversionError, Option, parse_json, rename, shown, structure
@@ -18,6 +19,8 @@ from fl_core.types.values import Layout, PartSpec
 
 FORMAT = 1
 PATIENCE_S = 60.0
+MOST_ROUNDS, MOST_THREADS, MOST_NAME_CHARS = 100_000, 1024, 200
+MOST_STEPS = 2**31 - 1
 REFUSE, RESTART = "refuse", "restart"
 LOST_STATE = (REFUSE, RESTART)
 _ABSENT: Mapping[str, object] = {
@@ -145,6 +148,23 @@ class RunManifest:
             return structure(cls, raw, "manifest")
         except ConversionError as error:
             raise ProtocolError("E-WIRE-06", f"{error}: one side must be upgraded or repaired") from error
+
+    def require_possible(self) -> None:
+        """Raise ConfigError (E-CFG-02) on numbers that no run has, whoever made the manifest.
+
+        Rounds beyond what a message can say would keep leads from every list of runs; a process that asks its system
+        for a million threads is ended by it.
+        """
+        train = self.train
+        validate.between("E-CFG-02", "", 0, MOST_ROUNDS, rounds=self.rounds)
+        validate.between("E-CFG-02", "", 0, MOST_THREADS, threads=self.threads)
+        validate.between("E-CFG-02", "train", 1, MOST_STEPS, batch_size=train.batch_size, epochs=train.epochs)
+        validate.between("E-CFG-02", "train", 0, MOST_STEPS, max_steps=train.max_steps)
+        if len(self.name) > MOST_NAME_CHARS:
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected name=... of at most {MOST_NAME_CHARS} characters, found {len(self.name)}: shorten",
+            )
 
     def index(self, silo: str) -> int:
         """Return a member's index in the roster; raises ConfigError (E-RUN-05) for any other name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -19,7 +20,7 @@ from protos.wire import status
 from protos.wire.channel_options import MAX_MESSAGE_BYTES
 from tests.support import until
 from tests.support.coordinator import HELLO, Line, World
-from tests.support.federations import NAMES
+from tests.support.federations import NAMES, manifest
 from tests.support.transfers import INVALID, code
 
 
@@ -79,3 +80,21 @@ def test_a_refusal_of_a_long_name_still_says_why(world: World, name: str) -> Non
 def test_a_status_that_is_short_enough_is_not_cut() -> None:
     error = ProtocolError("E-WIRE-06", "é" * 500 + "x" * 2000)
     assert status.to_status(error)[1] == str(error)
+
+
+@pytest.mark.fault("a lead", "asks for a run of numbers that no run has", "refused with E-CFG-02; no list has it")
+@pytest.mark.parametrize(
+    "wrong", [{"rounds": 10**12}, {"rounds": 2**31}, {"threads": 10**6}, {"name": "x" * 1_000_000}], ids=str
+)
+def test_a_run_that_cannot_be_is_not_taken(world: World, wrong: dict[str, object]) -> None:
+    world.manifests["spec"] = replace(manifest(), **wrong)
+    with pytest.raises(grpc.RpcError) as caught:
+        world.lead().Submit(pb.SubmitRequest(spec_json="spec", request_id="1"))
+    assert code(caught) == (INVALID, "E-CFG-02")
+    assert not world.lead().Runs(pb.RunsRequest()).runs
+
+
+def test_events_after_the_last_number_there_can_be_are_none(world: World) -> None:
+    run = world.submit(manifest())
+    world.lead().Abort(pb.RunQuery(run_id=run.id))
+    assert not list(world.lead().Watch(pb.WatchRequest(run_id=run.id, after=2**64 - 1)))

@@ -12,6 +12,7 @@ from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.rounds.manifest import Member, RunManifest, make_members
 from fl_core.types.records import TrainConfig
+from privacy.compiled_run import CompiledRun
 from tests.support.federations import manifest
 
 
@@ -138,3 +139,22 @@ def test_rosters() -> None:
         assert caught.value.code == "E-CFG-02"
     with pytest.raises(ConfigError):
         make_members(["a"], 0, 1.5)
+
+
+@pytest.mark.fault("a coordinator", "asks a hospital for a million threads or 10^12 rounds", "refused with E-CFG-02")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"threads": 10**6},
+        {"threads": -1},
+        {"rounds": 10**12},
+        {"rounds": -1},
+        {"train": TrainConfig(batch_size=0)},
+        {"train": TrainConfig(epochs=2**40)},
+        {"train": TrainConfig(max_steps=-1)},
+    ],
+    ids=str,
+)
+def test_numbers_that_no_run_has_are_refused_before_anything_is_built(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="E-CFG-02"):
+        CompiledRun.of(RunManifest.from_json(replace(manifest(), **wrong).to_json()))
