@@ -22,6 +22,10 @@ _LEAST_S, _MOST_S = 0.5, 3600.0
 """What a coordinator may ask for at all, in seconds from pulse to pulse and from session to session."""
 MISSED_PULSES = 3
 """Pulses after whose absence the other side counts as dead."""
+_PER_S, _BURST = 50.0, 5000.0
+"""Messages read per second and at once: others wait at the coordinator, and fill no memory or log here."""
+_MOST_UNREAD = 10_000
+"""Answers that a coordinator which reads nothing may let pile up."""
 
 ReportError = Callable[[FederationError], None]
 
@@ -46,6 +50,21 @@ class _Stream(Protocol):
     def __iter__(self) -> Iterator[pb.CoordinatorMessage]: ...
 
     def cancel(self) -> object: ...
+
+
+class _Pace:
+    """How fast messages are taken."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left, self._at = _BURST, clock()
+
+    def wait(self) -> float:
+        """Count one message, and return the seconds until the next is taken."""
+        now = self._clock()
+        self._left = min(_BURST, self._left + max(0.0, now - self._at) * _PER_S) - 1.0
+        self._at = now
+        return max(0.0, -self._left / _PER_S)
 
 
 class Session:
@@ -104,6 +123,8 @@ class Session:
     def send(self, message: pb.SiloMessage) -> None:
         """Put a message on the stream; on one that has ended it is lost, and what it said is said in the next."""
         self._outgoing.put(message)
+        if self._outgoing.qsize() > _MOST_UNREAD:
+            self._fail(UnavailableError("E-NET-12", "the coordinator reads nothing of this session"))
 
     def send_pulse(self) -> None:
         """Send the next pulse as soon as the floor allows."""
@@ -128,9 +149,12 @@ class Session:
     def _read(self) -> None:
         assert self._call is not None
         try:
+            pace = _Pace(self._clock)
             for message in self._call:
                 self._last_received = self._clock()
                 self._take(message)
+                if wait := pace.wait():
+                    self.ended.wait(wait)
             ended: FederationError = UnavailableError("E-NET-12", "the coordinator ended the session")
         except grpc.RpcError as error:
             ended = to_federation_error(error)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from fl_core.errors import REASON_CHARS, FederationError, ProtocolError, RefusedError
 from fl_core.errors.catalogue import EXPLANATIONS
@@ -17,6 +18,8 @@ from silo.storage.store import Store
 
 Send = Callable[[pb.SiloMessage], None]
 _Name = tuple[TaskKey, str, str]
+_MOST = 1000
+"""Tasks that wait, and refusals and runs that are remembered: a coordinator asks for some, and may name any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class TaskQueue:
         self._ending: dict[str, pb.RunEnded] = {}
         self._closed = False
         self._undecided: set[str] = set()
+        self._asked: dict[str, None] = {}
         self._pulse = self._local_pulse = pb.Pulse(activity=pb.IDLE)
         self.cleanup_needed = threading.Event()
 
@@ -101,6 +105,7 @@ class TaskQueue:
                 self._current.stop.cancel(f"{key} was offered instead")
             for old in [k for k in self._waiting if k.run_id == key.run_id and k.round < key.round]:
                 del self._waiting[old]
+            self._require_room(key, self._waiting)
             self._waiting[key] = offer
             self._lock.notify_all()
 
@@ -109,12 +114,13 @@ class TaskQueue:
         task = PreflightTask.of(request)
         with self._lock:
             if not self._closed:
+                self._require_room(task.key, self._preflights)
                 self._preflights[task.key] = task
                 self._lock.notify_all()
 
     def round_closed(self, closed: pb.RoundClosed) -> None:
         key = TaskKey.of(closed)
-        if closed.reason:
+        if closed.reason and self._concerns(key.run_id):
             why = printable(closed.reason[:REASON_CHARS])
             self._emit(event("judged", f"{key}: {why}", key, {"included": closed.included, "reason": why}))
         with self._lock:
@@ -152,6 +158,17 @@ class TaskQueue:
             pulse = pb.Pulse()
             pulse.CopyFrom(local if same else now)
             return pulse
+
+    def _require_room(self, key: TaskKey, waiting: Collection[TaskKey]) -> None:
+        """Note a run that this silo is asked for; raises ProtocolError (E-WIRE-06) when too much waits already."""
+        if key not in waiting and len(waiting) >= _MOST:
+            raise ProtocolError("E-WIRE-06", f"expected at most {_MOST} tasks that wait, found one more: {key} is left")
+        self._asked[key.run_id] = None
+        _drop_oldest(self._asked)
+
+    def _concerns(self, run_id: str) -> bool:
+        """Tell whether a run ever asked this silo for something; what becomes of others is no news, and not kept."""
+        return run_id in self._asked or self._store.manifest_of(run_id) is not None
 
     def _forget_later(self, key: TaskKey) -> None:
         """Drop the tasks of later rounds of a run, and give up the one under way: that coordinator is no more."""
@@ -247,6 +264,7 @@ class TaskQueue:
                 self._send(task.answer(error.code, public_reason(error)))
             else:
                 self._refused[task.key, task.offer.base_digest, task.offer.incarnation] = task.offer.attempt, error
+                _drop_oldest(self._refused)
                 self._answer(task.key, error)
         self._emit(event("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
 
@@ -289,7 +307,7 @@ class TaskQueue:
         self._send(pb.SiloMessage(answer=answer))
 
     def _settle(self, key: TaskKey, included: bool) -> None:
-        if self._store.close(key, included):
+        if self._concerns(key.run_id) and self._store.close(key, included):
             self._emit(
                 event("closed", f"{key} closed, {'' if included else 'not '}included", key, {"included": included})
             )
@@ -300,14 +318,21 @@ class TaskQueue:
         self.cleanup_needed.set()
 
     def _end_run(self, ended: pb.RunEnded) -> None:
-        self._store.end_run(ended.run_id, ended.state, ended.reason)
+        known = self._store.end_run(ended.run_id, ended.state, ended.reason)
         if self._pulse.run_id == ended.run_id:
             self._pulse = pb.Pulse(activity=pb.IDLE)
         self._refused = {name: found for name, found in self._refused.items() if name[0].run_id != ended.run_id}
+        self.cleanup_needed.set()
+        if not known and ended.run_id not in self._asked:
+            return
         why = f": {ended.reason}" if ended.reason else ""
         facts = {"run": ended.run_id, "state": ended.state, "reason": ended.reason}
         self._emit(event("ended", f"run {ended.run_id} {ended.state}{why}", facts=facts))
-        self.cleanup_needed.set()
+
+
+def _drop_oldest(found: dict[Any, Any]) -> None:
+    while len(found) > _MOST:
+        del found[next(iter(found))]
 
 
 _PUBLIC_CODES = ("E-RUN", "E-WIRE", "E-PRIV", "E-ID", "E-TLS", "E-NET")

@@ -134,16 +134,20 @@ class Store:
             row = db.execute(wanted.order_by(states.c.round.desc())).first()
             return None if row is None else (row.digest, row.round)
 
-    def end_run(self, run_id: str, state: str, reason: str) -> None:
-        """Note a run's end; an aborted or failed run takes its open tasks with it, unincluded."""
+    def end_run(self, run_id: str, state: str, reason: str) -> bool:
+        """Note a run's end, and return whether the run is known here.
+
+        An aborted or failed run takes its open tasks with it, unincluded.
+        """
         with self.database.write() as db:
             now = self._clock()
             ended = {"state": state, "reason": reason, "ended": func.coalesce(runs.c.ended, now)}
             # There is none of a run of others, or of one that ended before this silo had a task in it.
-            db.execute(update(runs).where(runs.c.run_id == run_id).values(ended))
+            known = db.execute(update(runs).where(runs.c.run_id == run_id).values(ended)).rowcount > 0
             if state != "finished":  # a finished run has closed all its rounds, and says so for each
                 still_open = update(tasks).where(_IS_OPEN, tasks.c.run_id == run_id)
                 db.execute(still_open.values(closed=now, included=False))
+        return known
 
     # ---- tasks -------------------------------------------------------------------------------------------------
 

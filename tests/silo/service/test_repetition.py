@@ -64,6 +64,8 @@ def test_a_close_for_a_staged_round_after_a_restart(make, included, mirrored, mo
 def test_an_offer_for_a_closed_round_is_refused(make):
     hospital = make()
     hospital.start()
+    hospital.offer()
+    hospital.sent()
     hospital.close(included=False)
     hospital.settled()
     hospital.offer()
