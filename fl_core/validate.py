@@ -51,7 +51,7 @@ def below(code: str, owner: str, high: float, **numbers: float) -> None:
 
 def between(code: str, owner: str, low: float, high: float, **numbers: float) -> None:
     for name, found in numbers.items():
-        if not low <= found <= high:
+        if not isinstance(found, int | float) or not low <= found <= high:
             raise _out_of_range(code, owner, name, f"a number from {low:g} to {high:g}", found)
 
 

@@ -74,6 +74,7 @@ class Norms:
     name = "norms"
     has_global_model = False
     server_tracks_state = False
+    personal_at_end = False
     unsummed_parts: frozenset[str] = frozenset()
     unsupported: ClassVar[Mapping[Capability, str]] = {}
 

@@ -81,7 +81,7 @@ def test_another_shape_is_refused(make):
     run = manifest()
     hospital = make(run)
     hospital.start()
-    other = replace(run, schema=Schema((1, 9, 9), run.schema.classes))
+    other = replace(run, model=NamedOptions("simple_cnn"), schema=Schema((3, 32, 32), run.schema.classes))
     hospital.digest = hospital.transfer.offer(other.to_json().encode())
     hospital.offer()
     assert hospital.refused().code == "E-DATA-05"

@@ -84,6 +84,8 @@ TOLD = {
     "LogHead.hash": STATED,
     "LogHead.signature": STATED,
     "LogHead.certificate_pem": STATED,
+    "LogHead.restored": STATED,
+    "LogHead.restored_hash": STATED,
     "Attestation.policy_digest": STATED,
     "Attestation.ledger_seq": STATED,
     "Attestation.ledger_head": STATED,
