@@ -8,6 +8,7 @@ require_tls13()  # before anything imports gRPC
 silence_grpc_logs()
 
 import argparse  # noqa: E402
+from collections.abc import Collection, Mapping  # noqa: E402
 from functools import cache  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -29,19 +30,23 @@ CHANGE = 1e-4
 def idle(
     bench: SiloRuntime, msg: State, state: State | None, data: LocalData, context: RoundContext, kind: TaskKind
 ) -> SiloRound:
-    """Answer a bundle of the run's layout at once: nearly constant tensors of weight 1, no test examples.
-
-    No two updates are equal, as no two that were trained are: equal ones would be one object, in one file.
-    """
+    """Answer a bundle of the run's layout at once."""
     del msg, data
     parts = {METRICS} if kind is TaskKind.EVALUATE else set(bench.layout)
-    bundle: Bundle = {name: _part(name, _frozen(bench.layout[name])) for name in parts}
-    for name in parts - {METRICS}:
-        bundle[name] = _signed(bundle[name], context.round * context.n_silos + context.silo)
+    bundle = constant_update(bench.layout, parts, context.round * context.n_silos + context.silo)
     measured = bundle[METRICS]
     for guard in bench.guards:
         bundle = guard.outgoing(bundle, context.silo, context.round)
     return SiloRound(bundle, {} if state is None else state, measured)
+
+
+def constant_update(layout: Mapping[str, PartSpec], parts: Collection[str], number: int) -> Bundle:
+    """Make some parts of a layout: nearly constant tensors of weight 1, no test examples.
+
+    Those of two numbers differ, as any two do that were trained: equal ones would be one object, in one file.
+    """
+    bundle: Bundle = {name: _part(name, _frozen(layout[name])) for name in parts}
+    return {name: part if name == METRICS else _signed(part, number) for name, part in bundle.items()}
 
 
 _Frozen = tuple[tuple[tuple[str, tuple[int, ...]], ...], tuple[int, ...]]
