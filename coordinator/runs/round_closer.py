@@ -21,6 +21,8 @@ from fl_core.types.values import Part
 
 log = logging.getLogger(__name__)
 _LOOK_S = 0.2
+_NAMED = 20
+"""Silos that one event names at most: there is one for each update that comes late, and a thousand may be awaited."""
 _HISTORY = 50
 """Rounds that are looked back on for who missed how many in a row."""
 
@@ -228,7 +230,10 @@ class RoundCloser:
             return
         found.told = names
         now = self._clock() - found.began
-        whom = "; ".join(f"{a.name} ({self._state(a)}, {span(max(0.0, a.until - now))} more)" for a in decision.awaited)
+        some = decision.awaited[:_NAMED]
+        whom = "; ".join(f"{a.name} ({self._state(a)}, {span(max(0.0, a.until - now))} more)" for a in some)
+        if others := len(decision.awaited) - len(some):
+            whom += f"; and {others} others"
         text = f"{len(found.answered)} of {found.rule.needed} updates that are needed; waits for {whom}"
         self._event(found, "waiting", "", text)
 
