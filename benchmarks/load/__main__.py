@@ -30,13 +30,12 @@ def main() -> int:
     parser.add_argument("--params", type=int, default=RESNET18, help="numbers in an update; 11183582 are 45 MB")
     parser.add_argument("--strangers", type=int, default=2000, help="connections of nobody in the second part; 0: none")
     parser.add_argument("--minutes", type=float, default=3.0, help="of each part: without strangers, and with")
-    parser.add_argument("--log", type=Path, help="file for what the processes say")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     words = parser.parse_args()
     load = Load(words.sessions, words.uploads, words.params, words.strangers, 60 * words.minutes)
-    with TemporaryDirectory(prefix="consilium-load-log-") as scratch:
+    with TemporaryDirectory(prefix="consilium-load-") as scratch:
         try:
-            found = measure(load, words.log or Path(scratch) / "log")
+            found = measure(load, Path(scratch))
         except FederationError as error:
             sys.stderr.write(f"{error}\n")
             return 1

@@ -9,7 +9,7 @@ silence_grpc_logs()
 
 import asyncio  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Callable  # noqa: E402
+from collections.abc import Awaitable, Callable, Mapping  # noqa: E402
 from itertools import cycle  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -30,14 +30,8 @@ _AT_ONCE = 32
 class Lead:
     """The questions of one lead. A time runs from the moment when a question was due."""
 
-    def __init__(self, settings: Message) -> None:
-        credentials = Authority.open(Path(settings["home"])).lead_credentials("lead")
-        stub = rpc.LeadStub(home.channel(int(settings["port"]), credentials))
-        self._questions = {
-            "runs": lambda: stub.Runs(pb.RunsRequest(), timeout=_DEADLINE_S),
-            "silos": lambda: stub.Silos(pb.SilosRequest(), timeout=_DEADLINE_S),
-            "show": lambda: stub.Show(pb.RunQuery(run_id="latest"), timeout=_DEADLINE_S),
-        }
+    def __init__(self, questions: Mapping[str, Callable[[], Awaitable[object]]]) -> None:
+        self._questions = questions
         self._answered: list[tuple[str, float, str]] = []
         self._left_out = 0
         self._under_way = set[asyncio.Task[None]]()
@@ -75,7 +69,15 @@ class Lead:
 
 
 async def _serve(settings: Message) -> Callable[[Message], Message]:
-    lead = Lead(settings)
+    credentials = Authority.open(Path(settings["home"])).lead_credentials("lead")
+    stub = rpc.LeadStub(home.channel(int(settings["port"]), credentials))
+    lead = Lead(
+        {
+            "runs": lambda: stub.Runs(pb.RunsRequest(), timeout=_DEADLINE_S),
+            "silos": lambda: stub.Silos(pb.SilosRequest(), timeout=_DEADLINE_S),
+            "show": lambda: stub.Show(pb.RunQuery(run_id="latest"), timeout=_DEADLINE_S),
+        }
+    )
     lead.start()
     return lead.handle
 

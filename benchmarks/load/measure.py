@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from statistics import median
 from typing import Any
 from uuid import uuid4
 
@@ -43,10 +43,13 @@ class Load:
     seconds: float
 
 
-def measure(load: Load, log: Path) -> Mapping[str, Any]:
-    """Measure a part without strangers and, if there are any, one with them, of one service that lives through both."""
-    with TemporaryDirectory(prefix="consilium-load-") as scratch, processes(log) as started:
-        return _Scene(started, Path(scratch), load).play()
+def measure(load: Load, folder: Path) -> Mapping[str, Any]:
+    """Measure a part without strangers and, if there are any, one with them, of one service that lives through both.
+
+    folder: for the service's home (`coordinator`), the updates and what the processes say (`log`).
+    """
+    with processes(folder / "log") as started:
+        return _Scene(started, folder, load).play()
 
 
 class _Scene:
@@ -157,10 +160,10 @@ class _Scene:
 
     def _memory_report(self) -> Mapping[str, float]:
         first, last = self._memory[0][0], self._memory[-1][0]
-        span = last - first
-        begin, window = first + min(_FIRST_S, span / 3), min(_WINDOW_S, span / 6)
-        early = _median([mib for at, mib in self._memory if begin <= at <= begin + window])
-        late = _median([mib for at, mib in self._memory if at >= last - window])
+        begin, window = first + min(_FIRST_S, (last - first) / 3), min(_WINDOW_S, (last - first) / 6)
+        after = [(at, mib) for at, mib in self._memory if at >= begin]
+        early = median(mib for at, mib in after if at <= after[0][0] + window)
+        late = median(mib for at, mib in after if at >= last - window)
         return {
             "after_first_minute_mib": round(early, 1),
             "end_mib": round(late, 1),
@@ -203,7 +206,3 @@ def resident_mib(pid: int) -> float:
     if found is None:
         raise UnavailableError("E-RUN-99", "expected VmRSS in /proc: the benchmark needs Linux")
     return int(found[1]) / 1024
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]

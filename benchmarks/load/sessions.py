@@ -14,6 +14,7 @@ import asyncio  # noqa: E402
 import time  # noqa: E402
 from collections import Counter  # noqa: E402
 from collections.abc import Callable  # noqa: E402
+from contextlib import nullcontext  # noqa: E402
 from dataclasses import dataclass, field  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -30,7 +31,7 @@ from silo.connection.retry import Backoff  # noqa: E402
 from silo.connection.session import MISSED_PULSES  # noqa: E402
 
 _OPENING = 50
-"""Sessions that are opened at once at the start: a thousand hospitals do not start in one second."""
+"""Sessions that are opened at once by members without one: a thousand hospitals do not start in one second."""
 _WELCOME_S = 60.0
 _LOOK_S = 0.05
 
@@ -149,9 +150,9 @@ class Member:
     async def live(self, opening: asyncio.Semaphore) -> None:
         backoff = Backoff(1.0, 15.0)
         while True:
-            session = Session(self._stub, lambda: self._crowd.tally, self._crowd.offered)
             try:
-                async with opening:
+                async with opening if self.session is None else nullcontext():
+                    session = Session(self._stub, lambda: self._crowd.tally, self._crowd.offered)
                     welcome = await session.open(self._hello)
             except _EndedError as error:
                 self._crowd.tally.failed[str(error)] += 1
