@@ -16,6 +16,7 @@ QUICK = Load(sessions=5, uploads=1, params=250_000, strangers=5, seconds=2.0)
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_report_of_a_small_load_is_what_the_service_has_recorded(tmp_path: Path) -> None:
     found = measure(QUICK, tmp_path)
     parts = [found["without_strangers"], found["with_strangers"]]
