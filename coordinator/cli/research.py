@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +19,8 @@ from coordinator.config.run_spec import RunSpec
 from coordinator.durations import span
 from coordinator.simulation import runner
 from coordinator.simulation.engine import SimulationEngine
-from coordinator.simulation.sweep import Job, combinations, is_sweep, sweep
+from coordinator.simulation.results import ResultFolder, has_parquet
+from coordinator.simulation.sweep import Job, SweepTable, combinations, folder_name, is_sweep, sweep, swept
 from fl_core.errors import ConfigError
 from fl_core.errors.catalogue import EXPLANATIONS, explain_text
 from fl_core.methods import METHODS
@@ -33,6 +34,7 @@ from fl_core.types.values import State
 from privacy import profiles
 from privacy.reports import uncertainty
 from protos.console import make_table, print_json
+from protos.version import software
 
 
 class _RoundPrinter(Observer):
@@ -61,6 +63,10 @@ def simulate(
     deterministic: Annotated[bool, typer.Option(help="Only kernels that repeat to the last bit.")] = False,
     spill: Annotated[Path | None, typer.Option(help="Folder for silos' states, when memory is short.")] = None,
     fine_tune: Annotated[int, typer.Option(help="Epochs of the best global model at each silo, for PA.", min=0)] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for tables, summary, model, picture; of a sweep a folder each.")
+    ] = None,
+    config_dir: Annotated[Path | None, typer.Option(help="Your own configurations, laid out as configs/.")] = None,
     ray_address: Annotated[str | None, typer.Option(help="Of a running Ray cluster; none starts one here.")] = None,
     ray_actors: Annotated[int, typer.Option(help="Silos at work at a time.", min=1)] = 2,
     ray_gpus: Annotated[float, typer.Option(help="GPUs per actor; fractions share one.", min=0)] = 0.0,
@@ -74,12 +80,17 @@ def simulate(
     simulator = SimulationEngine(engine, device, spill, deterministic, Cluster(ray_address, ray_actors, gpus=ray_gpus))
     words = overrides or []
     if multirun:
-        _sweep(words, partial(_summary, data_root, simulator, fine_tune), jobs)
+        place = None if out is None else RunFolders(out, swept(words))
+        _sweep(words, partial(_summary, data_root, simulator, fine_tune, place, config_dir), jobs, out, config_dir)
         return
     if is_sweep(words):
         raise ConfigError("E-CFG-08", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
-    result = runner.run(compose_spec(words), data_root, None if as_json else _RoundPrinter, simulator, fine_tune)
+    printer = None if as_json else _RoundPrinter
+    spec = compose_spec(words, config_dir)
+    result = runner.run(spec, data_root, printer, simulator, fine_tune, out=out, words=words)
     summary = result.summary()
+    if out is not None:
+        _say_where(out)
     if as_json:
         print_json(summary)
         return
@@ -102,20 +113,52 @@ def simulate(
             console.OUT.print(f"their mean accuracy on the whole test set, which papers call GA: {ga}")
 
 
+def _say_where(out: Path) -> None:
+    less = "" if has_parquet() else "; without Parquet, which needs consilium-fl[tables]"
+    console.ERR.print(f"results in {out}{less}", soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolders:
+    """Where the runs of a sweep over these keys leave their results."""
+
+    out: Path
+    keys: Sequence[str]
+
+    def of(self, words: Sequence[str]) -> Path:
+        return self.out / folder_name(words, self.keys)
+
+
 def _summary(
-    data_root: Path | None, simulator: SimulationEngine, fine_tune: int, words: Sequence[str]
+    data_root: Path | None,
+    simulator: SimulationEngine,
+    fine_tune: int,
+    folders: RunFolders | None,
+    config_dir: Path | None,
+    words: Sequence[str],
 ) -> Mapping[str, object]:
+    """Simulate one run of a sweep; one that this version finished in its folder is not run again."""
+    spec, out = compose_spec(words, config_dir), folders.of(words) if folders else None
+    if out and (known := ResultFolder(out).finished(spec, software())):
+        return known
     spill = simulator.spill / "_".join(words).replace("/", "-") if simulator.spill else None
-    return runner.run(compose_spec(words), data_root, None, replace(simulator, spill=spill), fine_tune).summary()
+    simulator = replace(simulator, spill=spill)
+    return runner.run(spec, data_root, None, simulator, fine_tune, out=out, words=words).summary()
 
 
-def _sweep(words: Sequence[str], job: Job, jobs: int) -> None:
+def _sweep(words: Sequence[str], job: Job, jobs: int, out: Path | None, config_dir: Path | None) -> None:
     """Print one JSON line per simulation as it ends, and how far the sweep is on stderr."""
-    number, started = len(combinations(words)), time.monotonic()
-    for done, result in enumerate(sweep(words, job, jobs), start=1):
+    number, started = len(combinations(words, config_dir)), time.monotonic()
+    table = None if out is None else SweepTable(out, words)
+    for done, result in enumerate(sweep(words, job, jobs, config_dir), start=1):
         print_json(result)
+        if table:
+            table.add(result)
         spent = time.monotonic() - started
         console.ERR.print(f"{done} of {number} done, left {span(spent / done * (number - done))}")
+    if table and out:
+        table.close()
+        _say_where(out)
 
 
 def methods(as_json: Json = False) -> None:

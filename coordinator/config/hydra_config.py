@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra import compose, initialize_config_module
@@ -60,23 +61,28 @@ def _defaults(kind: type[DataclassInstance]) -> dict[str, object]:
 _store_dataclasses()
 
 
-def choices(group: str) -> list[str]:
-    folder = resources.files("configs") / group
-    files = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+def choices(group: str, config_dir: Path | None = None) -> list[str]:
+    """List what a group can be set to; config_dir: a folder of the user's own with files for the same groups."""
+    folders = [resources.files("configs") / group, *([config_dir / group] if config_dir else [])]
+    files = {file.name for folder in folders if folder.is_dir() for file in folder.iterdir()}
     return sorted(name.removesuffix(".yaml") for name in files | set(ConfigStore.instance().repo.get(group, {})))
 
 
-def compose_spec(overrides: Sequence[str]) -> RunSpec:
-    """Compose and check a configuration from `group=choice` and `key=value` words.
+def compose_spec(overrides: Sequence[str], config_dir: Path | None = None) -> RunSpec:
+    """Compose and check a configuration from `group=choice`, `key=value` and `+key=value` words.
 
+    `+key=value` adds a key that the composed files do not have; RunSpec must know it. config_dir: a folder with the
+    user's own files, laid out as `configs/` (DIR/experiment/mine.yaml: experiment=mine), under names of their own.
     Raises ConfigError: E-CFG-01 for a word that is no override, a key or a choice that does not exist, E-CFG-02 for a
     value of the wrong type or range; each names the nearest valid word.
     """
-    words = [checked for word in overrides for checked in _validate_override(word)]
+    if config_dir is not None:
+        _check_config_dir(config_dir)
+    words = [checked for word in overrides for checked in _validate_override(word, config_dir)]
     try:
-        raw = _compose(words)
+        raw = _compose(words, config_dir)
     except (ConfigCompositionException, HydraException, OmegaConfBaseException) as error:
-        raise ConfigError("E-CFG-01", _explain(error, words)) from error
+        raise ConfigError("E-CFG-01", _explain(error, words, config_dir)) from error
     chosen = {key: value for key, value in raw.items() if key not in ("experiment", "scale")}
     if chosen["name"] is not None:
         chosen["name"] = str(chosen["name"])  # name=7 is a name
@@ -107,32 +113,55 @@ def compose_from(parent: RunSpec, overrides: Sequence[str]) -> RunSpec:
     return RunSpec.from_mapping(raw)
 
 
-def _compose(words: Sequence[str]) -> Mapping[str, object]:
+def _compose(words: Sequence[str], config_dir: Path | None = None) -> Mapping[str, object]:
     GlobalHydra.instance().clear()
     with initialize_config_module("configs", version_base="1.3"):
-        raw = OmegaConf.to_container(compose("config", overrides=list(words)), resolve=True)
+        raw = OmegaConf.to_container(compose("config", overrides=[*words, *_search_path(config_dir)]), resolve=True)
     assert isinstance(raw, dict)
     return {str(k): v for k, v in raw.items()}
 
 
-def _validate_override(word: str) -> list[str]:
+def _search_path(config_dir: Path | None) -> list[str]:
+    if config_dir is None:
+        return []
+    place = str(config_dir.resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    return [f"hydra.searchpath=['file://{place}']"]
+
+
+def _check_config_dir(folder: Path) -> None:
+    """Refuse a folder that is none, and files under names of ours, which would never be read."""
+    if not folder.is_dir():
+        raise ConfigError("E-CFG-02", f"--config-dir: expected a folder of configurations, found none at {folder}")
+    for group in GROUPS:
+        own = {file.stem for file in (folder / group).glob("*.yaml")}
+        if taken := sorted(own & set(choices(group))):
+            raise ConfigError(
+                "E-CFG-02",
+                f"--config-dir: expected names of your own in {folder / group}, found {taken[0]}.yaml, which is one of "
+                "ours: rename it",
+            )
+
+
+def _validate_override(word: str, config_dir: Path | None = None) -> list[str]:
     """Check that a word is `key=value`, that its first key exists, and that a choice of a group does."""
-    match = re.fullmatch(r"([+~]{0,2})([\w./@]+)=(.*)", word, re.DOTALL)
+    match = re.fullmatch(r"(\+{0,2}|~)([\w./@]+)=(.*)", word, re.DOTALL)
     if match is None:
         raise ConfigError("E-CFG-01", f"expected KEY=VALUE, found {word!r}")
     prefix, key, value = match.groups()
-    if prefix:
-        raise ConfigError("E-CFG-01", f"keys can be changed, not added or removed: write {key}={value}")
+    if prefix == "~":
+        raise ConfigError("E-CFG-01", f"keys can be changed or added, not removed: write {key}={value}")
     first, known = key.split(".")[0], {*GROUPS, *(f.name for f in fields(RunSpec))}
     if first not in known:
         raise ConfigError("E-CFG-01", f"there is no key {first!r}: {suggest(first, known)}")
-    if key not in GROUPS or value in choices(key):
-        return [word]
+    if key not in GROUPS:
+        return [f"++{key}={value}" if prefix else word]  # also where it is there already
+    if value in (valid := choices(key, config_dir)):
+        return [f"{key}={value}"]  # each group is chosen already: there is nothing that a + could add
     if key == "federation" and (short := _federation(value)):
         return short
-    near = difflib.get_close_matches(value, choices(key), n=1)
+    near = difflib.get_close_matches(value, valid, n=1)
     hint = f"did you mean {key}={near[0]}? " if near else ""
-    raise ConfigError("E-CFG-01", f"there is no {key}={value}: {hint}valid: {', '.join(choices(key))}")
+    raise ConfigError("E-CFG-01", f"there is no {key}={value}: {hint}valid: {', '.join(valid)}")
 
 
 def _federation(value: str) -> list[str]:
@@ -145,13 +174,13 @@ def _federation(value: str) -> list[str]:
     return []
 
 
-def _explain(error: Exception, words: Sequence[str]) -> str:
+def _explain(error: Exception, words: Sequence[str], config_dir: Path | None) -> str:
     """Turn Hydra's report of a bad key into one line with the nearest valid key."""
     text = str(error.__cause__ or error)
     match = re.search(r"Key '([^']+)' is not in struct\s+full_key: (\S+)", text)
     if match is None:
         return " ".join(text.split("\n")[0].split())
-    beside: object = _compose([word for word in words if word.split("=")[0] in GROUPS])
+    beside: object = _compose([word for word in words if word.split("=")[0] in GROUPS], config_dir)
     for step in match[2].split(".")[:-1]:
         beside = beside.get(step) if isinstance(beside, dict) else None
     valid = sorted(beside) if isinstance(beside, dict) else []

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from coordinator.config.manifest_builder import IMAGES, manifest_from
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation.engine import SimulationEngine
+from coordinator.simulation.results import ResultFolder
 from fl_core import datasets
 from fl_core.errors import ConfigError
-from fl_core.methods import METHODS
+from fl_core.methods import METHODS, build_method
+from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.fine_tuning import BestHistory, FineTuned, fine_tuned
@@ -41,6 +43,7 @@ LAST = 5
 class Result:
     """The records of a simulation's rounds and the digest of its final model.
 
+    server: the final server state   counts: (train, test) examples per class of each silo
     noise: which results are noisy   measured: the records as papers measure, where a federation sees less: counts of
     the official test set or of all silos' test sets, scores of all silos' personal models
     official: whether the global model was measured on the official test set, which is no silo's
@@ -54,6 +57,8 @@ class Result:
     privacy: Mapping[str, object] | None = None
     measured: Sequence[RoundRecord] = ()
     official: bool = False
+    server: State = field(default_factory=dict)
+    counts: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
 
     @property
     def accuracies(self) -> list[float]:
@@ -63,18 +68,24 @@ class Result:
     @property
     def estimates(self) -> list[Estimate]:
         """Return the global accuracy after 0, 1, ..., T rounds, of `measured` where that was made."""
-        return [uncertainty.accuracy(*sums) for sums in self._sums()]
+        return [uncertainty.accuracy(*sums) for sums in self.sums]
 
     @property
     def best(self) -> Estimate:
         """Return the best global accuracy after 1, ..., T rounds."""
-        return uncertainty.best(self._sums()[1:])
+        return uncertainty.best(self.sums[1:])
 
     def by_class(self) -> dict[str, Estimate]:
-        found = uncertainty.by_class(*self._sums()[-1])
+        found = uncertainty.by_class(*self.sums[-1])
         return dict(zip(self.manifest.schema.classes, found, strict=True))
 
-    def _sums(self) -> list[Sums]:
+    @property
+    def method(self) -> FedAvg:
+        return build_method(self.manifest.method.name, self.manifest.method.options)
+
+    @property
+    def sums(self) -> list[Sums]:
+        """Return correct answers and examples per class after 0, 1, ..., T rounds, with their noise."""
         if self.measured:  # counted apart from the run, without noise
             return [(r.correct, r.examples, None) for r in self.measured]
         return [(r.correct, r.examples, self.noise.of(r.included)) for r in self.records]
@@ -93,7 +104,7 @@ class Result:
             **self.best.facts("best_global_accuracy", "best_"),
             "mean_last_global_accuracy": mean_of_last(_exact(estimates[1:])),
             "last_rounds": LAST,
-            **uncertainty.balanced(*self._sums()[-1]).facts("balanced_accuracy", "balanced_"),
+            **uncertainty.balanced(*self.sums[-1]).facts("balanced_accuracy", "balanced_"),
             "class_accuracy": {name: e.point for name, e in self.by_class().items()},
             "accuracy_by_round": [e.point for e in estimates],
             **self._intervals(estimates),
@@ -228,11 +239,14 @@ def run(
     observer: Observer | Callable[[RunManifest], Observer] | None = None,
     engine: SimulationEngine | None = None,
     fine_tune: int = 0,
+    out: Path | None = None,
+    words: Sequence[str] = (),
 ) -> Result:
     """Simulate a run over all silos of the spec's federation, named hospital0, hospital1, ...
 
     observer: an observer of the rounds, or a function that makes one of the manifest
     fine_tune: epochs after which the best global model is evaluated at each silo
+    out: folder that gets the results (`results.ResultFolder`)   words: that composed the spec, for that folder
     Where silos hold out their own test examples, every round's model is also measured on the official test set, and
     where a cohort is drawn on all silos' test sets; the best is chosen there. Personal models are then measured over
     all silos. What a private run releases is left to its rounds: there the official test set alone is looked at.
@@ -240,6 +254,8 @@ def run(
     processes with these names.
     """
     manifest, sets = build_simulation(spec, data_root)
+    if out is not None:
+        ResultFolder(out).claim(spec, manifest, words)
     compiled = CompiledRun.of(manifest)
     logs = [InMemoryReleaseLog() for _ in manifest.members] if compiled.private else []
     factories = [compiled.profile.data_factory(k, log) for k, log in enumerate(logs)]
@@ -257,16 +273,29 @@ def run(
     final = engine.simulate(compiled, shares, history, factories or None)
     tuned = fine_tuned(compiled, shares, history.best, history.best_round, fine_tune) if fine_tune else None
     spent = compiled.profile.report([log.releases for log in logs])
-    return Result(
+    result = Result(
         manifest,
         compiled.profile.result_noise(),
         history.records,
         tensor_maps.digest(final["w"]),
-        tuned,
-        spent,
-        history.measured if official or cohorts else (),
-        official,
+        server=final,
+        counts=[_class_counts(s) for s in sets],
+        tuned=tuned,
+        privacy=spent,
+        measured=history.measured if official or cohorts else (),
+        official=official,
     )
+    if out is not None:
+        ResultFolder(out).write(result)
+    return result
+
+
+def _class_counts(dataset: datasets.SiloDataset) -> tuple[list[int], list[int]]:
+    n = len(dataset.schema.classes)
+    train, test = (
+        split.labels[split.labels >= 0].bincount(minlength=n).tolist() for split in (dataset.train, dataset.test)
+    )
+    return train, test
 
 
 def build_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[RunManifest, list[datasets.SiloDataset]]:

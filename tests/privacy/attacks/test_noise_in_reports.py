@@ -71,7 +71,7 @@ def test_a_simulation_withholds_what_noise_hides(case: str, capsys: pytest.Captu
     manifest, found = private(), records(*SUMS[case])
     result = Result(manifest, result_noise(manifest), found, "d" * 64)
 
-    def simulated(spec, root, tell, *_):
+    def simulated(spec, root, tell, *_, **__):
         for record in found if tell else ():
             tell(manifest).closed(record, {})
         return result
