@@ -12,7 +12,7 @@ import pytest
 from fl_core.errors.catalogue import EXPLANATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("fl_core", "privacy", "protos", "coordinator", "silo")
+PACKAGES = ("fl_core", "privacy", "protos", "web", "coordinator", "silo")
 SOURCES = sorted(p for pkg in PACKAGES for p in (ROOT / pkg).rglob("*.py") if "consilium" not in p.parts)
 
 

@@ -13,12 +13,13 @@ import typer
 
 from fl_core.errors import ConfigError
 from protos import startup
+from protos.audit_log import commands as audit_log
 from protos.audit_log.local_commands import record_commands
 from protos.console import print_json
 from protos.operations import logs
 from protos.operations.exit_status import status_of
 from protos.pki.identity import colons, identity_of
-from silo.cli import audit, backup, console, doctor, ledger, log, peers, policy
+from silo.cli import audit, backup, console, doctor, ledger, page, peers, policy
 from silo.cli.options import (
     DataRootOption,
     HomeOption,
@@ -41,6 +42,13 @@ Reference = Annotated[
     str, typer.Argument(help="digits/hospital2, isic2019/center3, folder:PATH or manifest:FILE.csv.", metavar="REF")
 ]
 
+
+def _log_of(home: Path | None) -> audit_log.Side:
+    place = Home.at(home).path
+    identity = SiloIdentity(place)
+    return audit_log.Side(place, lambda: identity.load().identity.uri, identity.authority_pem)
+
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -53,13 +61,14 @@ app.add_typer(data, name="data")
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(policy.app, name="policy")
 app.add_typer(peers.app, name="peers")
-app.add_typer(log.app, name="log")
+app.add_typer(audit_log.make_app(_log_of), name="log")
 app.command()(policy.approve)
 app.command()(audit.audit)
 app.command()(backup.backup)
 app.command()(backup.restore)
 app.command()(doctor.doctor)
 app.command()(doctor.health)
+app.command()(page.page)
 
 
 @app.command()
@@ -291,6 +300,7 @@ READING = frozenset(
         "status",
         "doctor",
         "health",
+        "page",
         "fingerprint",
         "audit",
         "data",

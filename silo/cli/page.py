@@ -1,0 +1,63 @@
+"""`silo page`: the hospital's page, in a browser of this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import webbrowser
+from typing import Annotated
+
+import typer
+
+from protos.console import print_json
+from protos.operations.exit_status import ShutdownSignals
+from silo.cli import console
+from silo.cli.options import HomeOption, JsonOption
+from silo.storage.home import Home
+
+FILE = "opened-page.html"
+BindOption = Annotated[
+    str | None,
+    typer.Option(
+        "--bind",
+        metavar="HOST:PORT",
+        help="Where, on this machine's loopback. Default: an address of its own, and any free port.",
+    ),
+]
+
+
+def page(
+    bind: BindOption = None,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open it in this machine's browser, where there is a screen.")
+    ] = True,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show this hospital's page until Ctrl-C: what leaves it, what was spent, and what waits for a decision.
+
+    It works beside a running service and without one. Only this user of this machine reaches it: through a link that
+    works once, within ten minutes; the file always holds a fresh one. Everything that its buttons do is a command, too.
+    """
+    from silo.page.site import make_site
+    from web.serve import PageServer
+
+    silo_home = Home.at(home)
+    site = make_site(silo_home)
+    with ShutdownSignals() as signals, PageServer(site, silo_home.make().path, FILE, bind) as server:
+        facts = {"link": server.link, "file": str(server.file), "address": server.host}
+        if as_json:
+            print_json(facts)
+        else:
+            console.show_facts([("page", server.link), ("or open", str(server.file)), ("end", "Ctrl-C")])
+            sys.stdout.flush()
+        if browser and _has_screen():
+            webbrowser.open(server.file.as_uri())  # the file, not the link: others see arguments of processes
+        wait = threading.Event()
+        while not signals.received:
+            wait.wait(0.2)
+
+
+def _has_screen() -> bool:
+    return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -1,0 +1,179 @@
+"""Curves, drawn by the server as SVG: places in percent, so that they fit every screen, and a table beneath."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+MOST_SERIES = 6
+"""Curves that a reader tells apart; further ones are in the table alone."""
+MOST_POINTS = 400
+TABLE_ROWS = 60
+_LABEL_CHARS = 16
+_APART = 8.0
+"""Percent of the height between two labels."""
+_LARGEST = 1e30
+"""Beyond this a number is drawn as a gap, like one that is none."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 11.0, 77.0, 5.0, 88.0
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve: a value for each x, None (or what is not finite) where there is none."""
+
+    name: str
+    values: Sequence[float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Curves over common, increasing x. limits: of y where it has natural ones, else those of the values."""
+
+    title: str
+    x_name: str
+    x: Sequence[float]
+    series: Sequence[Series]
+    limits: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        for one in self.series:
+            if len(one.values) != len(self.x):
+                raise ValueError(f"{one.name}: expected {len(self.x)} values, found {len(one.values)}")
+        if any(not b > a for a, b in pairwise(self.x)):
+            raise ValueError("x: expected increasing numbers")
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A path in a field of 1000 by 1000 from the top left; label_at: percent of the whole drawing, from the top."""
+
+    name: str
+    label: str
+    path: str
+    label_at: float
+    last: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A mark on an axis. at: percent of the whole drawing."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChartDrawing:
+    """All that a template needs. left, top, width, height: the field of the curves, in percent of the whole.
+
+    left_out: how many curves, and earlier rows of the table, are not shown.
+    """
+
+    title: str
+    x_name: str
+    text: str
+    curves: tuple[Curve, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    curves_left_out: int
+    rows_left_out: int
+    left: float = _LEFT
+    top: float = _TOP
+    right: float = _RIGHT
+    bottom: float = _BOTTOM
+    width: float = _RIGHT - _LEFT
+    height: float = _BOTTOM - _TOP
+
+
+def draw(chart: Chart) -> ChartDrawing:
+    shown = [(s.name, [_drawable(v) for v in s.values]) for s in chart.series[:MOST_SERIES]]
+    low, high = chart.limits or _limits([v for _, values in shown for v in values if v is not None])
+    first, last = (chart.x[0], chart.x[-1]) if chart.x else (0.0, 1.0)
+    if last == first:
+        first, last = first - 0.5, last + 0.5
+    across = [1000 * (x - first) / (last - first) for x in chart.x]
+    curves = []
+    for name, values in shown:
+        down = [None if v is None else 1000 * (high - min(max(v, low), high)) / (high - low) for v in values]
+        if not (ends := [(y, v) for y, v in zip(down, values, strict=True) if y is not None]):
+            continue
+        label = name if len(name) <= _LABEL_CHARS else name[: _LABEL_CHARS - 1] + "…"
+        place = _TOP + (_BOTTOM - _TOP) * ends[-1][0] / 1000
+        curves.append(Curve(name, label, _path(across, down), place, _number(ends[-1][1])))
+    whole = all(float(x).is_integer() for x in chart.x)
+    rows = [(_number(x), *(_number(s.values[k]) for s in chart.series)) for k, x in enumerate(chart.x)]
+    text = f"{chart.title} by {chart.x_name}. Last values: " + "; ".join(f"{c.name} {c.last}" for c in curves)
+    return ChartDrawing(
+        title=chart.title,
+        x_name=chart.x_name,
+        text=text if curves else f"{chart.title}: nothing to draw yet",
+        curves=tuple(_spread(curves)),
+        x_ticks=tuple(
+            Tick(_LEFT + (_RIGHT - _LEFT) * (t - first) / (last - first), _number(t))
+            for t in _ticks(first, last, least=1.0 if whole else 0.0)
+        ),
+        y_ticks=tuple(
+            Tick(_BOTTOM - (_BOTTOM - _TOP) * (t - low) / (high - low), _number(t)) for t in _ticks(low, high)
+        ),
+        head=(chart.x_name, *(s.name for s in chart.series)),
+        rows=tuple(rows[-TABLE_ROWS:]),
+        curves_left_out=len(chart.series) - len(shown),
+        rows_left_out=max(0, len(rows) - TABLE_ROWS),
+    )
+
+
+def _drawable(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) and abs(value) <= _LARGEST else None
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    """Return limits around all values, a twentieth wider, and never of no width."""
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    margin = max((high - low) / 20, abs(high) * 1e-9, 1e-12)
+    return low - margin, high + margin
+
+
+def _path(across: Sequence[float], down: Sequence[float | None]) -> str:
+    """Write the path, a new piece after each gap; a point between two gaps is a dot."""
+    step = max(1, math.ceil(len(across) / MOST_POINTS))
+    chosen = sorted({*range(0, len(across), step), len(across) - 1})
+    path, open_ = "", False
+    for k in chosen:
+        y = down[k]
+        if y is None:
+            open_ = False
+            continue
+        path += f"{'L' if open_ else 'M'}{across[k]:.1f} {y:.1f}"
+        path += "" if open_ else "h0"
+        open_ = True
+    return path
+
+
+def _spread(curves: Sequence[Curve]) -> list[Curve]:
+    """Move labels apart, in the order of their curves' ends, and within the drawing."""
+    order = sorted(range(len(curves)), key=lambda k: curves[k].label_at)
+    places: list[float] = []
+    for k in order:
+        places.append(max(curves[k].label_at, places[-1] + _APART if places else _TOP))
+    for i in reversed(range(len(places))):
+        most = _BOTTOM if i == len(places) - 1 else places[i + 1] - _APART
+        places[i] = min(places[i], most)
+    moved = dict(zip(order, places, strict=True))
+    return [Curve(c.name, c.label, c.path, moved[k], c.last) for k, c in enumerate(curves)]
+
+
+def _ticks(low: float, high: float, most: int = 5, least: float = 0.0) -> list[float]:
+    """Return round numbers within the limits: multiples of 1, 2 or 5 times a power of ten, at least `least` apart."""
+    raw = max((high - low) / most, least)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))
+    start = math.ceil(low / step - 1e-9)
+    return [k * step for k in range(start, start + most + 1) if k * step <= high + step * 1e-9]
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None or not math.isfinite(value) else f"{value:.4g}"

@@ -1,0 +1,70 @@
+"""Templates: everything that is written into one is escaped, visible, and there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from protos.console import local_time, printable
+from web import chart, gauge
+
+OWN = Path(__file__).parent / "templates"
+MOST_CHARS = 2_000
+"""Characters of one text; what another side wrote may be longer, and is cut with three dots."""
+
+
+def make_environment(folders: Sequence[Path]) -> Environment:
+    r"""Make the templates of a page, those of `web` behind its own.
+
+    Guarantees: no text brings markup into a page, or a character that is not visible: a control character or a mark of
+    writing direction is shown as its escape (`\x1b`). A name that a template misses is an error, never nothing.
+    """
+    environment = Environment(
+        loader=FileSystemLoader([*folders, OWN]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"moment": moment, "size": size, "percent": percent}
+    environment.globals |= {"draw_chart": chart.draw, "draw_gauge": gauge.draw}
+    return environment
+
+
+def _visible(value: object) -> object:
+    """Prepare a value for the page. Markup is what a macro of ours returned, whose values passed here before."""
+    if isinstance(value, Markup):
+        return value
+    text = "–" if value is None else str(value)
+    return printable(text if len(text) <= MOST_CHARS else text[:MOST_CHARS] + "...")
+
+
+def moment(unix: float | None) -> str:
+    """Write a local time to the minute, or a dash for none (None or 0), or for one that no calendar has."""
+    try:
+        return local_time(unix)[:-3] if unix else "–"
+    except (ValueError, OverflowError, OSError):
+        return "–"
+
+
+def iso(unix: float) -> str:
+    return datetime.fromtimestamp(unix).astimezone().isoformat(timespec="seconds")
+
+
+def size(bytes: float) -> str:
+    """Write a number of bytes for people: 1000 bytes are 1 kB."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if abs(bytes) < 999.5:
+            return f"{bytes:.0f} {unit}" if unit == "bytes" or bytes >= 99.95 else f"{bytes:.1f} {unit}"
+        bytes /= 1000
+    return f"{bytes:.1f} TB"
+
+
+def percent(share: Any) -> str:  # noqa: ANN401
+    return f"{100 * share:.0f} %"
