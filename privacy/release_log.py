@@ -29,13 +29,13 @@ class InMemoryReleaseLog:
 
     def __init__(self) -> None:
         self.releases: list[Release] = []
-        self._cached: dict[str, Tensor] = {}
+        self.cached_releases: dict[str, Tensor] = {}
 
     def cached(self, purpose: str) -> Tensor | None:
-        return self._cached.get(purpose)
+        return self.cached_releases.get(purpose)
 
     def cache(self, purpose: str, value: Tensor) -> None:
-        self._cached[purpose] = value
+        self.cached_releases[purpose] = value
 
     def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:  # noqa: ARG002
         self.releases += releases

@@ -8,17 +8,20 @@ r"""Run tables of the papers, and write each as CSV, Markdown and learning curve
 
 Words: table, scale (paper, small), seeds, methods (all by comma), settings (by semicolon), jobs (processes; 0: one per
 core), device (cpu, cuda, auto), out (folder; results/ here), run (false: only write what is stored). Runs are kept in
-OUT/runs_SCALE.jsonl: what is there is not computed again, so an interrupted table goes on where it stopped.
+OUT/runs_SCALE.jsonl: what is there is not computed again. What a run needs to go on is in OUT/checkpoints until it is
+there: a killed table goes on where it stopped, within a run too.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.paper import curves, report, study, tables
+from coordinator.simulation.checkpoints import Checkpoints
 from coordinator.simulation.engine import SimulationEngine
 from fl_core.errors import ConfigError, FederationError
 from fl_core.suggest import suggest
@@ -72,7 +75,8 @@ def run(words: dict[str, str], data_root: Path | None = None) -> None:
     seeds, out = [int(s) for s in words["seeds"].split(",")], Path(words["out"])
     for table in loaded:
         jobs = None if words["run"] == "false" else int(words["jobs"])
-        write(table, seeds, out, jobs, data_root, SimulationEngine(device=words["device"]))
+        kept = Checkpoints(out / "checkpoints")
+        write(table, seeds, out, jobs, data_root, SimulationEngine(device=words["device"], checkpoints=kept))
 
 
 def write(
@@ -92,6 +96,8 @@ def write(
     kept = study.stored(store)
     grid, asked = (study.only(grid, kept), []) if jobs is None else (grid, asked)
     runs = {**kept, **study.study(asked, store, jobs or 0, lambda t: print(t, flush=True))}
+    for key in runs:
+        shutil.rmtree(out / "checkpoints" / key, ignore_errors=True)
     results = report.Results(table, grid, runs)
     file = out / f"{table.name}_{table.scale}"
     report.write_csv(results, file.with_suffix(".csv"))

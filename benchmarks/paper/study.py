@@ -169,7 +169,9 @@ def measure(point: Point) -> dict[str, object]:
     if point.numbers:
         return {**found, "numbers": _numbers(spec)}
     observer = NewestState()
-    result = runner.run(spec, root, observer, point.how, point.fine_tune)
+    kept = point.how.checkpoints
+    how = replace(point.how, checkpoints=kept and kept.of(point.key))
+    result = runner.run(spec, root, observer, how, point.fine_tune)
     said = result.summary()
     scores = [dict(s) for s in said.get("personal_by_round", [])]  # type: ignore[attr-defined]
     accuracies = list(said["accuracy_by_round"])  # type: ignore[call-overload]

@@ -18,6 +18,7 @@ from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
 from coordinator.durations import span
 from coordinator.simulation import runner
+from coordinator.simulation.checkpoints import EVERY, Checkpoints
 from coordinator.simulation.engine import SimulationEngine
 from coordinator.simulation.results import ResultFolder, has_parquet
 from coordinator.simulation.sweep import Job, SweepTable, combinations, folder_name, is_sweep, sweep, swept
@@ -64,7 +65,13 @@ def simulate(
     spill: Annotated[Path | None, typer.Option(help="Folder for silos' states, when memory is short.")] = None,
     fine_tune: Annotated[int, typer.Option(help="Epochs of the best global model at each silo, for PA.", min=0)] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for tables, summary, model, picture; of a sweep a folder each.")
+        Path | None,
+        typer.Option(
+            help="Folder for tables, summary, model, picture; of a sweep a folder each. Goes on where it was."
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help=f"With --out: rounds that a kill costs at most ({EVERY}, or a minute's).", min=1)
     ] = None,
     config_dir: Annotated[Path | None, typer.Option(help="Your own configurations, laid out as configs/.")] = None,
     ray_address: Annotated[str | None, typer.Option(help="Of a running Ray cluster; none starts one here.")] = None,
@@ -78,15 +85,20 @@ def simulate(
     data=manifest data.path=/data/images.csv (columns path, label, group, split), with federation=p5c2 or another.
     """
     simulator = SimulationEngine(engine, device, spill, deterministic, Cluster(ray_address, ray_actors, gpus=ray_gpus))
-    words = overrides or []
+    words, every = overrides or [], checkpoint_every or EVERY
+    if checkpoint_every is not None and out is None:
+        raise ConfigError(
+            "E-CFG-08", "expected --out FOLDER with --checkpoint-every, found none: checkpoints lie there"
+        )
     if multirun:
-        place = None if out is None else RunFolders(out, swept(words))
+        place = None if out is None else RunFolders(out, swept(words), every)
         _sweep(words, partial(_summary, data_root, simulator, fine_tune, place, config_dir), jobs, out, config_dir)
         return
     if is_sweep(words):
         raise ConfigError("E-CFG-08", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
     printer = None if as_json else _RoundPrinter
     spec = compose_spec(words, config_dir)
+    simulator = replace(simulator, checkpoints=Checkpoints.within(out, every) if out else None)
     result = runner.run(spec, data_root, printer, simulator, fine_tune, out=out, words=words)
     summary = result.summary()
     if out is not None:
@@ -120,10 +132,11 @@ def _say_where(out: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunFolders:
-    """Where the runs of a sweep over these keys leave their results."""
+    """Where the runs of a sweep over these keys leave their results. every: rounds between two checkpoints."""
 
     out: Path
     keys: Sequence[str]
+    every: int = EVERY
 
     def of(self, words: Sequence[str]) -> Path:
         return self.out / folder_name(words, self.keys)
@@ -142,7 +155,8 @@ def _summary(
     if out and (known := ResultFolder(out).finished(spec, software())):
         return known
     spill = simulator.spill / "_".join(words).replace("/", "-") if simulator.spill else None
-    simulator = replace(simulator, spill=spill)
+    kept = Checkpoints.within(out, folders.every) if folders and out else None
+    simulator = replace(simulator, spill=spill, checkpoints=kept)
     return runner.run(spec, data_root, None, simulator, fine_tune, out=out, words=words).summary()
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator.simulation.checkpoints import Checkpoints
 from fl_core.errors import ConfigError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import SiloShare, simulate
+from fl_core.simulation.in_process import ResumePoint, SiloShare, simulate
 from fl_core.simulation.ray import Cluster, simulate_ray
-from fl_core.simulation.silo_states import MemoryStateStore
+from fl_core.simulation.silo_states import MemoryStateStore, StateStore
 from fl_core.training.devices import choose_device, deterministic
 from fl_core.types.interfaces import DataFactory
 from fl_core.types.values import State
@@ -57,6 +58,7 @@ class SimulationEngine:
 
     engine: "local" (this process) or "ray" (actors of `cluster`)   device: cpu, cuda, cuda:N or auto, of engine=local
     spill: folder for silos' states, in memory without one   exact: deterministic kernels alone
+    checkpoints: from which a run goes on, and that it leaves.
     """
 
     engine: str = "local"
@@ -64,6 +66,15 @@ class SimulationEngine:
     spill: Path | None = None
     exact: bool = False
     cluster: Cluster = Cluster()  # noqa: RUF009
+    checkpoints: Checkpoints | None = None
+
+    def facts(self) -> Mapping[str, object]:
+        """Say what of the options may change the last bits of a result, or more."""
+        return {"device": choose_device(self.device).type, "deterministic": self.exact}
+
+    def state_store(self) -> StateStore:
+        """Make the place where silos' states are between rounds."""
+        return FileStateStore(self.spill) if self.spill else MemoryStateStore()
 
     def simulate(
         self,
@@ -71,14 +82,15 @@ class SimulationEngine:
         shares: Sequence[SiloShare],
         observer: Observer,
         data_factories: Sequence[DataFactory] | None,
+        states: StateStore,
+        resume: ResumePoint | None = None,
     ) -> State:
-        """Simulate a run and return the final server state; raises ConfigError (E-CFG-02, E-CFG-08).
+        """Simulate a run, from where it goes on, and return the final server state; raises ConfigError (E-CFG-02, -08).
 
         Guarantees: on the CPU all options give the same bits for one number of threads.
         """
         if self.engine not in ENGINES:
             raise ConfigError("E-CFG-08", f"expected --engine of {ENGINES}, found {self.engine!r}")
-        states = FileStateStore(self.spill) if self.spill else MemoryStateStore()
         if self.engine == "ray":
             if data_factories or run.guards.silo:
                 raise ConfigError("E-CFG-08", "expected engine=local for a private run, found engine=ray: change one")
@@ -86,6 +98,6 @@ class SimulationEngine:
                 raise ConfigError(
                     "E-CFG-08", "expected --ray-gpus, not --device or --deterministic, with engine=ray: remove them"
                 )
-            return simulate_ray(run, shares, observer, self.cluster, states)
+            return simulate_ray(run, shares, observer, self.cluster, states, resume)
         with deterministic(self.exact):
-            return simulate(run, shares, observer, data_factories, states, choose_device(self.device))
+            return simulate(run, shares, observer, data_factories, states, choose_device(self.device), resume)

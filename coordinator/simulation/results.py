@@ -108,6 +108,7 @@ class ResultFolder:
     silos.csv       examples per silo and class
     model.safetensors   what the method needs to classify (Method.exported)
     plot.png        accuracy by round
+    checkpoints/    from which the same command goes on (`checkpoints.Checkpoints`)
 
     Guarantees: results of another configuration are never overwritten; each file is whole or not there.
     """

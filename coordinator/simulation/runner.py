@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import TypeVar
 
 from coordinator.config.manifest_builder import IMAGES, manifest_from
 from coordinator.config.run_spec import RunSpec
+from coordinator.simulation.checkpoints import Checkpoints, Identity, Progress, run_with_checkpoints
 from coordinator.simulation.engine import SimulationEngine
 from coordinator.simulation.results import ResultFolder
 from fl_core import datasets
@@ -20,7 +22,7 @@ from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.fine_tuning import BestHistory, FineTuned, fine_tuned
 from fl_core.simulation.global_test import GlobalTestEvaluator
-from fl_core.simulation.in_process import SiloShare, has_official_test
+from fl_core.simulation.in_process import ResumePoint, SiloShare, has_official_test
 from fl_core.simulation.latest_personal import LatestPersonal
 from fl_core.training.devices import choose_device
 from fl_core.types import tensor_maps
@@ -247,11 +249,12 @@ def run(
     observer: an observer of the rounds, or a function that makes one of the manifest
     fine_tune: epochs after which the best global model is evaluated at each silo
     out: folder that gets the results (`results.ResultFolder`)   words: that composed the spec, for that folder
+    With checkpoints (the engine's, or with `out`) the run goes on where it was.
     Where silos hold out their own test examples, every round's model is also measured on the official test set, and
     where a cohort is drawn on all silos' test sets; the best is chosen there. Personal models are then measured over
     all silos. What a private run releases is left to its rounds: there the official test set alone is looked at.
     Guarantees: equal specs give equal model digests; the digest equals that of the same run over real silo
-    processes with these names.
+    processes with these names; a run that goes on ends in the bits of one that was not interrupted.
     """
     manifest, sets = build_simulation(spec, data_root)
     if out is not None:
@@ -270,7 +273,17 @@ def run(
         LatestPersonal(compiled, shares, device) if manifest.personal and cohorts else None,
         compiled.private,
     )
-    final = engine.simulate(compiled, shares, history, factories or None)
+    progress = Progress(history, engine.state_store(), logs, len(shares), manifest.threads)
+
+    def rounds(observer: Observer, resume: ResumePoint | None) -> State:
+        return engine.simulate(compiled, shares, observer, factories or None, progress.states, resume)
+
+    checkpoints = engine.checkpoints or (Checkpoints.within(out) if out else None)
+    if checkpoints is None:
+        final = rounds(history, None)
+    else:
+        identity = Identity(json.loads(manifest.to_json()), [s.fingerprint for s in sets], engine.facts())
+        final = run_with_checkpoints(checkpoints, identity, progress, rounds)
     tuned = fine_tuned(compiled, shares, history.best, history.best_round, fine_tune) if fine_tune else None
     spent = compiled.profile.report([log.releases for log in logs])
     result = Result(

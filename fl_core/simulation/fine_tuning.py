@@ -7,7 +7,7 @@ silos of the accuracy on the own test set. "Best" is chosen by test accuracy, as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.nn import Module
@@ -25,6 +25,18 @@ from fl_core.types.values import Bundle, RoundContext, SgdOptions, State
 EPOCHS = 10
 
 
+@dataclass(frozen=True, slots=True)
+class EarlierRounds:
+    """What a history keeps of rounds: see `BestHistory`. personal: newest scores, by the silo's index."""
+
+    records: Sequence[RoundRecord]
+    measured: Sequence[RoundRecord]
+    best: State | None
+    best_round: int
+    newest: State
+    personal: Mapping[int, Bundle]
+
+
 class BestHistory(RoundHistory):
     """A history that keeps the server state of the best round.
 
@@ -40,28 +52,34 @@ class BestHistory(RoundHistory):
         personal: LatestPersonal | None = None,
     ) -> None:
         super().__init__()
-        self._personal = personal
+        self.personal = personal
         self.best: State | None = None
         self.best_round = 0
+        self.newest: State | None = None
         self.measured: list[RoundRecord] = []
         self._measure = measure
-        self._before: State | None = None
-        self._accuracy = -math.inf
+
+    def restore(self, earlier: EarlierRounds) -> None:
+        """Take over what a history of the rounds before had kept."""
+        self.records, self.measured = list(earlier.records), list(earlier.measured)
+        self.best, self.best_round, self.newest = earlier.best, earlier.best_round, earlier.newest
+        if self.personal:
+            self.personal.newest.update(earlier.personal)
 
     def scored(self, name: str, own: Bundle) -> None:
-        if self._personal:
-            self._personal.keep(name, own)
+        if self.personal:
+            self.personal.keep(name, own)
 
     def closed(self, record: RoundRecord, server: State) -> None:
         super().closed(record, server)
-        measured = self._measure(record, self._before) if self._measure else record
-        if self._personal:
-            measured = replace(measured, personal=self._personal.scores(record, self._before))
+        measured = self._measure(record, self.newest) if self._measure else record
+        if self.personal:
+            measured = replace(measured, personal=self.personal.scores(record, self.newest))
+        best = -math.inf if self.best is None else self.measured[self.best_round].accuracy
         self.measured.append(measured)
-        accuracy = self.measured[-1].accuracy
-        if self._before is not None and accuracy > self._accuracy:
-            self.best, self.best_round, self._accuracy = self._before, record.round, accuracy
-        self._before = server
+        if self.newest is not None and measured.accuracy > best:
+            self.best, self.best_round = self.newest, record.round
+        self.newest = server
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from fl_core.rounds.engine import Observer
+from fl_core.rounds.engine import Observer, RoundLoop
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime, run_silo_round
@@ -114,6 +115,31 @@ def public_test(shares: Sequence[SiloShare]) -> Examples:
     return official[0] if official else ConcatExamples([s.test for s in shares])
 
 
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a simulation goes on.
+
+    round: the next one, 0-based   server: the state that it begins with
+    medians: `RoundRecord.medians` of all rounds before. Silos' states are in the store that the simulation is given.
+    """
+
+    round: int
+    server: State
+    medians: Sequence[Mapping[str, float]]
+
+
+@contextmanager
+def thread_count(wanted: int) -> Iterator[None]:
+    """Compute with so many CPU threads inside, with torch's own number where `wanted` is 0."""
+    before = torch.get_num_threads()
+    if wanted:
+        torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def simulate(
     run: RunSetup,
     shares: Sequence[SiloShare],
@@ -121,19 +147,24 @@ def simulate(
     data_factories: Sequence[DataFactory] | None = None,
     states: StateStore | None = None,
     device: torch.device | None = None,
+    resume: ResumePoint | None = None,
 ) -> State:
     """Do a run in this process and return the final server state; the arguments are those of `local_ports`.
 
-    Guarantees: equals the same manifest over real silo processes bit for bit, on one kind of machine.
+    resume: where it goes on; None begins with the first round
+    Guarantees: equals the same manifest over real silo processes bit for bit, on one kind of machine; a run that goes
+    on ends in the bits of one that was not interrupted.
     """
-    before = torch.get_num_threads()
-    if run.manifest.threads:
-        torch.set_num_threads(run.manifest.threads)
-    try:
+    with thread_count(run.manifest.threads):
         ports = local_ports(run, shares, data_factories, states, device)
-        return run.round_loop(ports, parallel=1).run(run.initial_state(), observer)
-    finally:
-        torch.set_num_threads(before)
+        return run_rounds(run.round_loop(ports, parallel=1), run, observer, resume)
+
+
+def run_rounds(loop: RoundLoop, run: RunSetup, observer: Observer, resume: ResumePoint | None) -> State:
+    """Run a loop from where it goes on to the end."""
+    if resume is None:
+        return loop.run(run.initial_state(), observer)
+    return loop.run(resume.server, observer, resume.round, resume.medians)
 
 
 class RoundHistory(Observer):

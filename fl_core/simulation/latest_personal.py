@@ -36,11 +36,11 @@ class LatestPersonal:
         self._device = device or torch.device("cpu")
         self._runtime.model.to(self._device)
         self._initial, self._public = run.initial_state(), public_test(shares)
-        self._newest: dict[int, Bundle] = {}
+        self.newest: dict[int, Bundle] = {}
 
     def keep(self, name: str, own: Bundle) -> None:
         """Keep what a silo measured of the model that it has now."""
-        self._newest[self._manifest.index(name)] = own
+        self.newest[self._manifest.index(name)] = own
 
     def scores(self, record: RoundRecord, before: State | None) -> Mapping[str, float]:
         """Return the scores over all silos after a round; before: the state that its silos received, None: the first.
@@ -51,7 +51,7 @@ class LatestPersonal:
         if len(record.included) == len(silos) or not record.personal:
             return record.personal
         msg = self._runtime.method.broadcast(self._initial if before is None else before)
-        found = [self._newest[k] if k in self._newest else self._untrained(k, msg, record.round) for k in silos]
+        found = [self.newest[k] if k in self.newest else self._untrained(k, msg, record.round) for k in silos]
         total = dict(found[0])
         for own in found[1:]:
             total = {part: total[part] + own[part] for part in total}

@@ -22,9 +22,11 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import (
     InProcessSilo,
+    ResumePoint,
     SiloShare,
     on_device,
     public_test,
+    run_rounds,
 )
 from fl_core.simulation.silo_states import MemoryStateStore, StateStore
 from fl_core.types.enums import TaskKind
@@ -143,8 +145,9 @@ def simulate_ray(
     observer: Observer,
     cluster: Cluster | None = None,
     states: StateStore | None = None,
+    resume: ResumePoint | None = None,
 ) -> State:
-    """Do a run on a Ray cluster and return the final server state.
+    """Do a run on a Ray cluster, from where it goes on, and return the final server state.
 
     Guarantees: equals `simulate` with the same number of threads bit for bit, on one kind of machine; Ray is shut down
     afterwards when it was started here. Raises ConfigError (E-CFG-08) without Ray.
@@ -169,7 +172,7 @@ def simulate_ray(
             RayPort(m.name, k, actors[k % number], messages, states, run.method.server_tracks_state)
             for k, m in enumerate(manifest.members)
         ]
-        return run.round_loop(ports, parallel=number).run(run.initial_state(), observer)
+        return run_rounds(run.round_loop(ports, parallel=number), run, observer, resume)
     finally:
         torch.set_num_threads(before)
         for actor in actors:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,11 @@ from matplotlib.figure import Figure
 from benchmarks.paper import curves, report, run, study, tables
 from benchmarks.paper.measures import MEASURES, curve
 from coordinator.config.hydra_config import choices, compose_spec
+from coordinator.simulation.checkpoints import Checkpoints
+from coordinator.simulation.engine import SimulationEngine
 from fl_core.errors import ConfigError
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import RoundContext
 
 TINY = """
 paper: A paper, Table 9
@@ -287,3 +293,24 @@ def test_every_table_runs_through_at_the_small_scale(name: str, tmp_path: Path) 
             found = [results.values(method, short.settings[0], m)[0] for m in table.measures if m not in MAY_LACK]
             assert not any(map(math.isnan, found)), (method, found)
     assert (f"{table.own} minus another method" in text) == (name != "fedmr_3")  # which counts, and ranks nothing
+
+
+def test_a_table_that_was_killed_goes_on_within_its_run_and_then_forgets_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+
+    class Watch(study.NewestState):
+        def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
+            opened.append(context.round)
+            if opened == [0, 1]:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "NewestState", Watch)
+    table = tables.chosen(_tiny(tmp_path), ["FedAvg"], [])
+    how = SimulationEngine(checkpoints=Checkpoints(tmp_path / "out/checkpoints", 1))
+    for _ in range(2):
+        with suppress(KeyboardInterrupt):
+            run.write(table, [0], tmp_path / "out", -1, None, how)
+    assert opened == [0, 1, 1, 2]
+    assert list((tmp_path / "out/checkpoints").iterdir()) == []

@@ -98,13 +98,13 @@ def test_results_of_another_configuration_are_refused_before_training_and_left_a
     made: tuple[Path, runner.Result],
 ) -> None:
     folder, _ = made
-    before = {file: file.read_bytes() for file in folder.iterdir()}
+    before = {file: file.read_bytes() for file in folder.iterdir() if file.is_file()}
     with pytest.raises(ConfigError, match=r"seed: 0 there, 7 here.*another folder") as caught:
         runner.run(compose_spec([*SHORT, "seed=7"]), observer=pytest.fail, out=folder)
     assert caught.value.code == "E-CFG-08"
     with pytest.raises(ConfigError, match=r"federation\.name"):  # which the manifest does not know
         ResultFolder(folder).claim(compose_spec([*SHORT, "federation=p10c3"]), made[1].manifest)
-    assert {file: file.read_bytes() for file in folder.iterdir()} == before
+    assert {file: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
 
 
 @pytest.mark.parametrize(
