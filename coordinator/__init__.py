@@ -5,6 +5,7 @@ config/      from words on the command line to the frozen manifest
 api/         the gRPC surface: server, authorization, one file per service, values as messages
 runs/        runs while they run: scheduler, dispatcher to silos, sessions, checkpoints
 storage/     what is kept: SQLite tables and transactions, objects, uploads
+reports/     what runs have brought: curves, comparison, pictures, the log of a run
 operations/  health of the running service
 pki/         the certificate authority and the membership
 simulation/  `coordinator simulate`, sweeps, the privacy ablation

@@ -7,12 +7,14 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from coordinator.api import accuracy
 from coordinator.durations import span
+from coordinator.reports.terminal_chart import chart
 from fl_core.aggregation import options
 from fl_core.types.records import fairness
 from privacy.reports.uncertainty import UNBOUNDED, Estimate
@@ -75,6 +77,7 @@ def aggregator_warning(manifest: str, holds: Mapping[str, Collection[str]]) -> s
     return options.warning(options.read(chosen["name"], chosen["options"]), declared)
 
 
+_CHART_WIDTH, _CHART_MARGIN = 60, 8
 _RUN_FIELDS = (
     "name",
     "state",
@@ -261,22 +264,33 @@ def round_text(number: int, kind: pb.TaskKind.ValueType) -> str:
     return "evaluation" if kind == pb.EVALUATE else str(number + 1)
 
 
-def _place(event: pb.Event, rounds: int) -> str:
+def event_json(event: pb.Event) -> dict[str, object]:
+    optional = {"silo": event.silo, "text": event.text}
+    return {
+        **{"event": event.kind, "number": event.number, "at": event.at_unix, "run": event.run_id, "round": event.round},
+        **{name: value for name, value in optional.items() if value},
+        **({"closed": round_json(event.closed)} if event.HasField("closed") else {}),
+    }
+
+
+def place(event: pb.Event, rounds: int) -> str:
+    """Name the round of an event, from 1; empty where it is of the whole run."""
     if event.kind not in ("cut", "opened", "accepted", "refused", "arrived", "closed"):
-        return ""  # of the whole run
+        return ""
     return f"round {event.round + 1}/{rounds}" if event.round < rounds else "evaluation"
 
 
 class Watcher:
-    """Live progress of one run: a table that repaints itself on a terminal, one line per change when piped."""
+    """Live progress of one run: a table and a chart on a terminal, repainted; one line per change when piped."""
 
     def __init__(self, console: Console = OUT) -> None:
         self._console = console
         self._info = pb.RunInfo(accuracy=-1, best_accuracy=-1)
         self._silos: dict[str, str] = {}
+        self._accuracies: dict[int, float | None] = {}
         self._personal = ""
         self._heard = time.monotonic()
-        repainted = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._table)
+        repainted = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._display)
         self._live = repainted if console.is_terminal else None
 
     def __enter__(self) -> Watcher:
@@ -293,6 +307,7 @@ class Watcher:
             self._info, self._heard = event.info, time.monotonic()
         if event.HasField("closed"):
             self._personal = personal_text(event.closed.personal, event.closed.withheld)
+            self._accuracies[event.closed.round] = accuracy.of_round(event.closed).point
         for silo in event.silos:
             self._silos[silo.name] = doing(silo)
         if event.silo:
@@ -310,7 +325,7 @@ class Watcher:
 
     def _line(self, event: pb.Event) -> str:
         info = self._info
-        text = f"{local_time(event.at_unix)}  {event.kind:<9} {_place(event, info.rounds)}".rstrip()
+        text = f"{local_time(event.at_unix)}  {event.kind:<9} {place(event, info.rounds)}".rstrip()
         if event.silo:
             text += f"  {event.silo}"
         if event.kind == "closed":
@@ -318,6 +333,13 @@ class Watcher:
             text += f"  up {size(info.bytes_up)}  down {size(info.bytes_down)}"
             text += f"  left {self._left()}"
         return f"{text}  {event.text}" if event.text else text
+
+    def _display(self) -> Group:
+        values = [self._accuracies.get(number) for number in range(max(self._accuracies, default=-1) + 1)]
+        width = min(_CHART_WIDTH, self._console.width - _CHART_MARGIN)
+        lines = chart(values, width, ascii_only=self._console.options.ascii_only)
+        caption = [f"        accuracy over {len(values) - 1} rounds of training"] if lines else []
+        return Group(self._table(), *(Text(line, no_wrap=True) for line in (*lines, *caption)))
 
     def _table(self) -> Table:
         info = self._info

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -109,7 +109,7 @@ class LeadClient:
         with self._errors():
             return ask(self._channel)
 
-    def watch(self, run: str = "latest", after: int = 0) -> Iterator[pb.Event]:
+    def watch(self, run: str = "latest", after: int = 0) -> Generator[pb.Event, None, None]:
         """Yield a run's events until it ends; reconnects for up to two minutes, then raises UnavailableError."""
         run_id, last = self.show(run).info.run_id, after
         away_since: float | None = None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.paper.paper_metrics import rounds_to_target
-from coordinator.simulation.runner import LAST
+from privacy.reports.uncertainty import LAST
 
 Run = Mapping[str, object]
 Reader = Callable[[Run, Run | None, int], float]

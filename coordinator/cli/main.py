@@ -13,18 +13,19 @@ if TYPE_CHECKING:
 
 MODULES = {
     "consortium": ("init", "invite", "revoke", "serve"),
-    "backup": ("backup", "restore"),
+    "operations.backup": ("backup", "restore"),
     "authority": ("ca",),
     "leads": ("leads",),
-    "log": ("log",),
+    "operations.log": ("log",),
     "runs": ("run", "watch", "status", "runs", "show", "abort", "resume", "exclude", "extend", "export", "silos"),
     "research": ("simulate", "demo", "methods", "models", "explain"),
     "data": ("data",),
-    "doctor": ("doctor", "health"),
+    "operations.doctor": ("doctor", "health"),
+    "reports": ("compare", "plot", "logs"),
     "privacy": ("privacy",),
 }
 """Which module of `coordinator.cli` holds which command: one command loads one module, so that it starts fast."""
-_ASKING = ("runs", "research", "data", "doctor", "privacy", "log")
+_ASKING = ("runs", "reports", "research", "data", "operations.doctor", "privacy", "operations.log")
 READING = {command for module in _ASKING for command in MODULES[module]} - {"export"} | {"serve", "leads list"}
 """Commands without a line in the audit log: they change nothing here, or the service writes it."""
 

@@ -89,7 +89,7 @@ def _follow(client: LeadClient, run: str, as_json: bool) -> None:
         if as_json:
             for event in client.watch(run):
                 if event.kind != "silo":
-                    print_json(_event_json(event))
+                    print_json(console.event_json(event))
         else:
             with console.Watcher() as watcher:
                 for event in client.watch(run):
@@ -101,15 +101,6 @@ def _follow(client: LeadClient, run: str, as_json: bool) -> None:
     _show_info(info, as_json)
     if info.state != "finished":
         raise typer.Exit(1)
-
-
-def _event_json(event: pb.Event) -> dict[str, object]:
-    optional = {"silo": event.silo, "text": event.text}
-    return {
-        **{"event": event.kind, "number": event.number, "at": event.at_unix, "run": event.run_id, "round": event.round},
-        **{name: value for name, value in optional.items() if value},
-        **({"closed": console.round_json(event.closed)} if event.HasField("closed") else {}),
-    }
 
 
 def _show_info(info: pb.RunInfo, as_json: bool) -> None:

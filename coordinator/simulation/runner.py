@@ -34,11 +34,9 @@ from privacy.compiled_run import CompiledRun
 from privacy.dp_sgd.class_sums import PrivacyUnits
 from privacy.release_log import InMemoryReleaseLog
 from privacy.reports import uncertainty
-from privacy.reports.uncertainty import Estimate, RunNoise, Sums
+from privacy.reports.uncertainty import LAST, Estimate, RunNoise, Sums
 
 T = TypeVar("T")
-LAST = 5
-"""Rounds whose mean stands beside the best one, which is chosen on test data."""
 
 
 @dataclass(frozen=True, slots=True)

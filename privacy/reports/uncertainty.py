@@ -7,7 +7,7 @@ The interval covers the noise of privacy alone, not the luck of a test set.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 
 from privacy.reports.ratio import interval
@@ -16,6 +16,8 @@ NOISY = "noise larger than signal"
 IMPOSSIBLE = "no counts can be these"
 UNBOUNDED = "its noise has no bound"
 LEVEL = 0.95
+LAST = 5
+"""Rounds whose mean stands beside the best one, which is chosen on test data."""
 WIDEST = 0.5
 """Intervals that are wider say less than they seem to."""
 GRID_SLACK = 1.002
@@ -107,21 +109,27 @@ def by_class(
     return [accuracy([right], [of], noise, level) for right, of in zip(correct, examples, strict=False)]
 
 
-def balanced(correct: Sequence[float], examples: Sequence[float], noise: EvaluationNoise | None) -> Estimate:
+def balanced(
+    correct: Sequence[float], examples: Sequence[float], noise: EvaluationNoise | None, level: float = LEVEL
+) -> Estimate:
     """Estimate the mean accuracy over classes that have test examples; withheld where one class is."""
-    level = 1 - (1 - LEVEL) / max(len(examples), 1)
-    found = [e for e in by_class(correct, examples, noise, level) if e != NOTHING]
+    each = 1 - (1 - level) / max(len(examples), 1)
+    found = [e for e in by_class(correct, examples, noise, each) if e != NOTHING]
     return next((e for e in found if e.withheld), _mean(found))
 
 
-def best(rounds: Sequence[Sums]) -> Estimate:
+Measure = Callable[[Sequence[float], Sequence[float], EvaluationNoise | None, float], Estimate]
+"""A measure of one round's sums, with an interval at a level: `accuracy`, `balanced`."""
+
+
+def best(rounds: Sequence[Sums], measure: Measure = accuracy) -> Estimate:
     """Estimate the largest accuracy over rounds.
 
     The largest of noisy numbers is the luckiest one, so its interval comes from intervals that hold for all rounds at
     once. A round that is withheld may have been the best.
     """
     level = 1 - (1 - LEVEL) / max(len(rounds), 1)
-    found = [e for e in (accuracy(*sums, level) for sums in rounds) if e != NOTHING]
+    found = [e for e in (measure(*sums, level) for sums in rounds) if e != NOTHING]
     known = [e for e in found if not e.withheld]
     if not known:
         return found[-1] if found else NOTHING
@@ -129,6 +137,20 @@ def best(rounds: Sequence[Sums]) -> Estimate:
     noisy = any(not e.exact for e in known) or any(e.withheld == NOISY for e in found)
     high = 1.0 if any(e.withheld == NOISY for e in found) else max(e.high or 0.0 for e in known)
     return Estimate(withheld=NOISY) if noisy and high - low > WIDEST else Estimate(point, low, high)
+
+
+def mean_of_last(rounds: Sequence[Sums], measure: Measure = accuracy, last: int = LAST) -> Estimate:
+    """Estimate the mean of a measure over the last so many rounds, of all where there are fewer.
+
+    Nothing where one of them has no test example, withheld where one is. Its interval comes from intervals that hold
+    for all of these rounds at once.
+    """
+    newest = rounds[-last:]
+    level = 1 - (1 - LEVEL) / max(len(newest), 1)
+    found = [measure(*sums, level) for sums in newest]
+    if NOTHING in found:
+        return NOTHING
+    return next((e for e in found if e.withheld), _mean(found))
 
 
 @dataclass(frozen=True, slots=True)

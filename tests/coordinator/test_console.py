@@ -83,3 +83,21 @@ def test_who_is_awaited_is_named_with_a_countdown_and_the_classes_that_depend_on
     with display.Watcher(Console(file=out, force_terminal=True, width=200)) as watcher:
         watcher.show(pb.Event(kind="silo", info=WAITING, silos=[pb.SiloInfo(name="south", state="offline")]))
     assert "offline; awaited: offline 40 min, 12 min more; nobody else holds keratosis" in out.getvalue()
+
+
+def closed(number: int, correct: float) -> pb.Event:
+    return pb.Event(
+        kind="closed", round=number, closed=pb.RoundInfo(round=number, correct=[correct], examples=[4]), info=WAITING
+    )
+
+
+def test_a_terminal_shows_the_accuracies_of_a_run_as_a_chart_and_a_pipe_does_not() -> None:
+    shown, piped = io.StringIO(), io.StringIO()
+    for out, terminal in ((shown, True), (piped, False)):
+        with display.Watcher(Console(file=out, force_terminal=terminal, width=80)) as watcher:
+            for number, correct in enumerate((1.0, 2.0, 4.0)):
+                watcher.show(closed(number, correct))
+    assert "accuracy over 2 rounds of training" in shown.getvalue()
+    assert " 100 % ┤" in shown.getvalue()
+    assert "█" not in piped.getvalue()
+    assert "accuracy over" not in piped.getvalue()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli import backup as coordinator_cli
+from coordinator.cli.operations import backup as coordinator_cli
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
 from fl_core.rounds.silo_round import run_silo_round

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli import backup
+from coordinator.cli.operations import backup
 from coordinator.storage.store import FILE, OBJECTS, Store
 from fl_core.errors import StateError, UnavailableError
 from protos.storage.object_store import ObjectStore, count_objects

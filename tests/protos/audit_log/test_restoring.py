@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli import backup as coordinator_cli
+from coordinator.cli.operations import backup as coordinator_cli
 from fl_core.errors import RefusedError, StateError
 from protos.audit_log.heads import KeptHeads, SignedHead
 from protos.audit_log.lines import Entry, Line

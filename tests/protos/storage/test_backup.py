@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli import backup as coordinator_cli
+from coordinator.cli.operations import backup as coordinator_cli
 from coordinator.storage.records import ObjectKind
 from coordinator.storage.runs import note_object
 from coordinator.storage.store import FILE, OBJECTS, Store

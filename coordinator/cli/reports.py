@@ -1,0 +1,178 @@
+"""`coordinator compare`, `plot` and `logs`: what runs have brought, and how they went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator import console
+from coordinator.cli.options import Home, Json, home_of
+from coordinator.lead_client import LeadClient
+from coordinator.reports import run_log
+from coordinator.reports.comparison import MOST_RUNS, ComparedRun, Comparison
+from coordinator.reports.comparison import compare as compare_runs
+from coordinator.reports.curves import MEASURES, Scores
+from coordinator.reports.run_log import RunLine
+from fl_core.errors import ConfigError
+from privacy.reports.uncertainty import NOTHING, Estimate
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.console import local_time, make_table, print_json, printable
+
+Runs = Annotated[list[str], typer.Argument(help="Ids or names of runs, or `latest`.")]
+_VALUE_CHARS = 60
+
+
+def compare(runs: Runs, home: Home = None, as_json: Json = False) -> None:
+    """Show runs side by side: how their configurations differ, and what their models reached."""
+    found = compare_runs(_details(home, runs))
+    if as_json:
+        print_json(comparison_json(found))
+        return
+    ids = [run.id for run in found.runs]
+    console.OUT.print(make_table("Runs", ("", *ids), _facts(found.runs)))
+    rows = [(key, *map(_short, values)) for key, values in found.differences.items()]
+    console.OUT.print(make_table("Differences", ("key", *ids), rows) if rows else "the configurations are the same")
+    if scored := list(_scores(found)):
+        console.OUT.print(make_table("Scores", ("measure", "", *ids), scored))
+    if found.classes:
+        classes = [(name, *(run.by_class.get(name, NOTHING).text() for run in found.runs)) for name in found.classes]
+        console.OUT.print(make_table("Accuracy by class, at the end", ("class", *ids), classes))
+    for note in found.notes:
+        console.OUT.print(f"note: {note}", soft_wrap=True)
+
+
+def plot(
+    runs: Runs,
+    out: Annotated[Path, typer.Option(help="The picture to write: a .png or a .svg file.")],
+    measure: Annotated[
+        list[str] | None,
+        typer.Option(help=f"What to draw; may be repeated. One of {', '.join(MEASURES)}. Default: the first two."),
+    ] = None,
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """Draw the curves of runs into one picture. What noise hides is a gap."""
+    from coordinator.reports import plots
+
+    drawn = plots.plot(_details(home, runs), measure or (), out)
+    if as_json:
+        print_json({"picture": str(out), "measures": drawn})
+    else:
+        console.OUT.print(f"wrote {out}: {', '.join(drawn)}", soft_wrap=True)
+
+
+def logs(
+    run: Annotated[str, typer.Argument(help="A run's id or name, or `latest`.")] = "latest",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """Show what happened in a run, oldest first: its events, and the lines of the audit log that name it."""
+    with closing(LeadClient.open(home_of(home))) as client:
+        rounds = client.show(run).info.rounds
+        try:
+            for line in run_log.run_lines(client, home_of(home), run, follow):
+                if as_json:
+                    print_json(line_json(line))
+                else:
+                    console.OUT.print(line_text(line, rounds), soft_wrap=True)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+def _details(home: Path | None, runs: Sequence[str]) -> list[pb.RunDetail]:
+    if len(runs) > MOST_RUNS:
+        raise ConfigError("E-CFG-02", f"expected at most {MOST_RUNS} runs, found {len(runs)}: name fewer")
+    with closing(LeadClient.open(home_of(home))) as client:
+        return [client.show(run) for run in runs]
+
+
+# ---- words of compare ----------------------------------------------------------------------------------------------
+
+_FACTS: Sequence[tuple[str, Callable[[ComparedRun], str]]] = (
+    ("state", lambda run: run.info.state),
+    ("method", lambda run: run.info.method),
+    ("data", lambda run: run.info.data),
+    ("rounds", lambda run: f"{run.info.closed}/{run.info.rounds}"),
+    ("hospitals", lambda run: str(len(run.members))),
+    ("up / down", lambda run: f"{console.size(run.info.bytes_up)} / {console.size(run.info.bytes_down)}"),
+    ("started", lambda run: local_time(run.info.created_unix)),
+    ("ended", lambda run: local_time(run.info.ended_unix)),
+    ("model", lambda run: run.info.model_digest[:16] or "-"),
+)
+
+
+def _facts(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
+    return [(name, *(text(run) for run in runs)) for name, text in _FACTS]
+
+
+def _scores(found: Comparison) -> list[tuple[str, ...]]:
+    rows = []
+    for measure in found.measures:
+        scores = [run.curves[measure].scores if measure in run.curves else Scores() for run in found.runs]
+        rows.append((measure, "final", *(s.final.text() for s in scores)))
+        rows.append(("", "best", *(s.best.text() for s in scores)))
+        rows.append(("", "mean of last 5", *(s.last.text() for s in scores)))
+    return rows
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return "-"
+    return value if len(value) <= _VALUE_CHARS else f"{value[:_VALUE_CHARS]}..."
+
+
+def comparison_json(found: Comparison) -> dict[str, object]:
+    """Write a comparison for machines. Numbers that noise hides are null, others have their interval."""
+    return {
+        "runs": [
+            {
+                **console.run_json(run.info),
+                "members": list(run.members),
+                "scores": {measure: _scores_json(curve.scores) for measure, curve in run.curves.items()},
+                "class_accuracy": {name: value.facts() for name, value in run.by_class.items()},
+            }
+            for run in found.runs
+        ],
+        "differences": {
+            key: dict(zip((run.id for run in found.runs), values, strict=True))
+            for key, values in found.differences.items()
+        },
+        "notes": list(found.notes),
+    }
+
+
+def _scores_json(scores: Scores) -> dict[str, object]:
+    def facts(value: Estimate) -> dict[str, object]:
+        return {"value": value.point, "low": value.low, "high": value.high, "withheld": bool(value.withheld)}
+
+    return {"final": facts(scores.final), "best": facts(scores.best), "mean_last": facts(scores.last)}
+
+
+# ---- words of logs -------------------------------------------------------------------------------------------------
+
+
+def line_json(line: RunLine) -> dict[str, object]:
+    """Write an event or a line of the audit log for machines; `source` says which."""
+    if line.event is not None:
+        return {"source": "event", **console.event_json(line.event)}
+    assert line.audit is not None
+    entry = line.audit.entry
+    named = {name: getattr(entry, name) for name in ("who", "what", "about", "outcome", "code", "address", "bytes")}
+    return {"source": "audit", "number": line.audit.number, "at": line.at, **{k: v for k, v in named.items() if v}}
+
+
+def line_text(line: RunLine, rounds: int) -> str:
+    """Write one for people. rounds: of the run."""
+    if line.event is not None:
+        event = line.event
+        words = [event.kind, console.place(event, rounds), event.silo, event.text]
+    else:
+        assert line.audit is not None
+        entry = line.audit.entry
+        words = ["audit", entry.who, entry.what, entry.about, entry.outcome, entry.code]
+    return "  ".join([local_time(line.at), *(printable(word) for word in words if word)])

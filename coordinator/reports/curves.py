@@ -1,0 +1,102 @@
+"""Measures of a run's models over its rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+
+from coordinator.api import accuracy
+from privacy.reports import uncertainty
+from privacy.reports.uncertainty import NOTHING, Estimate, Measure, Sums
+from protos.consilium.v1 import federation_pb2 as pb
+
+OF_SUMS: dict[str, Measure] = {"accuracy": uncertainty.accuracy, "balanced_accuracy": uncertainty.balanced}
+"""Measures of the global model that come from the sums per class."""
+OF_SILOS = ("pa", "pm_l", "pm_v")
+"""Scores of personal models, means over a round's silos."""
+MEASURES = (*OF_SUMS, *OF_SILOS)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The newest value of a measure, the best one, and the mean of the last rounds; of trained models alone."""
+
+    final: Estimate = NOTHING
+    best: Estimate = NOTHING
+    last: Estimate = NOTHING
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A measure over a run. rounds: how many training rounds each measured model has behind it, rising."""
+
+    measure: str
+    rounds: tuple[int, ...]
+    values: tuple[Estimate, ...]
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is a value, or one that noise hides."""
+        return any(value != NOTHING for value in self.values)
+
+    @cached_property
+    def scores(self) -> Scores:
+        trained = [v for v, behind in zip(self.values, self.rounds, strict=True) if behind]
+        if not trained:
+            return Scores()
+        if hidden := next((v for v in trained if v.withheld or v.point is None), None):
+            return Scores(trained[-1], hidden, hidden)
+        points = [v.point for v in trained if v.point is not None]
+        return Scores(trained[-1], _exact(max(points)), _exact(fmean(points[-uncertainty.LAST :])))
+
+
+@dataclass(frozen=True)
+class CurveOfSums(Curve):
+    """A measure of the global model. sums: what it was computed from, per round."""
+
+    sums: tuple[Sums, ...] = ()
+
+    @cached_property
+    def scores(self) -> Scores:
+        measure = OF_SUMS[self.measure]
+        trained = [each for each, behind in zip(self.sums, self.rounds, strict=True) if behind]
+        if not trained:
+            return Scores()
+        best = uncertainty.best(trained, measure)
+        return Scores(self.values[-1], best, uncertainty.mean_of_last(trained, measure))
+
+
+def curves(rounds: Sequence[pb.RoundInfo]) -> dict[str, Curve]:
+    """Return the curves of all measures that a run has, by name, the global model's first."""
+    sums = [(tuple(r.correct), tuple(r.examples), accuracy.noise_of(r)) for r in rounds]
+    found: list[Curve] = [_of_sums(name, rounds, sums) for name in OF_SUMS]
+    found += [_of_silos(name, rounds) for name in OF_SILOS]
+    return {curve.measure: curve for curve in found if curve.measured}
+
+
+def by_class(rounds: Sequence[pb.RoundInfo]) -> list[Curve]:
+    """Return the accuracy of each class over the rounds, in the order of the run's classes."""
+    found: list[Curve] = []
+    for c in range(max((len(r.examples) for r in rounds), default=0)):
+        sums = [(tuple(r.correct[c : c + 1]), tuple(r.examples[c : c + 1]), accuracy.noise_of(r)) for r in rounds]
+        found.append(_of_sums("accuracy", rounds, sums))
+    return found
+
+
+def _of_sums(name: str, rounds: Sequence[pb.RoundInfo], sums: Sequence[Sums]) -> CurveOfSums:
+    behind, measure = tuple(r.round for r in rounds), OF_SUMS[name]
+    return CurveOfSums(name, behind, tuple(measure(*each, uncertainty.LEVEL) for each in sums), tuple(sums))
+
+
+def _of_silos(name: str, rounds: Sequence[pb.RoundInfo]) -> Curve:
+    """Read a score of personal models, which are measured after a round's training: that round is behind them too."""
+    hidden = Estimate(withheld=uncertainty.UNBOUNDED)
+    measured = [r for r in rounds if name in r.personal or name in r.withheld]
+    values = tuple(hidden if name in r.withheld else accuracy.plain(r.personal[name]) for r in measured)
+    return Curve(name, tuple(r.round + (r.kind == pb.TRAIN) for r in measured), values)
+
+
+def _exact(value: float) -> Estimate:
+    return Estimate(value, value, value)
