@@ -100,12 +100,15 @@ def simulate(
     spec = compose_spec(words, config_dir)
     simulator = replace(simulator, checkpoints=Checkpoints.within(out, every) if out else None)
     result = runner.run(spec, data_root, printer, simulator, fine_tune, out=out, words=words)
-    summary = result.summary()
     if out is not None:
         _say_where(out)
     if as_json:
-        print_json(summary)
-        return
+        print_json(result.summary())
+    else:
+        _print(result)
+
+
+def _print(result: runner.Result) -> None:
     manifest = result.manifest.to_json()
     for text in (console.private_form(manifest), console.aggregator_warning(manifest, {})):
         if text:

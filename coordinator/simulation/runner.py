@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from coordinator.config.manifest_builder import IMAGES, manifest_from
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation.checkpoints import Checkpoints, Identity, Progress, run_with_checkpoints
@@ -188,12 +190,16 @@ def _ends(found: Estimate) -> tuple[float, float] | None:
 
 
 class ReportingHistory(BestHistory):
-    """A history that calls another observer as well, with the records as they were measured."""
+    """A history that calls another observer as well, with the records as they were measured.
+
+    apart: whether `measured` is more than what the records say.
+    """
 
     def __init__(
         self, observer: Observer, measure: GlobalTestEvaluator | None, personal: LatestPersonal | None, noisy: bool
     ) -> None:
         super().__init__(measure, personal)
+        self.apart = measure is not None
         self._observer, self._noisy = observer, noisy
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
@@ -261,16 +267,9 @@ def run(
     logs = [InMemoryReleaseLog() for _ in manifest.members] if compiled.private else []
     factories = [compiled.profile.data_factory(k, log) for k, log in enumerate(logs)]
     shares, engine = [SiloShare(s.train, s.test, s.public) for s in sets], engine or SimulationEngine()
-    official, cohorts = has_official_test(shares), 0 < manifest.cohort < len(shares) and not compiled.private
-    device = choose_device(engine.device)
     if callable(observer):
         observer = observer(manifest)
-    history = ReportingHistory(
-        observer or Observer(),
-        GlobalTestEvaluator(compiled, shares, device) if official or cohorts else None,
-        LatestPersonal(compiled, shares, device) if manifest.personal and cohorts else None,
-        compiled.private,
-    )
+    history = _history(compiled, shares, observer or Observer(), choose_device(engine.device))
     progress = Progress(history, engine.state_store(), logs, len(shares), manifest.threads)
 
     def rounds(observer: Observer, resume: ResumePoint | None) -> State:
@@ -293,12 +292,25 @@ def run(
         counts=[_class_counts(s) for s in sets],
         tuned=tuned,
         privacy=spent,
-        measured=history.measured if official or cohorts else (),
-        official=official,
+        measured=history.measured if history.apart else (),
+        official=has_official_test(shares),
     )
     if out is not None:
         ResultFolder(out).write(result)
     return result
+
+
+def _history(
+    run: CompiledRun, shares: Sequence[SiloShare], observer: Observer, device: torch.device
+) -> ReportingHistory:
+    manifest = run.manifest
+    official, cohorts = has_official_test(shares), 0 < manifest.cohort < len(shares) and not run.private
+    return ReportingHistory(
+        observer,
+        GlobalTestEvaluator(run, shares, device) if official or cohorts else None,
+        LatestPersonal(run, shares, device) if manifest.personal and cohorts else None,
+        run.private,
+    )
 
 
 def _class_counts(dataset: datasets.SiloDataset) -> tuple[list[int], list[int]]:
