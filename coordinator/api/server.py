@@ -36,7 +36,6 @@ from coordinator.pki.membership import Membership
 from coordinator.pki.server_certificate import ServerCertificate, server_credentials
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.scheduler import PARALLEL_RUNS, RunScheduler
-from coordinator.runs.update_checks import UpdateChecks
 from coordinator.storage.store import OBJECTS, Store, lock_home
 from coordinator.storage.uploads import QUOTA_BYTES, UploadRegistry
 from fl_core.errors import StateError
@@ -210,7 +209,7 @@ class CoordinatorServer:
             self._members,
             self._leads,
             limits,
-            UpdateChecks(self.store, self.runs.model_lock),
+            self.runs.checks,
         )
         rpc.add_TransferServicer_to_server(transfer, server)
         lead = LeadService(authorizer, self.store, self.dispatcher, self.runs, self._build_manifest, self._leads)

@@ -14,8 +14,9 @@ import torch
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.round_closer import RoundCloser, excluded_error
 from coordinator.runs.tasks import SiloTaskKey, Task
-from coordinator.runs.update_checks import checked
+from coordinator.runs.update_checks import UpdateChecks, checked
 from coordinator.storage.store import Store
+from fl_core.aggregation.update_check import MeasuredUpdate
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, RoundContext, State
 from protos.storage.object_store import ObjectStore
@@ -96,6 +97,7 @@ class GrpcPort:
     allowed: frozenset[torch.dtype]
     attempt: int
     closer: RoundCloser
+    checks: UpdateChecks
     broadcasts: BroadcastCache
     store: Store
     objects: ObjectStore
@@ -129,7 +131,8 @@ class GrpcPort:
                 digest = pending.wait()
         update = checked(BundleFile(self.objects.verified(digest)), self.allowed)
         self.closer.brought(self.name, update)
-        return update
+        measured = self.checks.measured(task.contribution_id)
+        return update if measured is None else MeasuredUpdate(update, measured)
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
         """Do nothing: the close that was stored is announced to every silo."""

@@ -19,7 +19,7 @@ from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.grpc_port import BroadcastCache, GrpcPort, StoredObject
 from coordinator.runs.round_closer import RoundCloser, Waiting
 from coordinator.runs.tasks import RunInterrupted
-from coordinator.runs.update_checks import declared_sizes
+from coordinator.runs.update_checks import UpdateChecks, declared_sizes
 from coordinator.storage.records import Run, RunState
 from coordinator.storage.store import Store
 from coordinator.storage.uploads import UploadRegistry
@@ -66,6 +66,10 @@ class RunScheduler:
     _closers: dict[str, RoundCloser] = field(default_factory=dict)
     _stopping: bool = False
     _cleanup: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="cleanup"))
+    checks: UpdateChecks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.checks = UpdateChecks(self.store, self.model_lock)
 
     def submit(self, manifest: RunManifest, spec: str, request_id: str, start_from: str = "") -> Run:
         """Take a run and queue it; a repeated submission with one request id is one run.
@@ -284,7 +288,7 @@ class RunScheduler:
         with self._closer(run_id, manifest) as closer:
             services = broadcasts, self.store, self.objects, self.dispatcher
             task = run_id, run.manifest_digest, compiled.dtypes, steering.attempt
-            ports = [GrpcPort(m.name, *task, closer, *services) for m in manifest.members]
+            ports = [GrpcPort(m.name, *task, closer, self.checks, *services) for m in manifest.members]
             closed = [row.medians for row in self.store.runs.rounds(run_id)]
             loop = compiled.round_loop(ports, parallel=len(ports), sizes=declared_sizes(self.store, run_id))
             loop = replace(loop, schedule=replace(loop.schedule, quorum=steering.quorum or loop.schedule.quorum))

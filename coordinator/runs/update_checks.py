@@ -1,4 +1,4 @@
-"""The check of single updates: before the receipt leaves, and again when the round adds them."""
+"""The check of single updates: before the receipt leaves. The round takes what it measured, or checks again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from coordinator.storage.records import Contribution
 from coordinator.storage.store import Store
-from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, with_undeclared
+from fl_core.aggregation.update_check import DeclaredSize, Measured, UpdateCheck, with_undeclared
 from fl_core.errors import ProtocolError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import round_layout
@@ -20,6 +20,9 @@ from privacy.compiled_run import CompiledRun
 from protos.wire.bundle_file import BundleFile
 
 _REMEMBERED = 16
+"""Runs whose check is kept."""
+MEASURED = 1000
+"""Updates of which is kept what they measured, until their round takes them."""
 
 
 def checked(bundle: BundleFile, allowed: frozenset[torch.dtype]) -> BundleFile:
@@ -51,11 +54,25 @@ class UpdateChecks:
         self._model_lock = model_lock
         self._lock = threading.Lock()
         self._checks: dict[str, tuple[Mapping[TaskKind, UpdateCheck], frozenset[torch.dtype]]] = {}
+        self._measured: dict[str, Measured] = {}
 
     def check(self, contribution: Contribution, file: Path) -> None:
         """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43) unless the update may be part of its round."""
-        checks, dtypes = self._of(contribution.run_id)
-        checks[contribution.kind].check(checked(BundleFile(file), dtypes), contribution.silo)
+        update = checked(BundleFile(file), self._of(contribution.run_id)[1])
+        measured = self.of(contribution).check(update, contribution.silo)
+        with self._lock:
+            while len(self._measured) >= MEASURED:
+                del self._measured[next(iter(self._measured))]
+            self._measured[contribution.id] = measured
+
+    def of(self, contribution: Contribution) -> UpdateCheck:
+        """Return the check of updates like this one."""
+        return self._of(contribution.run_id)[0][contribution.kind]
+
+    def measured(self, contribution_id: str) -> Measured | None:
+        """Return what an update measured when it was checked, once; None where that is not remembered."""
+        with self._lock:
+            return self._measured.pop(contribution_id, None)
 
     def _of(self, run_id: str) -> tuple[Mapping[TaskKind, UpdateCheck], frozenset[torch.dtype]]:
         with self._lock:

@@ -64,11 +64,11 @@ class FixedPointFormat:
         """
         if not value.is_floating_point():
             return value, 0
-        check_finite(segment, value)
         # NumPy: torch's threads wait for each other at every step, many times as long as the step where cores are busy.
         bound, scale, exact = self.bound(segment), 2.0 ** self.frac_bits(segment), _numpy(value).astype(np.float64)
         clipped = 0
-        if exact.min(initial=0.0) < -bound or exact.max(initial=0.0) > bound:
+        if not (exact.min(initial=0.0) >= -bound and exact.max(initial=0.0) <= bound):  # or NaN
+            check_finite(segment, value)
             outside, top = np.abs(exact) > bound, float(math.floor(bound * scale)) / scale
             exact, clipped = np.where(outside, np.copysign(top, exact), exact), int(np.count_nonzero(outside))
         exact *= scale  # in place, as the next: most of the time goes where new memory is asked for
