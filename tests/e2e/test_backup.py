@@ -127,7 +127,7 @@ def arrived(world: World, run: str) -> set[tuple[str, int]]:
     "restores a coordinator that is further back than a hospital keeps states",
     "the hospital refuses with E-STATE-24, unless the run says restart",
 )
-@pytest.mark.parametrize("choice", ["refuse", "restart"])
+@pytest.mark.parametrize("choice", ["refuse", pytest.param("restart", marks=pytest.mark.slow)])
 def test_a_coordinator_that_is_too_far_back_is_told_so(tmp_path, consortium, gates, choice):
     world, sites = consortium
     for site in sites.values():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from protos.storage.private_files import own_home
+from tests.support import some
 
 # Sends the signal to itself when a module is first looked for, and runs the program as its console script does.
 INTERRUPTED = """
@@ -29,21 +30,24 @@ SERVE = ["serve", "--data", "digits/hospital0"]
 
 @pytest.mark.parametrize(
     ("program", "module", "words"),
-    [
-        ("silo", "typer", ["status"]),
-        ("silo", "cryptography.x509", ["status"]),
-        ("silo", "silo.cli.service", ["status"]),
-        ("silo", "silo.service.service", SERVE),
-        ("silo", "torch", SERVE),
-        ("silo", "torch.nn", SERVE),
-        ("silo", "grpc", SERVE),
-        ("coordinator", "typer", ["status"]),
-        ("coordinator", "coordinator.cli.runs", ["status"]),
-        ("coordinator", "sqlalchemy", ["invite", "a"]),
-        ("coordinator", "grpc", ["serve"]),
-        ("coordinator", "torch", ["serve"]),
-        ("coordinator", "coordinator.api.server", ["serve"]),
-    ],
+    some(
+        [
+            ("silo", "typer", ["status"]),
+            ("silo", "cryptography.x509", ["status"]),
+            ("silo", "silo.cli.service", ["status"]),
+            ("silo", "silo.service.service", SERVE),
+            ("silo", "torch", SERVE),
+            ("silo", "torch.nn", SERVE),
+            ("silo", "grpc", SERVE),
+            ("coordinator", "typer", ["status"]),
+            ("coordinator", "coordinator.cli.runs", ["status"]),
+            ("coordinator", "sqlalchemy", ["invite", "a"]),
+            ("coordinator", "grpc", ["serve"]),
+            ("coordinator", "torch", ["serve"]),
+            ("coordinator", "coordinator.api.server", ["serve"]),
+        ],
+        2,
+    ),
 )
 @pytest.mark.fault("an operator", "presses Ctrl-C while a program starts", "exit code 130, and no traceback")
 def test_an_interrupt_at_any_moment_of_the_start_ends_quietly(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import pytest
 
 
 def until(condition: Callable[[], Any], what: str = "", seconds: float = 200.0, every: float = 0.005) -> Any:
@@ -15,3 +17,12 @@ def until(condition: Callable[[], Any], what: str = "", seconds: float = 200.0, 
         assert time.monotonic() < deadline, f"waited {seconds} s in vain {what}"
         pause.wait(every)
     return value
+
+
+def some(values: Iterable[Any], every: int = 3) -> list[Any]:
+    """Give all values to `parametrize`, and mark all but each `every`-th as slow."""
+    return [value if k % every == 0 else _slow(value) for k, value in enumerate(values)]
+
+
+def _slow(value: Any) -> Any:
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)

@@ -31,6 +31,7 @@ from privacy.noise.sources import NoiseSource
 from privacy.profiles import record
 from privacy.release_log import InMemoryReleaseLog
 from privacy.silo_dp.guard import SiloDpGuard
+from tests.support import some
 from tests.support.federations import FED, Given, manifest, same_bundle, shares
 
 OPTIONS = {
@@ -121,7 +122,7 @@ def test_t_43_t_28_what_leaves_under_record_level_privacy_depends_on_data_throug
         assert same_bundle(a, b)
 
 
-@pytest.mark.parametrize("method", PRIVATE)
+@pytest.mark.parametrize("method", some(PRIVATE))
 def test_with_uniform_weights_every_method_counts_a_hospital_once(method: str) -> None:
     """Weights per class are noisy counts, which are charged; a weight of one number is 1, or 0 of what is not there."""
     bundles, _ = sent(run_of(method, personal=False, weights="uniform"), shares()[0])

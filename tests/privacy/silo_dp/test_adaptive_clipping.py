@@ -130,9 +130,9 @@ def followed(rounds: int, start: int = 0, server: State | None = None, **terms: 
     ("placement", "quantile", "first"),
     [
         ("central", 0.5, 20.0),
-        ("central", 0.8, 1.0),
         ("local", 0.5, 0.05),
-        ("local", 0.8, 1.0),
+        pytest.param("central", 0.8, 1.0, marks=pytest.mark.slow),
+        pytest.param("local", 0.8, 1.0, marks=pytest.mark.slow),
         pytest.param("central", 0.5, 0.05, marks=pytest.mark.slow),
         pytest.param("local", 0.5, 20.0, marks=pytest.mark.slow),
     ],
