@@ -39,7 +39,7 @@ def test_no_folder_has_more_entries_than_one_takes_in(package: str) -> None:
         if {"consilium", "__pycache__"} & {*folder.relative_to(ROOT).parts}:
             continue
         entries = [p for p in folder.iterdir() if p.is_file() or any(p.rglob("*.py"))]
-        found = [p.name for p in entries if p.name not in ("__init__.py", "__pycache__")]
+        found = [p.name for p in entries if p.name not in ("__init__.py", "__pycache__", "py.typed")]
         assert len(found) <= 13, f"{folder.relative_to(ROOT)}: {sorted(found)}"
 
 

@@ -11,6 +11,7 @@ from coordinator import console
 from coordinator.api import accuracy
 from coordinator.demo.budgets import COLLECTION, EPSILON, Spending
 from coordinator.durations import span
+from fl_core.errors.extras import require
 from privacy.reports.uncertainty import Estimate
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import make_table, print_json
@@ -144,8 +145,7 @@ def _spending(spent: Mapping[str, Spending]) -> None:
 
 
 def _picture(path: Path, details: Mapping[str, pb.RunDetail]) -> None:
-    import matplotlib as mpl
-
+    mpl = require("matplotlib", "plots", "the picture of the demo")
     mpl.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.ticker import MaxNLocator

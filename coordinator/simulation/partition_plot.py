@@ -18,6 +18,7 @@ from fl_core.datasets.partition.by_class import Labels
 from fl_core.datasets.partition.federations import SiloIndices
 from fl_core.datasets.sources import isic2019
 from fl_core.errors import ConfigError
+from fl_core.errors.extras import require
 from fl_core.types.enums import Split
 
 if TYPE_CHECKING:
@@ -120,8 +121,7 @@ def draw(table: SplitTable, file: Path) -> None:
     """Draw training examples by silo (rows) and class (columns), zeros white; raises ConfigError (E-CFG-23)."""
     if file.suffix.lower() != ".png":
         raise ConfigError("E-CFG-23", f"--plot: expected a file that ends in .png, found {file}: rename it")
-    import matplotlib as mpl  # a second to import: only for those who draw
-
+    mpl = require("matplotlib", "plots", "pictures")  # a second to import: only for those who draw
     mpl.use("Agg")
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -16,6 +16,7 @@ from safetensors.torch import save
 
 from coordinator.config.run_spec import RunSpec
 from fl_core.errors import ConfigError, StateError
+from fl_core.errors.extras import require
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.enums import TaskKind
 from privacy.reports import uncertainty
@@ -241,8 +242,7 @@ def model_bytes(result: Result) -> bytes:
 
 def draw(result: Result) -> Figure:
     """Draw accuracy and balanced accuracy by round, with the band of privacy's noise where there is one."""
-    import matplotlib as mpl  # a second to import: only for those who draw
-
+    mpl = require("matplotlib", "plots", "pictures")  # a second to import: only for those who draw
     mpl.use("Agg")
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

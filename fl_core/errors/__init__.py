@@ -1,6 +1,6 @@
 """Errors grouped by what their reader can do; each has a code that `coordinator explain CODE` knows offline.
 
-A message says what was expected, what was found and what to do.
+A message says what was expected, what was found and what to do. `extras` has the one for a library that is not there.
 """
 
 from __future__ import annotations

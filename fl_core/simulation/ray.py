@@ -7,7 +7,6 @@ always run in the same actor, so its examples lie only there; its private state 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -16,7 +15,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from fl_core.errors import ConfigError
+from fl_core.errors.extras import require
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
@@ -130,13 +129,7 @@ class _MessageCache:
 
 def import_ray() -> ModuleType:
     """Import Ray; raises ConfigError (E-CFG-08) with the command that installs it."""
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise ConfigError(
-            "E-CFG-08",
-            "expected Ray for engine=ray, found no such package: pip install 'consilium-fl[ray]', or use engine=local",
-        ) from error
+    return require("ray", "ray", "--engine ray")
 
 
 def simulate_ray(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
+from fl_core.errors.extras import require
 from privacy.ablation.checks import Accuracy, estimate
 from privacy.ablation.grid import VARIANTS, Grid
 
@@ -21,8 +19,10 @@ def draw(accuracy: Accuracy, grid: Grid, file: Path, title: str) -> None:
     places = {e: math.log2(e) for e in finite}
     if math.inf in grid.epsilons:
         places[math.inf] = (max(places.values()) if places else 0.0) + 1.5
-    figure = Figure(figsize=(3.6 * len(grid.shares) + 1.8, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = require("matplotlib.figure", "plots", "pictures").Figure(
+        figsize=(3.6 * len(grid.shares) + 1.8, 3.8), layout="constrained"
+    )
+    require("matplotlib.backends.backend_agg", "plots", "pictures").FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(grid.shares), sharey=True, squeeze=False)[0]
     for panel, share in zip(axes, grid.shares, strict=True):
         for number, variant in enumerate(grid.variants):

@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
+from fl_core.errors.extras import require
 from privacy.audit.attacks import Tracing
 from privacy.audit.canaries import CanaryResult
 from privacy.audit.epsilon_bounds import Floats, auc
 from privacy.audit.step_checks import Scale, SensitivityCheck
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Make an empty figure in inches; raises ConfigError (E-CFG-08) without matplotlib."""
+    figure: Figure = require("matplotlib.figure", "plots", "pictures").Figure(
+        figsize=(width, height), layout="constrained"
+    )
+    require("matplotlib.backends.backend_agg", "plots", "pictures").FigureCanvasAgg(figure)
+    return figure
 
 
 def bounds(found: Mapping[str, Sequence[CanaryResult]], claimed: Mapping[str, float], file: Path) -> None:
@@ -91,8 +103,7 @@ def steps(
     refuted: Mapping[str, Sequence[float]],
     file: Path,
 ) -> None:
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 3.4)
     axes = figure.subplots(1, 3, sharey=True)
     axes[0].bar(list(scales), [s.ratio for s in scales.values()], color="C0")
     axes[0].set_title("AU-1: noise / claimed", fontsize="medium")
@@ -119,6 +130,5 @@ def _save(figure: Figure, axis: Axes, file: Path) -> None:
 
 
 def _new(width: float, height: float = 3.4) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(max(width, 4.2), height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(max(width, 4.2), height)
     return figure, figure.add_subplot()

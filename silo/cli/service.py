@@ -15,6 +15,7 @@ from fl_core.errors import ConfigError
 from protos import startup
 from protos.audit_log import commands as audit_log
 from protos.audit_log.local_commands import record_commands
+from protos.command_line import version_option
 from protos.console import print_json
 from protos.operations import logs
 from protos.operations.exit_status import status_of
@@ -52,10 +53,10 @@ def _log_of(home: Path | None) -> audit_log.Side:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     help="One hospital's part of a federation: join it, serve data that never leaves, see what came of it. "
     "`coordinator explain CODE` explains every error.",
 )
+app.callback()(version_option)
 data = typer.Typer(no_args_is_help=True, help="Look at data before it is served.")
 app.add_typer(data, name="data")
 app.add_typer(ledger.app, name="ledger")

@@ -111,7 +111,10 @@ def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """
     found = importlib.util.find_spec("sklearn")
     if found is None or found.origin is None:
-        raise DataError("E-DATA-02", "expected scikit-learn, whose digits these are, found none: run make setup")
+        raise DataError(
+            "E-DATA-02",
+            "expected scikit-learn, whose digits these are, found none: pip install 'consilium-fl[digits]'",
+        )
     file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if not file.exists():
         raise DataError("E-DATA-02", f"expected scikit-learn's digits in {file}, found none: run make setup")

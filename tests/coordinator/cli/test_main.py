@@ -1,0 +1,59 @@
+"""The command line as a whole: its help, its version, what a shell completes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.main import get_command
+
+from coordinator.cli.main import COMMANDS, build
+from protos.version import software
+
+COMPLETED = [
+    ("coordinator sh", "1", "show"),
+    ("coordinator show --js", "2", "--json"),
+    ('coordinator export "unfinished --ou', "2", ""),
+]
+
+
+@pytest.mark.parametrize("module", sorted(COMMANDS))
+def test_the_help_says_of_each_command_what_the_command_says_of_itself(module: str) -> None:
+    loaded = importlib.import_module(f"coordinator.cli.{module}")
+    for name, summary in COMMANDS[module].items():
+        found = getattr(loaded, name)
+        said = found.info.help if isinstance(found, typer.Typer) else found.__doc__
+        assert summary == " ".join(said.split("\n\n")[0].split())
+
+
+def test_every_command_of_the_help_is_built_when_it_is_called() -> None:
+    listed = get_command(build(["--help"])).commands
+    assert set(listed) == {name for commands in COMMANDS.values() for name in commands}
+    for name in listed:
+        assert name in get_command(build([name])).commands
+
+
+def test_help_and_version_load_neither_torch_nor_grpc() -> None:
+    for words in (["--help"], ["--version"], ["unknown"]):
+        program = (
+            "import sys; from coordinator.cli import main\n"
+            "try: main.main()\n"
+            "except SystemExit: print('loaded', sorted({'torch', 'grpc', 'sqlalchemy', 'hydra'} & set(sys.modules)))"
+        )
+        found = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+        assert found.stdout.splitlines()[-1] == "loaded []"
+        if words == ["--version"]:
+            assert found.stdout.startswith(software())
+
+
+@pytest.mark.parametrize(("typed", "place", "expected"), COMPLETED)
+def test_a_shell_completes_commands_and_their_options(typed: str, place: str, expected: str) -> None:
+    env = {**os.environ, "_COORDINATOR_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": place}
+    program = "import sys; sys.argv = ['coordinator']; from coordinator.cli.main import main; main()"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, check=False)
+    assert found.stdout.strip() == expected
+    assert "Traceback" not in found.stderr

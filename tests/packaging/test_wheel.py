@@ -1,0 +1,107 @@
+"""The wheel works where there is no checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from setuptools import build_meta
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGED = ("coordinator", "silo", "fl_core", "privacy", "protos", "configs", "web", "consilium")
+KEPT_OUT = ("tests", "benchmarks", "docs", "examples")
+WITHOUT_LIBRARIES = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"matplotlib", "sklearn", "ray", "pandas", "pyarrow", "onnx", "mlflow", "hydra"}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel in a copy of what git would check out, and unpack it."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+    for name in subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout.splitlines():  # fmt: skip
+        if (ROOT / name).is_file() and not name.startswith(tuple(f"{kept}/" for kept in KEPT_OUT)):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, source / name)
+    code = f"import os; os.chdir({str(source)!r}); from setuptools import build_meta; "
+    code += f"print(build_meta.build_wheel({str(built)!r}))"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    (found,) = built.glob("*.whl")
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(found) as archive:
+        archive.extractall(unpacked)
+    return unpacked
+
+
+def run(wheel: Path, folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(wheel), "HOME": str(folder), "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def test_it_holds_the_packages_their_data_and_their_types_and_nothing_else(wheel: Path) -> None:
+    there = {p.name for p in wheel.iterdir() if p.suffix != ".dist-info"}
+    assert there <= set(PACKAGED)
+    assert there >= {"coordinator", "silo", "fl_core", "privacy", "protos", "configs"}
+    for name in there:
+        assert (wheel / name / "py.typed").exists(), f"{name} has types, and does not say so"
+        unpacked = {p.relative_to(wheel) for p in (wheel / name).rglob("*") if p.is_file()}
+        tracked = subprocess.run(
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard", name],
+            cwd=ROOT, check=True, capture_output=True, text=True,
+        ).stdout.splitlines()  # fmt: skip
+        assert {Path(p) for p in tracked if (ROOT / p).is_file()} - unpacked == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["coordinator", "--version"],
+        ["coordinator", "simulate", "method=fedmr", "data=digits", "federation=p5c2", "rounds=1"],
+        ["coordinator", "privacy", "preview", "privacy=dp_record", "data=digits", "federation=p5c2"],
+        ["coordinator", "explain", "E-TLS-05"],
+        ["coordinator", "init", "study", "--home", "home", "--address", "localhost:1"],
+        ["silo", "data", "check", "digits/hospital2"],
+    ],
+    ids=lambda words: " ".join(words[:3]),
+)
+def test_its_commands_run_in_an_empty_folder(wheel: Path, words: list[str], tmp_path: Path) -> None:
+    code = f"import sys; sys.argv = {words!r}; import {words[0]}.cli.main as m; print(m.__file__); m.main()"
+    found = run(wheel, tmp_path, code)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith(str(wheel))
+
+
+@pytest.mark.slow
+def test_a_silo_needs_none_of_the_extras(wheel: Path, tmp_path: Path) -> None:
+    """A hospital installs no plots, tables, exports, trackers or engines, and no configuration library."""
+    code = WITHOUT_LIBRARIES + "sys.argv = ['silo', '--help']; import silo.cli.main as m\ntry: m.main()\n"
+    code += "except SystemExit: pass\nimport silo.service.task_runner, silo.training.trainer, privacy.compiled_run\n"
+    code += "print('loads')"
+    found = run(wheel, tmp_path, code)
+    assert found.stdout.endswith("loads\n"), found.stderr
+    code = WITHOUT_LIBRARIES + "sys.argv = ['silo', 'audit', '--data', 'digits', '--out', 'x']\n"
+    code += "import silo.cli.main as m; m.main()"
+    found = run(wheel, tmp_path, code)
+    assert found.returncode == 2
+    assert "E-CFG-08" in found.stderr
+    assert "pip install 'consilium-fl[plots]'" in found.stderr
+
+
+def test_the_build_needs_setuptools_alone() -> None:
+    assert build_meta.get_requires_for_build_wheel() == []
