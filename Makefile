@@ -41,13 +41,18 @@ test-ray: setup  ## The tests of simulation on Ray; adds the extra to .venv
 	$$UV pip install --quiet --python $(BIN)/python --require-hashes -r requirements-ray.lock
 	@$(BIN)/python -m pytest -q tests/fl_core/simulation/test_ray.py
 
-check: setup  ## Style, types, layers, generated code, configuration
+check: setup  ## Style, types, layers, generated code, configuration, links of the documentation
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python -m tests.regenerate --check
 	@$(BIN)/python -m tests.faults --check
 	@$(BIN)/python -m pytest -q tests/test_configs.py tests/test_style.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir $(VENV)/site
+
+docs: setup  ## The documentation as a site of files, in site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir site
+	@echo site/index.html
 
 bench: setup  ## The benchmarks, with their numbers
 	@$(BIN)/python -m benchmarks.round_trip --silos 3 --params 11183582 --json
@@ -64,6 +69,11 @@ lock: setup  ## Resolve the dependencies anew
 	  --no-emit-index-url -c constraints.txt -o requirements.lock --quiet
 	@$(PYTHON) -m uv pip compile pyproject.toml --extra dev --extra ray --python-version 3.11 --universal \
 	  --generate-hashes --no-emit-index-url -c requirements.lock -o requirements-ray.lock --quiet
+	@$(PYTHON) -m uv pip compile pyproject.toml --python-version 3.11 --universal --generate-hashes \
+	  --no-emit-index-url -c requirements.lock -o requirements-silo.lock --quiet
+	@$(PYTHON) -m uv pip compile pyproject.toml --python-version 3.11 --universal --generate-hashes \
+	  --no-emit-index-url -c requirements.lock -o requirements-cpu.lock --quiet \
+	  $$(grep -oE '^(nvidia|cuda|triton|torch)[a-z0-9-]*' requirements-silo.lock | sed 's/^/--no-emit-package /')
 
 clean:  ## Remove what make made
 	rm -rf $(VENV) runs build dist *.egg-info
