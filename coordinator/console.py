@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -18,6 +18,7 @@ from coordinator.reports.terminal_chart import chart
 from fl_core.aggregation import options
 from fl_core.types.records import fairness
 from privacy.reports.uncertainty import UNBOUNDED, Estimate
+from protos import clinical_report
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import local_time, make_table, plain_console
 
@@ -149,10 +150,17 @@ def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
         "norm_medians": dict(info.medians),
         **accuracy.sums_json(info.correct, info.examples, accuracy.noise_of(info)),
         **accuracy.of_round(info).facts(),
+        **accuracy.balanced(info).facts("balanced_accuracy", "balanced_"),
+        "clinical": clinical_json(info),
         "opened": info.opened_unix,
         "closed": info.closed_unix or None,
         **personal_json(info.personal, info.withheld),
     }
+
+
+def clinical_json(info: pb.RoundInfo) -> Mapping[str, object] | None:
+    found = accuracy.clinical_of(info)
+    return None if found is None else found.facts()
 
 
 def personal_json(scores: Mapping[str, float], withheld: Collection[str] = ()) -> Mapping[str, object]:
@@ -280,6 +288,15 @@ def place(event: pb.Event, rounds: int) -> str:
     return f"round {event.round + 1}/{rounds}" if event.round < rounds else "evaluation"
 
 
+def clinical_tables(info: pb.RoundInfo, classes: Sequence[str]) -> list[Table | str]:
+    """Say what a round's evaluation measured, by class and over all; empty where it measured accuracies alone."""
+    found = accuracy.clinical_of(info)
+    if found is None:
+        return []
+    by_class = make_table("By class", clinical_report.CLASS_HEAD, clinical_report.class_rows(found, classes))
+    return [by_class, clinical_report.sentence(found, sum(info.examples))]
+
+
 class Watcher:
     """Live progress of one run: a table and a chart on a terminal, repainted; one line per change when piped."""
 
@@ -288,7 +305,7 @@ class Watcher:
         self._info = pb.RunInfo(accuracy=-1, best_accuracy=-1)
         self._silos: dict[str, str] = {}
         self._accuracies: dict[int, float | None] = {}
-        self._personal = ""
+        self._personal = self._clinical = ""
         self._heard = time.monotonic()
         repainted = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._display)
         self._live = repainted if console.is_terminal else None
@@ -308,6 +325,8 @@ class Watcher:
         if event.HasField("closed"):
             self._personal = personal_text(event.closed.personal, event.closed.withheld)
             self._accuracies[event.closed.round] = accuracy.of_round(event.closed).point
+            measured = accuracy.clinical_of(event.closed)
+            self._clinical = f"  {clinical_report.short(measured)}" if measured else ""
         for silo in event.silos:
             self._silos[silo.name] = doing(silo)
         if event.silo:
@@ -329,7 +348,7 @@ class Watcher:
         if event.silo:
             text += f"  {event.silo}"
         if event.kind == "closed":
-            text += f"  accuracy {accuracy.newest(info).text()}{self._personal}"
+            text += f"  accuracy {accuracy.newest(info).text()}{self._clinical}{self._personal}"
             text += f"  up {size(info.bytes_up)}  down {size(info.bytes_down)}"
             text += f"  left {self._left()}"
         return f"{text}  {event.text}" if event.text else text
@@ -343,9 +362,10 @@ class Watcher:
 
     def _table(self) -> Table:
         info = self._info
+        measured = f"{self._clinical}{self._personal}"
         title = (
             f"{info.run_id}  {info.state}  round {info.closed}/{info.rounds}  "
-            f"accuracy {accuracy.newest(info).text()}  best {accuracy.best(info).text()}{self._personal}  "
+            f"accuracy {accuracy.newest(info).text()}  best {accuracy.best(info).text()}{measured}  "
             f"up {size(info.bytes_up)}  down {size(info.bytes_down)}  left {self._left()}"
         )
         passed, rows = time.monotonic() - self._heard, dict(self._silos)

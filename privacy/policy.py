@@ -19,6 +19,7 @@ from fl_core.converter import structure
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.suggest import suggest
+from fl_core.types.clinical import CLINICAL
 from privacy import policy_file
 from privacy.accounting.accountant import Filter
 from privacy.accounting.record_config import COUPLED, MOST_DELTA, RNG, WITHDRAWN
@@ -29,6 +30,7 @@ from privacy.profiles import PROFILES
 from privacy.profiles.base import Config
 
 AUTOMATIC, BY_HAND = "automatic", "by hand"
+ACCURACY, NOTHING = "accuracy", "nothing"
 SHARE_OF_UNITS = 0.1
 """delta is the chance of a breach of everything: it must stay below this share of one unit in all."""
 
@@ -99,6 +101,19 @@ class Prototypes:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluation:
+    """[evaluation] send: what of a run's evaluation on this hospital's test examples leaves.
+
+    "clinical": all that the run measures   "accuracy": correct answers and examples of each class alone   "nothing".
+    """
+
+    send: str = CLINICAL
+
+    def __post_init__(self) -> None:
+        validate.one_of("E-POLICY-01", "evaluation", send=(self.send, (CLINICAL, ACCURACY, NOTHING)))
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """[budget.COLLECTION] the most that all runs together may spend of a collection."""
 
@@ -113,6 +128,7 @@ class PolicyFile:
     runs: Runs = field(default_factory=Runs)
     privacy: Floors = field(default_factory=Floors)
     prototypes: Prototypes = field(default_factory=Prototypes)
+    evaluation: Evaluation = field(default_factory=Evaluation)
     budget: Mapping[str, Budget] = field(default_factory=dict)
 
 
@@ -128,6 +144,7 @@ class Policy:
     prototypes: Prototypes = field(default_factory=Prototypes)
     budgets: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     digest: str = ""
+    evaluation: Evaluation = field(default_factory=Evaluation)
 
     def __post_init__(self) -> None:
         for name, (epsilon, delta) in self.budgets.items():
@@ -154,7 +171,8 @@ class Policy:
         """Read the text of a policy; raises ConfigError, ValueError and their like on what it must not say."""
         found = structure(PolicyFile, tomllib.loads(raw.decode()), "")
         budgets = {name: (budget.epsilon, budget.delta) for name, budget in found.budget.items()}
-        return cls(found.runs, found.privacy, found.prototypes, budgets, hashlib.sha256(raw).hexdigest())
+        digest = hashlib.sha256(raw).hexdigest()
+        return cls(found.runs, found.privacy, found.prototypes, budgets, digest, found.evaluation)
 
     def caps(self) -> dict[str, Filter]:
         return {name: Filter.of(*budget) for name, budget in self.budgets.items()}

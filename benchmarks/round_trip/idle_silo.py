@@ -15,7 +15,7 @@ from pathlib import Path  # noqa: E402
 import torch  # noqa: E402
 
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime  # noqa: E402
-from fl_core.training.evaluation import METRICS  # noqa: E402
+from fl_core.training.evaluation import GLOBAL_PARTS  # noqa: E402
 from fl_core.types.enums import TaskKind  # noqa: E402
 from fl_core.types.interfaces import LocalData  # noqa: E402
 from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State  # noqa: E402
@@ -32,9 +32,9 @@ def idle(
 ) -> SiloRound:
     """Answer a bundle of the run's layout at once."""
     del msg, data
-    parts = {METRICS} if kind is TaskKind.EVALUATE else set(bench.layout)
+    parts = set(bench.layout) & set(GLOBAL_PARTS) if kind is TaskKind.EVALUATE else set(bench.layout)
     bundle = constant_update(bench.layout, parts, context.round * context.n_silos + context.silo)
-    measured = bundle[METRICS]
+    measured = {name: bundle[name] for name in parts & set(GLOBAL_PARTS)}
     for guard in bench.guards:
         bundle = guard.outgoing(bundle, context.silo, context.round)
     return SiloRound(bundle, {} if state is None else state, measured)
@@ -46,7 +46,7 @@ def constant_update(layout: Mapping[str, PartSpec], parts: Collection[str], numb
     Those of two numbers differ, as any two do that were trained: equal ones would be one object, in one file.
     """
     bundle: Bundle = {name: _part(name, _frozen(layout[name])) for name in parts}
-    return {name: part if name == METRICS else _signed(part, number) for name, part in bundle.items()}
+    return {name: part if name in GLOBAL_PARTS else _signed(part, number) for name, part in bundle.items()}
 
 
 _Frozen = tuple[tuple[tuple[str, tuple[int, ...]], ...], tuple[int, ...]]
@@ -68,7 +68,7 @@ def _signed(part: Part, number: int) -> Part:
 def _part(name: str, spec: _Frozen) -> Part:
     """Make a part once: its tensors are the same in every round."""
     shapes, weight = spec
-    if name == METRICS:
+    if name in GLOBAL_PARTS:
         return Part({key: torch.zeros(shape) for key, shape in shapes}, torch.zeros(weight))
     return Part({key: torch.full(shape, CHANGE) for key, shape in shapes}, torch.ones(weight))
 

@@ -1,10 +1,12 @@
-"""Accuracies in messages to a lead, with the intervals of their noise."""
+"""What was measured, in messages to a lead: accuracies with the intervals of their noise, and clinical metrics."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+from fl_core.errors import ProtocolError
+from fl_core.types.clinical import CALIBRATION_BINS, ClinicalMetrics, Range, ReliabilityBin
 from privacy.reports import uncertainty
 from privacy.reports.uncertainty import NOTHING, Estimate, EvaluationNoise, Sums
 from protos.consilium.v1 import federation_pb2 as pb
@@ -41,6 +43,46 @@ def of_round(info: pb.RoundInfo) -> Estimate:
 
 def by_class(info: pb.RoundInfo) -> list[Estimate]:
     return uncertainty.by_class(info.correct, info.examples, noise_of(info))
+
+
+def balanced(info: pb.RoundInfo) -> Estimate:
+    """Estimate the mean accuracy over the classes that have test examples."""
+    return uncertainty.balanced(info.correct, info.examples, noise_of(info))
+
+
+def clinical_message(found: ClinicalMetrics) -> pb.ClinicalMetrics:
+    nothing = Range(math.nan, math.nan)
+    return pb.ClinicalMetrics(
+        confusion=[n for row in found.confusion for n in row],
+        auc_low=[(r or nothing).low for r in found.auc],
+        auc_high=[(r or nothing).high for r in found.auc],
+        bin_examples=[b.examples for b in found.bins],
+        bin_correct=[b.correct for b in found.bins],
+        bin_confidence=[b.confidence for b in found.bins],
+    )
+
+
+def clinical_of(info: pb.RoundInfo) -> ClinicalMetrics | None:
+    """Read a round's; None where none were measured. Raises ProtocolError (E-WIRE-06) on what no evaluation gives."""
+    if not info.HasField("clinical"):
+        return None
+    found, c = info.clinical, len(info.correct)
+    auc = [None if math.isnan(low) else Range(low, high) for low, high in zip(found.auc_low, found.auc_high)]  # noqa: B905
+    bins = tuple(map(ReliabilityBin, found.bin_examples, found.bin_correct, found.bin_confidence))
+    sound = (
+        len(found.confusion) == c * c
+        and len(found.auc_low) == len(found.auc_high) == c
+        and len(found.bin_examples) == len(found.bin_correct) == len(found.bin_confidence) == CALIBRATION_BINS
+        and all(r is None or 0 <= r.low <= r.high <= 1 for r in auc)
+        and all(b.correct <= b.examples and 0 <= b.confidence <= b.examples * (1 + 1e-6) for b in bins)
+    )
+    if not sound:
+        raise ProtocolError(
+            "E-WIRE-06",
+            f"expected clinical metrics of {c} classes, found numbers that no evaluation gives: both sides must run "
+            "one version",
+        )
+    return ClinicalMetrics(tuple(tuple(found.confusion[k * c : (k + 1) * c]) for k in range(c)), tuple(auc), bins)
 
 
 def sums_json(correct: Sequence[float], examples: Sequence[float], noise: EvaluationNoise | None) -> dict[str, object]:

@@ -19,6 +19,7 @@ from coordinator.runs.dispatcher import MISSED_PULSES, Dispatcher, negotiate
 from coordinator.runs.session import SiloSession
 from coordinator.storage.records import DataOffer
 from fl_core.errors import FederationError, ProtocolError, UnavailableError
+from fl_core.types.clinical import METRICS_KINDS
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.version import PROTOCOL
@@ -213,4 +214,5 @@ def data_offer(data: pb.DataOffer) -> DataOffer:
         tuple(data.holds),
         data.train_examples,
         data.test_examples,
+        tuple(kind for kind in METRICS_KINDS if kind in data.metrics),
     )

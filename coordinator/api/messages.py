@@ -73,7 +73,8 @@ def waiting_info(waiting: Waiting) -> pb.Waiting:
 
 
 def round_info(row: RoundRow, noise: RunNoise = NO_NOISE) -> pb.RoundInfo:
-    own = {
+    own: dict[str, Any] = {
+        "clinical": row.clinical and accuracy.clinical_message(row.clinical),
         "kind": TO_WIRE[row.kind],
         "opened_unix": row.opened,
         "closed_unix": row.closed,

@@ -16,10 +16,12 @@ from coordinator.console import private_form, started_from
 from fl_core.errors import ProtocolError, StateError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
+from fl_core.types.clinical import CLINICAL
 from privacy import profiles
 from privacy.compiled_run import CompiledRun
 from privacy.reports import uncertainty
 from privacy.reports.uncertainty import NOTHING, Estimate, EvaluationNoise
+from protos import clinical_report
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import printable
 from protos.wire.codec import read_state
@@ -130,6 +132,7 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
         "",
         *_by_class(manifest, last, noise),
         "",
+        *_clinical(manifest, last),
         "## Who took part",
         "",
         "| hospital | rounds | submitted prototypes | missed rounds |",
@@ -169,6 +172,43 @@ def _by_class(manifest: RunManifest, last: pb.RoundInfo, noise: EvaluationNoise 
         "These numbers were measured under differential privacy: the intervals are those of its noise, at 95 %, and "
         "say nothing of how large the test sets are.",
     ]
+
+
+def _clinical(manifest: RunManifest, last: pb.RoundInfo) -> list[str]:
+    """Return the section on the last model's errors, or why there is none."""
+    found, classes = accuracy.clinical_of(last), manifest.schema.classes
+    if found is None:
+        return ["Sensitivity is a class's accuracy above. " + _why_basic(manifest), ""]
+    return [
+        "## Sensitivity, specificity, AUC and calibration",
+        "",
+        f"Taken together {clinical_report.sentence(found, sum(last.examples))}. AUC is one class against the rest.",
+        "",
+        *_table(clinical_report.CLASS_HEAD, clinical_report.class_rows(found, classes)),
+        "",
+        "Confusion matrix (rows: diagnosis; columns: what the model says):",
+        "",
+        *_table(("", *classes), clinical_report.confusion_rows(found, classes)),
+        "",
+        "Reliability (confidence: the largest probability):",
+        "",
+        *_table(("confidence", "test examples", "mean confidence", "right"), clinical_report.reliability_rows(found)),
+        "",
+    ]
+
+
+def _why_basic(manifest: RunManifest) -> str:
+    if manifest.metrics == CLINICAL:
+        return "No hospital sent specificity, AUC or calibration."
+    if profiles.hides_evaluations(manifest.privacy):
+        return "Specificity, AUC and calibration are withheld: they are not measured under differential privacy."
+    return "Specificity, AUC and calibration were not measured (metrics=basic)."
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    safe = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells] for cells in (head, *rows)]
+    lines = [f"| {' | '.join(cells)} |" for cells in safe]
+    return [lines[0], "|---" * len(head) + "|", *lines[1:]]
 
 
 def _share(found: Estimate) -> str:

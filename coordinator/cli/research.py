@@ -34,6 +34,7 @@ from fl_core.types.records import RoundRecord
 from fl_core.types.values import State
 from privacy import profiles
 from privacy.reports import uncertainty
+from protos import clinical_report
 from protos.console import make_table, print_json
 from protos.version import software
 
@@ -115,6 +116,10 @@ def _print(result: runner.Result) -> None:
             console.OUT.print(text)
     rows = [(name, found.text()) for name, found in result.by_class().items()]
     console.OUT.print(make_table("Accuracy by class", ("class", "accuracy"), rows))
+    if result.clinical is not None:
+        rows_by_class = clinical_report.class_rows(result.clinical, result.manifest.schema.classes)
+        console.OUT.print(make_table("Errors by class", clinical_report.CLASS_HEAD, rows_by_class))
+        console.OUT.print(clinical_report.sentence(result.clinical))
     console.OUT.print(
         f"global accuracy {result.estimates[-1].text()}, best {result.best.text()}, model {result.model_digest[:16]}"
     )

@@ -5,6 +5,7 @@ Hydra and torch are imported by the commands that need them: `status` answers in
 
 from __future__ import annotations
 
+import json
 import uuid
 from contextlib import closing
 from pathlib import Path
@@ -169,6 +170,10 @@ def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
     ]
     head = ("round", "kind", "accuracy before it", "took part", "missing or cut", "clipped")
     console.OUT.print(make_table("Rounds", head, rows))
+    if detail.rounds:
+        classes = json.loads(detail.manifest_json)["schema"]["classes"]
+        for shown in console.clinical_tables(detail.rounds[-1], classes):
+            console.OUT.print(shown, soft_wrap=True)
 
 
 def abort(run: Run, home: Home = None, as_json: Json = False) -> None:

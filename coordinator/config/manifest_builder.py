@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from coordinator.config.run_spec import RunSpec
+from coordinator.config.run_spec import AUTO, RunSpec
 from fl_core import datasets
 from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.fixed_point import FixedPointFormat
@@ -18,6 +18,8 @@ from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, make_members
 from fl_core.rounds.memory_need import require_memory
 from fl_core.training import optimizers
+from fl_core.types.clinical import BASIC, CLINICAL, SUGGESTED_CLASSES
+from fl_core.types.interfaces import Method
 from fl_core.types.records import Schema
 from privacy import profiles
 from privacy.compiled_run import CompiledRun
@@ -52,8 +54,12 @@ def schema_of(spec: RunSpec) -> Schema:
     )
 
 
-def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None = None) -> RunManifest:
-    """Freeze a run over the silos `names`, in this order; sizes: what they declare of their size, for private runs.
+def manifest_from(
+    spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None = None, basic_only: Sequence[str] = ()
+) -> RunManifest:
+    """Freeze a run over the silos `names`, in this order.
+
+    sizes: what they declare of their size, for private runs   basic_only: those whose version knows no clinical metrics
 
     A run with record-level privacy takes the private form of its method, and the manifest says so.
     Raises ConfigError when the method, the model, the data and the privacy profile do not go together; RefusedError
@@ -68,7 +74,8 @@ def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | 
     model = _choice(spec.model)
     require_memory(method, model, schema, spec.train, disclose=True)
     network = build_model(model.name, model.options, schema, spec.seed)
-    layout = {**derive_layout(built, network, schema, spec.personal), **profiles.extra_parts(privacy)}
+    metrics = _metrics(spec, schema, built, privacy, basic_only)
+    layout = {**derive_layout(built, network, schema, spec.personal, metrics), **profiles.extra_parts(privacy)}
     if max(spec.cohort, spec.quorum) > len(names):
         raise ConfigError(
             "E-CFG-02",
@@ -88,6 +95,7 @@ def manifest_from(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | 
         software=software(),
         private_form=was,
         aggregator=_aggregator(spec),
+        metrics=metrics,
         **{name: getattr(spec, name) for name in _OF_SPEC},
     )
     CompiledRun.of(manifest)
@@ -104,6 +112,20 @@ def _method_choice(spec: RunSpec, names: Sequence[str]) -> NamedOptions:
     if method.without_prototypes and not any(m.prototypes for m in _members(spec, names)):
         return NamedOptions(choice.name, {**choice.options, **method.without_prototypes})
     return choice
+
+
+def _metrics(spec: RunSpec, schema: Schema, method: Method, privacy: NamedOptions, basic_only: Sequence[str]) -> str:
+    """Choose what evaluations measure; raises ConfigError (E-RUN-05) where silos cannot what was asked for."""
+    if spec.metrics == CLINICAL and basic_only:
+        raise ConfigError(
+            "E-RUN-05",
+            f"expected silos whose version knows metrics={CLINICAL}, found {', '.join(basic_only)}: upgrade them, or "
+            "set metrics=auto",
+        )
+    if spec.metrics != AUTO:
+        return spec.metrics
+    exact = method.has_global_model and not profiles.hides_evaluations(privacy)
+    return CLINICAL if exact and not basic_only and len(schema.classes) <= SUGGESTED_CLASSES else BASIC
 
 
 def _aggregator(spec: RunSpec) -> NamedOptions:
@@ -136,8 +158,9 @@ def _choice(group: Mapping[str, object]) -> NamedOptions:
 def build_manifest(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
     """Freeze what a lead submitted over the silos that fit; what `Lead.Submit` calls."""
     spec = RunSpec.from_json(spec_json)
-    names, declared = select_silos(spec, silos), {s.name: s.data.nominal_size for s in silos}
-    return manifest_from(spec, names, [declared[name] for name in names])
+    names, data = select_silos(spec, silos), {s.name: s.data for s in silos}
+    older = [name for name in names if CLINICAL not in data[name].metrics]
+    return manifest_from(spec, names, [data[name].nominal_size for name in names], older)
 
 
 def select_silos(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:

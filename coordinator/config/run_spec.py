@@ -11,7 +11,10 @@ from fl_core.aggregation import options as aggregators
 from fl_core.converter import ConversionError, parse_json, shown, structure
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import LOST_STATE, PATIENCE_S, REFUSE
+from fl_core.types.clinical import METRICS_KINDS
 from fl_core.types.records import TrainConfig
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,8 @@ class RunSpec:
     the silos that submit prototypes, 0 for none   threads: CPU threads of local training, 0 for the machine's own
     number   personal: also measure personal models (PA, PM, fairness), after every round's training   lost_state:
     refuse or restart, see `RunManifest`   silos: the roster, by name; None for every enrolled silo whose data fits
-    aggregator: how a round's updates become one.
+    aggregator: how a round's updates become one   metrics: what evaluations measure, "basic" or "clinical"; "auto" is
+    clinical where the run's classes, silos and privacy allow it.
 
     Raises ConfigError (E-CFG-02, E-CFG-01) on a number out of range or a group without a name.
     """
@@ -46,6 +50,7 @@ class RunSpec:
     threads: int = 0
     personal: bool = False
     lost_state: str = REFUSE
+    metrics: str = AUTO
     silos: tuple[str, ...] | None = None
     aggregator: Mapping[str, object] = field(default_factory=lambda: {"name": aggregators.DEFAULT})
 
@@ -79,6 +84,7 @@ class RunSpec:
         validate.positive_or_infinite("E-CFG-02", "", deadline_s=self.deadline_s)
         validate.positive("E-CFG-02", "", patience_s=self.patience_s)
         validate.one_of("E-CFG-02", "", lost_state=(self.lost_state, LOST_STATE))
+        validate.one_of("E-CFG-02", "", metrics=(self.metrics, (AUTO, *METRICS_KINDS)))
         validate.positive("E-CFG-02", "train", lr=train.lr)
         validate.at_least("E-CFG-02", "train", 1, batch_size=train.batch_size, epochs=train.epochs)
         not_negative = {name: getattr(train, name) for name in ("max_steps", "momentum", "weight_decay")}

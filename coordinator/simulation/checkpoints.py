@@ -28,6 +28,7 @@ from fl_core.rounds.engine import Observer
 from fl_core.simulation.fine_tuning import BestHistory, EarlierRounds
 from fl_core.simulation.in_process import ResumePoint
 from fl_core.simulation.silo_states import StateStore
+from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import Bundle, Part, RoundContext, State
@@ -339,7 +340,9 @@ def _plain(record: RoundRecord) -> dict[str, object]:
 def _record(raw: Mapping[str, Any]) -> RoundRecord:
     """Read a record; numbers come back as they were, infinite ones too."""
     lists = {name: tuple(v) for name, v in raw.items() if isinstance(v, list)}
-    return RoundRecord(**{**raw, **lists, "kind": TaskKind(raw["kind"])})
+    clinical = raw.get("clinical")
+    measured = {"clinical": clinical and ClinicalMetrics.of(clinical)}
+    return RoundRecord(**{**raw, **lists, **measured, "kind": TaskKind(raw["kind"])})
 
 
 def _tensors(bundles: Mapping[int, Bundle]) -> State:

@@ -28,6 +28,7 @@ from fl_core.simulation.in_process import ResumePoint, SiloShare, has_official_t
 from fl_core.simulation.latest_personal import LatestPersonal
 from fl_core.training.devices import choose_device
 from fl_core.types import tensor_maps
+from fl_core.types.clinical import SUGGESTED_CLASSES, ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord, fairness
 from fl_core.types.values import RoundContext, State
@@ -82,6 +83,11 @@ class Result:
         return dict(zip(self.manifest.schema.classes, found, strict=True))
 
     @property
+    def clinical(self) -> ClinicalMetrics | None:
+        """Return what else was measured of the final model; None where accuracies alone were."""
+        return (self.measured or self.records)[-1].clinical
+
+    @property
     def method(self) -> FedAvg:
         return build_method(self.manifest.method.name, self.manifest.method.options)
 
@@ -107,6 +113,7 @@ class Result:
             "mean_last_global_accuracy": mean_of_last(_exact(estimates[1:])),
             "last_rounds": LAST,
             **uncertainty.balanced(*self.sums[-1]).facts("balanced_accuracy", "balanced_"),
+            "clinical": self.clinical and self.clinical.facts(),
             "class_accuracy": {name: e.point for name, e in self.by_class().items()},
             "accuracy_by_round": [e.point for e in estimates],
             **self._intervals(estimates),
@@ -305,9 +312,10 @@ def _history(
 ) -> ReportingHistory:
     manifest = run.manifest
     official, cohorts = has_official_test(shares), 0 < manifest.cohort < len(shares) and not run.private
+    clinical = run.private and len(manifest.schema.classes) <= SUGGESTED_CLASSES
     return ReportingHistory(
         observer,
-        GlobalTestEvaluator(run, shares, device) if official or cohorts else None,
+        GlobalTestEvaluator(run, shares, device, clinical) if official or cohorts else None,
         LatestPersonal(run, shares, device) if manifest.personal and cohorts else None,
         run.private,
     )

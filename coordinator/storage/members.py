@@ -338,7 +338,7 @@ def _silo(db: Connection, name: str, now: float) -> Silo | None:
 def _to_silo(row: Mapping[str, Any], now: float) -> Silo:
     """Read a silo; one that was seen in the future, by a clock that was ahead, was never seen."""
     raw = row["data"]
-    lists = ("shape", "classes", "holds")  # rows of older versions have no `holds`
+    lists = ("shape", "classes", "holds", "metrics")  # rows of older versions lack the last two
     data = DataOffer(**raw | {name: tuple(raw.get(name, ())) for name in lists}) if raw else DataOffer()
     held = Certificate(**{c.name: row[f"certificate_{c.name}"] for c in certificates.c})
     proofs = tuple((previous, signature) for previous, signature in row["proofs"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from protos.pki.identity import PeerCertificate
 
@@ -44,7 +45,8 @@ class DataOffer:
     """What a silo declares about its data.
 
     nominal_size: privacy units   holds: the classes that it has, where it says so
-    train_examples, test_examples: at most so many; 0 where it does not say.
+    train_examples, test_examples: at most so many; 0 where it does not say   metrics: what its evaluations can send
+    beside correct answers.
     """
 
     name: str = ""
@@ -54,6 +56,7 @@ class DataOffer:
     holds: tuple[str, ...] = ()
     train_examples: float = 0.0
     test_examples: float = 0.0
+    metrics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +202,7 @@ class RoundRow:
     personal: Mapping[str, float] = field(default_factory=dict)
     cut: Mapping[str, str] = field(default_factory=dict)
     medians: Mapping[str, float] = field(default_factory=dict)
+    clinical: ClinicalMetrics | None = None
 
 
 @dataclass(frozen=True, slots=True)

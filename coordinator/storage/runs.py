@@ -6,15 +6,26 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from sqlalchemy import Connection, Row, Select, func, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.storage.records import EventRow, ObjectKind, RoundRow, Run, RunState
-from coordinator.storage.schema import declared_sizes, events, judgements, objects, rounds, row_values, runs, scores
+from coordinator.storage.schema import (
+    clinical,
+    declared_sizes,
+    events,
+    judgements,
+    objects,
+    rounds,
+    row_values,
+    runs,
+    scores,
+)
 from coordinator.storage.steering import note_resumed
 from fl_core.errors import ConfigError, StateError
+from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from protos.storage.sqlite import Database
@@ -210,6 +221,9 @@ class RunStore:
             if record.cut or record.medians:
                 judged = {"cut": dict(record.cut), "medians": dict(record.medians)}
                 db.execute(insert(judgements).values(run_id=run_id, round=record.round, **judged))
+            if record.clinical is not None:
+                measured = asdict(record.clinical)
+                db.execute(insert(clinical).values(run_id=run_id, round=record.round, metrics=measured))
             for name, why in record.cut.items():
                 self._event(db, run_id, "cut", record.round, name, f"round {record.round + 1}: {name}'s {why}")
             for name, why in record.missing.items():
@@ -285,8 +299,12 @@ def _change_round(db: Connection, run_id: str, round: int, **values: object) -> 
 def _rounds(run_id: str) -> Select[tuple[object, ...]]:
     measured = (scores.c.run_id == rounds.c.run_id) & (scores.c.round == rounds.c.round)
     judged = (judgements.c.run_id == rounds.c.run_id) & (judgements.c.round == rounds.c.round)
-    wide = select(rounds, scores.c.personal, judgements.c.cut, judgements.c.medians)
-    return wide.outerjoin(scores, measured).outerjoin(judgements, judged).where(rounds.c.run_id == run_id)
+    tested = (clinical.c.run_id == rounds.c.run_id) & (clinical.c.round == rounds.c.round)
+    wide = select(
+        rounds, scores.c.personal, judgements.c.cut, judgements.c.medians, clinical.c.metrics.label("clinical")
+    )
+    joined = wide.outerjoin(scores, measured).outerjoin(judgements, judged).outerjoin(clinical, tested)
+    return joined.where(rounds.c.run_id == run_id)
 
 
 def _expect(run: Run, states: Iterable[RunState], verb: str) -> None:
@@ -323,4 +341,5 @@ def _to_round(row: Row[tuple[object, ...]]) -> RoundRow:
     raw = dict(row._mapping)
     raw |= {name: tuple(raw[name]) for name in ("cohort", "correct", "examples", "included")}
     raw |= {name: raw[name] or {} for name in ("personal", "cut", "medians")}
+    raw["clinical"] = raw["clinical"] and ClinicalMetrics.of(raw["clinical"])
     return RoundRow(**raw | {"kind": TaskKind(raw["kind"]), "is_open": bool(raw["is_open"])})

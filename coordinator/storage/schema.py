@@ -168,6 +168,14 @@ judgements = sa.Table(  # of rounds whose aggregator looks at norms
     sa.Column("medians", sa.JSON, nullable=False),
 )
 
+clinical = sa.Table(  # of rounds whose evaluation was more than accuracies
+    "clinical",
+    metadata,
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("round", sa.Integer, primary_key=True),
+    sa.Column("metrics", sa.JSON, nullable=False),
+)
+
 declared_sizes = sa.Table(  # what silos had declared of their data when the run was submitted
     "declared_sizes",
     metadata,
@@ -298,7 +306,14 @@ def _judgements_and_sizes(db: sqlite3.Connection) -> None:
     )
 
 
-MIGRATIONS = (_scores_and_attestations, _incarnation, _leads_and_alarms, _steering, _judgements_and_sizes)
+def _clinical(db: sqlite3.Connection) -> None:
+    db.execute(
+        "CREATE TABLE clinical (run_id VARCHAR NOT NULL REFERENCES runs (id), round INTEGER NOT NULL, "
+        "metrics JSON NOT NULL, PRIMARY KEY (run_id, round))"
+    )
+
+
+MIGRATIONS = (_scores_and_attestations, _incarnation, _leads_and_alarms, _steering, _judgements_and_sizes, _clinical)
 _ADDED = {"scores", "attestations", "policies", "incarnation", "leads", "alarms", "steering"}
-_ADDED |= {"judgements", "declared_sizes"}
+_ADDED |= {"judgements", "declared_sizes", "clinical"}
 IN_EVERY_VERSION = frozenset(metadata.tables) - _ADDED

@@ -7,6 +7,7 @@
 | weight that counts a silo once           | 0 or 1                                                                  |
 | optimiser steps                          | 0 to what n_k examples make of the run's schedule                       |
 | metrics, per class                       | 0 <= correct <= examples, together at most the declared test examples   |
+| clinical metrics                         | counts that agree with each other and with metrics (clinical_check.py)  |
 | metrics of personal models               | accuracies and their squares, from 0 to 1                               |
 | anything of weight 0                     | 0                                                                       |
 
@@ -24,9 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_core.aggregation.clinical_check import clinical_fault
 from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPointFormat, check_layout
 from fl_core.errors import ProtocolError
-from fl_core.training.evaluation import METRICS, PERSONAL_PARTS
+from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL_PARTS
 from fl_core.types.enums import Weighing
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Bundle, Layout, Part, PartRule
@@ -115,13 +117,16 @@ class UpdateCheck:
             return Measured(norms, rows)
         bias: Tensor | None = None
         for name, part in update.items():
+            if name == CLINICAL_PART:
+                self._check_clinical(part, update[METRICS], silo)
+                continue
             weight = self._weight(name, part, silo)
             squares: dict[str, Tensor] = {}
             for key, value in self._values(name, part, weight, silo):  # each tensor is read once: it may be in a file
                 squares[key] = self._square(name, key, value, weight, silo)
                 if (name, key) == ("delta", "head.bias"):
                     bias = value
-            if name in (METRICS, *PERSONAL_PARTS):
+            if name in METRIC_PARTS:
                 continue
             if weight.dim():
                 square = sum(squares.values(), torch.zeros(len(weight), dtype=torch.float64))
@@ -172,7 +177,7 @@ class UpdateCheck:
         rule = self.rule(name, bool(weight.dim()))
         for key in part.total:
             value = part.total[key]
-            if name in (METRICS, *PERSONAL_PARTS) or key in (rule.counts, rule.steps):
+            if name in METRIC_PARTS or key in (rule.counts, rule.steps):
                 self._check_numbers(name, key, self._numbers(name, value), weight, silo)
             else:
                 yield key, value
@@ -190,6 +195,16 @@ class UpdateCheck:
 
     def _scale(self, name: str, value: Tensor) -> float:
         return 1.0 if value.is_floating_point() else 2.0 ** -self.grid.frac_bits(name)
+
+    def _check_clinical(self, part: Part, metrics: Part, silo: str) -> None:
+        """Check the clinical part against "metrics", which is checked by itself; neither is ever noisy."""
+        weight = self._numbers(f"{CLINICAL_PART}.weight", part.weight)
+        total = {key: self._numbers(CLINICAL_PART, part.total[key]) for key in part.total}
+        correct = self._numbers(METRICS, metrics.total["correct"])
+        fault = clinical_fault(total, weight, correct, self._numbers(f"{METRICS}.weight", metrics.weight))
+        if fault:
+            who = f"{silo}: " if silo else ""
+            raise ProtocolError("E-RUN-43", f"{who}clinical metrics: {fault}: refused; both sides must run one version")
 
     def _check_numbers(self, name: str, key: str, value: Tensor, weight: Tensor, silo: str) -> None:
         """Check metrics, class counts and numbers of steps against the weight and the declared size."""

@@ -17,7 +17,8 @@ from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import REASON_CHARS, FederationError, UnavailableError
 from fl_core.rounds import closing, sampling
 from fl_core.rounds.silo_round import round_layout
-from fl_core.training.evaluation import METRIC_PARTS, METRICS, PERSONAL_PARTS, personal_scores
+from fl_core.training.clinical import clinical_metrics
+from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL_PARTS, personal_scores
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.records import RoundRecord
@@ -139,6 +140,7 @@ class RoundLoop:
             personal_scores(total),
             decided.cut,
             decided.medians,
+            clinical_metrics(total[CLINICAL_PART]) if CLINICAL_PART in total else None,
         )
         if train:
             rest = {name: part for name, part in total.items() if name not in METRIC_PARTS | own}

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.rounds.silo_round import SiloRuntime, measure_global, run_silo_round
-from fl_core.training.evaluation import METRICS, evaluate_personal
+from fl_core.training.evaluation import GLOBAL_PARTS, METRICS, evaluate_personal
 from fl_core.training.local_data import PlainLocalData
+from fl_core.types.clinical import BASIC, CLINICAL
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
 from fl_core.types.records import Schema, TrainConfig
@@ -26,10 +27,12 @@ class DummyExamples(Examples):
         return torch.zeros(len(index), *self._shape), self.labels[index]
 
 
-def derive_layout(method: Method, model: nn.Module, schema: Schema, personal: bool = False) -> Layout:
+def derive_layout(
+    method: Method, model: nn.Module, schema: Schema, personal: bool = False, metrics: str = BASIC
+) -> Layout:
     """Run one local step on two blank examples and read the layout off the bundle.
 
-    personal: whether personal models are measured.
+    personal: whether personal models are measured   metrics: which of METRICS_KINDS.
 
     Guarantees: the layout does not depend on any silo's data; `model` is used as scratch.
     """
@@ -41,7 +44,8 @@ def derive_layout(method: Method, model: nn.Module, schema: Schema, personal: bo
     layout = _layout(method.local(model, msg, method.init_silo(model, context), data, context).bundle)
     if personal:
         layout |= _layout(evaluate_personal(model, data, context.n_classes))
-    layout |= _layout({METRICS: measure_global(method, model, msg, data, context.n_classes)})
+    parts = GLOBAL_PARTS if metrics == CLINICAL else (METRICS,)
+    layout |= _layout(measure_global(method, model, msg, data, context.n_classes, parts))
     layout = dict(sorted(layout.items()))
     run_silo_round(
         SiloRuntime(method, model, layout), msg, None, data, context, TaskKind.TRAIN

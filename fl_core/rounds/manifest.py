@@ -14,6 +14,7 @@ from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import ConversionError, Option, parse_json, rename, shown, structure
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.rounds import sampling
+from fl_core.types.clinical import BASIC, CLINICAL, METRICS_KINDS, MOST_CLASSES
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import Layout, PartSpec
 
@@ -29,6 +30,7 @@ _ABSENT: Mapping[str, object] = {
     "lost_state": REFUSE,
     "patience_s": PATIENCE_S,
     "start": None,
+    "metrics": BASIC,
 }
 rename(PartSpec, shapes="tensors", weight_shape="weight")
 
@@ -86,7 +88,7 @@ class RunManifest:
     run replaced by the method's private form, with the values that were asked for; empty where it runs as asked;
     lost_state: what a silo does that has lost what it keeps between rounds (SCAFFOLD's control variate, a personal
     model): refuse the round, or restart from the beginning and say so; start: the run that this one goes on from,
-    None where it begins with fresh weights.
+    None where it begins with fresh weights; metrics: what evaluations send, of METRICS_KINDS.
     """
 
     name: str
@@ -114,6 +116,7 @@ class RunManifest:
     lost_state: str = REFUSE
     aggregator: NamedOptions = NamedOptions(aggregators.DEFAULT)
     start: StartPoint | None = None
+    metrics: str = BASIC
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -160,6 +163,13 @@ class RunManifest:
         validate.between("E-CFG-02", "", 0, MOST_THREADS, threads=self.threads)
         validate.between("E-CFG-02", "train", 1, MOST_STEPS, batch_size=train.batch_size, epochs=train.epochs)
         validate.between("E-CFG-02", "train", 0, MOST_STEPS, max_steps=train.max_steps)
+        validate.one_of("E-CFG-02", "", metrics=(self.metrics, METRICS_KINDS))
+        if self.metrics == CLINICAL and len(self.schema.classes) > MOST_CLASSES:
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected at most {MOST_CLASSES} classes with metrics={CLINICAL}, whose numbers grow with their "
+                f"square, found {len(self.schema.classes)}: set metrics={BASIC}",
+            )
         if len(self.name) > MOST_NAME_CHARS:
             raise ConfigError(
                 "E-CFG-02",

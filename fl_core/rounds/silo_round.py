@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.fixed_point import check_layout
-from fl_core.training.evaluation import METRICS, PERSONAL, PERSONAL_PARTS, evaluate, evaluate_personal
+from fl_core.training.evaluation import (
+    CLINICAL_PART,
+    GLOBAL_PARTS,
+    PERSONAL,
+    PERSONAL_PARTS,
+    evaluate_global,
+    evaluate_personal,
+    withheld,
+)
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Guard, LocalData, Method
@@ -22,7 +29,8 @@ from fl_core.types.values import Bundle, Layout, Part, RoundContext, State, Tens
 class SiloRuntime:
     """What a silo works with in one run: the method, a scratch model, its outgoing guards and the agreed layout.
 
-    initial: the run's initial weights, read off `model` when they are not given.
+    initial: the run's initial weights, read off `model` when they are not given   withholds: parts of the evaluation
+    that this hospital measures for itself and does not send.
     """
 
     method: Method
@@ -30,6 +38,7 @@ class SiloRuntime:
     layout: Layout
     guards: Sequence[Guard] = ()
     initial: Tensors = field(default_factory=dict)
+    withholds: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.initial:
@@ -43,11 +52,14 @@ class SiloRuntime:
 
 
 class SiloRound(NamedTuple):
-    """A silo's round: the bundle that may leave, the next state, and the metrics before any guard."""
+    """A silo's round: the bundle that may leave, the next state, and what was measured, before any guard.
+
+    measured: the parts of `GLOBAL_PARTS` that the run has.
+    """
 
     bundle: Bundle
     state: State
-    metrics: Part
+    measured: Bundle
 
 
 def run_silo_round(
@@ -66,7 +78,8 @@ def run_silo_round(
     guard_parts = adaptive_guards.groups(runtime.guards)
     msg = adaptive_guards.method_state(msg, guard_parts)
     state = method.init_silo(runtime.reset_model(), context) if state is None else state
-    bundle: dict[str, Part] = {METRICS: measure_global(method, runtime.reset_model(), msg, data, context.n_classes)}
+    measured = measure_global(method, runtime.reset_model(), msg, data, context.n_classes, runtime.layout)
+    bundle = dict(measured)
     layout = round_layout(method, runtime.layout, kind)
     model, own = runtime.model, state
     if kind is TaskKind.TRAIN:
@@ -77,26 +90,28 @@ def run_silo_round(
         model = runtime.reset_model()
     if PERSONAL in layout:
         bundle |= evaluate_personal(method.personal(model, msg, own, data, context), data, context.n_classes)
+    bundle |= {name: withheld(bundle[name]) for name in runtime.withholds & set(bundle)}
     check_layout(bundle, {name: spec for name, spec in layout.items() if name not in guard_parts})
     guarded: Bundle = bundle
     for guard in guards:
         guarded = guard.outgoing(guarded, context.silo, context.round)
-    return SiloRound(guarded, state, bundle[METRICS])
+    return SiloRound(guarded, state, measured)
 
 
 def round_layout(method: Method, layout: Layout, kind: TaskKind) -> Layout:
     """Choose of a run's layout what bundles of one kind of round have; personal models are measured in one kind."""
     train = kind is TaskKind.TRAIN
-    left = {METRICS} if not train else set(layout) - set(PERSONAL_PARTS)
+    left = set(GLOBAL_PARTS) if not train else set(layout) - set(PERSONAL_PARTS)
     measured = set(PERSONAL_PARTS) if train != method.personal_at_end else set[str]()
     return {name: spec for name, spec in layout.items() if name in left | measured}
 
 
-def measure_global(method: Method, model: nn.Module, msg: State, data: LocalData, n_classes: int) -> Part:
-    """Evaluate the federation's own model; without one the part has weight 0."""
-    if method.has_global_model:
-        return evaluate(method.global_model(model, msg), data, n_classes)
-    return Part({"correct": torch.zeros(n_classes)}, torch.zeros(n_classes))
+def measure_global(
+    method: Method, model: nn.Module, msg: State, data: LocalData, n_classes: int, parts: Collection[str]
+) -> dict[str, Part]:
+    """Evaluate the federation's own model, as far as a run has parts for it; without one they have weight 0."""
+    found = method.global_model(model, msg) if method.has_global_model else None
+    return evaluate_global(found, data, n_classes, CLINICAL_PART in parts)
 
 
 def _finite(bundle: Bundle, state: State) -> bool:

@@ -19,8 +19,10 @@ import torch
 
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import SiloShare, has_official_test, public_test
-from fl_core.training.evaluation import evaluate
+from fl_core.training.clinical import clinical_metrics
+from fl_core.training.evaluation import CLINICAL_PART, METRICS, evaluate_global
 from fl_core.training.local_data import PlainLocalData
+from fl_core.types.clinical import CLINICAL
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext, State
 
@@ -28,15 +30,22 @@ from fl_core.types.values import RoundContext, State
 class GlobalTestEvaluator:
     """Measures server states of one run on the official test set, else on the union of its silos' test sets.
 
-    device: where models are evaluated
+    device: where models are evaluated   clinical: also measure `ClinicalMetrics` where the run itself does not
     Guarantees: without an official test set it equals a record's counts where the record covers everybody; the run's
     bits do not change.
     """
 
-    def __init__(self, run: RunSetup, shares: Sequence[SiloShare], device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        run: RunSetup,
+        shares: Sequence[SiloShare],
+        device: torch.device | None = None,
+        clinical: bool = False,
+    ) -> None:
         manifest, self._runtime, self._device = run.manifest, run.silo_runtime(), device or torch.device("cpu")
         self._runtime.model.to(self._device)
         self._n_classes, self._silos = len(manifest.schema.classes), len(shares)
+        self._clinical = clinical or manifest.metrics == CLINICAL
         self._initial = run.initial_state()
         self._official = has_official_test(shares)
         tests = public_test(shares)
@@ -52,6 +61,8 @@ class GlobalTestEvaluator:
         if covered or not method.has_global_model:
             return record
         msg = method.broadcast(self._initial if before is None else before)
-        part = evaluate(method.global_model(self._runtime.reset_model(), msg), self._data, self._n_classes)
-        correct, examples = part.total["correct"].tolist(), part.weight.tolist()
-        return replace(record, correct=tuple(correct), examples=tuple(examples))
+        model = method.global_model(self._runtime.reset_model(), msg)
+        parts = evaluate_global(model, self._data, self._n_classes, self._clinical)
+        correct, examples = parts[METRICS].total["correct"].tolist(), parts[METRICS].weight.tolist()
+        clinical = clinical_metrics(parts[CLINICAL_PART]) if self._clinical else None
+        return replace(record, correct=tuple(correct), examples=tuple(examples), clinical=clinical)

@@ -3,6 +3,8 @@
 | part            | total                              | weight                                                   |
 |-----------------|------------------------------------|----------------------------------------------------------|
 | metrics         | correct answers per class (C,)     | test examples per class (C,), of the model received      |
+| clinical        | confusion matrix, histograms of    | test examples () of the model received; 0 where the      |
+|                 | scores: training/clinical.py       | silo withholds them; only in runs with metrics=clinical  |
 | personal        | a, a^2 (and what rounding cut off) | 1 per silo, 0 without test examples                      |
 | personal_public | PM(L), PM(V) and their squares     | 1 per silo, 0 without public examples of its classes     |
 | personal_ga     | GA and its square                  | 1 per silo, 0 where the public test set has no example   |
@@ -26,17 +28,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from fl_core.training.clinical import clinical_part, no_clinical_part
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, ClassSums, Examples, Part
 
 METRICS = "metrics"
 """The part that every bundle carries: correct answers over test examples, per class."""
+CLINICAL_PART = "clinical"
+"""Of runs whose evaluations are exact and send more: training/clinical.py says what."""
+GLOBAL_PARTS = (METRICS, CLINICAL_PART)
+"""Parts that measure the model received."""
 PERSONAL = "personal"
 PERSONAL_PUBLIC = "personal_public"
 PERSONAL_GA = "personal_ga"
 PERSONAL_PARTS = (PERSONAL, PERSONAL_PUBLIC, PERSONAL_GA)
-METRIC_PARTS = frozenset({METRICS, *PERSONAL_PARTS})
+METRIC_PARTS = frozenset({*GLOBAL_PARTS, *PERSONAL_PARTS})
 """Parts that measure: no method's `merge` sees them."""
 _SCORES = {PERSONAL: ("pa",), PERSONAL_PUBLIC: ("pm_l", "pm_v"), PERSONAL_GA: ("ga",)}
 
@@ -56,6 +63,26 @@ def evaluate(model: nn.Module, data: LocalData, n_classes: int, split: Split = S
 
     sums = data.sum(ClassSums(correct, n_classes), bound=1.0, split=split)
     return Part({"correct": sums["sum"].squeeze(1)}, sums["count"])
+
+
+def evaluate_global(model: nn.Module | None, data: LocalData, n_classes: int, clinical: bool) -> dict[str, Part]:
+    """Measure the model received; None: the method has none, and the parts have weight 0.
+
+    clinical: in one pass also what medicine asks for, where the test examples are not private.
+    """
+    if model is None:
+        nothing = {METRICS: Part({"correct": torch.zeros(n_classes)}, torch.zeros(n_classes))}
+        return nothing | ({CLINICAL_PART: no_clinical_part(n_classes)} if clinical else {})
+    if not clinical:
+        return {METRICS: evaluate(model, data, n_classes)}
+    part = clinical_part(model, data, n_classes)
+    confusion = part.total["confusion"]
+    return {METRICS: Part({"correct": confusion.diagonal().clone()}, confusion.sum(1)), CLINICAL_PART: part}
+
+
+def withheld(part: Part) -> Part:
+    """Return what a silo sends that withholds a part: zeros of weight 0, as one without test examples does."""
+    return Part({name: torch.zeros_like(v) for name, v in part.total.items()}, torch.zeros_like(part.weight))
 
 
 def evaluate_personal(model: nn.Module, data: LocalData, n_classes: int) -> dict[str, Part]:

@@ -18,6 +18,7 @@ from fl_core.types.interfaces import LocalData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import (
     AS_SCHEDULED,
+    BatchSums,
     Examples,
     ExampleSums,
     LossFn,
@@ -213,6 +214,8 @@ class LocalDataWrapper:
 
 
 def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:
+    if isinstance(query, BatchSums):
+        return query.sums(x, y)
     if isinstance(query, ExampleSums):
         return {name: rows.sum(0) for name, rows in query.rows(x, y).items()}
     vectors = query.vectors(x, y)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fl_core.types.clinical import ClinicalMetrics, macro_mean
 from fl_core.types.enums import TaskKind
 
 
@@ -50,7 +51,8 @@ class RoundRecord:
     correct, examples: (C,) over the union of the test sets, for the model *before* the round's training;
     missing: silo -> reason; clipped: values that the grid cut off; personal: means and standard deviations over the
     round's silos (pa, pm_l, pm_v, ga; with _std: standard deviations) of the personal models *after* its training;
-    cut: silo -> what of its update was cut; medians: of the norms of accepted updates, by block.
+    cut: silo -> what of its update was cut; medians: of the norms of accepted updates, by block; clinical: over the
+    test sets of the silos that send them, None in runs that measure accuracies alone.
     """
 
     round: int
@@ -63,6 +65,7 @@ class RoundRecord:
     personal: Mapping[str, float] = field(default_factory=dict)
     cut: Mapping[str, str] = field(default_factory=dict)
     medians: Mapping[str, float] = field(default_factory=dict)
+    clinical: ClinicalMetrics | None = None
 
     @property
     def accuracy(self) -> float:
@@ -72,8 +75,8 @@ class RoundRecord:
     @property
     def balanced_accuracy(self) -> float:
         """Return the mean accuracy over classes that have test examples; -1 where none has."""
-        known = [a for a in self.class_accuracy() if a is not None]
-        return sum(known) / len(known) if known else -1.0
+        found = macro_mean(self.class_accuracy())
+        return -1.0 if found is None else found
 
     def class_accuracy(self) -> list[float | None]:
         """Return the accuracy per class, None where no silo has a test example."""

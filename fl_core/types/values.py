@@ -191,7 +191,17 @@ class ClassSums:
     n_classes: int
 
 
-Query = ExampleSums | ClassSums
+@dataclass(frozen=True, slots=True)
+class BatchSums:
+    """A `sum` query whose sums are made batch by batch, for counts that are larger than the examples: never private.
+
+    sums: (x (B, ...), y (B,)) -> name -> sum over the batch, of one shape whatever B is, 0 included
+    """
+
+    sums: Callable[[Tensor, Tensor], Tensors]
+
+
+Query = ExampleSums | ClassSums | BatchSums
 LossFn = Callable[[nn.Module, Tensor, Tensor], Losses]
 PenaltyFn = Callable[[nn.Module], Tensor]
 

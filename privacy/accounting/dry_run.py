@@ -12,7 +12,17 @@ from fl_core.training.optimizers import effective_steps
 from fl_core.types.enums import Coupling, Split
 from fl_core.types.interfaces import Method
 from fl_core.types.records import Schema, TrainConfig
-from fl_core.types.values import AS_SCHEDULED, ClassSums, LossFn, Part, Query, RoundContext, SgdOptions, Tensors
+from fl_core.types.values import (
+    AS_SCHEDULED,
+    BatchSums,
+    ClassSums,
+    LossFn,
+    Part,
+    Query,
+    RoundContext,
+    SgdOptions,
+    Tensors,
+)
 from privacy.dp_sgd.independence import blanks, check_independence, check_rows
 
 StepsOf = Callable[[float], int]
@@ -70,6 +80,8 @@ class _RecordingLocalData:
             made_up = torch.randn(query.n_classes, width, generator=torch.Generator().manual_seed(0))
             return {"sum": made_up, "count": torch.ones(query.n_classes)}
         self._needs.example_sums += split is Split.TRAIN
+        if isinstance(query, BatchSums):
+            return query.sums(x, y)
         return {name: rows.sum(0) for name, rows in query.rows(x, y).items()}
 
     def size(self) -> float:

@@ -50,6 +50,12 @@ def is_private(privacy: NamedOptions) -> bool:
     return _resolve(privacy)[1] is not None
 
 
+def hides_evaluations(privacy: NamedOptions) -> bool:
+    """Tell whether a run's test examples are private: what is measured on them is noisy and charged."""
+    terms = _resolve(privacy)[1]
+    return terms is not None and terms.test_data != "public"
+
+
 def private_form(method: NamedOptions, privacy: NamedOptions) -> tuple[NamedOptions, dict[str, Option]]:
     kind, terms = _resolve(privacy)
     built = build_method(method.name, method.options)

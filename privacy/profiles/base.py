@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from fl_core.aggregation.options import Options
 from fl_core.converter import Option
+from fl_core.errors import RefusedError
 from fl_core.rounds.run_setup import Guards, RunSetup
-from fl_core.training.evaluation import METRICS
+from fl_core.training.evaluation import CLINICAL_PART, METRICS
+from fl_core.types.clinical import BASIC, CLINICAL
 from fl_core.types.interfaces import DataFactory, Method
 from fl_core.types.values import Layout
 from privacy.accounting import ranges
@@ -90,6 +92,13 @@ class PrivacyProfile(ABC):
     def check(self) -> None:
         """Raise RefusedError (E-PRIV-20) or ConfigError (E-CFG-08, E-PRIV-16, -17) on a run that it cannot protect."""
         if self.terms is not None:
+            if self.run.manifest.metrics == CLINICAL and self.terms.test_data != "public":
+                raise RefusedError(
+                    "E-PRIV-16",
+                    f"expected metrics={BASIC} where test data are private, found {CLINICAL}: histograms and a "
+                    "confusion matrix are not measured with noise; set metrics=auto, or privacy.test_data=public where "
+                    "the test examples are published anyway",
+                )
             ranges.check(self.run.manifest, self.terms, self.derived_numbers)
 
     def derived_numbers(self) -> Mapping[str, float]:
@@ -145,7 +154,7 @@ class PrivacyProfile(ABC):
         if self.terms is None:
             return {}
         noise, found = self.evaluation_noise(), dict.fromkeys(self.run.manifest.layout, math.inf)
-        return {**found, METRICS: 0.0 if noise is None else noise.std}
+        return {**found, METRICS: 0.0 if noise is None else noise.std, CLINICAL_PART: 0.0}
 
     def aggregator(self, chosen: Options) -> Options:
         """Return what of an aggregator the profile leaves; raises ConfigError (E-CFG-08) where that is nothing."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.training.evaluation import METRICS
+from fl_core.training.evaluation import GLOBAL_PARTS, METRICS
 from fl_core.types.interfaces import Guard
 from fl_core.types.values import Bundle, Layout, Part, Tensors
 from privacy.accounting.dry_run import SIZE, dry_run
@@ -80,7 +80,7 @@ class SiloDpGuard(Guard):
     def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:
         """Clip one silo's bundle, round it to the grid and, unless noise is central, add noise."""
         weighed = {name: self._weighed(name, part, silo) for name, part in bundle.items()}
-        if self.terms.adaptive and set(bundle) - {METRICS}:
+        if self.terms.adaptive and set(bundle) - set(GLOBAL_PARTS):
             update, clip, _ = self._blocks(weighed, round)[0]
             weighed[adaptive_clipping.PART] = adaptive_clipping.below_clip(
                 self._norm({name: weighed[name] for name in update}), clip
@@ -113,7 +113,7 @@ class SiloDpGuard(Guard):
 
     def _blocks(self, parts: Mapping[str, object], round: int) -> list[tuple[list[str], float, float]]:
         """List (parts, clip, noise / clip) of the vectors that are clipped as one: the update, its bit, evaluation."""
-        update = [name for name in sorted(parts) if name not in (METRICS, adaptive_clipping.PART)]
+        update = [name for name in sorted(parts) if name not in (*GLOBAL_PARTS, adaptive_clipping.PART)]
         blocks = [(update, self.clip_at(round), self.noise)] if update else []
         if adaptive_clipping.PART in parts:
             blocks.append(([adaptive_clipping.PART], BIT, self.terms.bit.noise))
@@ -122,7 +122,7 @@ class SiloDpGuard(Guard):
         return blocks
 
     def _scale(self, name: str) -> float:
-        per_class = name not in (METRICS, adaptive_clipping.PART) and self.layout[name].weight_shape
+        per_class = name not in (*GLOBAL_PARTS, adaptive_clipping.PART) and self.layout[name].weight_shape
         return self.scale if per_class else 1.0
 
     def _norm(self, parts: Bundle) -> float:
@@ -134,7 +134,7 @@ class SiloDpGuard(Guard):
         return math.sqrt(sum(squares))
 
     def _weighed(self, name: str, part: Part, silo: int) -> Part:
-        if name == METRICS or part.weight.dim():
+        if name in GLOBAL_PARTS or part.weight.dim():
             return part
         sent = float(part.weight)
         share = (self.shares[silo] if name in self.sized else 1.0) if sent else 0.0
@@ -199,7 +199,7 @@ class SiloDpGuard(Guard):
 
 def coordinates(layout: Layout) -> int:
     """Count the numbers that an update's noise falls on."""
-    parts = [spec for name, spec in layout.items() if name not in (METRICS, adaptive_clipping.PART)]
+    parts = [spec for name, spec in layout.items() if name not in (*GLOBAL_PARTS, adaptive_clipping.PART)]
     return sum(math.prod(s) for p in parts for s in (*p.shapes.values(), *([p.weight_shape] if p.weight_shape else [])))
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
+from protos import clinical_report
 from protos.console import local_time, make_table, plain_console, print_json, printable
 from protos.pki.identity import PeerCertificate, colons
 from silo.storage.store import RunRecord, Store, TaskRecord
@@ -120,15 +121,25 @@ def show_status(own: PeerCertificate, addresses: Sequence[str], due: bool, store
         if not OUT.is_terminal:
             OUT.print(title)
         rows = [_evaluation_row(task) for task in run.tasks if task.evaluation is not None]
-        show_rows(title, ("task", "own test images", "by class", "update"), rows)
+        show_rows(title, ("task", "own test images", "by class", "balanced accuracy, AUC", "update"), rows)
+        newest = next((t.evaluation for t in reversed(run.tasks) if t.evaluation and t.evaluation.clinical), None)
+        if newest is not None and newest.clinical is not None:
+            head, by_class = clinical_report.CLASS_HEAD, clinical_report.class_rows(newest.clinical, newest.classes)
+            show_rows("The newest model on the own test images", head, by_class)
 
 
-def _evaluation_row(task: TaskRecord) -> tuple[str, str, str, str]:
+def _evaluation_row(task: TaskRecord) -> tuple[str, ...]:
     found = task.evaluation
     assert found is not None
     fate = {True: "included", False: "not included", None: task.refused or "round is open"}[task.included]
     name = str(task.key).removeprefix(task.key.run_id).strip()
-    return name, evaluation_summary.overall(found), evaluation_summary.classes(found), fate
+    return (
+        name,
+        evaluation_summary.overall(found),
+        evaluation_summary.classes(found),
+        evaluation_summary.clinical(found),
+        fate,
+    )
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------

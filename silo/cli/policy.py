@@ -29,7 +29,7 @@ def show_policy(home: HomeOption = None, as_json: JsonOption = False) -> None:
         return
     facts = [("file", str(silo_home.policy) if policy.digest else f"{silo_home.policy}: none, the defaults hold")]
     facts += [("digest", policy.digest or "-")]
-    for section in ("runs", "privacy", "prototypes"):
+    for section in ("runs", "privacy", "prototypes", "evaluation"):
         facts += [(f"{section}.{key}", _text(value)) for key, value in asdict(getattr(policy, section)).items()]
     facts += [(f"budget of {name}", f"epsilon {e:g} at delta {d:g}") for name, (e, d) in policy.budgets.items()]
     console.show_facts(facts)

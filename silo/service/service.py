@@ -10,6 +10,7 @@ from pathlib import Path
 from fl_core.errors import ConfigError
 from fl_core.rounds.silo_round import run_silo_round
 from fl_core.training.devices import choose_device
+from fl_core.types.clinical import CLINICAL
 from privacy.profiles import PROFILES
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
@@ -82,6 +83,7 @@ def data_offer(source: DataSource, holds: Sequence[str] = ()) -> pb.DataOffer:
         nominal_size=source.nominal_size,
         train_examples=train,
         test_examples=test,
+        metrics=[CLINICAL],
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, Table, and_, delete, func, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
+from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from privacy.reports.uncertainty import EvaluationNoise
 from protos.storage.object_store import count_objects
@@ -367,7 +368,13 @@ def _record(row: Row[tuple[object, ...]]) -> TaskRecord:
 
 def _evaluation(raw: Mapping[str, Any]) -> Evaluation:
     """Read an evaluation; earlier versions wrote down no noise, and what is no count had some."""
-    found = Evaluation(tuple(raw["classes"]), tuple(raw["correct"]), tuple(raw["examples"]))
+    clinical = raw.get("clinical")  # which earlier versions did not measure
+    found = Evaluation(
+        tuple(raw["classes"]),
+        tuple(raw["correct"]),
+        tuple(raw["examples"]),
+        clinical=clinical and ClinicalMetrics.of(clinical),
+    )
     if "noise" not in raw:
         counts = all(float(v).is_integer() for v in (*found.correct, *found.examples))
         return found if counts else replace(found, noise=EvaluationNoise(math.inf))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fl_core.types.clinical import ClinicalMetrics
 from privacy.reports.uncertainty import EvaluationNoise
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey
@@ -12,12 +13,16 @@ from protos.wire.tasks import TaskKey
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What this silo measured of the model it received, per class; stays here. noise: None where it counts exactly."""
+    """What this silo measured of the model it received, per class; stays here.
+
+    noise: None where it counts exactly   clinical: in runs that measure it, sent or not.
+    """
 
     classes: tuple[str, ...]
     correct: tuple[float, ...]
     examples: tuple[float, ...]
     noise: EvaluationNoise | None = None
+    clinical: ClinicalMetrics | None = None
 
 
 class Attestation(NamedTuple):

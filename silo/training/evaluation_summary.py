@@ -6,6 +6,7 @@ import math
 
 from privacy.reports import uncertainty
 from privacy.reports.uncertainty import NOTHING, Estimate
+from protos import clinical_report
 from silo.storage.tasks import Evaluation
 
 
@@ -47,7 +48,13 @@ def facts(found: Evaluation) -> dict[str, float | bool | None]:
 def class_facts(found: Evaluation) -> dict[str, object]:
     """Write the sums of each class, and what all say, for machines; noise_std: of the noise on the sums of a class."""
     sums = {"classes": list(found.classes), "correct": list(found.correct), "examples": list(found.examples)}
-    return {**sums, "noise_std": _std(found, 1), **estimate(found).facts()}
+    balanced = uncertainty.balanced(found.correct, found.examples, found.noise).facts("balanced_accuracy", "balanced_")
+    clinical = found.clinical and found.clinical.facts()
+    return {**sums, "noise_std": _std(found, 1), **estimate(found).facts(), **balanced, "clinical": clinical}
+
+
+def clinical(found: Evaluation) -> str:
+    return "-" if found.clinical is None else clinical_report.short(found.clinical)
 
 
 def _std(found: Evaluation, rows: int) -> float:

@@ -12,12 +12,14 @@ from fl_core.datasets import SiloDataset
 from fl_core.errors import FederationError, RefusedError, StateError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
+from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS
 from fl_core.training.memory import CPU
+from fl_core.types.clinical import CLINICAL
 from fl_core.types.interfaces import DataFactory
 from privacy.accounting.accountant import Filter
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.hash_chain import ChainHead
-from privacy.policy import BY_HAND, Policy
+from privacy.policy import ACCURACY, BY_HAND, NOTHING, Policy
 from privacy.release_log import InMemoryReleaseLog
 from protos.storage import private_files
 from silo.storage.home import Home
@@ -179,6 +181,14 @@ class HospitalControls:
             self.record_refusal(run.manifest.name, error)
             raise
         return factory, ledger, policy.prototypes.submit
+
+    def withheld_parts(self) -> frozenset[str]:
+        """Name the parts of evaluations that the policy keeps here; of a policy that cannot be read all of them."""
+        try:
+            send = self.policy().evaluation.send
+        except RefusedError:
+            send = NOTHING
+        return {CLINICAL: frozenset[str](), ACCURACY: frozenset({CLINICAL_PART}), NOTHING: METRIC_PARTS}[send]
 
     def record_refusal(self, run: str, error: FederationError) -> None:
         if error.code not in policy_in_force.UNUSABLE:  # of a file that says nothing there is nothing to record

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,12 @@ from fl_core.errors import ConfigError, DataError, FederationError, ProtocolErro
 from fl_core.rounds import sampling
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round
+from fl_core.training.clinical import clinical_metrics
+from fl_core.training.evaluation import CLINICAL_PART, METRICS
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import DataFactory, LocalData
-from fl_core.types.values import Progress, RoundContext, State
+from fl_core.types.values import Bundle, Progress, RoundContext, State
 from privacy import profiles
 from privacy.accounting.record_config import round_to_two_digits
 from privacy.compiled_run import CompiledRun
@@ -171,14 +173,14 @@ class Trainer:
                 f"expected examples of {manifest.schema} for run {manifest.name!r}, found {dataset.schema} in "
                 f"{dataset.origin}: serve the data that the run is about",
             )
-        own = derive_layout(run.method, run.new_model(), manifest.schema, manifest.personal)
+        own = derive_layout(run.method, run.new_model(), manifest.schema, manifest.personal, manifest.metrics)
         if {**own, **profiles.extra_parts(manifest.privacy)} != manifest.layout:
             raise ProtocolError(
                 "E-WIRE-06",
                 f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "
                 "both sides must run the same version",
             )
-        runtime = run.silo_runtime()
+        runtime = replace(run.silo_runtime(), withholds=self._controls.withheld_parts())
         runtime.model.to(self.device)
         with _hide_details(run.private, ConfigError, RefusedError):
             factory, ledger, submits = self._controls.access(run, index, dataset, self._data.nominal_size)
@@ -223,9 +225,7 @@ class Trainer:
             )
             with _hide_details(prepared.run.private):
                 outcome = self._run_round(prepared.runtime, msg, state, data, context, key.kind)
-        correct, examples = outcome.metrics.total["correct"].tolist(), outcome.metrics.weight.tolist()
-        noise, method = prepared.run.profile.own_noise(), prepared.run.method
-        evaluation = Evaluation(manifest.schema.classes, tuple(correct), tuple(examples), noise)
+        evaluation, method = _own_evaluation(prepared.run, outcome.measured), prepared.run.method
         return TrainingResult(outcome.bundle, outcome.state, evaluation, method.server_tracks_state)
 
     def keeps_state(self, prepared: PreparedRun, key: TaskKey, size: int) -> bool:
@@ -279,6 +279,17 @@ class Trainer:
             len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, len(cohort)
         )
         return context.for_silo(prepared.index, manifest.seed, prepared.submits)
+
+
+def _own_evaluation(run: CompiledRun, measured: Bundle) -> Evaluation:
+    metrics, clinical = measured[METRICS], measured.get(CLINICAL_PART)
+    return Evaluation(
+        run.manifest.schema.classes,
+        tuple(metrics.total["correct"].tolist()),
+        tuple(metrics.weight.tolist()),
+        run.profile.own_noise(),
+        None if clinical is None else clinical_metrics(clinical),
+    )
 
 
 def _signature(msg: State) -> dict[str, object]:

@@ -35,7 +35,9 @@ def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(
     method: str, federation: tuple[World, list[ScriptedSilo]]
 ) -> None:
     world, silos = federation
-    agreed = manifest(method, rounds=2, personal=method == "fedmr")
+    agreed = manifest(
+        method, rounds=2, personal=method == "fedmr", metrics="clinical" if method in ("fedavg", "fedmr") else "basic"
+    )
     history = RoundHistory()
     expected = simulate(RunSetup.of(agreed), shares(), history)
     run = world.finished(world.submit(agreed, request_id=method).id)
@@ -45,6 +47,8 @@ def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(
     assert set(found) == set(expected)
     assert all(same(found[group], expected[group]) for group in expected)
     assert run.model_digest == tensor_maps.digest(expected["w"])
+    assert [r.clinical for r in rounds] == [r.clinical for r in history.records]
+    assert (rounds[0].clinical is not None) == (agreed.metrics == "clinical")
     assert [r.correct for r in rounds] == [r.correct for r in history.records]
     shown = ("pa", "pa_std") if agreed.personal else ()  # the hospitals have no public test set, the simulation has
     assert [r.personal for r in rounds] == [{name: r.personal[name] for name in shown} for r in history.records[:2]] + [

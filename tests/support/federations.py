@@ -170,6 +170,7 @@ def manifest(
     model_options: Mapping[str, Option] | None = None,
     personal: bool = False,
     aggregator: str = "norm_clipped",
+    metrics: str = "basic",
 ) -> RunManifest:
     """Freeze a run over the three silos."""
     built = build_model(model, model_options or {}, SCHEMA, seed)
@@ -183,7 +184,7 @@ def manifest(
         rounds=rounds,
         seed=seed,
         members=make_members(names, seed, share),
-        layout=derive_layout(build_method(method, options or {}), built, SCHEMA, personal),
+        layout=derive_layout(build_method(method, options or {}), built, SCHEMA, personal, metrics),
         grid=FixedPointFormat("ring64", len(names)),
         privacy=NamedOptions("none"),
         cohort=cohort,
@@ -191,6 +192,7 @@ def manifest(
         threads=1,
         personal=personal,
         aggregator=NamedOptions(aggregator),
+        metrics=metrics,
     )
 
 

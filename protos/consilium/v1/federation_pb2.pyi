@@ -361,6 +361,7 @@ class DataOffer(_message.Message):
     HOLDS_FIELD_NUMBER: _builtins.int
     TRAIN_EXAMPLES_FIELD_NUMBER: _builtins.int
     TEST_EXAMPLES_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"digits", "isic2019", "folder", "manifest" """
     nominal_size: _builtins.float
@@ -378,6 +379,10 @@ class DataOffer(_message.Message):
     def holds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """classes that it has examples of, where the hospital says so"""
 
+    @_builtins.property
+    def metrics(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What its evaluations can send beside correct answers: "clinical". None from silos of versions that know none."""
+
     def __init__(
         self,
         *,
@@ -388,10 +393,11 @@ class DataOffer(_message.Message):
         holds: _abc.Iterable[_builtins.str] | None = ...,
         train_examples: _builtins.float = ...,
         test_examples: _builtins.float = ...,
+        metrics: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "holds", b"holds", "name", b"name", "nominal_size", b"nominal_size", "shape", b"shape", "test_examples", b"test_examples", "train_examples", b"train_examples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "holds", b"holds", "metrics", b"metrics", "name", b"name", "nominal_size", b"nominal_size", "shape", b"shape", "test_examples", b"test_examples", "train_examples", b"train_examples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1509,6 +1515,7 @@ class RoundInfo(_message.Message):
     NOISE_FIELD_NUMBER: _builtins.int
     CUT_FIELD_NUMBER: _builtins.int
     MEDIANS_FIELD_NUMBER: _builtins.int
+    CLINICAL_FIELD_NUMBER: _builtins.int
     WITHHELD_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     kind: Global___TaskKind.ValueType
@@ -1542,6 +1549,10 @@ class RoundInfo(_message.Message):
         """of the norms of accepted updates, by block"""
 
     @_builtins.property
+    def clinical(self) -> Global___ClinicalMetrics:
+        """none in a run that measures accuracies alone"""
+
+    @_builtins.property
     def withheld(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """personal scores that were measured, with noise of unknown size"""
 
@@ -1561,15 +1572,64 @@ class RoundInfo(_message.Message):
         noise: Global___Noise | None = ...,
         cut: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         medians: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        clinical: Global___ClinicalMetrics | None = ...,
         withheld: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["noise", b"noise"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "noise", b"noise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "cut", b"cut", "examples", b"examples", "included", b"included", "kind", b"kind", "medians", b"medians", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "personal", b"personal", "round", b"round", "withheld", b"withheld"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "cut", b"cut", "examples", b"examples", "included", b"included", "kind", b"kind", "medians", b"medians", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "personal", b"personal", "round", b"round", "withheld", b"withheld"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoundInfo: _TypeAlias = RoundInfo  # noqa: Y015
+
+@_typing.final
+class ClinicalMetrics(_message.Message):
+    """Of the test sets of those silos that send them; docs/metrics.md."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONFUSION_FIELD_NUMBER: _builtins.int
+    AUC_LOW_FIELD_NUMBER: _builtins.int
+    AUC_HIGH_FIELD_NUMBER: _builtins.int
+    BIN_EXAMPLES_FIELD_NUMBER: _builtins.int
+    BIN_CORRECT_FIELD_NUMBER: _builtins.int
+    BIN_CONFIDENCE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def confusion(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """C x C, row by row: class, prediction"""
+
+    @_builtins.property
+    def auc_low(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """per class; NaN: it has no examples, or no others beside them"""
+
+    @_builtins.property
+    def auc_high(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def bin_examples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """by confidence, bins of equal width"""
+
+    @_builtins.property
+    def bin_correct(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def bin_confidence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        confusion: _abc.Iterable[_builtins.int] | None = ...,
+        auc_low: _abc.Iterable[_builtins.float] | None = ...,
+        auc_high: _abc.Iterable[_builtins.float] | None = ...,
+        bin_examples: _abc.Iterable[_builtins.int] | None = ...,
+        bin_correct: _abc.Iterable[_builtins.int] | None = ...,
+        bin_confidence: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auc_high", b"auc_high", "auc_low", b"auc_low", "bin_confidence", b"bin_confidence", "bin_correct", b"bin_correct", "bin_examples", b"bin_examples", "confusion", b"confusion"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClinicalMetrics: _TypeAlias = ClinicalMetrics  # noqa: Y015
 
 @_typing.final
 class Event(_message.Message):

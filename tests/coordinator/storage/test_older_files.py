@@ -2,7 +2,7 @@
 
 tests/data/coordinator_v1.sql is what version 1 held after real runs of two hospitals, one finished, one aborted and one
 in its first round with one update there; receipts and sealed figures are cut short. coordinator_v2.sql and _v4.sql are
-the same file as versions 2 and 4 left it, _v5.sql as version 5 did.
+the same file as versions 2 and 4 left it, _v5.sql and _v6.sql as versions 5 and 6 did.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def opened(home: Path) -> Iterator[Store]:
         ("", DUMP),
         (BEFORE_SEALED, DUMP),
         (BEFORE_ATTESTATIONS, DUMP),
-        *(("", DATA / f"coordinator_v{n}.sql") for n in (2, 4, 5)),
+        *(("", DATA / f"coordinator_v{n}.sql") for n in (2, 4, 5, 6)),
     ],
 )
 def test_members_runs_and_rounds_of_a_file_of_any_version_are_there(tmp_path: Path, change: str, dump: Path) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fl_core import datasets
+from fl_core.methods import FedAvg
+from fl_core.models import build_model
+from fl_core.rounds.layout import derive_layout
 from privacy.ledger.ledger import Ledger
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.bundle_file import BundleFile
 from silo.service.task_queue import public_reason
+from silo.storage.home import Home
+from silo.training import evaluation_summary
 from tests.support import until
 from tests.support.fake_coordinator import manifest
-from tests.support.hospital import Watched, first
+from tests.support.hospital import Watched, first, upload
 from tests.support.privacy import DATA, SEEDED_POLICY, TRAIN, budgeted, private
 
 
@@ -159,3 +166,32 @@ def test_a_hidden_class_that_the_run_does_not_know_closes_the_hospital(make, tmp
     hospital.start()
     hospital.offer()
     assert hospital.refused().code == "E-POLICY-09"
+
+
+@pytest.mark.parametrize(
+    ("send", "there"),
+    [("clinical", {"metrics", "clinical"}), ("accuracy", {"metrics"}), ("nothing", set())],
+)
+def test_the_policy_says_what_of_an_evaluation_leaves_and_the_hospital_sees_all(make, tmp_path, send, there):
+    """What is withheld has weight 0: the update keeps its layout, and the model trains on."""
+    Home(tmp_path / "home0").make().policy.write_text(f"[evaluation]\nsend = '{send}'\n")
+    run = manifest(metrics="clinical")
+    layout = derive_layout(FedAvg(), build_model("digits_cnn", {}, run.schema, 3), run.schema, metrics="clinical")
+    hospital = make(replace(run, layout=layout))
+    hospital.start()
+    first(hospital)
+    (tmp_path / "update").write_bytes(upload(hospital))
+    sent = BundleFile(tmp_path / "update")
+    assert {name for name in ("metrics", "clinical") if sent[name].weight.any()} == there
+    assert all(not v.any() for name in {"metrics", "clinical"} - there for v in sent[name].total.values())
+    (task,) = hospital.service.store.history()[0].tasks
+    shown = evaluation_summary.class_facts(task.evaluation)
+    assert sum(shown["examples"]) == shown["clinical"]["examples"] > 0
+
+
+def test_a_policy_with_another_word_for_evaluations_closes_the_hospital(make, tmp_path):
+    Home(tmp_path / "home0").make().policy.write_text("[evaluation]\nsend = 'some'\n")
+    hospital = make(manifest())
+    hospital.start()
+    hospital.offer()
+    assert hospital.refused().code == "E-POLICY-01"

@@ -38,6 +38,7 @@ TOLD = {
     "DataOffer.holds": DECLARED,
     "DataOffer.train_examples": DECLARED,
     "DataOffer.test_examples": DECLARED,
+    "DataOffer.metrics": DECLARED,
     "Hello.staged": DECLARED,
     "Hello.policy_digest": STATED,
     "Hello.roster_version": DECLARED,

@@ -1,0 +1,95 @@
+"""Clinical metrics on their way to a lead: as they were measured, or refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from rich.console import Console
+
+from coordinator import console
+from coordinator.api import accuracy
+from coordinator.api.messages import round_info
+from coordinator.storage.records import RoundRow
+from fl_core.errors import ProtocolError
+from fl_core.training.clinical import clinical_counts, clinical_metrics
+from fl_core.types.clinical import ClinicalMetrics
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import Part
+from protos.consilium.v1 import federation_pb2 as pb
+
+CLASSES = ("nevus", "melanoma", "absent")
+
+
+def measured() -> ClinicalMetrics:
+    logits = torch.tensor([[2.0, 1, 0], [0, 2, 1], [1, 0, -3], [0, 1, 0]])
+    counts = clinical_counts(logits, torch.tensor([0, 0, 1, 1]), 3)
+    found = clinical_metrics(Part(counts, counts["confusion"].sum()))
+    assert found is not None
+    return found
+
+
+def sent(found: ClinicalMetrics | None = None) -> pb.RoundInfo:
+    row = RoundRow("r", 0, TaskKind.EVALUATE, False, (), correct=(1, 1, 0), examples=(2, 2, 0), clinical=found)
+    return pb.RoundInfo.FromString(round_info(row).SerializeToString())
+
+
+def test_a_lead_reads_what_was_measured() -> None:
+    found = measured()
+    assert accuracy.clinical_of(sent(found)) == found
+    assert accuracy.clinical_of(sent()) is None
+
+
+def test_json_has_no_nan_and_says_null() -> None:
+    shown = json.loads(json.dumps(console.round_json(sent(measured())), allow_nan=False))
+    assert shown["balanced_accuracy"] == 0.5
+    assert shown["clinical"]["sensitivity"] == [0.5, 0.5, None]
+    assert shown["clinical"]["auc"][2] is shown["clinical"]["auc_range"][2] is None
+    assert shown["clinical"]["classes_present"] == 2
+    assert sum(b["examples"] for b in shown["clinical"]["reliability"]) == 4
+    assert console.round_json(sent())["clinical"] is None
+
+
+def test_a_person_reads_a_row_per_class_and_over_how_many_classes_means_are() -> None:
+    info = sent(measured())
+    info.examples[0] = 5  # of which one hospital sends accuracies alone
+    out = Console(width=120, force_terminal=False)
+    with out.capture() as captured:
+        for shown in console.clinical_tables(info, CLASSES):
+            out.print(shown, soft_wrap=True)
+    text = captured.get()
+    assert "sensitivity" in text
+    assert "melanoma" in text
+    assert "over 2 of 3 classes that have test examples: balanced accuracy 50.0 %" in text
+    assert "without 3 test examples whose hospitals send accuracies alone" in text
+
+
+def test_watch_shows_the_newest_metrics() -> None:
+    out = Console(width=200, force_terminal=False)
+    with out.capture() as captured, console.Watcher(out) as watcher:
+        watcher.show(pb.Event(kind="closed", closed=sent(measured()), info=pb.RunInfo(run_id="r", accuracy=0.5)))
+    assert "balanced 50.0 %  AUC 0." in captured.get()
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda m: m.confusion.append(1),
+        lambda m: m.auc_low.pop(),
+        lambda m: m.auc_high.__setitem__(0, 2.0),
+        lambda m: m.auc_high.__setitem__(0, math.nan),
+        lambda m: m.auc_low.__setitem__(0, math.inf),
+        lambda m: m.bin_examples.append(3),
+        lambda m: m.bin_correct.__setitem__(0, 2**63),
+        lambda m: m.bin_confidence.__setitem__(0, math.nan),
+        lambda m: m.bin_confidence.__setitem__(0, 1e300),
+    ],
+)
+def test_numbers_that_no_evaluation_gives_are_refused(lie: Callable[[pb.ClinicalMetrics], object]) -> None:
+    info = sent(measured())
+    lie(info.clinical)
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
+        accuracy.clinical_of(info)
