@@ -18,6 +18,7 @@ from coordinator.config.run_spec import RunSpec
 from fl_core.errors import ConfigError, StateError
 from fl_core.errors.extras import require
 from fl_core.rounds.manifest import RunManifest
+from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from privacy.reports import uncertainty
 from privacy.reports.uncertainty import Estimate
@@ -60,6 +61,8 @@ def history(result: Result) -> list[Measured]:
     |-----------------------------------|-----------------------------------------------------------------------|
     | accuracy, balanced_accuracy       | on the test set that the summary names                                |
     | class_accuracy                    | the same, one row per class                                           |
+    | auc_macro, calibration_error      | on that test set, where the run measures them (docs/metrics.md)       |
+    | specificity, auc                  | the same, one row per class                                           |
     | cohort_accuracy                   | on the test sets of the round's silos, where that is another set      |
     | pa, pm_l, pm_v, ga (and ..._std)  | of personal models, mean and standard deviation over silos            |
     """
@@ -72,6 +75,8 @@ def _of_round(result: Result, k: int) -> Iterator[Measured]:
     yield _estimated(k, "balanced_accuracy", "", uncertainty.balanced(*sums))
     for name, found in zip(result.manifest.schema.classes, uncertainty.by_class(*sums), strict=False):
         yield _estimated(k, "class_accuracy", name, found)
+    if (clinical := (result.measured or result.records)[k].clinical) is not None:
+        yield from _of_evaluation(k, clinical, result.manifest.schema.classes)
     if result.measured:
         noise = result.noise.of(record.included)
         yield _estimated(k, "cohort_accuracy", "", uncertainty.accuracy(record.correct, record.examples, noise))
@@ -79,6 +84,15 @@ def _of_round(result: Result, k: int) -> Iterator[Measured]:
     done = record.round + (record.kind is TaskKind.TRAIN)  # personal models are those after the round's training
     for name, value in uncertainty.shown_scores(personal, result.noise.scores).items():
         yield Measured(done, name, "", value, value, value)
+
+
+def _of_evaluation(done: int, found: ClinicalMetrics, classes: Sequence[str]) -> Iterator[Measured]:
+    macro, error = found.macro_auc, found.calibration_error
+    yield Measured(done, "auc_macro", "", macro and macro.middle, macro and macro.low, macro and macro.high)
+    yield Measured(done, "calibration_error", "", error, error, error)
+    for name, value, area in zip(classes, found.specificity, found.auc, strict=True):
+        yield Measured(done, "specificity", name, value, value, value)
+        yield Measured(done, "auc", name, area and area.middle, area and area.low, area and area.high)
 
 
 def _estimated(done: int, measure: str, class_: str, found: Estimate) -> Measured:

@@ -212,5 +212,8 @@ def test_the_command_says_where_the_results_are(tmp_path: Path, capsys: pytest.C
     simulate(["rounds=1", "train.max_steps=1", "federation=p5c2"], out=tmp_path / "x")
     assert f"results in {tmp_path / 'x'}" in capsys.readouterr().err
     with (tmp_path / "x/history.csv").open() as file:
-        assert {row["measure"] for row in csv.DictReader(file)} == {"accuracy", "balanced_accuracy", "class_accuracy"}
+        assert {row["measure"] for row in csv.DictReader(file)} == {
+            *("accuracy", "balanced_accuracy", "class_accuracy"),
+            *("auc_macro", "auc", "specificity", "calibration_error"),
+        }
     assert torch.isfinite(load_file(tmp_path / "x/model.safetensors")["head.weight"]).all()
