@@ -237,10 +237,13 @@ class Ledger(VerifiedChain):
         with self._current() as account:
             return account.history(collection)
 
-    def status(self, collection: str, prv: bool = True) -> Status:
-        """Return a collection's spending by RDP and PRV at the delta of its budget, 1e-5 without one."""
+    def status(self, collection: str, prv: bool = True, asked: Iterable[Mechanism] = ()) -> Status:
+        """Return a collection's spending by RDP and PRV at the delta of its budget, 1e-5 without one.
+
+        asked: as if that were spent as well; nothing is reserved.
+        """
         with self._current() as account:
-            spent, budget = account.history(collection), account.budget(collection)
+            spent, budget = [*account.history(collection), *asked], account.budget(collection)
             unit = account.unit(collection)
         delta = budget.delta if budget else 1e-5
         return Status(

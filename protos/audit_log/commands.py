@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,6 +24,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines; of 
 Since = Annotated[str | None, typer.Option("--since", help="A day or a time, as 2026-11-23 or 2026-11-23T14:30.")]
 Who = Annotated[str | None, typer.Option("--who", help="Lines whose caller contains this.")]
 What = Annotated[str | None, typer.Option("--what", help="Lines whose call or event contains this.")]
+Last = Annotated[int | None, typer.Option("--last", min=1, max=10_000, help="Only the newest so many lines of these.")]
 Refused = Annotated[bool, typer.Option("--refused", help="Only what was refused.")]
 Against = Annotated[
     Path | None,
@@ -67,6 +69,7 @@ def make_app(side: Callable[[Path | None], Side]) -> typer.Typer:
         who: Who = None,
         what: What = None,
         refused: Refused = False,
+        last: Last = None,
         home: Home = None,
         as_json: Json = False,
     ) -> None:
@@ -78,7 +81,7 @@ def make_app(side: Callable[[Path | None], Side]) -> typer.Typer:
             asked = (who or "") in entry.who and (what or "") in entry.what and line.at >= from_time
             return asked and not (refused and entry.outcome != REFUSED)
 
-        _show(side(home).folder, fits, as_json)
+        _show(side(home).folder, fits, as_json, last)
 
     @app.command("verify")
     def verify_log(
@@ -110,7 +113,8 @@ def make_app(side: Callable[[Path | None], Side]) -> typer.Typer:
     return app
 
 
-def _show(folder: LogFolder, fits: Callable[[Line], bool], as_json: bool) -> None:
+def _show(folder: LogFolder, fits: Callable[[Line], bool], as_json: bool, last: int | None) -> None:
+    newest: deque[tuple[Line, bytes]] = deque(maxlen=last)
     for name, place, raw in read_lines(folder):
         try:
             line = Line.decode(raw)
@@ -119,10 +123,19 @@ def _show(folder: LogFolder, fits: Callable[[Line], bool], as_json: bool) -> Non
             continue
         if not fits(line):
             continue
-        if as_json:
-            typer.echo(raw.rstrip(b"\n"))
+        if last is None:
+            _print(line, raw, as_json)
         else:
-            OUT.print(_text(line))
+            newest.append((line, raw))
+    for line, raw in newest:
+        _print(line, raw, as_json)
+
+
+def _print(line: Line, raw: bytes, as_json: bool) -> None:
+    if as_json:
+        typer.echo(raw.rstrip(b"\n"))
+    else:
+        OUT.print(_text(line))
 
 
 def _time(text: str | None) -> float:

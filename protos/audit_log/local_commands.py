@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import getpass
 import os
-from collections.abc import Callable, Collection
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -59,22 +59,30 @@ def recorded(command: Command, name: str, home_of: Callable[[Path | None], Path]
 
     @wraps(command)
     def wrapped(*args: object, **options: Any) -> object:  # noqa: ANN401
-        home = home_of(options.get("home"))
-        if (home / FOLDER).is_dir():
-            AuditLog(home / FOLDER).close()
-        try:
-            done = command(*args, **options)
-        except BaseException as error:
-            if not (isinstance(error, typer.Exit) and error.exit_code == 0):
-                code = error.code if isinstance(error, FederationError) else type(error).__name__
-                if (home / FOLDER).is_dir():  # a command that was refused makes no home
-                    _append(home, _entry(name, options, REFUSED, code))
-            raise
-        if home.is_dir():
-            _append(home, _entry(name, options))
-        return done
+        with recording(home_of(options.get("home")), name, options):
+            return command(*args, **options)
 
     return wrapped
+
+
+@contextmanager
+def recording(home: Path, name: str, options: Mapping[str, Any], via: str = "") -> Iterator[None]:
+    """Write what is done within as one line, however it ends. via: from where, beside the user, as `page`.
+
+    Guarantees: where the log cannot be written, what is within is not begun. Without a home there is no log.
+    """
+    if (home / FOLDER).is_dir():
+        AuditLog(home / FOLDER).close()
+    try:
+        yield
+    except BaseException as error:
+        if not (isinstance(error, typer.Exit) and error.exit_code == 0):
+            code = error.code if isinstance(error, FederationError) else type(error).__name__
+            if (home / FOLDER).is_dir():  # a command that was refused makes no home
+                _append(home, _entry(name, options, via, REFUSED, code))
+        raise
+    if home.is_dir():
+        _append(home, _entry(name, options, via))
 
 
 def record_commands(
@@ -94,12 +102,12 @@ def record_commands(
             record_commands(inner.typer_instance, reading, home_of, name)
 
 
-def _entry(name: str, options: dict[str, Any], outcome: str = ALLOWED, code: str = "") -> Entry:
+def _entry(name: str, options: Mapping[str, Any], via: str, outcome: str = ALLOWED, code: str = "") -> Entry:
     given = {key: value for key, value in options.items() if key in SHOWN and value not in (None, False)}
     about = " ".join(
         f"{key}={','.join(map(str, value)) if isinstance(value, list) else value}" for key, value in given.items()
     )
-    return Entry(_user(), f"command {name}", about, outcome, code)
+    return Entry(f"{_user()}, {via}" if via else _user(), f"command {name}", about, outcome, code)
 
 
 def _user() -> str:

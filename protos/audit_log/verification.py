@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -53,6 +54,25 @@ def read_lines(folder: LogFolder) -> Iterator[tuple[str, int, bytes]]:
             while (left := size - file.tell()) > 0:
                 place += 1
                 yield path.name, place, file.readline(min(left, MAX_LINE))
+
+
+def last_lines(folder: LogFolder, most: int) -> list[Line]:
+    """Return the newest lines that can be read, oldest first, of the last file or two; none where there is no log."""
+    found: list[Line] = []
+    for number in reversed(folder.numbers()[-2:]):
+        with folder.file(number).open("rb") as file:
+            size = file.seek(0, 2)
+            start = max(0, size - most * MAX_LINE)
+            file.seek(start)
+            raw = file.read(size - start).split(b"\n")[bool(start) :]
+        lines = []
+        for line in raw:
+            with suppress(ValueError):
+                lines.append(Line.decode(line))
+        found = [*lines[-(most - len(found)) :], *found]
+        if len(found) >= most:
+            break
+    return found
 
 
 def heads_in(file: Path, of: str, authority_pem: bytes) -> list[SignedHead]:

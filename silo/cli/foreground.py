@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
 
 from rich.status import Status
 
@@ -17,11 +19,12 @@ from protos.operations.exit_status import ShutdownSignals
 from protos.operations.logs import LogFormat
 from protos.operations.notify import READY, STOPPING, notify
 from silo.cli.console import OUT
-from silo.events import Event
+from silo.events import Event, event
 from silo.identity.identity import SiloIdentity
 from silo.operations.event_log import log_event
 from silo.operations.heartbeat import Heartbeat
 from silo.service.service import Service, SiloSettings
+from silo.storage.home import Home, Served
 from silo.training.trainer import RunRound
 
 POLL_S = 0.2
@@ -74,8 +77,11 @@ def serve(
     as_json: bool,
     run_round: RunRound = run_silo_round,
     log_format: LogFormat | None = None,
+    page: bool = False,
 ) -> None:
     """Serve until told to stop; raises what ended the service otherwise. run_round: see `Service`.
+
+    page: also serve the hospital's page, as long as the service runs.
 
     log_format: events go to the log on standard error in this format, and not to the screen.
 
@@ -95,8 +101,12 @@ def serve(
             show(event)
 
         service = Service(settings, emit, run_round=run_round)
+        root = "" if settings.data_root is None else str(settings.data_root.absolute())
+        settings.home.note_served(Served(settings.data, root, str(Path.cwd())))
         try:
-            with ShutdownSignals() as signals:
+            with ShutdownSignals() as signals, ExitStack() as beside:
+                if page:
+                    show(event("page", f"the page opens by the file {_show_page(settings.home, beside)}"))
                 service.start()
                 notify(READY)
                 while not signals.received and not service.wait(POLL_S):
@@ -112,3 +122,14 @@ def serve(
             printer.close()
     if service.error is not None:
         raise service.error
+
+
+def _show_page(home: Home, beside: ExitStack) -> Path:
+    """Serve the hospital's page until `beside` is closed; return the file that opens it."""
+    from silo.page.site import FILE, HospitalPage
+    from web.serve import PageServer
+
+    shown = beside.enter_context(closing(HospitalPage(home)))
+    server = beside.enter_context(PageServer(shown.site(), home.path, FILE))
+    shown.data.start_if_new()
+    return server.file

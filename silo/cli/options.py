@@ -37,6 +37,15 @@ MetricsBudgetsOption = Annotated[
         help="With --metrics: also what the ledger says was spent of each budget, for whoever may use this machine.",
     ),
 ]
+AnswerAfterOption = Annotated[
+    float,
+    typer.Option(
+        "--answer-after", help="Hold answers of private runs for so many seconds of training, or a multiple of them."
+    ),
+]
+PageOption = Annotated[
+    bool, typer.Option("--page", help="Also show this hospital's page; page.html in the home opens it, as `silo page`.")
+]
 DataRootOption = Annotated[
     Path | None,
     typer.Option("--data-root", help="Where named data sets lie. Default: $CONSILIUM_DATA_ROOT."),

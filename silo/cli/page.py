@@ -6,6 +6,8 @@ import os
 import sys
 import threading
 import webbrowser
+from contextlib import closing
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +16,7 @@ from protos.console import print_json
 from protos.operations.exit_status import ShutdownSignals
 from silo.cli import console
 from silo.cli.options import HomeOption, JsonOption
+from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
 
 FILE = "opened-page.html"
@@ -32,6 +35,9 @@ def page(
     browser: Annotated[
         bool, typer.Option("--browser/--no-browser", help="Open it in this machine's browser, where there is a screen.")
     ] = True,
+    audit: Annotated[
+        Path | None, typer.Option("--audit", help="Also show what `silo audit --out FOLDER` wrote.", metavar="FOLDER")
+    ] = None,
     home: HomeOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -40,12 +46,17 @@ def page(
     It works beside a running service and without one. Only this user of this machine reaches it: through a link that
     works once, within ten minutes; the file always holds a fresh one. Everything that its buttons do is a command, too.
     """
-    from silo.page.site import make_site
+    from silo.page.site import HospitalPage
     from web.serve import PageServer
 
     silo_home = Home.at(home)
-    site = make_site(silo_home)
-    with ShutdownSignals() as signals, PageServer(site, silo_home.make().path, FILE, bind) as server:
+    SiloIdentity(silo_home.path).load()  # before anything is made in a home that is none
+    with (
+        closing(HospitalPage(silo_home.make(), audit)) as shown,
+        ShutdownSignals() as signals,
+        PageServer(shown.site(), silo_home.path, FILE, bind) as server,
+    ):
+        shown.data.start_if_new()
         facts = {"link": server.link, "file": str(server.file), "address": server.host}
         if as_json:
             print_json(facts)

@@ -78,13 +78,20 @@ def approve(
 ) -> None:
     """Decide about a run that waits for this hospital, where its policy says approve = "by hand".
 
-    A decision holds for one manifest: a run that changes asks again.
+    A decision holds for one manifest: a run that changes asks again. What a run that waits would spend is said for all
+    its rounds together, at most.
     """
-    store = Store(Home.at(home).database)
+    from silo.facts.questions import Known, Question
+
+    silo_home = Home.at(home)
+    store = Store(silo_home.database)
     try:
         found = store.approvals.all() if run is None else [store.approvals.decide(run, not deny)]
     finally:
         store.close_database()
+    waiting = any(a.decided is None for a in found)
+    known = Known.of(silo_home) if waiting else None
+    spends = {a: Question.of(a, known).all_spends for a in found if known and a.decided is None}
     word = {None: "waits", True: "approved", False: "denied"}
     if as_json:
         runs = [
@@ -95,10 +102,11 @@ def approve(
                 "about": a.about,
                 "asked": a.asked,
                 "decided": word[a.decided],
+                "spends": spends.get(a, ""),
             }
             for a in found
         ]
         print_json({"runs": runs})
         return
-    rows = [(a.run_id, a.name, word[a.decided], local_time(a.asked), a.about) for a in found]
-    console.show_rows("Runs", ("run", "name", "decision", "asked", "what it asks for"), rows)
+    rows = [(a.run_id, a.name, word[a.decided], local_time(a.asked), a.about, spends.get(a, "-")) for a in found]
+    console.show_rows("Runs", ("run", "name", "decision", "asked", "what it asks for", "what it would spend"), rows)

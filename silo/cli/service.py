@@ -22,12 +22,14 @@ from protos.operations.exit_status import status_of
 from protos.pki.identity import colons, identity_of
 from silo.cli import audit, backup, console, doctor, ledger, page, peers, policy
 from silo.cli.options import (
+    AnswerAfterOption,
     DataRootOption,
     HomeOption,
     JsonOption,
     LogFormatOption,
     MetricsBudgetsOption,
     MetricsOption,
+    PageOption,
     label_space,
     metrics_address,
 )
@@ -185,18 +187,13 @@ def serve(
     no_prototypes: Annotated[
         bool, typer.Option("--no-prototypes", help="Never submit class prototypes, whatever a run asks for.")
     ] = False,
-    answer_after: Annotated[
-        float,
-        typer.Option(
-            "--answer-after",
-            help="Hold answers of private runs for so many seconds of training, or a multiple of them.",
-        ),
-    ] = 0.0,
+    answer_after: AnswerAfterOption = 0.0,
     pulse_floor: Annotated[
         float, typer.Option("--pulse-floor", help="Least seconds between signs of life, whatever is asked for.")
     ] = 1.0,
     metrics: MetricsOption = None,
     metrics_budgets: MetricsBudgetsOption = False,
+    show_page: PageOption = False,
     log_format: LogFormatOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -223,7 +220,7 @@ def serve(
         metrics_address(metrics, metrics_budgets),
         metrics_budgets,
     )
-    foreground.serve(settings, as_json, log_format=logs.chosen(log_format))
+    foreground.serve(settings, as_json, log_format=logs.chosen(log_format), page=show_page)
 
 
 @data.command()

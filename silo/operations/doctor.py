@@ -18,7 +18,6 @@ from protos.pki.identity import Address, identity_of
 from protos.pki.invitation import InvitationToken
 from protos.storage.private_files import Credentials
 from silo.identity.identity import SiloIdentity
-from silo.operations import coordinator_health
 from silo.storage.home import Home
 from silo.storage.tasks import Attestation, ledger_position
 
@@ -27,7 +26,7 @@ from silo.storage.tasks import Attestation, ledger_position
 class Examination:
     """What is looked at. data, device: None leaves them out, and with them the import of torch.
 
-    invitation: tries the connection of a hospital that has not joined; it is not used up.
+    invitation: tries the connection of a hospital that has not joined; it is not used up   network: False opens none.
     """
 
     home: Home
@@ -36,6 +35,7 @@ class Examination:
     classes: list[str] | None = None
     device: str | None = None
     invitation: InvitationToken | None = None
+    network: bool = True
 
     def checks(self) -> dict[str, Check]:
         found: dict[str, Check] = {
@@ -46,7 +46,8 @@ class Examination:
         }
         if SiloIdentity(self.home.path).joined:
             found |= {"modes": self._modes, "database": lambda: checks.database(self.home.database)}
-        found |= {"network": self._network, "policy": self._policy, "ledger": self._ledger}
+        found |= {"network": self._network} if self.network else {}
+        found |= {"policy": self._policy, "ledger": self._ledger}
         if self.data is not None:
             found["data"] = self._data
         if self.device is not None:
@@ -170,6 +171,8 @@ class Examination:
                 yield from self._coordinator(address, own)
 
     def _coordinator(self, address: Address, own: Credentials) -> Iterator[Finding]:
+        from silo.operations import coordinator_health
+
         try:
             yield from checks.other_side(coordinator_health.ask(address, own), str(address))
         except FederationError as error:

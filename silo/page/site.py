@@ -2,30 +2,211 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from fl_core.errors import FederationError
+from protos.audit_log.local_commands import recording
+from protos.audit_log.log import FOLDER, LogFolder
+from protos.audit_log.verification import last_lines
+from protos.operations import checks
+from protos.operations.checks import Finding, Level
+from protos.pki.identity import colons, identity_of
+from silo.facts.leaving import leaving
+from silo.facts.questions import Known
+from silo.facts.spending import Spending, spending
 from silo.identity.identity import SiloIdentity
-from silo.storage.home import Home
-from web.site import Parameters, Site, View
+from silo.operations.doctor import Examination
+from silo.operations.heartbeat import Health
+from silo.page.data import FILE as DATA_CHECK
+from silo.page.data import DataCheck
+from silo.page.decisions import PAGE, Decisions
+from silo.page.pictures import picture, pictures
+from silo.storage.home import SERVED, Home
+from silo.storage.store import Contact, Store
+from web.rendering import moment
+from web.site import Action, Parameters, Site, View
+
+if TYPE_CHECKING:
+    from privacy.ledger.ledger import Ledger
 
 TEMPLATES = Path(__file__).parent / "templates"
 COMMAND = "silo page"
 FILE = "page.html"
-"""In the home: leads to the page of a running `silo serve --page`."""
+"""In the home: opens the page of a running `silo serve --page`."""
+LINES, RUNS = 15, 20
+FINDINGS_S = 60.0
+"""How long the doctor's findings count as new."""
+CHECK = "check"
 
 
-def make_site(home: Home) -> Site:
-    """Make the page of a home; raises as `SiloIdentity.load` where it has not joined."""
-    own = SiloIdentity(home.path).load().identity
+@dataclass(slots=True)
+class HospitalPage:
+    """The page of one home. audit: a folder of `silo audit`. Close it after its server.
 
-    def facts(_: Parameters) -> Mapping[str, object]:
-        return {"headline": f"The page of {own.name}", "own": own}
+    Raises StateError where the home has not joined, or its database cannot be used.
+    """
 
-    return Site(
-        title=f"{own.name}, {own.consortium}",
-        command=COMMAND,
-        templates=TEMPLATES,
-        views={"/": View("home.html", facts)},
-        version=lambda: str(own),
-    )
+    home: Home
+    audit: Path | None = None
+    store: Store = field(init=False)
+    data: DataCheck = field(init=False)
+    _ledger: Ledger | None = field(default=None, init=False)
+    _findings: tuple[float, list[Finding]] = field(default=(0.0, []), init=False)
+
+    def __post_init__(self) -> None:
+        SiloIdentity(self.home.path).load()
+        self.store = Store(self.home.database)
+        self.data = DataCheck(self.home)
+
+    def close(self) -> None:
+        self.data.close()
+        self.store.close_database()
+
+    def site(self) -> Site:
+        own = SiloIdentity(self.home.path).load().identity
+        return Site(
+            title=f"{own.name} in {own.consortium}",
+            command=COMMAND,
+            templates=TEMPLATES,
+            views={"/": View("home.html", lambda _: self.facts())},
+            version=self.version,
+            actions={
+                "/approve": self._decisions.action(approve=True),
+                "/refuse": self._decisions.action(approve=False),
+                "/data/check": Action(lambda _: CHECK, self._check_data),
+            },
+            download=lambda id: picture(self.audit, id),
+        )
+
+    # ---- facts --------------------------------------------------------------------------------------------------
+
+    def facts(self) -> Mapping[str, object]:
+        """Gather everything that the page shows, as it is now."""
+        own = SiloIdentity(self.home.path)
+        mine, pins = own.load(), own.pins()
+        known = self._known()
+        waiting, more = self._decisions.waiting(known)
+        left, health, contact = leaving(self.store), Health.of(self.home), self.store.contact()
+        served = self.home.served()
+        return {
+            "headline": left.verdict,
+            "as_of": _as_of(health, contact),
+            "connection": connection(health, contact),
+            "left": left,
+            "runs": left.runs[:RUNS],
+            "more_runs": max(0, len(left.runs) - RUNS),
+            "waiting": waiting,
+            "more_waiting": more,
+            "decided": self._decisions.decided(),
+            "policy_error": known.policy_error,
+            "policy": known.policy,
+            "policy_file": self.home.policy,
+            "spending": self._spending(known),
+            "ledger_error": known.ledger_error,
+            "mine": mine.identity,
+            "fingerprint": colons(mine.fingerprint),
+            "authority": colons(own.ca_fingerprint()),
+            "until": mine.not_after.timestamp(),
+            "renewal_due": own.renewal_due(),
+            "accepted": {n: colons(identity_of(pem).fingerprint) for n, pem in sorted(pins.accepted().items())},
+            "held": {name: colons(member.fingerprint) for name, member in sorted(pins.held().items())},
+            "served": served,
+            "report": self.data.report(),
+            "checking": self.data.running,
+            "check_digest": CHECK,
+            "pictures": pictures(self.audit),
+            "audit": self.audit,
+            "lines": self._lines(),
+            "findings": [f for f in self._doctor() if f.level is not Level.OK],
+        }
+
+    def version(self) -> str:
+        """Name the state of every file that the page reads, and what else changes it."""
+        home, health = self.home, Health.of(self.home)
+        files = [
+            home.database,
+            home.database.with_name(f"{home.database.name}-wal"),
+            home.policy,
+            home.path / "identity",
+            home.path / DATA_CHECK,
+            home.path / SERVED,
+            *_newest(LogFolder(home.path / FOLDER)),
+        ]
+        with suppress(FederationError):
+            files += [home.ledger, home.ledger.with_name(f"{home.ledger.name}-wal")]
+        stats = [(s.st_mtime_ns, s.st_size) if (s := _stat(file)) is not None else None for file in files]
+        self._doctor()  # looks anew once a minute, while somebody looks at the page
+        return repr((stats, self._findings[1], health.alive, health.connected, health.since, self.data.running))
+
+    @property
+    def _decisions(self) -> Decisions:
+        return Decisions(self.home, self.store, self._known)
+
+    def _known(self) -> Known:
+        report = self.data.report()
+        found = Known.of(self.home, report.fingerprint if report else "", self._ledger)
+        self._ledger = found.ledger
+        return found
+
+    @staticmethod
+    def _spending(known: Known) -> list[Spending]:
+        if known.ledger is None:
+            return []
+        return [spending(known.ledger, known.policy, name) for name in known.ledger.collections()]
+
+    def _lines(self) -> list[Mapping[str, object]]:
+        folder = LogFolder(self.home.path / FOLDER)
+        found = last_lines(folder, LINES) if folder.path.is_dir() else []
+        return [{"at": line.at, "number": line.number, "entry": line.entry} for line in reversed(found)]
+
+    def _doctor(self) -> list[Finding]:
+        if time.monotonic() - self._findings[0] > FINDINGS_S or not self._findings[1]:
+            patient = Examination(self.home, network=False)
+            self._findings = (time.monotonic(), checks.run_checks(patient.checks()))
+        return self._findings[1]
+
+    # ---- buttons ------------------------------------------------------------------------------------------------
+
+    def _check_data(self, _: Parameters) -> str:
+        with recording(self.home.path, "data check", {"data": (self.home.served() or ("",))[0]}, via=PAGE):
+            started = self.data.start()
+        return "The data are being checked." if started else "Nothing has been served from this home yet."
+
+
+def connection(health: Health, contact: Contact | None) -> str:
+    """Say whether this hospital is connected, and since when."""
+    if health.alive and health.connected:
+        return f"Connected with the coordinator since {moment(health.since)}."
+    last = "There has been no session with the coordinator yet."
+    if contact is not None:
+        ended = contact.until or contact.since
+        last = f"The last session with the coordinator ended at {moment(ended)}."
+    if health.alive:
+        return f"The service runs, and tries to connect ({health.why or 'no session yet'}). {last}"
+    return f"The service does not work here now: {health.why}. {last}"
+
+
+def _as_of(health: Health, contact: Contact | None) -> float | None:
+    """Return the time up to which the headline is known, where there is no session now."""
+    if (health.alive and health.connected) or contact is None:
+        return None
+    return contact.until or contact.since
+
+
+def _newest(folder: LogFolder) -> Iterator[Path]:
+    numbers = folder.numbers() if folder.path.is_dir() else []
+    if numbers:
+        yield folder.file(numbers[-1])
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None

@@ -16,7 +16,10 @@ from silo.storage.schema import approvals
 
 @dataclass(frozen=True, slots=True)
 class Approval:
-    """One run under one manifest. about: what it asks for, for whoever decides; decided: None while it waits."""
+    """One run under one manifest. about: what it asks for, for whoever decides; decided: None while it waits.
+
+    request: the same as JSON (`RunRequest`), and what it would spend; empty where an earlier version was asked.
+    """
 
     run_id: str
     manifest_digest: str
@@ -24,6 +27,7 @@ class Approval:
     about: str
     asked: float
     decided: bool | None
+    request: str = ""
 
 
 class Approvals:
@@ -33,10 +37,15 @@ class Approvals:
         self._database = database
         self._clock = clock
 
-    def ask(self, run_id: str, manifest_digest: str, name: str, about: str) -> bool | None:
+    def find(self, run_id: str, manifest_digest: str) -> Approval | None:
+        with self._database.read() as db:
+            row = db.execute(select(approvals).where(_is(run_id, manifest_digest))).first()
+            return Approval(**row._mapping) if row else None
+
+    def ask(self, run_id: str, manifest_digest: str, name: str, about: str, request: str = "") -> bool | None:
         """Return the decision about a run; one that nobody was asked about waits from now on."""
         key = {"run_id": run_id, "manifest_digest": manifest_digest}
-        asked = upsert(approvals).values(**key, name=name, about=about, asked=self._clock())
+        asked = upsert(approvals).values(**key, name=name, about=about, asked=self._clock(), request=request)
         with self._database.write() as db:
             db.execute(asked.on_conflict_do_nothing())
             return db.scalar(select(approvals.c.decided).where(_is(run_id, manifest_digest)))
@@ -58,6 +67,15 @@ class Approvals:
             this = _is(newest.run_id, newest.manifest_digest)
             db.execute(update(approvals).where(this).values(decided=approved))
             return newest
+
+    def decide_waiting(self, run_id: str, manifest_digest: str, approved: bool) -> Approval | None:
+        """Decide about a run under this manifest; None, and nothing changes, where it does not wait under it."""
+        this = _is(run_id, manifest_digest)
+        with self._database.write() as db:
+            changed = update(approvals).where(this, approvals.c.decided.is_(None)).values(decided=approved)
+            if db.execute(changed).rowcount != 1:
+                return None
+            return Approval(**db.execute(select(approvals).where(this)).one()._mapping)
 
     def all(self) -> list[Approval]:
         with self._database.read() as db:

@@ -4,6 +4,7 @@
 `addresses.json` of the coordinator                       `serve.lock` held by a running service
 `instance.json` who served here last                     `policy.toml` what the hospital takes part in
 `ledger.db` what its records were used for, and what is left of their budget
+`served.json` which data the last service served
 `ledger.key` the secret that it is chained under        `ledger.json` where both lie instead, when homes share them
 """
 
@@ -25,6 +26,7 @@ from protos.storage import private_files
 
 VARIABLE = "CONSILIUM_SILO_HOME"
 OBJECTS = "objects"
+SERVED = "served.json"
 LEDGER, LEDGER_KEY = "CONSILIUM_SILO_LEDGER", "CONSILIUM_SILO_LEDGER_KEY"
 """Name the ledger's file and its key's, and win over the home's own file."""
 
@@ -34,6 +36,14 @@ class ProcessInstance(NamedTuple):
 
     id: str
     previous: str
+
+
+class Served(NamedTuple):
+    """Data as `silo serve` was told. data_root: where named data sets lie, empty for the default   cwd: its folder."""
+
+    data: str
+    data_root: str = ""
+    cwd: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +140,17 @@ class Home:
                 "E-STATE-44", f"expected the coordinator's address in {path}, found none; run `silo join TOKEN`"
             )
         return found
+
+    def note_served(self, served: Served) -> None:
+        private_files.write_private(self.path / SERVED, json.dumps(served._asdict()).encode())
+
+    def served(self) -> Served | None:
+        """Return what the last service here served; None before the first, or where that cannot be read."""
+        try:
+            found = Served(**json.loads((self.path / SERVED).read_text()))
+        except (OSError, ValueError, TypeError, RecursionError):
+            return None
+        return found if all(isinstance(value, str) for value in found) else None
 
     def begin_instance(self) -> ProcessInstance:
         """Name the service that starts now, and the last one here, whose place it takes at the coordinator.

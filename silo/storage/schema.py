@@ -21,6 +21,7 @@ runs = Table(  # that this silo took part in
     Column("reason", String, nullable=False, default=""),
     Column("started", Double, nullable=False, default=0.0),
     Column("ended", Double),
+    Column("leaves", String, nullable=False, default=""),  # how many numbers of which part an update has, as JSON
 )
 
 states = Table(  # what the silo keeps between rounds, as of the last committed ones
@@ -79,6 +80,7 @@ approvals = Table(  # runs that wait for the hospital's decision, or had it
     Column("about", String, nullable=False, default=""),
     Column("asked", Double, nullable=False, default=0.0),
     Column("decided", Boolean),  # null: not yet
+    Column("request", String, nullable=False, default=""),  # what is asked for, as JSON
 )
 
 contact = Table(  # the last session with the coordinator: one row
@@ -130,5 +132,10 @@ def _run_data(db: sqlite3.Connection) -> None:
     db.execute("CREATE TABLE run_data (run_id VARCHAR NOT NULL, fingerprint VARCHAR NOT NULL, PRIMARY KEY (run_id))")
 
 
-MIGRATIONS = (_mirrored, _attested_and_approvals, _states_and_incarnations, _run_data)
+def _requests_and_what_leaves(db: sqlite3.Connection) -> None:
+    db.execute("ALTER TABLE approvals ADD COLUMN request VARCHAR NOT NULL DEFAULT ''")
+    db.execute("ALTER TABLE runs ADD COLUMN leaves VARCHAR NOT NULL DEFAULT ''")
+
+
+MIGRATIONS = (_mirrored, _attested_and_approvals, _states_and_incarnations, _run_data, _requests_and_what_leaves)
 IN_EVERY_VERSION = frozenset(metadata.tables) - {"approvals", "incarnation", "states", "run_data"}

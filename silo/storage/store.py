@@ -48,7 +48,7 @@ class Contact:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """What came of a task, for people."""
+    """What came of a task, for people. size: of its update, in bytes."""
 
     key: TaskKey
     evaluation: Evaluation | None
@@ -56,11 +56,12 @@ class TaskRecord:
     receipt: bool
     refused: str | None
     included: bool | None
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as this silo saw it."""
+    """A run as this silo saw it. leaves: how many numbers of which part an update has, as JSON; empty: not noted."""
 
     run_id: str
     name: str
@@ -68,6 +69,7 @@ class RunRecord:
     reason: str
     state_round: int | None
     tasks: tuple[TaskRecord, ...]
+    leaves: str = ""
 
 
 class Store:
@@ -91,11 +93,11 @@ class Store:
 
     # ---- runs and what they need -------------------------------------------------------------------------------
 
-    def record_run(self, run_id: str, name: str, manifest_digest: str, base_digest: str = "") -> None:
+    def record_run(self, run_id: str, name: str, manifest_digest: str, base_digest: str = "", leaves: str = "") -> None:
         """Remember a run, running again if it had ended, and its newest two bases."""
         newest = select(bases).where(bases.c.run_id == run_id).order_by(bases.c.number.desc())
         with self.database.write() as db:
-            known = {"name": name, "manifest_digest": manifest_digest}
+            known = {"name": name, "manifest_digest": manifest_digest} | ({"leaves": leaves} if leaves else {})
             row = upsert(runs).values(run_id=run_id, started=self._clock(), **known)
             again = known | {"state": "running", "reason": "", "ended": None}
             db.execute(row.on_conflict_do_update(index_elements=["run_id"], set_=again))
@@ -300,6 +302,7 @@ class Store:
                     r.reason,
                     newest.get(r.run_id),
                     tuple(t for t in done if t.key.run_id == r.run_id),
+                    r.leaves,
                 )
                 for r in db.execute(select(runs).order_by(runs.c.started))
             ]
@@ -362,7 +365,13 @@ def _entry(row: Row[tuple[object, ...]]) -> OutboxEntry:
 def _record(row: Row[tuple[object, ...]]) -> TaskRecord:
     raw = json.loads(row.evaluation) if row.evaluation else None
     return TaskRecord(
-        _key(row), _evaluation(raw) if raw else None, row.staged, row.receipt is not None, row.refused, row.included
+        key=_key(row),
+        evaluation=_evaluation(raw) if raw else None,
+        staged=row.staged,
+        receipt=row.receipt is not None,
+        refused=row.refused,
+        included=row.included,
+        size=row.size,
     )
 
 

@@ -22,10 +22,12 @@ from privacy.ledger.hash_chain import ChainHead
 from privacy.policy import ACCURACY, BY_HAND, NOTHING, Policy
 from privacy.release_log import InMemoryReleaseLog
 from protos.storage import private_files
+from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.storage.tasks import Attestation, ledger_position
 from silo.training import policy_in_force
+from silo.training.run_request import request_of
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger
@@ -143,13 +145,22 @@ class HospitalControls:
                 policy.require_collections(self.ledger.collections())
             if policy.runs.approve != BY_HAND:
                 return run
-            decided = self.store.approvals.ask(run_id, manifest.digest(), manifest.name, describe_request(run))
+            decided = self._decision(run_id, run, policy)
             if decided is False:
                 raise RefusedError("E-POLICY-07", f"the hospital decided against run {run_id}")
         except RefusedError as error:
             self.record_refusal(run_id, error)
             raise
         return run if decided else None
+
+    def _decision(self, run_id: str, run: CompiledRun, policy: Policy) -> bool | None:
+        """Return what the hospital decided about a run; None while it has not. A new one is written down and waits."""
+        digest = run.manifest.digest()
+        if known := self.store.approvals.find(run_id, digest):
+            return known.decided
+        silo = SiloIdentity(self.home.path).load().identity.name
+        request = request_of(run, silo, policy.prototypes.submit).to_json()
+        return self.store.approvals.ask(run_id, digest, run.manifest.name, describe_request(run), request)
 
     def _compiled(self, manifest: RunManifest) -> CompiledRun:
         if self._last is None or self._last.manifest != manifest:

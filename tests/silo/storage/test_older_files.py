@@ -1,8 +1,8 @@
 """Databases of earlier versions open and say what they said; what cannot be opened is left as it is.
 
 tests/data/silo_v3.sql is what version 3 held at a hospital after a real private run, and with an update in the outbox
-of a second run that it had approved by hand; receipts and sealed figures are cut short. silo_v4.sql is the same file
-as version 4 left it.
+of a second run that it had approved by hand; receipts and sealed figures are cut short. silo_v4.sql and
+silo_v5.sql are the same file as these versions left it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from silo.storage.tasks import Attestation
 
 DUMP = Path(__file__).resolve().parents[2] / "data" / "silo_v3.sql"
 VERSION_4 = DUMP.with_name("silo_v4.sql")
+VERSION_5 = DUMP.with_name("silo_v5.sql")
 FINISHED, OPEN = "fedavg-digits-efab", TaskKey("waits-d1ea", 0, TaskKind.TRAIN)
 VERSION_2 = "PRAGMA user_version = 2; ALTER TABLE tasks DROP COLUMN attested; DROP TABLE approvals;"
 VERSION_1 = VERSION_2 + "PRAGMA user_version = 1; ALTER TABLE tasks DROP COLUMN mirrored;"
@@ -44,7 +45,9 @@ def opened(file: Path) -> Iterator[Store]:
         store.close_database()
 
 
-@pytest.mark.parametrize(("change", "dump"), [("", DUMP), (VERSION_2, DUMP), (VERSION_1, DUMP), ("", VERSION_4)])
+@pytest.mark.parametrize(
+    ("change", "dump"), [("", DUMP), (VERSION_2, DUMP), (VERSION_1, DUMP), ("", VERSION_4), ("", VERSION_5)]
+)
 def test_runs_and_outbox_of_a_file_of_any_version_are_there(tmp_path: Path, change: str, dump: Path) -> None:
     older(tmp_path / "silo.db", change, dump)
     for _ in range(2):
@@ -94,6 +97,12 @@ def test_a_migrated_file_has_the_tables_of_a_new_one(tmp_path: Path) -> None:
             return [tuple(row) for row in db.exec_driver_sql(every)]
 
     assert columns(older(tmp_path / "silo.db", VERSION_1)) == columns(tmp_path / "new.db")
+
+
+def test_what_an_earlier_version_did_not_note_is_empty(tmp_path: Path) -> None:
+    with opened(older(tmp_path / "silo.db", dump=VERSION_5)) as store:
+        assert {a.request for a in store.approvals.all()} == {run.leaves for run in store.history()} == {""}
+        assert [t.size for t in store.history()[0].tasks] == [155244, 155244, 344]
 
 
 def test_a_crash_while_it_is_migrated_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,137 @@
+"""What was spent of each collection of records, and what a run would spend on top."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from privacy.accounting.accountant import Filter, Mechanism
+from silo.facts.run_request import RunRequest
+
+if TYPE_CHECKING:
+    from privacy.ledger.ledger import Ledger
+    from privacy.policy import Policy
+
+WHOLE = "hospital"
+"""The collection of everything that the hospital has."""
+_SAYABLE = math.log(1e6)
+
+
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """A collection's spending, by RDP. budget, delta: of its ledger's budget, None and 1e-5 without one.
+
+    cap: epsilon of the policy's own budget   used: share of whichever of both is used up first, None without any.
+    """
+
+    collection: str
+    unit: str
+    spent: float
+    delta: float
+    budget: float | None
+    cap: float | None
+    used: float | None
+
+    @property
+    def limit(self) -> float | None:
+        return min((e for e in (self.budget, self.cap) if e is not None), default=None)
+
+    def sentence(self) -> str:
+        """Say it to whoever answers for the records."""
+        whom = {"hospital": "the hospital as a whole", "group": "each patient", "record": "each record"}
+        unit = whom.get(self.unit, f"each {self.unit}")
+        if not self.spent:
+            start = f"Nothing has been spent for {unit}."
+            return start if self.limit is not None else f"{start} There is no budget: private runs are refused."
+        of = "" if self.limit is None else f" of {self.limit:g}"
+        factor = f"a factor of {math.exp(self.spent):,.2g}" if self.spent < _SAYABLE else "a factor beyond a million"
+        if self.spent < math.log(100):
+            factor = f"a factor of {math.exp(self.spent):.1f}"
+        return (
+            f"Epsilon {self.spent:.2f}{of} is spent for {unit}: whatever others learn from all that has left, their "
+            f"odds of guessing right about one of them have grown by at most {factor} (but for a chance of "
+            f"{self.delta:g})."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """A collection before and after a run. fits: within all budgets, so the run would not be refused for them."""
+
+    before: Spending
+    after: Spending
+    fits: bool
+
+    @property
+    def more(self) -> float:
+        return max(0.0, (self.after.used or 0.0) - (self.before.used or 0.0))
+
+    def sentence(self) -> str:
+        name, now, then = self.before.collection, self.before.spent, self.after.spent
+        if self.before.budget is None:
+            return f"{name} has no budget, so the run would be refused: silo ledger budget set {name}"
+        text = f"{name}: epsilon {then:.2f} of {self.before.limit:g} would be spent, where {now:.2f} is now"
+        return text if self.fits else f"{text}. It does not fit: the run would be refused"
+
+
+def spending(ledger: Ledger, policy: Policy | None, name: str, asked: Sequence[Mechanism] = ()) -> Spending:
+    """Read a collection's spending; asked: as if that were spent as well. policy: None where it cannot be read."""
+    status, caps = ledger.status(name, prv=False, asked=asked), {} if policy is None else policy.caps()
+    cap, shares = caps.get(name), [] if status.used is None else [status.used]
+    if cap is not None:
+        shares.append(cap.used([*ledger.history(name), *asked]))
+    return Spending(
+        collection=name,
+        unit=status.unit,
+        spent=status.spent_rdp,
+        delta=status.delta or 1e-5,
+        budget=status.epsilon,
+        cap=None if cap is None else cap.epsilon,
+        used=max(shares, default=None),
+    )
+
+
+def preview(
+    ledger: Ledger, policy: Policy | None, request: RunRequest, fingerprint: str = ""
+) -> tuple[Preview, ...] | None:
+    """Say what a run would spend of each collection, at most; None where the data's collection is not known.
+
+    fingerprint: of the data that is served, where it is known.
+    """
+    known, found = ledger.collections(), []
+    for split, asked in request.mechanisms().items():
+        if not asked:
+            continue
+        name = _collection(ledger, known, split, fingerprint)
+        if name is None:
+            return None
+        limits: list[Filter] = [f for f in (ledger.budget(name),) if f is not None]
+        limits += [] if policy is None else [cap for key, cap in policy.caps().items() if key == name]
+        history = ledger.history(name)
+        fits = ledger.budget(name) is not None and all(limit.admits(history, asked) for limit in limits)
+        before, after = spending(ledger, policy, name), spending(ledger, policy, name, asked)
+        found.append(Preview(before, after, fits))
+    return tuple(found)
+
+
+def _collection(ledger: Ledger, known: Sequence[str], split: str, fingerprint: str) -> str | None:
+    if split == WHOLE:
+        return WHOLE if WHOLE in known else None
+    if fingerprint:
+        return ledger.collection_of(version_of(fingerprint, split))
+    candidates = [name for name in known if name.endswith(f"/{split}")]
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def version_of(fingerprint: str, split: str) -> str:
+    """Name the version of a split; the same as `privacy.ledger.registration.version`."""
+    return hashlib.sha256(f"{fingerprint}|{split}".encode()).hexdigest()
+
+
+def charges_of(charges: Mapping[str, Sequence[Mechanism]]) -> dict[str, tuple[tuple[float, float, int], ...]]:
+    from privacy.accounting.accountant import aggregated
+
+    return {split: tuple((m.noise, m.rate, m.steps) for m in aggregated(found)) for split, found in charges.items()}

@@ -1,0 +1,57 @@
+"""What a compiled run asks of this hospital, written down for whoever decides about it."""
+
+from __future__ import annotations
+
+import math
+
+from fl_core.errors import ConfigError
+from fl_core.rounds.manifest import RunManifest
+from privacy.compiled_run import CompiledRun
+from silo.facts.leaving import Leaves
+from silo.facts.run_request import RunRequest
+from silo.facts.spending import charges_of
+
+
+def leaves_of(manifest: RunManifest) -> Leaves:
+    """Count the numbers of an update, by part: its sums and their weights."""
+    parts = {
+        name: sum(math.prod(shape) for shape in spec.shapes.values()) + math.prod(spec.weight_shape)
+        for name, spec in manifest.layout.items()
+    }
+    return Leaves(parts, sum(1 + len(spec.shapes) for spec in manifest.layout.values()))
+
+
+def request_of(run: CompiledRun, silo: str, submits: bool) -> RunRequest:
+    """Say what a run asks for. submits: the policy lets prototypes leave.
+
+    The charges are the most that the run takes: class counts that were released before cost nothing again.
+    """
+    manifest, profile = run.manifest, run.profile
+    leaves, terms = leaves_of(manifest), profile.terms
+    try:
+        index = manifest.index(silo)
+    except ConfigError:
+        member, charges = None, None
+    else:
+        member = manifest.members[index]
+        charges = charges_of(profile.charges(index, submits and member.prototypes))
+    return RunRequest(
+        method=manifest.method.name,
+        model=manifest.model.name,
+        data=manifest.data,
+        classes=tuple(manifest.schema.classes),
+        rounds=manifest.rounds,
+        hospitals=len(manifest.members),
+        lead=manifest.lead,
+        start="" if manifest.start is None else str(manifest.start),
+        profile=manifest.privacy.name,
+        epsilon=None if terms is None else terms.epsilon,
+        delta=None if terms is None else terms.delta,
+        subject=profile.subject,
+        rng="" if terms is None else terms.rng,
+        test_data="" if terms is None else terms.test_data,
+        prototypes=member is not None and member.prototypes and "prototypes" in manifest.layout,
+        parts=leaves.parts,
+        tensors=leaves.tensors,
+        charges=charges,
+    )

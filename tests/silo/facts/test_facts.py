@@ -1,0 +1,161 @@
+"""What the page and the commands say: held against real updates, the ledger's own refusals, and another accountant."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fl_core import datasets
+from fl_core.errors import RefusedError
+from fl_core.methods import METHODS, build_method
+from fl_core.models import build_model
+from fl_core.rounds.layout import derive_layout
+from fl_core.types.values import Part
+from privacy.accounting.accountant import ORDERS
+from privacy.compiled_run import CompiledRun
+from privacy.ledger.run_ledger import RunLedger
+from privacy.policy import PRIVATE_PROFILES, Policy
+from privacy.profiles import PROFILES
+from protos.wire.codec import pack_bundle
+from silo.facts.leaving import Leaves
+from silo.facts.questions import Known, Question
+from silo.facts.run_request import RunRequest
+from silo.facts.spending import preview, spending, version_of
+from silo.storage.approvals import Approval
+from silo.storage.home import Home
+from silo.training.run_request import leaves_of, request_of
+from tests.support.fake_coordinator import manifest
+from tests.support.hospital_page import spent
+from tests.support.privacy import DATA, TEST, TRAIN, budgeted, hospital_level, private
+
+SECURE = "[privacy]\nepsilon = 8\n"
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_no_update_is_larger_than_what_is_said_to_leave_nor_much_smaller(method) -> None:
+    schema = datasets.schema_of("digits")
+    layout = derive_layout(build_method(method, {}), build_model("digits_cnn", {}, schema, 3), schema)
+    found = leaves_of(replace(manifest(), layout=layout))
+    bundle = {
+        name: Part({k: torch.zeros(s) for k, s in spec.shapes.items()}, torch.zeros(spec.weight_shape))
+        for name, spec in layout.items()
+    }
+    size = len(pack_bundle(bundle))
+    assert size <= found.most_bytes
+    assert 4 * found.numbers <= size
+    assert all(word for word in found.words())
+    assert Leaves.from_json(found.to_json()) == found
+
+
+def test_a_request_is_read_as_it_was_written_down() -> None:
+    for run in (manifest(), private(rng="secure"), hospital_level()):
+        compiled = CompiledRun.of(run)
+        for silo in ("center1", "stranger"):
+            request = request_of(compiled, silo, submits=True)
+            assert RunRequest.from_json(request.to_json()) == request
+            assert (request.charges is None) is (silo == "stranger")
+
+
+@pytest.mark.parametrize(("budget", "before"), [(8.0, 0), (8.0, 40), (3.0, 40), (0.5, 0), (2.0, 0)])
+def test_a_run_fits_on_the_page_just_when_the_preflight_would_let_it_begin(tmp_path, budget, before) -> None:
+    ledger = budgeted(tmp_path / "home", epsilon=max(budget, 8.0 if before else budget), policy=SECURE)
+    if before:
+        spent(ledger, before)
+        ledger.set_budget(TRAIN, budget, 1e-5, "dpo", "less")
+    run = CompiledRun.of(private(epsilon=2.0, rng="secure"))
+    request = request_of(run, "center1", submits=True)
+    found = preview(ledger, None, request)
+    assert found is not None
+    dataset = datasets.load(DATA)
+    code = ""
+    try:
+        RunLedger(ledger, run, dataset).require(run.profile.charges(1, True, True))
+    except RefusedError as error:
+        code = error.code
+    assert code == ("" if all(p.fits for p in found) else "E-BUDGET-01")
+    assert {p.before.collection for p in found} == {TRAIN, TEST}
+    assert preview(ledger, None, request, dataset.fingerprint) == found
+
+
+def test_what_would_be_spent_is_what_another_accountant_computes(tmp_path) -> None:
+    from opacus.accountants import RDPAccountant
+
+    ledger = budgeted(tmp_path / "home", policy=SECURE)
+    spent(ledger)
+    run = CompiledRun.of(private(epsilon=3.0, rng="secure"))
+    (found,) = [
+        p for p in preview(ledger, None, request_of(run, "center1", True)) or () if p.before.collection == TRAIN
+    ]
+    accountant = RDPAccountant()
+    accountant.history = [
+        (m.noise, m.rate, m.steps) for m in [*ledger.history(TRAIN), *run.profile.charges(1)["train"]]
+    ]
+    wanted = accountant.get_epsilon(1e-5, alphas=list(ORDERS))
+    assert found.after.spent == pytest.approx(wanted, rel=1e-6)
+    assert found.before.spent == ledger.status(TRAIN).spent_rdp
+    assert ledger.status(TRAIN).spent_rdp == pytest.approx(found.before.spent)  # nothing was charged by looking
+
+
+def test_a_budget_of_the_policy_counts_as_well_and_the_tighter_one_is_shown(tmp_path) -> None:
+    ledger = budgeted(tmp_path / "home", policy=SECURE)
+    spent(ledger)
+    policy = Policy(budgets={TRAIN: (5.0, 1e-5)})
+    loose, tight = spending(ledger, None, TRAIN), spending(ledger, policy, TRAIN)
+    assert (loose.limit, tight.limit) == (8.0, 5.0)
+    assert tight.used is not None
+    assert loose.used is not None
+    assert tight.used > loose.used
+    run = CompiledRun.of(private(epsilon=3.0, rng="secure"))
+    request = request_of(run, "center1", submits=True)
+    assert all(p.fits for p in preview(ledger, None, request) or ())
+    assert not all(p.fits for p in preview(ledger, policy, request) or ())
+
+
+def test_a_collection_without_a_budget_is_said_to_be_refused(tmp_path) -> None:
+    ledger = budgeted(tmp_path / "home", policy=SECURE)
+    request = request_of(CompiledRun.of(hospital_level()), "center1", submits=True)
+    found = {p.before.collection: p for p in preview(ledger, None, request) or ()}
+    assert not found["hospital"].fits
+    assert "hospital has no budget" in found["hospital"].sentence()
+
+
+def test_several_data_sets_need_the_fingerprint_of_the_one_that_is_served(tmp_path) -> None:
+    from privacy.ledger.registration import register, version
+
+    ledger = budgeted(tmp_path / "home", policy=SECURE)
+    other = datasets.load("digits/p3c4/2")
+    register(ledger, other, "center2")
+    request = request_of(CompiledRun.of(private(rng="secure")), "center1", submits=True)
+    assert preview(ledger, None, request) is None
+    found = preview(ledger, None, request, other.fingerprint)
+    assert {p.before.collection for p in found or ()} == {"center2/train", "center2/test"}
+    assert version_of(other.fingerprint, "train") == version(other, "train")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "1", "null", '{"charges": null}', '{"method": 1}', "[" * 9999])
+def test_a_request_that_cannot_be_read_is_shown_by_its_sentence_alone(tmp_path, text) -> None:
+    asked = Approval("run", "m" * 64, "name", "what it asks", 1.0, None, text)
+    found = Question.of(asked, Known.of(Home(tmp_path / "home")))
+    assert (found.request, found.previews, found.comparisons) == (None, None, ())
+    assert "not known" in found.spends
+
+
+def test_the_names_that_a_policy_knows_are_those_of_the_private_profiles() -> None:
+    assert sorted(PRIVATE_PROFILES) == sorted(name for name in PROFILES if name != "none")
+
+
+def test_reading_a_home_without_a_ledger_makes_none(tmp_path) -> None:
+    home = Home(tmp_path / "home")
+    assert Known.of(home) == Known(Policy(), "", None, "")
+    assert not home.path.exists()
+
+
+def test_a_known_error_is_kept_as_words(tmp_path) -> None:
+    budgeted(tmp_path / "home", policy=SECURE)
+    home = Home(tmp_path / "home")
+    home.ledger_key.write_bytes(b"x" * 32)
+    found = Known.of(home)
+    assert found.ledger is None
+    assert found.ledger_error.startswith("E-BUDGET-")
