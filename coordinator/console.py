@@ -13,14 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.api import accuracy
-from coordinator.durations import span
 from coordinator.reports.terminal_chart import chart
 from fl_core.aggregation import options
 from fl_core.types.records import fairness
 from privacy.reports.uncertainty import UNBOUNDED, Estimate
 from protos import clinical_report
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.console import local_time, make_table, plain_console
+from protos.console import local_time, make_table, plain_console, span
 
 OUT = plain_console(width=None if sys.stdout.isatty() else 160)
 ERR = plain_console(stderr=True)

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -36,6 +36,11 @@ _SUBMIT_DEADLINE_S = 120.0  # the service builds the model and runs it dry once
 _WATCH_RETRY_S = 1.0
 _WATCH_PATIENCE_S = 120.0
 _LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where a service on all addresses is reached from here
+
+
+def is_live(event: pb.Event) -> bool:
+    """Tell whether an event says what silos do now: it is not stored, and comes after all that are."""
+    return event.kind == "silo" and not event.silo
 
 
 class LeadClient:
@@ -109,7 +114,7 @@ class LeadClient:
         with self._errors():
             return ask(self._channel)
 
-    def watch(self, run: str = "latest", after: int = 0) -> Generator[pb.Event, None, None]:
+    def watch(self, run: str = "latest", after: int = 0) -> Iterator[pb.Event]:
         """Yield a run's events until it ends; reconnects for up to two minutes, then raises UnavailableError."""
         run_id, last = self.show(run).info.run_id, after
         away_since: float | None = None
@@ -130,6 +135,20 @@ class LeadClient:
                 if time.monotonic() - away_since > _WATCH_PATIENCE_S:
                     raise
             threading.Event().wait(_WATCH_RETRY_S)
+
+    def events(self, run: str, after: int = 0) -> list[pb.Event]:
+        """Return what has happened in a run so far, from an event number on."""
+        found = []
+        with self._errors():
+            call = self._lead.Watch(pb.WatchRequest(run_id=run, after=after), timeout=_DEADLINE_S)
+            try:
+                for event in call:
+                    if is_live(event):  # what is stored has come
+                        break
+                    found.append(event)
+            finally:
+                call.cancel()
+        return found
 
     def fetch(self, digest: str, path: Path, limit: int) -> None:
         """Write an object to a file; raises ProtocolError (E-WIRE-04) when other bytes arrive, or more than `limit`."""

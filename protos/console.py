@@ -72,3 +72,10 @@ def make_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -
 def local_time(unix: float | None) -> str:
     """Format a time, or a dash for none (None or 0)."""
     return datetime.fromtimestamp(unix).astimezone().strftime("%Y-%m-%d %H:%M:%S") if unix else "-"
+
+
+def span(seconds: float) -> str:
+    """Write a duration."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from coordinator.api.event_loop import Workers, wait_for, waker
 from coordinator.runs import start_point
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.scheduler import RunScheduler
-from coordinator.storage.records import Run
+from coordinator.storage.records import Contribution, Run
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
@@ -63,13 +64,21 @@ class LeadService(rpc.LeadServicer):
         return self._info(self._runs.submit(manifest, request.spec_json, request.request_id, request.start_from))
 
     def Runs(self, request: pb.RunsRequest, context: Context) -> pb.RunList:  # noqa: ARG002, N802
-        return pb.RunList(runs=[self._info(self._runs.with_model_digest(run)) for run in self._store.runs.all()])
+        return pb.RunList(runs=[self._detailed(self._runs.with_model_digest(run)) for run in self._store.runs.all()])
 
     def Show(self, request: pb.RunQuery, context: Context) -> pb.RunDetail:  # noqa: ARG002, N802
         run = self._runs.with_model_digest(self._store.runs.find(request.run_id))
         noise = messages.stored_result_noise(run.manifest)
-        rounds = [messages.round_info(row, noise) for row in self._store.runs.rounds(run.id)]
-        return pb.RunDetail(info=self._info(run), manifest_json=run.manifest, rounds=rounds, spec_json=run.spec)
+        came: dict[int, list[Contribution]] = defaultdict(list)
+        for update in self._store.contributions.arrivals(run.id):
+            came[update.round].append(update)
+        return pb.RunDetail(
+            info=self._detailed(run),
+            manifest_json=run.manifest,
+            rounds=[messages.round_info(row, noise, came[row.round]) for row in self._store.runs.rounds(run.id)],
+            spec_json=run.spec,
+            declarations=messages.declarations(run.id, self._store),
+        )
 
     async def Watch(  # type: ignore[override]  # noqa: N802 - the stub knows generators alone
         self, request: pb.WatchRequest, context: Context
@@ -138,6 +147,16 @@ class LeadService(rpc.LeadServicer):
 
     def _info(self, run: Run) -> pb.RunInfo:
         return messages.run_info(run, self._store, self._runs.waiting(run.id))
+
+    def _detailed(self, run: Run) -> pb.RunInfo:
+        """Describe a run with the updates that are there in its open round."""
+        info = self._info(run)
+        if info.HasField("waiting"):
+            opened = self._store.runs.round(run.id, info.waiting.round)
+            info.waiting.opened_unix = 0.0 if opened is None else opened.opened
+            came = self._store.contributions.arrivals(run.id, info.waiting.round)
+            info.waiting.arrivals.extend(messages.arrivals(came))
+        return info
 
     def _silos(self, revoked: bool) -> list[pb.SiloInfo]:
         silos = [s for s in self._store.members.silos() if revoked or not s.revoked]

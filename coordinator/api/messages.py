@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from coordinator.api import accuracy
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.round_closer import Waiting
-from coordinator.storage.records import EventRow, RoundRow, Run, Silo
+from coordinator.storage.records import Contribution, EventRow, RoundRow, Run, Silo
 from coordinator.storage.store import Store
 from fl_core.errors import FederationError
 from fl_core.rounds.manifest import RunManifest
@@ -72,7 +72,21 @@ def waiting_info(waiting: Waiting) -> pb.Waiting:
     return pb.Waiting(round=waiting.round, there=waiting.there, needed=waiting.needed, silos=silos)
 
 
-def round_info(row: RoundRow, noise: RunNoise = NO_NOISE) -> pb.RoundInfo:
+def arrivals(updates: Iterable[Contribution]) -> list[pb.Arrival]:
+    return [pb.Arrival(silo=u.silo, bytes=u.size, at_unix=u.received or 0.0) for u in updates]
+
+
+def declarations(run_id: str, store: Store) -> list[pb.Declaration]:
+    """Return what each silo stated with its newest update of a run, without what is sealed for it alone."""
+    found = []
+    for name, (round, stated) in sorted(store.attestations.newest_of_run(run_id).items()):
+        stated.ClearField("ledger_sealed")
+        found.append(pb.Declaration(silo=name, round=round, stated=stated))
+    return found
+
+
+def round_info(row: RoundRow, noise: RunNoise = NO_NOISE, came: Iterable[Contribution] = ()) -> pb.RoundInfo:
+    """Convert a closed round. came: the updates that are there."""
     own: dict[str, Any] = {
         "clinical": row.clinical and accuracy.clinical_message(row.clinical),
         "kind": TO_WIRE[row.kind],
@@ -80,6 +94,8 @@ def round_info(row: RoundRow, noise: RunNoise = NO_NOISE) -> pb.RoundInfo:
         "closed_unix": row.closed,
         "personal": uncertainty.shown_scores(row.personal, noise.scores),
         "withheld": sorted(noise.scores & set(row.personal)),
+        "arrivals": arrivals(came),
+        "base_bytes": row.base_size,
     }
     message = pb.RoundInfo(**_shared_fields(row, pb.RoundInfo) | own)
     if (evaluation := noise.of(row.included)) is not None:

@@ -16,7 +16,6 @@ from coordinator.cli.options import Json
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
-from coordinator.durations import span
 from coordinator.simulation import runner
 from coordinator.simulation.checkpoints import EVERY, Checkpoints
 from coordinator.simulation.engine import SimulationEngine
@@ -35,7 +34,7 @@ from fl_core.types.values import State
 from privacy import profiles
 from privacy.reports import uncertainty
 from protos import clinical_report
-from protos.console import make_table, print_json
+from protos.console import make_table, print_json, span
 from protos.version import software
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from coordinator import console
 from coordinator.api import accuracy
 from coordinator.demo.budgets import COLLECTION, EPSILON, Spending
-from coordinator.durations import span
 from fl_core.errors.extras import require
 from privacy.reports.uncertainty import Estimate
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.console import make_table, print_json
+from protos.console import make_table, print_json, span
 
 PRIVATE = "fedmr-private"
 """The name of the run under record-level differential privacy."""

@@ -6,11 +6,10 @@ import queue
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.lead_client import LeadClient
+from coordinator.lead_client import LeadClient, is_live
 from fl_core.errors import FederationError
 from protos.audit_log.lines import ALLOWED, MAX_LINE, Line
 from protos.audit_log.log import FOLDER, LogFolder
@@ -78,22 +77,12 @@ def run_lines(client: LeadClient, home: Path, run: str, follow: bool) -> Iterato
     """
     info = client.show(run).info
     tail = AuditTail(home, frozenset((info.run_id, info.name)), int(info.created_unix))
-    with closing(client.watch(info.run_id)) as watched:
-        lines = []
-        for event in watched:
-            if is_live(event):  # what is stored has come
-                break
-            lines.append(RunLine(event.at_unix, event=event))
-        last = max((line.event.number for line in lines if line.event), default=0)
+    events = client.events(info.run_id)
+    lines = [RunLine(event.at_unix, event=event) for event in events]
     lines += [RunLine(line.at, audit=line) for line in tail.fresh()]
     yield from sorted(lines, key=lambda line: line.at)
     if follow:
-        yield from _followed(client, info.run_id, last, tail)
-
-
-def is_live(event: pb.Event) -> bool:
-    """Tell whether an event says what silos do now; it is not stored, and comes after all that are."""
-    return event.kind == "silo" and not event.silo
+        yield from _followed(client, info.run_id, max((event.number for event in events), default=0), tail)
 
 
 def _followed(client: LeadClient, run_id: str, last: int, tail: AuditTail) -> Iterator[RunLine]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from coordinator.durations import span
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.storage.records import RoundRow
 from coordinator.storage.store import Store
@@ -18,6 +17,7 @@ from fl_core.rounds.closing import Attendance, Awaited, ClosingRule, Decision, V
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Part
+from protos.console import span
 
 log = logging.getLogger(__name__)
 _LOOK_S = 0.2

@@ -24,7 +24,6 @@ from omegaconf import OmegaConf
 
 from coordinator import console
 from coordinator.config.hydra_config import compose_spec
-from coordinator.durations import span
 from coordinator.simulation import runner
 from coordinator.simulation.sweep import in_processes
 from fl_core.errors import ConfigError, FederationError
@@ -34,7 +33,7 @@ from privacy.ablation.grid import Control, Grid, Run, Words, canonical, controls
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.base import Projection
-from protos.console import error_text
+from protos.console import error_text, span
 from protos.version import software
 
 Row = Mapping[str, object]

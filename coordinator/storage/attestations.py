@@ -43,6 +43,16 @@ class AttestationStore:
             row = db.execute(mine.order_by(contributions.c.received.desc()).limit(1)).first()
         return None if row is None else _message(row)
 
+    def newest_of_run(self, run_id: str) -> dict[str, tuple[int, pb.Attestation]]:
+        """Return (round, attestation) of each silo's newest committed update of a run, by its name."""
+        of_run = select(attestations, contributions.c.silo, contributions.c.round).join(
+            contributions, contributions.c.id == attestations.c.id
+        )
+        mine = of_run.where(contributions.c.run_id == run_id, contributions.c.received.is_not(None))
+        with self._db.read() as db:
+            rows = db.execute(mine.order_by(contributions.c.received))
+            return {row.silo: (row.round, _message(row)) for row in rows}
+
     def keep_policy(self, silo: str, digest: str) -> None:
         with self._db.write() as db:
             row = upsert(policies).values(silo=silo, digest=digest)

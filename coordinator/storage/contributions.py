@@ -83,6 +83,15 @@ class ContributionStore:
             db.execute(delete(objects).where(objects.c.digest == c.object_digest, objects.c.run_id == c.run_id))
             add_event(db, self._clock(), c.run_id, "lost", c.round, c.silo, "its update is damaged: asked for again")
 
+    def arrivals(self, run_id: str, round: int | None = None) -> list[Contribution]:
+        """Return the committed updates of a run in the order in which they came, of one round or of all."""
+        wanted = select(contributions).where(contributions.c.run_id == run_id, contributions.c.received.is_not(None))
+        if round is not None:
+            wanted = wanted.where(contributions.c.round == round)
+        with self._db.read() as db:
+            found = db.execute(wanted.order_by(contributions.c.received))
+            return [Contribution(**{**row._mapping, "kind": TaskKind(row.kind)}) for row in found]
+
     def received(self, run_id: str, round: int) -> dict[str, float]:
         """Return when the committed updates of a round came, by silo."""
         of_round = (

@@ -1249,11 +1249,17 @@ class Waiting(_message.Message):
     THERE_FIELD_NUMBER: _builtins.int
     NEEDED_FIELD_NUMBER: _builtins.int
     SILOS_FIELD_NUMBER: _builtins.int
+    OPENED_UNIX_FIELD_NUMBER: _builtins.int
+    ARRIVALS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     there: _builtins.int
     needed: _builtins.int
+    opened_unix: _builtins.float
+    """in answers to Runs and Show, as is the next"""
     @_builtins.property
     def silos(self) -> _containers.RepeatedCompositeFieldContainer[Global___AwaitedSilo]: ...
+    @_builtins.property
+    def arrivals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Arrival]: ...
     def __init__(
         self,
         *,
@@ -1261,14 +1267,43 @@ class Waiting(_message.Message):
         there: _builtins.int = ...,
         needed: _builtins.int = ...,
         silos: _abc.Iterable[Global___AwaitedSilo] | None = ...,
+        opened_unix: _builtins.float = ...,
+        arrivals: _abc.Iterable[Global___Arrival] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["needed", b"needed", "round", b"round", "silos", b"silos", "there", b"there"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "needed", b"needed", "opened_unix", b"opened_unix", "round", b"round", "silos", b"silos", "there", b"there"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Waiting: _TypeAlias = Waiting  # noqa: Y015
+
+@_typing.final
+class Arrival(_message.Message):
+    """An update that is there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SILO_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    AT_UNIX_FIELD_NUMBER: _builtins.int
+    silo: _builtins.str
+    bytes: _builtins.int
+    at_unix: _builtins.float
+    def __init__(
+        self,
+        *,
+        silo: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        at_unix: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix", b"at_unix", "bytes", b"bytes", "silo", b"silo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Arrival: _TypeAlias = Arrival  # noqa: Y015
 
 @_typing.final
 class AwaitedSilo(_message.Message):
@@ -1395,6 +1430,7 @@ class RunDetail(_message.Message):
     MANIFEST_JSON_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
     SPEC_JSON_FIELD_NUMBER: _builtins.int
+    DECLARATIONS_FIELD_NUMBER: _builtins.int
     manifest_json: _builtins.str
     spec_json: _builtins.str
     """the composed configuration"""
@@ -1402,6 +1438,8 @@ class RunDetail(_message.Message):
     def info(self) -> Global___RunInfo: ...
     @_builtins.property
     def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundInfo]: ...
+    @_builtins.property
+    def declarations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Declaration]: ...
     def __init__(
         self,
         *,
@@ -1409,14 +1447,43 @@ class RunDetail(_message.Message):
         manifest_json: _builtins.str = ...,
         rounds: _abc.Iterable[Global___RoundInfo] | None = ...,
         spec_json: _builtins.str = ...,
+        declarations: _abc.Iterable[Global___Declaration] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "manifest_json", b"manifest_json", "rounds", b"rounds", "spec_json", b"spec_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["declarations", b"declarations", "info", b"info", "manifest_json", b"manifest_json", "rounds", b"rounds", "spec_json", b"spec_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunDetail: _TypeAlias = RunDetail  # noqa: Y015
+
+@_typing.final
+class Declaration(_message.Message):
+    """What a hospital stated of itself with its newest update of a run; what is sealed for itself alone is left out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SILO_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    STATED_FIELD_NUMBER: _builtins.int
+    silo: _builtins.str
+    round: _builtins.int
+    @_builtins.property
+    def stated(self) -> Global___Attestation: ...
+    def __init__(
+        self,
+        *,
+        silo: _builtins.str = ...,
+        round: _builtins.int = ...,
+        stated: Global___Attestation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stated", b"stated"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "silo", b"silo", "stated", b"stated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Declaration: _TypeAlias = Declaration  # noqa: Y015
 
 @_typing.final
 class RoundInfo(_message.Message):
@@ -1516,12 +1583,16 @@ class RoundInfo(_message.Message):
     CUT_FIELD_NUMBER: _builtins.int
     MEDIANS_FIELD_NUMBER: _builtins.int
     CLINICAL_FIELD_NUMBER: _builtins.int
+    ARRIVALS_FIELD_NUMBER: _builtins.int
+    BASE_BYTES_FIELD_NUMBER: _builtins.int
     WITHHELD_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     kind: Global___TaskKind.ValueType
     clipped: _builtins.int
     opened_unix: _builtins.float
     closed_unix: _builtins.float
+    base_bytes: _builtins.int
+    """what each hospital of the cohort was sent"""
     @_builtins.property
     def correct(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """per class, of the model before this round's training"""
@@ -1553,6 +1624,10 @@ class RoundInfo(_message.Message):
         """none in a run that measures accuracies alone"""
 
     @_builtins.property
+    def arrivals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Arrival]:
+        """with the size of each update"""
+
+    @_builtins.property
     def withheld(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """personal scores that were measured, with noise of unknown size"""
 
@@ -1573,11 +1648,13 @@ class RoundInfo(_message.Message):
         cut: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         medians: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         clinical: Global___ClinicalMetrics | None = ...,
+        arrivals: _abc.Iterable[Global___Arrival] | None = ...,
+        base_bytes: _builtins.int = ...,
         withheld: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "noise", b"noise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "cut", b"cut", "examples", b"examples", "included", b"included", "kind", b"kind", "medians", b"medians", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "personal", b"personal", "round", b"round", "withheld", b"withheld"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "base_bytes", b"base_bytes", "clinical", b"clinical", "clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "cut", b"cut", "examples", b"examples", "included", b"included", "kind", b"kind", "medians", b"medians", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "personal", b"personal", "round", b"round", "withheld", b"withheld"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
