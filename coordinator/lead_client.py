@@ -43,6 +43,18 @@ def is_live(event: pb.Event) -> bool:
     return event.kind == "silo" and not event.silo
 
 
+def credentials_of(home: Path, lead: str | None = None) -> Credentials:
+    """Read the key and the certificate of a lead, as `LeadClient.open`; raises ConfigError (E-ID-11) without one."""
+    authority = Authority.open(home)
+    names = sorted(p.stem.removeprefix("lead-") for p in (home / FOLDER).glob("lead-*.pem"))
+    lead = lead or os.environ.get(LEAD_ENV) or (MAIN_LEAD if MAIN_LEAD in names else None)
+    if not names or (lead is not None and lead not in names):
+        raise ConfigError(
+            "E-ID-11", f"expected a lead's certificate in {home / FOLDER}, found {', '.join(names) or 'none'}"
+        )
+    return authority.lead_credentials(lead or names[0])
+
+
 class LeadClient:
     """Commands to a running coordinator. Every error is a FederationError, also that of a failed connection."""
 
@@ -61,13 +73,7 @@ class LeadClient:
         lead: whose; else the one that CONSILIUM_LEAD names, else the one that `coordinator init` made.
         Raises UnavailableError (E-NET-01) when no service runs there; ConfigError (E-ID-11) without a certificate.
         """
-        authority = Authority.open(home)
-        names = sorted(p.stem.removeprefix("lead-") for p in (home / FOLDER).glob("lead-*.pem"))
-        lead = lead or os.environ.get(LEAD_ENV) or (MAIN_LEAD if MAIN_LEAD in names else None)
-        if not names or (lead is not None and lead not in names):
-            raise ConfigError(
-                "E-ID-11", f"expected a lead's certificate in {home / FOLDER}, found {', '.join(names) or 'none'}"
-            )
+        credentials = credentials_of(home, lead)
         try:
             about = json.loads((home / ADDRESS_FILE).read_text())
             host, port = Address.parse(about["address"]).host, int(about["port"])
@@ -75,7 +81,7 @@ class LeadClient:
             raise UnavailableError(
                 "E-NET-01", f"expected a coordinator running on {home}, found none: start it (coordinator serve)"
             ) from None
-        return cls(Address(_LOCAL.get(host, host), port), authority.lead_credentials(lead or names[0]))
+        return cls(Address(_LOCAL.get(host, host), port), credentials)
 
     def close(self) -> None:
         self._channel.close()

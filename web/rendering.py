@@ -32,7 +32,7 @@ def make_environment(folders: Sequence[Path]) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"moment": moment, "size": size, "percent": percent}
+    environment.filters |= {"moment": moment, "size": size, "percent": percent, "iso": iso}
     environment.globals |= {"draw_chart": chart.draw, "draw_gauge": gauge.draw}
     return environment
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import anyio.to_thread
 from starlette.applications import Starlette
@@ -58,11 +59,13 @@ class Action:
 
     digest: of what its fields name, as it is now; None where there is no such thing any more. It is compared with the
     field `digest`, which the form was shown with, before anything happens   do: does it, and returns a sentence; it
-    gets all fields, `digest` too, and raises `ChangedError` where the thing changed since the comparison.
+    gets all fields, `digest` too, and raises `ChangedError` where the thing changed since the comparison   then: the
+    path of the view that shows the sentence.
     """
 
     digest: Callable[[Parameters], str | None]
     do: Callable[[Parameters], str]
+    then: Callable[[Parameters], str] = lambda _: "/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +168,7 @@ class Application:
             raise ChangedError("Look at it as it is now, and decide again.")
         session: Session = request.scope[SESSION]
         session.notice = await self._run(action.do, form)
-        return Response(status_code=303, headers={"Location": "/"})
+        return Response(status_code=303, headers={"Location": quote(action.then(form))})
 
     # ---- the rest -----------------------------------------------------------------------------------------------
 

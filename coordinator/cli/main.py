@@ -67,11 +67,15 @@ COMMANDS = {
         "plot": "Draw the curves of runs into one picture. What noise hides is a gap.",
         "logs": "Show what happened in a run, oldest first: its events, and the lines of the audit log that name it.",
     },
+    "page": {
+        "page": "Show the lead's page until Ctrl-C: hospitals, runs, curves, who is awaited, what went wrong; models to "
+        "download."
+    },
     "privacy": {"privacy": "Look at privacy before a run."},
 }
 """Which module of `coordinator.cli` holds which command, with the line that the help says of it: a command loads one
 module and the help none, since all of them take seconds and 800 MB."""
-_ASKING = ("runs", "reports", "research", "data", "operations.doctor", "privacy", "operations.log")
+_ASKING = ("runs", "reports", "page", "research", "data", "operations.doctor", "privacy", "operations.log")
 READING = {command for module in _ASKING for command in COMMANDS[module]} - {"export"} | {"serve", "leads list"}
 """Commands without a line in the audit log: they change nothing here, or the service writes it."""
 

@@ -70,10 +70,14 @@ class CurveOfSums(Curve):
 
 def curves(rounds: Sequence[pb.RoundInfo]) -> dict[str, Curve]:
     """Return the curves of all measures that a run has, by name, the global model's first."""
-    sums = [(tuple(r.correct), tuple(r.examples), accuracy.noise_of(r)) for r in rounds]
-    found: list[Curve] = [_of_sums(name, rounds, sums) for name in OF_SUMS]
-    found += [_of_silos(name, rounds) for name in OF_SILOS]
+    found = [*curves_of_sums(rounds).values(), *(_of_silos(name, rounds) for name in OF_SILOS)]
     return {curve.measure: curve for curve in found if curve.measured}
+
+
+def curves_of_sums(rounds: Sequence[pb.RoundInfo]) -> dict[str, Curve]:
+    """Return the curves of the global model's measures, also where nothing was measured."""
+    sums = [(tuple(r.correct), tuple(r.examples), accuracy.noise_of(r)) for r in rounds]
+    return {name: _of_sums(name, rounds, sums) for name in OF_SUMS}
 
 
 def by_class(rounds: Sequence[pb.RoundInfo]) -> list[Curve]:

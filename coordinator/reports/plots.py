@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from coordinator.reports.comparison import MOST_RUNS
 from coordinator.reports.curves import Curve, curves
 from fl_core.errors import ConfigError
+from fl_core.errors.extras import require
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import printable
 
@@ -64,6 +65,7 @@ def _name(info: pb.RunInfo) -> str:
 
 
 def _picture(measures: Sequence[str], names: Sequence[str], found: Sequence[dict[str, Curve]], kind: str) -> bytes:
+    require("matplotlib", "plots", "pictures of runs")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(1.5 + 5.5 * len(measures), 4.2), layout="constrained")

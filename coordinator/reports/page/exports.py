@@ -1,0 +1,102 @@
+"""Downloads of the lead's page: the model and its card through `coordinator export`, a run's rounds as CSV."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from coordinator import console
+from coordinator.reports.curves import curves_of_sums
+from fl_core.errors import StateError
+from protos.consilium.v1 import federation_pb2 as pb
+from web.csv_file import csv_bytes
+from web.site import Download
+
+RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
+_DIGEST = re.compile(r"[0-9a-f]{1,64}")
+_KEPT = 3
+_SECONDS = 600
+_KINDS = {"model.safetensors": ("safetensors", "application/octet-stream"), "card.md": ("md", "text/markdown")}
+
+
+class Exporter:
+    """Exports models in processes of their own, one at a time, so that the page's loads no torch. Keeps the newest.
+
+    arguments, variables: of every command, such as the home and the lead.
+    """
+
+    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+        self._arguments = list(arguments)
+        self._variables = {**os.environ, **(variables or {})}
+        self._folder = TemporaryDirectory(prefix="consilium-page-")
+        self._lock = threading.Lock()
+        self._made: dict[tuple[str, str], Path] = {}
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+    def export(self, info: pb.RunInfo) -> Path:
+        """Return the folder with a run's model and card; raises StateError (E-RUN-11) with what the command said."""
+        if not (RUN_ID.fullmatch(info.run_id) and _DIGEST.fullmatch(info.model_digest)):
+            raise StateError("E-RUN-11", "expected a run with a model, found none: wait for the first round")
+        key = (info.run_id, info.model_digest)
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = self._run(*key)
+            for old in list(self._made)[:-_KEPT]:
+                for file in self._made.pop(old).iterdir():
+                    file.unlink()
+            return self._made[key]
+
+    def _run(self, run_id: str, model_digest: str) -> Path:
+        out = Path(self._folder.name) / f"{run_id}-{model_digest}"
+        command = [sys.executable, "-m", "coordinator.cli.main", "export", run_id, "--out", str(out), *self._arguments]
+        try:
+            done = subprocess.run(  # noqa: S603 - of a list, with an id that begins with a letter or a digit
+                command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=self._variables
+            )
+        except subprocess.TimeoutExpired:
+            raise StateError(
+                "E-RUN-11", f"expected the model within {_SECONDS} s, found none: export it by hand"
+            ) from None
+        if done.returncode:
+            raise StateError("E-RUN-11", f"expected a model, found that it cannot be exported: {done.stderr[-1000:]}")
+        return out
+
+
+def rounds_csv(detail: pb.RunDetail) -> bytes:
+    """Write a run's rounds, one row each: numbers that noise hides are empty, others have their interval."""
+    classes = max((len(r.examples) for r in detail.rounds), default=0)
+    head = ["round", "kind"]
+    head += [f"{name}{end}" for name in curves_of_sums([]) for end in ("", " low", " high")]
+    head += ["took part", "missing", "bytes up", "seconds"]
+    head += [f"class {k} {word}" for k in range(classes) for word in ("right", "of")]
+    rows = []
+    for r in detail.rounds:
+        row: list[object] = [console.round_text(r.round, r.kind), pb.TaskKind.Name(r.kind).lower()]
+        for curve in curves_of_sums([r]).values():
+            row += [curve.values[0].point, curve.values[0].low, curve.values[0].high]
+        row += [", ".join(r.included), "; ".join(f"{name}: {why}" for name, why in sorted(r.missing.items()))]
+        row += [sum(a.bytes for a in r.arrivals), r.closed_unix - r.opened_unix if r.closed_unix else None]
+        row += [number for pair in zip(r.correct, r.examples, strict=False) for number in pair]
+        rows.append(row)
+    return csv_bytes(head, rows)
+
+
+def download(id: str, exporter: Exporter, run: pb.RunInfo | None, detail: pb.RunDetail | None) -> Download | None:
+    """Find a file by its id, RUN/WHAT; None where there is none. run, detail: those of RUN."""
+    what = id.partition("/")[2]
+    if run is None:
+        return None
+    if what == "rounds.csv" and detail is not None:
+        return Download(f"{run.run_id}.csv", "text/csv; charset=utf-8", rounds_csv(detail))
+    if what not in _KINDS or not run.model_object:
+        return None
+    name, media_type = f"{run.run_id}.{_KINDS[what][0]}", _KINDS[what][1]
+    return Download(name, media_type, exporter.export(run) / name)
