@@ -68,8 +68,8 @@ COMMANDS = {
         "logs": "Show what happened in a run, oldest first: its events, and the lines of the audit log that name it.",
     },
     "page": {
-        "page": "Show the lead's page until Ctrl-C: hospitals, runs, curves, who is awaited, what went wrong; models to "
-        "download."
+        "page": "Show the lead's page until Ctrl-C: hospitals, runs, curves, who is awaited, what went wrong; models "
+        "to download."
     },
     "privacy": {"privacy": "Look at privacy before a run."},
 }

@@ -160,7 +160,7 @@ def certificates(silos: Sequence[pb.SiloInfo], own: OwnCertificates, now: float)
 
 def _certificate(whose: str, until: float, renewal: str, now: float) -> Certificate:
     left = until - now
-    if left <= 0:
+    if not left > 0:
         return Certificate(whose, until, State("bad", "ended"), renewal)
     if left < SOON_S:
         return Certificate(whose, until, State("wait", f"{left / DAY_S:.0f} days left"), renewal)

@@ -15,7 +15,7 @@ import torch
 from coordinator.api.server import Settings
 from coordinator.cli import runs as lead
 from coordinator.runs.grpc_port import checked
-from coordinator.storage.records import RunState
+from coordinator.storage.records import Contribution, RunState
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError, ProtocolError, StateError
@@ -199,6 +199,45 @@ def test_a_finished_run_leaves_its_final_state_its_manifest_and_its_receipts(tmp
         assert all(world.server.store.contributions.contribution(name).receipt for name in names)
         assert run.bytes_up == sum(world.server.store.contributions.contribution(n).size for n in names) * 3
         stop(people)
+
+
+def test_a_lead_learns_when_each_update_came_how_large_it_was_and_what_came_with_it(world: World) -> None:
+    people = silos(world, refuse=lambda offer: "no" if offer.kind == pb.TRAIN and offer.round == 1 else "")
+    run = world.finished(world.submit(manifest(rounds=2)).id)
+    stop(people)
+    store = world.server.store
+    shown = world.lead().Show(pb.RunQuery(run_id=run.id))
+    assert [sorted(a.silo for a in r.arrivals) for r in shown.rounds] == [sorted(r.included) for r in shown.rounds]
+    assert sum(a.bytes for r in shown.rounds for a in r.arrivals) == run.bytes_up
+    for number, r in enumerate(shown.rounds):
+        assert all(r.opened_unix <= a.at_unix <= r.closed_unix for a in r.arrivals)
+        assert {a.silo: a.at_unix for a in r.arrivals} == store.contributions.received(run.id, number)
+        assert r.base_bytes == store.runs.round(run.id, number).base_size > 0
+
+
+def test_of_what_hospitals_state_a_lead_sees_all_but_what_is_sealed(world: World) -> None:
+    run = world.submit(manifest(rounds=2))
+    store = world.server.store
+    until(lambda: store.runs.round(run.id, 0), "the first round")
+    for number, name in enumerate(NAMES[:2]):
+        until(lambda: store.runs.round(run.id, 0).base_digest, "its base")
+        base = store.runs.round(run.id, 0)
+        wanted = Contribution(
+            f"c{number}", run.id, 0, TaskKind.TRAIN, name, run.manifest_digest, base.base_digest, "d" * 64, 10
+        )
+        stated = pb.Attestation(policy_digest=name, ledger_seq=number, ledger_sealed=b"for itself", ledger_restored=1)
+        store.contributions.announce(wanted, stated)
+        if name == NAMES[0]:
+            store.contributions.commit(wanted, 5.0, b"receipt")
+    (shown,) = world.lead().Show(pb.RunQuery(run_id=run.id)).declarations
+    assert (shown.silo, shown.round, shown.stated.policy_digest) == ("north", 0, "north")
+    assert (shown.stated.ledger_restored, shown.stated.ledger_sealed) == (1, b"")
+    lead = world.lead()
+    until(lambda: lead.Runs(pb.RunsRequest()).runs[0].HasField("waiting"), "a look at the open round")
+    (listed,) = lead.Runs(pb.RunsRequest()).runs
+    assert [(a.silo, a.bytes, a.at_unix) for a in listed.waiting.arrivals] == [("north", 10, 5.0)]
+    assert listed.waiting.opened_unix == store.runs.round(run.id, 0).opened
+    world.server.runs.abort(run.id)
 
 
 @pytest.mark.parametrize("error", [OSError("a disk that does not answer"), StateError("E-STATE-22", "no database")])
