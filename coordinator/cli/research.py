@@ -60,6 +60,9 @@ def simulate(
     multirun: Annotated[bool, typer.Option("--multirun", "-m", help="All combinations: seed=0,1,2 ...")] = False,
     jobs: Annotated[int, typer.Option(help="With -m: simulations at a time; 0: one per core.", min=0)] = 0,
     engine: Annotated[str, typer.Option(help="local, or ray: in actors, on several GPUs or machines.")] = "local",
+    workers: Annotated[
+        int, typer.Option(help="Processes for the silos of a round; 0: all cores where that pays.", min=0)
+    ] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "cpu",
     deterministic: Annotated[bool, typer.Option(help="Only kernels that repeat to the last bit.")] = False,
     spill: Annotated[Path | None, typer.Option(help="Folder for silos' states, when memory is short.")] = None,
@@ -84,7 +87,8 @@ def simulate(
     On your own images, dealt to simulated hospitals: data=folder data.path=/data/images (one folder per class), or
     data=manifest data.path=/data/images.csv (columns path, label, group, split), with federation=p5c2 or another.
     """
-    simulator = SimulationEngine(engine, device, spill, deterministic, Cluster(ray_address, ray_actors, gpus=ray_gpus))
+    cluster = Cluster(ray_address, ray_actors, gpus=ray_gpus)
+    simulator = SimulationEngine(engine, device, spill, deterministic, cluster, workers=workers)
     words, every = overrides or [], checkpoint_every or EVERY
     if checkpoint_every is not None and out is None:
         raise ConfigError(

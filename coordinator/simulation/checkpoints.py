@@ -115,7 +115,7 @@ class Checkpoint:
             kept.releases += made
             for purpose, value in cached.get(str(k), {}).items():
                 kept.cache(purpose, value)
-        return ResumePoint(self.round, server, [r.medians for r in self.records])
+        return ResumePoint(self.round, server, [r.medians for r in self.records], self.threads)
 
 
 @dataclass(frozen=True, slots=True)

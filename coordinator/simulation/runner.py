@@ -14,7 +14,7 @@ import torch
 from coordinator.config.manifest_builder import IMAGES, manifest_from
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation.checkpoints import Checkpoints, Identity, Progress, run_with_checkpoints
-from coordinator.simulation.engine import SimulationEngine
+from coordinator.simulation.engine import SimulationEngine, threads_of
 from coordinator.simulation.results import ResultFolder
 from fl_core import datasets
 from fl_core.errors import ConfigError
@@ -277,7 +277,7 @@ def run(
     if callable(observer):
         observer = observer(manifest)
     history = _history(compiled, shares, observer or Observer(), choose_device(engine.device))
-    progress = Progress(history, engine.state_store(), logs, len(shares), manifest.threads)
+    progress = Progress(history, engine.state_store(), logs, len(shares), threads_of(manifest))
 
     def rounds(observer: Observer, resume: ResumePoint | None) -> State:
         return engine.simulate(compiled, shares, observer, factories or None, progress.states, resume)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -58,13 +58,20 @@ class Observer:
         """Handle the state after a closed round; the next round begins when this returns."""
 
 
+Replies = Iterator[tuple[str, Future[Bundle]]]
+"""Names of silos and what they sent, as it arrives."""
+Exchange = Callable[[Sequence[SiloPort], State, RoundContext, TaskKind], Replies]
+"""Asks a cohort for its replies; what it raises ends the round, what a reply raises is that silo's."""
+
+
 @dataclass(frozen=True, slots=True)
 class RoundLoop:
     """Everything that a round needs besides the state: the loop holds no state of its own, so it can be resumed.
 
     incoming: the guards to undo on the sum, in the order of their application   check: of single updates, with the
     run's layout and grid   aggregator: how updates become one.
-    parallel: how many silos work at once (1 in one process, all of them over the network).
+    parallel: how many silos work at once (1 in one process, all of them over the network)   exchange: how a cohort is
+    asked, where that is not port by port.
     """
 
     method: Method
@@ -74,6 +81,7 @@ class RoundLoop:
     ports: Sequence[SiloPort]
     parallel: int = 1
     aggregator: Options = NormClipped()  # noqa: RUF009
+    exchange: Exchange | None = None
 
     def run(
         self, server: State, observer: Observer, start: int = 0, closed: Sequence[Mapping[str, float]] = ()
@@ -177,7 +185,8 @@ class RoundLoop:
         index = {self.ports[k].name: k for k in ids}
         included: list[str] = []
         missing: dict[str, str] = {}
-        for name, reply in self._replies([self.ports[k] for k in ids], msg, context, kind):
+        ask = self.exchange or self._replies
+        for name, reply in ask([self.ports[k] for k in ids], msg, context, kind):
             try:
                 update = reply.result()
                 measured = sums.measure(update, name)
@@ -194,13 +203,11 @@ class RoundLoop:
             observer.arrived(name)
         return included, missing
 
-    def _replies(
-        self, ports: Sequence[SiloPort], msg: State, context: RoundContext, kind: TaskKind
-    ) -> Iterator[tuple[str, Future[Bundle]]]:
+    def _replies(self, ports: Sequence[SiloPort], msg: State, context: RoundContext, kind: TaskKind) -> Replies:
         """Yield replies as they arrive, at most `parallel` silos at work; with one, silos run in this thread."""
         if self.parallel == 1:
             for port in ports:
-                yield port.name, _reply(port, msg, context, kind)
+                yield port.name, reply_of(port, msg, context, kind)
             return
         waiting, running = list(reversed(ports)), dict[Future[Bundle], str]()
         pool = ThreadPoolExecutor(self.parallel, thread_name_prefix="port")
@@ -216,7 +223,7 @@ class RoundLoop:
             pool.shutdown(wait=False)  # a round that cannot go on waits for nobody
 
 
-def _reply(port: SiloPort, msg: State, context: RoundContext, kind: TaskKind) -> Future[Bundle]:
+def reply_of(port: SiloPort, msg: State, context: RoundContext, kind: TaskKind) -> Future[Bundle]:
     reply: Future[Bundle] = Future()
     try:
         reply.set_result(port.round(msg, context, kind))

@@ -21,7 +21,7 @@ from fl_core.errors import ConfigError
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds import sampling
-from fl_core.rounds.engine import RoundLoop, Schedule
+from fl_core.rounds.engine import Exchange, RoundLoop, Schedule
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import SiloRuntime
 from fl_core.types import tensor_maps
@@ -130,13 +130,17 @@ class RunSetup:
         )
 
     def round_loop(
-        self, ports: Sequence[SiloPort], parallel: int, sizes: Mapping[str, DeclaredSize] | None = None
+        self,
+        ports: Sequence[SiloPort],
+        parallel: int,
+        sizes: Mapping[str, DeclaredSize] | None = None,
+        exchange: Exchange | None = None,
     ) -> RoundLoop:
         manifest, check = self.manifest, self.update_check(sizes)
         schedule = Schedule(
             manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum
         )
-        return RoundLoop(self.method, schedule, check, self.guards.incoming, ports, parallel, self.aggregator)
+        return RoundLoop(self.method, schedule, check, self.guards.incoming, ports, parallel, self.aggregator, exchange)
 
     def initial_state(self) -> State:
         """Make the server state of round 0; equal manifests give equal bytes."""

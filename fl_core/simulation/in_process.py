@@ -120,12 +120,14 @@ class ResumePoint:
     """Where a simulation goes on.
 
     round: the next one, 0-based   server: the state that it begins with
-    medians: `RoundRecord.medians` of all rounds before. Silos' states are in the store that the simulation is given.
+    medians: `RoundRecord.medians` of all rounds before   threads: of a silo's round until here, 0 as the run says
+    Silos' states are in the store that the simulation is given.
     """
 
     round: int
     server: State
     medians: Sequence[Mapping[str, float]]
+    threads: int = 0
 
 
 @contextmanager
@@ -148,14 +150,15 @@ def simulate(
     states: StateStore | None = None,
     device: torch.device | None = None,
     resume: ResumePoint | None = None,
+    threads: int = 0,
 ) -> State:
     """Do a run in this process and return the final server state; the arguments are those of `local_ports`.
 
-    resume: where it goes on; None begins with the first round
+    resume: where it goes on; None begins with the first round   threads: where the run leaves them open
     Guarantees: equals the same manifest over real silo processes bit for bit, on one kind of machine; a run that goes
     on ends in the bits of one that was not interrupted.
     """
-    with thread_count(run.manifest.threads):
+    with thread_count(run.manifest.threads or threads):
         ports = local_ports(run, shares, data_factories, states, device)
         return run_rounds(run.round_loop(ports, parallel=1), run, observer, resume)
 

@@ -27,7 +27,7 @@ from fl_core.simulation.in_process import (
     public_test,
     run_rounds,
 )
-from fl_core.simulation.silo_states import MemoryStateStore, StateStore
+from fl_core.simulation.silo_states import MemoryStateStore, PassedState, StateStore
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, Examples, RoundContext, State
 
@@ -57,7 +57,7 @@ class SiloActor:
     ) -> None:
         torch.set_num_threads(threads)
         manifest = RunManifest.from_json(manifest_json)
-        self._states = _PassedState()
+        self._states = PassedState()
         device, runtime = torch.device("cuda" if cuda else "cpu"), RunSetup.of(manifest).silo_runtime()
         runtime.model.to(device)
         self._ports = {
@@ -71,22 +71,6 @@ class SiloActor:
         """Run one silo's round; return its bundle and, after training, its next state."""
         self._states.before, self._states.after = state, None
         return self._ports[silo].round(msg, context, kind), self._states.after
-
-
-class _PassedState:
-    """One silo's state, passed in before a round and read back after it."""
-
-    before: State | None = None
-    after: State | None = None
-
-    def get(self, silo: int) -> State | None:  # noqa: ARG002
-        return self.before
-
-    def stage(self, silo: int, state: State) -> None:  # noqa: ARG002
-        self.after = state
-
-    def settle(self, silo: int, commit: bool) -> None:  # noqa: ARG002
-        raise AssertionError("rounds are settled by the caller")
 
 
 @dataclass(eq=False, slots=True)

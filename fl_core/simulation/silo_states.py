@@ -40,3 +40,19 @@ class MemoryStateStore:
         state = self._staged.pop(silo, None)
         if commit and state is not None:
             self._states[silo] = state
+
+
+class PassedState:
+    """One silo's state, passed in before a round and read back after it: the caller keeps it."""
+
+    before: State | None = None
+    after: State | None = None
+
+    def get(self, silo: int) -> State | None:  # noqa: ARG002
+        return self.before
+
+    def stage(self, silo: int, state: State) -> None:  # noqa: ARG002
+        self.after = state
+
+    def settle(self, silo: int, commit: bool) -> None:  # noqa: ARG002
+        raise AssertionError("rounds are settled by the caller")
