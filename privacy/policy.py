@@ -9,6 +9,7 @@ evaluations.
 from __future__ import annotations
 
 import hashlib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ SHARE_OF_UNITS = 0.1
 class Runs:
     """[runs] methods, leads: what is accepted (empty: any)   approve: "automatic", or "by hand" for each run.
 
+    extensions: distributions whose methods and models may run here, "name" or "name==version" (empty: none)
+
     hide_size: only private runs with uniform weights; a size is declared only where the operator typed one.
     """
 
@@ -50,8 +53,14 @@ class Runs:
     leads: tuple[str, ...] = ()
     approve: str = AUTOMATIC
     hide_size: bool = False
+    extensions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for entry in self.extensions:
+            if not re.fullmatch(r"[A-Za-z0-9][\w.-]* *(== *[\w.+!-]+)?", entry, re.ASCII):
+                raise ConfigError(
+                    "E-POLICY-01", f"runs.extensions: expected 'name' or 'name==version', found {entry!r}: correct it"
+                )
         validate.one_of("E-POLICY-01", "runs", approve=(self.approve, (AUTOMATIC, BY_HAND)))
 
 

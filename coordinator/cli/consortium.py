@@ -139,6 +139,10 @@ def revoke(
 def serve(
     bind: Annotated[str, typer.Option(help="Address to listen on; port 0 lets the system choose.")] = "0.0.0.0:8443",
     metrics: MetricsOption = None,
+    extension: Annotated[
+        list[str] | None,
+        typer.Option("--extension", help="An installed distribution whose methods, models and data runs may use."),
+    ] = None,
     log_format: LogFormatOption = None,
     passphrase_file: CaPassphraseFile = None,
     passphrase_env: CaPassphraseEnv = None,
@@ -151,11 +155,14 @@ def serve(
     metrics_at = None if metrics is None else LoopbackAddress.parse(metrics)
     from coordinator.api.server import CoordinatorServer, Settings
     from coordinator.config.manifest_builder import build_manifest
+    from fl_core.rounds import extensions
 
     place = home_of(home)
     use_passphrase(passphrase_file, passphrase_env)
     Authority.open(place).unlock()
     logs.set_up(logs.chosen(log_format) or logs.LogFormat.TEXT, place)
+    for found in (e for name in extension or () for e in extensions.load_distribution(name)):
+        log.info("runs may use the %s %s", found.kind, found)
     with ShutdownSignals() as signals:
         server = CoordinatorServer(place, bind, build_manifest, Settings(software=software(), metrics=metrics_at))
         port = server.start()

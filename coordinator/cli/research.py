@@ -131,7 +131,7 @@ def _print(result: runner.Result) -> None:
         shown = console.personal_text(uncertainty.shown_scores(scores, hidden), hidden & set(scores))
         whose = "of the last round's silos" if result.privacy else "of all silos"
         console.OUT.print(f"newest personal models {whose}:{shown}")
-        if METHODS[result.manifest.method.name].ga_is_personal and "ga" in scores:
+        if result.method.ga_is_personal and "ga" in scores:
             ga = console.percent(scores["ga"])
             console.OUT.print(f"their mean accuracy on the whole test set, which papers call GA: {ga}")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blake3 import blake3
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -22,6 +23,7 @@ from fl_core.aggregation.options import AGGREGATORS
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.models import MODELS
+from fl_core.rounds import extensions
 from fl_core.suggest import suggest
 from fl_core.types.records import TrainConfig
 from privacy.profiles import PROFILES
@@ -60,12 +62,42 @@ def _defaults(kind: type[DataclassInstance]) -> dict[str, object]:
 
 _store_dataclasses()
 
+_EXTENSIBLE = {"method": "method", "model": "model", "data": "data", "federation": "partition"}
+_OWN = "own_extension_"
+"""How Hydra's names of extensions begin: a reference may be too long for a file's name, and has a colon."""
+
+
+def _own_choice(group: str, word: str) -> str | None:
+    """Load the extension that a word names, and give Hydra a choice for it; None where it names none."""
+    reference = extensions.load(_EXTENSIBLE[group], word)
+    if reference is None:
+        return None
+    store, kind = ConfigStore.instance().store, extensions.loaded(_EXTENSIBLE[group], reference)
+    name, options = _OWN + blake3(reference.encode()).hexdigest()[:16], {"name": reference, **_options(kind)}
+    if group == "method":
+        schedule = dict(getattr(kind, "schedule", {}))
+        store(name, {"method": options, **({"train": schedule} if schedule else {})}, group=group, package="_global_")
+    elif group == "data":
+        model = getattr(kind, "model", "")
+        model = model and (model if model in choices("model") else _own_choice("model", model))
+        suits = {"defaults": [{"override /model": model}, "_self_"]} if model else {}
+        nothing = {"image_size": None, "classes": None}
+        store(name, {**suits, "data": {"name": reference, **nothing}}, group=group, package="_global_")
+    else:
+        store(name, options | ({"partition_seed": 0} if group == "federation" else {}), group=group)
+    return name
+
+
+def _options(kind: object) -> dict[str, object]:
+    return _defaults(kind) if isinstance(kind, type) and is_dataclass(kind) else {}
+
 
 def choices(group: str, config_dir: Path | None = None) -> list[str]:
     """List what a group can be set to; config_dir: a folder of the user's own with files for the same groups."""
     folders = [resources.files("configs") / group, *([config_dir / group] if config_dir else [])]
     files = {file.name for folder in folders if folder.is_dir() for file in folder.iterdir()}
-    return sorted(name.removesuffix(".yaml") for name in files | set(ConfigStore.instance().repo.get(group, {})))
+    stored = {name for name in ConfigStore.instance().repo.get(group, {}) if not name.startswith(_OWN)}
+    return sorted(name.removesuffix(".yaml") for name in files | stored)
 
 
 def compose_spec(overrides: Sequence[str], config_dir: Path | None = None) -> RunSpec:
@@ -73,8 +105,10 @@ def compose_spec(overrides: Sequence[str], config_dir: Path | None = None) -> Ru
 
     `+key=value` adds a key that the composed files do not have; RunSpec must know it. config_dir: a folder with the
     user's own files, laid out as `configs/` (DIR/experiment/mine.yaml: experiment=mine), under names of their own.
-    Raises ConfigError: E-CFG-01 for a word that is no override, a key or a choice that does not exist, E-CFG-02 for a
-    value of the wrong type or range; each names the nearest valid word.
+    A method, a model, data or a federation may also be an extension (`fl_core.rounds.extensions`), which is imported:
+    these are words of somebody who sits at this machine. Raises ConfigError: E-CFG-01 for a word that is no override, a
+    key or a choice that does not exist, E-CFG-02 for a value of the wrong type or range; each names the nearest valid
+    word; as `extensions.load`.
     """
     if config_dir is not None:
         _check_config_dir(config_dir)
@@ -105,6 +139,11 @@ def compose_from(parent: RunSpec, overrides: Sequence[str]) -> RunSpec:
     groups = [f"{g}={raw[g]['name']}" for g in _CONTINUED if g not in keys and raw[g]["name"] in choices(g)]
     changed = asdict(compose_spec([*groups, *words]))
     for key in keys:
+        group = key.partition(".")[0]
+        if group in _CONTINUED and key != group and raw[group]["name"] != changed[group]["name"]:
+            raise ConfigError(
+                "E-CFG-01", f"expected {group}={raw[group]['name']} beside {key}=, found none: name it too"
+            )
         *path, last = key.split(".")
         to, of = raw, changed
         for step in path:
@@ -159,6 +198,8 @@ def _validate_override(word: str, config_dir: Path | None = None) -> list[str]:
         return [f"{key}={value}"]  # each group is chosen already: there is nothing that a + could add
     if key == "federation" and (short := _federation(value)):
         return short
+    if key in _EXTENSIBLE and (own := _own_choice(key, value)):
+        return [f"{key}={own}"]
     near = difflib.get_close_matches(value, valid, n=1)
     hint = f"did you mean {key}={near[0]}? " if near else ""
     raise ConfigError("E-CFG-01", f"there is no {key}={value}: {hint}valid: {', '.join(valid)}")

@@ -13,7 +13,8 @@ from fl_core.converter import Option
 from fl_core.errors import ConfigError
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.rounds import capabilities
+from fl_core.rounds import capabilities, extensions
+from fl_core.rounds.extensions import Extension
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, make_members
 from fl_core.rounds.memory_need import require_memory
@@ -96,6 +97,7 @@ def manifest_from(
         private_form=was,
         aggregator=_aggregator(spec),
         metrics=metrics,
+        extensions=_extensions(method, model),
         **{name: getattr(spec, name) for name in _OF_SPEC},
     )
     CompiledRun.of(manifest)
@@ -126,6 +128,12 @@ def _metrics(spec: RunSpec, schema: Schema, method: Method, privacy: NamedOption
         return spec.metrics
     exact = method.has_global_model and not profiles.hides_evaluations(privacy)
     return CLINICAL if exact and not basic_only and len(schema.classes) <= SUGGESTED_CLASSES else BASIC
+
+
+def _extensions(method: NamedOptions, model: NamedOptions) -> tuple[Extension, ...]:
+    """Say what of a run is no code of ours: each hospital decides about it."""
+    found = (extensions.identity("method", method.name), extensions.identity("model", model.name))
+    return tuple(extension for extension in found if extension is not None)
 
 
 def _aggregator(spec: RunSpec) -> NamedOptions:

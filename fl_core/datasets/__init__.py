@@ -12,12 +12,13 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fl_core.datasets import own_data
 from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.checks import CheckProblem, CheckReport, SourceIndex
 from fl_core.datasets.examples import ArrayExamples, SiloDataset, TensorExamples
 from fl_core.datasets.image_files import ImageExamples, ImageTransform
 from fl_core.datasets.partition.federations import Partitioner, federation_text, parse_federation
-from fl_core.datasets.references import SOURCES, DataRef, federation, parse
+from fl_core.datasets.references import SOURCES, DataRef, federation, parse, resolved
 from fl_core.datasets.sources import (
     arrays,
     class_folders,
@@ -30,7 +31,7 @@ from fl_core.datasets.sources import (
     torchvision,
 )
 from fl_core.errors import ConfigError, DataError
-from fl_core.suggest import suggest
+from fl_core.rounds import extensions
 from fl_core.types.records import Schema
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "load",
     "parse",
     "parse_federation",
+    "resolved",
     "schema_of",
 ]
 
@@ -110,10 +112,10 @@ def schema_of(data: str, *, classes: Sequence[str] | None = None, image_size: in
 
     Raises ConfigError: E-CFG-01 for an unknown name, E-CFG-23 for a folder or manifest without `classes`.
     """
-    if data not in SOURCES:
-        raise ConfigError("E-CFG-01", f"there is no data {data!r}: {suggest(data, SOURCES)}")
+    fixed = _fixed(data)
+    if data not in SOURCES and fixed is None:
+        raise extensions.unknown("data", data, SOURCES)
     _check_settings(data, classes, image_size)
-    fixed = FIXED.get(data)
     own = fixed.classes if fixed else isic2019.CLASSES if data == "isic2019" else None
     space = tuple(classes) if classes else own
     if space is None:
@@ -126,14 +128,19 @@ def schema_of(data: str, *, classes: Sequence[str] | None = None, image_size: in
     return Schema((3, size, size), space)
 
 
+def _fixed(source: str) -> Schema | None:
+    """Return the schema of a data set whose examples have one shape, ours or a loaded one."""
+    return FIXED.get(source) or own_data.schema(source)
+
+
 def _check_settings(source: str, classes: Sequence[str] | None, image_size: int | None) -> None:
     if classes is not None and (isinstance(classes, str) or len(set(classes)) != len(classes) or len(classes) < 2):
         raise ConfigError("E-CFG-23", f"classes: expected at least two different names, found {classes!r}: correct it")
     if image_size is None:
         return
     sizes = SIZES
-    if source in FIXED:
-        side = FIXED[source].shape[-1]
+    if fixed := _fixed(source):
+        side = fixed.shape[-1]
         sizes = range(side, side + 1)
     if image_size not in sizes:
         raise ConfigError(
@@ -171,6 +178,11 @@ def _find(
     _check_settings(ref.source, classes, image_size)
     if ref.source == "digits":
         return digits.share(*_place(ref), classes)
+    if own_data.is_own(ref.source):
+        root = data_root or (Path(os.environ[DATA_ROOT]) if DATA_ROOT in os.environ else None)
+        if ref.federation is None:
+            return own_data.everything(ref.source, root, classes)
+        return arrays.Share.of(own_data.read, ref.source, root, *_place(ref), classes)
     root = None if ref.source in ("spiral", "folder", "manifest") else _root(data_root)
     if reader := _reader(ref.source, root):
         return arrays.Share.of(reader, ref.source, root, *_place(ref), classes)

@@ -9,6 +9,8 @@
 | isic2019/clients20/7    | client 7 of 20: the centres, cut into parts by their size                        |
 | folder:PATH             | class subfolders, with or without a train/ and test/ level                       |
 | manifest:FILE.csv       | a CSV file: path,label,group,split                                               |
+| package:Name            | a loaded data set of another distribution, whole                                 |
+| package:Name/p5c2/3     | silo 3 of it, in a partition                                                     |
 
 A folder or a manifest may be partitioned as well, to simulate hospitals: folder:/data/cifar10#p5c2/3.
 """
@@ -20,9 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_core.datasets.catalogue import KNOWN
+from fl_core.datasets.own_data import is_own
 from fl_core.datasets.partition.federations import FORMS, Partitioner, parse_federation
 from fl_core.datasets.sources.isic2019 import CENTERS, parts
 from fl_core.errors import ConfigError
+from fl_core.rounds import extensions
 from fl_core.suggest import suggest
 
 OWN = ("isic2019", "folder", "manifest")
@@ -45,7 +49,7 @@ _KNOWN = (
 class DataRef:
     """A parsed reference.
 
-    source:     one of SOURCES
+    source:     one of SOURCES, or the name of a loaded data set
     silo:       the position in `federation`, or the centre or client of Fed-ISIC2019
     federation: how examples are partitioned, if they are
     path:       of a folder or a manifest
@@ -62,6 +66,8 @@ class DataRef:
 
     def __str__(self) -> str:
         partition = f"{self.federation.text}/{self.silo}" if self.federation else ""
+        if is_own(self.source) and not partition:
+            return self.source
         if self.source not in OWN:
             return f"{self.source}/{partition}"
         if self.clients:
@@ -89,7 +95,9 @@ def parse(reference: str) -> DataRef:
     if match := re.fullmatch(r"digits/hospital(\d+)", reference):
         reference = f"digits/hospitals6/{match[1]}"
     name, slash, partition = reference.partition("/")
-    if slash and name in PARTITIONED:
+    if not slash and is_own(name):
+        return DataRef(name)
+    if slash and (name in PARTITIONED or is_own(name)):
         federation, silo = _parse_silo(partition, reference)
         return DataRef(name, silo, federation)
     if match := re.fullmatch(r"isic2019/center(\d+)", reference):
@@ -103,6 +111,23 @@ def parse(reference: str) -> DataRef:
             raise ConfigError("E-CFG-01", f"expected isic2019/clients{clients}/0 to {clients - 1}, found {reference!r}")
         return DataRef("isic2019", client, clients=clients, seed=int(match[2] or 0))
     raise ConfigError("E-CFG-01", f"there is no data {reference!r}: {_hint(reference)}valid forms: {VALID_FORMS}")
+
+
+def resolved(reference: str) -> str:
+    """Import the data set and the partition of other distributions that a reference names, for a command's own words.
+
+    Returns the reference with both by their place: "mine/p5c2/3" -> "package:Mine/p5c2/3". Raises as `extensions.load`.
+    """
+    own_files = re.match(r"(folder|manifest):", reference)
+    head, sign, tail = reference.partition("#" if own_files else "/")
+    if not own_files and head not in SOURCES:
+        head = extensions.load("data", head) or head
+    partition, slash, silo = tail.rpartition("/")
+    name, bracket, options = partition.partition("(")
+    name, at, seed = (name, "", "") if bracket else name.partition("@")
+    if slash and (place := extensions.load("partition", name)):
+        partition = f"{place}{bracket}{options}{at}{seed}"
+    return f"{head}{sign}{partition}{slash}{silo}"
 
 
 def _parse_silo(text: str, reference: str) -> tuple[Partitioner, int]:
@@ -132,7 +157,7 @@ def federation(data: str, federation: str) -> list[str]:
         return [str(parse(f"isic2019/{federation}/{k}")) for k in range(int(match[1]))]
     if data == "isic2019":
         return [f"isic2019/center{k}" for k in _centers(federation)]
-    if data in PARTITIONED:
+    if data in PARTITIONED or is_own(data):
         join = f"{data}/"
     elif data.startswith(("folder:", "manifest:")):
         join = f"{data}#"

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fl_core.converter import read_options
-from fl_core.errors import ConfigError
 from fl_core.methods.disjoint.creff import CReFF
 from fl_core.methods.disjoint.fedcd import FedCD
 from fl_core.methods.disjoint.fedgela import FedGELA
@@ -38,7 +37,7 @@ from fl_core.methods.personal.fedrep import FedRep
 from fl_core.methods.personal.fedrod import FedROD
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.methods.personal.map_ import Map
-from fl_core.suggest import suggest
+from fl_core.rounds import extensions
 
 METHODS: Mapping[str, type[FedAvg]] = {
     "fedavg": FedAvg,
@@ -75,6 +74,12 @@ def build_method(name: str, options: Mapping[str, object]) -> FedAvg:
     Raises ConfigError: E-CFG-01 (no such method or option), E-CFG-02 (a value of a wrong type), each
     with the nearest valid name or the expected type; E-CFG-02 on a value out of range.
     """
-    if name not in METHODS:
-        raise ConfigError("E-CFG-01", f"there is no method {name!r}: {suggest(name, METHODS)}")
-    return read_options(METHODS[name], name, options)
+    return read_options(method_class(name), name, options)
+
+
+def method_class(name: str) -> type[FedAvg]:
+    """Return a method of ours, or a loaded one (`fl_core.rounds.extensions`); raises ConfigError (E-CFG-01)."""
+    found = METHODS.get(name) or extensions.loaded("method", name)
+    if not isinstance(found, type):
+        raise extensions.unknown("method", name, list(METHODS))
+    return found

@@ -25,7 +25,7 @@ from fl_core.models.small.mlp import DigitsMlp, MlpNet, SpiralMlp
 from fl_core.models.split_model import SplitModel
 from fl_core.models.vgg import Vgg8, Vgg11, Vgg16
 from fl_core.models.wide_resnet import WideResNet2810
-from fl_core.suggest import suggest
+from fl_core.rounds import extensions
 from fl_core.training import memory
 from fl_core.types.records import Schema
 
@@ -86,9 +86,11 @@ class ModelFacts:
 
 def model_options(name: str, options: Mapping[str, object]) -> ModelOptions:
     """Check a model's name and options; raises ConfigError (E-CFG-01, E-CFG-02) with the nearest name."""
-    if name not in MODELS:
-        raise ConfigError("E-CFG-01", f"there is no model {name!r}: {suggest(name, MODELS)}")
-    return read_options(MODELS[name], name, options)
+    found = MODELS.get(name) or extensions.loaded("model", name)
+    if not isinstance(found, type):
+        raise extensions.unknown("model", name, list(MODELS))
+    options_: ModelOptions = read_options(found, name, options)
+    return options_
 
 
 def build_model(name: str, options: Mapping[str, object], schema: Schema, seed: int) -> SplitModel:

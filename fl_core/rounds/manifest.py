@@ -14,6 +14,7 @@ from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import ConversionError, Option, parse_json, rename, shown, structure
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.rounds import sampling
+from fl_core.rounds.extensions import Extension
 from fl_core.types.clinical import BASIC, CLINICAL, METRICS_KINDS, MOST_CLASSES
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import Layout, PartSpec
@@ -31,6 +32,7 @@ _ABSENT: Mapping[str, object] = {
     "patience_s": PATIENCE_S,
     "start": None,
     "metrics": BASIC,
+    "extensions": (),
 }
 rename(PartSpec, shapes="tensors", weight_shape="weight")
 
@@ -88,7 +90,8 @@ class RunManifest:
     run replaced by the method's private form, with the values that were asked for; empty where it runs as asked;
     lost_state: what a silo does that has lost what it keeps between rounds (SCAFFOLD's control variate, a personal
     model): refuse the round, or restart from the beginning and say so; start: the run that this one goes on from,
-    None where it begins with fresh weights; metrics: what evaluations send, of METRICS_KINDS.
+    None where it begins with fresh weights; metrics: what evaluations send, of METRICS_KINDS; extensions: the code of
+    other distributions that method and model are.
     """
 
     name: str
@@ -117,6 +120,7 @@ class RunManifest:
     aggregator: NamedOptions = NamedOptions(aggregators.DEFAULT)
     start: StartPoint | None = None
     metrics: str = BASIC
+    extensions: tuple[Extension, ...] = ()
     format: int = FORMAT
 
     def to_json(self) -> str:

@@ -20,7 +20,7 @@ from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
 from fl_core.errors import ConfigError
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.rounds import sampling
+from fl_core.rounds import extensions, sampling
 from fl_core.rounds.engine import Exchange, RoundLoop, Schedule
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import SiloRuntime
@@ -47,7 +47,11 @@ class RunSetup:
 
     @classmethod
     def of(cls, manifest: RunManifest) -> Self:
-        """Take a manifest whose method is known; raises ConfigError (E-CFG-01, E-CFG-02)."""
+        """Take a manifest whose method is known; raises ConfigError (E-CFG-01, E-CFG-02).
+
+        E-CFG-08 where another version of an extension is loaded than the manifest names.
+        """
+        extensions.require_same(manifest.method.name, manifest.model.name, manifest.extensions)
         run = cls(manifest)
         _ = run.method, run.aggregator
         return run

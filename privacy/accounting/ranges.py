@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from fl_core.errors import RefusedError
-from fl_core.methods import METHODS
+from fl_core.methods import method_class
 from fl_core.rounds.manifest import RunManifest
 from fl_core.training import optimizers
 from fl_core.types.records import TrainConfig
@@ -166,8 +166,7 @@ def _of_config(prefix: str, config: TrainConfig | DpConfig) -> Iterator[_Number]
 
 def _of_method(manifest: RunManifest) -> Iterator[_Number]:
     """List a method's numbers: an option that is not in the table is a strength, or a count where it is whole."""
-    built = METHODS.get(manifest.method.name)
-    defaults = {f.name: f.default for f in fields(built)} if built else {}
+    defaults = {f.name: f.default for f in fields(method_class(manifest.method.name))}
     for option, value in manifest.method.options.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue  # words are the method's to check

@@ -104,7 +104,7 @@ def register(
     from privacy.ledger import registration
 
     ledger = _ledger(home, make=True)
-    loaded = datasets.load(data, data_root=data_root)
+    loaded = datasets.load(datasets.resolved(data), data_root=data_root)
     found = registration.register(ledger, loaded, name or loaded.origin)
     if as_json:
         print_json({"collections": found})

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from fl_core.rounds import extensions
 from protos.console import local_time, print_json
 from silo.cli import console
 from silo.cli.options import HomeOption, JsonOption
@@ -65,6 +66,7 @@ def check(
         print_json({"file": str(place), "digest": policy.digest, "sound": True})
         return
     facts = [("file", str(place)), ("sound", "yes" if policy.digest else "there is none, the defaults hold")]
+    facts += [(f"extension {name}", found) for name, found in extensions.installed(policy.runs.extensions).items()]
     if policy.budgets and not silo_home.ledger.exists():
         facts += [("budgets", "not compared with the ledger, which is not there yet: silo ledger register")]
     console.show_facts(facts)

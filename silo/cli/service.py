@@ -234,6 +234,7 @@ def check(
     """Look for everything that would stop a run; exit status 2 when something would."""
     from fl_core import datasets
 
+    reference = datasets.resolved(reference)
     report = datasets.check(reference, data_root=data_root, classes=label_space(classes), deep=deep)
     if as_json:
         print_json(console.report_json(report))
@@ -249,6 +250,7 @@ def describe(
     """Show shape, classes and counts per split."""
     from fl_core import datasets
 
+    reference = datasets.resolved(reference)
     loaded = datasets.load(reference, data_root=data_root, classes=label_space(classes))
     report = datasets.check(reference, data_root=data_root, classes=label_space(classes))
     if as_json:

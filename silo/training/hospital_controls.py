@@ -10,6 +10,7 @@ import torch
 
 from fl_core.datasets import SiloDataset
 from fl_core.errors import FederationError, RefusedError, StateError
+from fl_core.rounds import extensions
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
 from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS
@@ -132,12 +133,16 @@ class HospitalControls:
     def admit(self, run_id: str, manifest: RunManifest, device: torch.device = CPU) -> CompiledRun | None:
         """Hold a run against the policy and return what it is; None while the hospital has not decided about it.
 
-        device: where it would train. Raises RefusedError (E-POLICY-.., and E-RUN-38 before a model is built that cannot
+        device: where it would train. Code of another distribution is imported here, and only here, once the policy has
+        allowed it (E-POLICY-15). Raises RefusedError (E-POLICY-.., and E-RUN-38 before a model is built that cannot
         be trained there), which the ledger records, and as `CompiledRun.of`. No data is near.
         """
         try:
             policy = self.policy()
             policy.check_request(manifest)
+            extensions.require_named(manifest.method.name, manifest.model.name, manifest.extensions)
+            for extension in manifest.extensions:
+                extensions.load_allowed(extension, policy.runs.extensions)
             require_memory(manifest.method, manifest.model, manifest.schema, manifest.train, device)
             run = self._compiled(manifest)
             policy.check(run)
@@ -211,6 +216,7 @@ def describe_request(run: CompiledRun) -> str:
     what = f"{manifest.method.name} on {manifest.data}, {manifest.rounds} rounds"
     lead = f", asked for by {manifest.lead}" if manifest.lead else ""
     lead += f", going on from {manifest.start}" if manifest.start else ""
+    lead += "".join(f", with the code {extension}" for extension in manifest.extensions)
     if profile.terms is None:
         return f"{what}{lead}, without differential privacy"
     return f"{what}{lead}, epsilon {profile.terms.epsilon:g} at delta {profile.terms.delta:g} for {profile.subject}"

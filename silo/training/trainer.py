@@ -49,7 +49,7 @@ class DataSource:
     """The hospital's data, as each run wants it: its label space and its image size."""
 
     def __init__(self, reference: str, data_root: Path | None = None, nominal_size: float | None = None) -> None:
-        self.reference = datasets.parse(reference)
+        self.reference = datasets.parse(datasets.resolved(reference))  # the hospital's own words
         self._data_root = data_root
         self._nominal_size = nominal_size
         self._typed = nominal_size is not None

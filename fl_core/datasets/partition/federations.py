@@ -26,9 +26,11 @@ from typing import NamedTuple
 import numpy as np
 
 from fl_core import rng
-from fl_core.datasets.partition import by_class, by_client
+from fl_core.datasets.partition import by_class, by_client, own
 from fl_core.datasets.partition.by_class import Indices, Labels
+from fl_core.datasets.partition.own import OwnPartition
 from fl_core.errors import ConfigError
+from fl_core.rounds import extensions
 from fl_core.suggest import suggest
 
 FORMS = (
@@ -62,6 +64,7 @@ class PartitionKind(Enum):
     LABEL = "label"
     MAP = "map"
     USERS = "users"
+    OWN = "own"
 
 
 HELD_OUT = frozenset({PartitionKind.PER_SILO, PartitionKind.LABEL, PartitionKind.MAP})
@@ -73,7 +76,7 @@ class Partitioner:
 
     per_silo: classes of each silo (CLASSES), slots (LABEL)   beta: concentration (DIRICHLET, PER_SILO)
     variant:  "double" (CLASSES), or one of VARIANTS (DIRICHLET)
-    text:     the name it was parsed from, in canonical form
+    text:     the name it was parsed from, in canonical form   own: the loaded partition (OWN)
 
     Guarantees: the same in every process; train parts are disjoint (except for "double"), and so are test parts. Their
     union is everything, except for USERS (a sample of them) and where a fifth is held out (rounding leaves out a
@@ -87,6 +90,7 @@ class Partitioner:
     per_silo: int = 0
     beta: float = 0.0
     variant: str = ""
+    own: OwnPartition | None = None
 
     def partition(
         self, train: Labels, test: Labels, n_classes: int, users: tuple[Labels, Labels] | None = None
@@ -95,6 +99,10 @@ class Partitioner:
 
         users: who wrote each example of train and test, by number; only USERS looks at it.
         """
+        if self.own is not None:
+            shares = self.own.partition(train, test, n_classes, self.seed)
+            parts = own.checked(self.text, shares, self.silos, (train, test), n_classes, self.seed)
+            return [SiloIndices(*pair) for pair in parts]
         if self.kind in HELD_OUT:
             kept = [by_client.hold_out(p, self.seed, k) for k, p in enumerate(self._per_silo(train, n_classes))]
             return [SiloIndices(own, _NOBODY, held) for own, held in kept]
@@ -161,6 +169,8 @@ def parse_federation(text: str) -> Partitioner:
         raise ConfigError("E-CFG-01", f"expected a partition seed like @7 after the federation, found {text!r}")
     seed = int(seed_text or 0)
     tail = f"@{seed}" if seed else ""
+    if found := own.parsed(body):
+        return Partitioner(PartitionKind.OWN, found[0].silos, f"{found[1]}{tail}", seed, own=found[0])
     if body == "hospitals6":
         return Partitioner(PartitionKind.HOSPITALS, 6, f"{body}{tail}", seed)
     if match := re.fullmatch(r"p(\d+)c(\d+)(?:-(double))?", body):
@@ -207,16 +217,30 @@ def federation_text(config: Mapping[str, object]) -> str:
     name = str(config.get("name", ""))
     if re.fullmatch(r"centers(-\d+)+", name) and set(config) == {"name"}:
         return name
+    if extensions.is_reference(name):
+        return _own_text(name, config)
     fields = _FIELDS.get(name, ())
     seeded = () if name == "centers" else ("partition_seed",)
     if unknown := sorted(set(config) - {"name", *fields, *seeded}):
         raise ConfigError("E-CFG-01", f"federation {name} has no field {unknown[0]!r}: {suggest(unknown[0], fields)}")
     values = [written for field in fields for written in _written(field, config.get(field))]
+    seed = _seed(config)
+    text = "-".join([name, *values]) + (f"@{seed}" if seed else "")
+    return text if name == "centers" or re.fullmatch(r"clients\d+", name) else parse_federation(text).text
+
+
+def _own_text(name: str, config: Mapping[str, object]) -> str:
+    """Write the configuration of a loaded partition; raises ConfigError (E-CFG-01, E-CFG-02)."""
+    options = {key: value for key, value in config.items() if key not in ("name", "partition_seed")}
+    seed = _seed(config)
+    return parse_federation(f"{own.made(name, options)[1]}{f'@{seed}' if seed else ''}").text
+
+
+def _seed(config: Mapping[str, object]) -> int:
     seed = config.get("partition_seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ConfigError("E-CFG-01", f"federation.partition_seed: expected a whole number from 0, found {seed!r}")
-    text = "-".join([name, *values]) + (f"@{seed}" if seed else "")
-    return text if name == "centers" or re.fullmatch(r"clients\d+", name) else parse_federation(text).text
+    return seed
 
 
 def _written(field: str, value: object) -> list[str]:

@@ -68,6 +68,16 @@ def _partition(reader: Reader, name: str, root: Path | None, federation: Partiti
     return _read(reader, name, root).partition(federation)
 
 
+def cached(reader: Reader, name: str, root: Path | None) -> FullDataset:
+    return _read(reader, name, root)
+
+
+def forget() -> None:
+    """Read and divide anew from now on."""
+    _read.cache_clear()
+    _partition.cache_clear()
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """One silo's positions in a data set. space: the label space; origin: the canonical reference."""
