@@ -8,16 +8,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from consilium.testing.federation import NAMES as NAMES
+from consilium.testing.federation import SCHEMA as SCHEMA
+from consilium.testing.federation import MadeUp as Given  # noqa: F401
+from consilium.testing.federation import manifest as manifest
+from consilium.testing.federation import same as same
+from consilium.testing.federation import same_bundle as same_bundle
+from consilium.testing.federation import shares
 from fl_core.aggregation.aggregator import BLOCK
-from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import Option
 from fl_core.errors import UnavailableError
-from fl_core.methods import build_method
 from fl_core.models import MODELS, SplitModel, build_model
-from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
+from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, SiloShare, local_ports
+from fl_core.simulation.in_process import RoundHistory, local_ports
 from fl_core.training.optimizers import effective_steps
 from fl_core.types.enums import Split, TaskKind
 from fl_core.types.interfaces import SiloPort
@@ -25,7 +29,6 @@ from fl_core.types.records import RoundRecord, Schema, TrainConfig
 from fl_core.types.values import (
     AS_SCHEDULED,
     Bundle,
-    Examples,
     LossFn,
     Part,
     PartSpec,
@@ -75,17 +78,6 @@ def schema(shape: tuple[int, ...], classes: int = 10) -> Schema:
 
 def small(name: str, seed: int = 0, **options: object) -> SplitModel:
     return build_model(name, options, schema(MODEL_SHAPES[name]), seed)
-
-
-class Given(Examples):
-    """Examples in memory."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.labels = x, y
-
-    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        x = self.x[index]
-        return (x if augment is None else x + 0.01 * torch.rand(x.shape, generator=augment)), self.labels[index]
 
 
 class Scalar(nn.Module):
@@ -138,74 +130,7 @@ class QData:
         raise AssertionError("problem Q has no classes")
 
 
-SCHEMA = Schema((1, 8, 8), ("a", "b", "c", "d"))
-NAMES = ("north", "east", "south")
 FED = RoundContext(n_silos=3, n_classes=4, rounds=3, round=1, cohort=3)
-
-
-def shares(seed: int = 0, n: int = 14) -> list[SiloShare]:
-    """Make three silos with two of four classes each; class c is bright in row c."""
-    draw = torch.Generator().manual_seed(seed)
-    result = []
-    for k in range(3):
-        y = torch.tensor([k, k + 1]).repeat(n // 2)
-        x = torch.rand(n, 1, 8, 8, generator=draw)
-        x[torch.arange(n), 0, 2 * y] += 1.0
-        result.append(SiloShare(Given(x, y), Given(x[: n // 2].clone(), y[: n // 2].clone())))
-    return result
-
-
-def manifest(
-    method: str = "fedavg",
-    options: Mapping[str, Option] | None = None,
-    *,
-    model: str = "digits_cnn",
-    train: TrainConfig | None = None,
-    rounds: int = 3,
-    seed: int = 0,
-    cohort: int = 0,
-    quorum: int = 0,
-    share: float = 1.0,
-    names: Sequence[str] = NAMES,
-    model_options: Mapping[str, Option] | None = None,
-    personal: bool = False,
-    aggregator: str = "norm_clipped",
-    metrics: str = "basic",
-) -> RunManifest:
-    """Freeze a run over the three silos."""
-    built = build_model(model, model_options or {}, SCHEMA, seed)
-    return RunManifest(
-        name="test",
-        method=NamedOptions(method, options or {}),
-        model=NamedOptions(model, model_options or {}),
-        data="made-up",
-        schema=SCHEMA,
-        train=train or TrainConfig(batch_size=5, epochs=1),
-        rounds=rounds,
-        seed=seed,
-        members=make_members(names, seed, share),
-        layout=derive_layout(build_method(method, options or {}), built, SCHEMA, personal, metrics),
-        grid=FixedPointFormat("ring64", len(names)),
-        privacy=NamedOptions("none"),
-        cohort=cohort,
-        quorum=quorum,
-        threads=1,
-        personal=personal,
-        aggregator=NamedOptions(aggregator),
-        metrics=metrics,
-    )
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    """Tell whether two sets of tensors are equal to the last bit."""
-    return set(a) == set(b) and all(torch.equal(v, b[name]) for name, v in a.items())
-
-
-def same_bundle(a: Bundle, b: Bundle) -> bool:
-    """Tell whether two bundles are equal to the last bit."""
-    return set(a) == set(b) and all(
-        same(p.total, b[name].total) and torch.equal(p.weight, b[name].weight) for name, p in a.items()
-    )
 
 
 class Kept(RoundHistory):

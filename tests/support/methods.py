@@ -10,6 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from consilium.testing.federation import copied as copied
+from consilium.testing.federation import copied_bundle as copied_bundle
+from consilium.testing.federation import merged_total as merged_total
+from consilium.testing.federation import same_state as same_state
+from consilium.testing.federation import stacked as stacked
+from consilium.testing.federation import total_of as total_of
+from consilium.testing.methods import CONTEXT as CONTEXT
+from consilium.testing.methods import TRAIN as TRAIN
 from fl_core.converter import Option
 from fl_core.errors import UnavailableError
 from fl_core.methods import build_method
@@ -23,11 +31,8 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
 from fl_core.types.records import TrainConfig
-from fl_core.types.values import AS_SCHEDULED, Bundle, LocalResult, LossFn, Part, RoundContext, SgdOptions, State
-from tests.support.federations import FED, METHOD_OPTIONS, SCHEMA, QData, Scalar, manifest, same, shares
-
-TRAIN = TrainConfig(lr=0.05, batch_size=5, epochs=1)
-CONTEXT = RoundContext(n_silos=3, n_classes=4, rounds=5, round=2, cohort=3)
+from fl_core.types.values import AS_SCHEDULED, Bundle, LocalResult, LossFn, RoundContext, SgdOptions, State
+from tests.support.federations import FED, METHOD_OPTIONS, SCHEMA, QData, Scalar, manifest, shares
 
 
 def made(name: str) -> Method:
@@ -61,21 +66,6 @@ def answers(name: str) -> list[Bundle]:
     return [copied_bundle(bundle) for bundle in _kept(name)[1]]
 
 
-def merged_total(method: Method, bundles: list[Bundle]) -> Bundle:
-    """Sum over silos, except for the parts that `merge` sees one by one."""
-    return {
-        name: stacked([b[name] for b in bundles]) if name in method.unsummed_parts else part
-        for name, part in total_of(bundles).items()
-    }
-
-
-def stacked(parts: list[Part]) -> Part:
-    return Part(
-        {key: torch.stack([p.total[key] for p in parts]) for key in parts[0].total},
-        torch.stack([p.weight for p in parts]),
-    )
-
-
 def local(
     method: Method, server: State, k: int, model: nn.Module | None = None, silo: State | None = None
 ) -> LocalResult:
@@ -85,18 +75,6 @@ def local(
     return method.local(
         model, method.broadcast(server), silo, PlainLocalData(share.train, share.test, TRAIN, context), context
     )
-
-
-def copied(state: State) -> State:
-    return {group: {name: v.clone() for name, v in values.items()} for group, values in state.items()}
-
-
-def copied_bundle(bundle: Bundle) -> Bundle:
-    return {n: Part({key: v.clone() for key, v in p.total.items()}, p.weight.clone()) for n, p in bundle.items()}
-
-
-def same_state(a: State, b: State) -> bool:
-    return set(a) == set(b) and all(same(values, b[group]) for group, values in a.items())
 
 
 class Exact(QData):
@@ -131,14 +109,6 @@ class Played:
     def server(self, t: int, group: str) -> float:
         """Read one group of the server's state after round t."""
         return float(self.servers[t][group]["w"])
-
-
-def total_of(bundles: Sequence[Bundle]) -> Bundle:
-    """Add bundles part by part."""
-    total = dict(bundles[0])
-    for bundle in bundles[1:]:
-        total = {name: part + bundle[name] for name, part in total.items()}
-    return total
 
 
 def play(

@@ -1,0 +1,1 @@
+"""A method, a model, a data set and a partition for Consilium."""
