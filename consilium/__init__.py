@@ -10,8 +10,8 @@
 What stands in `__all__` of this package and of its modules is the public interface: it keeps its names and meanings
 within a major version. Everything else may change.
 
-extending   what methods, models, data sets and partitions of your own are made of
-testing     what they owe, as functions for your own tests
+extending.py   what methods, models, data sets and partitions of your own are made of
+testing/       what they owe, as functions for your own tests
 """
 
 from coordinator.simulation.python_api import Progress, Simulation, simulate

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from consilium.testing.methods import run_checks
+from consilium.testing.cases import run_checks
 from fl_core.converter import Option
 from fl_core.datasets import own_data
 from fl_core.datasets.own_data import ArrayData

@@ -18,10 +18,9 @@ from coordinator.simulation.engine import SimulationEngine, threads_of
 from coordinator.simulation.results import ResultFolder
 from fl_core import datasets
 from fl_core.errors import ConfigError
-from fl_core.methods import METHODS, build_method
-from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.fine_tuning import BestHistory, FineTuned, fine_tuned
 from fl_core.simulation.global_test import GlobalTestEvaluator
 from fl_core.simulation.in_process import ResumePoint, SiloShare, has_official_test
@@ -30,6 +29,7 @@ from fl_core.training.devices import choose_device
 from fl_core.types import tensor_maps
 from fl_core.types.clinical import SUGGESTED_CLASSES, ClinicalMetrics
 from fl_core.types.enums import TaskKind
+from fl_core.types.interfaces import Method
 from fl_core.types.records import RoundRecord, fairness
 from fl_core.types.values import RoundContext, State
 from privacy.accounting.record_config import round_to_two_digits
@@ -46,7 +46,8 @@ T = TypeVar("T")
 class Result:
     """The records of a simulation's rounds and the digest of its final model.
 
-    server: the final server state   counts: (train, test) examples per class of each silo
+    server: the final server state   compiled: what the manifest names
+    counts: (train, test) examples per class of each silo
     noise: which results are noisy   measured: the records as papers measure, where a federation sees less: counts of
     the official test set or of all silos' test sets, scores of all silos' personal models
     official: whether the global model was measured on the official test set, which is no silo's
@@ -62,6 +63,7 @@ class Result:
     official: bool = False
     server: State = field(default_factory=dict)
     counts: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
+    compiled: RunSetup | None = None
 
     @property
     def accuracies(self) -> list[float]:
@@ -88,8 +90,12 @@ class Result:
         return (self.measured or self.records)[-1].clinical
 
     @property
-    def method(self) -> FedAvg:
-        return build_method(self.manifest.method.name, self.manifest.method.options)
+    def method(self) -> Method:
+        return self.run.method
+
+    @property
+    def run(self) -> RunSetup:
+        return self.compiled or RunSetup(self.manifest)
 
     @property
     def sums(self) -> list[Sums]:
@@ -177,7 +183,7 @@ class Result:
         Of methods whose model is personal the mean over silos of their models' accuracy on the whole test set, else the
         global accuracy; None where noise hides it.
         """
-        if METHODS[self.manifest.method.name].ga_is_personal:
+        if self.method.ga_is_personal:
             return [s.get("ga") for s in scores]
         return _exact(self.estimates[1:])
 
@@ -297,6 +303,7 @@ def run(
         tensor_maps.digest(final["w"]),
         server=final,
         counts=[_class_counts(s) for s in sets],
+        compiled=compiled,
         tuned=tuned,
         privacy=spent,
         measured=history.measured if history.apart else (),

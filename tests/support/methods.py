@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from consilium.testing.cases import CONTEXT as CONTEXT
+from consilium.testing.cases import TRAIN as TRAIN
 from consilium.testing.federation import copied as copied
 from consilium.testing.federation import copied_bundle as copied_bundle
 from consilium.testing.federation import merged_total as merged_total
 from consilium.testing.federation import same_state as same_state
 from consilium.testing.federation import stacked as stacked
 from consilium.testing.federation import total_of as total_of
-from consilium.testing.methods import CONTEXT as CONTEXT
-from consilium.testing.methods import TRAIN as TRAIN
 from fl_core.converter import Option
 from fl_core.errors import UnavailableError
 from fl_core.methods import build_method
