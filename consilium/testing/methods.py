@@ -22,6 +22,7 @@ from consilium.testing.federation import (
     shares,
     total_of,
 )
+from fl_core import rng
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.converter import Option
@@ -279,10 +280,9 @@ class _Watched(PlainLocalData):
         x, other = (torch.rand(4, *SCHEMA.shape, generator=draw) for _ in range(2))
         y = torch.tensor([1, 2, 1, 2])
         other[0] = x[0]
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
+        with rng.torch_scope(0, "contract"):
             a = loss(model, x, y)
-            torch.manual_seed(0)
+        with rng.torch_scope(0, "contract"):
             b = loss(model, other, y)
         if a.coupled is not None or not torch.allclose(a.per_example[0], b.per_example[0], rtol=1e-4, atol=1e-6):
             self.mixed.append(loss)
