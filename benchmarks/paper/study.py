@@ -151,7 +151,7 @@ class NewestState(Observer):
 
 def runtime_and_tests(spec: RunSpec, data_root: Path | None) -> tuple[SiloRuntime, ConcatExamples]:
     """Build what a silo trains with, and the global test set: the official one, or the union of the silos' own."""
-    sets = runner.read_silos(spec, data_root, datasets.load)
+    sets = runner.read_silos(spec, data_root, datasets.load_all)
     tests = [sets[0].public] if sets[0].public is not None else [s.test for s in sets]
     manifest = manifest_from(spec, [f"hospital{k}" for k in range(len(sets))])
     return RunSetup.of(manifest).silo_runtime(), ConcatExamples(tests)

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from coordinator.config.run_spec import RunSpec
+from coordinator.config.table_schema import with_schema
 from fl_core.aggregation.options import AGGREGATORS
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
@@ -120,6 +121,8 @@ def compose_spec(overrides: Sequence[str], config_dir: Path | None = None) -> Ru
     chosen = {key: value for key, value in raw.items() if key not in ("experiment", "scale")}
     if chosen["name"] is not None:
         chosen["name"] = str(chosen["name"])  # name=7 is a name
+    if isinstance(chosen["data"], Mapping):
+        chosen["data"] = with_schema(chosen["data"])
     return RunSpec.from_mapping(chosen)
 
 

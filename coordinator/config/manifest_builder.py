@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from coordinator.config.run_spec import AUTO, RunSpec
 from fl_core import datasets
 from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.fixed_point import FixedPointFormat
-from fl_core.converter import Option
+from fl_core.converter import ConversionError, Option, shown, structure
 from fl_core.errors import ConfigError
 from fl_core.methods import build_method
 from fl_core.models import build_model
@@ -20,6 +21,7 @@ from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, make_memb
 from fl_core.rounds.memory_need import require_memory
 from fl_core.training import optimizers
 from fl_core.types.clinical import BASIC, CLINICAL, SUGGESTED_CLASSES
+from fl_core.types.columns import Column
 from fl_core.types.interfaces import Method
 from fl_core.types.records import Schema
 from privacy import profiles
@@ -29,6 +31,8 @@ from protos.version import software
 
 IMAGES = {"folder", "manifest"}
 """Two ways to lay out a hospital's own images: silos of both kinds fit one run."""
+OWN = IMAGES | {"table"}
+"""What hospitals bring themselves; a simulation needs its path."""
 _LARGEST = 2**53
 _OF_SPEC = (
     "train",
@@ -51,8 +55,35 @@ def schema_of(spec: RunSpec) -> Schema:
     if classes is not None and not isinstance(classes, list | tuple):
         raise ConfigError("E-CFG-02", f"expected data.classes=[name,name,...], found {classes!r}")
     return datasets.schema_of(
-        str(spec.data["name"]), image_size=size, classes=None if classes is None else [str(c) for c in classes]
+        str(spec.data["name"]),
+        image_size=size,
+        classes=None if classes is None else [str(c) for c in classes],
+        window=window_of(spec),
+        columns=declared_columns(spec),
     )
+
+
+def window_of(spec: RunSpec) -> tuple[float, float] | None:
+    """Read data.window; raises ConfigError (E-CFG-02)."""
+    window = spec.data.get("window")
+    if window is None:
+        return None
+    if not isinstance(window, list | tuple) or not all(isinstance(v, int | float) for v in window) or len(window) != 2:
+        raise ConfigError("E-CFG-02", f"expected data.window=[centre,width], found {shown(window)}")
+    return float(window[0]), float(window[1])
+
+
+def declared_columns(spec: RunSpec) -> tuple[Column, ...]:
+    """Read data.schema, columns by now: `config.table_schema` has read the file."""
+    try:
+        return structure(_Columns, {"schema": spec.data.get("schema") or []}, "data").schema
+    except ConversionError as error:
+        raise ConfigError("E-CFG-02", f"{error}: give data.schema=FILE.toml") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    schema: tuple[Column, ...]
 
 
 def manifest_from(

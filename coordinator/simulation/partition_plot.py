@@ -56,7 +56,7 @@ class SplitTable:
 
 def on_disk(spec: RunSpec, data_root: Path | None) -> SplitTable:
     """Count what each silo of a simulation would get; raises ConfigError and DataError as `datasets.check`."""
-    reports = read_silos(spec, data_root, datasets.check)
+    reports = read_silos(spec, data_root, datasets.check_all)
     for report in reports:
         report.require_sound()
     return SplitTable(

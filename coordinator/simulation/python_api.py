@@ -320,7 +320,7 @@ def _labels(words: Sequence[str], root: Path | None, config_dir: Path | None) ->
     probe = _Probe()
     with extensions.given("partition", probe, "memory:probe"):
         spec = compose_spec([*words, "federation=memory:probe"], config_dir)
-        runner.read_silos(spec, root, datasets.load)
+        runner.read_silos(spec, root, datasets.load_all)
     assert probe.seen is not None
     return probe.seen
 

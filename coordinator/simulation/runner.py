@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from coordinator.config.manifest_builder import IMAGES, manifest_from
+from coordinator.config.manifest_builder import OWN, declared_columns, manifest_from, window_of
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation.checkpoints import Checkpoints, Identity, Progress, run_with_checkpoints
 from coordinator.simulation.engine import SimulationEngine, threads_of
@@ -28,6 +28,7 @@ from fl_core.simulation.latest_personal import LatestPersonal
 from fl_core.training.devices import choose_device
 from fl_core.types import tensor_maps
 from fl_core.types.clinical import SUGGESTED_CLASSES, ClinicalMetrics
+from fl_core.types.columns import Column, difference
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
 from fl_core.types.records import RoundRecord, fairness
@@ -226,30 +227,28 @@ class ReportingHistory(BestHistory):
 def data_reference(spec: RunSpec) -> str:
     """Return the reference of the data that is split over the silos; raises ConfigError (E-CFG-23) without a path."""
     name, path = str(spec.data["name"]), spec.data.get("path")
-    if name not in IMAGES:
+    if name not in OWN:
         return name
     if not isinstance(path, str) or not path.strip():
-        file = "/data/images" if name == "folder" else "/data/images.csv"
+        file = {"folder": "/data/images", "manifest": "/data/images.csv"}.get(name, "/data/patients.csv")
         raise ConfigError(
             "E-CFG-23",
-            f"expected data.path, where the images lie that are dealt to the silos, found none: coordinator simulate "
+            f"expected data.path, where the data lie that are dealt to the silos, found none: coordinator simulate "
             f"data={name} data.path={file} federation=p5c2",
         )
     return f"{name}:{path}"
 
 
-def read_silos(spec: RunSpec, data_root: Path | None, read: Callable[..., T]) -> list[T]:
-    """Call `read`, which is `datasets.load` or `datasets.check`, for the data of each silo of the federation."""
+def read_silos(spec: RunSpec, data_root: Path | None, read: Callable[..., list[T]]) -> list[T]:
+    """Call `read`, which is `datasets.load_all` or `datasets.check_all`, for all silos' data."""
     size, classes = spec.data.get("image_size"), spec.data.get("classes")
-    return [
-        read(
-            reference,
-            data_root=data_root,
-            classes=[str(c) for c in classes] if isinstance(classes, list | tuple) else None,
-            image_size=size if isinstance(size, int) else None,
-        )
-        for reference in datasets.federation(data_reference(spec), datasets.federation_text(spec.federation))
-    ]
+    return read(
+        datasets.federation(data_reference(spec), datasets.federation_text(spec.federation)),
+        data_root=data_root,
+        classes=[str(c) for c in classes] if isinstance(classes, list | tuple) else None,
+        image_size=size if isinstance(size, int) else None,
+        window=window_of(spec),
+    )
 
 
 def run(
@@ -338,8 +337,18 @@ def _class_counts(dataset: datasets.SiloDataset) -> tuple[list[int], list[int]]:
 
 def build_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[RunManifest, list[datasets.SiloDataset]]:
     """Split the spec's data over its silos and freeze the run over them."""
-    sets = read_silos(spec, data_root, datasets.load)
-    if not spec.data.get("classes") and spec.data["name"] in IMAGES:
+    sets = read_silos(spec, data_root, datasets.load_all)
+    if not spec.data.get("classes") and spec.data["name"] in OWN:
         spec = replace(spec, data={**spec.data, "classes": list(sets[0].schema.classes)})
+    if spec.data["name"] == "table":
+        spec = _with_columns(spec, sets[0].schema.columns)
     sizes = [round_to_two_digits(len(PrivacyUnits.of(s.train))) for s in sets]
     return manifest_from(spec, [f"hospital{k}" for k in range(len(sets))], sizes), sets
+
+
+def _with_columns(spec: RunSpec, own: Sequence[Column]) -> RunSpec:
+    """Take the table's own schema; raises ConfigError (E-CFG-23) where the spec declares another."""
+    declared = declared_columns(spec)
+    if declared and (differ := difference(declared, own)):
+        raise ConfigError("E-CFG-23", f"expected data.schema as the table's own beside it, found another: {differ}")
+    return replace(spec, data={**spec.data, "schema": [asdict(column) for column in own]})

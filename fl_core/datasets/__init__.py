@@ -1,23 +1,28 @@
 """Data by reference: parse it, check it, load it, or know its schema without having it.
 
 sources/    one reader per source
+decoding/   from an image file's bytes to its pixels
 partition/  how examples are divided among silos
 
-`references` has the names of all sources, `catalogue` what is known of the public ones.
+`image_loader` decodes with all cores and keeps what came out; `references` has the names of all sources, `catalogue`
+what is known of the public ones.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fl_core.datasets import own_data
 from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.checks import CheckProblem, CheckReport, SourceIndex
+from fl_core.datasets.decoding.dicom import Window
 from fl_core.datasets.examples import ArrayExamples, SiloDataset, TensorExamples
 from fl_core.datasets.image_files import ImageExamples, ImageTransform
-from fl_core.datasets.partition.federations import Partitioner, federation_text, parse_federation
+from fl_core.datasets.image_loader import ImageLoader
+from fl_core.datasets.partition.federations import Partitioner, SiloIndices, federation_text, parse_federation
 from fl_core.datasets.references import SOURCES, DataRef, federation, parse, resolved
 from fl_core.datasets.sources import (
     arrays,
@@ -28,10 +33,12 @@ from fl_core.datasets.sources import (
     isic2019,
     leaf,
     spiral,
+    table,
     torchvision,
 )
 from fl_core.errors import ConfigError, DataError
 from fl_core.rounds import extensions
+from fl_core.types.columns import Column, check_columns, width
 from fl_core.types.records import Schema
 
 __all__ = [
@@ -42,12 +49,15 @@ __all__ = [
     "CheckReport",
     "DataRef",
     "ImageExamples",
+    "ImageLoader",
     "SiloDataset",
     "TensorExamples",
     "check",
+    "check_all",
     "federation",
     "federation_text",
     "load",
+    "load_all",
     "parse",
     "parse_federation",
     "resolved",
@@ -70,24 +80,60 @@ FIXED: Mapping[str, Schema] = {
 """The data sets whose examples have one shape."""
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a run wants of data, whatever their source.
+
+    classes: the label space, in order; None takes the data set's own   image_size: pixels; None takes its default
+    window: (centre, width) of DICOM's grey values; None takes each file's own
+    """
+
+    classes: Sequence[str] | None = None
+    image_size: int | None = None
+    window: tuple[float, float] | None = None
+
+
 def load(
     reference: str,
     *,
     data_root: Path | None = None,
     classes: Sequence[str] | None = None,
     image_size: int | None = None,
+    window: tuple[float, float] | None = None,
+    loader: ImageLoader | None = None,
 ) -> SiloDataset:
     """Load a silo's data, images lazily; existence and labels of all of them are verified first.
 
     data_root:  where named data sets lie; None takes the environment variable CONSILIUM_DATA_ROOT
-    classes:    the run's label space, in order; None takes the data set's own
-    image_size: pixels; None takes the data set's default
+    classes, image_size, window: see `Wanted`
+    loader:     decodes images and keeps them; None takes `image_loader.shared_loader`
     Raises ConfigError (E-CFG-01, E-CFG-23) for what is asked, one DataError (E-DATA-..) for all that is wrong.
     """
-    found = _find(reference, data_root, classes, image_size)
-    if isinstance(found, SourceIndex):
-        return found.dataset(_transform(parse(reference).source, image_size))
-    return found.dataset()
+    (dataset,) = load_all(
+        [reference], data_root=data_root, classes=classes, image_size=image_size, window=window, loader=loader
+    )
+    return dataset
+
+
+def load_all(
+    references: Sequence[str],
+    *,
+    data_root: Path | None = None,
+    classes: Sequence[str] | None = None,
+    image_size: int | None = None,
+    window: tuple[float, float] | None = None,
+    loader: ImageLoader | None = None,
+) -> list[SiloDataset]:
+    """Load the data of many silos as `load`; a folder or a table that they share is read once, and decoded once."""
+    wanted, scans = Wanted(classes, image_size, window), _Scans()
+    loaded = []
+    for reference in references:
+        found = _find(reference, data_root, wanted, scans)
+        if isinstance(found, SourceIndex):
+            loaded.append(found.dataset(_transform(parse(reference).source, image_size, window), loader))
+        else:
+            loaded.append(found.dataset())
+    return loaded
 
 
 def check(
@@ -96,36 +142,78 @@ def check(
     data_root: Path | None = None,
     classes: Sequence[str] | None = None,
     image_size: int | None = None,
+    window: tuple[float, float] | None = None,
     deep: bool = False,
 ) -> CheckReport:
     """Look at a silo's data without training; the same settings as `load`.
 
-    deep: decode every image to its end. Raises where there is nothing to look at (E-DATA-02, E-DATA-07); all other
-    faults are in the report's `problems`.
+    deep: decode every image to its end, and compare all of them. Raises where there is nothing to look at (E-DATA-02,
+    E-DATA-07); all other faults are in the report's `problems`.
     """
-    found = _find(reference, data_root, classes, image_size)
-    return found.deep_report() if deep and isinstance(found, SourceIndex) else found.report()
+    (report,) = check_all(
+        [reference], data_root=data_root, classes=classes, image_size=image_size, window=window, deep=deep
+    )
+    return report
 
 
-def schema_of(data: str, *, classes: Sequence[str] | None = None, image_size: int | None = None) -> Schema:
-    """Give the schema of a data set by its name (digits, cifar10, isic2019, folder, ...), without the data.
+def check_all(
+    references: Sequence[str],
+    *,
+    data_root: Path | None = None,
+    classes: Sequence[str] | None = None,
+    image_size: int | None = None,
+    window: tuple[float, float] | None = None,
+    deep: bool = False,
+) -> list[CheckReport]:
+    """Look at the data of many silos as `check`; a folder or a table that they share is read once."""
+    wanted, scans = Wanted(classes, image_size, window), _Scans()
+    reports = []
+    for reference in references:
+        found = _find(reference, data_root, wanted, scans)
+        if deep and isinstance(found, SourceIndex):
+            reports.append(found.deep_report(None if window is None else Window(*window)))
+        else:
+            reports.append(found.report())
+    return reports
 
-    Raises ConfigError: E-CFG-01 for an unknown name, E-CFG-23 for a folder or manifest without `classes`.
+
+def schema_of(
+    data: str,
+    *,
+    classes: Sequence[str] | None = None,
+    image_size: int | None = None,
+    window: tuple[float, float] | None = None,
+    columns: Sequence[Column] = (),
+) -> Schema:
+    """Give the schema of a data set by its name (digits, cifar10, isic2019, folder, table, ...), without the data.
+
+    Raises ConfigError: E-CFG-01 for an unknown name, E-CFG-23 for a hospital's own data without `classes`, or a table
+    without `columns`.
     """
     fixed = _fixed(data)
     if data not in SOURCES and fixed is None:
         raise extensions.unknown("data", data, SOURCES)
-    _check_settings(data, classes, image_size)
+    _check_settings(data, classes, image_size, window)
     own = fixed.classes if fixed else isic2019.CLASSES if data == "isic2019" else None
     space = tuple(classes) if classes else own
+    if data == "table":
+        if not columns:
+            raise ConfigError(
+                "E-CFG-23", "table: expected the schema that all hospitals' tables hold to: data.schema=FILE.toml"
+            )
+        check_columns(columns)
+    elif columns:
+        raise ConfigError("E-CFG-23", f"{data}: expected no columns, which are of tables: take data=table")
     if space is None:
         raise ConfigError(
             "E-CFG-23", f"{data}: expected `classes`, the label space of the run, found none: list every class by name"
         )
+    if data == "table":
+        return Schema((width(columns),), space, tuple(columns))
     if fixed:
         return Schema(fixed.shape, space)
-    size = _transform(data, image_size).size
-    return Schema((3, size, size), space)
+    size = _transform(data, image_size, window).size
+    return Schema((3, size, size), space, window=window)
 
 
 def _fixed(source: str) -> Schema | None:
@@ -133,11 +221,21 @@ def _fixed(source: str) -> Schema | None:
     return FIXED.get(source) or own_data.schema(source)
 
 
-def _check_settings(source: str, classes: Sequence[str] | None, image_size: int | None) -> None:
+def _check_settings(
+    source: str, classes: Sequence[str] | None, image_size: int | None, window: tuple[float, float] | None
+) -> None:
     if classes is not None and (isinstance(classes, str) or len(set(classes)) != len(classes) or len(classes) < 2):
         raise ConfigError("E-CFG-23", f"classes: expected at least two different names, found {classes!r}: correct it")
+    if window is not None and (source not in ("folder", "manifest") or not _is_window(window)):
+        raise ConfigError(
+            "E-CFG-23",
+            f"{source}: expected a window of finite centre and width >= 1, for DICOM in a folder or a manifest, found "
+            f"{window!r}: correct data.window",
+        )
     if image_size is None:
         return
+    if source == "table":
+        raise ConfigError("E-CFG-23", "table: expected image_size null, found a number: a table has no images")
     sizes = SIZES
     if fixed := _fixed(source):
         side = fixed.shape[-1]
@@ -149,10 +247,16 @@ def _check_settings(source: str, classes: Sequence[str] | None, image_size: int 
         )
 
 
-def _transform(source: str, image_size: int | None) -> ImageTransform:
+def _is_window(window: Sequence[float]) -> bool:
+    return len(window) == 2 and all(abs(v) < 1e9 for v in window) and window[1] >= 1  # NaN is in no range
+
+
+def _transform(source: str, image_size: int | None, window: tuple[float, float] | None) -> ImageTransform:
     if source in FIXED:
         return image_folders.transform(source)
-    return isic2019.transform(image_size) if source == "isic2019" else class_folders.transform(image_size)
+    if source == "isic2019":
+        return isic2019.transform(image_size)
+    return class_folders.transform(image_size, None if window is None else Window(*window))
 
 
 def _place(ref: DataRef) -> tuple[Partitioner, int]:
@@ -171,11 +275,39 @@ def _reader(source: str, root: Path | None) -> arrays.Reader | None:
     return READERS.get(source)
 
 
+class _Scans:
+    """What was read for one call of `load_all`: hospitals' own folders and tables, and their partitions."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, Path | None], SourceIndex | table.TableIndex] = {}
+        self._shares: dict[tuple[str, Path | None, str], list[SiloIndices]] = {}
+
+    def find(self, ref: DataRef, classes: Sequence[str] | None) -> SourceIndex | table.TableIndex:
+        assert ref.path is not None
+        scans: Mapping[str, Callable[[Path, Sequence[str] | None], SourceIndex | table.TableIndex]] = {
+            "folder": class_folders.scan,
+            "manifest": csv_manifest.scan,
+            "table": table.scan,
+        }
+        key = ref.source, ref.path
+        if key not in self._found:
+            self._found[key] = scans[ref.source](ref.path, classes)
+        found = self._found[key]
+        if ref.federation is None or ref.silo is None:
+            return found
+        if found.has_problems():
+            return replace(found, origin=str(ref))
+        shares = self._shares.get((*key, ref.federation.text))
+        if shares is None:
+            shares = self._shares[*key, ref.federation.text] = found.shares(ref.federation)
+        return found.subset(shares[ref.silo], str(ref))
+
+
 def _find(
-    reference: str, data_root: Path | None, classes: Sequence[str] | None, image_size: int | None
-) -> SourceIndex | arrays.Share | digits.Share:
-    ref = parse(reference)
-    _check_settings(ref.source, classes, image_size)
+    reference: str, data_root: Path | None, wanted: Wanted, scans: _Scans
+) -> SourceIndex | arrays.Share | digits.Share | table.TableIndex:
+    ref, classes = parse(reference), wanted.classes
+    _check_settings(ref.source, classes, wanted.image_size, wanted.window)
     if ref.source == "digits":
         return digits.share(*_place(ref), classes)
     if own_data.is_own(ref.source):
@@ -183,28 +315,23 @@ def _find(
         if ref.federation is None:
             return own_data.everything(ref.source, root, classes)
         return arrays.Share.of(own_data.read, ref.source, root, *_place(ref), classes)
-    root = None if ref.source in ("spiral", "folder", "manifest") else _root(data_root)
+    if ref.path is not None:
+        return scans.find(ref, classes)
+    root = None if ref.source == "spiral" else _root(data_root)
     if reader := _reader(ref.source, root):
         return arrays.Share.of(reader, ref.source, root, *_place(ref), classes)
     return _scan(ref, root, classes)
 
 
 def _scan(ref: DataRef, root: Path | None, classes: Sequence[str] | None) -> SourceIndex:
-    if ref.source == "isic2019":
-        assert ref.silo is not None
-        assert root is not None
-        if not ref.clients:
-            return isic2019.scan(root, ref.silo, classes)
-        center, place, count = isic2019.center_of(ref.clients, ref.silo)
-        return isic2019.split_center(isic2019.scan(root, center, classes), place, count, ref.seed, str(ref))
+    assert root is not None
     if ref.source in FIXED:
-        assert root is not None
         return image_folders.take(ref.source, root, *_place(ref), classes)
-    assert ref.path is not None
-    found = class_folders.scan(ref.path, classes) if ref.source == "folder" else csv_manifest.scan(ref.path, classes)
-    if ref.federation is None or ref.silo is None:
-        return found
-    return found.for_silo(ref.federation, ref.silo, str(ref))
+    assert ref.silo is not None
+    if not ref.clients:
+        return isic2019.scan(root, ref.silo, classes)
+    center, place, count = isic2019.center_of(ref.clients, ref.silo)
+    return isic2019.split_center(isic2019.scan(root, center, classes), place, count, ref.seed, str(ref))
 
 
 def _root(given: Path | None) -> Path:

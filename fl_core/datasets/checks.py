@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import stat
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from fl_core.datasets.decoding.dicom import Window, is_dicom
+from fl_core.datasets.decoding.limits import UnreadableError
+from fl_core.datasets.decoding.pixels import content, open_image
 from fl_core.datasets.examples import SPLITS, SiloDataset, fingerprint
-from fl_core.datasets.image_files import ImageExamples, ImageTransform, UnreadableError, open_image
+from fl_core.datasets.image_files import ImageExamples, ImageTransform
+from fl_core.datasets.image_loader import ImageLoader, cores
 from fl_core.datasets.partition.federations import Partitioner, SiloIndices
 from fl_core.errors import DataError
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
 
-SHOWN = 5
+SHOWN, IN_A_LINE = 50, 5
+MOST_KINDS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class CheckProblem:
-    """One kind of fault: its error code, what was expected and found, how often, the first few names, what to do."""
+    """One kind of fault: its error code, what was expected and found, how often, the first names, what to do.
+
+    first: at most SHOWN names, of which the text has IN_A_LINE
+    """
 
     code: str
     what: str
@@ -32,7 +42,7 @@ class CheckProblem:
     remedy: str
 
     def __str__(self) -> str:
-        names = ", ".join(self.first) + (", ..." if self.count > len(self.first) else "")
+        names = ", ".join(self.first[:IN_A_LINE]) + (", ..." if self.count > IN_A_LINE < len(self.first) else "")
         return f"{self.code}: {self.what}: {self.count}{f' ({names})' if names else ''}. {self.remedy}"
 
 
@@ -44,6 +54,7 @@ class CheckReport:
     sizes:  (width, height) -> images, of a deep check alone
     groups: number of privacy units (lesions, patients), None where the source names none
     notes:  facts that hinder nothing
+    unread: files that lie there and are no examples, by extension
     """
 
     origin: str
@@ -54,6 +65,7 @@ class CheckReport:
     sizes: Mapping[tuple[int, int], int] = field(default_factory=dict)
     groups: int | None = None
     fingerprint: str = ""
+    unread: Mapping[str, int] = field(default_factory=dict)
 
     def require_sound(self) -> None:
         """Raise one DataError with all problems, under the code of the first."""
@@ -86,51 +98,60 @@ class SourceIndex:
     problems: tuple[CheckProblem, ...] = ()
     notes: tuple[str, ...] = ()
     public: tuple[Item, ...] = ()
+    unread: Mapping[str, int] = field(default_factory=dict)
 
     def report(self) -> CheckReport:
         """Count, and find what every kind of source can have wrong: unknown classes, empty splits, split groups."""
-        tally = Counter((item.split, item.label) for item in self.items)
-        counts = {split: tuple(tally[split, c] for c in self.classes) for split in SPLITS}
+        counts = self._counts()
         groups = {item.group for item in self.items} - {None}
         return CheckReport(
             self.origin,
             self.classes,
             counts,
             (*self.problems, *self._unknown(), *self._empty(counts), *self._ungrouped()),
-            self.notes,
+            (*self.notes, *self._without_images(counts)),
             groups=len(groups) or None,
             fingerprint=self._fingerprint(),
+            unread=self.unread,
         )
 
-    def deep_report(self, threads: int = 2) -> CheckReport:
-        report = self.report()
-        sizes: Counter[tuple[int, int]] = Counter()
-        broken = []
-        with ThreadPoolExecutor(threads) as pool:
-            for item, result in zip(self.items, pool.map(_measure, [i.path for i in self.items]), strict=True):
-                if isinstance(result, str):
-                    broken.append(f"{item.name}: {result}")
-                else:
-                    sizes[result] += 1
-        unreadable = problem("E-DATA-04", "images that cannot be read", broken, "Restore these files or leave them out")
-        return replace(report, problems=(*report.problems, *unreadable), sizes=dict(sizes))
+    def _counts(self) -> dict[Split, tuple[int, ...]]:
+        tally = Counter((item.split, item.label) for item in self.items)
+        return {split: tuple(tally[split, c] for c in self.classes) for split in SPLITS}
 
-    def dataset(self, transform: ImageTransform) -> SiloDataset:
+    def deep_report(self, window: Window | None = None) -> CheckReport:
+        """Report on every image as well: that it is read to its end, its size, and whether others have its pixels."""
+        report = self.report()
+        with ThreadPoolExecutor(cores()) as pool:
+            found = list(pool.map(lambda item: _measure(item.path, window), self.items))
+        broken = [f"{i.name}: {m}" for i, m in zip(self.items, found, strict=True) if isinstance(m, str)]
+        sound = [(i, m) for i, m in zip(self.items, found, strict=True) if isinstance(m, _Measured)]
+        dark = [item.name for item, measured in sound if measured.dark]
+        unreadable = problem("E-DATA-04", "images that cannot be read", broken, "Restore these files or leave them out")
+        twins, notes = _twins(sound)
+        if dark:
+            notes = (*notes, f"images that use less than a sixteenth of the range of their values: {_listed(dark)}")
+        return replace(
+            report,
+            problems=(*report.problems, *unreadable, *twins),
+            notes=(*report.notes, *notes),
+            sizes=dict(Counter(measured.size for _, measured in sound)),
+        )
+
+    def dataset(self, transform: ImageTransform, loader: ImageLoader | None = None) -> SiloDataset:
         """Make the examples; raises DataError when the report has a problem."""
         report = self.report()
         report.require_sound()
         size = transform.size
         train, test = (
-            self._examples([item for item in self.items if item.split is split], transform) for split in SPLITS
+            self._examples([item for item in self.items if item.split is split], transform, loader) for split in SPLITS
         )
-        public = self._examples(self.public, transform) if self.public else None
+        public = self._examples(self.public, transform, loader) if self.public else None
         return SiloDataset(Schema((3, size, size), self.classes), train, test, self.origin, report.fingerprint, public)
 
-    def for_silo(self, federation: Partitioner, silo: int, origin: str) -> SourceIndex:
-        """Keep one silo's share, by label; everything, for the report, when there is a problem."""
-        if self.report().problems:
-            return replace(self, origin=origin)
-        return self.subset(self.shares(federation)[silo], origin)
+    def has_problems(self) -> bool:
+        """Tell what `report` would say, without looking at a file."""
+        return bool(self.problems or self._unknown() or self._empty(self._counts()) or self._ungrouped())
 
     def shares(self, federation: Partitioner) -> list[SiloIndices]:
         labels = [
@@ -147,18 +168,24 @@ class SourceIndex:
         public = tuple(test) if len(share.held_out) else ()
         return replace(self, origin=origin, items=tuple(kept), public=public)
 
-    def _examples(self, items: Sequence[Item], transform: ImageTransform) -> ImageExamples:
+    def _examples(self, items: Sequence[Item], transform: ImageTransform, loader: ImageLoader | None) -> ImageExamples:
         labels = torch.tensor([self.classes.index(item.label) for item in items], dtype=torch.int64)
         groups = tuple(item.group for item in items if item.group is not None)
-        return ImageExamples([i.path for i in items], labels, transform, groups if len(groups) == len(items) else None)
+        whole = groups if len(groups) == len(items) else None
+        return ImageExamples([i.path for i in items], labels, transform, whole, loader=loader)
 
     def _fingerprint(self) -> str:
         """Hash names, sizes in bytes, labels, groups and splits; not the pixels, which would take minutes."""
-        rows = sorted(
-            (i.name, i.label, i.split.value, i.group or "", i.path.stat().st_size if i.path.is_file() else -1)
-            for i in self.items
-        )
+        rows = sorted((i.name, i.label, i.split.value, i.group or "", _bytes(i.path)) for i in self.items)
         return fingerprint(*rows)
+
+    def _without_images(self, counts: Mapping[Split, tuple[int, ...]]) -> tuple[str, ...]:
+        train, test = ({c for c, n in zip(self.classes, counts[s], strict=True) if not n} for s in SPLITS)
+        none, untested = sorted(train & test), sorted(test - train)
+        notes = (
+            (f"no image of the classes {_listed(none)}: right where this hospital has never seen them",) if none else ()
+        )
+        return (*notes, *((f"no test image of the classes {_listed(untested)}",) if untested else ()))
 
     def _unknown(self) -> tuple[CheckProblem, ...]:
         unknown = Counter(item.label for item in self.items if item.label not in self.classes)
@@ -199,8 +226,71 @@ def groups_in_both_splits(items: Sequence[Item]) -> list[str]:
     return sorted(group for group in train & test if group is not None)
 
 
-def _measure(path: Path) -> tuple[int, int] | str:
+class _Measured(NamedTuple):
+    """One image: its pixels' digest, (width, height), and whether it is next to black in the range of its values."""
+
+    key: str
+    size: tuple[int, int]
+    dark: bool
+
+
+def _measure(path: Path, window: Window | None) -> _Measured | str:
     try:
-        return open_image(path).size
+        found = content(path)
+        if found.depth <= 8 and not is_dicom(path):
+            return _Measured(found.key, found.size, False)
+        low, high = open_image(path, window).convert("L").getextrema()
     except UnreadableError as error:
         return str(error)
+    return _Measured(found.key, found.size, bool(high - low < 16))  # type: ignore[operator]
+
+
+def _twins(found: Sequence[tuple[Item, _Measured]]) -> tuple[tuple[CheckProblem, ...], tuple[str, ...]]:
+    """Find images whose pixels are the same: problems where they lie in both splits or classes, else a note."""
+    by_key: dict[str, list[Item]] = {}
+    for item, measured in found:
+        by_key.setdefault(measured.key, []).append(item)
+    same = [items for items in by_key.values() if len(items) > 1]
+    leaked = [items for items in same if len({i.split for i in items}) > 1]
+    disputed = [items for items in same if len({i.label for i in items}) > 1]
+    harmless = [items for items in same if items not in leaked and items not in disputed]
+    problems = (
+        *problem(
+            "E-DATA-07",
+            "images whose pixels are in train and in test",
+            [_equal(items) for items in leaked],
+            "Keep them in one split: the test would measure what was memorised",
+        ),
+        *problem(
+            "E-DATA-07",
+            "images whose pixels are in several classes",
+            [_equal(items) for items in disputed],
+            "Keep each in one class",
+        ),
+    )
+    return problems, (f"images stored more than once: {_listed([_equal(i) for i in harmless])}",) if harmless else ()
+
+
+def _equal(items: Sequence[Item]) -> str:
+    names = [item.name for item in items[:3]] + (["..."] if len(items) > 3 else [])
+    return " = ".join(names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{len(names)} ({', '.join(names[:IN_A_LINE])}{', ...' if len(names) > IN_A_LINE else ''})"
+
+
+def by_extension(paths: Iterable[Path]) -> dict[str, int]:
+    """Count files by extension, the most frequent first; many kinds are summed up."""
+    counts = Counter(path.suffix.lower()[:12] or "without extension" for path in paths).most_common()
+    kept, others = dict(counts[:MOST_KINDS]), sum(n for _, n in counts[MOST_KINDS:])
+    return kept | ({"others": others} if others else {})
+
+
+def _bytes(path: Path) -> int:
+    """Return a file's size, -1 where it is gone."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return -1
+    return found.st_size if stat.S_ISREG(found.st_mode) else -1

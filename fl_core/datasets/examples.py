@@ -96,7 +96,7 @@ def fingerprint(*fields: Iterable[str | int] | str | bytes) -> str:
         entries = [field] if isinstance(field, (str, bytes)) else list(field)
         h.update(len(entries).to_bytes(8, "little"))
         for entry in entries:
-            raw = entry if isinstance(entry, bytes) else str(entry).encode()
+            raw = entry if isinstance(entry, bytes) else str(entry).encode(errors="surrogateescape")
             h.update(len(raw).to_bytes(8, "little"))
             h.update(raw)
     return h.hexdigest()

@@ -9,10 +9,11 @@
 | isic2019/clients20/7    | client 7 of 20: the centres, cut into parts by their size                        |
 | folder:PATH             | class subfolders, with or without a train/ and test/ level                       |
 | manifest:FILE.csv       | a CSV file: path,label,group,split                                               |
+| table:FILE.csv          | rows of numbers and categories, CSV or Parquet, with FILE.toml beside it         |
 | package:Name            | a loaded data set of another distribution, whole                                 |
 | package:Name/p5c2/3     | silo 3 of it, in a partition                                                     |
 
-A folder or a manifest may be partitioned as well, to simulate hospitals: folder:/data/cifar10#p5c2/3.
+A folder, a manifest or a table may be partitioned as well, to simulate hospitals: folder:/data/cifar10#p5c2/3.
 """
 
 from __future__ import annotations
@@ -29,19 +30,21 @@ from fl_core.errors import ConfigError
 from fl_core.rounds import extensions
 from fl_core.suggest import suggest
 
-OWN = ("isic2019", "folder", "manifest")
+OWN = ("isic2019", "folder", "manifest", "table")
 """Data with a grammar of their own; all others are NAME/FEDERATION/SILO."""
+FILES = ("folder", "manifest", "table")
+"""A hospital's own data, named by their path."""
 PARTITIONED = ("digits", "spiral", *KNOWN)
 SOURCES = (*PARTITIONED, *OWN)
 VALID_FORMS = (
-    "digits/p5c2/3, digits/hospital2, isic2019/center3, isic2019/clients20/7, folder:PATH, manifest:FILE.csv, and "
-    f"NAME/p10c3/7 with a NAME of {', '.join(PARTITIONED[1:])}"
+    "digits/p5c2/3, digits/hospital2, isic2019/center3, isic2019/clients20/7, folder:PATH, manifest:FILE.csv, "
+    f"table:FILE.csv, and NAME/p10c3/7 with a NAME of {', '.join(PARTITIONED[1:])}"
 )
 _KNOWN = (
     *(f"digits/hospital{k}" for k in range(6)),
     *(f"{name}/{form}/0" for name in PARTITIONED for form in FORMS),
     *(f"isic2019/center{k}" for k in range(CENTERS)),
-    *(*PARTITIONED, "isic2019", "folder:", "manifest:"),
+    *(*PARTITIONED, "isic2019", "folder:", "manifest:", "table:"),
 )
 
 
@@ -52,7 +55,7 @@ class DataRef:
     source:     one of SOURCES, or the name of a loaded data set
     silo:       the position in `federation`, or the centre or client of Fed-ISIC2019
     federation: how examples are partitioned, if they are
-    path:       of a folder or a manifest
+    path:       of a folder, a manifest or a table
     clients:    among how many clients the centres of Fed-ISIC2019 are cut; 0: they are whole
     seed:       of that cut
     """
@@ -85,7 +88,7 @@ def parse(reference: str) -> DataRef:
     federation: Partitioner | None = None
     silo: int | None = None
     kind, colon, rest = reference.partition(":")
-    if colon and kind in ("folder", "manifest"):
+    if colon and kind in FILES:
         path, hash_sign, partition = rest.partition("#")
         if not path.strip():
             raise ConfigError("E-CFG-01", f"expected a path after {kind}:, found {reference!r}")
@@ -118,7 +121,7 @@ def resolved(reference: str) -> str:
 
     Returns the reference with both by their place: "mine/p5c2/3" -> "package:Mine/p5c2/3". Raises as `extensions.load`.
     """
-    own_files = re.match(r"(folder|manifest):", reference)
+    own_files = reference.startswith(tuple(f"{kind}:" for kind in FILES))
     head, sign, tail = reference.partition("#" if own_files else "/")
     if not own_files and head not in SOURCES:
         head = extensions.load("data", head) or head
@@ -159,10 +162,10 @@ def federation(data: str, federation: str) -> list[str]:
         return [f"isic2019/center{k}" for k in _centers(federation)]
     if data in PARTITIONED or is_own(data):
         join = f"{data}/"
-    elif data.startswith(("folder:", "manifest:")):
+    elif data.startswith(tuple(f"{kind}:" for kind in FILES)):
         join = f"{data}#"
     else:
-        valid = (*PARTITIONED, "isic2019", "folder:PATH", "manifest:FILE.csv")
+        valid = (*PARTITIONED, "isic2019", "folder:PATH", "manifest:FILE.csv", "table:FILE.csv")
         raise ConfigError("E-CFG-01", f"there is no data {data!r} to partition: {suggest(data, valid)}")
     partitioner = parse_federation(federation)
     return [f"{join}{partitioner.text}/{k}" for k in range(partitioner.silos)]

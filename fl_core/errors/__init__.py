@@ -29,6 +29,13 @@ class DataError(FederationError, ValueError):
     """The hospital's data is not what its description says: repair the data or the description."""
 
 
+class SchemaError(DataError):
+    """A hospital's declared schema is not the run's.
+
+    The message is made of the two declarations alone, never of records, so that the coordinator may read it.
+    """
+
+
 class RefusedError(FederationError):
     """A peer's identity, a policy or a capability forbids it: ask for the permission, or for something else."""
 

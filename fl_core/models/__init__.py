@@ -21,7 +21,7 @@ from fl_core.models.resnet import ResNet18, ResNet20, ResNet50, ResNet56
 from fl_core.models.small.char_lstm import CharLstm
 from fl_core.models.small.convnets import Conv2Cifar, LeNet, SimpleCnn, TfCnn
 from fl_core.models.small.digits import DigitsCnn, DigitsLinear
-from fl_core.models.small.mlp import DigitsMlp, MlpNet, SpiralMlp
+from fl_core.models.small.mlp import DigitsMlp, MlpNet, SpiralMlp, TableMlp
 from fl_core.models.split_model import SplitModel
 from fl_core.models.vgg import Vgg8, Vgg11, Vgg16
 from fl_core.models.wide_resnet import WideResNet2810
@@ -55,6 +55,7 @@ MODELS: Mapping[str, type[ModelOptions]] = {
     "tfcnn": TfCnn,
     "lenet": LeNet,
     "mlp_net": MlpNet,
+    "table_mlp": TableMlp,
     "vgg8": Vgg8,
     "vgg11": Vgg11,
     "vgg16": Vgg16,

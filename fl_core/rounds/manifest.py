@@ -130,6 +130,9 @@ class RunManifest:
         for name, default in _ABSENT.items():  # runs without one keep the digest that they had before it existed
             if raw[name] == default:
                 del raw[name]
+        for name, default in (("columns", ()), ("window", None)):
+            if raw["schema"][name] == default:
+                del raw["schema"][name]
         if self.aggregator == NamedOptions(aggregators.DEFAULT):
             del raw["aggregator"]
         return json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

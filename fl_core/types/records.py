@@ -6,15 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fl_core.types.clinical import ClinicalMetrics, macro_mean
+from fl_core.types.columns import Column
 from fl_core.types.enums import TaskKind
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The public description of the examples that every silo of a run must hold: shape of x and the label space."""
+    """The public description of the examples that every silo of a run must hold: shape of x and the label space.
+
+    columns: of a table, what each becomes; x is as wide as all of them   window: (centre, width) of DICOM's grey values
+    """
 
     shape: tuple[int, ...]
     classes: tuple[str, ...]
+    columns: tuple[Column, ...] = ()
+    window: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from fl_core.datasets import SiloDataset
-from fl_core.datasets.image_files import UnreadableError, open_image
+from fl_core.datasets.decoding.limits import UnreadableError
+from fl_core.datasets.decoding.pixels import content
+from fl_core.datasets.image_loader import cores
+from fl_core.datasets.sources.table import TableExamples
 from fl_core.errors import DataError, RefusedError
 from fl_core.types.values import Examples
 from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN
 from privacy.ledger.ledger import Ledger
 
-THREADS, SHOWN = 2, 5
+SHOWN = 5
 
 
 def splits(dataset: SiloDataset) -> dict[str, Examples]:
@@ -45,15 +48,18 @@ def unit_names(examples: Examples) -> list[str]:
 
 
 def content_names(examples: Examples) -> Iterator[str]:
-    """Name what each example is: the pixels of its file at full size, upright and in RGB, or its numbers.
+    """Name what each example is: the pixels of its file (`pixels.content`), the cells of its row, or its numbers.
 
     File names, encodings, groups, labels and a run's image size change nothing. Raises DataError (E-DATA-04) on a file
     that cannot be decoded.
     """
     paths: tuple[Path, ...] | None = getattr(examples, "paths", None)
     if paths is not None:
-        with ThreadPoolExecutor(THREADS) as pool:  # what waits in memory are digests
+        with ThreadPoolExecutor(cores()) as pool:  # what waits in memory are digests
             yield from pool.map(_image, paths)
+        return
+    if isinstance(examples, TableExamples):
+        yield from examples.content_names
         return
     for x in _rows(examples):
         numbers = (x + 0.0).contiguous().numpy()  # of the two zeros one
@@ -96,12 +102,11 @@ def _naming_files(
 
 def _image(path: Path) -> str:
     try:
-        image = open_image(path)
+        return f"content {content(path).key}"
     except UnreadableError as error:
         raise DataError(
             "E-DATA-04", f"expected a readable image at {path}, found: {error}. Restore the file"
         ) from error
-    return _named("image", image.size, image.tobytes())
 
 
 def _named(kind: str, shape: tuple[int, ...], numbers: bytes) -> str:

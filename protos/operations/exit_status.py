@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sqlite3
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 from fl_core.errors import ConfigError, DataError, FederationError, StateError
@@ -43,10 +45,23 @@ def status_of(command: Callable[[], object]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter fails at its last flush
         return FAILED
     except (OSError, sqlite3.OperationalError) as error:
-        found = StateError("E-STATE-63", f"expected a usable file system, found: {error}")
-        sys.stderr.write(f"{error_text(found)}\n")
+        sys.stderr.write(f"{error_text(_file_system(error))}\n")
         return FAILED
     return DONE
+
+
+def _file_system(error: OSError | sqlite3.OperationalError) -> StateError:
+    errors = (errno.ENOSPC, errno.EDQUOT)
+    full = error.errno in errors if isinstance(error, OSError) else error.sqlite_errorcode == sqlite3.SQLITE_FULL
+    if not full:
+        return StateError("E-STATE-63", f"expected a usable file system, found: {error}")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        with suppress(OSError):  # what is left of the output would fail again when the interpreter ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    of = f" of {os.fsdecode(error.filename)}" if isinstance(error, OSError) and error.filename else ""
+    return StateError(
+        "E-STATE-63", f"expected room on the disk{of}, found it full: free some there, and run the command again"
+    )
 
 
 class ShutdownSignals:

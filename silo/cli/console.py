@@ -21,8 +21,11 @@ OUT = plain_console(soft_wrap=True)
 Json = Mapping[str, object]
 
 
-def show_rows(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def show_rows(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], headings: bool = False) -> None:
+    """Show a table; lines with tabs where no terminal is, headings: with the head as their first."""
     if not OUT.is_terminal:
+        if headings:
+            OUT.print("\t".join(head))
         for row in rows:
             OUT.print("\t".join(map(printable, row)))
         return
@@ -117,7 +120,7 @@ def show_status(own: PeerCertificate, addresses: Sequence[str], due: bool, store
     if entries:
         show_rows("Outbox", ("task", "bytes", "state"), entries)
     for run in store.history():
-        title = f"{run.name or '?'} ({run.run_id}): {run.state}{': ' + run.reason if run.reason else ''}"
+        title = f"{run.name or '?'} ({run.run_id}): {_fate(run)}"
         if not OUT.is_terminal:
             OUT.print(title)
         rows = [_evaluation_row(task) for task in run.tasks if task.evaluation is not None]
@@ -126,6 +129,20 @@ def show_status(own: PeerCertificate, addresses: Sequence[str], due: bool, store
         if newest is not None and newest.clinical is not None:
             head, by_class = clinical_report.CLASS_HEAD, clinical_report.class_rows(newest.clinical, newest.classes)
             show_rows("The newest model on the own test images", head, by_class)
+
+
+_FATES = {
+    "running": "under way",
+    "finished": "finished",
+    "failed": "could not be finished",
+    "aborted": "was ended by the lead",
+}
+
+
+def _fate(run: RunRecord) -> str:
+    """Say in words what became of a run; of one that could not be finished, why."""
+    said = _FATES.get(run.state, f"ended as {run.state!r}")
+    return f"{said}: {run.reason}" if run.reason else said
 
 
 def _evaluation_row(task: TaskRecord) -> tuple[str, ...]:
@@ -158,6 +175,7 @@ def report_json(report: CheckReport, schema: Schema | None = None) -> Json:
             {"code": p.code, "what": p.what, "count": p.count, "first": list(p.first), "remedy": p.remedy}
             for p in report.problems
         ],
+        "unread": dict(report.unread),
         "sizes": [{"width": w, "height": h, "images": n} for (w, h), n in report.sizes.items()],
     }
 
@@ -170,7 +188,14 @@ def show_report(report: CheckReport, schema: Schema | None = None) -> None:
         facts.append(("groups", str(report.groups)))
     facts.append(("fingerprint", report.fingerprint))
     facts += [("note", note) for note in report.notes]
+    if report.unread:
+        kinds = ", ".join(f"{kind}: {n}" for kind, n in report.unread.items())
+        facts.append(("not read", f"{sum(report.unread.values())} files ({kinds})"))
     show_facts(facts)
+    for found in report.problems:
+        more = [f"and {found.count - len(found.first)} more"] if found.count > len(found.first) > 1 else []
+        where = [(found.code, name) for name in (*found.first, *more)]
+        show_rows(f"{found.what}: {found.count}. {found.remedy}", ("code", "where"), where)
     train, test = (report.counts.get(split, (0,) * len(report.classes)) for split in (Split.TRAIN, Split.TEST))
     rows = [(c, str(a), str(b)) for c, a, b in zip(report.classes, train, test, strict=True)]
     show_rows("Examples", ("class", "train", "test"), [*rows, ("all", str(sum(train)), str(sum(test)))])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from privacy.accounting.accountant import replace_one
 from privacy.ledger.ledger import Ledger
-from silo.cli.console import show_rows
+from silo.cli.console import OUT, show_rows
 
 Json = Mapping[str, Any]
 DEFAULT_DELTA = 1e-5
@@ -39,7 +39,11 @@ def collection_json(ledger: Ledger, name: str) -> Json:
     }
 
 
-def show_collections(found: Iterable[Json]) -> None:
+def show_collections(found: Sequence[Json]) -> None:
+    if not found:
+        OUT.print("Nothing is registered in this ledger: `silo ledger register --data REF` enters data.")
+        return
+    OUT.print(_sentence(found))
     show_rows(
         "Privacy budgets (per unit added or removed; RDP decides, PRV is for information)",
         ("collection", "unit", "budget", "spent (RDP)", "spent (PRV)", "used", "one replaced"),
@@ -55,6 +59,27 @@ def show_collections(found: Iterable[Json]) -> None:
             )
             for c in found
         ],
+        headings=True,
+    )
+
+
+def _sentence(found: Sequence[Json]) -> str:
+    """Say in one sentence what the table says."""
+    limited = [c for c in found if c["budget"] is not None]
+    if not limited:
+        return (
+            "No collection of records has a budget, so no private run may use any: `silo ledger budget set` gives one."
+        )
+    most = max(limited, key=lambda c: c["used"] or 0.0)
+    others = len(found) - len(limited)
+    return (
+        f"Of the budgets of {len(limited)} {'collection' if len(limited) == 1 else 'collections'} at most "
+        f"{100 * (most['used'] or 0.0):.1f} % is spent ({most['collection']})"
+        + (
+            f"; {others} without a budget {'takes' if others == 1 else 'take'} part in no private run."
+            if others
+            else "."
+        )
     )
 
 
@@ -68,4 +93,5 @@ def show_entries(found: Iterable[Json]) -> None:
             for e in c["entries"]
             for r in e["releases"]
         ],
+        headings=True,
     )

@@ -51,6 +51,17 @@ DataRootOption = Annotated[
     typer.Option("--data-root", help="Where named data sets lie. Default: $CONSILIUM_DATA_ROOT."),
 ]
 
+ImageCacheOption = Annotated[
+    float,
+    typer.Option(
+        "--image-cache",
+        help="GiB of decoded images to keep, in a nameless file of the home that ends with the service; 0: none.",
+    ),
+]
+PulseFloorOption = Annotated[
+    float, typer.Option("--pulse-floor", help="Least seconds between signs of life, whatever is asked for.")
+]
+
 
 def metrics_address(text: str | None, budgets: bool) -> LoopbackAddress | None:
     """Read --metrics; raises ConfigError (E-CFG-02) on an address beyond loopback, or on budgets without one."""
@@ -63,3 +74,14 @@ def metrics_address(text: str | None, budgets: bool) -> LoopbackAddress | None:
 
 def label_space(text: str | None) -> list[str] | None:
     return None if text is None else [name.strip() for name in text.split(",")]
+
+
+def grey_window(text: str | None) -> tuple[float, float] | None:
+    """Read CENTRE,WIDTH; raises ConfigError (E-CFG-02)."""
+    if text is None:
+        return None
+    center, _, width = text.partition(",")
+    try:
+        return float(center), float(width)
+    except ValueError:
+        raise ConfigError("E-CFG-02", f"expected --window CENTRE,WIDTH, found {text[:40]!r}: correct it") from None

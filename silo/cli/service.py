@@ -25,11 +25,14 @@ from silo.cli.options import (
     AnswerAfterOption,
     DataRootOption,
     HomeOption,
+    ImageCacheOption,
     JsonOption,
     LogFormatOption,
     MetricsBudgetsOption,
     MetricsOption,
     PageOption,
+    PulseFloorOption,
+    grey_window,
     label_space,
     metrics_address,
 )
@@ -188,9 +191,8 @@ def serve(
         bool, typer.Option("--no-prototypes", help="Never submit class prototypes, whatever a run asks for.")
     ] = False,
     answer_after: AnswerAfterOption = 0.0,
-    pulse_floor: Annotated[
-        float, typer.Option("--pulse-floor", help="Least seconds between signs of life, whatever is asked for.")
-    ] = 1.0,
+    pulse_floor: PulseFloorOption = 1.0,
+    image_cache: ImageCacheOption = 4.0,
     metrics: MetricsOption = None,
     metrics_budgets: MetricsBudgetsOption = False,
     show_page: PageOption = False,
@@ -219,6 +221,7 @@ def serve(
         tuple(label_space(holds) or ()),
         metrics_address(metrics, metrics_budgets),
         metrics_budgets,
+        image_cache,
     )
     foreground.serve(settings, as_json, log_format=logs.chosen(log_format), page=show_page)
 
@@ -228,14 +231,25 @@ def check(
     reference: Reference,
     data_root: DataRootOption = None,
     classes: Classes = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Decode every image to its end.")] = False,
+    window: Annotated[
+        str | None, typer.Option("--window", help="CENTRE,WIDTH of DICOM's grey values, as the run declares them.")
+    ] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep/--no-deep", help="Decode every image to its end, and compare all of them.")
+    ] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Look for everything that would stop a run; exit status 2 when something would."""
+    """Look for everything that would stop a run; exit status 2 when something would.
+
+    Broken images, bad rows, unknown classes, the same pixels in train and test. Shown as well: what is not read,
+    classes without images, images stored twice.
+    """
     from fl_core import datasets
 
     reference = datasets.resolved(reference)
-    report = datasets.check(reference, data_root=data_root, classes=label_space(classes), deep=deep)
+    report = datasets.check(
+        reference, data_root=data_root, classes=label_space(classes), window=grey_window(window), deep=deep
+    )
     if as_json:
         print_json(console.report_json(report))
     else:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fl_core import validate
+from fl_core.datasets.image_loader import CACHE_BYTES, ImageLoader
+from fl_core.datasets.references import FILES
 from fl_core.errors import ConfigError
 from fl_core.rounds.silo_round import run_silo_round
 from fl_core.training.devices import choose_device
@@ -48,6 +51,7 @@ class SiloSettings:
 
     answer_after, pulse_floor: see `ResponseTiming`   holds: classes that it declares to have examples of
     metrics: where they are served, if anywhere; metrics_budgets: with what the ledger says was spent.
+    image_cache_gib: of decoded images, kept in the home; see `ImageLoader`.
     """
 
     home: Home
@@ -61,19 +65,22 @@ class SiloSettings:
     holds: tuple[str, ...] = ()
     metrics: LoopbackAddress | None = None
     metrics_budgets: bool = False
+    image_cache_gib: float = CACHE_BYTES / 2**30
 
     def source(self) -> DataSource:
-        """Make the data source; raises ConfigError (E-CFG-02) on a nominal size that is none."""
+        """Make the data source; raises ConfigError (E-CFG-02) on a nominal size or a cache that is none."""
+        validate.between("E-CFG-02", "", 0, 2**20, image_cache=self.image_cache_gib)
         if self.nominal_size is not None and not 1 <= self.nominal_size < 2**53:
             raise ConfigError("E-CFG-02", f"expected a nominal size >= 1, found {self.nominal_size:g}: change it")
-        return DataSource(self.data, self.data_root, self.nominal_size)
+        loader = ImageLoader(self.home.path, int(self.image_cache_gib * 2**30))
+        return DataSource(self.data, self.data_root, self.nominal_size, loader)
 
 
 def data_offer(source: DataSource, holds: Sequence[str] = ()) -> pb.DataOffer:
     """Say about the data what is public by declaration; of a folder or a table no class, which records decide."""
     kind, schema = source.reference.source, source.load().schema
     shape = schema.shape if kind == "digits" else ()
-    classes = () if kind in ("folder", "manifest") else schema.classes
+    classes = () if kind in FILES else schema.classes
     train, test = source.examples
     return pb.DataOffer(
         name=kind,

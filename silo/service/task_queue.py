@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from fl_core.errors import REASON_CHARS, FederationError, ProtocolError, RefusedError
+from fl_core.errors import REASON_CHARS, FederationError, ProtocolError, RefusedError, SchemaError
 from fl_core.errors.catalogue import EXPLANATIONS
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import printable
@@ -340,11 +340,13 @@ _PUBLIC_CODES = ("E-RUN", "E-WIRE", "E-PRIV", "E-ID", "E-TLS", "E-NET")
 
 
 def public_reason(error: FederationError) -> str:
-    """Write what the coordinator may know of an error: of a run or the wire its message, of others their meaning.
+    """Write what the coordinator may know of an error: of a run, the wire or a schema its message, else its meaning.
 
     Guarantees: no path, file name or count of the hospital, and no number of its budget or policy, leaves it.
     """
     if isinstance(error, RefusedError | ProtocolError) and error.code.startswith(_PUBLIC_CODES):
         return error.message
+    if isinstance(error, SchemaError):
+        return error.message[:REASON_CHARS]
     title, cause, *_ = EXPLANATIONS.get(error.code, EXPLANATIONS["E-RUN-31"])
     return f"{title}: {cause[0].lower()}{cause[1:].rstrip('.')} (the hospital's own log has the details)"

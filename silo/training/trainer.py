@@ -7,20 +7,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from fl_core import datasets
 from fl_core.aggregation import adaptive_guards
-from fl_core.datasets import SiloDataset
-from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, StateError
+from fl_core.datasets import ImageLoader, SiloDataset
+from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, SchemaError, StateError
 from fl_core.rounds import sampling
 from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round
 from fl_core.training.clinical import clinical_metrics
 from fl_core.training.evaluation import CLINICAL_PART, METRICS
 from fl_core.types import tensor_maps
+from fl_core.types.columns import difference
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import DataFactory, LocalData
 from fl_core.types.values import Bundle, Progress, RoundContext, State
@@ -45,23 +47,43 @@ RunRound = Callable[[SiloRuntime, State, State | None, LocalData, RoundContext, 
 """A silo's whole round: `fl_core.rounds.silo_round.run_silo_round`, or a benchmark's replacement."""
 
 
-class DataSource:
-    """The hospital's data, as each run wants it: its label space and its image size."""
+class _Wanted(NamedTuple):
+    """What a run wants of the data; see `fl_core.datasets.Wanted`."""
 
-    def __init__(self, reference: str, data_root: Path | None = None, nominal_size: float | None = None) -> None:
+    classes: tuple[str, ...] | None
+    image_size: int | None
+    window: tuple[float, float] | None
+
+
+class DataSource:
+    """The hospital's data, as each run wants it: its label space, image size and window. loader: of its images."""
+
+    def __init__(
+        self,
+        reference: str,
+        data_root: Path | None = None,
+        nominal_size: float | None = None,
+        loader: ImageLoader | None = None,
+    ) -> None:
         self.reference = datasets.parse(datasets.resolved(reference))  # the hospital's own words
         self._data_root = data_root
         self._nominal_size = nominal_size
         self._typed = nominal_size is not None
-        self._last: tuple[tuple[tuple[str, ...] | None, int | None], SiloDataset] | None = None
+        self._loader = loader
+        self._last: tuple[_Wanted, SiloDataset] | None = None
         self._contents, self._version = FileContents(), ""
 
-    def load(self, classes: tuple[str, ...] | None = None, image_size: int | None = None) -> SiloDataset:
+    def load(
+        self,
+        classes: tuple[str, ...] | None = None,
+        image_size: int | None = None,
+        window: tuple[float, float] | None = None,
+    ) -> SiloDataset:
         """Load, or give again what was loaded last; raises ConfigError or DataError as `fl_core.datasets.load`."""
-        wanted = (classes, image_size)
+        wanted = _Wanted(classes, image_size, window)
         if self._last is None or self._last[0] != wanted:
             loaded = datasets.load(
-                str(self.reference), data_root=self._data_root, classes=classes, image_size=image_size
+                str(self.reference), data_root=self._data_root, loader=self._loader, **wanted._asdict()
             )
             self._last, self._version = (wanted, loaded), ""
         return self._last[1]
@@ -84,11 +106,13 @@ class DataSource:
         """Forget what was loaded where its files are others by now; return whether they are."""
         if self._last is None or not hasattr(self._last[1].train, "paths"):
             return False  # what is in memory cannot change
-        (classes, image_size), loaded = self._last
-        now = datasets.check(str(self.reference), data_root=self._data_root, classes=classes, image_size=image_size)
+        wanted, loaded = self._last
+        now = datasets.check(str(self.reference), data_root=self._data_root, **wanted._asdict())
         if now.fingerprint == loaded.fingerprint and self.version() == self._version_of(now.fingerprint, loaded):
             return False
         self._last, self._version = None, ""
+        if self._loader is not None:
+            self._loader.forget()
         return True
 
     @property
@@ -165,14 +189,10 @@ class Trainer:
             )
         index = manifest.index(self._silo)
         with _hide_details(run.private, ConfigError):
-            dataset = self._data.load(manifest.schema.classes, manifest.image_size)
+            dataset = self._data.load(manifest.schema.classes, manifest.image_size, manifest.schema.window)
             version = self._data.version()
         if dataset.schema != manifest.schema:
-            raise DataError(
-                "E-DATA-05",
-                f"expected examples of {manifest.schema} for run {manifest.name!r}, found {dataset.schema} in "
-                f"{dataset.origin}: serve the data that the run is about",
-            )
+            raise _other_schema(manifest, dataset)
         own = derive_layout(run.method, run.new_model(), manifest.schema, manifest.personal, manifest.metrics)
         if {**own, **profiles.extra_parts(manifest.privacy)} != manifest.layout:
             raise ProtocolError(
@@ -289,6 +309,21 @@ def _own_evaluation(run: CompiledRun, measured: Bundle) -> Evaluation:
         tuple(metrics.weight.tolist()),
         run.profile.own_noise(),
         None if clinical is None else clinical_metrics(clinical),
+    )
+
+
+def _other_schema(manifest: RunManifest, dataset: SiloDataset) -> DataError:
+    run, own = manifest.schema, dataset.schema
+    if differ := difference(run.columns, own.columns):
+        return SchemaError(
+            "E-DATA-05",
+            f"expected the columns of run {manifest.name!r} in this hospital's schema, found others: {differ}. Agree "
+            "on one schema, or serve the data that the run is about",
+        )
+    return DataError(
+        "E-DATA-05",
+        f"expected examples of shape {run.shape} and classes {run.classes} for run {manifest.name!r}, found "
+        f"{own.shape} and {own.classes} in {dataset.origin}: serve the data that the run is about",
     )
 
 

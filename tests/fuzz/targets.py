@@ -23,7 +23,8 @@ from coordinator.config.hydra_config import compose_spec
 from coordinator.config.run_spec import RunSpec
 from coordinator.pki.authority import Authority
 from fl_core.datasets import references
-from fl_core.datasets.image_files import UnreadableError, decode
+from fl_core.datasets.decoding.limits import UnreadableError
+from fl_core.datasets.image_loader import Form, square
 from fl_core.datasets.sources import csv_manifest, leaf
 from fl_core.errors import FederationError
 from fl_core.rounds.manifest import RunManifest
@@ -370,7 +371,7 @@ TARGETS: Mapping[str, Target] = {
         lambda: [b"digits/p5c2/0", b"isic2019/clients12@3/4"], lambda d: references.parse(_text(d))
     ),
     "generation": Target(_generations, lambda d: GenerationFile(_file(d, "g.generation").with_name("g")).read(), True),
-    "image": Target(_images, lambda d: decode(_file(d, "image"), 8), allowed=(UnreadableError,), memory=1 << 30),
+    "image": Target(_images, lambda d: square(_file(d, "image"), Form(8)), allowed=(UnreadableError,), memory=1 << 30),
     "instance": Target(
         lambda: [b'{"id": "a", "place": "b"}'], lambda d: _home("instance.json", d).begin_instance(), True
     ),

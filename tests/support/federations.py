@@ -63,6 +63,7 @@ MODEL_SHAPES = dict.fromkeys(MODELS, (3, 32, 32)) | {
     "digits_linear": (1, 8, 8),
     "lenet": (1, 28, 28),
     "mlp_net": (1, 28, 28),
+    "table_mlp": (17,),
     "wrn28_10": (3, 8, 8),
     "resnet50": (3, 16, 16),
     "resnet56": (3, 16, 16),

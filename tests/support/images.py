@@ -76,8 +76,8 @@ def write_isic(root: Path, rows: Sequence[Sequence[object]], *, images: bool = T
     folder = root / "isic2019"
     (folder / "ISIC_2019_Training_Input_preprocessed").mkdir(parents=True, exist_ok=True)
     write_csv(folder / "train_test_split", ISIC_HEADER, rows)
-    for row in rows if images else []:
-        write_image(folder / "ISIC_2019_Training_Input_preprocessed" / f"{row[0]}.jpg", 20 * int(str(row[10])) + 30)
+    for k, row in enumerate(rows if images else []):
+        write_image(folder / "ISIC_2019_Training_Input_preprocessed" / f"{row[0]}.jpg", 20 * int(str(row[10])) + 30 + k)
     return folder
 
 

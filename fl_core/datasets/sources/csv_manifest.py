@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fl_core.datasets.checks import Item, SourceIndex, groups_in_both_splits, problem
-from fl_core.datasets.sources.csv_reader import read_table
+from fl_core.datasets.sources.csv_reader import Row, read_rows
 from fl_core.types.enums import Split
 
 COLUMNS = ("path", "label", "group", "split")
@@ -19,17 +19,23 @@ COLUMNS = ("path", "label", "group", "split")
 
 def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
     """Read a manifest; raises DataError (E-DATA-02, E-DATA-07) when it is no such table."""
-    rows = read_table(file, COLUMNS)
-    wrong = [f"{row['path']}: {row['split']!r}" for row in rows if row["split"] not in ("train", "test")]
+    found = read_rows(file, COLUMNS)
+    wrong = [(line, fault) for line, row in found.rows if (fault := _fault(row))]
+    wrong += [(line, "more or fewer cells than the header has") for line in found.ragged]
     items = tuple(
         Item(file.parent / row["path"], row["path"], row["label"], Split(row["split"]), row["group"] or None)
-        for row in rows
-        if row["split"] in ("train", "test")
+        for _, row in found.rows
+        if not _fault(row)
     )
     times = Counter(item.path.resolve() for item in items)
     twice = sorted({item.name for item in items if times[item.path.resolve()] > 1})
     problems = (
-        *problem("E-DATA-07", "rows whose split is neither train nor test", wrong, "Correct the column split"),
+        *problem(
+            "E-DATA-07",
+            f"rows of {file.name} that are malformed",
+            [f"line {line}: {fault}" for line, fault in sorted(wrong)],
+            "Correct these rows, and quote cells that hold a comma",
+        ),
         *problem("E-DATA-07", "images listed more than once", twice, "Keep one row per image"),
         *problem(
             "E-DATA-04",
@@ -45,6 +51,14 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
         ),
     )
     return SourceIndex(f"manifest:{file}", tuple(classes or sorted({i.label for i in items})), items, problems)
+
+
+def _fault(row: Row) -> str:
+    if not row["path"]:
+        return "no path"
+    if not row["label"]:
+        return "no label"
+    return "" if row["split"] in ("train", "test") else f"split {row['split'][:40]!r}, which is neither train nor test"
 
 
 def _is_file(path: Path) -> bool:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from fl_core.errors import DataError
 
 Row = Mapping[str, str]
+MOST_BYTES = 4 << 30
+"""Of one table."""
+
+
+class Table(NamedTuple):
+    """A CSV file: its rows with the line where each ends, and the lines whose number of cells is not the header's."""
+
+    header: tuple[str, ...]
+    rows: list[tuple[int, Row]]
+    ragged: list[int]
 
 
 def read_table(file: Path, required: Sequence[str]) -> list[Row]:
@@ -16,32 +27,65 @@ def read_table(file: Path, required: Sequence[str]) -> list[Row]:
 
     Cells are stripped. Raises DataError: E-DATA-02 no such file, E-DATA-07 not such a table (with line numbers).
     """
+    found = read_rows(file, required)
+    if found.ragged:
+        raise DataError(
+            "E-DATA-07",
+            f"expected {len(found.header)} cells in every row of {file}, found {len(found.ragged)} rows with more or "
+            f"fewer (lines {', '.join(map(str, found.ragged[:5]))}): quote cells that hold a comma",
+        )
+    return [row for _, row in found.rows]
+
+
+def read_rows(file: Path, required: Sequence[str]) -> Table:
+    """Read as `read_table`, and return the lines of another length instead of refusing all for them."""
+    header: list[str] = []
+    rows: list[tuple[int, Row]] = []
+    ragged: list[int] = []
+    for line, cells in lines_of(file):
+        if not header:
+            header = cells
+            _check_header(file, header, required)
+        elif len(cells) != len(header):
+            ragged.append(line)
+        else:
+            rows.append((line, dict(zip(header, cells, strict=True))))
+    if not header:
+        _check_header(file, [], required)
+    return Table(tuple(header), rows, ragged)
+
+
+def _check_header(file: Path, header: Sequence[str], required: Sequence[str]) -> None:
+    if lacking := [name for name in required if name not in header]:
+        raise DataError(
+            "E-DATA-07",
+            f"expected the columns {', '.join(required)} separated by commas in {file}, found the header "
+            f"{','.join(header)[:200]!r} without {', '.join(lacking)}: export it again",
+        )
+    if twice := sorted({name for name in header if header.count(name) > 1 and name in required}):
+        raise DataError(
+            "E-DATA-07", f"expected each column once in {file}, found {', '.join(twice)} twice: export it again"
+        )
+
+
+def lines_of(file: Path) -> Iterator[tuple[int, list[str]]]:
+    """Give a CSV file's rows that hold anything, one after the other, with stripped cells and the line of their end."""
     try:
+        if (size := file.stat().st_size) > MOST_BYTES:
+            raise DataError("E-DATA-07", f"expected at most {MOST_BYTES} bytes in {file}, found {size}: divide it")
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            lines = list(csv.reader(stream, strict=True))
-        if any("\0" in cell for cells in lines for cell in cells):
-            raise csv.Error("a NUL, which no text or path has")
+            reader = csv.reader(stream, strict=True)
+            for cells in reader:
+                if any("\0" in cell for cell in cells):
+                    raise csv.Error("a NUL, which no text or path has")
+                if any(cell.strip() for cell in cells):
+                    yield reader.line_num, [cell.strip() for cell in cells]
     except FileNotFoundError as error:
         raise DataError("E-DATA-02", f"expected a CSV file at {file}, found none: check the path") from error
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(
             "E-DATA-07", f"expected a CSV file in UTF-8 at {file}, found: {error}. Export it again"
         ) from error
-    header = [name.strip() for name in lines[0]] if lines else []
-    if lacking := [name for name in required if name not in header]:
-        raise DataError(
-            "E-DATA-07",
-            f"expected the columns {', '.join(required)} separated by commas in {file}, found the header "
-            f"{','.join(header)!r} without {', '.join(lacking)}: export it again",
-        )
-    body = [(number, cells) for number, cells in enumerate(lines[1:], start=2) if any(cell.strip() for cell in cells)]
-    if ragged := [str(number) for number, cells in body if len(cells) != len(header)]:
-        raise DataError(
-            "E-DATA-07",
-            f"expected {len(header)} cells in every row of {file}, found {len(ragged)} rows with more or fewer (lines "
-            f"{', '.join(ragged[:5])}): quote cells that hold a comma",
-        )
-    return [dict(zip(header, (cell.strip() for cell in cells), strict=True)) for _, cells in body]
 
 
 def read_lines(file: Path) -> list[str]:

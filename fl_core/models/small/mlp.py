@@ -1,4 +1,4 @@
-"""Fully connected networks: MAP's MLPNet, FedNH's network of the spiral, and a small one for digits."""
+"""Fully connected networks: MAP's MLPNet, FedNH's network of the spiral, small ones for digits and for tables."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from math import prod
 from torch import nn
 
 from fl_core.errors import ConfigError
-from fl_core.models.split_model import HeadOptions, SplitModel, image_shape
+from fl_core.models.split_model import MOST_LAYERS, HeadOptions, SplitModel, image_shape
 from fl_core.types.records import Schema
+
+MOST_WIDTH = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,32 @@ class SpiralMlp(HeadOptions):
         d = self.width
         body = nn.Sequential(nn.Flatten(), *_layers((2, 8 * d, 4 * d, 2 * d)), nn.Linear(2 * d, d))
         return self.complete(body, d, schema)
+
+
+@dataclass(frozen=True, slots=True)
+class TableMlp(HeadOptions):
+    """Rows of a table, whose numbers lie in [-1, 1], through hidden layers with ReLU after each.
+
+    hidden: their widths; 64 and 32 suit tables of tens of columns and thousands of rows. Without normalisation layers,
+    so that every profile trains it: the declared ranges have scaled the inputs.
+    """
+
+    hidden: tuple[int, ...] = (64, 32)
+
+    def build(self, schema: Schema) -> SplitModel:
+        if not 1 <= len(self.hidden) <= MOST_LAYERS or not all(1 <= w <= MOST_WIDTH for w in self.hidden):
+            raise ConfigError(
+                "E-CFG-02",
+                f"table_mlp.hidden: expected 1 to {MOST_LAYERS} widths from 1 to {MOST_WIDTH}, found "
+                f"{list(self.hidden)[:MOST_LAYERS]}: change it",
+            )
+        if len(schema.shape) != 1 or len(schema.classes) < 2:
+            raise ConfigError(
+                "E-CFG-23",
+                f"table_mlp takes rows of numbers in 2 or more classes, found {schema.shape}: use data=table",
+            )
+        body = nn.Sequential(*_layers((schema.shape[0], *self.hidden)))
+        return self.complete(body, self.hidden[-1], schema)
 
 
 def _layers(widths: Sequence[int]) -> list[nn.Module]:

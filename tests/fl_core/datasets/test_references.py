@@ -11,6 +11,7 @@ from coordinator.config.hydra_config import PARTITIONS, compose_spec
 from fl_core.datasets import DATA_ROOT, SOURCES, federation, federation_text, load, parse, schema_of
 from fl_core.errors import ConfigError, DataError
 from fl_core.models import describe
+from fl_core.types.columns import Column
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -155,10 +156,15 @@ def test_every_data_configuration_states_its_fields() -> None:
     assert set(files) == set(SOURCES)
     for name, config in files.items():
         config = config.get("data", config)
-        assert set(config) - {"path"} == {"name", "image_size", "classes"}
+        assert set(config) - {"path", "window", "schema"} == {"name", "image_size", "classes"}
         assert config["name"] == name
-        schema = schema_of(name, classes=config["classes"] or ["a", "b"], image_size=config["image_size"])
-        assert schema.shape == schema_of(name, classes=["a", "b"]).shape  # the file repeats the default
+        columns = [Column("age", "number", 0, 120)] if name == "table" else []
+        schema = schema_of(
+            name, classes=config["classes"] or ["a", "b"], image_size=config["image_size"], columns=columns
+        )
+        assert (
+            schema.shape == schema_of(name, classes=["a", "b"], columns=columns).shape
+        )  # the file repeats the default
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,9 @@ REFUSED = [
     ("char_lstm", {}, (3, 32, 32), "E-CFG-23", "sequences"),
     ("spiral_mlp", {}, (3,), "E-CFG-23", "points of 2"),
     ("spiral_mlp", {"width": 0}, (2,), "E-CFG-02", "at least 1"),
+    ("table_mlp", {}, (3, 32, 32), "E-CFG-23", "rows of numbers"),
+    ("table_mlp", {"hidden": []}, (3,), "E-CFG-02", "1 to 16 widths"),
+    ("table_mlp", {"hidden": [1 << 40]}, (3,), "E-CFG-02", "from 1 to 4096"),
     ("efficientnet_b0", {}, (3, 16, 16), "E-CFG-23", "32 to 2048"),
 ]
 

@@ -52,6 +52,7 @@ COUNTS = [
     ("digits_linear", {}, (1, 8, 8), 10, 16 * 65 + 10 * 17, 1_210),
     ("digits_linear", {"projection": []}, (1, 8, 8), 10, 10 * 65, 650),
     ("spiral_mlp", {}, (2,), 5, 16 * 3 + 8 * 17 + 4 * 9 + 2 * 5 + 5 * 2, 240),
+    ("table_mlp", {}, (17,), 2, 64 * 18 + 32 * 65 + 2 * 33, 3_298),
     ("digits_cnn", {}, (1, 8, 8), 10, 38_378, 38_378),
     ("digits_cnn", {"norm": "none"}, (1, 8, 8), 10, 38_282, 38_282),
 ]
@@ -126,5 +127,5 @@ def test_published_settings_can_be_built() -> None:
     found = {(s.paper, s.model, s.classes): s.facts().total_with_buffers for s in published.SETTINGS}
     assert found["FedMR", "wrn28_10", 100] == 36_564_957
     assert found["FedMR", "efficientnet_b0", 8] == 4_874_581
-    ours = {"digits_cnn", "digits_linear", "digits_mlp", "spiral_mlp"}
+    ours = {"digits_cnn", "digits_linear", "digits_mlp", "spiral_mlp", "table_mlp"}
     assert {s.model for s in published.SETTINGS} | ours == set(MODELS)

@@ -89,6 +89,11 @@ def test_a_hospital_registers_gives_a_budget_and_sees_both(capsys, tmp_path):
     printed = capsys.readouterr().out
     assert entry["entry"] in printed
     assert "epsilon 2 at 1e-05" in printed
+    assert printed.startswith("Of the budgets of 2 collections at most ")
+    assert f"% is spent ({TRAIN})" in printed
+    heads = [line.split() for line in printed.splitlines()]
+    assert ["collection", "unit", "budget", "spent", "(RDP)"] in [head[:5] for head in heads]
+    assert ["entry", "state", "for", "noise", "rate", "steps"] in heads
     assert answer(capsys, "ledger", "verify", *home)["events"] == shown["events"]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fl_core.training.devices import choose_device
+from protos.consilium.v1 import federation_pb2 as pb
 from silo.cli.service import run
 from silo.storage.home import Home
 from tests.support import until
@@ -183,3 +184,52 @@ def test_the_command_line_answers_before_anything_heavy_is_imported():
     program = "import sys, silo.cli.service; print(sorted({'torch', 'opacus'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_data_check_lists_every_fault_and_what_it_does_not_read(capsys, tmp_path):
+    from tests.support.images import write_image
+
+    for name in ("train/nevus", "test/nevus", "train/melanoma"):
+        write_image(tmp_path / name / "a.png", 90 + len(name))
+    (tmp_path / "train/nevus/notes.txt").write_text("x")
+    for k in range(7):
+        (tmp_path / f"train/nevus/broken{k}.png").write_bytes(b"not an image")
+    assert run(["data", "check", f"folder:{tmp_path}"]) == 2
+    shown = capsys.readouterr().out
+    assert all(f"train/nevus/broken{k}.png: no image in a format" in shown for k in range(7))
+    assert any(line.split() == ["not", "read", "1", "files", "(.txt:", "1)"] for line in shown.splitlines())
+    assert run(["data", "check", f"folder:{tmp_path}", "--no-deep"]) == 0
+    capsys.readouterr()
+    assert run(["data", "check", f"folder:{tmp_path}", "--window", "40"]) == 2
+
+
+def test_a_run_that_failed_is_told_in_words(capsys, tmp_path):
+    hospital = Hospital(tmp_path / "home")
+    try:
+        hospital.start()
+        hospital.offer()
+        hospital.sent()
+        ended = pb.RunEnded(run_id="run-1", state="failed", reason="E-RUN-31: center2 cannot go on")
+        hospital.control.last.send(run_ended=ended)
+        until(lambda: "ended" in hospital.events())
+    finally:
+        hospital.stop()
+        hospital.host.stop()
+    assert run(["status", "--home", str(tmp_path / "home")]) == 0
+    shown = capsys.readouterr().out
+    assert "small (run-1): could not be finished: E-RUN-31: center2 cannot go on" in shown
+    assert "failed" not in shown
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_full_disk_is_called_one():
+    with Path("/dev/full").open("w") as full:
+        program = (
+            "import sys; from silo.cli.service import run; sys.exit(run(['data', 'describe', 'digits/hospital0']))"
+        )
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == "E-STATE-63: expected room on the disk, found it full: free some there, and run the command again\n"
+    )

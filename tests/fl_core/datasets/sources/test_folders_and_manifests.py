@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from fl_core.datasets import check, federation, load
+from fl_core.datasets import ImageLoader, check, federation, load, load_all
 from fl_core.errors import DataError
 from fl_core.types.enums import Split
 from tests.support.images import refuse, truncate, write_csv, write_image
@@ -20,7 +25,7 @@ HEADER = ("path", "label", "group", "split")
 def folder(tmp_path: Path) -> Path:
     for label, n in (("benign", 10), ("melanoma", 5)):
         for k in range(n):
-            write_image(tmp_path / "skin" / label / f"{k}.jpg", 50 + 10 * k)
+            write_image(tmp_path / "skin" / label / f"{k}.jpg", 50 + 10 * k + len(label))
     return tmp_path / "skin"
 
 
@@ -29,7 +34,7 @@ def split_folder(tmp_path: Path) -> Path:
     for split, n in (("train", 4), ("test", 2)):
         for label in ("benign", "melanoma"):
             for k in range(n):
-                write_image(tmp_path / "skin" / split / label / f"{k}.png", 50 + 10 * k)
+                write_image(tmp_path / "skin" / split / label / f"{k}.png", 50 + 10 * k + len(split + label))
     return tmp_path / "skin"
 
 
@@ -153,7 +158,98 @@ def test_a_folder_can_be_partitioned_among_simulated_hospitals(tmp_path: Path) -
     refuse("'d': 9", "E-DATA-05", f"folder:{tmp_path}#p2c2/0", classes=["a", "b", "c"])
 
 
+def test_what_is_not_read_is_counted_by_extension(split_folder: Path) -> None:
+    for k, name in enumerate(("a.txt", "b.TXT", "c.docx", "Makefile")):
+        (split_folder / "train" / "benign" / name).write_text(str(k))
+    for k in range(40):
+        (split_folder / "test" / "benign" / f"x.e{k}").write_text("")
+    unread = dict(check(f"folder:{split_folder}").unread)
+    assert (unread[".txt"], unread["others"], len(unread)) == (2, 23, 21)
+
+
+@pytest.mark.fault("a data set", "has links that lead in circles, nowhere or to folders", "named, and never followed")
+def test_links_in_circles_and_to_nowhere_are_named(split_folder: Path) -> None:
+    benign = split_folder / "train" / "benign"
+    (benign / "self.png").symlink_to(benign / "self.png")
+    (benign / "gone.png").symlink_to(benign / "nothing.png")
+    (benign / "up").symlink_to(split_folder)
+    report = check(f"folder:{split_folder}")
+    assert [(p.code, p.first) for p in report.problems] == [
+        ("E-DATA-04", ("train/benign/gone.png", "train/benign/self.png")),
+        ("E-DATA-07", ("train/benign/up",)),
+    ]
+
+
+def test_the_same_pixels_in_train_and_test_or_in_two_classes_are_found(split_folder: Path) -> None:
+    shutil.copy(split_folder / "train" / "benign" / "0.png", split_folder / "test" / "benign" / "copy.png")
+    Image.open(split_folder / "train" / "benign" / "1.png").save(split_folder / "train" / "melanoma" / "again.bmp")
+    shutil.copy(split_folder / "train" / "benign" / "2.png", split_folder / "train" / "benign" / "twice.png")
+    report = check(f"folder:{split_folder}", deep=True)
+    assert [(p.what, p.first) for p in report.problems] == [
+        ("images whose pixels are in train and in test", ("train/benign/0.png = test/benign/copy.png",)),
+        ("images whose pixels are in several classes", ("train/benign/1.png = train/melanoma/again.bmp",)),
+    ]
+    assert "images stored more than once: 1 (train/benign/2.png = train/benign/twice.png)" in report.notes
+
+
+def test_a_class_without_images_is_noted_and_hinders_nothing(split_folder: Path) -> None:
+    shutil.rmtree(split_folder / "test" / "melanoma")
+    report = check(f"folder:{split_folder}", classes=["benign", "melanoma", "nevus"])
+    assert report.problems == ()
+    assert "no image of the classes 1 (nevus): right where this hospital has never seen them" in report.notes
+    assert "no test image of the classes 1 (melanoma)" in report.notes
+
+
+def test_deep_grey_values_next_to_black_are_noted(split_folder: Path) -> None:
+    dark = np.random.default_rng(0).integers(0, 3000, (9, 9)).astype(np.uint16)
+    Image.fromarray(dark).save(split_folder / "train" / "benign" / "dark.png")
+    report = check(f"folder:{split_folder}", deep=True)
+    assert any("a sixteenth of the range of their values: 1 (train/benign/dark.png)" in note for note in report.notes)
+
+
+def test_names_that_are_no_text_are_read_all_the_same(split_folder: Path) -> None:
+    odd = os.fsencode(split_folder / "train" / "benign") + b"/\xff\n\xe2\x80\xae.png"
+    shutil.copy(split_folder / "train" / "benign" / "3.png", os.fsdecode(odd))
+    assert len(load(f"folder:{split_folder}", image_size=8).train) == 9
+
+
+def test_silos_of_one_folder_read_it_once_and_decode_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for split, n in (("train", 6), ("test", 3)):
+        for k, label in enumerate("abcd"):
+            for i in range(n):
+                write_image(tmp_path / split / label / f"{i}.png", 20 * k + i + n)
+    references, loader = federation(f"folder:{tmp_path}", "p2c2"), ImageLoader()
+    one_by_one = [load(reference, image_size=8) for reference in references]
+    monkeypatch.setattr(os, "walk", once := _Counted(os.walk))
+    together = load_all(references, image_size=8, loader=loader)
+    assert once.calls == 8
+    assert [s.fingerprint for s in together] == [s.fingerprint for s in one_by_one]
+    index = torch.arange(12)
+    first = [s.train.batch(index)[0] for s in together]
+    for path in tmp_path.rglob("*.png"):
+        path.write_bytes(b"")
+    assert all(torch.equal(a, s.train.batch(index)[0]) for a, s in zip(first, together, strict=True))
+
+
+class _Counted:
+    def __init__(self, of: Callable[..., Any]) -> None:
+        self.of, self.calls = of, 0
+
+    def __call__(self, *words: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self.of(*words, **options)
+
+
 # ---- manifest
+
+
+def test_all_bad_rows_are_listed_up_to_fifty(tmp_path: Path) -> None:
+    rows = [(f"{k}.png", "a", "", "valid") for k in range(70)] + [("x.png", "a", "", "train", "more")]
+    report = check(f"manifest:{write_csv(tmp_path / 'l.csv', HEADER, rows)}", classes=["a", "b"])
+    (malformed,) = (p for p in report.problems if "malformed" in p.what)
+    assert (malformed.count, len(malformed.first)) == (71, 50)
+    assert malformed.first[49] == "line 51: split 'valid', which is neither train nor test"
+    assert str(malformed).count("line") == 5
 
 
 def test_manifest_is_read_relative_to_itself(manifest: Path) -> None:
@@ -197,7 +293,7 @@ def test_all_problems_of_a_manifest_come_in_one_report(tmp_path: Path) -> None:
     report = check(f"manifest:{file}", classes=["a", "b"])
     found = {(p.code, p.count, p.first) for p in report.problems}
     assert found == {
-        ("E-DATA-07", 1, ("third.png: 'validation'",)),
+        ("E-DATA-07", 1, ("line 7: split 'validation', which is neither train nor test",)),
         ("E-DATA-07", 1, ("here.png",)),
         ("E-DATA-04", 2, ("gone1.png", "gone2.png")),
         ("E-DATA-07", 1, ("p2",)),
@@ -221,7 +317,7 @@ def test_groups_never_straddle_train_and_test(manifest: Path) -> None:
         ("", "E-DATA-07", "expected the columns"),
         ("path;label;group;split\nx.png;a;;train\n", "E-DATA-07", "separated by commas"),
         ("path,label,split\nx.png,a,train\n", "E-DATA-07", "without group"),
-        ("path,label,group,split\nx.png,a,train\n", "E-DATA-07", r"lines 2\)"),
+        ("path,label,group,split\nx.png,a,train\n", "E-DATA-07", "line 2: more or fewer"),
         ("path,label,group,split\n", "E-DATA-08", "train, test"),
         (b"path,label,group,split\n\xff\xfe,a,,train\n", "E-DATA-07", "UTF-8"),
         ('path,label,group,split\n"x.png,a,,train\n', "E-DATA-07", "Export it again"),

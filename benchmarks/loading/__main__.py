@@ -1,0 +1,112 @@
+"""Time an epoch over large JPEG files: python -m benchmarks.loading --images 600 --side 2000 --json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from fl_core.datasets.image_files import ImageExamples, ImageTransform
+from fl_core.datasets.image_loader import Form, ImageLoader, cores, square
+
+BATCH = 32
+SIZE = 224
+
+
+class Files(Dataset[torch.Tensor]):
+    """What a DataLoader's workers read: the same squares, the usual way."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, k: int) -> torch.Tensor:
+        return torch.from_numpy(square(self.paths[k], Form(SIZE))).permute(2, 0, 1)
+
+
+def write_images(folder: Path, images: int, side: int) -> list[Path]:
+    """Write JPEG files with the detail of photographs: smooth noise at several scales."""
+    rng, paths = np.random.default_rng(0), []
+    for k in range(images):
+        layers = [rng.normal(0, 40, (max(2, side // s), max(2, side // s), 3)) for s in (256, 64, 16, 4)]
+        image = np.full((side, side, 3), 128.0)
+        for layer in layers:
+            scaled = Image.fromarray(np.clip(layer + 128, 0, 255).astype(np.uint8)).resize((side, side))
+            image += (np.asarray(scaled, dtype=np.float64) - 128) / 2
+        paths.append(folder / f"{k}.jpg")
+        Image.fromarray(np.clip(image, 0, 255).astype(np.uint8)).save(paths[-1], quality=90)
+    return paths
+
+
+def ours(paths: list[Path], loader: ImageLoader) -> None:
+    examples = ImageExamples(paths, torch.zeros(len(paths), dtype=torch.int64), ImageTransform(SIZE), loader=loader)
+    for index in torch.arange(len(paths)).split(BATCH):
+        examples.batch(index)
+
+
+def dataloader(paths: list[Path], workers: int) -> None:
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (ImageTransform(SIZE).mean, ImageTransform(SIZE).std))
+    for x in DataLoader(Files(paths), batch_size=BATCH, num_workers=workers):
+        (x.float() / 255 - mean) / std
+
+
+def processes(paths: list[Path], pool: ProcessPoolExecutor) -> None:
+    for _ in pool.map(square, paths, [Form(SIZE)] * len(paths), chunksize=8):
+        pass
+
+
+def measure(images: int, side: int, repeats: int) -> dict[str, float]:
+    """Return the seconds of an epoch by the way it is read, the median of `repeats`; ways alternate."""
+    n = cores()
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(n) as pool:
+        paths = write_images(Path(folder), images, side)
+        list(pool.map(square, paths[:n], [Form(SIZE)] * n))  # the processes are there
+        kept = ImageLoader()
+        ours(paths, kept)
+        ways: dict[str, Callable[[], None]] = {
+            "one thread": lambda: ours(paths, ImageLoader(cache_bytes=0, threads=1)),
+            f"first epoch, {n} threads": lambda: ours(paths, ImageLoader()),
+            f"{n} processes that are there already, squares alone": lambda: processes(paths, pool),
+            f"DataLoader, {n} workers": lambda: dataloader(paths, n),
+            f"DataLoader, {2 * n} workers": lambda: dataloader(paths, 2 * n),
+            "later epochs, from the cache": lambda: ours(paths, kept),
+        }
+        found: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(repeats):
+            for name, way in ways.items():
+                began = time.perf_counter()
+                way()
+                found[name].append(time.perf_counter() - began)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("--images", type=int, default=600)
+    asked.add_argument("--side", type=int, default=2000)
+    asked.add_argument("--repeats", type=int, default=3)
+    asked.add_argument("--json", action="store_true")
+    chosen = asked.parse_args()
+    torch.set_num_threads(1)
+    found = measure(chosen.images, chosen.side, chosen.repeats)
+    if chosen.json:
+        print(json.dumps({"images": chosen.images, "side": chosen.side, "cores": cores(), "seconds": found}))
+        return
+    for name, seconds in found.items():
+        print(f"{name:55} {seconds:8.2f} s  {chosen.images / seconds:8.1f} images/s")
+
+
+if __name__ == "__main__":
+    main()

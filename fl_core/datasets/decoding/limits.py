@@ -1,0 +1,23 @@
+"""What one image file may be, checked before anything is decoded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MOST_PIXELS = 1 << 26
+"""Of one image, 8192 x 8192: decoded and turned it takes half a gigabyte."""
+MOST_BYTES = 1 << 29
+"""Of one image file: MOST_PIXELS in colour of 16 bits, without compression."""
+
+
+class UnreadableError(Exception):
+    """An image file that cannot be decoded; the message says why. path: of the file, where many were asked for."""
+
+    path: Path | None = None
+
+
+def require_pixels(width: int, height: int) -> None:
+    if width < 1 or height < 1:
+        raise UnreadableError(f"{width} x {height} pixels: restore the file")
+    if width * height > MOST_PIXELS:
+        raise UnreadableError(f"{width} x {height} pixels, more than {MOST_PIXELS}: make it smaller")

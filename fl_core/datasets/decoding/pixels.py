@@ -1,0 +1,133 @@
+"""Pixels of an image file, decided by what is in the file and by nothing else: not by its name, nor by other files.
+
+| pixels of the file                    | become                                                                       |
+|---------------------------------------|------------------------------------------------------------------------------|
+| 8 bits: grey, RGB, palette, CMYK, ... | RGB; an alpha channel is left out                                            |
+| grey of 9 to 16 bits (PNG, TIFF)      | 255 v / (2^bits - 1), rounded: the range of the type, not of the image       |
+| colour of 16 bits                     | the upper byte of each channel                                               |
+| grey of 32 bits, whole numbers        | as 16 bits where all lie in 0 to 65535, else refused: no range was declared  |
+| grey of 32 bits, floating point       | 255 v where all lie in 0 to 1, else refused                                  |
+| DICOM                                 | see `dicom`                                                                  |
+
+TIFF's "white is zero" is turned round. A file of several frames or pages is refused; of a camera's JPEG with previews
+(MPO) the first picture is the picture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from fl_core.datasets.decoding import dicom
+from fl_core.datasets.decoding.dicom import Window
+from fl_core.datasets.decoding.limits import MOST_BYTES, MOST_PIXELS, UnreadableError, require_pixels
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", *dicom.SUFFIXES})
+_FORMATS = ("BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "TIFF", "WEBP")
+"""Decoders that may see a file: others, such as PostScript's, would start a program."""
+_EIGHT_BIT = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
+_DEEP = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})
+_BITS, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
+_BROKEN = (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, struct.error, RuntimeError)
+"""What Pillow raises on files that are none, or broken: SyntaxError on PNG chunks, ValueError on headers, ..."""
+
+
+class Content(NamedTuple):
+    """What an image is, whatever file holds it. depth: bits of a value that make a difference; 8 or more.
+
+    key: digest of the numbers that are stored, upright: of RGB, or where grey has more than 8 bits of these values, so
+    that another window of a DICOM file, or its export to a PNG of 16 bits, is the same image.
+    """
+
+    key: str
+    size: tuple[int, int]
+    depth: int
+
+
+def open_image(path: Path, window: Window | None = None) -> Image.Image:
+    """Decode a file to the last byte, turned upright, in RGB of 8 bits. window: of DICOM's grey values, see `dicom`.
+
+    Raises UnreadableError on what no decoder reads to the end, and on pixels without a rule. One of more than
+    MOST_PIXELS pixels is not decoded.
+    """
+    if dicom.is_dicom(path):
+        return Image.fromarray(dicom.rendered(path, window)).convert("RGB")
+    with _decoded(path) as image:
+        upright = ImageOps.exif_transpose(image)
+        return upright.convert("RGB") if image.mode in _EIGHT_BIT else _grey(upright, image)
+
+
+def content(path: Path) -> Content:
+    """Identify an image by its pixels; raises UnreadableError as `open_image`."""
+    if dicom.is_dicom(path):
+        values, depth = dicom.stored(path)
+        if depth > 8:
+            return _content("values", (values.shape[1], values.shape[0]), values.astype("<i4").tobytes(), depth)
+        image = Image.fromarray(values.astype(np.uint8)).convert("RGB")
+        return _content("image", image.size, image.tobytes(), 8)
+    with _decoded(path) as image:
+        upright = ImageOps.exif_transpose(image)
+        if image.mode in _EIGHT_BIT:
+            return _content("image", upright.size, upright.convert("RGB").tobytes(), 8)
+        values = np.asarray(upright)
+        return _content("values", upright.size, values.astype("<f4" if image.mode == "F" else "<i4").tobytes(), 16)
+
+
+def _content(kind: str, size: tuple[int, int], numbers: bytes, depth: int) -> Content:
+    return Content(hashlib.sha256(f"{kind} {size} ".encode() + numbers).hexdigest(), size, depth)
+
+
+@contextmanager
+def _decoded(path: Path) -> Iterator[Image.Image]:
+    """Open a file, check what its header says, and decode it; errors inside become UnreadableError as well."""
+    try:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise UnreadableError(f"{size} bytes, more than {MOST_BYTES}: make it smaller")
+        with Image.open(path, formats=_FORMATS) as file:
+            if file.mode not in _EIGHT_BIT | _DEEP:
+                raise UnreadableError(f"pixels of mode {file.mode}, for which there is no rule: convert the file")
+            require_pixels(file.width, file.height)
+            if file.format != "MPO" and _has_second_frame(file):
+                raise UnreadableError("several frames or pages: store each as a file of its own")
+            file.load()
+            yield file
+    except UnreadableError:
+        raise
+    except (*_BROKEN, MemoryError, Image.DecompressionBombError) as error:
+        if isinstance(error, Image.DecompressionBombError):
+            raise UnreadableError(f"more than {MOST_PIXELS} pixels: make it smaller") from error
+        if isinstance(error, UnidentifiedImageError):
+            raise UnreadableError("no image in a format that is read here, whatever its name says") from error
+        raise UnreadableError(str(error).replace(str(path), path.name) or type(error).__name__) from error
+
+
+def _has_second_frame(file: Image.Image) -> bool:
+    try:
+        file.seek(1)
+    except EOFError:
+        return False
+    return True
+
+
+def _grey(upright: Image.Image, file: Image.Image) -> Image.Image:
+    tags = getattr(file, "tag_v2", {})
+    values: NDArray[np.float64] = np.asarray(upright).astype(np.float64)
+    if file.mode == "F":
+        low, high, wanted = 0.0, 1.0, "floating-point values from 0 to 1"
+    else:
+        bits = int(tags.get(_BITS, (16,))[0]) if file.mode != "I" else 16
+        low, high, wanted = 0.0, float(2 ** min(bits, 16) - 1), "whole numbers of 16 bits without a sign"
+    if not (values.min() >= low and values.max() <= high):  # NaN is in no range
+        raise UnreadableError(f"expected {wanted}, found others: nobody has declared their range; convert the file")
+    shares = values / high
+    if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
+        shares = 1 - shares
+    return Image.fromarray(np.rint(255 * shares).astype(np.uint8)).convert("RGB")

@@ -1,0 +1,280 @@
+"""A table of patients or visits, CSV or Parquet, with its declared schema beside it (`table_schema`).
+
+Rows become numbers by the declared ranges alone (`Column`): nothing is estimated from the records, so nothing of them
+is in how they are scaled. A cell that the schema does not allow is a fault of its row, named by line and column.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_core.datasets.checks import CheckProblem, CheckReport, problem
+from fl_core.datasets.examples import SPLITS, SiloDataset, TensorExamples, fingerprint
+from fl_core.datasets.partition.federations import Partitioner, SiloIndices
+from fl_core.datasets.sources.table_cells import MOST_ROWS, Cells, cell_parser, read_cells
+from fl_core.datasets.table_schema import TableSchema, beside, read_schema
+from fl_core.errors import DataError
+from fl_core.types.columns import width
+from fl_core.types.enums import Split
+from fl_core.types.records import Schema
+
+TEST_SHARE = 0.2
+
+
+class TableExamples(TensorExamples):
+    """Rows as numbers. content_names: what each row is, whatever the schema or the label space of a run."""
+
+    def __init__(self, x: Tensor, y: Tensor, groups: tuple[str, ...] | None, content_names: tuple[str, ...]) -> None:
+        super().__init__(x, y, groups)
+        self.content_names = content_names
+
+
+@dataclass(frozen=True, slots=True)
+class TableIndex:
+    """A table that was read. x: (N, d) float32; labels, splits, groups, names: of each row."""
+
+    origin: str
+    schema: TableSchema
+    classes: tuple[str, ...]
+    x: Tensor
+    labels: tuple[str, ...]
+    splits: tuple[Split, ...]
+    groups: tuple[str, ...]
+    names: tuple[str, ...]
+    problems: tuple[CheckProblem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def report(self) -> CheckReport:
+        tally = Counter(zip(self.splits, self.labels, strict=True))
+        counts = {split: tuple(tally[split, c] for c in self.classes) for split in SPLITS}
+        unknown = Counter(label for label in self.labels if label not in self.classes)
+        none = [c for k, c in enumerate(self.classes) if not counts[Split.TRAIN][k] + counts[Split.TEST][k]]
+        problems = (
+            *self.problems,
+            *problem(
+                "E-DATA-05",
+                f"rows of classes outside the label space ({', '.join(self.classes)})",
+                [f"{label[:40]!r}: {n}" for label, n in sorted(unknown.items())],
+                "Correct the rows, or declare these classes at every hospital",
+                sum(unknown.values()),
+            ),
+            *problem(
+                "E-DATA-08",
+                "splits without any row",
+                [s.value for s in SPLITS if not sum(counts[s])],
+                "Give both splits rows",
+            ),
+        )
+        unseen = f"no row of the classes {', '.join(none)}: right where this hospital has never seen them"
+        notes = (*self.notes, *([unseen] if none else []))
+        facts = zip(self.names, self.labels, (s.value for s in self.splits), self.groups or self.names, strict=True)
+        found = fingerprint(self.x.numpy().tobytes(), *facts)
+        groups = len(set(self.groups)) or None
+        return CheckReport(
+            self.origin,
+            self.classes,
+            counts,
+            problems,
+            notes,
+            groups=groups,
+            fingerprint=found,
+        )
+
+    def dataset(self) -> SiloDataset:
+        """Make the examples; raises DataError when the report has a problem."""
+        report = self.report()
+        report.require_sound()
+        train, test = map(self._examples, self._halves())
+        schema = Schema((width(self.schema.columns),), self.classes, self.schema.columns)
+        return SiloDataset(schema, train, test, self.origin, report.fingerprint)
+
+    def has_problems(self) -> bool:
+        return bool(self.report().problems)
+
+    def shares(self, federation: Partitioner) -> list[SiloIndices]:
+        y = [np.array([self.classes.index(self.labels[k]) for k in half], dtype=np.int64) for half in self._halves()]
+        return federation.partition(y[0], y[1], len(self.classes))
+
+    def subset(self, share: SiloIndices, origin: str) -> TableIndex:
+        """Keep one share of `shares`."""
+        train, test = self._halves()
+        held = [train[i] for i in share.held_out]
+        kept = [train[i] for i in share.train] + (held or [test[i] for i in share.test])
+        turned = set(held)
+        return replace(
+            self,
+            origin=origin,
+            x=self.x[torch.tensor(kept, dtype=torch.int64)],
+            labels=tuple(self.labels[k] for k in kept),
+            splits=tuple(Split.TEST if k in turned else self.splits[k] for k in kept),
+            groups=tuple(self.groups[k] for k in kept) if self.groups else (),
+            names=tuple(self.names[k] for k in kept),
+        )
+
+    def _halves(self) -> tuple[list[int], list[int]]:
+        train, test = ([k for k, s in enumerate(self.splits) if s is split] for split in SPLITS)
+        return train, test
+
+    def _examples(self, kept: Sequence[int]) -> TableExamples:
+        y = torch.tensor([self.classes.index(self.labels[k]) for k in kept], dtype=torch.int64)
+        groups = tuple(self.groups[k] for k in kept) if self.groups else None
+        return TableExamples(
+            self.x[torch.tensor(kept, dtype=torch.int64)], y, groups, tuple(self.names[k] for k in kept)
+        )
+
+
+def scan(file: Path, classes: Sequence[str] | None) -> TableIndex:
+    """Read a table by the schema beside it; raises DataError (E-DATA-02, E-DATA-07) when it is no such table.
+
+    Without a split column a fifth of the groups, else of the rows, is held out, chosen by a hash of what they are: the
+    same on every machine, and equal rows together.
+    """
+    schema = read_schema(beside(file))
+    rows = _Rows(schema)
+    header, body = read_cells(file, rows.wanted)
+    unread = rows.use(file, header)
+    for line, cells in body:
+        rows.add(line, cells)
+    return rows.index(file, tuple(classes or schema.classes), unread)
+
+
+class _Rows:
+    """Rows while they are read: numbers of the sound ones, faults of the others."""
+
+    def __init__(self, schema: TableSchema) -> None:
+        self.schema = schema
+        inputs = [column.name for column in schema.columns]
+        roles = [n for n in (schema.label, schema.group, schema.split, schema.record) if n and n not in inputs]
+        self.wanted = [*inputs, *dict.fromkeys(roles)]
+        self._missing = frozenset(schema.missing)
+        self._parsers = [cell_parser(column, self._missing) for column in schema.columns]
+        self._numbers = array("f")
+        self._lines = array("q")
+        self._facts: list[tuple[str, Split, str, str]] = []
+        self._faults: list[str] = []
+        self._faulty = 0
+        self._ragged = 0
+
+    def use(self, file: Path, header: Sequence[str]) -> list[str]:
+        """Find the columns in a header; return those that are not declared."""
+        lacking = [name for name in self.wanted if name not in header]
+        twice = [name for name in self.wanted if list(header).count(name) > 1]
+        if lacking or twice:
+            found = f"without {', '.join(lacking[:10])}" if lacking else f"with {', '.join(twice[:10])} twice"
+            raise DataError(
+                "E-DATA-07",
+                f"expected the {len(self.wanted)} columns of {beside(file).name} in {file}, found a header {found}: "
+                "export the table again, or correct the schema",
+            )
+        place = {name: k for k, name in enumerate(header)}
+        self._cells = len(header)
+        self._inputs = [place[column.name] for column in self.schema.columns]
+        self._place = {role: place.get(getattr(self.schema, role)) for role in ("label", "group", "split", "record")}
+        return [name for name in header if name not in self.wanted]
+
+    def add(self, line: int, cells: Cells) -> None:
+        if len(cells) != self._cells:
+            return self._fault(line, "more or fewer cells than the header has")
+        if len(self._facts) >= MOST_ROWS:
+            raise DataError("E-DATA-07", f"expected at most {MOST_ROWS} rows, found more: divide the table")
+        numbers: list[float] = []
+        canonical: list[str] = []
+        for column, parse, k in zip(self.schema.columns, self._parsers, self._inputs, strict=True):
+            try:
+                found, text = parse(cells[k])
+            except ValueError as error:
+                return self._fault(line, f"{column.name}: {error}")
+            numbers += found
+            canonical.append(f"{column.name}={text}")
+        label, group, split, record = (self._cell(cells, r) for r in ("label", "group", "split", "record"))
+        if label in self._missing:
+            return self._fault(line, f"{self.schema.label}: no label")
+        for role, cell in (("group", group), ("record", record)):
+            if getattr(self.schema, role) and cell in self._missing:
+                return self._fault(line, f"{getattr(self.schema, role)}: no value, which every row needs")
+        name = f"{self.schema.record}={record}" if self.schema.record else "\x1f".join(sorted(canonical))
+        if self.schema.split and split not in ("train", "test"):
+            return self._fault(line, f"{self.schema.split}: neither train nor test")
+        half = Split(split) if self.schema.split else _half(group or name)
+        self._numbers.extend(numbers)
+        self._lines.append(line)
+        self._facts.append((label, half, group, f"content {hashlib.sha256(f'row {name}'.encode()).hexdigest()}"))
+        return None
+
+    def index(self, file: Path, classes: tuple[str, ...], unread: Sequence[str]) -> TableIndex:
+        labels, splits, groups, names = map(tuple, zip(*self._facts, strict=True)) if self._facts else ((),) * 4
+        x = torch.from_numpy(
+            np.frombuffer(self._numbers, np.float32).copy() if self._facts else np.zeros(0, np.float32)
+        )
+        notes = []
+        if unread:
+            notes.append(f"columns that are not read: {len(unread)} ({', '.join(n[:40] for n in unread[:10])})")
+        if not self.schema.split:
+            notes.append(
+                f"no split column: a fifth of the {'groups' if self.schema.group else 'rows'} is held out as test"
+            )
+        return TableIndex(
+            f"table:{file}",
+            self.schema,
+            classes,
+            x.view(len(self._facts), width(self.schema.columns)),
+            labels,
+            splits,
+            groups if self.schema.group else (),
+            names,
+            (*self._row_problems(file), *self._shared(splits, groups, names)),
+            tuple(notes),
+        )
+
+    def _row_problems(self, file: Path) -> tuple[CheckProblem, ...]:
+        remedy = f"Correct these rows, or what {beside(file).name} declares"
+        what = f"rows of {file.name} that its schema does not allow"
+        return problem("E-DATA-07", what, self._faults, remedy, self._faulty)
+
+    def _shared(self, splits: Sequence[Split], groups: Sequence[str], names: Sequence[str]) -> tuple[CheckProblem, ...]:
+        """Find groups, and rows that are the same, in both splits, and records that are named twice."""
+        found: tuple[CheckProblem, ...] = ()
+        for what, of in (("groups", groups if self.schema.group else ()), ("equal rows", names)):
+            halves = [{o for o, s in zip(of, splits, strict=bool(of)) if s is split} for split in SPLITS]
+            shared = sorted(halves[0] & halves[1])
+            remedy = "Keep them in one split: the test would measure what was memorised"
+            if what == "equal rows":
+                remedy += "; or declare `record`, where they are of different patients"
+            shown = shared if what == "groups" else self._lines_of(names, set(shared))
+            found += problem("E-DATA-07", f"{what} in both train and test", shown, remedy)
+        if self.schema.record:
+            twice = {name for name, n in Counter(names).items() if n > 1}
+            what = f"values of {self.schema.record!r} that several rows have"
+            found += problem("E-DATA-07", what, self._lines_of(names, twice), "Name each row by another one")
+        return found
+
+    def _lines_of(self, names: Sequence[str], wanted: set[str]) -> list[str]:
+        lines: dict[str, list[int]] = {}
+        for name, line in zip(names, self._lines, strict=True):
+            if name in wanted:
+                lines.setdefault(name, []).append(line)
+        return [f"lines {' = '.join(map(str, of[:5]))}{' = ...' if len(of) > 5 else ''}" for of in lines.values()]
+
+    def _cell(self, cells: Cells, role: str) -> str:
+        place = self._place[role]
+        return "" if place is None else cells[place]
+
+    def _fault(self, line: int, what: str) -> None:
+        self._faulty += 1
+        if len(self._faults) < 50:
+            self._faults.append(f"line {line}: {what}")
+
+
+def _half(name: str) -> Split:
+    """Choose a split by a hash: a fifth is test."""
+    drawn = int.from_bytes(hashlib.sha256(f"split {name}".encode()).digest()[:8])
+    return Split.TEST if drawn < TEST_SHARE * 2**64 else Split.TRAIN

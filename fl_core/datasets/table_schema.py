@@ -1,0 +1,83 @@
+"""The description beside a table (`patients.csv`, `patients.toml`): which columns are inputs, and what the others are.
+
+label = "diagnosis"                     # the column of the classes
+classes = ["benign", "malignant"]       # the label space, in the order of the run
+group = "patient"                       # optional: the privacy unit; no group may be in both splits
+split = "split"                         # optional: train or test; without one a fifth is held out
+record = "visit"                        # optional: what names a row for ever; without one its input cells do
+missing = ["", "NA"]                    # cells that stand for a missing value; default: an empty one
+
+[columns.age]                           # inputs, in this order; `Column` has the options
+type = "integer"
+min = 0
+max = 120
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fl_core.converter import ConversionError, structure
+from fl_core.errors import ConfigError, DataError
+from fl_core.types.columns import Column, check_columns
+
+SUFFIX = ".toml"
+_MOST_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TableSchema:
+    """What a table's columns are. Raises ConfigError (E-CFG-02) on what contradicts itself."""
+
+    label: str
+    classes: tuple[str, ...]
+    columns: tuple[Column, ...]
+    group: str = ""
+    split: str = ""
+    record: str = ""
+    missing: tuple[str, ...] = ("",)
+
+    def __post_init__(self) -> None:
+        check_columns(self.columns)
+        if len(set(self.classes)) != len(self.classes) or len(self.classes) < 2 or not all(self.classes):
+            raise ConfigError("E-CFG-02", "expected at least two classes of different names: correct the schema")
+        roles = [name for name in (self.label, self.group, self.split, self.record) if name]
+        inputs = {column.name for column in self.columns}
+        if not self.label or self.label in inputs or {self.split, self.group} & inputs:
+            raise ConfigError(
+                "E-CFG-02", "expected label, group and split that are no inputs: take them out of the columns"
+            )
+        if len({self.label, self.split} & {self.group, self.record} - {""}) or self.label == self.split:
+            raise ConfigError("E-CFG-02", f"expected a column for each role, found {roles}: correct the schema")
+
+
+def beside(table: Path) -> Path:
+    return table.with_suffix(SUFFIX)
+
+
+def read_schema(file: Path) -> TableSchema:
+    """Read a description; raises DataError: E-DATA-02 no such file, E-DATA-07 none that can be read or holds."""
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise DataError("E-DATA-07", f"expected a schema of at most {_MOST_BYTES} bytes in {file}: shorten it")
+        raw: dict[str, object] = tomllib.loads(file.read_text(encoding="utf-8"))
+        columns = raw.get("columns")
+        if isinstance(columns, Mapping):
+            raw["columns"] = [
+                {"name": name, **options} if isinstance(options, Mapping) else options
+                for name, options in columns.items()
+            ]
+        return structure(TableSchema, raw, "")
+    except FileNotFoundError as error:
+        raise DataError(
+            "E-DATA-02", f"expected the schema of a table in {file}, found none: write one (docs/data.md)"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:  # also what TOML, UTF-8 and the schema itself refuse
+        if isinstance(error, DataError):
+            raise
+        text = error.message if isinstance(error, ConfigError) else str(error)
+        kind = "a schema" if isinstance(error, (ConfigError, ConversionError)) else "TOML in UTF-8"
+        raise DataError("E-DATA-07", f"expected {kind} in {file}, found: {text[:300]}. Correct it") from error
