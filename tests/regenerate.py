@@ -1,4 +1,5 @@
-"""Regenerate what is generated and committed: the protocol code, docs/errors.md, docs/operations/metrics.md.
+"""Regenerate what is generated and committed: the protocol code, docs/errors.md, docs/operations/metrics.md,
+fl_core/methods/paper_tables.txt.
 
 python -m tests.regenerate          writes
 python -m tests.regenerate --check  fails, and says what differs, when something committed is not what would be written
@@ -12,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import yaml
 
 from coordinator.operations import metrics as coordinator_metrics
 from fl_core.errors.catalogue import page
@@ -45,8 +48,21 @@ def generate(out: Path) -> list[Path]:
     ]
     subprocess.run(command, check=True, capture_output=True)
     (out / "docs/errors.md").write_text(page(), encoding="utf-8")
+    (out / "fl_core/methods").mkdir(parents=True)
+    (out / "fl_core/methods/paper_tables.txt").write_text(_paper_tables(), encoding="utf-8")
     (out / "docs/operations/metrics.md").write_text(_metrics_page(), encoding="utf-8")
     return sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file())
+
+
+def _paper_tables() -> str:
+    """Write which tables of benchmarks/paper run which method."""
+    found: dict[str, list[str]] = {}
+    for file in sorted((ROOT / "benchmarks/paper/tables").glob("*.yaml")):
+        runs = " ".join(map(str, yaml.safe_load(file.read_text())["methods"].values())).split()
+        for name in sorted({word.removeprefix("method=") for word in runs if word.startswith("method=")}):
+            found.setdefault(name, []).append(file.stem)
+    lines = (f"{name} {' '.join(tables)}\n" for name, tables in sorted(found.items()))
+    return "# Tables of benchmarks/paper by method; `make protos` writes this file.\n" + "".join(lines)
 
 
 def _metrics_page() -> str:

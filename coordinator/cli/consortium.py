@@ -16,6 +16,7 @@ from coordinator import console
 from coordinator.cli.options import (
     CaPassphraseEnv,
     CaPassphraseFile,
+    Extensions,
     Home,
     Json,
     LogFormatOption,
@@ -139,10 +140,7 @@ def revoke(
 def serve(
     bind: Annotated[str, typer.Option(help="Address to listen on; port 0 lets the system choose.")] = "0.0.0.0:8443",
     metrics: MetricsOption = None,
-    extension: Annotated[
-        list[str] | None,
-        typer.Option("--extension", help="An installed distribution whose methods, models and data runs may use."),
-    ] = None,
+    extension: Extensions = None,
     log_format: LogFormatOption = None,
     passphrase_file: CaPassphraseFile = None,
     passphrase_env: CaPassphraseEnv = None,
@@ -161,7 +159,7 @@ def serve(
     use_passphrase(passphrase_file, passphrase_env)
     Authority.open(place).unlock()
     logs.set_up(logs.chosen(log_format) or logs.LogFormat.TEXT, place)
-    for found in (e for name in extension or () for e in extensions.load_distribution(name)):
+    for found in extensions.load_distributions(extension):
         log.info("runs may use the %s %s", found.kind, found)
     with ShutdownSignals() as signals:
         server = CoordinatorServer(place, bind, build_manifest, Settings(software=software(), metrics=metrics_at))

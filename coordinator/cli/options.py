@@ -26,6 +26,10 @@ MetricsOption = Annotated[
         help="Serve metrics for Prometheus there, on loopback alone; for instance 9464. Default: nowhere.",
     ),
 ]
+Extensions = Annotated[
+    list[str] | None,
+    typer.Option("--extension", help="An installed distribution whose methods, models and data runs may use."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 

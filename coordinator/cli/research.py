@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,9 @@ from coordinator.simulation.sweep import Job, SweepTable, combinations, folder_n
 from fl_core.errors import ConfigError
 from fl_core.errors.catalogue import EXPLANATIONS, explain_text
 from fl_core.methods import METHODS
+from fl_core.methods.papers import TABLES, Paper, needs, paper_of
 from fl_core.models import MODELS, ModelFacts, describe
+from fl_core.rounds import extensions
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.ray import Cluster
@@ -186,8 +188,16 @@ def _sweep(words: Sequence[str], job: Job, jobs: int, out: Path | None, config_d
         _say_where(out)
 
 
-def methods(as_json: Json = False) -> None:
+def methods(
+    papers: Annotated[
+        bool, typer.Option("--papers", help="Which paper and equations, what it needs, its tables.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """List the methods: what the server must see, whether the loss mixes examples, what a silo sends."""
+    if papers:
+        _papers(as_json)
+        return
     rows: list[dict[str, Any]] = [
         {
             "name": name,
@@ -207,6 +217,33 @@ def methods(as_json: Json = False) -> None:
         r | {"sends": ", ".join(r["sends"]), "personal_model": "yes" if r["personal_model"] else "no"} for r in rows
     ]
     console.OUT.print(make_table("Methods", head, [tuple(r.values()) for r in shown]))
+    found = [(kind, point.name, point.value) for kind in extensions.KINDS for point in extensions.entry_points(kind)]
+    if found:
+        console.OUT.print(make_table("Installed extensions", ("kind", "name", "place"), found))
+
+
+def _papers(as_json: bool) -> None:
+    """Say where each method is from, what a run must offer it, and which tables of benchmarks/paper have it."""
+    rows = []
+    for name, kind in METHODS.items():
+        paper = asdict(paper_of(kind) or Paper("", "", "", ""))
+        rows.append({"name": name, **paper, "needs": needs(kind()), "tables": list(TABLES.get(name, ()))})
+    if as_json:
+        print_json(rows)
+        return
+    head = ("method", "paper", "where", "needs", "tables")
+    lines = [
+        (
+            str(row["name"]),
+            f"{row['title']}, {row['venue']}" if row["title"] else "a lower bound, from no paper",
+            str(row["where"]),
+            ", ".join(row["needs"]) or "-",
+            ", ".join(row["tables"]) or "-",
+        )
+        for row in rows
+    ]
+    console.OUT.print(make_table("Papers", head, lines))
+    console.OUT.print("tables: python -m benchmarks.paper table=NAME; what reproduces: benchmarks/paper/README.md")
 
 
 def models(

@@ -16,7 +16,7 @@ import typer
 
 from coordinator import console
 from coordinator.api import accuracy
-from coordinator.cli.options import Home, Json, home_of
+from coordinator.cli.options import Extensions, Home, Json, home_of
 from coordinator.lead_client import LeadClient
 from fl_core.errors import ConfigError
 from protos.consilium.v1 import federation_pb2 as pb
@@ -231,11 +231,15 @@ def extend(
 def export(
     run: Run = "latest",
     out: Annotated[Path, typer.Option(help="Folder for the model and its card.")] = Path("models"),
+    extension: Extensions = None,
     home: Home = None,
     as_json: Json = False,
 ) -> None:
     """Write a run's newest model as safetensors, with a model card."""
     from coordinator.cli.export import check_detail, export_model, state_limit
+    from fl_core.rounds import extensions
+
+    extensions.load_distributions(extension)
 
     with _client(home) as client, TemporaryDirectory() as scratch:
         detail = client.show(run)

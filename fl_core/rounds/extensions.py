@@ -238,6 +238,12 @@ def load(kind: str, word: str) -> str | None:
     return reference
 
 
+def load_again(named: Sequence[Extension]) -> None:
+    """Import in a process of a simulation what the process that started it has loaded; raises as `load`."""
+    for extension in named:
+        load(extension.kind, extension.name)
+
+
 def load_allowed(extension: Extension, allowed: Sequence[str]) -> None:
     """Import what a manifest asks for, where `allowed` names its distribution ("name" or "name==version").
 
@@ -266,6 +272,11 @@ def load_allowed(extension: Extension, allowed: Sequence[str]) -> None:
     if (found := identify(extension.kind, extension.name)) != extension:
         raise _refused(f"expected {extension}, found {found}")
     _import(found)
+
+
+def load_distributions(names: Sequence[str] | None) -> list[Extension]:
+    """Import everything that these installed distributions declare; raises as `load_distribution`."""
+    return [extension for name in names or () for extension in load_distribution(name)]
 
 
 def load_distribution(name: str) -> list[Extension]:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from fl_core.errors.extras import require
+from fl_core.rounds import extensions
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
@@ -57,6 +58,7 @@ class SiloActor:
     ) -> None:
         torch.set_num_threads(threads)
         manifest = RunManifest.from_json(manifest_json)
+        extensions.load_again(manifest.extensions)
         self._states = PassedState()
         device, runtime = torch.device("cuda" if cuda else "cpu"), RunSetup.of(manifest).silo_runtime()
         runtime.model.to(device)

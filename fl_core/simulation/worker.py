@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from fl_core.errors import FederationError
+from fl_core.rounds import extensions
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation import tensor_messages
@@ -92,6 +93,7 @@ class _Worker:
     def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(setup.threads)
         manifest = RunManifest.from_json(setup.manifest_json)
+        extensions.load_again(manifest.extensions)
         runtime, self._state = RunSetup.of(manifest).silo_runtime(), PassedState()
         shares, public = torch.load(setup.examples, mmap=True, weights_only=False)
         self._ports = [

@@ -1,0 +1,69 @@
+"""Which paper a method is from: read off the docstring of its module, which has title, citation and equations."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+from fl_core.methods.fedavg import FedAvg
+from fl_core.types.enums import Capability, Coupling
+
+_CITATION = re.compile(r'(?P<authors>[^"]+), "(?P<title>[^"]+?),?",? (?P<venue>.*\b(?:19|20)\d{2})(?:, (?P<where>.+))?')
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """A citation. where: equations and algorithms that the method follows; empty where the docstring names none."""
+
+    authors: str
+    title: str
+    venue: str
+    where: str
+
+
+def paper_of(method: type[FedAvg]) -> Paper | None:
+    """Return the paper of a method; None where its module's docstring cites none in its second paragraph."""
+    paragraphs = (sys.modules[method.__module__].__doc__ or "").strip().split("\n\n")
+    if len(paragraphs) < 2:
+        return None
+    sentence = re.split(r"\.(?:\s|$)| \(", " ".join(paragraphs[1].split()), maxsplit=1)[0]
+    found = _CITATION.match(sentence)
+    if found is None:
+        return None
+    where = re.split(r", (?:with|in) ", found["where"] or "")[0]
+    return Paper(found["authors"], found["title"], found["venue"], where)
+
+
+def needs(method: FedAvg) -> list[str]:
+    """Say what a run must offer the method, in words."""
+    lacking = {
+        Capability.SECURE_AGGREGATION: "updates that the server sees one by one",
+        Capability.DIFFERENTIAL_PRIVACY: "a run without record-level privacy",
+        Capability.PARTIAL_PARTICIPATION: "every silo in every round",
+        Capability.ADAPTIVE_OPTIMIZER: "SGD",
+    }
+    found = [words for capability, words in lacking.items() if _lacks(method, capability)]
+    if "prototypes" in method.sends:
+        found.append("prototypes of the silos")
+    if method.coupling is Coupling.BATCH:
+        found.append("batches of several examples of a class")
+    return found
+
+
+def _lacks(method: FedAvg, capability: Capability) -> bool:
+    """Tell whether a run can have no such capability; what the private form alone lacks, it brings."""
+    private_form = capability is Capability.DIFFERENTIAL_PRIVACY and method.private_form
+    return capability in method.unsupported and not private_form
+
+
+def _tables() -> Mapping[str, tuple[str, ...]]:
+    text = (resources.files("fl_core.methods") / "paper_tables.txt").read_text(encoding="utf-8")
+    rows = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    return {name: tuple(tables) for name, *tables in rows}
+
+
+TABLES: Mapping[str, tuple[str, ...]] = _tables()
+"""The tables of `benchmarks/paper` that a method is in: `python -m tests.regenerate` writes them."""
