@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -62,34 +62,34 @@ def dataloader(paths: list[Path], workers: int) -> None:
         (x.float() / 255 - mean) / std
 
 
-def processes(paths: list[Path], pool: ProcessPoolExecutor) -> None:
-    for _ in pool.map(square, paths, [Form(SIZE)] * len(paths), chunksize=8):
-        pass
-
-
-def measure(images: int, side: int, repeats: int) -> dict[str, float]:
-    """Return the seconds of an epoch by the way it is read, the median of `repeats`; ways alternate."""
+def measure(images: int, side: int, repeats: int) -> dict[str, tuple[float, float]]:
+    """Return an epoch's seconds and seconds of processor time by the way it is read, medians; ways alternate."""
     n = cores()
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(n) as pool:
-        paths = write_images(Path(folder), images, side)
-        list(pool.map(square, paths[:n], [Form(SIZE)] * n))  # the processes are there
-        kept = ImageLoader()
+    with tempfile.TemporaryDirectory() as folder:
+        paths, kept = write_images(Path(folder), images, side), ImageLoader()
         ours(paths, kept)
         ways: dict[str, Callable[[], None]] = {
             "one thread": lambda: ours(paths, ImageLoader(cache_bytes=0, threads=1)),
             f"first epoch, {n} threads": lambda: ours(paths, ImageLoader()),
-            f"{n} processes that are there already, squares alone": lambda: processes(paths, pool),
             f"DataLoader, {n} workers": lambda: dataloader(paths, n),
-            f"DataLoader, {2 * n} workers": lambda: dataloader(paths, 2 * n),
             "later epochs, from the cache": lambda: ours(paths, kept),
         }
-        found: dict[str, list[float]] = {name: [] for name in ways}
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
         for _ in range(repeats):
             for name, way in ways.items():
-                began = time.perf_counter()
+                began, busy = time.perf_counter(), processor_time()
                 way()
-                found[name].append(time.perf_counter() - began)
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+                found[name].append((time.perf_counter() - began, processor_time() - busy))
+    return {
+        name: (statistics.median(w for w, _ in both), statistics.median(c for _, c in both))
+        for name, both in found.items()
+    }
+
+
+def processor_time() -> float:
+    """Return the processor seconds of this process and of the workers that have ended."""
+    both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(used.ru_utime + used.ru_stime for used in both)
 
 
 def main() -> None:
@@ -104,8 +104,8 @@ def main() -> None:
     if chosen.json:
         print(json.dumps({"images": chosen.images, "side": chosen.side, "cores": cores(), "seconds": found}))
         return
-    for name, seconds in found.items():
-        print(f"{name:55} {seconds:8.2f} s  {chosen.images / seconds:8.1f} images/s")
+    for name, (wall, busy) in found.items():
+        print(f"{name:30} {wall:8.2f} s  {1000 * busy / chosen.images:8.1f} ms of processor time per image")
 
 
 if __name__ == "__main__":

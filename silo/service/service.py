@@ -122,6 +122,7 @@ class Service:
         self.name, self._consortium = own.name, own.consortium
         source, self._timing = settings.source(), ResponseTiming(settings.answer_after, settings.pulse_floor)
         self._device = choose_device(settings.device)
+        self._cache = source.cache_text()
         self._data_offer, self._size_declared = data_offer(source, settings.holds), settings.nominal_size is not None
         self.store = Store(settings.home.database)
         self._instance = settings.home.begin_instance()
@@ -185,6 +186,8 @@ class Service:
                 facts={"profiles": ", ".join(PROFILES), "policy": self._controls.policy_digest()},
             )
         )
+        if self._cache:
+            self._emit(event("cache", self._cache))
         bodies: dict[str, Callable[[], None]] = {
             "worker": lambda: self._worker.run(self._leaving),
             "client": lambda: self._client.run(self._queue, self._stop),

@@ -115,6 +115,17 @@ class DataSource:
             self._loader.forget()
         return True
 
+    def cache_text(self) -> str:
+        """Say where decoded images are kept, and how many; empty where no data are images in files."""
+        if self._loader is None or not hasattr(self.load().train, "paths"):
+            return ""
+        if self._loader.cache_bytes == 0:
+            return "decoded images are not kept (--image-cache 0)"
+        return (
+            f"decoded images are kept in {self._loader.folder}, at most {self._loader.cache_bytes / 2**30:g} GiB, in a "
+            "file without a name that is gone when the service ends (--image-cache 0 keeps none)"
+        )
+
     @property
     def examples(self) -> tuple[float, float]:
         """Return how many training and test examples there are, rounded up; 0 where a size was typed instead."""

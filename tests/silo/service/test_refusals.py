@@ -69,6 +69,7 @@ def test_a_refusal_over_the_hospitals_images_names_no_file_of_it(make, tmp_path)
     hospital.start()
     for file in images.rglob("*.png"):
         file.write_bytes(file.read_bytes()[:60])  # sound when the service starts, damaged when it trains
+    assert any("decoded images are kept in" in notice.text for notice in hospital.notices)
     hospital.offer()
     answer = hospital.refused()
     assert answer.code.startswith("E-DATA")
