@@ -8,11 +8,15 @@ chosen jobs (Feldman and Zrnic, NeurIPS 2021); PRV is tighter, and for informati
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +66,26 @@ def aggregated(history: Iterable[Mechanism]) -> list[Mechanism]:
 # Opacus is imported where it is needed: it takes seconds to load, and most processes of a federation never account.
 
 
+@lru_cache(maxsize=1)
+def _analysis() -> Any:  # noqa: ANN401
+    """Return Opacus' analysis of RDP, loaded by its file: it is numpy, and the package around it imports torch.
+
+    A hospital's page and commands that add up spending take 50 MB so, where they took 700 and seconds more.
+    """
+    if (loaded := sys.modules.get("opacus.accountants.analysis.rdp")) is not None:
+        return loaded
+    package = importlib.util.find_spec("opacus")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("expected the package opacus, found none: make setup", name="opacus")
+    file = Path(package.origin).parent / "accountants" / "analysis" / "rdp.py"
+    spec = importlib.util.spec_from_file_location("opacus_rdp_analysis", file)
+    assert spec is not None
+    assert spec.loader is not None
+    analysis = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(analysis)
+    return analysis
+
+
 def rdp(history: Iterable[Mechanism], orders: Sequence[float] = ORDERS) -> NDArray[np.float64]:
     total = np.zeros(len(orders))
     for m in aggregated(history):
@@ -73,12 +97,10 @@ def rdp(history: Iterable[Mechanism], orders: Sequence[float] = ORDERS) -> NDArr
 
 @lru_cache(maxsize=4096)  # a hospital solves for the noise of one plan in every round, by the same steps
 def _rdp_of_a_step(noise: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
-    from opacus.accountants.analysis import rdp as analysis
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = np.atleast_1d(
-            analysis.compute_rdp(q=rate, noise_multiplier=min(noise, _MOST_NOISE), steps=1, orders=list(orders))
+            _analysis().compute_rdp(q=rate, noise_multiplier=min(noise, _MOST_NOISE), steps=1, orders=list(orders))
         )
     # Of much noise the difference of logarithms can come out below 0, of little as no number at all; noise above a
     # bound, whose square would overflow, counts as that bound.
@@ -92,12 +114,10 @@ def epsilon_rdp(history: Iterable[Mechanism], delta: float) -> float:
     entries = aggregated(history)
     if not entries:
         return 0.0
-    from opacus.accountants.analysis import rdp as analysis
-
     found = rdp(entries)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        epsilon, _ = analysis.get_privacy_spent(orders=list(ORDERS), rdp=found, delta=_valid(delta))
+        epsilon, _ = _analysis().get_privacy_spent(orders=list(ORDERS), rdp=found, delta=_valid(delta))
     return float(max(epsilon, 0.0))
 
 

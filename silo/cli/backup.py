@@ -16,8 +16,12 @@ from protos.storage import backup as backups
 from protos.version import software
 from silo.cli import console
 from silo.cli.options import HomeOption, JsonOption
+from silo.cli.page import FILE as OPENED_PAGE
 from silo.storage.home import OBJECTS, Home
 from silo.storage.store import Store
+
+PAGES = ("page.html", OPENED_PAGE)
+"""Links that open a page: they end with its process."""
 
 
 def _layout(home: Home, ledger_key: bool) -> backups.HomeLayout:
@@ -29,7 +33,7 @@ def _layout(home: Home, ledger_key: bool) -> backups.HomeLayout:
         database=home.database.name,
         objects=OBJECTS,
         databases=inside(home.ledger),
-        left_out=("instance.json", FOLDER, *(() if ledger_key else inside(home.ledger_key))),
+        left_out=("instance.json", *PAGES, FOLDER, *(() if ledger_key else inside(home.ledger_key))),
         referenced=_referenced,
         place=str,
         copy_log=copy_log,

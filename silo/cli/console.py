@@ -11,6 +11,7 @@ from fl_core.types.records import Schema
 from protos import clinical_report
 from protos.console import local_time, make_table, plain_console, print_json, printable
 from protos.pki.identity import PeerCertificate, colons
+from silo.facts.leaving import leaving
 from silo.storage.store import RunRecord, Store, TaskRecord
 from silo.training import evaluation_summary
 
@@ -49,7 +50,7 @@ def show_facts(facts: Iterable[tuple[str, str]]) -> None:
 
 
 def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, store: Store) -> Json:
-    contact = store.contact()
+    contact, left = store.contact(), leaving(store)
     return {
         "silo": own.identity.name,
         "consortium": own.identity.consortium,
@@ -59,6 +60,7 @@ def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, store
         "renewal_due": due,
         "coordinator": list(addresses),
         "session": contact and asdict(contact),
+        "left": {"verdict": left.verdict, "updates": left.updates, "bytes": left.bytes},
         "outbox": [
             {
                 "run": e.key.run_id,
@@ -98,7 +100,7 @@ def _task_json(task: TaskRecord) -> Json:
 
 
 def show_status(own: PeerCertificate, addresses: Sequence[str], due: bool, store: Store) -> None:
-    contact = store.contact()
+    contact, left = store.contact(), leaving(store)
     session = "never"
     if contact is not None:
         state = "open since" if contact.until is None else f"until {local_time(contact.until)} ({contact.why}), since"
@@ -111,6 +113,7 @@ def show_status(own: PeerCertificate, addresses: Sequence[str], due: bool, store
             ("coordinator", ", ".join(addresses)),
             ("session", session),
             ("receipts", str(len(store.receipts()))),
+            ("left", f"{left.verdict}: {left.updates} updates, {left.bytes} bytes"),
         ]
     )
     entries = [

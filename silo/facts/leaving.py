@@ -11,6 +11,10 @@ from silo.storage.store import RunRecord, Store
 WORDS: Mapping[str, str] = {
     "delta": "by how much training changed each number of the model",
     "metrics": "how often the model was right on test images here, by class",
+    "clinical": "which class the model took test images of each class for, and how sure it was",
+    "personal": "how often this hospital's own model, which stays here, was right on test images here",
+    "personal_public": "how often this hospital's own model, which stays here, was right on public test images",
+    "personal_ga": "how often this hospital's own model was right on images of other hospitals' classes",
     "prototypes": "one average of what the model sees, for each class",
     "class_gradients": "one average direction of change, for each class",
     "census": "how many hospitals took part",
@@ -107,7 +111,7 @@ class Leaving:
 
     @property
     def verdict(self) -> str:
-        """Say in one sentence what is known: the headline of the page, and the first line of `silo status`.
+        """Say in one sentence what is known: the headline of the page, and a line of `silo status`.
 
         Guarantees: that no image left is said only where every update that was sent is known to be no larger than the
         numbers that the manifest of its run lists, which are sums over records.

@@ -189,7 +189,7 @@ def connection(health: Health, contact: Contact | None) -> str:
         last = f"The last session with the coordinator ended at {moment(ended)}."
     if health.alive:
         return f"The service runs, and tries to connect ({health.why or 'no session yet'}). {last}"
-    return f"The service does not work here now: {health.why}. {last}"
+    return f"The service is not at work here: {health.why}. {last}"
 
 
 def _as_of(health: Health, contact: Contact | None) -> float | None:
