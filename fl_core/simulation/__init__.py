@@ -1,1 +1,1 @@
-"""Whole federations in one process, in several or on Ray, with the hospitals' code, and what is measured on top."""
+"""Whole federations in one process, in several, in one tensor or on Ray, and what is measured on top."""

@@ -153,13 +153,7 @@ class PlainLocalData:
         return x, y
 
     def _batches(self, order: torch.Generator, steps: int) -> list[Tensor]:
-        n, size = len(self._examples[Split.TRAIN]), self._config.batch_size
-        if n == 0:
-            raise DataError("E-DATA-08", "expected at least one training example at this silo, found none")
-        batches: list[Tensor] = []
-        while len(batches) < steps:
-            batches += torch.split(torch.randperm(n, generator=order), size)
-        return batches[:steps]
+        return draw_batches(len(self._examples[Split.TRAIN]), self._config.batch_size, order, steps)
 
     def _read(self, split: Split, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         x, y = self._examples[split].batch(index, augment)
@@ -185,6 +179,16 @@ class PlainLocalData:
             labels = self._examples[Split.TRAIN].labels
             self._counts = torch.bincount(labels, minlength=self._context.n_classes).float()
         return self._counts
+
+
+def draw_batches(n: int, size: int, order: torch.Generator, steps: int) -> list[Tensor]:
+    """Draw the batches of so many steps over n examples; raises DataError (E-DATA-08) without any."""
+    if n == 0:
+        raise DataError("E-DATA-08", "expected at least one training example at this silo, found none")
+    batches: list[Tensor] = []
+    while len(batches) < steps:
+        batches += torch.split(torch.randperm(n, generator=order), size)
+    return batches[:steps]
 
 
 class LocalDataWrapper:
