@@ -15,7 +15,7 @@ from coordinator.lead_client import LeadClient
 from coordinator.reports import run_log
 from coordinator.reports.comparison import MOST_RUNS, ComparedRun, Comparison
 from coordinator.reports.comparison import compare as compare_runs
-from coordinator.reports.curves import MEASURES, Scores
+from coordinator.reports.curves import MEASURES, Scores, text
 from coordinator.reports.run_log import RunLine
 from fl_core.errors import ConfigError
 from privacy.reports.uncertainty import NOTHING, Estimate
@@ -114,9 +114,9 @@ def _scores(found: Comparison) -> list[tuple[str, ...]]:
     rows = []
     for measure in found.measures:
         scores = [run.curves[measure].scores if measure in run.curves else Scores() for run in found.runs]
-        rows.append((measure, "final", *(s.final.text() for s in scores)))
-        rows.append(("", "best", *(s.best.text() for s in scores)))
-        rows.append(("", "mean of last 5", *(s.last.text() for s in scores)))
+        rows.append((measure, "final", *(text(measure, s.final) for s in scores)))
+        rows.append(("", "best", *(text(measure, s.best) for s in scores)))
+        rows.append(("", "mean of last 5", *(text(measure, s.last) for s in scores)))
     return rows
 
 

@@ -14,9 +14,11 @@ from protos.consilium.v1 import federation_pb2 as pb
 
 OF_SUMS: dict[str, Measure] = {"accuracy": uncertainty.accuracy, "balanced_accuracy": uncertainty.balanced}
 """Measures of the global model that come from the sums per class."""
+MACRO_AUC = "macro_auc"
+"""The mean over classes of the area under the ROC curve, of runs that measure it; in the middle of its bin."""
 OF_SILOS = ("pa", "pm_l", "pm_v")
 """Scores of personal models, means over a round's silos."""
-MEASURES = (*OF_SUMS, *OF_SILOS)
+MEASURES = (*OF_SUMS, MACRO_AUC, *OF_SILOS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,19 @@ class CurveOfSums(Curve):
         return Scores(self.values[-1], best, uncertainty.mean_of_last(trained, measure))
 
 
+def text(measure: str, value: Estimate) -> str:
+    """Write a value as its readers know it: an AUC as a number, all others in percent."""
+    if measure == MACRO_AUC and value.point is not None:
+        return f"{value.point:.3f}"
+    return value.text()
+
+
 def curves(rounds: Sequence[pb.RoundInfo]) -> dict[str, Curve]:
-    """Return the curves of all measures that a run has, by name, the global model's first."""
-    found = [*curves_of_sums(rounds).values(), *(_of_silos(name, rounds) for name in OF_SILOS)]
+    """Return the curves of all measures that a run has, by name, the global model's first.
+
+    Raises ProtocolError (E-WIRE-06) on clinical metrics that no evaluation gives.
+    """
+    found = [*curves_of_sums(rounds).values(), _auc(rounds), *(_of_silos(name, rounds) for name in OF_SILOS)]
     return {curve.measure: curve for curve in found if curve.measured}
 
 
@@ -92,6 +104,12 @@ def by_class(rounds: Sequence[pb.RoundInfo]) -> list[Curve]:
 def _of_sums(name: str, rounds: Sequence[pb.RoundInfo], sums: Sequence[Sums]) -> CurveOfSums:
     behind, measure = tuple(r.round for r in rounds), OF_SUMS[name]
     return CurveOfSums(name, behind, tuple(measure(*each, uncertainty.LEVEL) for each in sums), tuple(sums))
+
+
+def _auc(rounds: Sequence[pb.RoundInfo]) -> Curve:
+    found = {r.round: measured.macro_auc for r in rounds if (measured := accuracy.clinical_of(r)) is not None}
+    values = tuple(NOTHING if area is None else _exact(area.middle) for area in found.values())
+    return Curve(MACRO_AUC, tuple(found), values)
 
 
 def _of_silos(name: str, rounds: Sequence[pb.RoundInfo]) -> Curve:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordinator.reports.comparison import MOST_RUNS
-from coordinator.reports.curves import Curve, curves
+from coordinator.reports.curves import Curve, curves, text
 from fl_core.errors import ConfigError
 from fl_core.errors.extras import require
 from protos.consilium.v1 import federation_pb2 as pb
@@ -22,6 +22,7 @@ FORMATS = ("png", "svg")
 TITLES = {
     "accuracy": "Accuracy",
     "balanced_accuracy": "Balanced accuracy (mean over classes)",
+    "macro_auc": "Macro AUC (one class against the rest)",
     "pa": "Personal models, own test images",
     "pm_l": "Personal models, all test images, classes as they are at each hospital",
     "pm_v": "Personal models, all test images",
@@ -86,7 +87,7 @@ def _draw(axes: Axes, curve: Curve, name: str, number: int) -> None:
         [math.nan if (v := getattr(value, end)) is None else 100 * v for value in curve.values]
         for end in ("low", "point", "high")
     )
-    label = f"{name}: {curve.scores.final.text()} at the end"
+    label = f"{name}: {text(curve.measure, curve.scores.final)} at the end"
     axes.plot(curve.rounds, middle, dash, color=colour, linewidth=2, label=label, marker="." if len(low) < 2 else "")
     if any(not value.exact for value in curve.values):
         axes.fill_between(curve.rounds, low, high, color=colour, alpha=0.15, linewidth=0)
@@ -101,5 +102,5 @@ def _dress(axes: Axes, measure: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0)
     legend = axes.legend(loc="lower right", frameon=False, fontsize="small")
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a name is no formula
+    for entry in legend.get_texts():
+        entry.set_parse_math(False)  # a name is no formula

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from coordinator.reports.comparison import ComparedRun, Comparison
-from coordinator.reports.curves import Scores
+from coordinator.reports.curves import Scores, text
 from coordinator.reports.page.overview import State, run_state
 from coordinator.reports.page.run_facts import TITLES, chart_of
 from privacy.reports.uncertainty import NOTHING
@@ -82,10 +82,10 @@ def _scores(found: Comparison) -> list[tuple[str, str, tuple[str, ...]]]:
     rows = []
     for measure in found.measures:
         scores = [run.curves[measure].scores if measure in run.curves else Scores() for run in found.runs]
-        name = TITLES.get(measure, measure)
-        rows.append((name, "final", tuple(s.final.text() for s in scores)))
-        rows.append((name, "best", tuple(s.best.text() for s in scores)))
-        rows.append((name, "mean of the last 5", tuple(s.last.text() for s in scores)))
+        name = TITLES[measure]
+        rows.append((name, "final", tuple(text(measure, s.final) for s in scores)))
+        rows.append((name, "best", tuple(text(measure, s.best) for s in scores)))
+        rows.append((name, "mean of the last 5", tuple(text(measure, s.last) for s in scores)))
     return rows
 
 
@@ -94,6 +94,7 @@ def _charts(found: Comparison) -> list[Chart]:
     for measure in found.measures[:3]:
         of_runs = zip(LETTERS, found.runs, strict=False)
         curves = {letter: run.curves[measure] for letter, run in of_runs if measure in run.curves}
-        if (drawn := chart_of(TITLES.get(measure, measure).capitalize(), curves)) is not None:
+        name = TITLES[measure]
+        if (drawn := chart_of(f"{name[:1].upper()}{name[1:]}", curves)) is not None:
             charts.append(drawn)
     return charts

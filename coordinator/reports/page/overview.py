@@ -42,7 +42,6 @@ class Hospital:
     name: str
     state: State
     doing: str
-    run: str
     data: str
     classes: tuple[str, ...]
     size: str
@@ -103,7 +102,6 @@ def hospital(info: pb.SiloInfo) -> Hospital:
         name=info.name,
         state=state,
         doing=console.doing(info) if info.state == "online" else "",
-        run=info.run_id if info.state == "online" else "",
         data=info.data.name,
         classes=tuple(info.data.holds or info.data.classes),
         size=f"{info.data.nominal_size:.0f}" if 0 < info.data.nominal_size < 2**53 else "",

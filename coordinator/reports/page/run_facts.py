@@ -11,12 +11,13 @@ from statistics import median
 from coordinator import console
 from coordinator.api import accuracy
 from coordinator.reports.comparison import ComparedRun
-from coordinator.reports.curves import Curve, by_class, curves_of_sums
+from coordinator.reports.curves import Curve, by_class, curves_of_sums, text
 from coordinator.reports.page.open_round import OpenRound, open_round
 from coordinator.reports.page.overview import RunRow, away, run_row
 from coordinator.reports.page.service_watch import FollowedRun
 from fl_core.converter import ConversionError, parse_json
 from privacy.reports.uncertainty import NOTHING, Estimate
+from protos import clinical_report
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import span
 from web.chart import MOST_SERIES, Chart, Series
@@ -24,6 +25,7 @@ from web.chart import MOST_SERIES, Chart, Series
 TITLES = {
     "accuracy": "accuracy",
     "balanced_accuracy": "balanced",
+    "macro_auc": "macro AUC",
     "pa": "personal",
     "pm_l": "personal, all",
     "pm_v": "personal, even",
@@ -74,6 +76,17 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True)
+class Clinical:
+    """What medicine asks of the newest model. by_class: rows under `CLASS_HEAD`; confusion: class, then predictions."""
+
+    sentence: str
+    head: tuple[str, ...]
+    by_class: tuple[tuple[str, ...], ...]
+    classes: tuple[str, ...]
+    confusion: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RunFacts:
     """A run as its page shows it."""
 
@@ -84,10 +97,11 @@ class RunFacts:
     members: tuple[str, ...]
     excluded: tuple[str, ...]
     open: OpenRound | None
-    scores: tuple[tuple[str, Estimate, Estimate, Estimate], ...]
+    scores: tuple[tuple[str, str, str, str], ...]
     chart: Chart | None
     class_charts: tuple[Chart, ...]
     classes: tuple[tuple[str, Estimate], ...]
+    clinical: Clinical | None
     pace: Chart | None
     rounds: tuple[RoundRow, ...]
     rounds_left_out: int
@@ -118,11 +132,13 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
         excluded=tuple(info.excluded),
         open=open_round(info, compared.members, followed.events, now),
         scores=tuple(
-            (TITLES[name], c.scores.final, c.scores.best, c.scores.last) for name, c in compared.curves.items()
+            (TITLES[n], text(n, c.scores.final), text(n, c.scores.best), text(n, c.scores.last))
+            for n, c in compared.curves.items()
         ),
         chart=chart_of("Of all test images, answered right", {TITLES[n]: c for n, c in compared.curves.items()}),
         class_charts=_class_charts(compared.classes, detail.rounds),
         classes=tuple(compared.by_class.items()),
+        clinical=_clinical(compared.classes, detail.rounds),
         pace=_pace(compared.members, detail.rounds),
         rounds=tuple(reversed(rounds[-_MOST_ROUNDS:])),
         rounds_left_out=max(0, len(rounds) - _MOST_ROUNDS),
@@ -143,9 +159,9 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
     newest = accuracy.newest(info)
     reached = "" if newest == NOTHING else f"Newest accuracy: {newest.text()}."
     if info.state == "finished":
-        text = newest.text() if newest.point is not None else "nothing that noise leaves a number of"
+        share = newest.text() if newest.point is not None else "nothing that noise leaves a number of"
         best = "" if curve is None else f" Best over rounds: {curve.scores.best.text()}."
-        return f"Finished: {text}", f"of all hospitals' test images, answered right by the model of all.{best}"
+        return f"Finished: {share}", f"of all hospitals' test images, answered right by the model of all.{best}"
     if info.state in ("paused", "failed", "aborted"):
         after = f"{info.state.capitalize()} after {info.closed} of {info.rounds} rounds"
         return after, f"{info.reason or 'No reason was given.'} {reached}"
@@ -203,6 +219,19 @@ def _hospitals(members: Sequence[str], detail: pb.RunDetail, info: pb.RunInfo) -
             )
         )
     return rows
+
+
+def _clinical(classes: Sequence[str], rounds: Sequence[pb.RoundInfo]) -> Clinical | None:
+    found = accuracy.clinical_of(rounds[-1]) if rounds else None
+    if found is None or len(classes) != len(found.confusion):
+        return None
+    return Clinical(
+        sentence=clinical_report.sentence(found, sum(rounds[-1].examples)),
+        head=clinical_report.CLASS_HEAD,
+        by_class=tuple(clinical_report.class_rows(found, classes)),
+        classes=tuple(classes),
+        confusion=tuple(clinical_report.confusion_rows(found, classes)),
+    )
 
 
 def _trouble(events: Sequence[pb.Event], rounds: int) -> tuple[Trouble, ...]:
