@@ -28,7 +28,7 @@ _VALUE_CHARS = 60
 
 def compare(runs: Runs, home: Home = None, as_json: Json = False) -> None:
     """Show runs side by side: how their configurations differ, and what their models reached."""
-    found = compare_runs(_details(home, runs))
+    found = compare_runs([ComparedRun.of(detail) for detail in _details(home, runs)])
     if as_json:
         print_json(comparison_json(found))
         return

@@ -79,18 +79,17 @@ class Comparison:
         return list(dict.fromkeys(named))
 
 
-def compare(details: Sequence[pb.RunDetail]) -> Comparison:
+def compare(runs: Sequence[ComparedRun]) -> Comparison:
     """Compare runs; raises ConfigError (E-CFG-02) unless there are 2 to 20 different ones."""
-    ids = [detail.info.run_id for detail in details]
+    ids = [run.id for run in runs]
     if not 2 <= len(ids) <= MOST_RUNS or len(set(ids)) < len(ids):
         raise ConfigError(
             "E-CFG-02",
             f"expected 2 to {MOST_RUNS} different runs, found {', '.join(ids[:MOST_RUNS])}: name others",
         )
-    runs = tuple(map(ComparedRun.of, details))
     keys = sorted({key for run in runs for key in run.configuration})
     values = {key: tuple(run.configuration.get(key) for run in runs) for key in keys}
-    return Comparison(runs, {key: found for key, found in values.items() if len(set(found)) > 1}, _notes(runs))
+    return Comparison(tuple(runs), {key: found for key, found in values.items() if len(set(found)) > 1}, _notes(runs))
 
 
 def flatten(spec: Mapping[str, object]) -> dict[str, str]:

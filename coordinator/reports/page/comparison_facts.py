@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from coordinator.reports.comparison import ComparedRun, Comparison
 from coordinator.reports.curves import Scores, text
 from coordinator.reports.page.overview import State, run_state
-from coordinator.reports.page.run_facts import TITLES, chart_of
+from coordinator.reports.page.run_record import TITLES, chart_of
 from privacy.reports.uncertainty import NOTHING
 from web.chart import Chart
 

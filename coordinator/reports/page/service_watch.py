@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.lead_client import LeadClient
+from coordinator.reports.page.run_record import RunRecord
 from fl_core.errors import FederationError
 from protos.consilium.v1 import federation_pb2 as pb
 
@@ -35,9 +36,9 @@ class Away:
 
 @dataclass(frozen=True, slots=True)
 class FollowedRun:
-    """A run that somebody looks at. events: the newest ones."""
+    """A run that somebody looks at. events: the newest ones   last: the number of the last one."""
 
-    detail: pb.RunDetail
+    record: RunRecord
     events: Sequence[pb.Event] = ()
     last: int = 0
 
@@ -183,12 +184,13 @@ class ServiceWatch:
             if info is None:
                 kept.pop(name, None)
                 continue
-            detail = known.detail if known and settled(known.detail.info) == settled(info) else client.show(name)
-            if known is not None and detail is known.detail and info.state not in ("waiting", "running"):
+            same = known is not None and settled(known.record.detail.info) == settled(info)
+            record = known.record if known and same else RunRecord(client.show(name))
+            if same and info.state not in ("waiting", "running"):
                 continue
             fresh = client.events(name, known.last if known else 0)
             events = [*(known.events if known else ()), *fresh][-_MOST_EVENTS:]
-            kept[name] = FollowedRun(detail, events, events[-1].number if events else 0)
+            kept[name] = FollowedRun(record, events, events[-1].number if events else 0)
         with self._lock:
             self._followed = kept
 

@@ -98,7 +98,7 @@ class LeadPage:
 
     def _compare(self, parameters: Parameters) -> Mapping[str, object]:
         chosen = list(dict.fromkeys(parameters[name] for name in PLACES if parameters.get(name)))
-        details = [self._followed(run_id)[2].detail for run_id in chosen]
+        chosen_runs = [self._followed(run_id)[2].record.compared for run_id in chosen]
         found = self.watch.current()
         offered = [run.run_id for run in found.runs[: overview.MOST_ROWS]]
         preset = dict(zip(PLACES, offered[1::-1], strict=False)) if len(chosen) < 2 else {}
@@ -106,7 +106,7 @@ class LeadPage:
         about = {**self._about(found), "runs": offered, "choice": choice}
         if len(chosen) < 2:
             return {**about, "headline": "Which runs are to be compared?", "comparison": None}
-        compared = comparison_facts(compare(details))
+        compared = comparison_facts(compare(chosen_runs))
         return {**about, "headline": compared.headline, "comparison": compared}
 
     def _about(self, found: Snapshot) -> Mapping[str, object]:
@@ -144,7 +144,8 @@ class LeadPage:
     def _download(self, id: str) -> Download | None:
         run_id = id.partition("/")[0]
         found, followed = self.watch.follow(run_id)
-        return exports.download(id, self.exporter, found.run(run_id), None if followed is None else followed.detail)
+        detail = None if followed is None else followed.record.detail
+        return exports.download(id, self.exporter, found.run(run_id), detail)
 
 
 def _page_of(form: Parameters) -> str:

@@ -6,10 +6,16 @@ import json
 
 import pytest
 
-from coordinator.reports.comparison import MOST_RUNS, compare, flatten
+from coordinator.reports.comparison import MOST_RUNS, ComparedRun, Comparison, flatten
+from coordinator.reports.comparison import compare as compare_runs
 from fl_core.errors import ConfigError, ProtocolError
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support.recorded_runs import SPEC, detail, measured
+
+
+def compare(details: list[pb.RunDetail]) -> Comparison:
+    return compare_runs([ComparedRun.of(each) for each in details])
+
 
 A = detail("a", measured([0.1, 0.2, 0.3]))
 B = detail("b", measured([0.1, 0.4, 0.5]), {**SPEC, "method": {"name": "fedmr", "mu1": 0.01}, "train": {"lr": 0.2}})

@@ -10,6 +10,7 @@ from coordinator.reports.page import overview
 from coordinator.reports.page.open_round import open_round
 from coordinator.reports.page.overview import DAY_S, OwnCertificates, State
 from coordinator.reports.page.run_facts import headline, run_facts
+from coordinator.reports.page.run_record import RunRecord
 from coordinator.reports.page.service_watch import Away, FollowedRun, Snapshot
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support.recorded_runs import detail, measured
@@ -103,25 +104,25 @@ def test_what_hospitals_did_and_stated_is_counted_over_training_rounds() -> None
     made = detail("run-1", rounds)
     stated = pb.Attestation(policy_digest="p" * 64, ledger_seq=7, ledger_head="h" * 64, ledger_restored=2)
     made.declarations.append(pb.Declaration(silo="south", round=2, stated=stated))
-    facts = run_facts(made.info, FollowedRun(made), 200.0)
+    facts = run_facts(made.info, FollowedRun(RunRecord(made)), 200.0)
     rows = {row.name: row for row in facts.hospitals}
     assert rows["north"].rounds == "2 of 2"
     assert (rows["north"].bytes_up, rows["north"].seconds, rows["north"].policy) == (20, "15 s", "none stated")
     assert (rows["south"].rounds, rows["south"].newest_reason) == ("1 of 2", "E-RUN-13: away")
     assert (rows["south"].policy, rows["south"].ledger) == ("p" * 12, "entry 7")
     assert rows["south"].restored == "put back 2 times"
-    assert facts.rounds[1].missing == (("south", "E-RUN-13: away"),)
-    assert facts.pace is not None
-    assert facts.pace.x == [1, 2]
+    assert facts.record.rounds[1].missing == (("south", "E-RUN-13: away"),)
+    assert facts.record.pace is not None
+    assert facts.record.pace.x == [1, 2]
 
 
 def test_curves_of_the_page_are_those_of_the_record() -> None:
     made = detail("run-1", measured([0.1, 0.25, 0.5]))
-    facts = run_facts(made.info, FollowedRun(made), 1.0)
-    assert facts.chart is not None
-    assert facts.chart.series[0].values == pytest.approx([10.0, 25.0, 50.0])
-    assert {series.name for series in facts.chart.series} == {"accuracy", "balanced"}
-    assert [chart.series[0].name for chart in facts.class_charts] == ["a"]
+    facts = run_facts(made.info, FollowedRun(RunRecord(made)), 1.0)
+    assert facts.record.chart is not None
+    assert facts.record.chart.series[0].values == pytest.approx([10.0, 25.0, 50.0])
+    assert {series.name for series in facts.record.chart.series} == {"accuracy", "balanced"}
+    assert [chart.series[0].name for chart in facts.record.class_charts] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_numbers_that_are_none_end_no_page(wrong: float) -> None:
         r.personal["pa"] = wrong
     made = detail("run-1", rounds)
     made.info.CopyFrom(info)
-    facts = run_facts(info, FollowedRun(made), 160.0)
+    facts = run_facts(info, FollowedRun(RunRecord(made)), 160.0)
     assert facts.open is not None
     assert all(0 <= bar.width <= 100 for bar in facts.open.bars)
     overview.run_row(info)

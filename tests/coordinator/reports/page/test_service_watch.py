@@ -131,7 +131,7 @@ def test_a_run_is_fetched_again_only_when_it_has_changed_and_its_events_from_the
     watch.current(fresh=True)
     _, second = watch.follow("run-1")
     assert second is not None
-    assert second.detail is first.detail
+    assert second.record is first.record
     assert [event.number for event in second.events] == [1, 2]
     changed = pb.RunDetail()
     changed.CopyFrom(service.details[0])
@@ -140,5 +140,5 @@ def test_a_run_is_fetched_again_only_when_it_has_changed_and_its_events_from_the
     watch.current(fresh=True)
     _, third = watch.follow("run-1")
     assert third is not None
-    assert third.detail is changed
+    assert third.record.detail is changed
     assert watch.follow("nothing")[1] is None
